@@ -37,9 +37,10 @@ use crate::memory::view::GuestView;
 pub struct ActiveQueue {
     /// The ring. The transport checked its guest addresses when the driver enabled the queue.
     pub queue: Queue,
-    /// Written when the guest notifies. Unused for queues of [`VirtioDevice::synchronous_queues`].
+    /// Signaled when the driver notifies the device. Unused for queues of
+    /// [`VirtioDevice::synchronous_queues`].
     pub kick: EventFd,
-    /// The driver's ring was invalid. No more chains are taken from it until the device is reset.
+    /// The driver's ring was invalid. The device takes no more chains from it until a reset.
     is_broken: bool,
 }
 
@@ -47,9 +48,9 @@ pub struct ActiveQueue {
 pub struct Activation {
     /// Guest memory. Take one guard per pass over a queue, and never hold two on one thread.
     pub view: GuestView,
-    /// Signals used buffers and configuration changes.
+    /// Interrupts that signal used buffers and configuration changes to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
-    /// By queue index; `None` if the driver did not enable the queue.
+    /// Queues by index. `None` if the driver did not enable the queue.
     pub queues: Vec<Option<ActiveQueue>>,
     /// Negotiated features.
     pub features: u64,
@@ -68,7 +69,7 @@ pub enum ActivateError {
     Io(#[from] std::io::Error),
 }
 
-/// The front of a virtio device, as the transport uses it.
+/// Front of a virtio device: the interface that the transport calls.
 ///
 /// The transport serializes all calls.
 pub trait VirtioDevice: Send {
@@ -83,9 +84,9 @@ pub trait VirtioDevice: Send {
         1 << VIRTIO_F_VERSION_1
     }
 
-    /// Checks features that the device cannot work without. `features` is a subset of the offered
-    /// ones. False makes the transport refuse FEATURES_OK (virtio 1.3, 2.2). The configuration may
-    /// depend on `features` from then on, before DRIVER_OK.
+    /// Checks that `features`, a subset of the offered ones, include all features that the device
+    /// requires. If this returns false, the transport refuses FEATURES_OK (virtio 1.3, 2.2). After
+    /// this call and even before DRIVER_OK, the configuration may depend on `features`.
     fn accepts_features(&self, features: u64) -> bool {
         features & (1 << VIRTIO_F_VERSION_1) != 0
     }
@@ -102,26 +103,27 @@ pub trait VirtioDevice: Send {
     /// Writes the device's configuration. The default ignores the write.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// Starts the device. Called once between resets. After an error the device is still inactive.
+    /// Starts the device. Called at most once between two resets. If it fails, the device remains
+    /// inactive.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
     /// Stops the device. When this returns, the device no longer accesses queues or guest memory,
     /// and may be activated again.
     fn reset(&mut self);
 
-    /// The device's own threads. Empty if it only uses shared event loops.
+    /// Threads that belong to this device. Empty if the device runs only on shared event loops.
     fn loops(&self) -> Vec<EventLoopHandle> {
         Vec::new()
     }
 
-    /// Queues whose notifications are handled in the vCPU's exit by
-    /// [`VirtioDevice::notify_synchronous`] instead of by an ioeventfd and a worker.
+    /// Queues without an ioeventfd. Each notification causes a vCPU exit, in which
+    /// [`VirtioDevice::notify_synchronous`] serves the queue.
     fn synchronous_queues(&self) -> &[u16] {
         &[]
     }
 
-    /// Handles a notification of a synchronous queue on the vCPU's thread. When it returns, the
-    /// work is done, the used ring is written and the interrupt is pending.
+    /// Handles a notification of a synchronous queue on the vCPU's thread. When it returns, all
+    /// requests are completed, the used ring is written and the interrupt is pending.
     fn notify_synchronous(&mut self, _queue: u16) {}
 }
 
@@ -135,7 +137,7 @@ pub fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
     }
 }
 
-/// Wraps a device in the PCI transport, with the device's name as its id.
+/// Wraps a device in the PCI transport and uses the device's name as its id.
 pub fn new_device(
     device: impl VirtioDevice + 'static,
     context: &DeviceContext,

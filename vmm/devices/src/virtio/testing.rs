@@ -1,4 +1,4 @@
-//! A test driver with rings in memory and interrupts that tests can wait for.
+//! A driver for tests, with rings in guest memory and interrupts that tests can wait for.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,23 +19,23 @@ use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
 
 pub(super) const MEMORY_LEN: u64 = 1 << 20;
-/// Start of the memory for buffers of tests.
+/// Guest-physical start of the memory that tests can use for buffers.
 pub(super) const BUFFERS: u64 = 0x8_0000;
 const QUEUE_SIZE: u16 = 32;
-/// A device that takes longer is broken, not slow.
+/// Time limit of each wait in milliseconds, long enough even for a slow host.
 const WAIT_MS_MAX: i32 = 60_000;
 
-/// Number of requests of a load whose instructions callgrind counts (docs/design/benchmarks.md),
-/// from the environment.
+/// Returns the number of requests in a workload whose instructions are counted with callgrind
+/// (docs/design/benchmarks.md). An environment variable can set it.
 pub(super) fn counted_requests(default: u64) -> u64 {
     std::env::var("FORESHORE_COST_REQUESTS").map_or(default, |text| text.parse().unwrap())
 }
 
 #[derive(Clone, Copy)]
 pub(super) enum Buffer {
-    /// Read by the device.
+    /// Address and length of a buffer that the device reads.
     Out(u64, u32),
-    /// Written by the device.
+    /// Address and length of a buffer that the device writes.
     In(u64, u32),
 }
 
@@ -70,33 +70,33 @@ struct Ring {
 }
 
 impl Ring {
-    /// Address of `used_event`: the index of the used buffer that the driver wants an interrupt for
-    /// (virtio 1.3, 2.7.7).
+    /// Address of `used_event`, the index of the used buffer for which the driver wants an
+    /// interrupt (virtio 1.3, 2.7.7).
     fn used_event(&self) -> u64 {
         self.available + 4 + 2 * u64::from(QUEUE_SIZE)
     }
 
-    /// Address of `avail_event`: the index of the available buffer that the device wants a
-    /// notification for (2.7.10).
+    /// Address of `avail_event`, the index of the available buffer for which the device wants a
+    /// notification (2.7.10).
     fn avail_event(&self) -> u64 {
         self.used + 4 + 8 * u64::from(QUEUE_SIZE)
     }
 }
 
 /// A driver with queues of 32 descriptors. Like Linux, it omits notifications that the device has
-/// suppressed, so a device stalls if it forgets to request one.
+/// suppressed. A device that forgets to enable notifications therefore stalls.
 pub(super) struct TestDriver {
     pub memory: GuestMemoryMmap,
-    /// The device's view of memory, if it differs from `memory`.
+    /// View of memory for the device, if it differs from `memory`.
     view: Option<GuestView>,
     interrupt: Arc<TestInterrupt>,
     kicks: Vec<EventFd>,
     rings: Vec<Ring>,
-    /// Next free descriptor of each queue. The descriptors are reused from the first, because a
-    /// test that adds so many has waited for the earlier chains.
+    /// Next free descriptor of each queue. After the last descriptor, the first one is reused. A
+    /// test that adds so many chains has already waited for the earlier ones.
     free: Vec<u16>,
     seen: Vec<u16>,
-    /// Index of the available ring of each queue at its last notification.
+    /// Available index of each queue at the time of the last notification.
     notified: Vec<u16>,
     event_idx: bool,
 }
@@ -122,7 +122,7 @@ impl TestDriver {
         }
     }
 
-    /// Uses the first MiB of `memory` for the driver, and passes `view` to the device.
+    /// Creates a driver that uses the first MiB of `memory` and passes `view` to the device.
     pub(super) fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
         Self { memory, view: Some(view), ..Self::new(queues) }
     }
@@ -131,7 +131,7 @@ impl TestDriver {
         &self.rings[queue]
     }
 
-    /// Resets the rings and returns what the transport passes to the device.
+    /// Resets the rings and returns the activation that the transport would pass to the device.
     pub(super) fn activation(&mut self, features: u64) -> Activation {
         let mut queues = Vec::new();
         self.rings.clear();
@@ -139,7 +139,7 @@ impl TestDriver {
         for kick in &self.kicks {
             let start = 0x1_0000 * (self.rings.len() as u64 + 1);
             let ring = Ring { descriptors: start, available: start + 0x1000, used: start + 0x2000 };
-            // Flags and index of both rings.
+            // Clears the flags and the index of both rings.
             [ring.available, ring.used].into_iter().for_each(|at| self.store(at, 0u32));
             [ring.used_event(), ring.avail_event()].into_iter().for_each(|at| self.store(at, 0u16));
             let mut queue = Queue::new(QUEUE_SIZE).unwrap();
@@ -158,7 +158,7 @@ impl TestDriver {
         Activation { view, interrupt: self.interrupt.clone(), queues, features }
     }
 
-    /// Makes a chain available without notification. Returns its head.
+    /// Makes a chain available without a notification. Returns the head of the chain.
     pub(super) fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
         if usize::from(self.free[queue]) + buffers.len() > usize::from(QUEUE_SIZE) {
             self.free[queue] = 0;
@@ -202,7 +202,7 @@ impl TestDriver {
         self.store(table + 16 * u64::from(index), RawDescriptor::from(descriptor));
     }
 
-    /// Makes the chain at `head` available again, without notification.
+    /// Makes the chain at `head` available again, without a notification.
     pub(super) fn add_again(&self, queue: usize, head: u16) {
         let available = self.ring(queue).available;
         let next: u16 = self.load(available + 2);
@@ -212,7 +212,7 @@ impl TestDriver {
             .unwrap();
     }
 
-    /// Advances the available index by `chains` without adding any, and without notification.
+    /// Advances the available index by `chains` without adding chains and without a notification.
     pub(super) fn jump(&self, queue: usize, chains: u16) {
         let at = self.ring(queue).available + 2;
         self.store(at, self.load::<u16>(at).wrapping_add(chains));
@@ -227,28 +227,29 @@ impl TestDriver {
         self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
 
-    /// Notifies the device of new buffers, unless it has suppressed that (virtio 1.3, 2.7.10).
+    /// Notifies the device of new buffers unless the device has suppressed notifications (virtio
+    /// 1.3, 2.7.10).
     ///
     /// # Panics
-    /// Panics if there are no new buffers since the last notification. A second notification would
-    /// hide that the device has lost the first.
+    /// Panics if there are no new buffers since the last notification. A second notification could
+    /// hide that the device has lost the first one.
     pub(super) fn kick(&mut self, queue: usize) {
         let available: u16 = self.load(self.ring(queue).available + 2);
         let notified = std::mem::replace(&mut self.notified[queue], available);
         assert_ne!(available, notified, "queue {queue} has no new buffers");
-        // The store of the available index must precede the load of the device's suppression.
+        // The available index must be stored before the device's suppression is loaded.
         fence(Ordering::SeqCst);
         if self.is_wanted(self.ring(queue), notified, available) {
             self.kick_spuriously(queue);
         }
     }
 
-    /// Notifies the device unconditionally, as a driver may even without new buffers.
+    /// Notifies the device unconditionally. A driver may do so even without new buffers.
     pub(super) fn kick_spuriously(&self, queue: usize) {
         self.kicks[queue].write(1).unwrap();
     }
 
-    /// Checks that the device wants a notification of the buffers from `old` to `new`.
+    /// Returns true if the device wants a notification of the buffers from index `old` to `new`.
     fn is_wanted(&self, ring: &Ring, old: u16, new: u16) -> bool {
         if !self.event_idx {
             return self.load::<u16>(ring.used) & VRING_USED_F_NO_NOTIFY as u16 == 0;
@@ -257,7 +258,7 @@ impl TestDriver {
         new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
     }
 
-    /// Takes the next used buffer, if there is one: head and length.
+    /// Takes the next used buffer. Returns its head and length, or `None` if there is none.
     pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = *self.ring(queue);
         let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();
@@ -270,7 +271,7 @@ impl TestDriver {
         Some((element.id() as u16, element.len()))
     }
 
-    /// Takes a pending interrupt of a queue. False if none is pending.
+    /// Takes a pending interrupt of a queue. Returns false if none is pending.
     pub(super) fn interrupted(&self, queue: usize) -> bool {
         self.interrupt.queues[queue].read().is_ok()
     }
@@ -278,9 +279,9 @@ impl TestDriver {
     /// Waits until there is a used buffer.
     pub(super) fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {
-            // The device reads `used_event` after it has stored its used index. No interrupt
-            // follows if that index has passed the event already, so the ring is read once more
-            // before the wait.
+            // The device reads `used_event` after it has stored its used index. If that index has
+            // already passed the event, the device sends no interrupt. The ring is therefore read
+            // once more before the wait.
             self.store(self.ring(queue).used_event(), self.seen[queue]);
             fence(Ordering::SeqCst);
             if let Some(used) = self.used(queue) {
@@ -295,7 +296,7 @@ impl TestDriver {
         wait(&self.interrupt.config, "the configuration");
     }
 
-    /// Takes a pending configuration change interrupt. False if none is pending.
+    /// Takes a pending configuration change interrupt. Returns false if none is pending.
     pub(super) fn config_changed(&self) -> bool {
         self.interrupt.config.read().is_ok()
     }

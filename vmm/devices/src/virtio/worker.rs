@@ -1,4 +1,4 @@
-//! Start and stop of workers on an event loop, and their access to queues.
+//! Helpers that start and stop workers on an event loop and access their queues.
 
 use std::sync::atomic::Ordering;
 
@@ -13,9 +13,9 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
 
-/// A worker that is on its event loop between activation and reset.
+/// Worker that is registered with its event loop from activation to reset.
 ///
-/// The loop's own thread must neither call its methods nor drop the value.
+/// The thread of the event loop must neither call these methods nor drop the value.
 pub(super) struct WorkerSlot {
     event_loop: EventLoopHandle,
     worker: Option<SubscriberId>,
@@ -26,18 +26,19 @@ impl WorkerSlot {
         Self { event_loop, worker: None }
     }
 
-    /// Starts the worker. Its `init` has run when this returns.
+    /// Starts the worker. Returns after the worker's `init` has run.
     pub(super) fn start(&mut self, worker: Subscriber) -> Result<(), ActivateError> {
         assert!(self.worker.is_none(), "device activated twice without a reset");
         self.worker = Some(self.event_loop.add(worker)?);
         Ok(())
     }
 
-    /// Stops the worker, after which nothing accesses its queues. Returns false if there was none.
+    /// Stops the worker. When this returns, the queues are no longer accessed. Returns false if no
+    /// worker was running.
     pub(super) fn stop(&mut self) -> bool {
         let Some(worker) = self.worker.take() else { return false };
         if let Err(err) = self.event_loop.remove(worker) {
-            // The loop has ended, and the worker with it.
+            // The event loop has ended, so its workers no longer exist.
             debug!(%err, "Device worker had already ended");
         }
         true
@@ -51,7 +52,7 @@ impl Drop for WorkerSlot {
 }
 
 impl Activation {
-    /// Takes a queue that the device requires.
+    /// Takes the queue out of the activation. Fails if the driver did not enable it.
     pub(super) fn take_queue(&mut self, index: u16) -> Result<ActiveQueue, ActivateError> {
         let queue = self.queues.get_mut(usize::from(index)).and_then(Option::take);
         queue.ok_or(ActivateError::QueueMissing { index })
@@ -60,9 +61,10 @@ impl Activation {
 
 /// Returns the next available chain, or `Err` if the available ring is invalid.
 ///
-/// The index can be more than a ring ahead, or the ring's entries can be in unplugged memory.
-/// `pop_descriptor_chain` then finds no chain and `AvailIter` ends, although `enable_notification`
-/// reports more chains. Without an error, a loop over the two would never end.
+/// A ring is invalid if its index is more than the ring's size ahead or its entries are in
+/// unplugged memory. `pop_descriptor_chain` then returns no chain and `AvailIter` ends, although
+/// `enable_notification` reports more chains. A loop that calls both would never end without an
+/// error.
 pub(super) fn next_chain<'m>(
     queue: &mut Queue,
     memory: &'m MappedMemory,
@@ -98,9 +100,10 @@ impl ActiveQueue {
         })
     }
 
-    /// Serves at most `batch` available chains, so that other devices on the event loop get their
-    /// turn. `serve` returns the number of bytes written to the chain. `None` leaves the chain in
-    /// the ring and ends the pass. Returns true if the driver wants an interrupt.
+    /// Serves at most `batch` available chains, so that other devices on the event loop are served
+    /// as well. `serve` returns the number of bytes that it wrote to the chain. If it returns
+    /// `None`, the chain remains in the ring and the pass ends. Returns true if the driver wants an
+    /// interrupt.
     pub(super) fn serve<'m>(
         &mut self,
         memory: &'m MappedMemory,
@@ -132,13 +135,13 @@ impl ActiveQueue {
         self.is_broken
     }
 
-    /// Enables notifications. Returns true if the driver has added chains in the meantime, which it
-    /// will not notify of.
+    /// Enables notifications. Returns true if chains were added before that, for which the driver
+    /// sends no notification.
     pub(super) fn wait_for_more(&mut self, memory: &MappedMemory) -> bool {
         !self.is_broken && self.queue.enable_notification(memory).unwrap_or(false)
     }
 
-    /// Registers the notifications with the event loop. They arrive as `data`.
+    /// Registers the queue's notifications with the event loop. `data` identifies them.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
             sparsely!(error, ?err, "Cannot watch for notifications of a driver");
@@ -146,19 +149,20 @@ impl ActiveQueue {
     }
 
     pub(super) fn clear_kick(&self) {
-        // Fails only if no notification is pending.
+        // The read fails only if no notification is pending.
         let _ = self.kick.read();
     }
 
     /// Schedules another pass over the queue, after other devices on the event loop.
     pub(super) fn come_back(&self) {
-        // Fails only if the counter is full, and then the pass is already scheduled.
+        // The write fails only if the event's counter is full. In that case the pass is already
+        // scheduled.
         let _ = self.kick.write(1);
     }
 
-    /// Returns a chain to the driver. False if the used ring cannot be written. The pass over the
-    /// queue must then end, because further chains would be lost as well. The driver's next
-    /// notification starts another pass.
+    /// Returns a chain to the driver. Returns false if the used ring cannot be written. The caller
+    /// must then end its pass over the queue, because further chains would be lost as well. The
+    /// driver's next notification starts another pass.
     #[must_use]
     pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
         let result = self.queue.add_used(memory, head, len);
@@ -179,7 +183,7 @@ mod tests {
     use crate::virtio::testing::TestDriver;
 
     const PAGE: u64 = 0x1000;
-    /// The ring's index is at the end of one page, and its entries begin on the next.
+    /// Places the ring's index at the end of one page and its entries at the start of the next.
     const AVAILABLE: u64 = 4 * PAGE - 4;
 
     fn queue(memory: &GuestMemoryMmap, index: u16) -> ActiveQueue {

@@ -5,13 +5,13 @@ use foreshore_config::{ConfigError, name, section};
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
-/// Id in Cloud Hypervisor, which has one virtio balloon.
+/// Id that Cloud Hypervisor gives its only virtio balloon.
 const ID: &str = "__balloon";
 
-/// Minimum of the default floor, which otherwise is a quarter of the boot memory.
+/// Minimum of the default floor. In larger VMs the default floor is a quarter of the boot memory.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
-/// Largest target of the driver, in 32 bits of pages.
+/// Largest target: the configuration has 32 bits for the number of pages.
 const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 section! {
@@ -38,12 +38,13 @@ impl BalloonConfig {
     /// Maximum size of the balloon in a VM with `boot_bytes` of boot memory.
     pub fn max_bytes(&self, boot_bytes: u64) -> u64 {
         let usual = (boot_bytes / 4).next_multiple_of(UNIT_BYTES).max(MIN_FLOOR_BYTES);
-        // The guest keeps boot memory beyond the last whole block.
+        // The balloon never includes boot memory beyond the last whole block.
         let most = boot_bytes.saturating_sub(self.floor.unwrap_or(usual)).min(MOST_BYTES);
         most / UNIT_BYTES * UNIT_BYTES
     }
 
-    /// Checks that sizes are whole blocks and that `size` leaves the guest its floor.
+    /// Checks that sizes are multiples of the block size and that `size` leaves the floor to the
+    /// guest.
     pub fn validate(&self, boot_bytes: u64) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         for (key, bytes) in [("size", self.size), ("floor", self.floor.unwrap_or(0))] {
@@ -62,7 +63,7 @@ impl BalloonConfig {
                 because: ", so that floor= of the boot memory stays with the guest",
             });
         }
-        // The default id may be set explicitly.
+        // A user may set the default id explicitly.
         self.id.as_ref().filter(|id| *id != ID).map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 }
@@ -113,7 +114,7 @@ mod tests {
         assert_eq!(most("size=0", 32), 0);
         assert_eq!(most("floor=32M", 512), 480);
         assert_eq!(most("floor=1G", 512), 0);
-        // A whole number of blocks, for any quarter.
+        // The result is a whole number of blocks even if a quarter of the memory is not.
         assert_eq!(most("size=0", 1022), 766);
         assert_eq!(most("floor=32M", 513), 480);
         assert_eq!(

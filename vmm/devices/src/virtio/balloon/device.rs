@@ -31,8 +31,8 @@ pub(super) const F_REPORTING: u64 = 1 << 5;
 const INFLATE: u16 = 0;
 const DEFLATE: u16 = 1;
 const STATS: u16 = 2;
-/// Index of the reporting queue in the specification. Drivers that leave no gap for queues that
-/// they do not use, such as Linux before 6.11, have it at a lower index.
+/// Index of the reporting queue in the specification. Drivers such as Linux before 6.11 use a lower
+/// index if they do not use all earlier queues.
 const REPORTING: u16 = 4;
 
 /// Linux requires 32 entries for free page reporting.
@@ -45,11 +45,11 @@ pub struct BalloonOptions {
     pub max_bytes: u64,
     /// Initial target.
     pub target_bytes: u64,
-    /// Offers the feature that lets the guest deflate when it is out of memory.
+    /// Offers the feature that lets the guest deflate the balloon when it is out of memory.
     pub deflate_on_oom: bool,
     /// Offers free page reporting.
     pub free_page_reporting: bool,
-    /// Offers statistics.
+    /// Offers the statistics queue.
     pub statistics: bool,
 }
 
@@ -61,7 +61,7 @@ pub struct Balloon {
     worker: WorkerSlot,
 }
 
-/// Parts of guest memory in ascending order, with their reservations.
+/// Parts of guest memory, sorted by address, with their reservations.
 pub(super) struct Places {
     pub(super) places: Vec<Place>,
     pub(super) reservations: Vec<Arc<Reservation>>,
@@ -85,8 +85,9 @@ impl Places {
 impl Balloon {
     /// Creates a virtio balloon for `memory`. Its worker runs on `event_loop`.
     ///
-    /// # Panics If sizes are not whole blocks, or if the target is above the maximum. The
-    /// configuration ensures this.
+    /// # Panics
+    /// Panics if a size is not a multiple of the block size or if the target exceeds the maximum.
+    /// The validation of the configuration prevents both.
     pub fn new(
         id: &str,
         options: BalloonOptions,
@@ -159,7 +160,8 @@ impl VirtioDevice for Balloon {
                     .metrics
                     .oom_deflated_bytes
                     .fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
-                // The new target is whole blocks, so the driver continues to deflate.
+                // The new target was rounded down to whole blocks, so the driver must deflate a
+                // little more.
                 self.shared.signal_config();
             }
         }
@@ -207,7 +209,8 @@ impl Drop for Balloon {
     }
 }
 
-/// The index of a queue depends on the features, and on gaps that the driver may leave.
+/// Takes the queues. The index of the reporting queue depends on the driver: it may or may not skip
+/// the indices of queues that it does not use.
 fn take_queues(activation: &mut Activation) -> Result<Queues, ActivateError> {
     let has = |feature| activation.features & feature != 0;
     let (has_stats, has_reporting) = (has(F_STATS_VQ), has(F_REPORTING));

@@ -1,4 +1,4 @@
-//! The worker, which returns pages to the host and receives statistics.
+//! The worker of the balloon device. It returns pages to the host and receives statistics.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-/// Chains to serve before other devices on the event loop.
+/// Number of chains to serve before other devices on the event loop are served.
 const BATCH: usize = 4;
 
 const INFLATE: u32 = 0;
@@ -26,14 +26,14 @@ const STATS: u32 = 2;
 const REPORTING: u32 = 3;
 const ASK: u32 = 4;
 
-/// Queue index of the statistics queue for the driver.
+/// Index of the statistics queue.
 const STATS_QUEUE: u16 = 2;
 
 pub(super) struct Queues {
     pub(super) inflate: ActiveQueue,
     pub(super) deflate: ActiveQueue,
     pub(super) stats: Option<ActiveQueue>,
-    /// With its queue index for the driver.
+    /// The reporting queue and the index that the driver uses for it.
     pub(super) reporting: Option<(u16, ActiveQueue)>,
 }
 
@@ -41,10 +41,12 @@ pub(super) struct Worker {
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
     pub(super) queues: Queues,
-    /// Chain that is returned to the driver to request statistics (virtio 1.3, 5.5.6.4).
+    /// Chain that the device holds and returns to the driver to request statistics (virtio 1.3,
+    /// 5.5.6.4).
     pub(super) held: Option<u16>,
-    /// True if statistics are requested. The driver sends the first ones unprompted, and later ones
-    /// on request. Others are ignored, so that the driver cannot keep observers busy.
+    /// True while the device expects statistics. The driver sends the first statistics without a
+    /// request and later ones on request. All others are ignored, so that a driver cannot keep
+    /// observers busy.
     pub(super) awaited: bool,
     pub(super) places: Arc<Places>,
     pub(super) shared: Arc<Shared>,
@@ -60,8 +62,7 @@ impl Worker {
         });
     }
 
-    /// Pages that leave the balloon need no action. The host allocates memory when the guest writes
-    /// to them.
+    /// Only counts the deflated pages. The host allocates memory when the guest writes to them.
     fn deflate(&mut self) {
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, 1, &mut self.queues.deflate, |memory, chain| {
@@ -82,7 +83,7 @@ impl Worker {
         });
     }
 
-    /// Receives statistics, and holds their chain until the next request.
+    /// Receives statistics and holds their chain until the device requests statistics again.
     fn hear(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let mut heard = None;
@@ -104,7 +105,8 @@ impl Worker {
                     Err(err) => refuse(&err, &self.shared.metrics),
                 }
             }
-            // A driver has one buffer at a time. If it has several, the last one is held.
+            // A correct driver sends one buffer at a time. If it sends several, the device holds
+            // the last one.
             if let Some(earlier) = self.held.replace(head) {
                 if !queue.give_back(&guard, earlier, 0) {
                     break;
@@ -121,8 +123,8 @@ impl Worker {
         }
     }
 
-    /// Requests statistics by returning the held chain. Does nothing until an earlier request is
-    /// answered.
+    /// Requests statistics by returning the held chain. Does nothing while an earlier request is
+    /// unanswered.
     fn ask(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let Some(head) = self.held.take() else { return };
@@ -134,7 +136,7 @@ impl Worker {
 }
 
 impl Places {
-    /// Returns the pages of `ranges` to the host, except refused ones, which are counted.
+    /// Returns the pages of `ranges` to the host. Counts the pages that are refused instead.
     fn give_back(
         &self,
         ranges: &[Range<u64>],
@@ -185,7 +187,7 @@ fn refuse(err: &ChainError, metrics: &BalloonMetrics) {
     sparsely!(warn, %err, "Balloon driver sent an invalid request");
 }
 
-/// Serves available chains. Returns each to the driver after `each`.
+/// Calls `each` for every available chain, and then returns the chain to the driver.
 fn serve(
     view: &GuestView,
     interrupt: &dyn VirtioInterrupt,
@@ -199,8 +201,8 @@ fn serve(
             queue.come_back();
             break;
         }
-        // One guard for each chain. Memory that is plugged when a range is checked stays plugged
-        // until it is discarded. Plugs and unplugs wait for one chain only.
+        // The guard is held for one chain only, because plugs and unplugs wait for it. While it is
+        // held, memory cannot be unplugged between the check of a range and its discard.
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
         let Some(chain) = queue.pop(memory, interrupt) else { break };
@@ -236,7 +238,7 @@ impl MutEventSubscriber for Worker {
         for (data, queue) in queues {
             let Some(queue) = queue else { continue };
             queue.watch(data, ops);
-            // A notification may have preceded the worker.
+            // The driver may have sent a notification before the worker was started.
             queue.come_back();
         }
         if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
@@ -263,7 +265,7 @@ impl MutEventSubscriber for Worker {
                 self.report();
             }
             _ => {
-                // Fails only if no request is pending.
+                // The read fails only if no request is pending.
                 let _ = self.shared.ask.read();
                 self.ask();
             }
@@ -280,7 +282,8 @@ mod tests {
     use super::*;
     use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
-    /// Discarding the pages of a chain takes time, and a guest may keep the queue full.
+    /// A plug must not wait for the whole queue: discarding pages takes time, and a guest may keep
+    /// the queue full.
     #[test]
     fn plug_waits_for_one_chain_only() {
         let mut driver = TestDriver::new(1);
@@ -306,8 +309,8 @@ mod tests {
                 seen.borrow_mut().push((before, unplugs.load(Ordering::Relaxed)));
             });
         });
-        // A plug or unplug that begins during a chain waits for its end, and completes before the
-        // next chain.
+        // A plug or unplug that begins while a chain is served waits for the end of that chain and
+        // completes before the next one.
         assert_eq!(seen.into_inner(), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     }
 }

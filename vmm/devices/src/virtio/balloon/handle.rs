@@ -17,8 +17,8 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::virtio::zone_device::ZoneDevice;
 
-/// Called after a change of sizes or statistics, on threads of vCPUs and of the device. It must
-/// return soon and must not take a guard of guest memory.
+/// Callback after a change of sizes or statistics. It is called on threads of vCPUs and of the
+/// device, so it must return quickly and must not take a guard of guest memory.
 pub type BalloonObserver = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,21 +29,22 @@ pub struct BalloonSizes {
     pub actual_bytes: u64,
     /// Largest size that may be requested.
     pub max_bytes: u64,
-    /// Requested sizes are multiples of this.
+    /// Block size. Requested sizes are multiples of it.
     pub block_bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct Heard {
     pub statistics: Statistics,
-    /// Sequence number, which increases with every set.
+    /// Sequence number of these statistics. Each new set has a higher number.
     pub number: u64,
-    /// Number of the driver's activation. Counters may restart with each.
+    /// Number of the activation that these statistics belong to. Counters may restart after each
+    /// activation.
     pub driver_life: u64,
     pub at: Instant,
 }
 
-/// Error of a requested size.
+/// Reason to reject a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TargetError {
     #[error("balloon size {bytes} exceeds the maximum {max_bytes}")]
@@ -52,7 +53,7 @@ pub enum TargetError {
         bytes: u64,
         max_bytes: u64,
     },
-    /// The size is not whole blocks.
+    /// The size is not a multiple of the block size.
     #[error("balloon size {bytes} is not a multiple of {block_bytes}")]
     Unaligned {
         /// Requested size.
@@ -61,10 +62,10 @@ pub enum TargetError {
     },
 }
 
-/// State that the front, the worker and the handles of a device share.
+/// State shared by the front, the worker and the handles of a balloon device.
 pub(super) struct Shared {
     pub(super) state: Mutex<BalloonState>,
-    /// Set while a driver is active.
+    /// Interrupt of the active driver. `None` if no driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     pub(super) heard: Mutex<Option<Heard>>,
     pub(super) driver_life: Mutex<u64>,
@@ -75,7 +76,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Updates the metrics and calls the observer. No lock may be held.
+    /// Updates the metrics and calls the observer. The caller must not hold a lock.
     pub(super) fn report(&self) {
         let (target_bytes, actual_bytes) = {
             let state = self.state.lock();
@@ -98,8 +99,8 @@ impl Shared {
         (self.observer)();
     }
 
-    /// Notifies the driver of a changed configuration. A later driver reads the configuration when
-    /// it starts.
+    /// Notifies the active driver that the configuration has changed. Does nothing without a
+    /// driver, because each driver reads the configuration when it starts.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -110,15 +111,16 @@ impl Shared {
     }
 }
 
-/// A handle on a virtio balloon for any thread. Cheap to clone, and holds no guest memory.
+/// Handle to a virtio balloon that any thread can use. It is cheap to clone and does not keep guest
+/// memory mapped.
 #[derive(Clone)]
 pub struct BalloonHandle {
     pub(super) shared: Arc<Shared>,
 }
 
 impl BalloonHandle {
-    /// Requests a balloon of `bytes` from the driver. Returns at once. The observer is called after
-    /// each change.
+    /// Requests a balloon of `bytes` from the driver. Returns immediately. The observer is called
+    /// each time the balloon's size changes.
     pub fn set_target(&self, bytes: u64) -> Result<(), TargetError> {
         {
             let mut state = self.shared.state.lock();
@@ -136,7 +138,7 @@ impl BalloonHandle {
         Ok(())
     }
 
-    /// Requested, current and maximum size.
+    /// Requested, current and maximum size of the balloon.
     pub fn sizes(&self) -> BalloonSizes {
         let state = self.shared.state.lock();
         BalloonSizes {
@@ -153,18 +155,20 @@ impl BalloonHandle {
         self.shared.state.lock().deflates_on_oom()
     }
 
-    /// Requests statistics from the driver. Has no effect until an earlier request is answered.
+    /// Requests statistics from the driver. Has no effect while an earlier request is unanswered.
     pub fn ask_statistics(&self) {
-        // Fails only if the counter is full, and then a request is pending.
+        // The write fails only if the event's counter is full. In that case a request is already
+        // pending.
         let _ = self.shared.ask.write(1);
     }
 
-    /// Latest statistics of the active driver.
+    /// Latest statistics that the active driver sent.
     pub fn statistics(&self) -> Option<Heard> {
         *self.shared.heard.lock()
     }
 
-    /// Returns true if the guest's driver is active. Without it, requests have no effect.
+    /// Returns true if the guest's driver is active. Requests have no effect without an active
+    /// driver.
     pub fn driver_present(&self) -> bool {
         self.shared.interrupt.lock().is_some()
     }
@@ -174,8 +178,8 @@ impl BalloonHandle {
     }
 }
 
-/// The balloon zone is boot memory that the balloon takes and returns. Memory in the balloon is not
-/// plugged.
+/// The balloon zone is the part of boot memory that the balloon can inflate into. Memory in the
+/// balloon counts as unplugged.
 impl ZoneDevice for BalloonHandle {
     fn sizes(&self) -> ZoneSizes {
         let sizes = BalloonHandle::sizes(self);

@@ -11,17 +11,17 @@ use crate::metrics::{Expose, Exposition, Family, get, one};
 /// Reason to refuse pages or chains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// Pages of PM, which belong to chunks.
+    /// The pages are PM, which belongs to chunks.
     Pm,
-    /// Pages of unplugged blocks.
+    /// The pages are in unplugged blocks.
     Unplugged,
-    /// Pages outside of guest memory, or of a volume.
+    /// The pages are outside of guest memory or belong to a volume.
     NoMemory,
-    /// Parts of huge pages that were not listed completely.
+    /// The driver listed only a part of a huge page.
     HugePage,
-    /// A chain that has invalid content or cannot be read.
+    /// The chain has invalid content or cannot be read.
     Malformed,
-    /// A chain with more entries than a driver needs. The excess is ignored.
+    /// The chain has more entries than a driver needs. The excess entries are ignored.
     TooLong,
 }
 
@@ -51,21 +51,21 @@ pub struct BalloonMetrics {
     pub actual_bytes: AtomicU64,
     /// Bytes returned to the host by inflating.
     pub inflated_bytes: AtomicU64,
-    /// Bytes that were deflated.
+    /// Bytes that the driver deflated.
     pub deflated_bytes: AtomicU64,
-    /// Bytes returned to the host as reported free pages.
+    /// Bytes returned to the host because the driver reported their pages as free.
     pub reported_bytes: AtomicU64,
-    /// Bytes deflated by a guest that was out of memory.
+    /// Bytes that the guest deflated because it was out of memory.
     pub oom_deflated_bytes: AtomicU64,
     /// Failed calls to return pages to the host.
     pub discard_failures: AtomicU64,
-    /// Received sets of statistics.
+    /// Number of statistics sets received from the driver.
     pub statistics: AtomicU64,
     refused: [AtomicU64; Refusal::ALL.len()],
     values: [AtomicU64; Tag::ALL.len()],
 }
 
-/// Placeholder of a statistic that the driver has not sent.
+/// Placeholder for a statistic that the driver has not sent.
 const ABSENT: u64 = u64::MAX;
 
 impl Default for BalloonMetrics {
@@ -91,12 +91,13 @@ impl BalloonMetrics {
         self.refused[reason as usize].fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Number of pages refused for this reason. For `Malformed` and `TooLong`, number of chains.
+    /// Number of pages refused for this reason. `Malformed` and `TooLong` count chains instead of
+    /// pages.
     pub fn refused(&self, reason: Refusal) -> u64 {
         self.refused[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// Stores the latest value of a statistic for the exposition.
+    /// Stores the latest value of a statistic for the metrics endpoint.
     pub fn set_statistic(&self, tag: Tag, value: u64) {
         self.values[tag as usize].store(value, Ordering::Relaxed);
     }

@@ -1,9 +1,10 @@
-//! virtio-balloon (virtio 1.3, 5.5): memory that the guest returns without hotplug.
+//! virtio-balloon (virtio 1.3, 5.5): the guest returns boot memory to the host without hotplug.
 //!
-//! The device requests a size. The driver allocates that many pages, lists them, and leaves them
-//! unused until the device requests less. The driver may also report free pages, which it may use
-//! again at any time, and statistics of its kernel. Only pages of plugged DRAM are returned to the
-//! host. Pages of PM belong to chunks, which virtio-mem plugs and unplugs.
+//! The device requests a balloon size. The driver allocates that many pages, sends a list of them,
+//! and leaves them unused until the device requests a smaller balloon. The driver may also report
+//! free pages, which it may use again at any time, and statistics of the guest's kernel. Only pages
+//! of plugged DRAM are returned to the host. Pages of PM belong to chunks, which virtio-mem plugs
+//! and unplugs.
 
 pub mod config;
 mod device;
@@ -26,7 +27,7 @@ pub use metrics::{BalloonMetrics, Refusal};
 
 impl DeviceHandle for BalloonHandle {}
 
-/// Builds the `--balloon` device. `observer` is notified of each change.
+/// Builds the `--balloon` device. `observer` is called after each change of sizes or statistics.
 pub fn build(
     config: &BalloonConfig,
     memory: &Memory,

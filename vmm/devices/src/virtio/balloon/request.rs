@@ -1,5 +1,5 @@
-//! Content of the driver's queues (virtio 1.3, 5.5.6), parsed into ranges that may be returned to
-//! the host.
+//! Parser for requests in the balloon queues (virtio 1.3, 5.5.6). It returns ranges of pages that
+//! may be returned to the host.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -16,30 +16,32 @@ use crate::memory::layout::GuestRange;
 use crate::memory::view::MappedMemory;
 use crate::memory::zone::Tier;
 
-/// Largest number of page numbers that are used from a chain. Each may need a system call, and
-/// plugs and unplugs wait meanwhile. Linux sends 256 and waits until they are used.
+/// Maximum number of page numbers that the device reads from one chain. Each may need a system
+/// call, during which plugs and unplugs wait. Linux sends 256 per chain and waits until the device
+/// has returned the chain.
 pub const MAX_PAGES: usize = 1_024;
-/// Largest number of ranges that are used from a chain of free pages. Linux reports 32.
+/// Maximum number of ranges that the device reads from one chain of free pages. Linux reports 32
+/// per chain.
 pub const MAX_RANGES: usize = 256;
 
-/// Error of a chain, which is returned to the driver.
+/// Error in a chain. The chain is returned to the driver unused.
 #[derive(Debug, Error)]
 pub enum ChainError {
     #[error("descriptor points outside of plugged memory")]
     Descriptors(#[from] virtio_queue::Error),
     #[error("cannot read the request")]
     Read(#[source] io::Error),
-    /// The length does not match the content.
+    /// The length is invalid for this queue, for example not a multiple of an entry's size.
     #[error("request of {bytes} bytes has an invalid length for this queue")]
     Length { bytes: usize },
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Listed {
-    /// Ranges of guest-physical addresses in ascending order, as whole pages of 4 KiB. They neither
+    /// Ranges of guest-physical addresses, in ascending order and multiples of 4 KiB. They neither
     /// overlap nor touch.
     pub ranges: Vec<Range<u64>>,
-    /// The chain has more entries than are used.
+    /// The chain has more entries than the device reads, so the list is incomplete.
     pub is_cut: bool,
 }
 
@@ -63,8 +65,8 @@ pub fn read_pages(
     Ok(Listed { ranges: join(pages.collect()), is_cut: bytes > 4 * MAX_PAGES })
 }
 
-/// Reads a chain of the reporting queue. Its buffers are the free pages, which are reduced to whole
-/// pages.
+/// Reads a chain of the reporting queue. The chain's buffers are the free memory. Partial pages at
+/// their ends are dropped.
 pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainError> {
     let mut buffers = chain.writable().map(|descriptor| {
         let start = descriptor.addr().raw_value();
@@ -108,17 +110,18 @@ fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges
 }
 
-/// Part of a zone in the guest's address space.
+/// Contiguous part of a zone in the guest's address space.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub range: GuestRange,
     pub tier: Tier,
-    /// Size of the host's pages, in which the host takes memory back.
+    /// Page size on the host. Memory can be returned only in whole host pages.
     pub unit_bytes: u64,
 }
 
 impl Place {
-    /// Largest range of whole units inside `range`, which must be within the place.
+    /// Returns the largest range of whole host pages inside `range`, which must be within the
+    /// place.
     fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
         let offsets = range.start - self.range.start..range.end - self.range.start;
         let start = offsets.start.next_multiple_of(self.unit_bytes);
@@ -131,12 +134,13 @@ impl Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub range: Range<u64>,
-    /// Index of the place that contains it, or the reason to refuse it.
+    /// Index of the place that contains the piece, or the reason to refuse the piece.
     pub verdict: Result<usize, Refusal>,
 }
 
-/// Cuts `range` at the boundaries of `places`, which are in ascending order without overlap, and of
-/// unplugged blocks. Hold the guard of `memory` until the pieces have been handled.
+/// Cuts `range` at the boundaries of `places` and of unplugged blocks. `places` must be in
+/// ascending order and must not overlap. The caller must hold the guard of `memory` until it has
+/// handled all pieces.
 pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut at = range.start;
@@ -173,7 +177,7 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
     pieces.into_iter().flat_map(|piece| whole_units(piece, places)).collect()
 }
 
-/// Separates the parts of a piece that are not whole huge pages, which the host cannot take back.
+/// Splits partial huge pages off both ends of a piece, because the host cannot take them back.
 fn whole_units(piece: Piece, places: &[Place]) -> Vec<Piece> {
     let Piece { range, verdict } = piece;
     let parts = match verdict.map(|index| places[index].whole_units(&range)) {
@@ -284,7 +288,7 @@ mod tests {
     }
 
     proptest! {
-        /// The verdict of each page is that of its part of memory.
+        /// Each page is accepted or refused according to the part of memory that contains it.
         #[test]
         fn each_page_has_the_verdict_of_its_part_of_memory(start in 0u64..20_000, len in 1u64..20_000) {
             let (view, places) = memory();

@@ -1,10 +1,10 @@
 //! State of a virtio balloon, without I/O.
 
-/// Page size of the protocol, regardless of the guest's page size (virtio 1.3, 5.5.6).
+/// Page size in the protocol, regardless of the guest's page size (virtio 1.3, 5.5.6).
 pub(super) const PAGE_BYTES: u64 = 4096;
 /// Length of the configuration (virtio 1.3, 5.5.4).
 pub(super) const CONFIG_BYTES: usize = 16;
-/// The only field that drivers write.
+/// Position of `actual`, the only field that drivers write.
 const ACTUAL: std::ops::Range<usize> = 4..8;
 
 /// Meaning of a size reported by the driver.
@@ -12,8 +12,8 @@ const ACTUAL: std::ops::Range<usize> = 4..8;
 pub(super) enum Told {
     /// The driver moves toward the target or has reached it.
     Following,
-    /// The guest was out of memory and has deflated this number of bytes without a request. They
-    /// are not requested again.
+    /// The guest was out of memory and deflated this many bytes without a request. The device does
+    /// not request them again.
     TakenBack(u64),
 }
 
@@ -21,22 +21,24 @@ pub(super) enum Told {
 pub(super) struct BalloonState {
     /// Largest size that may be requested.
     max_bytes: u64,
-    /// A target that is lowered after the guest has deflated is a multiple of this.
+    /// Block size. If the guest deflates without a request, the device lowers the target to a
+    /// multiple of this size.
     block_bytes: u64,
     target_bytes: u64,
     /// Size reported by the driver.
     actual_pages: u32,
     deflates_on_oom: bool,
-    /// The lower target that the driver was moving toward when the current target was set. The
-    /// driver completes its current step, reports it once, and reads the target again.
+    /// Previous, lower target, if the driver was still deflating toward it when the current target
+    /// was set. The driver completes its current step, reports the size once, and only then reads
+    /// the new target.
     turned_from: Option<u64>,
-    /// The target before the driver emptied the balloon without a request, if that was its last
-    /// report.
+    /// Set if the driver's last report was that it emptied the balloon without a request: the
+    /// target before that report.
     emptied_from: Option<u64>,
 }
 
 impl BalloonState {
-    /// An empty balloon with a maximum target of `max_bytes`.
+    /// Creates an empty balloon with a maximum target of `max_bytes`.
     pub(super) fn new(max_bytes: u64, block_bytes: u64) -> Self {
         assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
         assert!(
@@ -75,7 +77,7 @@ impl BalloonState {
         self.deflates_on_oom
     }
 
-    /// Sets the target, which the caller has checked.
+    /// Sets the target. The caller must have checked it.
     pub(super) fn set_target(&mut self, bytes: u64) {
         assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
         if bytes > self.target_bytes && self.actual_bytes() > self.target_bytes {
@@ -85,7 +87,7 @@ impl BalloonState {
         self.emptied_from = None;
     }
 
-    /// Resets the balloon for a new driver, which begins with an empty balloon.
+    /// Prepares the state for a new driver. Each driver begins with an empty balloon.
     pub(super) fn start(&mut self, deflates_on_oom: bool) {
         self.actual_pages = 0;
         self.deflates_on_oom = deflates_on_oom;
@@ -93,10 +95,10 @@ impl BalloonState {
         self.emptied_from = None;
     }
 
-    /// Ends the driver. The guest has the memory of its balloon again. The target remains for the
-    /// next driver, for example after a kexec. A driver that empties its balloon and then resets
-    /// the device was not out of memory: it was unloaded, or its guest hibernates (`remove_common`
-    /// in Linux' drivers/virtio/virtio_balloon.c).
+    /// Handles a reset by the driver. The guest may use all memory of its balloon again. The target
+    /// is retained for the next driver, for example after a kexec. If a driver empties its balloon
+    /// and then resets the device, the guest was not out of memory: the driver was unloaded, or the
+    /// guest hibernates (`remove_common` in Linux's drivers/virtio/virtio_balloon.c).
     pub(super) fn end(&mut self) {
         self.target_bytes = self.emptied_from.unwrap_or(self.target_bytes);
         self.start(false);
@@ -109,8 +111,8 @@ impl BalloonState {
         config
     }
 
-    /// Handles a write of the driver to the configuration. Ignores other fields than the driver's
-    /// own, and repeated values.
+    /// Handles a driver's write to the configuration. Ignores writes to all fields except `actual`,
+    /// and repeated values.
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
         let mut config = self.config();
         let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
@@ -129,10 +131,10 @@ impl BalloonState {
         self.actual_pages = pages;
         self.emptied_from = None;
         let actual_bytes = self.actual_bytes();
-        // A driver that follows the target does not go below it, except to complete a step that it
-        // began before the target rose. Otherwise the guest was out of memory. To request the same
-        // size again would take the memory that it has just deflated. A client that wants it back
-        // requests it again.
+        // A driver that follows the target never deflates below it, except to complete a step that
+        // it began before the target was raised. In all other cases the guest was out of memory. A
+        // repeated request for the same size would take away the memory that the guest has just
+        // deflated. Clients can raise the target again if they need that memory.
         let was_asked_to =
             self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
         if self.deflates_on_oom
@@ -183,7 +185,7 @@ mod tests {
             assert_eq!(state.write_config(offset, &[0xff; 4][..len]), None, "{offset}");
         }
         assert_eq!((state.target_bytes(), state.actual_bytes()), (BLOCK, 0));
-        // In pieces, and across the ends of the field.
+        // Writes in pieces, and writes across both ends of the field.
         assert!(state.write_config(6, &[1]).is_some());
         assert_eq!(state.actual_bytes(), 0x1_0000 * PAGE_BYTES);
         assert!(state.write_config(0, &[2; 12]).is_some());
@@ -198,12 +200,12 @@ mod tests {
         // Linux deflates 1 MiB at a time.
         assert_eq!(tell(&mut state, 8 * BLOCK - BLOCK / 2), Told::TakenBack(BLOCK / 2));
         assert_eq!(state.target_bytes(), 7 * BLOCK);
-        // The driver continues to the new target, as requested.
+        // The driver follows the new target.
         assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         state.set_target(20 * BLOCK);
         assert_eq!(tell(&mut state, 9 * BLOCK), Told::Following);
-        // While the driver inflates.
+        // The guest deflates while the driver is still inflating toward the target.
         assert_eq!(tell(&mut state, 8 * BLOCK), Told::TakenBack(BLOCK));
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
@@ -225,11 +227,12 @@ mod tests {
         assert_eq!(state.target_bytes(), 12 * BLOCK);
         // A second report below the target is not part of the earlier step.
         assert_eq!(tell(&mut state, 5 * BLOCK), Told::TakenBack(BLOCK));
-        // No target was that low.
+        // The driver deflates below every requested target.
         state.set_target(2 * BLOCK);
         state.set_target(12 * BLOCK);
         assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(4 * BLOCK));
-        // After it has inflated, deflating means that the guest is out of memory.
+        // The driver has begun to inflate again, so a smaller size means that the guest is out of
+        // memory.
         state.set_target(0);
         state.set_target(12 * BLOCK);
         assert_eq!(tell(&mut state, 2 * BLOCK), Told::Following);
@@ -274,7 +277,7 @@ mod tests {
         assert_eq!(state.target_bytes(), 0, "no size is requested yet");
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
-        // A driver with a partly inflated balloon.
+        // The balloon of the next driver is only partly inflated.
         state.start(true);
         tell(&mut state, 3 * BLOCK);
         tell(&mut state, 0);

@@ -1,4 +1,4 @@
-//! Tests with a driver, and of the pages that the host still holds.
+//! Tests with a simulated driver. They check which pages remain allocated on the host.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -48,12 +48,12 @@ impl Rig {
         rig
     }
 
-    /// Without a driver.
+    /// Creates a device that no driver has activated yet.
     fn off() -> Self {
         Self::of_pages(None)
     }
 
-    /// Memory with huge pages of this size, or without.
+    /// Creates a device whose memory is backed by huge pages of this size, or by normal pages.
     fn of_pages(huge_page_bytes: Option<u64>) -> Self {
         let zone = |id: &str, tier, guest_node, boot_bytes| ZoneSpec {
             id: id.to_owned(),
@@ -119,7 +119,7 @@ impl Rig {
         self.try_start(features, enabled).unwrap();
     }
 
-    /// Sends bytes in one buffer and waits until they are served.
+    /// Sends bytes in one buffer and waits until the device has returned the buffer.
     fn send(&mut self, queue: usize, bytes: &[u8]) {
         self.driver.write(BUFFERS, bytes);
         let head = self.driver.add(queue, &[Buffer::Out(BUFFERS, bytes.len() as u32)]);
@@ -127,7 +127,8 @@ impl Rig {
         assert_eq!(self.driver.wait_used(queue), (head, 0));
     }
 
-    /// Sends page numbers, given as addresses, and waits until they are served.
+    /// Sends the page numbers of the given addresses and waits until the device has returned the
+    /// buffer.
     fn list(&mut self, queue: usize, addresses: &[u64]) {
         let pages: Vec<u8> =
             addresses.iter().flat_map(|at| ((at / PAGE) as u32).to_le_bytes()).collect();
@@ -198,7 +199,8 @@ fn inflating_returns_the_listed_pages_only() {
     let at = 8 * MIB;
     rig.fill(at, MIB);
     assert_eq!(rig.resident(at, MIB), 256);
-    // Backwards as in Linux, with one page twice and one separate.
+    // Descending page numbers as in Linux. One page is listed twice, and one is not adjacent to the
+    // others.
     let mut pages: Vec<u64> = (64..128).rev().map(|page| at + page * PAGE).collect();
     pages.extend([at + 64 * PAGE, at + 200 * PAGE]);
     rig.list(INFLATE, &pages);
@@ -207,7 +209,7 @@ fn inflating_returns_the_listed_pages_only() {
     assert_eq!(rig.inflated(), 65 * PAGE);
     assert_eq!((rig.byte(at + 64 * PAGE - 1), rig.byte(at + 128 * PAGE)), (0xa5, 0xa5));
     assert_eq!((rig.byte(at + 64 * PAGE), rig.byte(at + 200 * PAGE)), (0, 0));
-    // After deflating, content that the guest writes is retained.
+    // Data that the guest writes after deflating is retained.
     rig.fill(at, MIB);
     rig.list(DEFLATE, &pages);
     assert_eq!((rig.byte(at + 64 * PAGE), rig.resident(at, MIB)), (0xa5, 256));
@@ -223,7 +225,7 @@ fn only_plugged_blocks_of_hotplugged_dram_are_returned() {
     rig.list(INFLATE, &[dram + 8 * MIB - PAGE, dram + 8 * MIB, dram + 127 * MIB]);
     assert_eq!(rig.resident(dram, 8 * MIB), 2047);
     assert_eq!(rig.refused(), [("unplugged", 2)]);
-    // One range across the end of the plugged blocks.
+    // The range extends beyond the end of the plugged blocks.
     rig.report(4, &[Buffer::In(dram + 6 * MIB, 4 << 20)]);
     assert_eq!(rig.resident(dram, 8 * MIB), 1536);
     assert_eq!((rig.reported(), rig.refused()), (2 * MIB, vec![("unplugged", 2 + 512)]));
@@ -266,7 +268,7 @@ fn parts_of_huge_pages_are_not_returned() {
     rig.start(ALL, &[0, 1, 2, 3, 4]);
     let at = 8 * MIB;
     rig.fill(at, 8 * MIB);
-    // Linux inflates 1 MiB with each chain.
+    // Linux inflates by 1 MiB per chain.
     let pages: Vec<u64> = (0..256).map(|page| at + page * PAGE).collect();
     rig.list(INFLATE, &pages);
     assert_eq!((rig.inflated(), rig.resident(at, 8 * MIB)), (0, 2048));
@@ -314,7 +316,7 @@ fn driver_without_the_queues_of_its_features_is_refused() {
         assert!(matches!(result, Err(ActivateError::QueueMissing { index }) if index == expected));
         assert!(!rig.handle.driver_present());
     }
-    // Queues of features that were not negotiated are not required.
+    // The driver need not enable queues of features that it has not negotiated.
     Rig::off().start(0, &[0, 1]);
 }
 
@@ -341,7 +343,7 @@ fn invalid_chains_are_returned_and_counted() {
         rig.send(INFLATE, &vec![0; wrong]);
         rig.send(DEFLATE, &vec![0; wrong]);
     }
-    // Unreadable or unsuitable buffers.
+    // The buffers are unreadable or unsuitable for the queue.
     let unplugged = rig.parts[0].range.start + 64 * MIB;
     rig.report(INFLATE, &[Buffer::In(BUFFERS, 1024)]);
     rig.report(INFLATE, &[Buffer::Out(unplugged, 1024)]);
@@ -368,7 +370,7 @@ fn long_lists_and_looping_chains_are_cut() {
     assert_eq!(rig.driver.wait_used(INFLATE), (head, 0));
     assert_eq!((rig.inflated(), rig.resident(8 * MIB, MIB)), (MIB, 0));
     assert_eq!(rig.refused(), [("too_long", 1)]);
-    // A chain with a loop.
+    // The chain contains a loop.
     let looping = rig.driver.add(4, &[Buffer::In(8 * MIB, 4096), Buffer::In(8 * MIB + PAGE, 4096)]);
     rig.driver.set_descriptor(4, looping, (8 * MIB, 4096, 3, looping + 1));
     rig.driver.set_descriptor(4, looping + 1, (8 * MIB + PAGE, 4096, 3, looping));
@@ -401,13 +403,13 @@ fn unrequested_statistics_are_ignored() {
             std::thread::yield_now();
         }
         if let Some(last) = last.replace(head) {
-            // When the device returns it, the device has read or ignored the next one.
+            // When the device returns this buffer, it has already read or ignored the next one.
             assert_eq!(rig.driver.wait_used(STATS), (last, 0));
         }
     }
     assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(100 * MIB));
     assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
-    // The next requested statistics are received.
+    // The device accepts the next statistics that it requests.
     rig.handle.ask_statistics();
     let head = rig.driver.wait_used(STATS).0;
     assert_eq!(Some(head), last);
@@ -438,7 +440,8 @@ fn repeated_size_is_not_reported() {
 fn statistics_are_received_on_request() {
     let mut rig = Rig::new(ALL);
     assert!(rig.handle.statistics().is_none());
-    // The driver sends its first buffer unprompted, and gets it back with the first request.
+    // The driver sends its first buffer without a request. The device returns that buffer as its
+    // first request.
     rig.driver.write(BUFFERS, &statistics(&[(5, 100 * MIB), (4, 50 * MIB), (77, 1)]));
     let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 30)]);
     rig.driver.kick(STATS);
@@ -461,7 +464,8 @@ fn statistics_are_received_on_request() {
     );
     rig.handle.ask_statistics();
     assert_eq!(rig.driver.wait_used(STATS), (head, 0));
-    // A second request before the answer has no buffer to return.
+    // A second request before the driver's answer has no effect, because the device holds no
+    // buffer.
     rig.handle.ask_statistics();
     rig.driver.write(BUFFERS, &statistics(&[(5, 101 * MIB)]));
     rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
@@ -476,7 +480,8 @@ fn statistics_are_received_on_request() {
         (metrics.statistic(Tag::Total), metrics.statistic(Tag::Free)),
         (Some(101 * MIB), Some(50 * MIB))
     );
-    // Another driver restarts its counters, and earlier statistics are discarded.
+    // Statistics of the previous driver are discarded, because another driver restarts its
+    // counters.
     rig.device.reset();
     assert!(rig.handle.statistics().is_none());
     rig.start(ALL, &[0, 1, 2, 4]);
@@ -494,7 +499,7 @@ fn invalid_statistics_are_counted_and_requested_again() {
         let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, len)]);
         rig.driver.kick(STATS);
         if let Some(last) = last.replace(head) {
-            // The device holds the last of several buffers.
+            // If the driver sends several buffers, the device holds the last one.
             assert_eq!(rig.driver.wait_used(STATS), (last, 0));
         }
     }
@@ -554,7 +559,7 @@ fn guest_that_deflates_gets_a_lower_target() {
     assert_eq!(rig.handle.sizes().target_bytes, 6 * MIB);
     assert_eq!(rig.target_pages(), 1536);
     assert_eq!(rig.handle.metrics().oom_deflated_bytes.load(Ordering::Relaxed), MIB);
-    // Without the feature, the driver only follows the target.
+    // Without the feature, a smaller reported size does not lower the target.
     let mut rig = Rig::new(F_STATS_VQ);
     rig.handle.set_target(8 * MIB).unwrap();
     rig.tell_actual(8 * MIB);
@@ -563,7 +568,7 @@ fn guest_that_deflates_gets_a_lower_target() {
     assert!(!rig.handle.deflates_on_oom());
 }
 
-/// Linux unloads its driver in this way (virtballoon_remove).
+/// Performs the same steps as Linux when it unloads its driver (virtballoon_remove).
 #[test]
 fn reloaded_driver_gets_the_previous_target() {
     let mut rig = Rig::new(ALL);
@@ -590,7 +595,7 @@ fn reset_stops_all_accesses_and_empties_the_balloon() {
     rig.handle.ask_statistics();
     assert_eq!((rig.driver.used(INFLATE), rig.resident(8 * MIB, MIB)), (None, 256));
     rig.device.reset();
-    // The next driver gets the target.
+    // The next driver reads the retained target.
     rig.start(ALL, &[0, 1, 2, 4]);
     assert_eq!(rig.target_pages(), 1024);
     rig.list(INFLATE, &[8 * MIB]);

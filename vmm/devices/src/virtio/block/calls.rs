@@ -1,8 +1,9 @@
-//! Execution of requests by calls of the device that return when they are done. One pass takes,
-//! executes and answers a request. The queue has its own thread, so nothing else waits.
+//! Execution of requests by blocking calls. One pass takes requests from the queue, executes steps
+//! and answers requests. Blocking is acceptable because each queue has its own thread.
 //!
-//! A request of many steps, such as a discard of gigabytes, does not delay others. After each step
-//! one more request is taken, and steps are executed in the order in which they became ready.
+//! A request with many steps, such as a discard of gigabytes, does not delay other requests. After
+//! each step the worker takes one more request, and it executes steps in the order in which they
+//! became ready.
 
 use std::io;
 
@@ -13,7 +14,7 @@ use super::job::Job;
 use crate::disk::Step;
 use crate::memory::view::MappedMemory;
 
-/// Largest number of steps before the driver is notified of answers.
+/// Maximum number of steps before the driver is notified of completed requests.
 const BATCH: usize = 8;
 
 type Over = (Job, Step, io::Result<()>);
@@ -21,14 +22,14 @@ type Over = (Job, Step, io::Result<()>);
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 enum Turn {
     Step(Job, Step),
-    /// Run another pass: more may be available than one guard is held for.
+    /// Run another pass, because the queue may contain more requests than one guard covers.
     Again,
-    /// Wait for the driver.
+    /// Wait for the driver's next notification.
     Idle,
 }
 
 impl Worker {
-    /// Executes up to a batch of steps. False if nothing is left to do.
+    /// Executes at most [`BATCH`] steps. Returns false if nothing is left to do.
     pub(super) fn pass_by_calls(&mut self) -> bool {
         let mut over = None;
         for _ in 0..BATCH {
@@ -66,8 +67,8 @@ impl Worker {
         self.next.extend(next);
     }
 
-    /// Returns a step to execute. Before a step that may take long, checks for an interrupt, so
-    /// that the driver is notified of earlier answers.
+    /// Returns a step to execute. If the step may take long, first checks whether an interrupt is
+    /// due, so that the driver is notified of requests that are already completed.
     fn begin_step(&mut self, guard: &MappedMemory, (job, step): (Job, Step)) -> Turn {
         if !matches!(step, Step::Read(..) | Step::Write(..)) || !self.disk.device().is_memory() {
             self.check_interrupt(guard);
@@ -75,7 +76,8 @@ impl Worker {
         Turn::Step(job, step)
     }
 
-    /// Processes a completed step and returns the next step to execute, under one guard.
+    /// Processes a completed step and returns the next step to execute. Holds a single guard for
+    /// both.
     fn turn(&mut self, over: Option<Over>) -> Turn {
         let guard = self.view.memory();
         if over.is_none() {
@@ -83,11 +85,12 @@ impl Worker {
         }
         self.put_back(&guard, over);
         for (job, result) in self.take_settled() {
-            // A flush is the last step of its job.
+            // No step follows, because a flush is always the last step of its job.
             let none = self.finish(&guard, job, Step::Flush, result);
             assert!(none.is_none(), "a step behind a flush");
         }
-        // Refused requests count as well, so that the guard is held for a bounded number of them.
+        // Refused requests count toward the limit. Otherwise a driver could make this loop hold the
+        // guard forever.
         let mut taken = Taken::Answered;
         for _ in 0..BATCH {
             taken = self.take(&guard);

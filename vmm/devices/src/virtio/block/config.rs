@@ -9,13 +9,13 @@ use foreshore_config::{ConfigError, OFF, Refused, name, section, words};
 use super::serial::serial_number;
 use crate::memory::layout::PCI_SLOTS;
 
-/// Descriptors of a queue. A request needs two besides those of its data. The upper limit is that
-/// of other VMMs.
+/// Number of descriptors in a queue. A request needs two descriptors in addition to those for its
+/// data. Other VMMs have the same upper limit.
 const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
-/// Limit of virtio-blk (virtio 1.3, 5.2.6).
+/// Maximum length of a serial number in virtio-blk (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
-/// Logical block sizes that guests' drivers and disk images support.
+/// Logical block sizes that drivers of guests and disk images support.
 const GUEST_BLOCK_SIZES: [u32; 2] = [512, 4096];
 
 const HOW_IT_WORKS: &str = "io_uring is used where the host's kernel allows it";
@@ -31,13 +31,13 @@ const REFUSED: &[Refused] = &[
     Refused { key: "_disable_io_uring", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "_disable_aio", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "disable_aio", neutral: OFF, why: HOW_IT_WORKS },
-    // Both names have the same effect, because a byte range would cover the whole image.
+    // Both values have the same effect, because a byte range would cover the whole image.
     Refused {
         key: "lock_granularity",
         neutral: &["full", "byte-range", "ByteRange"],
         why: "the whole image is locked",
     },
-    // QEMU's names.
+    // Names of these keys in QEMU.
     Refused {
         key: "logical_block_size",
         neutral: &[],
@@ -53,7 +53,7 @@ const REFUSED: &[Refused] = &[
 words! {
     /// Type of an image file.
     pub enum ImageType {
-        /// Raw, unless the first bytes are a known format.
+        /// Raw, unless the first bytes are those of another known format.
         Unknown = "Unknown" ("unknown") "unknown" hidden,
         /// Raw, regardless of the first bytes.
         Raw = "Raw" ("raw") "raw",
@@ -103,10 +103,11 @@ impl DiskConfig {
     /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "disk";
 
-    /// Checks the queues, at most one for each of the `vcpus`, and the length of the serial number.
+    /// Checks the number and size of the queues and the length of the serial number. There may be
+    /// at most one queue per vCPU.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
-        // Further queues would never be used.
+        // A guest would never use more queues than it has vCPUs.
         if !(1..=u16::from(vcpus)).contains(&self.num_queues) {
             return Err(ConfigError::QueueCount {
                 flag,
@@ -148,12 +149,12 @@ impl DiskConfig {
         }
     }
 
-    /// Serial number that the guest reads from disk `nth`, counted from 0.
+    /// Serial number of the disk with index `nth`, as the guest reads it.
     pub fn serial_or_default(&self, nth: usize) -> String {
         serial_number(&self.serial.clone().unwrap_or_else(|| self.id_or_default(nth)))
     }
 
-    /// Id of disk `nth`, counted from 0.
+    /// Id of the disk with index `nth`, which starts at 0.
     pub fn id_or_default(&self, nth: usize) -> String {
         self.id.clone().unwrap_or_else(|| format!("_disk{nth}"))
     }

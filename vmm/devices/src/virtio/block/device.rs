@@ -1,4 +1,4 @@
-//! The virtio-blk device: configuration, and one thread with a worker for each queue.
+//! The virtio-blk device. It handles the configuration and runs a worker thread for each queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,24 +19,25 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 pub struct Block {
     disk: Arc<Disk>,
     queue_sizes: Vec<u16>,
-    /// By queue. Dropped before `threads`, because each worker runs on one of them.
+    /// Workers by queue. Dropped before `threads`, because each worker runs on one of these
+    /// threads.
     workers: Vec<WorkerSlot>,
-    /// Set while a reset waits for the workers to end.
+    /// True while a reset waits for the workers to end.
     pub(super) stop: Arc<AtomicBool>,
     threads: Vec<EventLoop>,
 }
 
-/// A disk as the rest of the VMM uses it. Cheap to clone.
+/// Handle to a disk for the rest of the VMM. Cheap to clone.
 #[derive(Clone)]
 pub struct BlockHandle {
     disk: Arc<Disk>,
 }
 
 impl Block {
-    /// Creates the device and its threads. `device` is the content of the disk.
+    /// Creates the device and its threads. `device` provides the content of the disk.
     pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Result<Self, EventLoopError> {
         let queue_sizes = vec![shape.queue_size; usize::from(shape.queues)];
-        // Names as in Cloud Hypervisor, for tools that pin threads by name.
+        // Thread names match those of Cloud Hypervisor, because tools pin threads by name.
         let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
@@ -50,11 +51,11 @@ impl Block {
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
-        // Cleared by each queue that gets no ring.
+        // A worker that cannot create an io_uring clears this.
         self.disk.metrics().io_uring.store(true, Ordering::Relaxed);
         let gates = self.threads.iter().map(|thread| thread.handle().gate());
         for (((index, queue), slot), gate) in (0..).zip(queues).zip(&mut self.workers).zip(gates) {
-            // A driver may enable fewer queues than there are (5.2.5).
+            // A driver may enable fewer queues than the device offers (5.2.5).
             let Some(queue) = queue else { continue };
             let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
             let stop = Arc::clone(&self.stop);
@@ -86,7 +87,7 @@ impl BlockHandle {
         Arc::clone(self.disk.metrics())
     }
 
-    /// First failure of a flush.
+    /// Error of the first failed flush.
     pub fn failure(&self) -> FirstFailure {
         self.disk.failure().clone()
     }
@@ -143,8 +144,8 @@ impl VirtioDevice for Block {
         self.threads.iter().map(EventLoop::handle).collect()
     }
 
-    /// Waits for the steps in progress only. The rest of their requests is not executed: it may be
-    /// many gigabytes, no driver waits for the answer, and a vCPU waits for this call.
+    /// Waits only for the steps in progress. The remaining steps of their requests are dropped:
+    /// they may cover many gigabytes, no driver waits for the result, and this call blocks a vCPU.
     fn reset(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.workers.iter_mut().for_each(|worker| {

@@ -1,8 +1,9 @@
-//! The worker of one queue, on its own thread. It takes requests, executes them, and answers.
+//! The worker of one queue, on its own thread. It takes requests from the queue, executes them, and
+//! answers them.
 //!
-//! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]).
-//! One guard of guest memory is held to take requests and copy the data to write. Another one is
-//! held to copy the data read and to answer. No guard is held while the disk works.
+//! Requests are executed by blocking calls ([`super::calls`]) or by an io_uring ([`super::ring`]).
+//! The worker holds one guard of guest memory while it takes requests and copies data to write. It
+//! takes another guard to copy data that was read and to answer. It holds no guard during disk I/O.
 
 use std::collections::VecDeque;
 use std::io;
@@ -34,11 +35,13 @@ const KICK: u32 = 0;
 const DONE: u32 = 1;
 const SETTLED: u32 = 2;
 
-/// Bytes of copies and of ranges to zero at which a queue stops taking requests. The last request
-/// may exceed the limit by less than one piece. Further requests wait in the ring.
+/// Limit for the bytes that the open requests of a queue copy or zero at a time. A queue at this
+/// limit takes no more requests, which then wait in the ring. The last request may exceed the limit
+/// by less than one piece.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
-/// Passes over the queue before the event loop regains control. Otherwise a driver that keeps up
-/// with the worker would prevent the worker from being stopped.
+/// Number of passes over the queue before the worker returns to its event loop. Without a limit, a
+/// driver that adds requests as fast as they are served would prevent the worker from being
+/// stopped.
 const PASSES: usize = 64;
 
 pub(super) struct Worker {
@@ -48,39 +51,41 @@ pub(super) struct Worker {
     index: u16,
     pub(super) queue: ActiveQueue,
     features: u64,
-    /// `None` if steps are executed by calls.
+    /// `None` if the worker executes steps by blocking calls.
     ring: Option<Ring>,
-    /// Steps to be executed by calls, in order.
+    /// Steps that wait for execution by blocking calls, in order.
     pub(super) next: VecDeque<(Job, Step)>,
     pub(super) buffers: Buffers,
-    /// Jobs with a successful flush that wait for the flushes that it overlapped.
+    /// Jobs whose flush succeeded, and that wait for the end of other flushes that overlapped with
+    /// it.
     settling: Vec<(Job, Answered)>,
-    /// Signaled when one of these flushes has ended.
+    /// Signaled when a flush has ended that a job in `settling` waits for.
     settled: Arc<EventFd>,
-    /// Requests that are taken and not yet answered, at most `depth`.
+    /// Number of requests that were taken but not yet answered. At most `depth`.
     open: u16,
     depth: u16,
-    /// Bytes of copies and of ranges to zero, for [`HELD_BYTES_MAX`].
+    /// Bytes that the open requests copy or zero at a time. Limited by [`HELD_BYTES_MAX`].
     held_bytes: u64,
-    /// The used ring has entries that the driver was not notified of.
+    /// True if the driver must still be notified of entries in the used ring.
     pub(super) used: bool,
     is_interrupt_due: bool,
-    /// The used ring cannot be written, so answers would be lost. The next notification tries
-    /// again.
+    /// True after the used ring could not be written. The worker takes no requests until the next
+    /// notification, because their answers would be lost.
     lost: bool,
-    /// Set while a reset waits for the end of this worker.
+    /// True while a reset waits for this worker to end.
     stop: Arc<AtomicBool>,
-    /// Closed while the VM is paused. Requests in progress are completed, and no more are taken.
+    /// Closed while the VM is paused. The worker then completes requests in progress but takes no
+    /// new ones.
     gate: Arc<Gate>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 pub(super) enum Taken {
-    /// A request, with its first step.
+    /// A request was begun. Includes its first step.
     Begun(Job, Step),
-    /// A request that was refused or answered at once.
+    /// A request was refused or answered immediately.
     Answered,
-    /// No request is available, or none may be taken.
+    /// No request is available, or the worker may not take one.
     Nothing,
 }
 
@@ -120,8 +125,8 @@ impl Worker {
         })
     }
 
-    /// Works until nothing is left to do or a reset waits. Each step of a request is short, but
-    /// there may be many.
+    /// Executes steps until nothing is left to do or a reset is waiting. The stop flag is checked
+    /// often, because requests have short steps but may have many of them.
     fn serve(&mut self) {
         self.lost = false;
         let mut ring = self.ring.take();
@@ -140,8 +145,8 @@ impl Worker {
         }
     }
 
-    /// Works, and reports to the gate whether requests are open. If the gate is closed, available
-    /// requests are left for later.
+    /// Serves the queue, and then reports to the gate whether requests are still open. While the
+    /// gate is closed, available requests remain in the queue.
     fn serve_or_wait(&mut self) {
         self.serve();
         let is_busy = self.open > 0;
@@ -155,7 +160,7 @@ impl Worker {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Disables notifications, because the worker takes requests anyway.
+    /// Disables notifications, because the worker polls the queue until it is empty.
     pub(super) fn silence(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.queue.queue.disable_notification(memory) {
             debug!(%err, "Cannot disable queue notifications");
@@ -192,7 +197,8 @@ impl Worker {
         }
     }
 
-    /// Begins a request and returns its first step, or `None` if the request is answered.
+    /// Begins a request and returns its first step. Returns `None` if the request was answered
+    /// immediately.
     fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(Job, Step)> {
         let kind = Kind::from(&request.operation);
         if let Operation::GetId(segments) = &request.operation {
@@ -214,9 +220,11 @@ impl Worker {
         self.go_on(memory, Job::new(request))
     }
 
-    /// Returns a job with its next step, or `None` if the request is answered.
+    /// Returns the job with its next step. Returns `None` if the request was completed and
+    /// answered.
     fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
-        // A step begins, or a success is reported, only if all memory copied before was present.
+        // If a page of the copied memory was lost, the request fails: no further step begins, and
+        // no success is reported.
         let writes_through = || self.disk.writes_through(self.features);
         let next = job.next(memory, &mut self.buffers, writes_through);
         let next =
@@ -229,8 +237,8 @@ impl Worker {
         None
     }
 
-    /// Copies the result of a step to the guest and returns the job's next step, or `None` if the
-    /// request is answered.
+    /// Copies the result of a step to the guest and returns the job's next step. Returns `None` if
+    /// the request was completed and answered.
     pub(super) fn finish(
         &mut self,
         memory: &MappedMemory,
@@ -251,8 +259,8 @@ impl Worker {
         }
     }
 
-    /// Records the result of a flush. Returns the job if the flush failed. If it succeeded,
-    /// [`Self::take_settled`] returns the job once all flushes that it overlapped have ended.
+    /// Records the result of a flush. Returns the job if the flush failed. If the flush succeeded,
+    /// [`Self::take_settled`] returns the job once all flushes that overlapped with it have ended.
     pub(super) fn flushed(
         &mut self,
         job: Job,
@@ -268,8 +276,8 @@ impl Worker {
         None
     }
 
-    /// Takes the jobs whose flushes have ended, together with all flushes that these overlapped,
-    /// and their results.
+    /// Takes the jobs whose flush and all flushes that overlapped with it have ended. Returns them
+    /// with their results.
     pub(super) fn take_settled(&mut self) -> Vec<(Job, io::Result<()>)> {
         let (flushes, settled) = (self.disk.flushes(), &self.settled);
         let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
@@ -286,8 +294,8 @@ impl Worker {
         self.end(memory, job.request(), kind, result);
     }
 
-    /// Counts and answers a request. `result` is the number of bytes written to its buffers, or an
-    /// error.
+    /// Answers a request and updates the metrics. `result` is an error or the number of bytes
+    /// written to the request's buffers.
     fn end(
         &mut self,
         memory: &MappedMemory,
@@ -311,7 +319,8 @@ impl Worker {
         self.answer(memory, request.head, request.status, status, len);
     }
 
-    /// Writes the status and returns the chain, with a length of `len` and the status byte.
+    /// Writes the status and returns the chain to the driver. The used length is `len` plus the
+    /// status byte.
     fn answer(
         &mut self,
         memory: &MappedMemory,
@@ -321,7 +330,7 @@ impl Worker {
         len: u64,
     ) {
         let len = match memory.write_obj(status.code(), at) {
-            // A chain, including its status, has less than 2^32 bytes.
+            // The sum fits, because a chain including its status byte has less than 2^32 bytes.
             Ok(()) => u32::try_from(len + 1).unwrap_or(u32::MAX),
             Err(err) => {
                 self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
@@ -360,15 +369,16 @@ impl Worker {
             && !self.lost
     }
 
-    /// Enables notifications. Returns true if the driver has added chains in the meantime, which it
-    /// will not notify of.
+    /// Enables notifications. Returns true if chains were added before that, for which the driver
+    /// sends no notification.
     pub(super) fn is_wanted(&mut self, memory: &MappedMemory) -> bool {
-        // A queue that may take no request now resumes at the next answer or notification.
+        // If the worker may not take requests now, it resumes after the next answer or
+        // notification.
         self.takes_more() && self.queue.wait_for_more(memory)
     }
 }
 
-/// Largest number of bytes of a step of the request.
+/// Number of bytes that the largest step of the request copies or zeroes.
 fn held_bytes(request: &Request) -> u64 {
     let longest = |lengths: &mut dyn Iterator<Item = u64>| lengths.max().unwrap_or(0);
     match &request.operation {
@@ -394,7 +404,8 @@ fn transferred_bytes(request: &Request) -> u64 {
 }
 
 impl Drop for Worker {
-    /// A failed flush concerns all queues, even if the driver no longer waits for its result.
+    /// Records the results of flushes in progress. A failed flush affects all queues, even if the
+    /// driver no longer waits for the result.
     fn drop(&mut self) {
         self.gate.set_busy(false);
         for (job, ticket, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
@@ -424,7 +435,7 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // Reading an event fails only if it was already read.
+        // The read fails only if the event was already read.
         match events.data() {
             KICK => self.queue.clear_kick(),
             SETTLED => {

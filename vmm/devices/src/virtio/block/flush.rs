@@ -1,14 +1,14 @@
-//! Shared errors of overlapping flushes of a disk.
+//! Error handling for overlapping flushes: if one of them fails, all must fail.
 //!
-//! All queues of a disk share one open file. Linux reports a page that could not be written back
-//! once per open file, to the next fsync(), regardless of the page's writer. Every fsync() calls
-//! file_check_and_advance_wb_err(). If two flushes overlap, one may receive the error of the
-//! other's page, while the other succeeds.
+//! All queues of a disk share one open file. If Linux cannot write back a page, it reports the
+//! error once per open file. The next fsync() receives it, no matter which queue wrote the page.
+//! Every fsync() calls file_check_and_advance_wb_err(). If two flushes overlap, one may receive an
+//! error that concerns data of the other, and the other then succeeds.
 //!
-//! A successful flush is therefore answered only after all flushes that were in progress when the
-//! media answered it. If one of them has failed, it fails as well. `pmem_volume::media` does the
-//! same for pools with a waiting thread. The queue of a disk continues meanwhile and is resumed by
-//! an event.
+//! After a successful fsync(), the device therefore waits for all other flushes that are in
+//! progress. If one of them fails, the successful flush is reported as failed as well.
+//! `pmem_volume::media` does the same for pools, but blocks a thread. A disk's queue continues with
+//! other requests, and an event resumes the flush.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -28,7 +28,7 @@ pub(super) struct Flushes {
 struct State {
     next: u64,
     under_way: BTreeSet<u64>,
-    /// Signaled when a flush ends.
+    /// Events to signal when the next flush ends.
     waiting: Vec<Arc<EventFd>>,
 }
 
@@ -38,14 +38,14 @@ impl State {
     }
 }
 
-/// A flush in progress, from before it is sent to the media until its failure is recorded. Dropping
-/// the ticket ends the flush.
+/// A flush in progress. The ticket is created before the flush is sent to the media, and it must
+/// exist until a failure is recorded. Dropping the ticket ends the flush.
 pub(super) struct Ticket {
     flushes: Arc<Flushes>,
     number: u64,
 }
 
-/// Flushes in progress when the media answered: all with a smaller number.
+/// The flushes that were in progress when the media completed a flush: all with a smaller number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered(u64);
 
@@ -77,7 +77,8 @@ impl Flushes {
 }
 
 impl Ticket {
-    /// Ends the flush. The media have answered, and a failure is recorded.
+    /// Ends the flush after the media have completed it. The caller must already have recorded a
+    /// failure.
     pub(super) fn end(self) -> Answered {
         let flushes = Arc::clone(&self.flushes);
         drop(self);
@@ -91,7 +92,8 @@ impl Drop for Ticket {
         state.under_way.remove(&self.number);
         self.flushes.ended.notify_all();
         for event in state.waiting.drain(..) {
-            // Fails only if the counter is full, and then the event is pending anyway.
+            // The write fails only if the event's counter is full. In that case the event is
+            // already pending.
             let _: io::Result<()> = event.write(1);
         }
     }

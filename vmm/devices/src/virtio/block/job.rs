@@ -1,5 +1,5 @@
-//! A request in progress, as a sequence of steps. Large requests are executed in pieces, to bound
-//! the size of copies.
+//! A request in progress, divided into steps. Large requests are executed in pieces, which limits
+//! the memory for copies.
 
 use std::io;
 use std::time::Instant;
@@ -12,29 +12,29 @@ use crate::disk::Step;
 use crate::disk::buffer::Buffers;
 use crate::disk::range::DiskRange;
 
-/// Largest size of a copy and its transfer.
+/// Maximum size of one copy and its transfer.
 pub const PIECE_BYTES_MAX: u64 = 1 << 20;
-/// Largest range that is zeroed or discarded at once. A request may cover 64 GiB, and a reset of
-/// the device waits for the step in progress.
+/// Largest range that one step zeroes or discards. A request may cover 64 GiB, but a reset of the
+/// device must wait for the step in progress.
 pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
 pub enum Next {
     Step(Step),
-    /// The end of the job, with the number of bytes written to the guest's buffers.
+    /// The job is finished. Contains the number of bytes written to the guest's buffers.
     Finished(u64),
 }
 
 pub struct Job {
     request: Request,
-    /// Index of the next range, if the request has several.
+    /// Index of the current range, if the request has several.
     range: usize,
-    /// Bytes of this range for which steps were returned.
+    /// Bytes of this range for which steps were already returned.
     begun: u64,
-    /// The flush at the end of a durable write was returned.
+    /// True if the flush at the end of a durable write was already returned.
     flushed: bool,
     /// Time at which the request was taken.
     taken: Instant,
-    /// Time at which the flush was returned, if it was.
+    /// Time at which the job returned its flush step, if it has one.
     since: Instant,
 }
 
@@ -56,14 +56,14 @@ impl Job {
         self.since
     }
 
-    /// Returns the next step, with a copy of the data to write. Fails if the guest's buffers are
-    /// not in memory.
+    /// Returns the next step. A write step contains a copy of the data. Fails if the guest's
+    /// buffers are not in memory.
     ///
     /// `writes_through` returns true if a write must be durable before it is answered. It is called
-    /// after the last transfer, because the driver may switch the cache off before that. Virtio
-    /// does not define the mode of such a write (virtio 1.3, 5.2.6.2). But the flush of
-    /// [`Disk::write_config`] misses data that is transferred after it, and Linux sends no flush
-    /// from then on.
+    /// after the last transfer, because the driver may switch the cache off during the write.
+    /// Virtio does not define whether such a write must be durable (virtio 1.3, 5.2.6.2). However,
+    /// the flush in [`Disk::write_config`] does not cover data that is transferred later, and Linux
+    /// sends no flushes after the switch.
     ///
     /// [`Disk::write_config`]: super::state::Disk::write_config
     pub fn next<M: GuestMemory>(
@@ -122,7 +122,7 @@ impl Job {
         })
     }
 
-    /// Completes a step: copies the data read to the guest.
+    /// Completes a step. After a read, copies the data to the guest.
     pub fn done<M: GuestMemory>(&self, memory: &M, step: &Step) -> io::Result<()> {
         let (Step::Read(offset, buffer), Operation::Read(range, segments)) =
             (step, &self.request.operation)
@@ -135,7 +135,8 @@ impl Job {
     }
 }
 
-/// Returns the next piece of range `nth`, after its first `begun` bytes, or of a later range.
+/// Returns the next piece of range `nth` after its first `begun` bytes. If nothing of this range is
+/// left, returns the first piece of a later range.
 fn next_piece(
     ranges: impl Iterator<Item = DiskRange>,
     nth: &mut usize,

@@ -52,7 +52,7 @@ impl From<&Operation> for Kind {
     }
 }
 
-/// Minimum, maximum and mean of durations in microseconds.
+/// Minimum, maximum and mean duration, in microseconds.
 #[derive(Debug)]
 pub struct DurationRange {
     least_us: AtomicU64,
@@ -81,7 +81,7 @@ impl DurationRange {
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The minimum, the maximum and the mean, or zeros if there was no duration.
+    /// Returns the minimum, the maximum and the mean, or zeros if no duration was recorded.
     pub fn least_most_mean_us(&self) -> [u64; 3] {
         let count = self.count.load(Ordering::Relaxed);
         if count == 0 {
@@ -96,7 +96,7 @@ impl DurationRange {
     }
 }
 
-/// Counters of one disk. They only grow.
+/// Counters of one disk. They never decrease.
 #[derive(Debug, Default)]
 pub struct BlockMetrics {
     done: [AtomicU64; Kind::ALL.len()],
@@ -106,22 +106,24 @@ pub struct BlockMetrics {
     pub read_bytes: AtomicU64,
     /// Bytes written by the guest.
     pub written_bytes: AtomicU64,
-    /// Buffer chains that are not a request, and requests that the disk refuses.
+    /// Buffer chains that are not valid requests, and requests that the disk refuses.
     pub bad_requests: AtomicU64,
-    /// Queues with an invalid ring. Each is served again after a reset.
+    /// Number of times that a queue was stopped because its ring was invalid. A reset makes the
+    /// queue usable again.
     pub broken_queues: AtomicU64,
-    /// Passes of the queues' workers. An idle worker must not add passes.
+    /// Number of passes of all workers. Tests check that an idle worker adds no passes.
     #[cfg(test)]
     pub passes: AtomicU64,
-    /// True if every queue of the last activation has an io_uring and none has given it up.
+    /// True if every queue of the last activation uses io_uring. Cleared when a queue stops using
+    /// it.
     pub io_uring: AtomicBool,
-    /// Time from taking a read from the ring to its answer, of successful reads.
+    /// Durations of successful reads, from taking the request from the ring to its answer.
     pub reads: DurationRange,
-    /// Time from taking a write from the ring to its answer, of successful writes.
+    /// Durations of successful writes, from taking the request from the ring to its answer.
     pub writes: DurationRange,
-    /// Time that the media took for a flush, successful or failed.
+    /// Durations of flushes on the media, whether successful or failed.
     pub flushes: LatencyHistogram,
-    /// Set by the first failed flush. Nothing is written from then on.
+    /// Set by the first failed flush. Nothing is written to the disk after that.
     pub read_only: AtomicBool,
 }
 
@@ -153,13 +155,13 @@ impl BlockMetrics {
         self.done[kind as usize].load(Ordering::Relaxed)
     }
 
-    /// Requests answered with an error because memory or media failed.
+    /// Requests answered with an error because memory or the media failed.
     pub fn failed(&self, kind: Kind) -> u64 {
         self.failed[kind as usize].load(Ordering::Relaxed)
     }
 }
 
-/// A disk's counters with its id, for the exposition.
+/// Counters and id of a disk, for the metrics endpoint.
 #[derive(Clone, Debug)]
 pub struct DiskMetrics {
     pub disk: String,

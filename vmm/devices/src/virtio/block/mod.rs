@@ -1,8 +1,8 @@
 //! virtio-blk (virtio 1.3, 5.2): disks on image files and block devices.
 //!
 //! [`request`] parses a request, [`job`] divides it into steps, and a [disk](crate::disk) executes
-//! them. Each queue has a worker (`event`), which uses calls (`calls`) or io_uring (`ring`). For
-//! the reasons see docs/design/decisions/0008-disks.md.
+//! them. Each queue has a worker (`event`), which uses blocking calls (`calls`) or io_uring
+//! (`ring`). docs/design/decisions/0008-disks.md explains this design.
 
 mod calls;
 pub mod config;

@@ -1,5 +1,5 @@
-//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6), parsed once into a type that can be
-//! executed as it is.
+//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6). Parsing checks each request completely,
+//! so that its execution needs no further checks.
 //!
 //! A driver may divide a request into descriptors at any byte (2.7.4.1), so parsing ignores
 //! descriptor boundaries. The header is at the start of the device-readable bytes, and the status
@@ -22,29 +22,30 @@ pub const MAX_RANGES: u32 = 32;
 /// Largest number of sectors in such a range: 2 GiB.
 pub const MAX_RANGE_SECTORS: u32 = 1 << 22;
 
-/// Length of type, reserved field and first sector.
+/// Length of a request's header: type, reserved field and first sector.
 const HEADER_LEN: u64 = 16;
-/// Length of `struct virtio_blk_discard_write_zeroes`: first sector, sectors, flags.
+/// Length of `struct virtio_blk_discard_write_zeroes`: first sector, number of sectors, flags.
 const RANGE_LEN: u64 = 16;
 
 /// Limits that requests are checked against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Size of the disk, whole blocks.
+    /// Size of the disk, in whole blocks.
     pub capacity_bytes: u64,
-    /// Alignment of every address and length, itself a multiple of [`SECTOR_BYTES`].
+    /// Required alignment of every address and length on the disk. It is a multiple of
+    /// [`SECTOR_BYTES`].
     pub block_bytes: u32,
     pub read_only: bool,
     /// DISCARD was negotiated.
     pub discard: bool,
     /// WRITE ZEROES was negotiated.
     pub write_zeroes: bool,
-    /// Largest number of descriptors of a request.
+    /// Maximum number of descriptors in a request.
     pub max_descriptors: u16,
 }
 
-/// Returns the range of `len_bytes` from `first_sector` if it is on the disk and consists of whole
-/// blocks.
+/// Returns the range of `len_bytes` that starts at `first_sector`. Fails if the range exceeds the
+/// disk or is not a whole number of blocks.
 pub fn disk_range(
     first_sector: u64,
     len_bytes: u64,
@@ -68,23 +69,23 @@ pub fn disk_range(
     Ok(DiskRange::at(offset_bytes, len_bytes))
 }
 
-/// A checked operation. Its execution fails only if memory or media fail.
+/// A checked operation. Its execution fails only if memory or the media fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Read from the disk into the segments. The range is as long as the segments.
+    /// Read from the disk into the segments, which have the same total length as the range.
     Read(DiskRange, Segments),
-    /// Write from the segments to the disk. The range is as long as the segments.
+    /// Write to the disk from the segments, which have the same total length as the range.
     Write(DiskRange, Segments),
-    /// Make all answered writes durable.
+    /// Make all writes durable that were already answered.
     Flush,
     /// Copy the serial number into the segments.
     GetId(Segments),
     Discard(Vec<DiskRange>),
-    /// Zero the ranges. Their blocks may be deallocated if the flag allows it.
+    /// Zero the ranges. If the flag of a range is set, its blocks may be deallocated.
     WriteZeroes(Vec<(DiskRange, Unmap)>),
 }
 
-/// A request, with the place of its answer.
+/// A request and the address of its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     pub head: u16,
@@ -101,7 +102,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// Code that the driver reads.
+    /// Status code that the driver reads.
     pub fn code(self) -> u8 {
         (match self {
             Self::Ok => VIRTIO_BLK_S_OK,
@@ -145,7 +146,7 @@ pub enum RequestError {
     /// The type is unknown or was not negotiated.
     #[error("unsupported request type {kind}")]
     UnknownType { kind: u32 },
-    /// Device-readable or device-writable buffers that the type does not use.
+    /// The request has device-readable or device-writable buffers that its type does not use.
     #[error("request of type {kind} has {len} bytes of buffers of the wrong direction")]
     Direction { kind: u32, len: u64 },
     #[error("{len_bytes} bytes at sector {first_sector} exceed the disk size {capacity_bytes}")]
@@ -194,8 +195,8 @@ struct Header {
 }
 
 impl Request {
-    /// Parses a request from `chain`, which was popped from the queue in `memory`. Buffers are
-    /// checked only when they are used, because their memory may be unplugged until then.
+    /// Parses a request from `chain`, which was popped from the queue in `memory`. Data buffers are
+    /// not checked here but on access, because their memory may be unplugged in the meantime.
     pub fn parse<M: GuestMemory>(
         memory: &M,
         chain: &mut DescriptorChain<&M>,
@@ -214,7 +215,7 @@ impl Request {
     }
 }
 
-/// Collects the device-readable and the device-writable buffers.
+/// Collects the chain's device-readable and device-writable buffers.
 fn collect<M: GuestMemory>(
     chain: &mut DescriptorChain<&M>,
     limits: &Limits,
@@ -236,7 +237,7 @@ fn collect<M: GuestMemory>(
             readable.push(segment);
         }
     }
-    // The iterator ends without an error at a loop, an invalid descriptor, and a table within a
+    // The iterator ends without an error at a loop, an invalid descriptor, or a nested indirect
     // table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok((readable, writable)) }
 }
@@ -320,7 +321,7 @@ fn ranges<M: GuestMemory>(
 
 fn one_range(kind: u32, bytes: &[u8], limits: &Limits) -> Result<(DiskRange, Unmap), RequestError> {
     let (first_sector, sectors, flags) = (le64(bytes, 0), le32(bytes, 8), le32(bytes, 12));
-    // Unknown flags are UNSUPP, and so is unmap in a DISCARD (5.2.6.2).
+    // The device must answer UNSUPP to unknown flags and to the unmap flag in a DISCARD (5.2.6.2).
     let unmap = match (kind, flags) {
         (_, 0) => Unmap::Forbidden,
         (VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) => Unmap::Allowed,

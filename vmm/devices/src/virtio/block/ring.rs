@@ -1,5 +1,5 @@
-//! Execution of requests by io_uring: steps of several requests are in progress at a time, and the
-//! thread continues meanwhile.
+//! Execution of requests by io_uring. Steps of several requests are in progress concurrently, and
+//! the worker's thread does not block.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -26,7 +26,7 @@ impl Ring {
         Self { executor, jobs, free: (0..usize::from(depth)).collect() }
     }
 
-    /// Signaled when a step has ended, if the ring is armed.
+    /// Event that is signaled when a step ends while the ring is armed.
     pub(super) fn event(&self) -> &EventFd {
         self.executor.event()
     }
@@ -46,8 +46,8 @@ impl Ring {
         self.jobs[token].take().expect("the job of a step in progress")
     }
 
-    /// Waits for the steps in progress and returns the flushes. Keep each ticket until the result
-    /// of its flush is recorded for all queues.
+    /// Waits for the steps in progress and returns the flushes among them. The caller must keep
+    /// each ticket until it has recorded the result of the flush for all queues.
     pub(super) fn drain_flushes(&mut self) -> Vec<(Job, Option<Ticket>, io::Result<()>)> {
         let done = self.executor.drain();
         let flushes = done.into_iter().filter(|done| matches!(done.step, Step::Flush));
@@ -61,8 +61,8 @@ impl Ring {
 }
 
 impl Worker {
-    /// Takes requests, begins their steps, and answers completed ones. False if nothing is left to
-    /// do until the next event.
+    /// Takes requests, begins their steps, and answers completed requests. Returns false if nothing
+    /// is left to do until the next event.
     pub(super) fn pass_by_ring(&mut self, ring: &mut Ring) -> bool {
         let steps = self.take_batch(ring.executor.batch());
         let taken = !steps.is_empty();
@@ -80,12 +80,13 @@ impl Worker {
         taken || more || finished || ring.executor.arm() || self.is_wanted(&self.view.memory())
     }
 
-    /// Takes a batch of requests under one guard, with the first step of each.
+    /// Takes a batch of requests under one guard. Returns the first step of each.
     fn take_batch(&mut self, batch: usize) -> Vec<(Job, Step)> {
         let guard = self.view.memory();
         self.silence(&guard);
         let mut steps = Vec::new();
-        // Refused requests count as well, so that the guard is held for a bounded number of them.
+        // Refused requests count toward the limit. Otherwise a driver could make this loop hold the
+        // guard forever.
         for _ in 0..batch {
             match self.take(&guard) {
                 Taken::Begun(job, step) => steps.push((job, step)),
@@ -99,15 +100,15 @@ impl Worker {
     fn add(&mut self, ring: &mut Ring, steps: Vec<(Job, Step)>) {
         for (job, step) in steps {
             let ticket = matches!(step, Step::Flush).then(|| self.disk.flushes().begin());
-            // There is a token for each request that is taken.
+            // The number of tokens equals the maximum number of requests in progress.
             let token = ring.free.pop().expect("a token for each request");
             ring.jobs[token] = Some((job, ticket));
             ring.executor.add(token, step);
         }
     }
 
-    /// Answers completed requests, and begins the next steps of the others. False if no step has
-    /// completed.
+    /// Answers completed requests and begins the next steps of the others. Returns false if no step
+    /// has completed.
     fn finish_done(&mut self, ring: &mut Ring) -> bool {
         // 1. Record the results of flushes before other requests are answered.
         let mut over = Vec::new();

@@ -1,10 +1,10 @@
-//! Buffers of the guest, in the order of the driver's list.
+//! Guest memory buffers of a request, in the order of the chain's descriptors.
 
 use smallvec::SmallVec;
 use vm_memory::guest_memory::Error as AccessError;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// A range of guest memory, which may not exist.
+/// A range of guest-physical addresses, in which memory may not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub address: GuestAddress,
@@ -12,19 +12,19 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The rest after the first `len_bytes`, which the segment must have.
+    /// Returns the segment without its first `len_bytes`. The segment must be at least that long.
     fn behind(self, len_bytes: u64) -> Self {
-        // Saturates at the end of the address space, which has no memory.
+        // The address saturates at the end of the address space, where no memory exists.
         let address = GuestAddress(self.address.0.saturating_add(len_bytes));
         Self { address, len: self.len - len_bytes as u32 }
     }
 }
 
-/// Number of buffers in one direction of a request for one page: the header or the status, and data
-/// that may cross a page boundary.
+/// Usual number of buffers in one direction of a request for one page. One is for the header or the
+/// status, and two are for data that crosses a page boundary.
 const USUAL: usize = 3;
 
-/// Consecutive buffers. They may be outside of memory, which each access checks.
+/// A sequence of buffers. They may be outside of memory, so each access checks them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segments(SmallVec<[Segment; USUAL]>);
 
@@ -40,8 +40,8 @@ impl Segments {
         self.0.is_empty()
     }
 
-    /// Total length. It does not overflow, because a chain has less than 2^16 descriptors of less
-    /// than 2^32 bytes.
+    /// Total length. The sum cannot overflow, because a chain has less than 2^16 descriptors of
+    /// less than 2^32 bytes each.
     pub fn len_bytes(&self) -> u64 {
         self.0.iter().map(|segment| u64::from(segment.len)).sum()
     }
@@ -50,7 +50,7 @@ impl Segments {
     pub fn cut_last_byte(&mut self) -> Option<GuestAddress> {
         let last = self.0.last_mut()?;
         last.len -= 1;
-        // The last byte of a buffer beyond the end of the address space has no address.
+        // If the buffer extends beyond the end of the address space, its last byte has no address.
         let address = last.address.0.checked_add(u64::from(last.len));
         if last.len == 0 {
             self.0.pop();
@@ -79,7 +79,7 @@ impl Segments {
         });
     }
 
-    /// Copies from guest memory to all of `data`, starting `skip_bytes` into the buffers.
+    /// Fills `data` from guest memory, starting `skip_bytes` into the buffers.
     pub fn read<M: GuestMemory>(
         &self,
         memory: &M,
@@ -113,7 +113,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Up to `len_bytes` after the first `skip_bytes`.
+    /// Returns the part of at most `len_bytes` that starts after the first `skip_bytes`.
     fn part(&self, skip_bytes: u64, len_bytes: u64) -> impl Iterator<Item = Segment> {
         let (mut skip, mut left) = (skip_bytes, len_bytes);
         self.0.iter().filter_map(move |segment| {

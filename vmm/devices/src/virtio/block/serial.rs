@@ -1,14 +1,15 @@
-//! Serial numbers, by which a guest identifies disks (`/dev/disk/by-id/virtio-…`). virtio-blk
-//! limits them to 20 bytes (virtio 1.3, 5.2.6).
+//! Serial numbers, which let a guest identify disks (`/dev/disk/by-id/virtio-…`). virtio-blk limits
+//! them to 20 bytes (virtio 1.3, 5.2.6).
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
 const MAX_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
-/// Length of `-` and a CRC-32 in hexadecimal.
+/// Length of the suffix: `-` and a CRC-32 in hexadecimal.
 const TAIL_BYTES: usize = 9;
 
-/// Serial number of a disk with this name. A longer name is cut and gets a checksum of the whole
-/// name, so that names with the same beginning differ.
+/// Returns the serial number of a disk with this name. A name that is too long is cut, and a
+/// checksum of the whole name is appended. Names with the same beginning therefore get different
+/// serial numbers.
 pub fn serial_number(name: &str) -> String {
     if name.len() <= MAX_BYTES {
         return name.to_owned();

@@ -1,4 +1,4 @@
-//! State of a disk that its front, its queues' workers and its handles share.
+//! State shared by the front, the workers and the handles of a disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -28,7 +28,8 @@ use crate::persist::FirstFailure;
 const CONFIG_LEN: usize = 60;
 /// Offset of `writeback`, the only field that drivers write.
 const WRITEBACK_AT: u64 = 32;
-/// Descriptors of a request besides its data: those of the header and the status byte.
+/// Descriptors that a request needs in addition to its data: one for the header and one for the
+/// status byte.
 const OTHER_DESCRIPTORS: u16 = 2;
 
 /// Properties of a disk that are independent of its content.
@@ -39,9 +40,9 @@ pub struct DiskShape {
     /// Serial number for the guest. [`serial_number`] shortens it if needed.
     pub serial: String,
     pub queues: u16,
-    /// Descriptors of each queue, a power of two of at least 4.
+    /// Number of descriptors in each queue. A power of two, at least 4.
     pub queue_size: u16,
-    /// Refuses writes of the guest, even if the content is writable.
+    /// Refuse writes by the guest even if the content is writable.
     pub read_only: bool,
 }
 
@@ -49,10 +50,10 @@ pub(super) struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
     geometry: Geometry,
-    /// Cache mode that the driver has set. Without a cache, each write is durable before it is
-    /// answered.
+    /// True if the driver has enabled the write cache. Without the cache, each write is made
+    /// durable before it is answered.
     write_back: AtomicBool,
-    /// Set while a driver is active.
+    /// Interrupt of the active driver. `None` if no driver is active.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     metrics: Arc<BlockMetrics>,
     flushes: Arc<Flushes>,
@@ -78,7 +79,7 @@ impl Disk {
         &self.device
     }
 
-    /// First failure of a flush.
+    /// Error of the first failed flush.
     pub(super) fn failure(&self) -> &FirstFailure {
         &self.failure
     }
@@ -109,7 +110,7 @@ impl Disk {
         features
     }
 
-    /// Limits for requests with the negotiated `features`.
+    /// Returns the limits for requests of a driver that has negotiated `features`.
     pub(super) fn limits(&self, features: u64) -> Limits {
         Limits {
             capacity_bytes: self.device.size_bytes(),
@@ -121,12 +122,12 @@ impl Disk {
         }
     }
 
-    /// Returns true if a write must be durable before it is answered: the driver has switched the
-    /// cache off, or has not negotiated FLUSH (5.2.6.2).
+    /// Returns true if a write must be durable before it is answered. This is so if the driver has
+    /// switched the cache off or has not negotiated FLUSH (5.2.6.2).
     pub(super) fn writes_through(&self, features: u64) -> bool {
-        // The write precedes the load of the mode, and in `write_config` the store of the new mode
-        // precedes the flush. Therefore the flush covers the write, or this load returns the new
-        // mode.
+        // A write completes before it loads the mode here, and `write_config` stores the new mode
+        // before it flushes. Therefore either the flush covers the write, or this load returns the
+        // new mode.
         fence(Ordering::SeqCst);
         let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
         let chooses = features & (1 << VIRTIO_BLK_F_CONFIG_WCE) != 0;
@@ -156,34 +157,35 @@ impl Disk {
 
     /// Handles a driver's write to the configuration.
     ///
-    /// A driver that has switched the cache off sends no more flushes. The switch therefore makes
-    /// all earlier writes durable, and a write in progress flushes after its transfer
+    /// After a driver has switched the cache off, it sends no more flushes. The switch therefore
+    /// makes all earlier writes durable, and each write in progress flushes after its transfer
     /// ([`Job::next`](super::job::Job::next)).
     ///
-    /// Virtio requires less: a write that was completed with the cache on becomes stable by a flush
-    /// of the driver (virtio 1.3, 5.2.6.2). But Linux sends none after this call (cache_type_store
-    /// in drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache). An
-    /// fsync of data that was written back before may also send no write, whose flush would cover
-    /// the data.
+    /// Virtio requires less: if a write was completed while the cache was on, the driver must flush
+    /// it (virtio 1.3, 5.2.6.2). However, Linux sends no flush after this call (cache_type_store in
+    /// drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache). A
+    /// later fsync in the guest may send no write either, because its data was already written
+    /// back. Then no flush would ever cover the data.
     ///
-    /// The vCPU waits here, and so does every other access to the function's registers. This
-    /// happens at most once in the life of most guests.
+    /// This call blocks the vCPU and all other accesses to the function's registers. Most guests
+    /// never switch the cache off or do so only once.
     pub(super) fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;
         if self.write_back.swap(write_back, Ordering::SeqCst) && !write_back {
-            // A failure makes the disk read-only, and the next write fails.
+            // The error needs no handling: a failed flush makes the disk read-only, so the next
+            // write fails.
             let _ = self.flush();
         }
     }
 
-    /// Sets the cache mode after feature negotiation, from which the driver may change it. Before
-    /// that, and without a change, the cache is on if the driver can flush it (5.2.5.2).
+    /// Sets the initial cache mode after feature negotiation. The cache is on if the driver can
+    /// flush it (5.2.5.2). The driver may change the mode later.
     pub(super) fn agree(&self, features: u64) {
         self.write_back.store(features & (1 << VIRTIO_BLK_F_FLUSH) != 0, Ordering::Release);
     }
 
-    /// Resets the state that a driver has set.
+    /// Resets the state that the driver has changed.
     pub(super) fn forget_driver(&self) {
         self.write_back.store(true, Ordering::Release);
         *self.interrupt.lock() = None;
@@ -194,7 +196,7 @@ impl Disk {
         *self.interrupt.lock() = Some(interrupt);
     }
 
-    /// The serial number, padded with zeros.
+    /// Serial number, padded with zeros.
     pub(super) fn serial(&self) -> [u8; VIRTIO_BLK_ID_BYTES as usize] {
         let mut serial = [0; VIRTIO_BLK_ID_BYTES as usize];
         let text = serial_number(&self.shape.serial);
@@ -202,12 +204,12 @@ impl Disk {
         serial
     }
 
-    /// Flushes in progress in all queues.
+    /// Flushes in progress, from all queues.
     pub(super) fn flushes(&self) -> &Arc<Flushes> {
         &self.flushes
     }
 
-    /// Makes all earlier writes durable. Returns after all overlapping flushes have ended.
+    /// Makes all earlier writes durable. Waits until all overlapping flushes have ended.
     pub(super) fn flush(&self) -> std::io::Result<()> {
         let (begin, ticket) = (Instant::now(), self.flushes.begin());
         let result = self.device.flush();
@@ -218,10 +220,10 @@ impl Disk {
         self.settled()
     }
 
-    /// Records the media's result of a flush that was begun at `begin`.
+    /// Records the result of a flush that was sent to the media at `begin`.
     ///
-    /// After a failed flush the content of the media is unknown, and the kernel may report success
-    /// for the next one. The disk therefore refuses writes until it is opened again.
+    /// After a failed flush the content of the media is unknown, but the kernel may report success
+    /// for the next flush. The disk therefore refuses writes until it is opened again.
     pub(super) fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
         self.metrics.flushes.observe(begin.elapsed());
         let Err(err) = result else { return };
@@ -231,7 +233,8 @@ impl Disk {
         }
     }
 
-    /// Result of a successful flush, when all flushes that it overlapped have ended.
+    /// Result of a successful flush, after all flushes that overlapped with it have ended. It is an
+    /// error if one of them has failed.
     pub(super) fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
             true => Err(std::io::Error::other("a concurrent flush failed")),

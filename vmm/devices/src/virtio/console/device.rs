@@ -1,4 +1,4 @@
-//! The console device: two queues, and a configuration with the size of the terminal.
+//! The console device. It has two queues, and its configuration contains the size of the terminal.
 
 use std::sync::Arc;
 
@@ -16,11 +16,12 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 const TYPE_CONSOLE: u16 = 3;
 /// `cols` and `rows` of the configuration are valid (5.3.3).
 const F_SIZE: u64 = 1 << 0;
-/// receiveq, transmitq (5.3.2).
+/// The queues are receiveq and transmitq (5.3.2).
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
 pub struct Console {
-    /// Used by the worker while the device is active. Stored here for the next worker.
+    /// Input and output of the host. The current worker uses them, and they remain here for the
+    /// next worker.
     host: Arc<Mutex<HostConsole>>,
     window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
@@ -28,7 +29,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Creates a console with `host` as its other end.
+    /// Creates a console that is connected to `host`.
     pub fn new(host: HostConsole, event_loop: EventLoopHandle) -> Self {
         let worker = WorkerSlot::new(event_loop);
         let window = host.window.clone();
@@ -49,8 +50,8 @@ impl VirtioDevice for Console {
         "__console"
     }
 
-    /// Offers F_SIZE if there is a terminal. A terminal without a size reports 0 by 0, for which a
-    /// Linux guest behaves as without the feature.
+    /// Offers F_SIZE if the console has a terminal. A terminal of unknown size reports 0 by 0. A
+    /// Linux guest then behaves as if the feature were not offered.
     fn features(&self) -> u64 {
         1 << VIRTIO_F_VERSION_1 | self.window.as_ref().map_or(0, |_| F_SIZE)
     }
@@ -59,7 +60,8 @@ impl VirtioDevice for Console {
         &QUEUE_SIZES
     }
 
-    /// `cols` and `rows` (5.3.4). Later fields belong to features that are not offered.
+    /// Returns `cols` and `rows` (5.3.4). Later fields belong to features that the device does not
+    /// offer.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let size = self.window.as_ref().map(|window| window.size()).unwrap_or_default();
         let [columns, rows] = [size.columns, size.rows].map(u16::to_le_bytes);
@@ -142,7 +144,7 @@ mod tests {
         let mut rig = Rig::new();
         rig.say(b"there");
         rig.driver.wait_used(TRANSMIT);
-        // A page is lost, so the copy may contain zeros.
+        // A page of guest memory is lost, so the copy may contain zeros.
         rig.loss.raise();
         rig.say(b"gone");
         rig.driver.wait_used(TRANSMIT);
@@ -236,7 +238,7 @@ mod tests {
             rig.say(&text);
             rig.driver.wait_used(TRANSMIT);
         }
-        // The event loop continues, and the device works after its next activation.
+        // The event loop still runs, and the device works after its next activation.
         rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
         rig.driver.kick(RECEIVE);
         rig.keyboard.write_all(b"key").unwrap();
@@ -250,8 +252,8 @@ mod tests {
         assert_eq!(rig.screen(5), b"again");
     }
 
-    /// Another device on the event loop, which always has something to do. It records the output
-    /// that the console has taken at each turn.
+    /// Another device on the event loop that always has work. Each time it runs, it records how
+    /// much output the console has taken.
     struct Neighbor {
         ready: EventFd,
         console: Arc<ConsoleMetrics>,
@@ -290,7 +292,7 @@ mod tests {
         for _ in 0..WRITES {
             driver.wait_used(TRANSMIT);
         }
-        // The turn after the last write may not have happened yet.
+        // The other device may not have run since the last write.
         let turns = (1..WRITES).map(|nth| nth * u64::from(WRITE_LEN)).collect();
         assert!(seen.lock().is_superset(&turns), "{seen:?}");
         drop(hold);
@@ -323,7 +325,7 @@ mod tests {
         rig.keyboard.write_all(b"early birds").unwrap();
         for _ in 0..2 {
             rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 4)]);
-            // The largest amount of one pass.
+            // Largest amount of output that one pass can take.
             rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 64 << 10)]);
         }
         rig.console.activate(activation).unwrap();
@@ -378,7 +380,7 @@ mod tests {
             if let Some(window) = window {
                 window.changed().write(1).unwrap();
             }
-            // When this is answered, the resize has been handled.
+            // The device answers this request only after it has handled the resize.
             driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 1)]);
             driver.kick(TRANSMIT);
             driver.wait_used(TRANSMIT);

@@ -1,4 +1,5 @@
-//! The worker: forwards the guest's output, and input while the guest has buffers for it.
+//! The worker of the console. It forwards the guest's output, and forwards input while the guest
+//! provides buffers.
 
 use std::io::{Read as _, Write as _};
 use std::sync::Arc;
@@ -27,12 +28,13 @@ const INPUT: u32 = 2;
 const OUTPUT: u32 = 3;
 const RESIZED: u32 = 4;
 
-/// Largest output that is taken from a chain and gathered for a write. Drivers send a page at a
-/// time, but descriptors may claim gigabytes.
+/// Maximum number of output bytes that are taken from one chain, and that are gathered for one
+/// write. Drivers send at most a page per chain, but a descriptor may claim gigabytes.
 const OUTPUT_LEN_MAX: usize = 64 << 10;
-/// Largest input for one chain.
+/// Maximum number of input bytes for one chain.
 const INPUT_LEN_MAX: usize = 4096;
-/// Writes, or chains of input, before other devices on the event loop.
+/// Number of writes, or of chains filled with input, before other devices on the event loop are
+/// served.
 const BATCH: usize = 16;
 
 pub(super) struct Worker {
@@ -41,11 +43,11 @@ pub(super) struct Worker {
     receive: ActiveQueue,
     transmit: ActiveQueue,
     host: Arc<Mutex<HostConsole>>,
-    /// Set while the worker waits for input.
+    /// Registered while the worker waits for input.
     input: Interest,
-    /// Set while output waits for room.
+    /// Registered while output waits for space at the reader.
     room: Interest,
-    /// The terminal, if the driver has negotiated its size.
+    /// The terminal. `None` if the driver has not negotiated the size feature.
     window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
 }
@@ -75,12 +77,13 @@ impl Worker {
             // guards.
             let lost = self.host.lock().output.send(&text);
             self.lose(&lost);
-            // Buffers are returned even if the output was lost. A driver that waits for its buffer
-            // keeps a CPU busy and delays others.
+            // Buffers are returned even if the output was lost. Otherwise the driver would wait in
+            // a busy loop, which delays other threads.
             if !self.give_back(&heads) {
                 return self.watch_output(ops);
             }
-            // The next output would wait for a slow file and delay other devices on the event loop.
+            // The worker stops here, because further writes to a slow file would delay other
+            // devices on the event loop.
             if self.host.lock().output.is_full() {
                 break;
             }
@@ -96,7 +99,7 @@ impl Worker {
         }
     }
 
-    /// Writes pending output after the reader has made room.
+    /// Writes pending output after the reader has freed space.
     fn catch_up(&mut self, ops: &mut EventOps) {
         let lost = self.host.lock().output.flush();
         self.lose(&lost);
@@ -110,7 +113,8 @@ impl Worker {
         }
     }
 
-    /// Takes available output under one guard. Returns the text and the heads of its chains.
+    /// Takes available output under one guard. Returns the text and the heads of the chains that
+    /// contained it.
     fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -149,7 +153,7 @@ impl Worker {
         }
     }
 
-    /// Moves input into the guest's buffers, until either is used up.
+    /// Copies input to the guest's buffers until the input or the buffers are used up.
     fn fill_buffers(&mut self, input: &mut ConsoleInput) -> Outcome {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -179,8 +183,8 @@ impl Worker {
             };
             add(&self.metrics.input_bytes, len);
             if !self.receive.give_back(memory, head, len as u32) {
-                // Waits for the driver's notification, because available input would resume the
-                // worker at once.
+                // The worker waits for a notification from the driver. It must not wait for input,
+                // because input is already available and would resume it immediately.
                 outcome = Outcome::NoBuffer;
                 break;
             }
@@ -194,11 +198,11 @@ impl Worker {
         outcome
     }
 
-    /// Notifies the driver of a possible change of size, which it reads from the configuration
-    /// (5.3.4).
+    /// Notifies the driver that the terminal's size may have changed. The driver reads the size
+    /// from the configuration (5.3.4).
     fn tell_size(&self) {
         let Some(window) = &self.window else { return };
-        // Several changes count as one.
+        // One notification covers several changes.
         let _ = window.changed().read();
         if let Err(err) = self.interrupt.signal_config() {
             sparsely!(warn, %err, "Cannot notify the driver of a new terminal size");
@@ -212,11 +216,11 @@ impl Worker {
     }
 }
 
-/// Reason to stop moving input.
+/// Reason why the worker stopped copying input.
 enum Outcome {
-    /// No input is available, or other devices have their turn. Further input resumes the worker.
+    /// No input is available, or other devices must be served. Further input resumes the worker.
     Idle,
-    /// The guest has no buffer. Its notification resumes the worker.
+    /// The guest provides no buffer. The driver's next notification resumes the worker.
     NoBuffer,
     /// The input has ended.
     End,
@@ -255,11 +259,11 @@ fn fill(
     }
 }
 
-/// Takes chains and their text, until the text suffices for one write.
+/// Takes chains and gathers their text until it is long enough for one write.
 ///
-/// At most `chains_max`, a ring's worth, because chains without readable bytes never fill the text.
-/// Another vCPU may add the same ones as fast as they are taken, while the caller's guard delays
-/// unplugs.
+/// Takes at most `chains_max` chains, the size of the ring. Chains without readable bytes add no
+/// text, and another vCPU may add such chains as fast as they are taken. The loop would then never
+/// end, and the caller's guard would delay unplugs.
 fn gather<'a>(
     memory: &'a MappedMemory,
     chains: impl Iterator<Item = DescriptorChain<&'a MappedMemory>>,
@@ -279,7 +283,7 @@ fn gather<'a>(
     (text, heads)
 }
 
-/// Appends the content of `chain` to `text`. False if it is unreadable or empty.
+/// Appends the content of `chain` to `text`. Returns false if the chain is unreadable or empty.
 fn append(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -343,7 +347,7 @@ mod tests {
 
     #[test]
     fn pass_ends_although_the_driver_refills_the_ring() {
-        // A limit, so that a device that never stops fails the test instead of hanging.
+        // The limit makes the test fail instead of hang if the device never stops.
         const REFILLS: usize = 10_000;
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
@@ -351,7 +355,7 @@ mod tests {
         let guard = activation.view.memory();
         let memory: &MappedMemory = &guard;
         driver.write(BUFFERS, b"0123456789");
-        // No bytes, a few bytes, and enough for a write.
+        // Chains with no bytes, with a few bytes, and with enough bytes for a write.
         for (len, chains) in [(0, 32), (10, 32), (OUTPUT_LEN_MAX as u32, 1)] {
             let head = driver.add(0, &[Buffer::Out(BUFFERS, len)]);
             let mut refills = 0;
@@ -367,7 +371,7 @@ mod tests {
             let (text, heads) = gather(memory, refilled, chains_max, &ConsoleMetrics::default());
             assert_eq!(heads.len(), chains, "chains of {len} bytes");
             assert_eq!(text.len(), chains * len as usize);
-            // The chain of the last refill remains for the next pass.
+            // The chain that the last refill added remains for the next pass.
             assert!(queue.pop_descriptor_chain(memory).is_some());
         }
     }

@@ -11,11 +11,11 @@ use crate::metrics::{Expose, Exposition, Family, get, one};
 pub struct ConsoleMetrics {
     /// Bytes that the guest has sent.
     pub output_bytes: AtomicU64,
-    /// Bytes of output that were lost, or that exceeded the limit of one buffer chain.
+    /// Bytes of output that were lost or that exceeded the limit for one buffer chain.
     pub lost_bytes: AtomicU64,
     /// Bytes that the guest has received.
     pub input_bytes: AtomicU64,
-    /// Buffer chains without a buffer that the device can use.
+    /// Buffer chains that contain no usable buffer.
     pub bad_requests: AtomicU64,
 }
 

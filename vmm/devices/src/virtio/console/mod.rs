@@ -1,4 +1,4 @@
-//! virtio-console: hvc0, one port without multiport (virtio 1.3, 5.3).
+//! virtio-console (virtio 1.3, 5.3): a single port without multiport. Linux names it hvc0.
 
 mod device;
 mod event;

@@ -1,32 +1,36 @@
-//! Populates the host's pages in advance for a driver that zeroes memory before it unplugs it. This
-//! module only decides which pages; the caller populates them.
+//! Populates host pages in advance for a driver that zeroes memory before it unplugs the memory.
+//! This module only selects the pages. The caller populates them.
 //!
-//! With init_on_alloc, which distributions' kernels enable, Linux writes zeros to every page of a
-//! block that it isolates for an unplug (alloc_contig_range). If the guest has never used the
-//! block, the host must allocate and zero a page for each fault. This takes more than half of the
-//! time of the unplug, all on the vCPU. Linux unplugs from the highest memory block downward, so
-//! the next run is known, and another CPU can populate its pages in the meantime.
+//! Before Linux unplugs a block, it isolates the block's pages (alloc_contig_range). With
+//! init_on_alloc, which kernels of distributions enable, it writes zeros to each of these pages. If
+//! the guest has never used the block, each write faults, and the host must allocate and zero a
+//! page. This takes more than half of the time of the unplug, all of it on the vCPU. However, Linux
+//! unplugs from the highest memory block downward, so the next run is known. Another CPU can
+//! populate its pages in the meantime.
 //!
-//! Zeroing is detected, not assumed. One block without a page in each populated run, the probe, is
-//! left unpopulated. If the probe has a page when the run is unplugged, moments later, the driver
-//! has written to it. The first run has no probe, so all its blocks must have pages. A driver that
-//! does not zero therefore costs the host the unused rest of one run, each time that its memory
-//! shrinks.
+//! Pages are populated only if the driver is known to zero memory. In each populated run, one block
+//! without a page is left unpopulated: the probe. If the probe has a page when the run is
+//! unplugged, moments later, the driver has written to it. The first run has no probe, so the
+//! driver is assumed to zero only if all blocks of that run have pages. If this is wrong, the host
+//! populates the unused rest of one run in vain each time that the guest's memory shrinks.
 
 use std::ops::Range;
 
-/// Blocks to populate at a time. Requests of the driver wait for one such step.
+/// Number of blocks to populate in one step. Requests from the driver wait until the step has
+/// ended.
 const STEP_BLOCKS: u64 = 2;
-/// Linux's largest memory block, and the longest run that the driver unplugs unprompted.
+/// Size of Linux's largest memory block, and therefore of the longest run that is populated in
+/// advance.
 const RUN_MAX_BYTES: u64 = 2 << 30;
 
-/// The run that is expected to be unplugged next. Offsets are relative to the region.
+/// State of the run that the driver is expected to unplug next. Offsets are relative to the start
+/// of the region.
 #[derive(Debug)]
 pub(super) struct ZeroAhead {
     block_bytes: u64,
-    /// The part that is not populated yet.
+    /// Part of the run that is not populated yet.
     left: Range<u64>,
-    /// The block that shows if the driver zeroes, in the run that was populated last.
+    /// Block in the last populated run that will have a page only if the driver zeroes memory.
     probe: Option<u64>,
 }
 
@@ -35,9 +39,9 @@ impl ZeroAhead {
         Self { block_bytes, left: 0..0, probe: None }
     }
 
-    /// Returns true if the driver has zeroed `run`, which it requests to unplug. `populated`
-    /// returns for each block of a run whether its first page is populated. It is called once,
-    /// because it needs a system call.
+    /// Returns true if the driver has zeroed `run`, which it is about to unplug. For each block of
+    /// a run, `populated` returns true if the block's first page is populated. It is called only
+    /// once, because it needs a system call.
     pub(super) fn was_zeroed(
         &self,
         run: &Range<u64>,
@@ -50,8 +54,8 @@ impl ZeroAhead {
         populated(&telling, self.block_bytes).into_iter().all(|populated| populated)
     }
 
-    /// Plans to populate the run below `run`, which was zeroed and unplugged. `surplus_bytes` is
-    /// the plugged memory beyond the requested size.
+    /// Plans to populate the run below `run`, because `run` was zeroed and unplugged.
+    /// `surplus_bytes` is the amount by which the plugged size exceeds the requested size.
     pub(super) fn expect_below(
         &mut self,
         run: &Range<u64>,
@@ -60,13 +64,13 @@ impl ZeroAhead {
     ) {
         let len = (run.end - run.start).min(surplus_bytes).min(run.start).min(RUN_MAX_BYTES);
         let below = run.start - len..run.start;
-        // If all blocks have pages, nothing needs to be populated.
+        // If all blocks already have pages, there is nothing to populate.
         let missing = populated(&below, self.block_bytes).iter().position(|populated| !populated);
         self.probe = missing.map(|block| below.start + block as u64 * self.block_bytes);
         self.left = self.probe.map_or(0..0, |probe| probe + self.block_bytes..below.end);
     }
 
-    /// Takes the next range to populate.
+    /// Returns the next range to populate.
     pub(super) fn next(&mut self) -> Option<Range<u64>> {
         let end = self.left.end.min(self.left.start + STEP_BLOCKS * self.block_bytes);
         let step = self.left.start..end;
@@ -74,7 +78,7 @@ impl ZeroAhead {
         (!step.is_empty()).then_some(step)
     }
 
-    /// Stops populating, because the driver has sent another request. The probe stays valid.
+    /// Stops populating because the driver has sent another request. The probe remains valid.
     pub(super) fn pause(&mut self) {
         self.left = 0..0;
     }
@@ -107,7 +111,7 @@ mod tests {
             .collect()
     }
 
-    /// A `populated` function from a function of the blocks' offsets.
+    /// Creates a `populated` callback from a function that takes the offset of one block.
     fn of(has_page: impl Fn(u64) -> bool) -> impl FnOnce(&Range<u64>, u64) -> Vec<bool> {
         move |run, block_bytes| run.clone().step_by(block_bytes as usize).map(has_page).collect()
     }
@@ -124,7 +128,8 @@ mod tests {
         assert!(ahead.is_busy());
         assert_eq!(steps(&mut ahead), [(11, 13), (13, 15), (15, 16)]);
         assert!(!ahead.is_busy());
-        // In a partly used run, only the blocks above the first unused one are populated.
+        // If parts of the run are in use, only the blocks above the first unused block are
+        // populated.
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block < 13 * BLOCK));
         assert_eq!(steps(&mut ahead), [(14, 16)]);
         ahead.expect_below(&run(16, 22), PLENTY, of(|_| true));
@@ -136,7 +141,8 @@ mod tests {
         let mut ahead = ZeroAhead::new(BLOCK);
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block == 10 * BLOCK));
         ahead.pause();
-        // Populated and used blocks have pages. The probe, block 11, has one only if it was zeroed.
+        // Populated blocks and blocks in use have pages. The probe, block 11, has a page only if
+        // the driver has zeroed it.
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 11 * BLOCK)));
         assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
     }
@@ -146,7 +152,7 @@ mod tests {
         let mut ahead = ZeroAhead::new(BLOCK);
         assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
-        // A probe in another run and a forgotten probe have no effect on this run.
+        // A probe in another run or a forgotten probe has no effect on this run.
         ahead.expect_below(&run(6, 8), PLENTY, nowhere);
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
         ahead.forget();
@@ -162,7 +168,7 @@ mod tests {
             ahead.expect_below(&run(16, 22), surplus_bytes, nowhere);
             assert_eq!(steps(&mut ahead), []);
         }
-        // The region's start cuts the run short.
+        // The run ends at the start of the region.
         ahead.expect_below(&run(4, 10), PLENTY, nowhere);
         assert_eq!(steps(&mut ahead), [(1, 3), (3, 4)]);
         ahead.expect_below(&run(0, 6), PLENTY, nowhere);

@@ -2,17 +2,17 @@
 //! time.
 //!
 //! For each plug the host changes mappings, writes the pool's table and, after the unplug, erases
-//! the memory. On DAX an erasure takes bandwidth and wears the media. Linux grows a zone once and
-//! uses it. A hostile driver plugs and unplugs the same block in a loop. Each zone therefore has a
-//! token bucket whose capacity is the size of the zone. Plugging the whole zone never waits, and
-//! only memory that is plugged again is limited to the rate. An unplug takes no tokens of this
-//! bucket: no block is unplugged more often than it is plugged, and the host always wants memory
-//! back at once.
+//! the memory. On DAX, erasing takes bandwidth and wears the media. Linux plugs memory once and
+//! then uses it, but a hostile driver may plug and unplug the same block in a loop. Each zone
+//! therefore has a token bucket whose capacity is the size of the zone. The whole zone can be
+//! plugged without delay, and only memory that is plugged again is limited to the rate. An unplug
+//! takes no tokens from this bucket. It needs no limit, because no block can be unplugged more
+//! often than it is plugged, and the host always benefits from returned memory.
 //!
 //! A second bucket limits the number of requests of any kind, including refused ones.
 //!
 //! A request that exceeds a budget is delayed. It is not answered with BUSY, because Linux's driver
-//! would then pause for 50 to 300 seconds.
+//! would then wait for 50 to 300 seconds.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -25,13 +25,13 @@ use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::ZoneSpec;
 use crate::throttle::TokenBucket;
 
-/// Requests per second, beyond the burst. The most expensive request, an unplug, takes about 100 µs
-/// on a host core.
+/// Number of requests per second that are allowed after the burst. The most expensive request, an
+/// unplug, takes about 100 µs on a host core.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
-/// Burst of requests for each block. A driver that handles blocks one by one plugs it, unplugs it
-/// and reads its state, and may have tried a longer run before.
+/// Number of requests per block that are allowed as a burst. A driver that handles each block
+/// separately sends three requests: plug, unplug and state. It may first have tried a longer run.
 const REQUESTS_PER_BLOCK: u64 = 4;
-/// Burst of requests of the smallest zone.
+/// Minimum burst of requests, for small zones.
 const MIN_REQUEST_BURST: u64 = 1024;
 
 #[derive(Debug)]
@@ -39,15 +39,15 @@ pub struct PlugBudget {
     zone_bytes: u64,
     bytes_per_s: Option<NonZeroU64>,
     requests: TokenBucket,
-    /// `None` if plugged bytes are unlimited.
+    /// Token bucket for plugged bytes. `None` if they are unlimited.
     bytes: Option<TokenBucket>,
-    /// Requests that exceeded the budget, including retries.
+    /// Number of requests that exceeded the budget, including retries.
     #[cfg(test)]
     pub(super) refusals: u64,
 }
 
 impl PlugBudget {
-    /// Full budget of `zone`.
+    /// Creates a full budget for `zone`.
     pub fn new(zone: &ZoneSpec, now: Instant) -> Self {
         let (zone_bytes, bytes_per_s) = (zone.hotplug_bytes, zone.plug_bytes_per_s);
         let burst =
@@ -62,11 +62,11 @@ impl PlugBudget {
         }
     }
 
-    /// Takes the tokens of one request that plugs `bytes`. If they do not suffice, takes none and
-    /// returns the time after which the request may be tried again.
+    /// Takes the tokens for one request that plugs `bytes`. If there are too few tokens, takes none
+    /// and returns the time after which the request can be retried.
     ///
     /// # Panics
-    /// If `bytes` are more than the zone has.
+    /// Panics if `bytes` exceeds the size of the zone.
     pub(super) fn take(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
         self.requests.refill(now);
         let mut wait = self.requests.wait(1);
@@ -93,14 +93,14 @@ impl PlugBudget {
     }
 }
 
-/// Budgets of a VM's zones by id. They outlive a machine, so that a guest gains nothing by a
-/// reboot.
+/// Plug budgets of a VM, by zone id. They are retained across reboots, so that a guest cannot
+/// refill its budget by rebooting.
 #[derive(Debug, Default)]
 pub struct PlugBudgets(BTreeMap<String, Arc<Mutex<PlugBudget>>>);
 
 impl PlugBudgets {
-    /// Returns the budget of `zone`, or a full one if the zone is new or its size or rate has
-    /// changed.
+    /// Returns the budget of `zone`. Creates a full budget if the zone is new or its size or rate
+    /// has changed.
     pub fn of(&mut self, zone: &ZoneSpec, now: Instant) -> Arc<Mutex<PlugBudget>> {
         match self.0.get(&zone.id) {
             Some(budget) if budget.lock().is_of(zone) => Arc::clone(budget),
@@ -145,7 +145,7 @@ mod tests {
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(block_bytes, now), Ok(()));
             }
-            // Unplugging all blocks does not wait either.
+            // Unplugging all blocks is not delayed either.
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(0, now), Ok(()));
             }
@@ -191,7 +191,8 @@ mod tests {
     }
 
     proptest! {
-        /// In any interval, the plugged bytes are at most the zone's size plus what the rate adds.
+        /// In any interval, the guest can plug at most the zone's size plus the rate times the
+        /// interval.
         #[test]
         fn rate_holds_in_every_interval(
             bytes_per_s in 1..4 * GIB,

@@ -28,10 +28,10 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// `node_id` is valid (virtio 1.3, 5.15.3).
 const F_ACPI_PXM: u64 = 1 << 0;
-/// The driver must neither write nor read unplugged memory.
+/// Feature with which the driver must neither read nor write unplugged memory.
 const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
 
-/// Linux's driver has one request in flight. The size allows for other drivers.
+/// Linux's driver sends one request at a time, but other drivers may send more.
 const QUEUE_SIZES: [u16; 1] = [64];
 
 pub struct MemDevice {
@@ -39,15 +39,18 @@ pub struct MemDevice {
     shared: Arc<Shared>,
     executor: Arc<Mutex<Executor>>,
     worker: WorkerSlot,
-    /// Set when a refused driver was logged, because a guest can negotiate any number of times.
+    /// Set after a refused driver was logged. The refusal is logged only once, because a guest can
+    /// negotiate any number of times.
     is_refusal_logged: AtomicBool,
 }
 
 impl MemDevice {
-    /// Creates the device of `part`, whose worker runs on `event_loop`. The loop must serve
-    /// virtio-mem devices only, because a worker waits for guards that devices on other loops hold.
+    /// Creates the device for `part`. Its worker runs on `event_loop`, which must serve only
+    /// virtio-mem devices: the worker blocks until all other devices have dropped their guards.
     ///
-    /// # Panics If the zone's node does not fit in 16 bits, which the configuration ensures.
+    /// # Panics
+    /// Panics if the zone's node number does not fit in 16 bits. The validation of the
+    /// configuration prevents this.
     pub fn new(
         part: HotplugPart,
         view: GuestView,
@@ -94,8 +97,8 @@ impl VirtioDevice for MemDevice {
     }
 
     fn accepts_features(&self, features: u64) -> bool {
-        // Unplugged memory is PROT_NONE. A driver without the feature may read it, which would end
-        // the VM.
+        // Unplugged memory is PROT_NONE. A driver without the feature may read it, and the fault
+        // would terminate the VM.
         if features & F_UNPLUGGED_INACCESSIBLE == 0 {
             self.refuse_driver();
             return false;
@@ -134,8 +137,8 @@ impl VirtioDevice for MemDevice {
         Ok(())
     }
 
-    /// Retains plugged memory (virtio 1.3, 5.15.5.2). A kernel started by kexec, or one that writes
-    /// a crash dump, resets the device and continues to use the memory.
+    /// Retains plugged memory (virtio 1.3, 5.15.5.2). A kernel that was started by kexec or that
+    /// writes a crash dump resets the device and then continues to use the memory.
     fn reset(&mut self) {
         if !self.worker.stop() {
             return;
@@ -147,8 +150,8 @@ impl VirtioDevice for MemDevice {
 }
 
 impl MemDevice {
-    /// Reports a driver that cannot be served. The refusal stays recorded until a supported driver
-    /// loads.
+    /// Reports that the device refuses the driver. The refusal remains recorded until a supported
+    /// driver is active.
     fn refuse_driver(&self) {
         self.shared.refuse_driver();
         if !self.is_refusal_logged.swap(true, Ordering::Relaxed) {
@@ -164,7 +167,7 @@ impl MemDevice {
 
 #[cfg(test)]
 impl MemDevice {
-    /// Executes a request at a time of the test's clock.
+    /// Executes a request at the time `now` of a simulated clock.
     pub(super) fn execute(&self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.executor.lock().execute(request, now)
     }

@@ -1,4 +1,4 @@
-//! The worker, which executes requests one at a time.
+//! The worker of the device. It executes requests one at a time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,29 +22,29 @@ const KICK: u32 = 0;
 const SWEEP: u32 = 1;
 const BUDGET: u32 = 2;
 
-/// A request without an answer yet.
+/// A request that is not answered yet.
 pub(super) struct Pending {
     head: u16,
     request: Request,
     reply: ReplySlot,
-    /// Set when the request has exceeded the budget.
+    /// Set if the request is delayed because it exceeded the budget.
     delay: Option<Delay>,
 }
 
 #[derive(Clone, Copy)]
 struct Delay {
     since: Instant,
-    /// Earliest time of the next attempt, regardless of notifications.
+    /// Earliest time of the next attempt. Notifications do not cause an earlier attempt.
     retry_at: Instant,
 }
 
-/// Minimum time between two attempts at a delayed request.
+/// Minimum time between two attempts to execute a delayed request.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A chain that was taken from the queue.
 enum Popped {
     Request(Pending),
-    /// A chain without a valid request, which must be returned.
+    /// A chain without a valid request. It must be returned to the driver.
     Malformed {
         head: u16,
     },
@@ -62,8 +62,9 @@ pub(super) struct Worker {
     pub(super) queue: ActiveQueue,
     pub(super) sweep_timer: TimerFd,
     pub(super) budget_timer: TimerFd,
-    /// Request that waits for the budget. No other request is taken from the queue meanwhile. A
-    /// reset of the device or of the machine drops it before it had any effect.
+    /// Request that is delayed until the budget suffices. No other request is taken from the queue
+    /// in the meantime. A reset of the device or the machine discards the delayed request, which
+    /// has no effect then.
     pub(super) delayed: Option<Pending>,
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
@@ -72,8 +73,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves available requests, at most one queue's length before other devices on the loop and
-    /// the loop's owner get their turn.
+    /// Serves available requests. After as many requests as the queue has entries, other devices on
+    /// the loop and the loop's owner are served first.
     fn serve(&mut self) {
         let mut served = 0;
         while let Some(popped) = self.next() {
@@ -92,15 +93,15 @@ impl Worker {
         {
             sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot interrupt the driver for a response");
         }
-        // The driver processes its answer in the meantime. Its next request is served before the
-        // next step.
+        // Prepares for the next request while the driver processes its answer. A new request is
+        // served before the next step of the preparation.
         if self.executor.lock().prepare(Instant::now()) {
             self.queue.come_back();
         }
     }
 
-    /// Serves requests, unless a delayed one must still wait. One pass of the loop can have both a
-    /// notification and an expired timer, which must count as one attempt.
+    /// Serves requests, unless a delayed request must still wait. If a notification arrives
+    /// together with an expired timer, they must count as only one attempt.
     fn serve_unless_early(&mut self) {
         let delay = self.delayed.as_ref().and_then(|pending| pending.delay);
         match delay.map(|delay| delay.retry_at.saturating_duration_since(Instant::now())) {
@@ -192,7 +193,7 @@ impl Worker {
         // A timer set to 0 would never expire.
         let wait = due.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if let Err(err) = self.sweep_timer.reset(wait, None) {
-            // A later timer, or the end of the VM, removes them.
+            // The slots are removed by a later timer or at the end of the VM.
             sparsely!(warn, zone = %self.shared.zone.id, %err, "Cannot set the timer that removes empty memory slots");
         }
     }
@@ -206,15 +207,15 @@ impl MutEventSubscriber for Worker {
                 sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot watch a timer of the worker");
             }
         }
-        // A notification may have preceded the worker, and slots may have become empty under an
-        // earlier worker. The queue is served later, because the thread that adds the worker waits
-        // for `init`.
+        // The driver may have sent a notification before the worker was added, and slots may have
+        // become empty under an earlier worker. The queue is not served here but scheduled, because
+        // the thread that adds the worker waits for `init`.
         self.queue.come_back();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // The timer is cleared instead of read. Another event of the same pass may have set it
-        // again, and a read would block the loop until the timer expires.
+        // The timer is cleared, not read. An earlier event in the same pass may have set it again,
+        // and a read would then block the loop until the timer expires.
         match events.data() {
             KICK => {
                 self.queue.clear_kick();

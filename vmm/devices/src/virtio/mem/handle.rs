@@ -1,4 +1,5 @@
-//! Interface of a virtio-mem device for the rest of the VMM: requested sizes, and events.
+//! Interface of a virtio-mem device for the rest of the VMM. It sets requested sizes and reports
+//! events.
 
 use std::sync::Arc;
 
@@ -19,15 +20,16 @@ use crate::virtio::zone_device::ZoneDevice;
 pub enum MemEvent {
     /// The guest's driver is active.
     DriverPresent,
-    /// The device has refused the guest's driver, because it lacks a feature.
+    /// The device has refused the guest's driver, because the driver does not support a required
+    /// feature.
     DriverUnsupported,
-    /// The request was withdrawn, because the driver was refused.
+    /// The device has withdrawn the request, because it refused the driver.
     Withdrawn {
         /// New requested size.
         requested_bytes: u64,
     },
-    /// The guest's driver has reset the device. Nothing is plugged or unplugged until it is active
-    /// again.
+    /// The guest's driver has reset the device. No blocks are plugged or unplugged until a driver
+    /// is active again.
     DriverGone,
     /// Blocks were plugged or unplugged.
     SizeChanged {
@@ -35,8 +37,8 @@ pub enum MemEvent {
         plugged_bytes: u64,
         requested_bytes: u64,
     },
-    /// Exactly the requested size is plugged. Not reported for a size that was lowered because of
-    /// the host.
+    /// Exactly the requested size is plugged. Not reported if the requested size was lowered
+    /// because the host failed.
     TargetReached { requested_bytes: u64 },
     /// The guest has no room for the page descriptors of the requested size.
     Held {
@@ -47,16 +49,17 @@ pub enum MemEvent {
     HostFailure {
         reason: FailureReason,
         plugged_bytes: u64,
-        /// New requested size. After a failed plug it is limited to what the host can provide.
+        /// New requested size. After a failed plug it is limited to the size that the host can
+        /// provide.
         requested_bytes: u64,
     },
 }
 
-/// Called with the zone's id for each event, on the device's threads. It must return soon and must
-/// not take a guard of guest memory.
+/// Callback for events. It receives the zone's id and runs on threads of the device, so it must
+/// return quickly and must not take a guard of guest memory.
 pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
 
-/// Error of a requested size.
+/// Reason to reject a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestSizeError {
     #[error("size {bytes} of zone {zone:?} exceeds the maximum {max_bytes}")]
@@ -68,7 +71,7 @@ pub enum RequestSizeError {
     },
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver { zone: String },
-    /// The size is not whole blocks.
+    /// The size is not a multiple of the block size.
     #[error("size {bytes} of zone {zone:?} is not a multiple of the block size {block_bytes}")]
     Unaligned {
         zone: String,
@@ -78,23 +81,23 @@ pub enum RequestSizeError {
     },
 }
 
-/// State that the front, the worker and the handles of a device share.
+/// State shared by the front, the worker and the handles of a virtio-mem device.
 pub(super) struct Shared {
     pub(super) zone: ZoneSpec,
     pub(super) state: Mutex<MemState>,
-    /// Set while a driver is active.
+    /// Interrupt of the active driver. `None` if no driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     pub(super) metrics: Arc<MemMetrics>,
     pub(super) observer: MemObserver,
 }
 
 impl Shared {
-    /// Calls the observer. No lock may be held.
+    /// Calls the observer. The caller must not hold a lock.
     pub(super) fn report(&self, event: MemEvent) {
         (self.observer)(&self.zone.id, event);
     }
 
-    /// Reports the sizes after a change.
+    /// Reports the plugged and requested sizes after a change.
     pub(super) fn report_sizes(&self) {
         let (plugged_bytes, requested_bytes, reached) = {
             let state = self.state.lock();
@@ -106,7 +109,7 @@ impl Shared {
         }
     }
 
-    /// Records a refused driver, and withdraws the current request.
+    /// Records that the device has refused the driver, and withdraws the current request.
     pub(super) fn refuse_driver(&self) {
         let withdrawn = {
             let mut state = self.state.lock();
@@ -121,8 +124,8 @@ impl Shared {
         }
     }
 
-    /// Notifies the driver of a changed configuration. A later driver reads the configuration when
-    /// it starts.
+    /// Notifies the active driver that the configuration has changed. Does nothing without a
+    /// driver, because each driver reads the configuration when it starts.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -133,7 +136,8 @@ impl Shared {
     }
 }
 
-/// A handle on a virtio-mem device for any thread. Cheap to clone, and holds no guest memory.
+/// Handle to a virtio-mem device that any thread can use. It is cheap to clone and does not keep
+/// guest memory mapped.
 #[derive(Clone)]
 pub struct MemHandle {
     pub(super) shared: Arc<Shared>,
@@ -144,14 +148,15 @@ impl MemHandle {
         &self.shared.zone
     }
 
-    /// Requests `bytes` from the driver. Returns at once; events report progress. A repeated
-    /// request ends a stall, like [`ZoneDevice::remind`].
+    /// Requests that the driver plug or unplug memory until `bytes` are plugged. Returns
+    /// immediately, and events report the progress. If the driver is waiting for its next retry, a
+    /// repeated request makes it retry immediately, like [`ZoneDevice::remind`].
     pub fn request_size(&self, bytes: u64) -> Result<(), RequestSizeError> {
         self.request_step(bytes, bytes)
     }
 
     /// Requests the smaller of `bytes` and `goal_bytes` as a step toward `goal_bytes`. The request
-    /// counts as reached only when the goal is plugged.
+    /// is reported as reached only when the goal is plugged.
     pub fn request_step(&self, bytes: u64, goal_bytes: u64) -> Result<(), RequestSizeError> {
         let bytes = bytes.min(goal_bytes);
         let reached = {
@@ -208,13 +213,14 @@ impl ZoneDevice for MemHandle {
             Err(err @ RequestSizeError::UnsupportedDriver { .. }) => {
                 debug!(%err, "Zone not resized")
             }
-            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not
-            // the guest's.
+            // The controller must request multiples of the block size within the bounds, so any
+            // other size is a bug in the controller.
             Err(err) => error!(%err, "Governor requested an invalid zone size"),
         }
     }
 
-    /// The driver repeats at once what it would try again after 50 to 300 seconds.
+    /// A driver that would retry a failed request only after 50 to 300 seconds retries it
+    /// immediately.
     fn remind(&self) {
         self.shared.signal_config();
     }

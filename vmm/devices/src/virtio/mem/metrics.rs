@@ -1,4 +1,4 @@
-//! Counters of a virtio-mem device: atomics that the registry reads.
+//! Metrics of virtio-mem devices.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use crate::memory::backing::BackingError;
 use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
 use crate::throttle::ThrottleMetrics;
 
-/// Executed requests.
+/// Counters of executed requests of one kind.
 #[derive(Debug, Default)]
 pub struct OperationMetrics {
     bytes: AtomicU64,
@@ -28,13 +28,13 @@ impl OperationMetrics {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Duration and number of the requests, without their time in the queue.
+    /// Number of requests and their durations, not including their time in the queue.
     pub fn latency(&self) -> &LatencyHistogram {
         &self.latency
     }
 }
 
-/// Reason of the host for a failed plug or unplug.
+/// Reason why the host could not execute a plug or unplug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureReason {
     /// The process has too many mappings.
@@ -100,33 +100,35 @@ impl MemMetrics {
         self.busy[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Requests answered with BUSY, by reason.
+    /// Number of requests answered with BUSY for this reason.
     pub fn busy(&self, reason: FailureReason) -> u64 {
         self.busy[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// Requests to plug more than the requested size.
+    /// Number of refused requests to plug more than the requested size.
     pub fn nacks(&self) -> u64 {
         self.nacks.load(Ordering::Relaxed)
     }
 
-    /// Invalid requests. After one, Linux stops using the device.
+    /// Number of invalid requests. After the first one, Linux stops using the device.
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Relaxed)
     }
 
-    /// Descriptor chains without a valid request or without a reachable place for its answer.
+    /// Number of descriptor chains without a valid request or without a writable buffer for the
+    /// answer.
     pub fn malformed(&self) -> u64 {
         self.malformed.load(Ordering::Relaxed)
     }
 
-    /// Unplugs whose memory could not be scrubbed. It stays unused until it can be.
+    /// Number of unplugs after which the memory could not be scrubbed. That memory remains unused
+    /// until it can be scrubbed.
     pub fn scrub_failures(&self) -> u64 {
         self.scrub_failures.load(Ordering::Relaxed)
     }
 }
 
-/// Counters of a zone's device.
+/// Counters and labels of a zone's device, for the metrics endpoint.
 #[derive(Clone, Debug)]
 pub struct PlugMetrics {
     pub zone: String,
@@ -135,7 +137,8 @@ pub struct PlugMetrics {
 }
 
 impl PlugMetrics {
-    /// Numbers of failed requests by reason: reasons of the host and errors of the driver.
+    /// Returns the number of failed requests for each reason. Reasons are failures of the host and
+    /// errors of the driver.
     fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counters = &self.counters;
         let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));

@@ -1,10 +1,10 @@
 //! virtio-mem (virtio 1.3, 5.15): one device for the hotplug part of each zone.
 //!
-//! The device requests a size; the driver selects blocks and requests to plug or unplug them. The
-//! answers depend on the reaction of Linux. After ERROR its driver permanently stops using the
-//! device. After NACK it tries again at once. After BUSY it tries again in 50 seconds or at the
-//! next configuration change. A failure of the host is therefore answered with BUSY, together with
-//! a lower requested size that the host can provide.
+//! The device requests a size. The driver then selects blocks and sends requests to plug or unplug
+//! them. The device chooses its answers according to how Linux reacts. After ERROR, Linux's driver
+//! permanently stops using the device. After NACK, it retries immediately. After BUSY, it retries
+//! in 50 seconds or at the next configuration change. If the host fails, the device therefore
+//! answers BUSY and lowers the requested size to a size that the host can provide.
 
 mod ahead;
 mod budget;
@@ -35,7 +35,7 @@ pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
 
 impl DeviceHandle for MemHandle {}
 
-/// Builds the device of a zone's hotplug part. `observer` is notified of each change.
+/// Builds the device of a zone's hotplug part. `observer` is called for each event.
 pub fn build(
     part: HotplugPart,
     event_loop: &EventLoopHandle,

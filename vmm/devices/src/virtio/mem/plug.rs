@@ -1,4 +1,4 @@
-//! Execution of requests.
+//! Execution of plug and unplug requests.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::memory::backing::{Backing, BackingError};
 use crate::memory::slots::{HotplugSlots, SlotError};
 use crate::memory::view::GuestView;
 
-/// Failure of the host.
+/// Failure of the host during a plug or unplug.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HostError {
     #[error(transparent)]
@@ -37,7 +37,7 @@ impl HostError {
     }
 }
 
-/// Executes requests. It lives as long as the device, across resets.
+/// Executes requests. It exists as long as the device and is not affected by resets.
 pub(super) struct Executor {
     backing: Box<dyn Backing>,
     slots: HotplugSlots,
@@ -59,14 +59,14 @@ impl Executor {
         Self { backing, slots, view, ahead, budget, shared }
     }
 
-    /// Executes `request` completely or not at all. If the request exceeds the budget, returns the
-    /// time after which it may be tried again. It is checked again then, because the requested size
-    /// may have changed. The caller must not hold a guard of the view, because an unplug waits for
-    /// all guards.
+    /// Executes `request`. A plug or unplug of a run of blocks is executed completely or not at
+    /// all. If the request exceeds the budget, returns the time after which it can be retried. The
+    /// retry checks the request again, because the requested size may have changed. The caller must
+    /// not hold a guard of the view, because an unplug waits for all guards.
     pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        // A refused request plugs nothing. One that fails on the host may have erased memory
-        // before.
+        // A refused request takes no tokens for bytes. A request that fails on the host takes them,
+        // because it may already have erased memory.
         let plugged_bytes = match request {
             Request::Plug(run) => {
                 self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len)
@@ -127,13 +127,13 @@ impl Executor {
         self.answer_unplug(result, len, now)
     }
 
-    /// Prepares for the request that the driver is expected to send next, in short steps. Returns
+    /// Prepares for the next expected request of the driver. Executes one short step and returns
     /// true if another step remains.
     pub(super) fn prepare(&mut self, now: Instant) -> bool {
         if let Some(step) = self.ahead.next()
             && let Err(err) = self.backing.populate(step.start, step.end - step.start)
         {
-            // The guest's own faults will show if memory is available.
+            // The error is ignored, because the guest's own page faults allocate the memory later.
             debug!(zone = %self.shared.zone.id, %err, "Cannot populate pages for the next unplug");
             self.ahead.pause();
         }
@@ -141,7 +141,8 @@ impl Executor {
             let state = self.shared.state.lock();
             state.requested_bytes().saturating_sub(state.plugged_bytes())
         };
-        // If no slot is available, the request that needs it fails.
+        // The error is ignored here. If the slot is still unavailable later, the request that needs
+        // it fails.
         if missing > 0
             && let Err(err) = self.slots.prepare(missing, now)
         {
@@ -155,12 +156,12 @@ impl Executor {
         self.ahead.is_busy()
     }
 
-    /// Time at which [`Executor::sweep`] removes slots.
+    /// Time at which [`Executor::sweep`] should be called.
     pub(super) fn sweep_due(&self) -> Option<Instant> {
         self.slots.sweep_due()
     }
 
-    /// Removes slots that have been empty for long enough.
+    /// Removes slots that have been empty for a certain time.
     pub(super) fn sweep(&mut self, now: Instant) {
         self.slots.sweep(now);
     }
@@ -211,8 +212,8 @@ impl Executor {
         }
     }
 
-    /// Answers BUSY, not ERROR, because the host has failed and ERROR would end the device
-    /// permanently.
+    /// Answers BUSY. After ERROR, the driver would permanently stop using the device, although only
+    /// the host has failed.
     fn fail(&self, err: &HostError) -> Response {
         let reason = err.reason();
         let (plugged_bytes, requested_bytes) = {
@@ -230,7 +231,7 @@ impl Executor {
         Response::Busy
     }
 
-    /// Lowers the requested size to the plugged size plus `left`, so that the driver does not retry
+    /// Lowers the requested size to the plugged size plus `left`. Otherwise the driver would retry
     /// a request that cannot succeed.
     fn lower_requested(&self, left: u64, reason: FailureReason) {
         let lowered = {
@@ -243,26 +244,27 @@ impl Executor {
         }
     }
 
-    /// Plugs blocks that were checked before.
+    /// Plugs blocks. The caller must have checked the request.
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
-        // 1. The memory, which is not accessible yet.
+        // 1. Map the memory, which is not accessible yet.
         self.backing.plug(offset, len)?;
-        // 2. KVM's slots. From here on, an invalid access of a vCPU reaches zeroed memory of its
-        //    own VM.
+        // 2. Add the KVM slots. From here on, a vCPU that accesses the blocks too early reaches
+        //    zeroed memory of its own VM.
         if let Err(err) = self.slots.acquire(offset, len) {
             self.undo_plug(offset, len);
             return Err(err.into());
         }
-        // 3. The view. The driver may pass buffers there to devices as soon as it has its answer.
+        // 3. Update the view. As soon as the driver has its answer, it may pass buffers in these
+        //    blocks to devices.
         let addr = self.shared.state.lock().address(offset);
         self.view.exclusive().set_plugged(addr, len, true);
-        // 4. The state. The caller acknowledges the request.
+        // 4. Record the new state. The caller then acknowledges the request.
         self.shared.state.lock().commit(offset, len, true);
         Ok(())
     }
 
-    /// Returns the memory of a failed plug. Memory that cannot be detached stays with the backing,
-    /// mapped or not, and is not lent again.
+    /// Returns the memory of a failed plug. If the memory cannot be detached, the backing keeps it,
+    /// mapped or not, and the pool does not lend it again.
     fn undo_plug(&mut self, offset: u64, len: u64) {
         let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
         if let Err(err) = result {
@@ -275,21 +277,21 @@ impl Executor {
         }
     }
 
-    /// Unplugs blocks that were checked before.
+    /// Unplugs blocks. The caller must have checked the request.
     fn unplug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
         let addr = self.shared.state.lock().address(offset);
-        // 1. The view. Waits for the last access in progress and prevents new ones.
+        // 1. Update the view. This waits for accesses in progress and prevents new ones.
         self.view.exclusive().set_plugged(addr, len, false);
-        // 2. The mapping. This also removes the pages from KVM's page tables.
+        // 2. Unmap the memory. This also removes the pages from KVM's page tables.
         if let Err(err) = self.backing.detach(offset, len) {
             self.view.exclusive().set_plugged(addr, len, true);
             return Err(err.into());
         }
-        // 3. The slots. Empty ones are removed after a quiet time. Until then PROT_NONE protects
-        //    them.
+        // 3. Release the slots. Empty slots are removed after a quiet time. Until then, PROT_NONE
+        //    prevents accesses to them.
         self.slots.release(offset, len, Instant::now());
-        // 4. The memory, while devices continue. It is scrubbed before its next use. Memory that
-        //    cannot be returned stays set aside.
+        // 4. Return the memory to the pool. Devices are not blocked during this step. The memory is
+        //    scrubbed before its next use. Memory that cannot be returned remains set aside.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
             sparsely!(
@@ -298,16 +300,17 @@ impl Executor {
                 "Cannot return unplugged memory; it stays set aside"
             );
         }
-        // 5. The state. The caller acknowledges the request.
+        // 5. Record the new state. The caller then acknowledges the request.
         self.shared.state.lock().commit(offset, len, false);
         Ok(())
     }
 
-    /// Expects Linux to continue with the run below, as long as more is plugged than requested.
+    /// Assumes that Linux unplugs the run below `run` next if more memory is plugged than
+    /// requested.
     fn expect_the_run_below(&mut self, run: &Range<u64>) {
         let below = run.start.saturating_sub(run.end - run.start);
-        // The lock must be released here: a vCPU that reads the configuration waits for it, and the
-        // check for pages needs system calls.
+        // The lock is held only in this block. The check for pages below needs system calls, and a
+        // vCPU that reads the configuration would wait for the lock.
         let (is_plugged, surplus_bytes) = {
             let state = self.shared.state.lock();
             let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
@@ -322,8 +325,8 @@ impl Executor {
         }
     }
 
-    /// Unplugs all blocks. After a failure, unplugged blocks stay unplugged, and the driver
-    /// requests the rest again.
+    /// Unplugs all blocks. If it fails, blocks that are already unplugged remain unplugged, and the
+    /// driver sends the request again for the rest.
     fn unplug_all(&mut self) -> Result<(), HostError> {
         let runs = self.shared.state.lock().plugged_runs();
         for (offset, len) in runs {

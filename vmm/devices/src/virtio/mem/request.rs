@@ -1,4 +1,4 @@
-//! Requests of the driver and their answers, as bytes in guest memory (virtio 1.3, 5.15.6).
+//! Parses requests in guest memory and writes answers (virtio 1.3, 5.15.6).
 
 use std::io::{self, Read};
 
@@ -14,7 +14,7 @@ const REQUEST_BYTES: usize = 24;
 /// Length of each answer.
 const RESPONSE_BYTES: usize = 10;
 
-/// Consecutive blocks of a request, unchecked.
+/// Consecutive blocks that a request names. They are not checked yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockRun {
     /// Guest-physical address of the first block.
@@ -28,7 +28,7 @@ pub(super) enum Request {
     Unplug(BlockRun),
     UnplugAll,
     State(BlockRun),
-    /// A type that no feature bit allows, answered with ERROR.
+    /// A request type that no feature bit allows. It is answered with ERROR.
     Unknown(u16),
 }
 
@@ -37,7 +37,7 @@ impl Request {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut addr = [0; 8];
         addr.copy_from_slice(&bytes[8..16]);
-        // The padding in between MUST be ignored.
+        // The padding between the fields MUST be ignored.
         let run = BlockRun { addr: u64::from_le_bytes(addr), count: u16_at(16) };
         match u16_at(0) {
             0 => Self::Plug(run),
@@ -84,7 +84,8 @@ impl Response {
     }
 }
 
-/// Error of a descriptor chain without a request. The driver is broken and gets no answer.
+/// Error in a descriptor chain without a valid request. It is returned without an answer, because
+/// only a broken driver sends one.
 #[derive(Debug, Error)]
 pub(super) enum ChainError {
     #[error("descriptor points outside of plugged memory")]
@@ -95,8 +96,8 @@ pub(super) enum ChainError {
     NoRoom { bytes: usize },
 }
 
-/// Buffers of an answer. Unlike a chain it holds no guard, so that blocks can be unplugged in the
-/// meantime.
+/// Buffers for an answer. Unlike a descriptor chain, this value holds no guard, so blocks can be
+/// unplugged in the meantime.
 #[derive(Debug)]
 pub(super) struct ReplySlot {
     segments: Vec<(GuestAddress, usize)>,
@@ -125,7 +126,7 @@ pub(super) fn read_request(
 
 impl ReplySlot {
     /// Writes the answer and returns its length for the used ring. Fails if the request has
-    /// unplugged the memory of its own answer.
+    /// unplugged the memory that its own answer should be written to.
     pub(super) fn write(
         &self,
         memory: &MappedMemory,

@@ -9,23 +9,23 @@ use super::request::{BlockRun, BlockState};
 /// Length of the configuration (virtio 1.3, 5.15.4).
 pub(super) const CONFIG_BYTES: usize = 56;
 
-/// Memory blocks of Linux by which the usable region exceeds the requested size. One block allows
-/// the driver to avoid blocks that it cannot use. The other is needed because the driver rounds the
-/// region's end down to a whole block, while the requested size may end within a block. Without it,
-/// a request for less than a block would plug nothing, and the driver would not try again (Linux
+/// Number of Linux memory blocks by which the usable region exceeds the requested size. One block
+/// lets the driver skip blocks that it cannot use. The other is needed because the driver rounds
+/// the region's end down to a whole block, but the requested size may end within a block. Without
+/// it, the driver would plug nothing for a request smaller than a block, and would not retry (Linux
 /// drivers/virtio/virtio_mem.c, `virtio_mem_refresh_config`, `virtio_mem_sbm_prepare_next_mb`).
 const USABLE_SLACK_BLOCKS: u64 = 2;
 
 /// Reason to refuse a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// The request is invalid: ERROR.
+    /// The request is invalid. It is answered with ERROR.
     Error,
-    /// The request exceeds the requested size: NACK.
+    /// The request would exceed the requested size. It is answered with NACK.
     Nack,
 }
 
-/// A virtio-mem device's memory region.
+/// State of a virtio-mem device and its memory region.
 #[derive(Clone, Debug)]
 pub(super) struct MemState {
     addr: u64,
@@ -33,25 +33,26 @@ pub(super) struct MemState {
     /// Largest size that may be requested. The region may be larger.
     max_bytes: u64,
     block_bytes: u64,
-    /// Usable bytes beyond the requested size.
+    /// Number of bytes by which the usable region exceeds the requested size.
     slack_bytes: u64,
     node_id: u16,
     usable_bytes: u64,
     plugged_bytes: u64,
     requested_bytes: u64,
-    /// Size that the governor is requesting in steps, at least `requested_bytes`.
+    /// Size that the governor requests in several steps. At least `requested_bytes`.
     goal_bytes: u64,
-    /// Why less is requested than was asked for.
+    /// Reason why less is requested than the governor wanted.
     shortfall: Option<Shortfall>,
     driver: DriverState,
-    /// The refusal of the driver has withdrawn a request. Cleared by the next request or driver.
+    /// True if a request was withdrawn because the driver was refused. Cleared by the next request
+    /// or the next driver.
     is_withdrawn: bool,
-    /// One bit for each block.
+    /// Bitmap with one bit per block, set if the block is plugged.
     plugged: Vec<u64>,
 }
 
 impl MemState {
-    /// Creates a region without plugged or requested blocks. Up to `max_bytes` may be requested.
+    /// Creates a region without plugged or requested blocks. At most `max_bytes` may be requested.
     /// The guest adds memory in blocks of `linux_block_bytes`.
     pub(super) fn new(
         addr: u64,
@@ -115,18 +116,18 @@ impl MemState {
         self.is_withdrawn
     }
 
-    /// Checks if the goal is plugged. A step toward it does not count, and neither does a lowered
-    /// or withdrawn size.
+    /// Returns true if the goal is plugged. Returns false if only a step toward it is plugged, or
+    /// if the size was lowered or withdrawn.
     pub(super) fn is_reached(&self) -> bool {
         self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
     }
 
-    /// Guest-physical address of an offset in the region.
+    /// Returns the guest-physical address of an offset in the region.
     pub(super) fn address(&self, offset: u64) -> GuestAddress {
         GuestAddress(self.addr + offset)
     }
 
-    /// The configuration as bytes.
+    /// Returns the configuration in the format that the driver reads.
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
         let mut config = [0; CONFIG_BYTES];
         config[0..8].copy_from_slice(&self.block_bytes.to_le_bytes());
@@ -144,8 +145,8 @@ impl MemState {
         config
     }
 
-    /// Requests `bytes`, as a step toward `goal_bytes`. The caller has checked both against the
-    /// maximum and the block size.
+    /// Requests `bytes` as a step toward `goal_bytes`. The caller must have checked both against
+    /// the maximum and the block size.
     pub(super) fn set_requested(&mut self, bytes: u64, goal_bytes: u64) {
         assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);
         assert!(
@@ -153,16 +154,18 @@ impl MemState {
         );
         (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
         (self.shortfall, self.is_withdrawn) = (None, false);
-        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2), because the driver may have plugged
-        // blocks there.
+        // The usable region MUST NOT shrink here (virtio 1.3, 5.15.4.2), because the driver may
+        // have plugged blocks at its end.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
     }
 
-    /// Lowers the requested size to what can be had, because of `reason`; never raises it.
+    /// Lowers the requested size to `bytes`, the size that the host can provide, and records
+    /// `reason`. Returns false if the requested size is not larger than `bytes`.
     pub(super) fn lower_requested(&mut self, bytes: u64, reason: FailureReason) -> bool {
         let lower = bytes < self.requested_bytes;
         if lower {
-            // Lowered again and again, what was wanted is still what somebody asked for.
+            // If the size is lowered several times, the wanted size is that of the original
+            // request.
             let wanted_bytes = self.shortfall.map_or(self.goal_bytes, |before| before.wanted_bytes);
             self.shortfall = Some(Shortfall { reason: reason.as_str(), wanted_bytes });
             self.requested_bytes = bytes - bytes % self.block_bytes;
@@ -171,7 +174,7 @@ impl MemState {
         lower
     }
 
-    /// Records an active driver.
+    /// Records that a driver is active.
     pub(super) fn driver_came(&mut self) {
         (self.driver, self.is_withdrawn) = (DriverState::Ready, false);
     }
@@ -181,8 +184,8 @@ impl MemState {
         self.driver = DriverState::Absent;
     }
 
-    /// Records a driver that the device refuses, and withdraws the current request. Returns false
-    /// if such a driver was recorded already.
+    /// Records that the device has refused the driver, and withdraws the current request. Returns
+    /// false if a refused driver was already recorded.
     pub(super) fn refuse_driver(&mut self) -> bool {
         if self.driver == DriverState::Unsupported {
             return false;
@@ -197,7 +200,8 @@ impl MemState {
     /// Checks a plug request (virtio 1.3, 5.15.6.1.2). Returns its offset and length in the region.
     pub(super) fn check_plug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
-        // All blocks are checked first, because only the last one of a request may be invalid.
+        // All blocks are checked before any is plugged, because the last block of a request may be
+        // the only invalid one.
         if self.count_plugged(offset, len) != 0 {
             return Err(Refusal::Error);
         }
@@ -217,13 +221,13 @@ impl MemState {
         Ok((offset, len))
     }
 
-    /// Returns true if all blocks of `offset..offset + len`, which must be in the region, are
-    /// plugged.
+    /// Returns true if all blocks in `offset..offset + len` are plugged. The range must be in the
+    /// region.
     pub(super) fn is_all_plugged(&self, offset: u64, len: u64) -> bool {
         self.count_plugged(offset, len) * self.block_bytes == len
     }
 
-    /// Returns the state of blocks (virtio 1.3, 5.15.6.4.2).
+    /// Returns the common state of a run of blocks (virtio 1.3, 5.15.6.4.2).
     pub(super) fn block_state(&self, run: BlockRun) -> Result<BlockState, Refusal> {
         let (offset, len) = self.resolve(run)?;
         Ok(match self.count_plugged(offset, len) {
@@ -257,7 +261,7 @@ impl MemState {
         self.usable_bytes = self.usable_for(self.requested_bytes);
     }
 
-    /// Runs of plugged blocks as offsets and lengths.
+    /// Returns runs of plugged blocks as pairs of offset and length.
     pub(super) fn plugged_runs(&self) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for block in self.blocks(0, self.region_bytes).filter(|&block| self.is_plugged(block)) {
@@ -373,11 +377,11 @@ mod tests {
             for requested in [BLOCK, LINUX_BLOCK, 768 << 20, GIB, 2 * GIB + BLOCK] {
                 let mut state = MemState::new(addr, len, len, BLOCK, block, 0);
                 state.set_requested(requested, requested);
-                // The driver uses the memory blocks that are completely in the usable region.
+                // The driver uses only memory blocks that are completely in the usable region.
                 let whole_blocks = (addr + state.usable_bytes) / block - addr / block;
                 assert!(whole_blocks > requested.div_ceil(block), "{boot_end:#x}, {requested:#x}");
             }
-            // The usable region is limited by the region, which ends at a block's end.
+            // The usable region cannot exceed the region, which ends at a block boundary.
             let mut state = MemState::new(addr, len, len - BLOCK, BLOCK, block, 0);
             state.set_requested(len - BLOCK, len - BLOCK);
             assert_eq!(state.usable_bytes, len);
@@ -430,7 +434,7 @@ mod tests {
         ]
     }
 
-    /// The oracle: a set of block numbers with the rules of the specification.
+    /// Reference implementation of the specification's rules, with a set of block numbers.
     #[derive(Default)]
     struct Oracle {
         plugged: BTreeSet<u64>,

@@ -1,5 +1,5 @@
-//! Tests with a driver: a queue in guest memory and real mappings, with simulated KVM slots and a
-//! simulated pool.
+//! Tests with a simulated driver. The queue is in guest memory and mappings are real, but KVM slots
+//! and the pool are simulated.
 
 mod unsupported_driver;
 
@@ -44,7 +44,7 @@ const AVAILABLE: u64 = 0x1_1000;
 const USED: u64 = 0x1_2000;
 const REQUEST: u64 = 0x1_3000;
 const ANSWER: u64 = 0x1_4000;
-/// Start of the only hotplug part.
+/// Guest-physical start of the only hotplug part.
 const START: u64 = 4 * GIB;
 
 const PLUG: u16 = 0;
@@ -57,7 +57,7 @@ const NACK: u16 = 1;
 const BUSY: u16 = 2;
 const ERROR: u16 = 3;
 
-/// Time limit of each wait. A device that takes longer is broken, not slow.
+/// Time limit of each wait, long enough even for a slow host.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Debug, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl Backing for StickyBacking {
     }
 }
 
-/// A VM with one virtio-mem device and its driver.
+/// A VM with one virtio-mem device and a simulated driver.
 struct Guest {
     memory: Memory,
     table: Arc<FakeSlots>,
@@ -122,13 +122,13 @@ struct Guest {
     kick: EventFd,
     sent: u16,
     budget: Arc<Mutex<PlugBudget>>,
-    // Last, because its thread outlives the device.
+    // Dropped last, because the thread must outlive the device.
     event_loop: EventLoop,
 }
 
 impl Guest {
-    /// Creates a hotplug part of `blocks` blocks: of PM from a pool of `chunks` chunks, or of DRAM
-    /// for `None`.
+    /// Creates a hotplug part with `blocks` blocks. It is PM from a pool with `chunks` chunks, or
+    /// DRAM if `chunks` is `None`.
     fn new(blocks: u64, chunks: Option<u64>) -> Self {
         Self::with_rate(blocks, chunks, None)
     }
@@ -229,8 +229,8 @@ impl Guest {
         memory.write_obj(index + 1, at(14)).unwrap();
     }
 
-    /// Makes the chain at descriptor 0 available and waits until it is used. Returns the length in
-    /// the used ring.
+    /// Makes the chain at descriptor 0 available and waits until the device returns it. Returns the
+    /// length in the used ring.
     fn submit(&mut self) -> u32 {
         let slot = u64::from(self.sent % 16);
         self.post(0);
@@ -311,7 +311,7 @@ impl Guest {
     }
 
     /// Waits until the device has prepared for the next request. Returns the number of bytes that
-    /// the host holds.
+    /// are populated on the host.
     fn prepared_bytes(&self) -> u64 {
         let begun = Instant::now();
         while self.device.is_preparing() {
@@ -409,7 +409,7 @@ fn full_pool_is_busy_and_lowers_the_requested_size() {
     let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 64 * BLOCK_BYTES });
     assert_eq!(guest.handle.sizes().shortfall, shortfall);
     assert_eq!(guest.config_field(48), 12 * BLOCK_BYTES);
-    // The next request of Linux.
+    // Linux would send this request next.
     assert_eq!(guest.plug(8, 4), ACK);
     let plugged_bytes = requested_bytes;
     assert_eq!(guest.drain_events(), [MemEvent::SizeChanged { plugged_bytes, requested_bytes }]);
@@ -449,7 +449,7 @@ fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_not_lent_again() {
     assert_eq!(guest.handle.metrics().scrub_failures(), 1);
     *guest.table.calls_left.lock() = None;
     guest.sticks.store(false, Ordering::Relaxed);
-    // Part of the range. The memory of the rest stays set aside.
+    // Only a part of the range is plugged. The memory of the rest remains set aside.
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(2, 4), ACK);
     assert_eq!(guest.pool_info().memory_bytes, 8 * BLOCK_BYTES);
@@ -485,7 +485,7 @@ fn unscrubbed_memory_is_set_aside_until_it_can_be_scrubbed() {
     assert_eq!(guest.unplug(3, 1), ACK);
     assert!(!guest.reachable(3));
     assert_eq!(guest.handle.metrics().scrub_failures(), 1);
-    // The memory is not lent again, although the pool has no other.
+    // The pool does not lend this memory again, although it has no other free memory.
     assert_eq!(guest.plug(3, 1), BUSY);
     guest.pool.fail_free.store(false, Ordering::Relaxed);
     assert_eq!(guest.unplug(0, 1), ACK);
@@ -502,22 +502,24 @@ fn pages_are_populated_for_a_driver_that_zeroes() {
     let touch = |guest: &Guest, blocks: std::ops::Range<u64>| {
         blocks.for_each(|block| guest.write(block, 0))
     };
-    // The run was not zeroed before its unplug, so nothing is populated below.
+    // The driver did not zero this run before the unplug, so the run below is not populated.
     touch(&guest, 20..23);
     assert_eq!(guest.unplug(20, 4), ACK);
     let before = guest.prepared_bytes();
     let ready_blocks = |guest: &Guest| (guest.prepared_bytes() - before) / BLOCK_BYTES;
-    // The run was zeroed before its unplug, so all but one block of the next one are populated.
+    // The driver zeroed this run before the unplug, so all but one block of the next run are
+    // populated.
     touch(&guest, 16..20);
     assert_eq!(guest.unplug(16, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
-    // The probe was not touched. The other blocks were populated in vain and are returned at once.
+    // The driver did not write to the probe. The other blocks were populated in vain, and the
+    // unplug returns them.
     assert_eq!(guest.unplug(12, 4), ACK);
     assert_eq!(ready_blocks(&guest), 0);
     touch(&guest, 8..12);
     assert_eq!(guest.unplug(8, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
-    // Memory that stays plugged is not populated.
+    // Memory that should remain plugged is not populated.
     guest.write(4, 0);
     assert_eq!(guest.unplug(4, 4), ACK);
     assert_eq!(ready_blocks(&guest), 0);
@@ -562,7 +564,7 @@ fn dropped_device_returns_its_memory_to_the_pool() {
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
     guest.write(7, 0x77);
-    // A retained handle does not hold memory.
+    // The handle still exists, but it does not keep memory allocated.
     let Guest { device, handle: _handle, pool, .. } = guest;
     drop(device);
     assert_eq!(pool.info().memory_bytes, 0);
@@ -588,7 +590,7 @@ fn chains_without_a_request_are_returned_empty() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     guest.write_request(PLUG, 0, 1);
-    // (request's address and length, answer's address and length)
+    // Columns: address and length of the request, and address and length of the answer.
     let unplugged = START;
     for (request, answer) in [
         ((REQUEST, 23), (ANSWER, 10)),
@@ -603,7 +605,7 @@ fn chains_without_a_request_are_returned_empty() {
         assert_eq!(guest.submit(), 0, "{request:x?} {answer:x?}");
     }
     assert_eq!(guest.handle.metrics().malformed(), 6);
-    // Only the request whose answer was unreachable may have been executed.
+    // Only the request with an unreachable answer may have been executed.
     assert!(guest.handle.sizes().plugged_bytes <= BLOCK_BYTES);
     assert_eq!(guest.send(STATE, 32, 1), (ACK, 1));
 }
@@ -668,7 +670,7 @@ fn concurrent_accesses_during_plugs_and_unplugs_are_safe() {
             })
         })
         .collect();
-    // Continues until the threads have accessed both kinds of memory often enough.
+    // Continues until the threads have accessed both plugged and unplugged memory often enough.
     let deadline = std::time::Instant::now() + PATIENCE;
     let mut rounds = 0;
     while rounds < 100
@@ -696,7 +698,7 @@ enum Op {
     Plug(u64, u16),
     Unplug(u64, u16),
     UnplugAll,
-    /// Number of calls that succeed before KVM's slots fail.
+    /// Number of calls that succeed before KVM refuses slots. `None` ends the failures.
     BreakSlots(Option<usize>),
     BreakScrubbing(bool),
     ResetDevice,
@@ -721,8 +723,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// For any failure of the host, the driver never gets a wrong ERROR or ACK. The view, the pool
-    /// and the slots agree with its answers. No content of a chunk survives until its next use.
+    /// No failure of the host causes a wrong ERROR or ACK. The view, the pool and the slots always
+    /// match the answers that the driver received. Chunks are erased before their next use.
     #[test]
     fn exactly_the_acknowledged_blocks_are_reachable(ops in prop::collection::vec(op(), 1..40)) {
         let mut guest = Guest::new(MODEL_BLOCKS, Some(MODEL_CHUNKS));

@@ -19,21 +19,21 @@ use crate::virtio::transport::pci::layout::QUEUES_MAX;
 const REFUSED: &[Refused] =
     &[Refused { key: "vhost_mode", neutral: &["client"], why: refused::NO_VHOST_USER }];
 
-/// Refusal of `fds` in JSON, unless it is a list of numbers, which are ignored.
+/// Refuses `fds` in JSON unless it is a list of numbers. Such a list is ignored.
 const FDS: Refused = Refused {
     key: "fds",
     neutral: &[],
     why: "JSON cannot carry file descriptors; send them with vm.add-net as SCM_RIGHTS, or use --net fd=",
 };
 
-/// Descriptors of a queue. Linux's driver stops a queue that cannot hold 19 descriptors: the most
-/// fragments of a frame and two more. It would never restart a smaller queue. virtio has no larger
-/// queues.
+/// Number of descriptors in a queue. Linux's driver stops a queue that has no room for 19
+/// descriptors: the maximum number of fragments in a frame plus two. It would never restart a queue
+/// that is smaller than that. The upper limit is that of virtio.
 const QUEUE_SIZES: RangeInclusive<u16> = 32..=1 << 15;
-/// Minimum of IPv6, as in Cloud Hypervisor.
+/// Minimum MTU of IPv6, which is also the limit in Cloud Hypervisor.
 const MIN_MTU: u16 = 1280;
 const IPV6_BITS: u32 = 128;
-/// Length of an interface's name, without the zero at its end.
+/// Maximum length of an interface's name, without the terminating zero.
 const MAX_TAP_BYTES: usize = 15;
 
 const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they are not descriptors of this process; \
@@ -51,17 +51,17 @@ words! {
     }
 }
 
-/// Address of the host on an interface, with its network.
+/// IP address of the host on an interface, with the network that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostAddress {
-    /// Address and network mask.
+    /// IPv4 address and network mask.
     V4(Ipv4Addr, Ipv4Addr),
-    /// Address and length of the network's prefix.
+    /// IPv6 address and length of the network prefix.
     V6(Ipv6Addr, u8),
 }
 
 impl HostAddress {
-    /// Combines `ip` and `mask`, or returns the reason why they are invalid.
+    /// Combines `ip` and `mask`. Returns the reason if they are invalid.
     fn new(ip: IpAddr, mask: IpAddr) -> Result<Self, String> {
         match (ip, mask) {
             (IpAddr::V4(ip), IpAddr::V4(mask)) => Ok(Self::V4(ip, mask)),
@@ -75,7 +75,8 @@ impl HostAddress {
     }
 }
 
-/// Length of the prefix, or `None` if the mask is not ones followed by zeros.
+/// Returns the length of the prefix. Returns `None` if the mask is not a sequence of ones followed
+/// by zeros.
 fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
     let bits = mask.to_bits();
     let ones = bits.leading_ones();
@@ -125,18 +126,18 @@ text_value!(MacAddress, "MAC", "six hexadecimal bytes separated by colons", |tex
     (parts.next().is_none() && !text.contains('+')).then_some(MacAddress(bytes))
 });
 
-/// A queue of a tap interface that was opened by another program. JSON contains -1 instead of the
-/// number, because the number is valid only in this process.
+/// Descriptor of a tap interface's queue that another program has opened. In JSON the number is
+/// replaced with -1, because it is valid only in this process.
 #[derive(Clone, Debug)]
 pub struct GivenFd {
     number: RawFd,
-    /// Closed with the last copy of this configuration. `None` for a number on the command line
-    /// until its descriptor is held.
+    /// Owned descriptor, closed together with the last copy of this configuration. `None` if the
+    /// number is from the command line and the descriptor is not owned yet.
     held: Option<Arc<OwnedFd>>,
 }
 
 impl GivenFd {
-    /// Names a descriptor without holding it.
+    /// Refers to a descriptor by number without owning it.
     pub fn named(number: RawFd) -> Self {
         Self { number, held: None }
     }
@@ -145,7 +146,7 @@ impl GivenFd {
         self.number
     }
 
-    /// Returns true if the descriptor is closed with this configuration.
+    /// Returns true if this configuration owns the descriptor and closes it.
     pub fn is_held(&self) -> bool {
         self.held.is_some()
     }
@@ -157,7 +158,7 @@ impl From<OwnedFd> for GivenFd {
     }
 }
 
-/// Numbers suffice, because open descriptors have different numbers.
+/// Comparing the numbers suffices, because no two open descriptors have the same number.
 impl PartialEq for GivenFd {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
@@ -211,9 +212,9 @@ section! {
     refused &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];
 }
 
-/// Ignores numbers of descriptors with a warning, because they name no file of this process.
-/// `vm.info` shows -1 in their place, and clients return that. Cloud Hypervisor ignores them as
-/// well.
+/// Ignores descriptor numbers with a warning, because they do not refer to files of this process.
+/// `vm.info` returns -1 instead of these numbers, and clients send that value back. Cloud
+/// Hypervisor ignores them as well.
 fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError> {
     let is_number =
         |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
@@ -233,11 +234,12 @@ impl NetConfig {
     /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "net";
 
-    /// Largest number of queue pairs of a device with a control queue. Each pair may have its own
+    /// Maximum number of queue pairs in a device with a control queue. Each pair may have its own
     /// descriptor.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
 
-    /// Checks the number of queues, at most a pair for each of the `vcpus`, and the interface.
+    /// Checks the number of queues and the interface settings. There may be at most one queue pair
+    /// per vCPU.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
@@ -287,7 +289,7 @@ impl NetConfig {
 
     fn check_tap(&self) -> Result<(), ConfigError> {
         let Some(tap) = &self.tap else { return Ok(()) };
-        // Names that Linux accepts, without patterns.
+        // Accepts the same names as Linux, except for patterns such as `tap%d`.
         let is_name = !matches!(&**tap, "." | "..")
             && !tap.contains(|c: char| c.is_whitespace() || c.is_control() || "/:%".contains(c));
         if (1..=MAX_TAP_BYTES).contains(&tap.len()) && is_name {
@@ -328,25 +330,25 @@ impl NetConfig {
         }
     }
 
-    /// Returns true if `ip` or `host_mac` is set for an interface that was passed open. They have
-    /// no effect, because the program that opened it sets them.
+    /// Returns true if `ip` or `host_mac` is set for an interface that another program has opened.
+    /// In that case they have no effect, because that program sets the addresses.
     pub fn is_idle_of_given(&self) -> bool {
         !self.fds.is_empty() && (self.ip.is_some() || self.host_mac.is_some())
     }
 
-    /// Address of the host on the interface. The configuration must be valid.
+    /// Returns the host's IP address on the interface. The configuration must be valid.
     pub fn host_address(&self) -> Option<HostAddress> {
         let (ip, mask) = self.ip.zip(self.mask)?;
         Some(HostAddress::new(ip, mask).expect("validated"))
     }
 
-    /// Number of pairs of a receive and a transmit queue.
+    /// Number of queue pairs. A pair consists of a receive and a transmit queue.
     pub fn pairs(&self) -> u16 {
         self.num_queues / 2
     }
 }
 
-/// Validates all interfaces, and checks that none is used twice.
+/// Validates all `--net` devices, and checks that no two of them use the same interface.
 pub fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
     nets.iter().try_for_each(|net| net.validate(vcpus))?;
     let conflict = |reason| Err(ConfigError::Conflict { flag: NetConfig::FLAG, reason });
@@ -436,7 +438,7 @@ mod tests {
         let v6 = HostAddress::V6("fd00::1".parse().unwrap(), 64);
         assert_eq!(read("ip=fd00::1,mask=ffff:ffff:ffff:ffff::"), Some(v6));
         assert_eq!(read("tap=a"), None);
-        // Form of Cloud Hypervisor's clients.
+        // Clients of Cloud Hypervisor use this format.
         let json = serde_json::json!({"ip": "fd00::1", "mask": "ffff:ffff:ffff:ffff:0:0:0:0"});
         assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().host_address(), Some(v6));
     }
@@ -463,7 +465,7 @@ mod tests {
                 serde_json::from_value(serde_json::json!({"vhost": word})).unwrap();
             assert_eq!(json, net);
         }
-        // Cloud Hypervisor's clients do not know this key.
+        // The key is omitted if it is not set, because clients of Cloud Hypervisor do not know it.
         assert_eq!(serde_json::to_value(NetConfig::parse("").unwrap()).unwrap().get("vhost"), None);
         assert!(error("vhost=true").contains("off, on or auto"));
         assert!(serde_json::from_str::<NetConfig>(r#"{"vhost": true}"#).is_err());

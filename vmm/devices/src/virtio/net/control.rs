@@ -1,5 +1,5 @@
-//! The control queue (virtio 1.3, 5.1.6.5): number of active queue pairs, and offloads to the
-//! driver.
+//! The control queue (virtio 1.3, 5.1.6.5). The driver uses it to set the number of active queue
+//! pairs and the offloads for received frames.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,9 +25,9 @@ use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
 pub(super) const QUEUE_SIZE: u16 = 64;
-/// Class, command, and the longest data of a supported command.
+/// Length of class, command and the longest data of all supported commands.
 const COMMAND_LEN_MAX: usize = 2 + 8;
-/// Commands per pass. Linux's driver waits for each.
+/// Maximum number of commands per pass. Linux's driver waits for the answer to each command.
 const COMMANDS_MAX: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ enum Command {
     SetOffloads(Offloads),
 }
 
-/// Reason to answer with `VIRTIO_NET_ERR`.
+/// Reason to answer a command with `VIRTIO_NET_ERR`.
 #[derive(Debug, Error, PartialEq, Eq)]
 enum CommandError {
     #[error("request is too short for a class and a command")]
@@ -51,7 +51,8 @@ enum CommandError {
     Offloads { bits: u64 },
 }
 
-/// Parses a command of a driver with these features, for a device with `pairs_max` pairs.
+/// Parses a command of a driver that has negotiated `features`. The device has `pairs_max` queue
+/// pairs.
 fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, CommandError> {
     let [class, command, data @ ..] = bytes else { return Err(CommandError::TooShort) };
     let (class, command) = (*class, *command);
@@ -77,7 +78,8 @@ fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, Command
                 VIRTIO_NET_F_GUEST_UFO,
             ];
             let agreed = known.into_iter().fold(0, |all, bit| all | 1 << bit) & features;
-            // Linux leaves ECN set when it switches segmentation off. ECN has no meaning then.
+            // Linux does not clear ECN when it switches segmentation off, but ECN is meaningless
+            // without it.
             let mut offloads = Offloads::of_device(bits);
             offloads.ecn &= offloads.tso4 || offloads.tso6;
             match bits & !agreed == 0 && offloads.is_consistent() {
@@ -89,10 +91,10 @@ fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, Command
     }
 }
 
-/// Bytes of a command, and the place of its answer.
+/// Bytes of a command, and the address for its answer.
 struct Request {
     bytes: [u8; COMMAND_LEN_MAX],
-    /// A length above [`COMMAND_LEN_MAX`] is invalid for all commands.
+    /// Length of the command. If it exceeds [`COMMAND_LEN_MAX`], the command is invalid.
     len: usize,
     answer: Option<GuestAddress>,
 }
@@ -123,7 +125,7 @@ fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<R
     (!goes_on).then_some(request)
 }
 
-/// Executes commands on the thread of the first pair.
+/// Worker of the control queue. It executes commands on the thread of the first queue pair.
 pub(super) struct Control {
     net: Arc<Interface>,
     view: GuestView,
@@ -146,7 +148,7 @@ impl Control {
     fn serve(&mut self) {
         let view = self.view.clone();
         for _ in 0..COMMANDS_MAX {
-            // No guard is held while the host's kernel executes a command.
+            // The guard is dropped before the host's kernel executes the command.
             let (head, request) = {
                 let guard = view.memory();
                 let memory: &MappedMemory = &guard;
@@ -160,7 +162,8 @@ impl Control {
             };
             let answer = request.and_then(|request| {
                 let known = &request.bytes[..request.len.min(COMMAND_LEN_MAX)];
-                // A longer command must not be cut to a valid one.
+                // A command that is too long must not be accepted because its first bytes are
+                // valid.
                 let result = match request.len > COMMAND_LEN_MAX {
                     true => Err(CommandError::Unknown { class: known[0], command: known[1] }),
                     false => parse(known, self.features, self.net.shape().pairs),
@@ -197,7 +200,7 @@ impl Control {
         }
     }
 
-    /// Returns false if the ring cannot be written.
+    /// Answers a command. Returns false if the used ring cannot be written.
     fn answer(&mut self, head: u16, answer: Option<(GuestAddress, u8)>) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;

@@ -1,5 +1,5 @@
-//! The virtio-net device: configuration, and a thread with a worker for each queue pair. With
-//! vhost-net one thread serves all pairs.
+//! The virtio-net device. It handles the configuration and runs a worker thread for each queue
+//! pair. With vhost-net, one thread serves all pairs.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
-/// Error of the creation of a device.
+/// Error that occurred while creating a device.
 #[derive(Debug, Error)]
 pub enum NetError {
     /// The thread cannot be created.
@@ -30,22 +30,23 @@ pub enum NetError {
 
 pub struct Net {
     net: Arc<Interface>,
-    /// Connects queue pairs to the kernel, if vhost-net is used.
+    /// Function that passes queue pairs to the kernel. `None` if vhost-net is not used.
     kernel: Option<vhost::Connect>,
     queue_sizes: Vec<u16>,
-    /// By pair, followed by that of the control queue. Dropped before `threads`, because each
-    /// worker runs on one of them.
+    /// Workers of the queue pairs, followed by the worker of the control queue. Dropped before
+    /// `threads`, because each worker runs on one of these threads.
     workers: Vec<WorkerSlot>,
     threads: Vec<EventLoop>,
 }
 
 impl Net {
-    /// Creates a device with its threads. `host` is the host's end of the interface.
+    /// Creates a device and its threads. `host` is the host side of the interface.
     pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> Result<Self, NetError> {
         Self::with(shape, host, None)
     }
 
-    /// Creates a device whose frames the host's kernel transfers ([`vhost::probe`]).
+    /// Creates a device that uses vhost-net: the host's kernel transfers its frames.
+    /// [`vhost::probe`] must have succeeded.
     pub fn moved_by_kernel(
         shape: NetShape,
         host: Arc<dyn HostInterface>,
@@ -60,7 +61,7 @@ impl Net {
     ) -> Result<Self, NetError> {
         let mut queue_sizes = vec![shape.queue_size; 2 * usize::from(shape.pairs)];
         queue_sizes.push(control::QUEUE_SIZE);
-        // Names as in Cloud Hypervisor, for tools that pin threads by name.
+        // Thread names match those of Cloud Hypervisor, because tools pin threads by name.
         let thread = |pair| EventLoop::spawn(&format!("{}_qp{pair}", shape.id));
         let busy = if kernel.is_some() { 1 } else { shape.pairs };
         let threads: Vec<_> = (0..busy).map(thread).collect::<Result<_, _>>()?;
@@ -81,7 +82,7 @@ impl Net {
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, mut queues, features } = activation;
         self.net.host().set_offloads(Offloads::of_device(features))?;
-        // One pair, until the driver activates more (5.1.6.5.5).
+        // Only one pair is active until the driver activates more (5.1.6.5.5).
         self.net.set_pairs(1)?;
         self.net.set_driver(Arc::clone(&interrupt));
         let control = self.net.control_queue(features);
@@ -89,7 +90,8 @@ impl Net {
             control.and_then(|index| Some((index, queues.get_mut(usize::from(index))?.take()?)));
         let mut queues = queues.into_iter();
         for (pair, slot) in (0..self.net.shape().pairs).zip(&mut self.workers) {
-            // A driver may enable fewer queues than there are. A pair needs both of its queues.
+            // A driver may enable fewer queues than the device offers. A pair works only if both of
+            // its queues are enabled.
             let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
                 continue;
             };
@@ -157,7 +159,7 @@ impl VirtioDevice for Net {
     }
 
     fn reset(&mut self) {
-        // Stops the control queue first, because it wakes the other workers.
+        // The control queue is stopped first, because its worker wakes the other workers.
         self.workers.iter_mut().rev().for_each(|worker| {
             worker.stop();
         });
@@ -212,7 +214,7 @@ mod tests {
             Self::with(1, |features| features)
         }
 
-        /// Creates a device with `pairs` pairs. `agree` selects the negotiated features.
+        /// Creates a device with `pairs` queue pairs. `agree` selects the negotiated features.
         fn with(pairs: u16, agree: impl FnOnce(u64) -> u64) -> Self {
             let (tap, host) = FakeTap::new(pairs);
             let mut net = Net::new(shape(pairs), Arc::new(tap.clone())).unwrap();
@@ -221,7 +223,7 @@ mod tests {
             let activation = driver.activation(features);
             let loss = activation.view.loss();
             for socket in &host {
-                // A device that sends nothing fails the test instead of blocking it.
+                // If the device sends nothing, the timeout makes the test fail instead of block.
                 socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
             }
             net.activate(activation).unwrap();
@@ -251,7 +253,7 @@ mod tests {
         }
     }
 
-    /// A header of zeros and a frame of `len` bytes.
+    /// Returns a frame of `len` bytes with a header that is all zeros.
     fn packet(fill: u8, len: usize) -> Vec<u8> {
         [vec![0; 12], vec![fill; len]].concat()
     }
@@ -334,12 +336,12 @@ mod tests {
     fn frame_with_an_offload_that_was_not_negotiated_is_dropped() {
         let mut rig = Rig::with(1, |features| 1 << 32 | features & 1 << VIRTIO_NET_F_MRG_RXBUF);
         let csum = [vec![1, 0, 0, 0, 0, 0, 34, 0, 16, 0, 0, 0], vec![5; 60]].concat();
-        // 1. From the guest.
+        // 1. The guest sends such a frame.
         rig.send(&csum);
         rig.send(&packet(1, 60));
         assert_eq!(rig.host_gets(), packet(1, 60));
         assert_eq!(rig.net.metrics().bad_requests.load(Ordering::Relaxed), 1);
-        // 2. From a host that has not applied the negotiated offloads yet.
+        // 2. The host sends such a frame before it has applied the negotiated offloads.
         rig.offer(BUFFERS, 100);
         rig.driver.kick(RECEIVE);
         rig.host[0].send(&csum).unwrap();
@@ -354,7 +356,7 @@ mod tests {
     fn frame_copied_from_lost_memory_is_dropped() {
         let mut rig = Rig::new();
         rig.send(&packet(1, 60));
-        // A page is lost, so the copy may contain zeros.
+        // A page of guest memory is lost, so the copy may contain zeros.
         rig.loss.raise();
         rig.send(&packet(2, 60));
         assert_eq!(rig.host_gets(), packet(1, 60));
@@ -386,7 +388,7 @@ mod tests {
             rig.host[0].send(&packet(1, 60)).unwrap();
             assert_eq!(rig.driver.wait_used(RECEIVE), (head, 0));
         }
-        // A descriptor loop, and a valid chain after it.
+        // Adds a descriptor loop and then a valid chain.
         rig.driver.set_descriptor(TRANSMIT, 8, (BUFFERS, 10, VRING_DESC_F_NEXT, 8));
         rig.driver.add_again(TRANSMIT, 8);
         rig.driver.set_descriptor(
@@ -413,7 +415,7 @@ mod tests {
             rig.driver.kick(queue);
         }
         rig.host[0].send(&packet(1, 60)).unwrap();
-        // Both queues have been processed after the second request for a reset.
+        // After the second request for a reset, the device has processed both queues.
         while rig.driver.resets_needed() < 2 {
             std::thread::yield_now();
         }
@@ -449,7 +451,7 @@ mod tests {
     #[test]
     fn idle_device_makes_no_passes() {
         let mut rig = Rig::new();
-        // Buffers without frames, and then frames without buffers.
+        // First provides buffers without frames, and then frames without buffers.
         rig.offer(BUFFERS, 1000);
         rig.driver.kick(RECEIVE);
         for _ in 0..FRAMES_MAX + 10 {
@@ -461,7 +463,7 @@ mod tests {
         rig.send(&packet(1, 60));
         let passes = || rig.net.metrics().passes.load(Ordering::Relaxed);
         let mut last = passes();
-        // Until the device is idle, each interval has a pass.
+        // The device is idle as soon as an interval has no pass.
         for _ in 0..1000 {
             std::thread::sleep(Duration::from_millis(5));
             if passes() == last {
@@ -476,7 +478,8 @@ mod tests {
     fn frames_stay_in_the_ring_if_the_host_has_no_room() {
         let mut rig = Rig::new();
         let mut sent = 0u32;
-        // The socket and the device store a limited number of frames. The rest stays in the ring.
+        // The socket and the device buffer a limited number of frames. The rest remains in the
+        // ring.
         let full = packet(9, 4000);
         rig.driver.write(BUFFERS, &full);
         while rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, full.len() as u32)]) < 31 {
@@ -536,7 +539,7 @@ mod tests {
     fn driver_sets_the_number_of_pairs() {
         let mut rig = Rig::with(3, |features| features);
         assert_eq!(*rig.tap.pairs.lock(), 1);
-        // A queue that is not attached is not read.
+        // The device does not read a queue that is not attached.
         rig.host[2].send(&packet(3, 60)).unwrap();
         rig.driver.add(4, &[Buffer::In(BUFFERS, 100)]);
         rig.driver.kick(4);
@@ -582,7 +585,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// For any frames and buffers, the guest receives what the host sent, in order.
+        /// For any sizes of frames and buffers, the guest receives the host's frames unchanged and
+        /// in order.
         #[test]
         fn frames_arrive_in_order_in_any_buffers(
             steps in prop::collection::vec((14usize..3000, 200u32..2000), 1..20),
@@ -591,7 +595,7 @@ mod tests {
             let mut buffers = std::collections::HashMap::new();
             for (nth, (len, room)) in steps.iter().enumerate() {
                 rig.host[0].send(&packet(nth as u8, *len)).unwrap();
-                // Offers exactly one buffer for each part of the frame.
+                // Offers exactly as many buffers as the frame needs.
                 for part in 0..(len + 12).div_ceil(*room as usize) {
                     let at = BUFFERS + 2048 * part as u64;
                     let head = rig.offer(at, *room);
@@ -602,7 +606,8 @@ mod tests {
                 let mut found = rig.driver.read(buffers[&head], first);
                 let count = u16::from_le_bytes([found[10], found[11]]);
                 for _ in 1..count {
-                    // All buffers of the frame are used when the first one is.
+                    // When the device returns the first buffer of a frame, it has returned all of
+                    // them.
                     let (head, len) = rig.driver.used(RECEIVE).unwrap();
                     found.extend(rig.driver.read(buffers[&head], len));
                 }

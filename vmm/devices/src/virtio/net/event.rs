@@ -1,7 +1,8 @@
-//! The worker of one queue pair, on its own thread. It transfers frames between the guest and the
-//! host's interface.
+//! The worker of one queue pair. It runs on its own thread and transfers frames between the guest
+//! and the host's interface.
 //!
-//! A guard of guest memory is held while frames are copied, never during a system call for a frame.
+//! It holds a guard of guest memory while it copies frames, but never during a system call that
+//! sends or receives a frame.
 
 use std::io;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ const INPUT: u32 = 2;
 const ROOM: u32 = 3;
 const WAKE: u32 = 4;
 
-/// Rounds of [`FRAMES_MAX`] frames before the other direction is served.
+/// Number of batches of [`FRAMES_MAX`] frames before the other direction is served.
 const PASSES: usize = 4;
 
 pub(super) struct Worker {
@@ -44,21 +45,22 @@ pub(super) struct Worker {
     transmit: ActiveQueue,
     host: Box<dyn HostQueue>,
     is_mergeable: bool,
-    /// Offloads to the driver.
+    /// Offloads for frames to the driver.
     to_driver: Offloads,
     limits: Limits,
-    /// Frames of the host that are not yet in the driver's buffers.
+    /// Frames from the host that were not yet copied to the driver's buffers.
     incoming: Frames,
     hand: Hand,
-    /// Frames of the driver that are not yet sent to the host.
+    /// Frames from the driver that were not yet sent to the host.
     outgoing: Frames,
-    /// Chains that are returned together.
+    /// Chains that are returned to the driver together.
     used: Vec<(u16, u32)>,
-    /// Frames wait for buffers. The driver's notification resumes the worker.
+    /// True while frames wait for buffers from the driver. The driver's notification resumes the
+    /// worker.
     is_starving: bool,
-    /// Set while the worker waits for frames of the host.
+    /// Registered while the worker waits for frames from the host.
     input: Interest,
-    /// Set while frames wait for room in the host's queue.
+    /// Registered while frames wait for space in the host's queue.
     room: Interest,
 }
 
@@ -98,12 +100,12 @@ impl Worker {
         self.net.metrics().passes.fetch_add(1, Ordering::Relaxed);
     }
 
-    // From the guest.
+    // Transfer from the guest to the host.
 
     fn serve_transmit(&mut self, ops: &mut EventOps) {
         for _ in 0..PASSES {
             self.count_pass();
-            // While frames wait for room, further ones stay in the driver's ring.
+            // While frames wait for space at the host, further frames remain in the driver's ring.
             if !self.send(ops) {
                 return;
             }
@@ -115,7 +117,8 @@ impl Worker {
         self.transmit.come_back();
     }
 
-    /// Sends the gathered frames to the host. False if the host has no room for all.
+    /// Sends the gathered frames to the host. Returns false if the host has no space for all of
+    /// them.
     fn send(&mut self, ops: &mut EventOps) -> bool {
         let metrics = self.net.metrics();
         while let Some(packet) = self.outgoing.first() {
@@ -137,8 +140,8 @@ impl Worker {
         true
     }
 
-    /// Copies frames from the ring under one guard, and returns their chains. True if there are
-    /// more.
+    /// Copies frames from the ring under one guard and returns their chains to the driver. Returns
+    /// true if more frames are available.
     fn gather(&mut self) -> bool {
         let view = self.view.clone();
         let guard = view.memory();
@@ -147,7 +150,7 @@ impl Worker {
         self.be_quiet(memory);
         self.used.clear();
         let is_empty = self.take_packets(memory);
-        // The copies are used only if all memory was present.
+        // The copies are used only if no page of the copied memory was lost.
         if memory.check_whole().is_err() {
             let frames = self.outgoing.len() as u64;
             self.net.metrics().dropped(Direction::FromGuest, DropReason::Memory, frames);
@@ -156,7 +159,8 @@ impl Worker {
         self.count_broken(was_broken, self.transmit.is_broken());
         if let Err(err) = used::give_back(&mut self.transmit.queue, memory, &self.used) {
             debug!(net = self.net.shape().id, %err, "Cannot write the used ring");
-            // Further chains would be lost as well. The next notification tries again.
+            // The pass ends, because further chains would be lost as well. The next notification
+            // starts another pass.
             return false;
         }
         let tell = used::wants_interrupt(&self.transmit.queue, memory, old);
@@ -168,7 +172,7 @@ impl Worker {
         more
     }
 
-    /// Takes a bounded number of frames, including refused ones. True if the ring is empty.
+    /// Takes a limited number of frames, including refused ones. Returns true if the ring is empty.
     fn take_packets(&mut self, memory: &MappedMemory) -> bool {
         while self.used.len() < FRAMES_MAX
             && let Some(room) = self.outgoing.room()
@@ -192,13 +196,14 @@ impl Worker {
         }
     }
 
-    // To the guest.
+    // Transfer from the host to the guest.
 
     fn serve_receive(&mut self, ops: &mut EventOps) {
         self.is_starving = false;
         for _ in 0..PASSES {
             self.count_pass();
-            // A detached queue has no frames, and reading it fails like a removed interface.
+            // A detached queue has no frames. Reading it would fail with the same error as a
+            // removed interface.
             if !self.net.is_active(self.pair) {
                 return self.watch_input(false, ops);
             }
@@ -219,7 +224,7 @@ impl Worker {
                 }
             }
         }
-        // The event of further frames resumes the worker.
+        // The worker resumes when the host has further frames.
         self.watch_input(true, ops);
     }
 
@@ -227,9 +232,9 @@ impl Worker {
         self.input.set(on, &self.host.input(), ops);
     }
 
-    /// Takes frames from the host while there is room.
+    /// Takes frames from the host until the buffer is full or the host has no more.
     fn fetch(&mut self) -> Fetched {
-        // Dropped frames count as well.
+        // Dropped frames count toward the limit as well.
         for _ in 0..FRAMES_MAX {
             let Some(room) = self.incoming.room() else { return Fetched::Some };
             let reason = match self.host.receive(room) {
@@ -256,8 +261,8 @@ impl Worker {
         Fetched::Some
     }
 
-    /// Copies frames into the driver's buffers under one guard. False if buffers are missing or the
-    /// ring cannot be used.
+    /// Copies frames to the driver's buffers under one guard. Returns false if too few buffers are
+    /// available or the ring cannot be used.
     fn deliver(&mut self) -> bool {
         if self.incoming.is_empty() {
             return true;
@@ -269,7 +274,8 @@ impl Worker {
         if let Err(err) = self.receive.queue.disable_notification(memory) {
             debug!(%err, "Cannot disable queue notifications");
         }
-        // Limits refused chains, because another vCPU may add them as fast as they are taken.
+        // Limits the number of chains. Otherwise another vCPU could add invalid chains as fast as
+        // they are refused.
         let mut chains_left = usize::from(self.receive.queue.size());
         let mut is_given = true;
         while !self.incoming.is_empty() && is_given {
@@ -291,7 +297,7 @@ impl Worker {
         self.incoming.is_empty()
     }
 
-    /// Fills buffers until the frames or the buffers are used up. True if no frames remain.
+    /// Fills buffers until the frames or the buffers are used up. Returns true if no frames remain.
     fn fill_buffers(&mut self, memory: &MappedMemory, chains_left: &mut usize) -> bool {
         let chains_max = usize::from(self.receive.queue.size());
         let metrics = self.net.metrics();
@@ -333,7 +339,8 @@ impl Worker {
         true
     }
 
-    /// Returns the filled buffers at once. False if the ring cannot be written.
+    /// Returns all filled buffers to the driver together. Returns false if the ring cannot be
+    /// written.
     fn give_back(&mut self, memory: &MappedMemory) -> bool {
         let result = used::give_back(&mut self.receive.queue, memory, &self.used);
         if let Err(err) = &result {
@@ -357,11 +364,11 @@ impl Worker {
 }
 
 enum Fetched {
-    /// All frames were fetched.
+    /// The host has no more frames.
     All,
     /// More frames may be available.
     Some,
-    /// The interface is removed or the queue is detached.
+    /// The interface was removed or the queue was detached.
     Gone,
 }
 
@@ -390,13 +397,13 @@ impl MutEventSubscriber for Worker {
             ROOM => self.serve_transmit(ops),
             RECEIVE_KICK => {
                 self.receive.clear_kick();
-                // If no frame waits, the buffers are found when one arrives.
+                // If no frame is waiting, the new buffers are used when one arrives.
                 if self.is_starving {
                     self.serve_receive(ops);
                 }
             }
             WAKE => {
-                // Fails only if the event was already read.
+                // The read fails only if the event was already read.
                 let _ = self.net.wake(self.pair).read();
                 self.serve_receive(ops);
             }

@@ -1,20 +1,22 @@
-//! A queue of frames with their headers, in one buffer that is allocated once.
+//! A queue of frames and their headers. All of them are in one buffer, which is allocated only
+//! once.
 
 use super::header::HEADER_LEN;
 
-/// Longest frame: a TCP or UDP packet with segmentation offload (virtio 1.3, 5.1.6.3.1), and a VLAN
-/// tag.
+/// Maximum length of a frame: a TCP or UDP packet with segmentation offload (virtio 1.3, 5.1.6.3.1)
+/// plus a VLAN tag.
 pub const FRAME_LEN_MAX: usize = 65_550 + 4;
-/// Shortest frame: two addresses and a type.
+/// Minimum length of a frame: two addresses and a type.
 pub const FRAME_LEN_MIN: usize = 14;
 pub const PACKET_LEN_MAX: usize = HEADER_LEN + FRAME_LEN_MAX;
-/// Frames, and their bytes, that are processed at a time.
+/// Maximum number of frames that the queue holds. Their total length is limited as well.
 pub const FRAMES_MAX: usize = 64;
 const BYTES: usize = 4 * PACKET_LEN_MAX;
 
 pub struct Frames {
     bytes: Box<[u8]>,
-    /// End of each frame. The first frame begins at 0, each other one at the end of the previous.
+    /// End offset of each frame. The first frame begins at 0, and each other frame begins at the
+    /// end of the previous one.
     ends: Vec<usize>,
     /// Number of frames that were popped.
     left: usize,
@@ -27,7 +29,7 @@ impl Default for Frames {
 }
 
 impl Frames {
-    /// Returns room for the longest frame, if available.
+    /// Returns free space for a frame of maximum length. Returns `None` if there is not enough.
     pub fn room(&mut self) -> Option<&mut [u8; PACKET_LEN_MAX]> {
         let start = self.end();
         if self.ends.len() == FRAMES_MAX {
@@ -37,13 +39,13 @@ impl Frames {
         Some(room.try_into().expect("a slice of that length"))
     }
 
-    /// Appends the frame of `len` bytes at the start of [`Frames::room`].
+    /// Appends the frame whose `len` bytes were written to the start of [`Frames::room`].
     pub fn push(&mut self, len: usize) {
         assert!(len <= PACKET_LEN_MAX && self.ends.len() < FRAMES_MAX, "a frame that has room");
         self.ends.push(self.end() + len);
     }
 
-    /// First frame that was not popped.
+    /// Returns the first frame that was not popped.
     pub fn first(&mut self) -> Option<&mut [u8]> {
         let end = *self.ends.get(self.left)?;
         let start = if self.left == 0 { 0 } else { self.ends[self.left - 1] };

@@ -1,4 +1,4 @@
-//! The header before each frame (virtio 1.3, 5.1.6). The tap uses the same format.
+//! The header that precedes each frame (virtio 1.3, 5.1.6). The tap uses the same format.
 
 use thiserror::Error;
 use virtio_bindings::virtio_net::{
@@ -9,7 +9,7 @@ use virtio_bindings::virtio_net::{
     VIRTIO_NET_HDR_GSO_TCPV6, VIRTIO_NET_HDR_GSO_UDP,
 };
 
-/// Length of the header. With VERSION_1 it always includes `num_buffers`.
+/// Length of the header. With VERSION_1 the header always includes `num_buffers`.
 pub const HEADER_LEN: usize = 12;
 
 const FLAGS: usize = 0;
@@ -21,7 +21,7 @@ const NUM_BUFFERS: usize = 10;
 /// Length of an Internet checksum.
 const CSUM_LEN: usize = 2;
 
-/// Offloads from one side to the other.
+/// Offloads that one side may use in frames to the other side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offloads {
     pub csum: bool,
@@ -36,7 +36,7 @@ pub struct Offloads {
 }
 
 impl Offloads {
-    /// Offloads from the driver to the device.
+    /// Offloads that the driver may use in frames to the device.
     pub fn of_driver(features: u64) -> Self {
         Self::of(
             features,
@@ -50,7 +50,7 @@ impl Offloads {
         )
     }
 
-    /// Offloads from the device to the driver.
+    /// Offloads that the device may use in frames to the driver.
     pub fn of_device(features: u64) -> Self {
         Self::of(
             features,
@@ -69,7 +69,7 @@ impl Offloads {
         Self { csum, tso4, tso6, ecn, ufo }
     }
 
-    /// Checks that each offload has the offloads that it requires (5.1.3.1).
+    /// Checks that each enabled offload's prerequisites are enabled as well (5.1.3.1).
     pub fn is_consistent(self) -> bool {
         let long = self.tso4 || self.tso6;
         (self.csum || !long && !self.ufo) && (long || !self.ecn)
@@ -90,27 +90,27 @@ impl Offloads {
 /// Reason to refuse a header.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum HeaderError {
-    /// The checksum is offloaded, but the offload was not negotiated.
+    /// The frame uses checksum offload, which was not negotiated.
     #[error("checksum offload was not negotiated")]
     Csum,
     #[error("checksum field at {at} (data from {start}) is beyond the frame of {len} bytes")]
     CsumOutside {
-        /// Start of the checksummed data.
+        /// Offset at which the checksummed data starts.
         start: u16,
         at: usize,
         len: usize,
     },
-    /// The kind of segmentation was not negotiated.
+    /// The frame uses a type of segmentation that was not negotiated.
     #[error("segmentation type {gso_type:#x} was not negotiated")]
     Gso { gso_type: u8 },
-    /// Segmentation without a checksum or a segment length.
+    /// The frame uses segmentation without a checksum or a segment length.
     #[error("segmentation type {gso_type:#x} needs a segment length and an offloaded checksum")]
     GsoIncomplete { gso_type: u8 },
 }
 
-/// Converts the header that a driver has written before a frame of `frame_len` bytes for the tap.
-/// Clears fields that the device must ignore (5.1.6.2.2), and refuses offloads that were not
-/// negotiated.
+/// Checks and converts a header from the driver, so that it can be passed to the tap. The frame has
+/// `frame_len` bytes. Clears fields that the device must ignore (5.1.6.2.2), and refuses offloads
+/// that were not negotiated.
 pub fn check_sent(
     header: &mut [u8; HEADER_LEN],
     frame_len: usize,
@@ -132,7 +132,7 @@ pub fn check_sent(
         header[CSUM_START..NUM_BUFFERS].fill(0);
     }
     if u32::from(gso_type) == VIRTIO_NET_HDR_GSO_NONE {
-        // `hdr_len` remains, as a hint of the length of the protocol headers.
+        // `hdr_len` is retained as a hint at the length of the protocol headers.
         header[GSO_SIZE..CSUM_START].fill(0);
     } else if !allowed.allows(gso_type) {
         return Err(HeaderError::Gso { gso_type });
@@ -143,8 +143,9 @@ pub fn check_sent(
     Ok(())
 }
 
-/// Converts the header of a frame from the tap for the driver. An error occurs for a frame that was
-/// in the tap's queue before the negotiated offloads were set.
+/// Checks and converts a header from the tap, so that it can be passed to the driver. Fails if the
+/// frame uses offloads that were not negotiated. Such a frame was in the tap's queue before the
+/// offloads were set.
 pub fn check_received(header: &mut [u8; HEADER_LEN], allowed: Offloads) -> Result<(), HeaderError> {
     if !allowed.csum {
         if header[FLAGS] & VIRTIO_NET_HDR_F_NEEDS_CSUM as u8 != 0 {
@@ -161,7 +162,7 @@ pub fn check_received(header: &mut [u8; HEADER_LEN], allowed: Offloads) -> Resul
     Ok(())
 }
 
-/// Sets the number of buffers of the frame.
+/// Sets the number of buffers that the frame occupies.
 pub fn set_num_buffers(header: &mut [u8], buffers: u16) {
     header[NUM_BUFFERS..HEADER_LEN].copy_from_slice(&buffers.to_le_bytes());
 }

@@ -10,7 +10,7 @@ use super::tap::HostInterface;
 use crate::device::{DeviceCounters, DeviceHandle, signed};
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
 
-/// Direction of a frame.
+/// Direction in which a frame is transferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Sent by the guest.
@@ -34,16 +34,16 @@ impl Direction {
 /// Reason to drop a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropReason {
-    /// The host's interface refuses it, because the interface is down or the frame's header is
-    /// invalid.
+    /// The host's interface refuses the frame, because the interface is down or the frame's header
+    /// is invalid.
     Host,
     /// The driver's buffers are too small or not in memory.
     Buffers,
-    /// It uses an offload that the driver has not negotiated.
+    /// The frame uses an offload that the driver has not negotiated.
     Offload,
     /// The driver's rings cannot be written.
     Ring,
-    /// Memory of the frame is lost.
+    /// A page of memory that contained the frame is lost.
     Memory,
 }
 
@@ -62,7 +62,7 @@ impl DropReason {
     }
 }
 
-/// Frames, and their bytes without the virtio header.
+/// Number of frames, and of their bytes without the virtio header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub frames: u64,
@@ -76,25 +76,26 @@ impl Traffic {
     }
 }
 
-/// Counters of an interface whose frames the kernel transfers.
+/// Source of the counters if the kernel transfers the frames.
 struct Elsewhere {
     host: Weak<dyn HostInterface>,
-    /// Counts before the device was created.
+    /// Values at the time when the device was created.
     start: Option<[Traffic; 2]>,
 }
 
-/// Counters of one interface. They only grow.
+/// Counters of one interface. They never decrease.
 #[derive(Default)]
 pub struct NetMetrics {
     elsewhere: OnceLock<Elsewhere>,
     frames: [AtomicU64; 2],
     bytes: [AtomicU64; 2],
     dropped: [[AtomicU64; DropReason::ALL.len()]; 2],
-    /// Buffer chains that are not a valid frame, receive buffer or control command.
+    /// Buffer chains that are not valid frames, receive buffers or control commands.
     pub bad_requests: AtomicU64,
-    /// Queues with an invalid ring. Each is served again after a reset.
+    /// Number of times that a queue was stopped because its ring was invalid. A reset makes the
+    /// queue usable again.
     pub broken_queues: AtomicU64,
-    /// Passes of the queues' workers. An idle worker must not add passes.
+    /// Number of passes of all workers. Tests check that an idle worker adds no passes.
     #[cfg(test)]
     pub passes: AtomicU64,
 }
@@ -107,7 +108,8 @@ impl fmt::Debug for NetMetrics {
 }
 
 impl NetMetrics {
-    /// Takes the counters from `host`, because the kernel transfers the frames.
+    /// Makes all later reads take the counters from `host`, because the kernel transfers the
+    /// frames.
     pub fn leave_to(&self, host: &Arc<dyn HostInterface>) {
         let elsewhere = Elsewhere { host: Arc::downgrade(host), start: host.traffic() };
         assert!(
@@ -121,7 +123,7 @@ impl NetMetrics {
         self.elsewhere.get().is_some()
     }
 
-    /// Transferred frames, if their number is known.
+    /// Returns the transferred frames and bytes. Returns `None` if they are unknown.
     pub fn traffic(&self, direction: Direction) -> Option<Traffic> {
         let Some(Elsewhere { host, start }) = self.elsewhere.get() else {
             return Some(Traffic { frames: self.frames(direction), bytes: self.bytes(direction) });
@@ -139,23 +141,23 @@ impl NetMetrics {
         self.dropped[direction as usize][reason as usize].fetch_add(frames, Ordering::Relaxed);
     }
 
-    /// Frames delivered by this process.
+    /// Number of frames that this process has delivered.
     pub fn frames(&self, direction: Direction) -> u64 {
         self.frames[direction as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes of these frames without the virtio header.
+    /// Number of bytes in these frames, without the virtio header.
     pub fn bytes(&self, direction: Direction) -> u64 {
         self.bytes[direction as usize].load(Ordering::Relaxed)
     }
 
-    /// Frames dropped by this process.
+    /// Number of frames that this process has dropped.
     pub fn drops(&self, direction: Direction, reason: DropReason) -> u64 {
         self.dropped[direction as usize][reason as usize].load(Ordering::Relaxed)
     }
 }
 
-/// Counters of a network interface with its id, for the exposition.
+/// Counters and id of a network device, for the metrics endpoint.
 #[derive(Clone, Debug)]
 pub struct NetDeviceMetrics {
     pub net: String,
@@ -163,7 +165,7 @@ pub struct NetDeviceMetrics {
 }
 
 impl NetDeviceMetrics {
-    /// Exposes frames and bytes by direction, if known.
+    /// Exposes the known numbers of frames and bytes by direction.
     fn expose_traffic(&self, out: &mut Exposition, labels: &Labels) {
         let known = Direction::ALL.into_iter().filter_map(|direction| {
             let labels = and(labels, "direction", direction.as_str());
@@ -189,7 +191,7 @@ impl NetDeviceMetrics {
 }
 
 impl DeviceHandle for NetDeviceMetrics {
-    /// Returns the traffic from the guest's point of view.
+    /// Returns the traffic as seen by the guest.
     fn counters(&self) -> Option<DeviceCounters> {
         let names = [
             (Direction::ToGuest, ["rx_bytes", "rx_frames"]),
@@ -197,7 +199,8 @@ impl DeviceHandle for NetDeviceMetrics {
         ];
         let mut counters = DeviceCounters::new();
         for (direction, [bytes, frames]) in names {
-            // Unknown if vhost-net transfers the frames of a tap that was passed open.
+            // The traffic is unknown if vhost-net transfers the frames of a tap that another
+            // program has opened.
             if let Some(traffic) = self.counters.traffic(direction) {
                 counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
             }
@@ -218,7 +221,7 @@ impl Expose for NetDeviceMetrics {
         );
         out.gauges(family, [(and(&labels, "backend", backend), 1.0)]);
         self.expose_traffic(out, &labels);
-        // The kernel counts no frame that it drops on the way to the guest.
+        // The kernel does not count frames that it drops on the way to the guest.
         if !is_left_to_kernel {
             self.expose_drops(out, &labels);
         }
@@ -259,7 +262,7 @@ mod tests {
         *tap.traffic.lock() = count(8);
         assert_eq!(metrics.traffic(Direction::FromGuest), Some(Traffic { frames: 3, bytes: 180 }));
         assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic::default()));
-        // Counters of an interface in another network namespace, and of a removed one, are unknown.
+        // The counters are unknown if the interface is in another network namespace or was removed.
         *tap.traffic.lock() = None;
         assert_eq!(metrics.traffic(Direction::FromGuest), None);
         *tap.traffic.lock() = count(8);

@@ -1,8 +1,8 @@
-//! virtio-net: Ethernet through a tap interface of the host (virtio 1.3, 5.1).
+//! virtio-net (virtio 1.3, 5.1): Ethernet through a tap interface of the host.
 //!
-//! The worker copies each frame once, between guest memory and its own buffer. It checks frames of
-//! the guest before the host's kernel gets them, and holds no guard of guest memory during system
-//! calls. Alternatively, the kernel transfers the frames itself ([`vhost`]).
+//! The worker copies each frame once, between guest memory and its own buffer. It checks frames
+//! from the guest before it passes them to the host's kernel, and it holds no guard of guest memory
+//! during system calls. Alternatively, the kernel transfers the frames itself ([`vhost`]).
 
 pub mod config;
 mod control;

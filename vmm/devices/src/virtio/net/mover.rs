@@ -1,12 +1,12 @@
-//! Choice between vhost-net and this process for the transfer of frames.
+//! Decides whether vhost-net or this process transfers the frames.
 
 use tracing::info;
 
 use super::config::VhostMode;
 use super::vhost::VhostError;
 
-/// Returns true if the host's kernel transfers the frames of the interface `net`. `probe` checks
-/// that it can.
+/// Returns true if the host's kernel should transfer the frames of the device `net`. `probe` checks
+/// that vhost-net is usable.
 pub(super) fn is_kernel_used(
     mode: VhostMode,
     net: &str,

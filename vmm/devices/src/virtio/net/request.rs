@@ -1,5 +1,5 @@
-//! Chains of the virtio-net driver (virtio 1.3, 5.1.6). They are read once and are limited to the
-//! longest frame.
+//! Buffer chains of the virtio-net driver (virtio 1.3, 5.1.6). Each descriptor is read only once,
+//! and a chain is limited to the length of the longest frame.
 //!
 //! A driver may divide a frame into descriptors at any byte (2.7.4.1), so parsing ignores
 //! descriptor boundaries.
@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use super::frames::{FRAME_LEN_MIN, PACKET_LEN_MAX};
 use super::header::{self, HEADER_LEN, HeaderError, Offloads};
 
-/// Largest number of descriptors in a chain. A frame of Linux has at most 19.
+/// Maximum number of descriptors in a chain. Linux uses at most 19 for a frame.
 pub const DESCRIPTORS_MAX: u16 = 1024;
 
 #[derive(Debug, Error)]
@@ -25,11 +25,11 @@ pub enum RequestError {
     },
     #[error("chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
-    /// A device-writable descriptor in a transmit queue, or a device-readable one in a receive
-    /// queue.
+    /// The chain has a device-writable descriptor in a transmit queue or a device-readable
+    /// descriptor in a receive queue.
     #[error("descriptor has the wrong direction")]
     Direction,
-    /// Shorter than the shortest frame, or without room for a header.
+    /// The chain is shorter than the shortest frame or has no room for a header.
     #[error("chain has {len} bytes, at least {least} are needed")]
     TooShort { len: usize, least: usize },
     #[error("chain has more than {PACKET_LEN_MAX} bytes")]
@@ -44,13 +44,13 @@ pub enum RequestError {
 /// Limits that chains are checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Largest number of descriptors in a chain.
+    /// Maximum number of descriptors in a chain.
     pub max_descriptors: u16,
-    /// Offloads from the driver to the device.
+    /// Offloads that the driver may use in frames to the device.
     pub offloads: Offloads,
 }
 
-/// Calls `each` for each descriptor of a chain, until it returns an error.
+/// Calls `each` for every descriptor of a chain until a call returns an error.
 fn walk<M: GuestMemory>(
     chain: &mut DescriptorChain<&M>,
     max: u16,
@@ -65,13 +65,13 @@ fn walk<M: GuestMemory>(
         goes_on = descriptor.has_next();
         each(descriptor)?;
     }
-    // The iterator ends without an error at a loop, an invalid descriptor, and a table within a
+    // The iterator ends without an error at a loop, an invalid descriptor, or a nested indirect
     // table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
 }
 
-/// Copies a packet of the driver to `room`, with its header converted for the tap. Returns the
-/// length with the header.
+/// Copies a packet from the driver to `room` and converts its header for the tap. Returns the
+/// length including the header.
 pub fn read_packet<M: GuestMemory>(
     memory: &M,
     chain: &mut DescriptorChain<&M>,
@@ -100,25 +100,26 @@ pub fn read_packet<M: GuestMemory>(
     Ok(len)
 }
 
-/// A range of guest memory, which may not exist.
+/// A range of guest-physical addresses, in which memory may not exist.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     address: GuestAddress,
     len: usize,
 }
 
-/// A device-writable chain.
+/// A device-writable chain that can be filled.
 #[derive(Clone, Copy, Debug)]
 struct Taken {
     head: u16,
-    /// Number of its segments.
+    /// Number of segments in the chain.
     segments: usize,
-    /// Usable bytes, at most the longest frame.
+    /// Usable bytes, limited to the length of the longest frame.
     capacity: usize,
 }
 
-/// Chains that were taken to be filled, in order. They are no more than one frame needs, so the
-/// frame's length limits their segments.
+/// Device-writable chains that were taken from the ring and are not yet filled, in order. The
+/// worker takes no more chains than one frame needs, so the number of segments is limited by the
+/// frame's length.
 #[derive(Default)]
 pub struct Hand {
     segments: Vec<Segment>,
@@ -126,19 +127,19 @@ pub struct Hand {
     capacity: usize,
 }
 
-/// Capacity of the chains in hand for a frame.
+/// Result of [`Hand::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// The frame fits into this number of chains.
+    /// The frame fits into the first chains. Contains their number.
     Chains(usize),
-    /// The frame needs another chain.
+    /// The frame does not fit yet, and another chain must be taken.
     More,
     /// The frame does not fit into any number of chains.
     Never,
 }
 
 impl Hand {
-    /// Takes one chain. After an error the caller must return the chain.
+    /// Adds a chain. If this fails, the caller must return the chain to the driver.
     pub fn take<M: GuestMemory>(
         &mut self,
         chain: &mut DescriptorChain<&M>,
@@ -167,8 +168,8 @@ impl Hand {
         Ok(())
     }
 
-    /// Determines the chains for a packet of `len` bytes. `chains_max` is the size of the ring.
-    /// Without merging, a packet must fit into one chain.
+    /// Determines how many chains a packet of `len` bytes needs. `chains_max` is the size of the
+    /// ring. If buffers are not mergeable, the packet must fit into one chain.
     pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> Fit {
         if !is_mergeable {
             return match self.chains.first() {
@@ -189,9 +190,9 @@ impl Hand {
         Fit::Chains(before.expect("the capacity of all chains") + 1)
     }
 
-    /// Writes `packet` to the first `count` chains, as determined by [`Hand::fit`], and removes
-    /// them. Adds the head and length of each to `used`. After an error all lengths are 0, because
-    /// the content is invalid.
+    /// Writes `packet` to the first `count` chains and removes these chains. [`Hand::fit`]
+    /// determines `count`. Appends the head and used length of each chain to `used`. If the write
+    /// fails, all lengths are 0, because the content of the chains is invalid.
     pub fn write<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -227,7 +228,7 @@ fn write_part<'s, M: GuestMemory>(
     segments: impl Iterator<Item = &'s Segment>,
 ) -> Result<(), RequestError> {
     let (mut rest, mut result) = (part, Ok(()));
-    // Consumes all segments, even after an error.
+    // The loop consumes all segments even after an error.
     for segment in segments {
         let (now, later) = rest.split_at(rest.len().min(segment.len));
         rest = later;
@@ -385,13 +386,13 @@ mod tests {
                 }
             });
         }
-        // Each activation begins with head 0.
+        // After each activation, the driver begins with head 0.
         assert_eq!(used, [(9, 9), (0, 0), (0, 0), (0, 40)]);
         assert_eq!(driver.read(at + 112, 28), [7; 28]);
     }
 
     proptest! {
-        /// For any buffers, the driver can assemble the frame from the used chains.
+        /// For any sizes of buffers, the driver can reassemble the frame from the used chains.
         #[test]
         fn frame_is_complete_in_any_chains(
             chains in prop::collection::vec(prop::collection::vec(0u32..600, 1..4), 1..16),
@@ -419,7 +420,7 @@ mod tests {
             let memory: &MappedMemory = &guard;
             let (mut hand, mut used) = (Hand::default(), Vec::new());
             let mut packet: Vec<u8> = (0..len).map(|nth| (nth % 251) as u8).collect();
-            // Buffers by head of their chain, including refused chains.
+            // Buffers by the head of their chain. Includes refused chains.
             let mut of_head = std::collections::HashMap::new();
             let fit = loop {
                 match hand.fit(len, 32, true) {

@@ -1,4 +1,4 @@
-//! State of an interface that its front and its workers share.
+//! State shared by the front and the workers of a network device.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -25,27 +25,27 @@ use crate::log::sparsely;
 /// Length of `struct virtio_net_config` up to the last supported field (virtio 1.3, 5.1.4).
 const CONFIG_LEN: usize = 12;
 
-/// Properties of an interface that are independent of its tap.
+/// Properties of a network device that do not depend on its tap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetShape {
     /// Id in logs, metrics, thread names and the API.
     pub id: String,
     pub mac: [u8; 6],
-    /// Largest payload of a frame, if the driver is to know it.
+    /// Maximum payload of a frame that is offered to the driver. `None` to offer no MTU.
     pub mtu: Option<u16>,
     pub pairs: u16,
     pub queue_size: u16,
-    /// Offers checksum offloads.
+    /// Offer checksum offloads.
     pub csum: bool,
-    /// Offers TCP segmentation, which needs `csum`.
+    /// Offer TCP segmentation offload. Requires `csum`.
     pub tso: bool,
     pub ufo: bool,
 }
 
-/// A queue pair that is served without a worker of this process, by vhost-net.
+/// Queue pair served by vhost-net in the kernel instead of a worker thread.
 pub(super) trait PairUser: Send + Sync {
-    /// Activates or deactivates the pair. When this returns, its queue of the interface is in use
-    /// or no longer in use.
+    /// Activates or deactivates the pair. When this returns, the kernel has started or stopped
+    /// using the pair's queue of the interface.
     fn use_pair(&self, is_active: bool);
 }
 
@@ -53,18 +53,18 @@ pub(super) struct Interface {
     shape: NetShape,
     host: Arc<dyn HostInterface>,
     metrics: Arc<NetMetrics>,
-    /// Number of pairs that receive frames, as set by the driver (5.1.6.5.5).
+    /// Number of active pairs, which receive frames. The driver sets it (5.1.6.5.5).
     active_pairs: AtomicU16,
-    /// By pair. Signaled when `active_pairs` has changed.
+    /// Events by pair. Signaled after `active_pairs` has changed.
     wakes: Vec<EventFd>,
     users: Mutex<Vec<(u16, Weak<dyn PairUser>)>>,
     is_up: AtomicBool,
-    /// Set while a driver is active.
+    /// Interrupt of the active driver. `None` if no driver is active.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
 
 impl Interface {
-    /// Creates an interface with `host` as its other end.
+    /// Creates the state. `host` is the host side of the interface.
     pub(super) fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
@@ -120,7 +120,7 @@ impl Interface {
             | bits(pairs > 1, &[VIRTIO_NET_F_MQ])
     }
 
-    /// Checks that each feature has the features that it requires (5.1.3.1).
+    /// Checks that all prerequisites of each negotiated feature are negotiated as well (5.1.3.1).
     pub(super) fn accepts(features: u64) -> bool {
         let has = |bit: u32| features & 1 << bit != 0;
         let control = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS];
@@ -130,7 +130,7 @@ impl Interface {
             && (has(VIRTIO_NET_F_CTRL_VQ) || !control.into_iter().any(has))
     }
 
-    /// Index of the control queue with the negotiated `features` (5.1.2).
+    /// Returns the index of the control queue, which depends on the negotiated `features` (5.1.2).
     pub(super) fn control_queue(&self, features: u64) -> Option<u16> {
         let has = |bit: u32| features & 1 << bit != 0;
         let pairs = if has(VIRTIO_NET_F_MQ) { self.shape.pairs } else { 1 };
@@ -149,31 +149,33 @@ impl Interface {
         config
     }
 
-    /// Returns true if the pair receives frames.
+    /// Returns true if the pair is active and receives frames.
     pub(super) fn is_active(&self, pair: u16) -> bool {
         pair < self.active_pairs.load(Ordering::Acquire)
     }
 
-    /// Activates the first `pairs` pairs and deactivates the others. A queue is attached before its
-    /// worker reads it, and detached after its worker has stopped reading. Otherwise reading it
-    /// would fail like a removed interface.
+    /// Activates the first `pairs` pairs and deactivates the others. Each queue is attached before
+    /// its worker reads it, and is detached only after the worker has stopped reading it. Otherwise
+    /// a read would fail as if the interface had been removed.
     pub(super) fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
-        // vhost-net loses buffers of the driver if it sends on a detached queue.
+        // Pairs are deactivated before the queues are detached. If vhost-net sent on a detached
+        // queue, buffers of the driver would be lost.
         self.tell_users();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
         self.active_pairs.store(now, Ordering::Release);
         self.tell_users();
         for wake in &self.wakes {
-            // Fails only if the counter is full, and then the worker is awake.
+            // The write fails only if the event's counter is full. In that case the worker is
+            // already awake.
             let _ = wake.write(1);
         }
         result
     }
 
-    /// Registers `user`, which is called with the state of `pair` now and after each change, as
-    /// long as it exists.
+    /// Registers `user` and immediately calls it with the state of `pair`. It is called again after
+    /// each change, until it is dropped.
     pub(super) fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
         let mut users = self.users.lock();
         users.retain(|(_, known)| known.strong_count() > 0);
@@ -189,12 +191,12 @@ impl Interface {
         }
     }
 
-    /// Event that is signaled when [`Interface::is_active`] may have changed.
+    /// Returns the event that is signaled when [`Interface::is_active`] may have changed.
     pub(super) fn wake(&self, pair: u16) -> &EventFd {
         &self.wakes[usize::from(pair)]
     }
 
-    /// Reports a link that is down, because the host's interface was removed.
+    /// Reports to the driver that the link is down, because the host's interface was removed.
     pub(super) fn lose_link(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;

@@ -20,42 +20,42 @@ use super::header::{HEADER_LEN, Offloads};
 use super::metrics::Traffic;
 
 const DEVICE: &str = "/dev/net/tun";
-/// The kernel replaces `%d` by a number.
+/// Default name of a new interface. The kernel replaces `%d` with a number.
 const DEFAULT_NAME: &str = "vmtap%d";
 /// `IFF_ATTACH_QUEUE` of linux/if_tun.h.
 const IFF_ATTACH_QUEUE: c_int = 0x0200;
 
-/// The host's end of a virtio-net device.
+/// The host side of a virtio-net device.
 pub trait HostInterface: Send + Sync {
-    /// Returns one of the interface's queues. One worker reads it at a time.
+    /// Returns the queue of a pair. At most one worker may read it at a time.
     fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>>;
-    /// Sets the offloads to the guest.
+    /// Sets the offloads that the kernel may use in frames to the guest.
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
     /// Attaches the first `pairs` queues and detaches the others.
     fn set_pairs(&self, pairs: u16) -> io::Result<()>;
-    /// Returns one of the interface's queues for the kernel to read and write.
+    /// Returns the file of a pair's queue, which vhost-net reads and writes.
     fn file(&self, pair: u16) -> io::Result<File>;
-    /// Returns true if the interface still exists. Any administrator may remove it.
+    /// Returns true if the interface still exists. An administrator may remove it at any time.
     fn is_there(&self) -> bool;
-    /// Traffic from and to the guest since the interface was created, if known.
+    /// Traffic from and to the guest since the interface was created. `None` if it is unknown.
     fn traffic(&self) -> Option<[Traffic; 2]>;
 }
 
-/// One queue of an interface. Its calls do not block.
+/// One queue of an interface. Its methods do not block.
 pub trait HostQueue: Send {
-    /// Receives a frame with its header. `EBADFD` if the interface is removed or the queue is
-    /// detached.
+    /// Receives a frame with its header. Fails with `EBADFD` if the interface was removed or the
+    /// queue is detached.
     fn receive(&mut self, packet: &mut [u8]) -> io::Result<usize>;
     /// Sends a frame with its header.
     fn send(&mut self, packet: &[u8]) -> io::Result<()>;
-    /// Readable if a frame is available.
+    /// Descriptor that is readable while a frame is available.
     fn input(&self) -> RawFd;
-    /// Writable if there is room for a frame. A different descriptor than `input`, because the
-    /// event loop watches each separately.
+    /// Descriptor that is writable while there is space for a frame. It differs from `input`,
+    /// because the event loop watches each descriptor separately.
     fn output(&self) -> RawFd;
 }
 
-/// Error of the creation of an interface.
+/// Error that occurred while creating or opening an interface.
 #[derive(Debug, Error)]
 pub enum TapError {
     #[error("cannot open {DEVICE}; is the module tun loaded?")]
@@ -63,7 +63,7 @@ pub enum TapError {
     #[error("cannot attach to the interface {name}{hint}")]
     Attach {
         name: String,
-        /// Command that root can run instead; may be empty.
+        /// Likely cause, preceded by a colon. May be empty.
         hint: &'static str,
         #[source]
         source: io::Error,
@@ -73,12 +73,12 @@ pub enum TapError {
     Set {
         what: &'static str,
         name: String,
-        /// Command that root can run instead, after a colon; may be empty.
+        /// Command that root can run instead, preceded by a colon. May be empty.
         hint: String,
         #[source]
         source: io::Error,
     },
-    /// A passed descriptor is not a queue of a tap interface.
+    /// A descriptor that the user passed is not a queue of a tap interface.
     #[error("fd {fd} is not a tap interface")]
     NoTap {
         fd: RawFd,
@@ -88,48 +88,49 @@ pub enum TapError {
     #[error("fd {fd} is a tap interface opened {lacks}")]
     Lacks {
         fd: RawFd,
-        /// Missing or unsuitable flag.
+        /// Description of the missing or unsuitable flag.
         lacks: &'static str,
     },
     #[error("fd {fd} is a queue of {name}, but the fds before it are queues of {first}")]
     Mixed { fd: RawFd, name: String, first: String },
 }
 
-/// Interface to create or attach to.
+/// Options for the interface to create or attach to.
 #[derive(Clone, Debug, Default)]
 pub struct TapOptions {
     pub name: Option<String>,
-    /// Number of pairs of a receive and a transmit queue.
+    /// Number of queue pairs. A pair consists of a receive and a transmit queue.
     pub pairs: u16,
-    /// Address of the host on an interface that is created.
+    /// IP address of the host. It is set only if the interface is created.
     pub address: Option<HostAddress>,
     /// Ethernet address of the host.
     pub host_mac: Option<[u8; 6]>,
-    /// Largest payload of a frame.
+    /// Maximum payload of a frame.
     pub mtu: Option<u16>,
 }
 
-/// A tap interface with its queues.
+/// A tap interface and its queues.
 #[derive(Debug)]
 pub struct Tap {
     name: String,
     queues: Vec<File>,
     mtu: Option<u16>,
-    /// The interface is in this process's network namespace, so that its name can be looked up.
+    /// True if the interface is in the network namespace of this process, where its name can be
+    /// looked up.
     is_ours: bool,
     /// Number of attached queues.
     attached: Mutex<u16>,
 }
 
 impl Tap {
-    /// Attaches to an interface, or creates one.
+    /// Attaches to an existing interface or creates one.
     pub fn open(options: &TapOptions) -> Result<Self, TapError> {
         let wanted = options.name.as_deref().unwrap_or(DEFAULT_NAME);
         let is_there = options.name.as_deref().is_some_and(exists);
         let multi_queue = if options.pairs > 1 { IFF_MULTI_QUEUE } else { 0 };
         let (first, name) = match attach(wanted, multi_queue) {
-            // An existing interface with several queues requires the flag for the first queue as
-            // well.
+            // If an existing interface was created for several queues, the first queue needs the
+            // flag as well.
             Err(TapError::Attach { source, .. })
                 if is_there && multi_queue == 0 && source.raw_os_error() == Some(libc::EINVAL) =>
             {
@@ -146,7 +147,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Uses copies of queues that another program has opened. Changes only settings of the
+    /// Duplicates queues that another program has opened. Changes only those settings of the
     /// interface that the device requires, because the interface may be in another network
     /// namespace.
     pub fn from_fds(given: &[RawFd], mtu: Option<u16>) -> Result<Self, TapError> {
@@ -175,8 +176,8 @@ impl Tap {
         self.failed_unless_root(what, String::new())
     }
 
-    /// Error of a setting that needs CAP_NET_ADMIN. `arguments` are those of the `ip` command that
-    /// root can run instead.
+    /// Creates an error for a setting that needs CAP_NET_ADMIN. `arguments` are the arguments of
+    /// the `ip` command that root can run instead.
     fn failed_unless_root(
         &self,
         what: &'static str,
@@ -195,8 +196,8 @@ impl Tap {
         }
     }
 
-    /// Applies settings by the interface's name, and sets the interface up. An existing interface
-    /// retains its addresses.
+    /// Applies all settings that are made by the interface's name, and sets the interface up. An
+    /// existing interface retains its IP addresses.
     fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
         let socket =
             UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
@@ -210,8 +211,8 @@ impl Tap {
             fill(&mut interface);
             call(&socket, request, &mut interface).map_err(self.failed_unless_root(what, arguments))
         };
-        // The kernel requires a privilege even if a setting changes nothing, so equal values are
-        // not set.
+        // The kernel requires a privilege even if a call changes nothing, so a value is set only if
+        // it differs.
         if let Some(mac) = options.host_mac {
             let found = get("the Ethernet address", libc::SIOCGIFHWADDR)?;
             // SAFETY: the kernel has filled this member of the union.
@@ -275,15 +276,15 @@ impl Tap {
         &self.name
     }
 
-    /// Largest payload of a frame, if known.
+    /// Maximum payload of a frame. `None` if it is unknown.
     pub fn mtu(&self) -> Option<u16> {
         self.mtu
     }
 }
 
-/// Traffic of the interface `name` from /proc/net/dev (proc(5)). The guest has sent what the
-/// interface has received, and vice versa. Each direction has eight counters, beginning with bytes
-/// and packets.
+/// Parses the traffic of the interface `name` from /proc/net/dev (proc(5)). Frames that the
+/// interface has received were sent by the guest, and vice versa. Each direction has eight
+/// counters, and the first two are bytes and packets.
 fn counters(interfaces: &str, name: &str) -> Option<[Traffic; 2]> {
     let of = |line: &'_ str| {
         let (of, values) = line.split_once(':')?;
@@ -310,8 +311,8 @@ impl HostInterface for Tap {
         if !self.is_ours {
             return None;
         }
-        // For the network namespace of the thread. /sys/class/net is that of the namespace in which
-        // it was mounted.
+        // This file shows the network namespace of the thread. /sys/class/net would show the
+        // namespace in which it was mounted.
         counters(&fs::read_to_string("/proc/thread-self/net/dev").ok()?, &self.name)
     }
 
@@ -361,7 +362,7 @@ impl HostQueue for TapQueue {
     }
 
     fn send(&mut self, packet: &[u8]) -> io::Result<()> {
-        // The kernel takes a frame completely or not at all.
+        // The kernel accepts a frame completely or not at all.
         self.output.write(packet).map(|_| ())
     }
 
@@ -400,15 +401,16 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     Ok((file, name_of(&interface)))
 }
 
-/// Checks that descriptors are suitable queues of one interface. Returns its name and copies of
-/// them.
+/// Checks that all descriptors are suitable queues of a single interface. Returns the interface's
+/// name and duplicates of the descriptors.
 pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> {
     let several = given.len() > 1;
     let (mut name, mut copies) = (String::new(), Vec::with_capacity(given.len()));
     for &fd in given {
         let copy = duplicate(fd)?;
         if several {
-            // The driver of another VM may have detached the queue. Fails if it is attached.
+            // A VM that used the interface before may have detached the queue. The call fails if
+            // the queue is still attached.
             let _ = set_queue(&copy, IFF_ATTACH_QUEUE);
         }
         let found = check_queue(fd, &copy, several)?;
@@ -421,7 +423,7 @@ pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> 
     Ok((name, copies))
 }
 
-/// Checks one queue. `fd` is its number in errors. Returns the name of its interface.
+/// Checks one queue and returns the name of its interface. `fd` is the number to use in errors.
 fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapError> {
     let mut interface = named("");
     call(queue, libc::TUNGETIFF, &mut interface)
@@ -434,7 +436,8 @@ fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapE
     }
 }
 
-/// Returns the missing or unsuitable flag of a queue that was opened with `flags`.
+/// Returns a description of a flag that is missing or unsuitable in `flags`, with which the queue
+/// was opened.
 fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     match flags {
         _ if flags & IFF_TAP == 0 => Some("as tun, without Ethernet frames"),
@@ -445,10 +448,10 @@ fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     }
 }
 
-/// Duplicates a passed descriptor, which remains open.
+/// Duplicates a descriptor of another program. The original remains open.
 fn duplicate(fd: RawFd) -> Result<OwnedFd, TapError> {
     // SAFETY: the descriptor is only duplicated, which fails if it is not open. The program that
-    // has passed its number ensures that it is not closed and reused meanwhile.
+    // passed the number must not close and reuse the descriptor in the meantime.
     unsafe { BorrowedFd::borrow_raw(fd) }
         .try_clone_to_owned()
         .map_err(|source| TapError::NoTap { fd, source })
@@ -465,7 +468,7 @@ fn set_nonblocking(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
-/// A request for the interface `name`, which must fit.
+/// Returns a request structure for the interface `name`. A longer name is cut.
 fn named(name: &str) -> ifreq {
     // SAFETY: all fields are numbers and arrays of numbers, for which zeros are valid.
     let mut interface: ifreq = unsafe { std::mem::zeroed() };
@@ -489,7 +492,7 @@ fn ethernet(mac: [u8; 6]) -> libc::sockaddr {
     address
 }
 
-/// Address in the layout of `sockaddr_in`: a port of two bytes, and the address.
+/// Returns the address in the layout of `sockaddr_in`: a two-byte port, and the address.
 fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     let mut address =
         libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data: [0; 14] };
@@ -499,10 +502,10 @@ fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     address
 }
 
-/// Adds an address to the interface `name`. Unlike those of IPv4, these calls use the interface's
-/// number and an IPv6 socket (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
+/// Adds an IPv6 address to the interface `name`. Unlike the IPv4 calls, the call needs an IPv6
+/// socket and the interface's number (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
 fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
-    // Fails on a host without IPv6.
+    // This fails on a host without IPv6.
     let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?;
     let mut interface = named(name);
     call(&socket, libc::SIOCGIFINDEX, &mut interface)?;
@@ -512,12 +515,12 @@ fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
         // SAFETY: the kernel has filled this member of the union.
         ifr6_ifindex: unsafe { interface.ifr_ifru.ifru_ifindex },
     };
-    // SAFETY: on a socket of IPv6 the request reads one `in6_ifreq`.
+    // SAFETY: on an IPv6 socket, the request reads one `in6_ifreq`.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFADDR, &raw const request) })
 }
 
 fn call(file: &impl AsRawFd, request: c_ulong, interface: &mut ifreq) -> io::Result<()> {
-    // SAFETY: all requests of this module read and write one `ifreq`.
+    // SAFETY: all requests in this module read and write one `ifreq`.
     check(unsafe { libc::ioctl(file.as_raw_fd(), request, std::ptr::from_mut(interface)) })
 }
 
@@ -525,7 +528,7 @@ fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Socket pairs in place of a tap interface.
+/// Socket pairs that replace a tap interface in tests.
 #[cfg(test)]
 pub mod fake {
     use std::os::unix::net::UnixDatagram;
@@ -537,16 +540,17 @@ pub mod fake {
     #[derive(Clone)]
     pub struct FakeTap {
         queues: Arc<Vec<UnixDatagram>>,
-        /// Last value that was set.
+        /// Offloads that were set last.
         pub offloads: Arc<Mutex<Offloads>>,
         pub pairs: Arc<Mutex<u16>>,
-        /// Traffic that the interface reports.
+        /// Traffic to report.
         pub traffic: Arc<Mutex<Option<[Traffic; 2]>>>,
         pub is_gone: Arc<AtomicBool>,
     }
 
     impl FakeTap {
-        /// Creates an interface with `pairs` queues. Returns the host's ends as well.
+        /// Creates an interface with `pairs` queues. Also returns the host's ends of the socket
+        /// pairs.
         pub fn new(pairs: u16) -> (Self, Vec<UnixDatagram>) {
             let (ours, theirs): (Vec<_>, Vec<_>) = (0..pairs)
                 .map(|_| {
@@ -625,7 +629,7 @@ mod tests {
         assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
     }
 
-    /// Creates an interface that persists and that this user may attach to.
+    /// Creates a persistent interface that the current user may attach to.
     fn make_persistent(name: &str) -> Result<(), TapError> {
         let (queue, _) = attach(name, 0)?;
         // SAFETY: takes no pointer.
@@ -640,19 +644,19 @@ mod tests {
 
     /// Drops all capabilities of this thread.
     fn drop_capabilities() {
-        // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and
-        // inheritable, twice.
+        // The header contains _LINUX_CAPABILITY_VERSION_3 of linux/capability.h and 0 for this
+        // thread. The data contains the effective, permitted and inheritable sets, in two halves.
         let (header, data) = ([0x2008_0522u32, 0], [0u32; 6]);
         // SAFETY: the kernel reads a header of two numbers and data of six.
         check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as c_int)
             .unwrap();
     }
 
-    /// Runs in its own network namespace.
+    /// The test runs in its own network namespace.
     #[test]
     fn unprivileged_settings_must_match_or_the_error_has_the_command() {
         let thread = std::thread::spawn(|| {
-            // SAFETY: takes a number, and changes the namespace of this thread only.
+            // SAFETY: the call takes a number and changes only the namespace of this thread.
             if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err()
             {
                 return eprintln!("skipped: cannot create an interface (needs root)");
@@ -713,7 +717,7 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
     fn missing_flags_of_a_queue_are_found() {
         let all = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
         assert_eq!((lacks(all, false), lacks(all | IFF_MULTI_QUEUE, true)), (None, None));
-        // One queue of an interface with several is suitable.
+        // An interface for several queues is also suitable if only one queue is used.
         assert_eq!(lacks(all | IFF_MULTI_QUEUE, false), None);
         assert_eq!(lacks(all, true), Some("without IFF_MULTI_QUEUE"));
         assert_eq!(lacks(all & !IFF_VNET_HDR, false), Some("without IFF_VNET_HDR"));
@@ -735,12 +739,14 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
     }
 
-    /// Runs in the thread's own network namespace, which needs a privilege. Skipped without it or
-    /// without IPv6. The namespace has only lo, which accepts addresses as a tap does.
+    /// The test runs in its own network namespace. It is skipped without the privilege to create
+    /// one, or without IPv6. The namespace contains only lo, to which addresses can be added as to
+    /// a tap.
     #[test]
     fn ipv6_address_is_added() {
         let thread = std::thread::spawn(|| {
-            // SAFETY: it changes the namespace of this thread only, which ends with it.
+            // SAFETY: the call changes only the namespace of this thread, which ends with the
+            // thread.
             if let Err(error) = check(unsafe { libc::unshare(libc::CLONE_NEWNET) }) {
                 return eprintln!("skipped: no network namespace: {error}");
             }
@@ -749,7 +755,8 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
             }
             add_ipv6("lo", "fd00::1234".parse().unwrap(), 72).unwrap();
             let addresses = fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();
-            // Address, number and prefix of the interface, in hexadecimal.
+            // The line begins with the address, the interface's number and the prefix length, in
+            // hexadecimal.
             let expected = "fd000000000000000000000000001234 01 48 ";
             assert!(addresses.lines().any(|line| line.starts_with(expected)), "{addresses}");
             let again = add_ipv6("lo", "fd00::1234".parse().unwrap(), 72).unwrap_err();

@@ -1,8 +1,8 @@
-//! Writing of several used ring entries at once.
+//! Publishes several used ring entries together.
 //!
-//! The first buffer of a frame has the number of its buffers (virtio 1.3, 5.1.6.4). A driver that
-//! finds the first used and the next one not regards the frame as broken. `Queue::add_used`
-//! publishes each chain separately.
+//! The header in the first buffer of a frame contains the number of buffers (virtio 1.3, 5.1.6.4).
+//! If a driver finds only the first of them in the used ring, it treats the frame as broken.
+//! `Queue::add_used` cannot be used, because it publishes each chain separately.
 
 use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
@@ -10,7 +10,7 @@ use std::sync::atomic::{Ordering, fence};
 use virtio_queue::{Error, Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Flags and index before the elements of either ring.
+/// Length of the flags and the index, which precede the elements in both rings.
 const RING_HEADER_LEN: u64 = 4;
 const INDEX_AT: u64 = 2;
 const USED_ELEMENT_LEN: u64 = 8;
@@ -18,7 +18,8 @@ const AVAIL_ELEMENT_LEN: u64 = 2;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT` (2.7.6).
 const NO_INTERRUPT: u16 = 1;
 
-/// Returns chains to the driver at once. `chains` has the head and length of each.
+/// Returns several chains to the driver together. `chains` contains the head and used length of
+/// each.
 pub(super) fn give_back<M: GuestMemory>(
     queue: &mut Queue,
     memory: &M,
@@ -37,15 +38,15 @@ pub(super) fn give_back<M: GuestMemory>(
     memory.store(next.0.to_le(), at(INDEX_AT)?, Ordering::Release).map_err(Error::GuestMemory)
 }
 
-/// Returns true if the driver wants an interrupt for entries since the index `old` (2.7.7.2,
-/// 2.7.10).
+/// Returns true if the driver wants an interrupt for the entries that were added since the index
+/// was `old` (2.7.7.2, 2.7.10).
 pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u16) -> bool {
     let new = queue.next_used();
     if new == old {
         return false;
     }
-    // The entries must be written before the driver's event index is read. The driver does the
-    // reverse.
+    // The used index must be written before the driver's event index is read. The driver accesses
+    // them in the opposite order.
     fence(Ordering::SeqCst);
     let read = |offset: u64| -> Option<u16> {
         let at = GuestAddress(queue.avail_ring().checked_add(offset)?);
@@ -53,7 +54,7 @@ pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u1
     };
     if queue.event_idx_enabled() {
         let event = RING_HEADER_LEN + u64::from(queue.size()) * AVAIL_ELEMENT_LEN;
-        // If the ring cannot be read, sends the interrupt.
+        // If the ring cannot be read, the interrupt is sent.
         read(event)
             .is_none_or(|event| new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old))
     } else {
@@ -116,7 +117,8 @@ mod tests {
         set(AVAILABLE, 1);
         assert!(!wants_interrupt(&queue, &memory, 7));
         queue.set_event_idx(true);
-        // Expected results of `vring_need_event` for every position of the event.
+        // For every position of the event index, the result must be that of `vring_need_event` in
+        // Linux.
         for (event, wanted) in
             [(6, false), (7, true), (8, true), (9, true), (10, false), (u16::MAX, false)]
         {

@@ -1,20 +1,21 @@
-//! The device: its range, and the threads that answer flushes.
+//! The virtio-pmem device and the threads that answer flushes.
 //!
-//! **With a BTT** in the guest, a flush is complete before the vCPU enters the guest again. The
-//! guest's BTT flushes under a spinlock, so its driver must not sleep for the answer. The answer
-//! must therefore exist when the notifying instruction retires:
+//! ***With a BTT** in the guest, a flush is completed before the vCPU enters the guest again. The
+//! guest's BTT flushes under a spinlock, so its driver must not sleep while it waits for the
+//! answer. The answer must therefore be ready when the instruction that notifies the device
+//! retires:
 //! 1. The flush queue has no ioeventfd, so the notification causes a vCPU exit.
-//! 2. In this exit the backing is made durable and the used ring is written.
+//! 2. During this exit, the backing is made durable and the used ring is written.
 //! 3. The interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer.
-//! 4. The vCPU enters the guest. When the driver releases its queue lock, it takes the interrupt,
-//!    and the waiter finds its request completed.
+//! 4. The vCPU enters the guest. The interrupt arrives when the driver releases its queue lock, and
+//!    the thread that requested the flush finds its request completed.
 //!
-//! With one vCPU this suffices. With more, the interrupt may belong to another vCPU, which cannot
-//! take the queue lock while the first one holds it. A VMM cannot close that window, so the
-//! interface is refused with several vCPUs (see `volume::interface`).
+//! With one vCPU this suffices. With more, the interrupt may be directed at another vCPU, which
+//! cannot take the queue lock while the first vCPU holds it. A VMM cannot close that window, so a
+//! BTT in the guest is refused with several vCPUs (see `volume::interface`).
 //!
-//! **A raw range** is flushed by file systems and programs, which may sleep. The device's own
-//! thread answers, so that a slow disk delays the flushing program and not a vCPU.
+//! **A raw range** is flushed by file systems and programs, which may sleep. The device has its own
+//! thread for flushes, so that a slow disk delays only the flushing program and not a vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -48,16 +49,17 @@ pub struct Pmem {
 }
 
 enum Answers {
-    /// The vCPU that flushes answers in its exit. The activation exists while the device is active.
+    /// The exit of the vCPU that flushes answers the request. Contains the activation while the
+    /// device is active.
     InExit(Option<Activation>),
     OnThread {
         worker: WorkerSlot,
-        /// After `worker`, because it is dropped later.
+        /// Dropped after `worker`, which runs on this thread.
         thread: EventLoop,
     },
 }
 
-/// Answers flushes, on any thread.
+/// Executes and answers flushes on any thread.
 pub(super) struct Flusher {
     name: String,
     backing: Arc<dyn Persist>,
@@ -65,13 +67,13 @@ pub(super) struct Flusher {
 }
 
 impl Pmem {
-    /// Creates a device for a BTT in the guest. The range has `len_bytes` from guest-physical
-    /// `start`, and `backing` makes it durable.
+    /// Creates a device for a guest that uses a BTT. The range has `len_bytes` and begins at the
+    /// guest-physical address `start`. `backing` makes it durable.
     pub fn new(name: String, start: u64, len_bytes: u64, backing: Arc<dyn Persist>) -> Self {
         Self::answered(name, start, len_bytes, backing, Answers::InExit(None))
     }
 
-    /// Creates a device for a guest that may sleep during a flush.
+    /// Creates a device for a guest in which flushes may sleep.
     pub fn raw(
         name: String,
         start: u64,
@@ -107,7 +109,8 @@ impl Flusher {
         &self.name
     }
 
-    /// Result for all flushes that were taken from the queue before the call.
+    /// Makes the range durable. The result applies to all flushes that were taken from the queue
+    /// before this call.
     fn persist(&self) -> Answer {
         let begin = Instant::now();
         let result = self.backing.persist();
@@ -121,26 +124,27 @@ impl Flusher {
         }
     }
 
-    /// Answers the flushes in the queue. True if the guest wants an interrupt.
+    /// Answers the flushes in the queue. Returns true if the guest wants an interrupt.
     ///
-    /// One pass suffices: the driver notifies of later flushes, because notifications are never
-    /// disabled. No guard is held while the backing is made durable. That may take long, and a plug
-    /// waits for all guards and blocks new ones.
+    /// One pass suffices, because notifications are never disabled and the driver therefore
+    /// notifies the device of later flushes. No guard is held while the backing is made durable.
+    /// This may take long, and a plug waits for all guards and blocks new ones.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Activation { queues, view, interrupt, .. } = active;
         let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
-        // 1. Take the available flushes, at most a ring's worth. Later flushes wait for their own
-        //    notification, because their stores may follow the start of the persist.
+        // 1. Take the available flushes, at most as many as the ring has entries. Later flushes are
+        //    not taken, because they may cover stores that are made after the persist has begun.
+        //    They have their own notification.
         let requests = self.take(active, &view.memory(), &**interrupt);
         if requests.is_empty() {
             return false;
         }
-        // 2. Make the range durable, once for all flushes.
+        // 2. Make the range durable once for all of these flushes.
         let wanted = requests
             .iter()
             .any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
         let answer = if wanted { self.persist() } else { Answer::Failed };
-        // 3. Write the answers, then publish them in the used ring.
+        // 3. Write the answers, and then publish them in the used ring.
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
         let queue = &mut active.queue;
@@ -282,7 +286,7 @@ mod tests {
     struct Backing {
         persists: AtomicU32,
         fails: AtomicBool,
-        /// Locked exclusively during a persist, as a plug does.
+        /// View that is locked exclusively during a persist, as a plug would do.
         view: Mutex<Option<GuestView>>,
     }
 
@@ -329,7 +333,8 @@ mod tests {
         [(REQUEST + 8 * index, 4, next), (RESPONSE + 8 * index, 4, VRING_DESC_F_WRITE)]
     }
 
-    /// A device whose queue contains `chains` of (address, length, flags).
+    /// Creates a device whose queue contains `chains`, with (address, length, flags) for each
+    /// descriptor.
     fn fixture(chains: &[&[(u64, u32, u32)]]) -> Fixture {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
         memory.write_slice(&[0xaa; 64], GuestAddress(RESPONSE)).unwrap();
@@ -380,7 +385,7 @@ mod tests {
         assert_eq!(f.backing.persists.load(Ordering::Relaxed), 1);
         assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
         assert_eq!(f.device.metrics().flushes.load(Ordering::Relaxed), 3);
-        // No new request: no work, no interrupt.
+        // Without a new request, the device does nothing and sends no interrupt.
         f.device.notify_synchronous(0);
         assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
     }
@@ -390,7 +395,7 @@ mod tests {
         let mut f = fixture(&[&flush(0)]);
         let Answers::InExit(Some(active)) = &f.device.answers else { panic!("not active") };
         *f.backing.view.lock() = Some(active.view.clone());
-        // Would deadlock if a guard was held during the persist.
+        // The test deadlocks if the device holds a guard during the persist.
         f.device.notify_synchronous(0);
         assert_eq!(response(&f, 0), 0);
     }

@@ -1,4 +1,4 @@
-//! The worker of a raw device, which answers flushes on the device's own thread.
+//! The worker of a raw device. It answers flushes on the device's own thread.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ const KICK: u32 = 0;
 
 pub(super) struct Worker {
     flusher: Arc<Flusher>,
-    /// The creator of the worker ensures that it has the flush queue.
+    /// Activation of the device. It must contain the flush queue.
     active: Activation,
 }
 
@@ -21,7 +21,8 @@ impl Worker {
         Self { flusher, active }
     }
 
-    /// Answers at most a ring's worth of flushes. Later ones have their own notification.
+    /// Answers at most as many flushes as the ring has entries. Later flushes have their own
+    /// notification.
     fn serve(&mut self) {
         if self.flusher.serve(&mut self.active)
             && let Err(err) = self.active.interrupt.signal_queue(FLUSH_QUEUE)
@@ -40,8 +41,8 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, _: Events, _: &mut EventOps) {
-        // Cleared before the queue is read, so that the notification of a later flush remains
-        // pending.
+        // The notification is cleared before the queue is read. If a later flush arrives, its
+        // notification therefore remains pending.
         for queue in self.active.queues.iter().flatten() {
             queue.clear_kick();
         }
@@ -67,7 +68,7 @@ mod tests {
 
     const RESPONSE: u64 = BUFFERS + 0x1000;
 
-    /// Reports when a persist has begun, and ends it when the test sends its result.
+    /// Backing that reports when a persist begins, and ends it when the test sends the result.
     struct Backing {
         begun: Mutex<Sender<()>>,
         end: Mutex<Receiver<Result<(), PersistError>>>,
@@ -121,9 +122,9 @@ mod tests {
         assert!(f.device.synchronous_queues().is_empty(), "a vCPU could block in a notification");
         let first = flush(&mut f, 0);
         f.begun.recv().unwrap();
-        // Memory can be plugged meanwhile, because no guard is held.
+        // Memory can be plugged during the flush, because no guard is held.
         drop(f.view.exclusive());
-        // A later flush may follow later stores, so it waits for its own persist.
+        // A later flush may cover later stores, so it needs its own persist.
         let second = flush(&mut f, 1);
         assert_eq!(f.driver.used(0), None);
         f.end.send(Ok(())).unwrap();
@@ -152,7 +153,7 @@ mod tests {
             "the ring could be written after the reset"
         );
         disk.join().unwrap();
-        // The worker has stopped, and the device can be activated again.
+        // After the reset, the worker has stopped, and the device can be activated again.
         flush(&mut f, 1);
         assert!(f.begun.try_recv().is_err());
         let activation = f.driver.activation(f.device.features());

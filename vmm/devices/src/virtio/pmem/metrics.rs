@@ -14,24 +14,25 @@ pub struct PmemMetrics {
     pub flushes: AtomicU64,
     /// Flush requests answered with an error, because the backing could not be made durable.
     pub flush_failures: AtomicU64,
-    /// Requests of another type than flush, or with invalid buffers.
+    /// Requests that are not flushes or have invalid buffers.
     pub bad_requests: AtomicU64,
-    /// Durations of the calls that make the backing durable. Waiting requests share one call.
+    /// Durations of the calls that make the backing durable. Requests that wait at the same time
+    /// share one call.
     pub persists: LatencyHistogram,
 }
 
-/// Counters of a `--pmem` device with its properties, for the exposition. The VMM sees only the
-/// guest's flushes.
+/// Counters and properties of a `--pmem` device, for the metrics endpoint. Reads and writes are not
+/// counted, because the guest makes them without exits.
 #[derive(Clone, Debug)]
 pub struct PmemFileMetrics {
     /// Id of the device.
     pub name: String,
     pub file: String,
-    /// Size that the guest sees.
+    /// Size of the device as seen by the guest.
     pub size_bytes: u64,
-    /// Durability of a completed flush; `None` if writes are discarded.
+    /// Durability that a completed flush guarantees. `None` if writes are discarded.
     pub durability: Option<Durability>,
-    /// Set once a flush of the file has failed. All later ones fail as well.
+    /// Set after a flush of the file has failed. All later flushes fail as well.
     pub failed: Arc<AtomicBool>,
     pub counters: Arc<PmemMetrics>,
 }

@@ -1,8 +1,7 @@
-//! virtio-pmem (virtio 1.3, 5.19): a range of guest-physical memory for storage, with a flush
-//! queue.
+//! virtio-pmem (virtio 1.3, 5.19): storage as a range of guest-physical memory with a flush queue.
 //!
-//! The guest reads and writes the range without exits. Its driver requests durability through the
-//! queue. The use of the range in the guest determines how and when flushes are answered
+//! The guest reads and writes the range without exits. Its driver uses the queue to make writes
+//! durable. How and when flushes are answered depends on how the guest uses the range
 //! ([`device::Pmem`]).
 
 pub mod device;

@@ -1,11 +1,11 @@
-//! Parsing and answering of the virtio-pmem driver's requests (virtio 1.3, 5.19.6).
+//! Parses requests of the virtio-pmem driver and writes answers (virtio 1.3, 5.19.6).
 
 use thiserror::Error;
 use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// VIRTIO_PMEM_REQ_TYPE_FLUSH.
+/// Value of VIRTIO_PMEM_REQ_TYPE_FLUSH.
 const TYPE_FLUSH: u32 = 0;
 /// Length of `struct virtio_pmem_req` and of `struct virtio_pmem_resp`: one 32-bit word each.
 const WORD_LEN: u32 = 4;
@@ -15,7 +15,7 @@ const WORD_LEN: u32 = 4;
 pub(super) enum Kind {
     /// Make all earlier writes to the range durable.
     Flush,
-    /// A type that is not in the specification.
+    /// A type that the specification does not define.
     Unknown(u32),
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Request {
     response: GuestAddress,
 }
 
-/// Error of a chain that is not a request. It is returned without an answer.
+/// Reason why a chain is not a valid request. The chain is returned without an answer.
 #[derive(Debug, Error)]
 pub(super) enum RequestError {
     #[error("chain ends before its {0} descriptor")]
@@ -45,7 +45,7 @@ pub(super) enum RequestError {
     },
 }
 
-/// Status of an answer. 0 is success. All other values become I/O errors in the guest.
+/// Status of an answer. 0 is success. The guest treats all other values as I/O errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     /// All writes before the request are durable.

@@ -1,4 +1,4 @@
-//! The entropy device, with one queue and no configuration.
+//! The entropy device. It has one queue and no configuration.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// Creates a device that provides the entropy of `source`.
+    /// Creates a device that provides entropy from `source`.
     pub fn new(source: EntropySource, event_loop: EventLoopHandle) -> Self {
         Self { source, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(rng.metrics().bad_requests.load(Ordering::Relaxed), 3);
     }
 
-    /// An empty pipe as a source, and its writing end.
+    /// Returns an empty pipe to use as a source, and its writing end.
     fn pipe() -> (File, io::PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
         let fd = OwnedFd::from(reader);
@@ -129,7 +129,7 @@ mod tests {
         (File::from(fd), writer)
     }
 
-    /// Adds a file descriptor to the event loop, so that adding it again fails.
+    /// Subscriber that adds a file descriptor to the event loop, so that adding it again fails.
     struct Occupant(RawFd);
 
     impl MutEventSubscriber for Occupant {
@@ -177,12 +177,12 @@ mod tests {
 
     #[test]
     fn memory_can_be_unplugged_while_a_source_blocks() {
-        // A source with blocking reads, such as a file on a slow disk.
+        // Reads of this source block, as with a file on a slow disk.
         let (reader, writer) = io::pipe().unwrap();
         let event_loop = EventLoop::spawn("test").unwrap();
         let source = EntropySource::File(File::from(OwnedFd::from(reader)));
         let mut rng = Rng::new(source, event_loop.handle());
-        // Dropped before the device, so that a failed test ends the read.
+        // The writer is dropped before the device, so that the blocked read ends if the test fails.
         let mut writer = writer;
         let mut driver = TestDriver::new(1);
         let activation = driver.activation(rng.features());
@@ -192,7 +192,7 @@ mod tests {
         let second = driver.add(0, &[Buffer::In(BUFFERS + 8, 8)]);
         writer.write_all(b"one").unwrap();
         driver.kick(0);
-        // After the first answer, the device reads for the second request at once.
+        // After the first answer, the device immediately starts to read for the second request.
         let begin = Instant::now();
         let answered = std::iter::from_fn(|| Some(driver.used(0))).find(|used| {
             assert!(begin.elapsed() < Duration::from_secs(60), "no response");
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(driver.used(0), None);
         rng.reset();
         rng.activate(driver.activation(rng.features())).unwrap();
-        // A request that was added before the activation is found without a notification.
+        // The device serves a request that was added before the activation, without a notification.
         rng.reset();
         let activation = driver.activation(rng.features());
         driver.add(0, &[Buffer::In(BUFFERS, 64)]);

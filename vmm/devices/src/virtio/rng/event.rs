@@ -1,4 +1,4 @@
-//! The worker: fills buffers from the queue with bytes from the source.
+//! The worker of the entropy device. It fills the driver's buffers with bytes from the source.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-/// Largest amount for one request. Drivers must accept less than they requested (5.4.6.1).
+/// Maximum number of bytes for one request. Drivers must accept less than they requested (5.4.6.1).
 const REQUEST_LEN_MAX: usize = 4096;
-/// Requests to answer before other devices on the event loop.
+/// Number of requests to answer before other devices on the event loop are served.
 const BATCH: usize = 64;
 
 pub(super) const QUEUE: u16 = 0;
@@ -34,11 +34,11 @@ pub(super) struct Worker {
     supply: Supply,
 }
 
-/// The source, with the kernel's generator as a fallback, because a guest without entropy may not
-/// even boot.
+/// The entropy source. If it fails, the kernel's generator replaces it, because a guest without
+/// entropy may not even boot.
 struct Supply {
     source: EntropySource,
-    /// Set while a request in the queue waits for the source.
+    /// Registered while a request in the queue waits for the source.
     waiting: Interest,
     metrics: Arc<RngMetrics>,
 }
@@ -55,8 +55,8 @@ impl Worker {
         Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
-    /// Answers requests. The source is read between two guards, because reading a file may block,
-    /// and unplugs wait for guards.
+    /// Answers requests. No guard is held while the source is read, because reading a file may
+    /// block, and unplugs wait for guards.
     fn serve(&mut self, ops: &mut EventOps) {
         let mut used = false;
         for count in 0.. {
@@ -86,8 +86,8 @@ impl Worker {
         }
     }
 
-    /// Length of the next request, which remains in the queue until its entropy is available.
-    /// `None` if no request is available.
+    /// Returns the length of the next request, or `None` if there is none. The request remains in
+    /// the queue until entropy for it is available.
     fn wanted(&mut self) -> Option<usize> {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -97,8 +97,8 @@ impl Worker {
         Some(len.min(REQUEST_LEN_MAX))
     }
 
-    /// Writes as much of `data` to the next request as fits. Its descriptors may have changed
-    /// since. False if the pass ends.
+    /// Answers the next request with as much of `data` as fits. The request is read again, because
+    /// the driver may have changed its descriptors. Returns false if the pass must end.
     fn answer(&mut self, data: &[u8]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -137,9 +137,11 @@ fn write(
 }
 
 impl Supply {
-    /// Fills part of `data`. On `WouldBlock` the source is empty, and the event loop waits for it.
+    /// Fills `data` at least partly. If it fails with `WouldBlock`, the source is empty and the
+    /// event loop is waiting for it.
     fn fill(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
-        // Reading zero bytes from a file does not mean that it has ended.
+        // An empty buffer must not reach the source: reading zero bytes would look like the end of
+        // the file.
         if data.is_empty() { Ok(0) } else { self.read(data, ops) }
     }
 
@@ -151,8 +153,9 @@ impl Supply {
                     if self.waiting.is_on() {
                         return Err(err);
                     }
-                    // A driver with one request at a time, such as Linux's, never notifies again.
-                    // The worker would never return to this request.
+                    // The source cannot be watched, so the fallback is used. A driver that sends
+                    // one request at a time, such as Linux's, would not notify the device again,
+                    // and this request would never be answered.
                 }
                 self.fall_back(&err, ops);
                 self.source.fill(data)
@@ -172,8 +175,8 @@ impl Supply {
         let source = &self.source;
         sparsely!(warn, %err, ?source, "Entropy source failed; the device reads from the kernel's generator instead");
         self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
-        // While the file is open. epoll would continue to report a closed one, because the device
-        // has another descriptor of it.
+        // The file must be removed from epoll before it is closed. The device has another
+        // descriptor of it, so epoll would otherwise continue to report it.
         self.wait(false, ops);
         self.source = EntropySource::Kernel;
     }
@@ -190,7 +193,7 @@ impl MutEventSubscriber for Worker {
             KICK => {
                 self.queue.clear_kick();
                 if self.supply.waiting.is_on() {
-                    // New requests wait for the first one.
+                    // If a request is already waiting for the source, new requests wait behind it.
                     return;
                 }
             }

@@ -15,7 +15,8 @@ pub struct RngMetrics {
     pub bytes: AtomicU64,
     /// Requests without a writable buffer.
     pub bad_requests: AtomicU64,
-    /// Failures or ends of the source. The device reads from the kernel afterward.
+    /// Number of times that the source failed or ended. After that, the device reads from the
+    /// kernel's generator.
     pub source_failures: AtomicU64,
 }
 

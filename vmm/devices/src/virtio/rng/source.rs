@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
-/// Devices of the kernel's generator. getrandom(2) needs no file and no seek.
+/// Devices of the kernel's generator. They are replaced by getrandom(2), which needs no file.
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
 #[derive(Debug, Error)]
@@ -19,12 +19,13 @@ pub struct SourceError {
     source: io::Error,
 }
 
-/// The kernel's generator, or a file, such as that of a hardware generator.
+/// Entropy source: the kernel's generator or a file, for example the device of a hardware
+/// generator.
 #[derive(Debug)]
 pub enum EntropySource {
-    /// getrandom(2).
+    /// The kernel's generator, through getrandom(2).
     Kernel,
-    /// A file with non-blocking reads.
+    /// A file whose reads do not block.
     File(File),
 }
 
@@ -49,7 +50,7 @@ impl EntropySource {
         })
     }
 
-    /// Reads at least one byte, or fails. `WouldBlock` means that no byte is available yet.
+    /// Reads at least one byte. Fails with `WouldBlock` if no byte is available yet.
     pub(super) fn fill(&mut self, data: &mut [u8]) -> io::Result<usize> {
         let len = match self {
             Self::Kernel => getrandom(data, GetRandomFlags::empty())?,

@@ -1,4 +1,4 @@
-//! Limits to the time that requests of a guest keep the device busy.
+//! Tests that limit how long a guest's requests can keep the device busy.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,9 +23,9 @@ fn ranges(list: &[(u64, u32)]) -> Vec<u8> {
     list.iter().flat_map(one).collect()
 }
 
-/// A large disk whose discards and zeroing wait for the test. Each sends its length in bytes when
-/// it begins, and then waits for a message of the returned sender. After the sender is dropped,
-/// none waits.
+/// Creates a large disk on which the test controls discards and zeroing. When such a call begins,
+/// it sends its length in bytes and then waits for a message from the returned sender. After the
+/// sender is dropped, calls no longer wait.
 fn slow_disk() -> (Rig, Receiver<u64>, Sender<()>) {
     let (begun, has_begun) = channel();
     let (go_on, goes_on) = channel();
@@ -48,7 +48,7 @@ fn reset_waits_for_one_step_of_a_request_of_64_gib() {
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
         rig.driver.write(DATA, &ranges(&list));
         rig.write_header(kind, 0);
-        // Several requests that could all be begun.
+        // Adds several requests, which the device could all begin.
         for _ in 0..8 {
             let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 512), Buffer::In(STATUS, 1)];
             rig.driver.add(0, &chain);
@@ -63,7 +63,7 @@ fn reset_waits_for_one_step_of_a_request_of_64_gib() {
             while !stop.load(Ordering::Acquire) {
                 thread::yield_now();
             }
-            // From now on no step waits.
+            // Dropping the sender lets all further steps complete without waiting.
             drop(go_on);
             reset.join().unwrap();
         });
@@ -79,7 +79,7 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
     rig.write_header(VIRTIO_BLK_T_DISCARD, 0);
     let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
     let discard = rig.driver.add(0, &chain);
-    // A header of zeros reads from the first sector.
+    // A header that is all zeros requests a read from the first sector.
     let (header, sector, status) = (DATA + 0x1000, DATA + 0x2000, DATA + 0x3000);
     let chain = [Buffer::Out(header, 16), Buffer::In(sector, 512), Buffer::In(status, 1)];
     let read = rig.driver.add(0, &chain);
@@ -88,7 +88,7 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
         has_begun.recv_timeout(PATIENCE).unwrap();
         go_on.send(()).unwrap();
     }
-    // The interrupt also precedes the end of the third step, which has begun and waits.
+    // The read must be answered while the third step is still in progress.
     assert_eq!(rig.driver.wait_used(0), (read, 513));
     has_begun.recv_timeout(PATIENCE).unwrap();
     assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));
@@ -121,7 +121,7 @@ fn thread_is_idle_after_an_invalid_index_until_a_reset() {
         wait("a notification was not handled", &|| passes() > before);
     }
     assert_eq!(rig.driver.resets_needed(), 1);
-    // When this returns, the thread has ended all its passes.
+    // After the reset, the thread makes no more passes.
     rig.device.reset();
     assert!(passes() <= allowed, "{} passes and not {allowed}: the thread is busy", passes());
     let activation = rig.driver.activation(rig.device.features());

@@ -1,4 +1,4 @@
-//! Writes in progress while the driver switches the write cache off.
+//! Tests of writes that are in progress while the driver switches the write cache off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,10 +14,10 @@ use crate::virtio::block::job::PIECE_BYTES_MAX;
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const WRITEBACK_AT: u64 = 32;
 const DISK_BYTES: usize = 4 << 20;
-/// Length of the guest's buffer. A write lists the buffer several times.
+/// Length of the guest's buffer. A write uses the buffer several times.
 const BUFFER_BYTES: u32 = 0x4_0000;
 
-/// Sends a write that takes `pieces` steps.
+/// Sends a write that the device divides into `pieces` steps.
 fn send_write(rig: &mut Rig, pieces: u64) {
     rig.write_header(VIRTIO_BLK_T_OUT, 0);
     let buffers = (pieces - 1) * PIECE_BYTES_MAX / u64::from(BUFFER_BYTES) + 1;
@@ -39,8 +39,8 @@ fn write_that_ends_during_the_flush_of_the_switch_has_its_own_flush() {
     let is_switched = AtomicBool::new(false);
     fake.set_hook(move |call| {
         if call == Call::Flush && !is_switched.swap(true, Ordering::Relaxed) {
-            // The write ends during the flush of the switch. If its device does not see the new
-            // mode now, it never does.
+            // The write ends during the flush of the mode switch. This is the device's last chance
+            // to notice that the write must be flushed.
             at_ring.end(&written, 0, Ok(()));
             at_ring.wait_for(1);
             at_ring.end(&written, 0, Ok(()));
@@ -48,7 +48,7 @@ fn write_that_ends_during_the_flush_of_the_switch_has_its_own_flush() {
         Ok(())
     });
     rig.device.write_config(WRITEBACK_AT, &[0]);
-    // The hook has a reference to the disk. Replacing it drops the reference.
+    // The old hook holds a reference to the disk, so it is replaced.
     fake.set_hook(|_| Ok(()));
     rig.driver.wait_used(0);
     assert_eq!((rig.status(), fake.is_dirty()), (OK, false));

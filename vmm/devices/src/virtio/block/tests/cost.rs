@@ -1,4 +1,4 @@
-//! Loads whose instructions callgrind counts (docs/design/benchmarks.md).
+//! Workloads whose instructions are counted with callgrind (docs/design/benchmarks.md).
 
 use std::fs::File;
 
@@ -13,7 +13,7 @@ use crate::virtio::testing::counted_requests;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PAGE_BYTES: usize = 4096;
-/// Number of places in the disk that are used in turn.
+/// Number of positions on the disk that requests access in turn.
 const PLACES: u64 = 256;
 
 fn writes(mut rig: Rig) {

@@ -34,7 +34,8 @@ fn request_may_be_divided_at_any_byte() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let data = pattern(1024, 2);
     rig.driver.write(DATA, &data);
-    // The header is in three parts, the last of them with data. One descriptor is empty.
+    // The header is split into three descriptors, and the last one also contains data. One
+    // descriptor is empty.
     rig.write_header(VIRTIO_BLK_T_OUT, 3);
     rig.driver.write(DATA - 4, &rig.driver.read(HEADER + 12, 4));
     let chain = [
@@ -157,7 +158,8 @@ fn writes_are_durable_after_the_cache_is_switched_off() {
 fn driver_that_cannot_flush_begins_without_a_cache() {
     let version = 1 << VIRTIO_F_VERSION_1;
     let (flush, choose) = (1 << VIRTIO_BLK_F_FLUSH, 1 << VIRTIO_BLK_F_CONFIG_WCE);
-    // Negotiated features, mode written before DRIVER_OK, and mode in the configuration.
+    // Columns: negotiated features, mode written before DRIVER_OK, and expected mode in the
+    // configuration.
     for (features, written, expected) in [
         (version, None, 0),
         (version | choose, None, 0),
@@ -167,7 +169,7 @@ fn driver_that_cannot_flush_begins_without_a_cache() {
     ] {
         let fake = Arc::new(Fake::new(1 << 20));
         let mut device = Block::new(shape(), fake.clone()).unwrap();
-        // An earlier driver has left the other mode.
+        // An earlier driver has set the opposite mode.
         device.write_config(32, &[1 - expected]);
         assert!(device.accepts_features(features));
         if let Some(written) = written {
@@ -215,7 +217,7 @@ fn failed_transfers_are_errors_and_the_disk_continues() {
 fn memory_can_be_plugged_while_the_disk_works() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let view = rig.view.clone();
-    // Would deadlock if a guard was held during a step.
+    // The test deadlocks if the device holds a guard during a step.
     fake.set_hook(move |_| {
         drop(view.exclusive());
         Ok(())
@@ -239,7 +241,7 @@ fn buffers_in_unplugged_memory_are_errors() {
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
     rig.view.exclusive().set_plugged(address(0xc_0000), 0x1_0000, true);
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_0000, 4096)]).0, OK);
-    // Up to the last plugged byte, and beyond it.
+    // One buffer ends at the last plugged byte, and the other extends beyond it.
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f000, 4096)]).0, OK);
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f200, 4096)]).0, IOERR);
 }
@@ -248,11 +250,11 @@ fn buffers_in_unplugged_memory_are_errors() {
 fn data_copied_from_lost_memory_is_neither_written_nor_returned() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[7; 4096]), OK);
-    // A page of the buffers is lost while they are copied. The handler replaces it by zeros.
+    // A page of the buffers is lost during the copy. The signal handler replaces it with zeros.
     rig.view.loss().raise();
     assert_eq!(rig.write(0, &[0; 4096]), IOERR);
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
-    // The guest does not receive data that may be wrong either.
+    // A read must also fail, so that the guest receives no data that may be wrong.
     assert_eq!(rig.read(0, 512), Err(IOERR));
     assert_eq!((rig.metrics().failed(Kind::Read), rig.metrics().failed(Kind::Write)), (1, 1));
 }

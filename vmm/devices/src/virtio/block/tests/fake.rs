@@ -1,4 +1,5 @@
-//! A disk in memory. The test determines the results of its steps and, with a ring, when they end.
+//! A disk in memory. Tests control the results of its steps and, if it has a ring, when the steps
+//! end.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,35 +14,37 @@ use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
 use crate::memory::view::GuestView;
 
-/// Time limit of each wait. A device that takes longer is broken, not slow.
+/// Time limit of each wait, long enough even for a slow host.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Call that a device makes to its disk.
+/// Call that the device makes to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Call {
     Read,
     Write,
     Flush,
-    /// Discard, with its length in bytes.
+    /// Discard of this many bytes.
     Discard(u64),
-    /// Zeroing, with its length in bytes.
+    /// Zeroing of this many bytes.
     WriteZeroes(u64),
 }
 
-/// Runs before each call, without a lock of the disk. Its error is the result of the call.
+/// Function that runs before each call, while no lock of the disk is held. If it returns an error,
+/// the call fails with this error.
 type Hook = Arc<dyn Fn(Call) -> io::Result<()> + Send + Sync>;
 
 pub(super) struct Fake {
     size_bytes: AtomicU64,
-    /// First bytes of the disk. The others read as zeros, and writes to them are dropped.
+    /// Content of the first bytes of the disk. The rest of the disk reads as zeros, and writes to
+    /// it are dropped.
     pub bytes: Mutex<Vec<u8>>,
     pub geometry: Geometry,
     hook: Mutex<Option<Hook>>,
     pub flushes: AtomicU64,
-    /// The disk has changed since the last flush.
+    /// True if the disk has changed since the last flush.
     pub dirty: AtomicBool,
     pub has_rings: bool,
-    /// Number of queues, from the next one to start, that get no ring in spite of `has_rings`.
+    /// Number of queues that will be started without a ring even if `has_rings` is true.
     pub without_ring: AtomicUsize,
     rings: Mutex<Vec<Arc<RingSteps>>>,
 }
@@ -79,17 +82,17 @@ impl Fake {
         }
     }
 
-    /// A disk of this size that stores nothing.
+    /// Creates a disk of this size that stores nothing.
     pub(super) fn without_memory(size_bytes: u64) -> Self {
         Self { size_bytes: AtomicU64::new(size_bytes), ..Self::new(0) }
     }
 
-    /// A disk whose queues have rings. [`Fake::ring`] returns them.
+    /// Creates a disk whose queues have rings. [`Fake::ring`] returns the rings.
     pub(super) fn with_rings(len: usize) -> Self {
         Self { has_rings: true, ..Self::new(len) }
     }
 
-    /// Replaces the function that decides on the results of calls.
+    /// Replaces the hook, which runs before each call.
     pub(super) fn set_hook(&self, hook: impl Fn(Call) -> io::Result<()> + Send + Sync + 'static) {
         *self.hook.lock() = Some(Arc::new(hook));
     }
@@ -98,8 +101,8 @@ impl Fake {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// Returns the `nth` ring that was started. Each activation starts one for each queue, in their
-    /// order.
+    /// Returns the `nth` ring that was started. Each activation starts one ring per queue, in the
+    /// order of the queues.
     pub(super) fn ring(&self, nth: usize) -> Arc<RingSteps> {
         Arc::clone(&self.rings.lock()[nth])
     }
@@ -109,7 +112,7 @@ impl Fake {
         hook.map_or(Ok(()), |hook| hook(call))
     }
 
-    /// Checks that the device does not pass on a transfer beyond the end of the disk.
+    /// Checks that a transfer does not extend beyond the end of the disk.
     fn assert_inside(&self, offset_bytes: u64, len_bytes: u64) {
         let size_bytes = self.size_bytes();
         assert!(
@@ -190,15 +193,15 @@ impl BlockDevice for Fake {
     }
 }
 
-/// Steps of a ring. The test ends each of them, in any order.
+/// Steps in a ring. Tests end them in any order.
 pub(super) struct RingSteps {
     state: Mutex<State>,
     changed: Condvar,
     event: EventFd,
     is_given_up: AtomicBool,
-    /// Memory whose view is locked exclusively during each call of the ring, as a plug does.
+    /// View that is locked exclusively during each call of the ring, as a plug would do.
     view: Mutex<Option<GuestView>>,
-    /// Largest number of steps under way at a time.
+    /// Largest number of steps that were in progress concurrently.
     pub most_under_way: AtomicUsize,
 }
 
@@ -225,7 +228,7 @@ impl Default for RingSteps {
 }
 
 impl RingSteps {
-    /// Waits until at least `count` steps are under way, and returns how many are.
+    /// Waits until at least `count` steps are in progress. Returns the number of steps in progress.
     pub(super) fn wait_for(&self, count: usize) -> usize {
         let mut state = self.state.lock();
         let few = |state: &mut State| state.under_way.len() < count;
@@ -234,8 +237,8 @@ impl RingSteps {
         state.under_way.len()
     }
 
-    /// Ends the `nth` of the steps under way, in the order in which they began. If `result` is a
-    /// success, `fake` executes the step.
+    /// Ends the step with index `nth` among the steps in progress, in the order in which they
+    /// began. If `result` is a success, `fake` executes the step.
     pub(super) fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
         let mut state = self.state.lock();
         let (token, mut step) = state.under_way.remove(nth);
@@ -251,7 +254,7 @@ impl RingSteps {
         self.changed.notify_all();
     }
 
-    /// Plugs memory during each call of the ring. The plug waits until no guard is held.
+    /// Simulates a plug during each call of the ring. The plug waits until no guard is held.
     pub(super) fn plug_during_calls(&self, view: GuestView) {
         *self.view.lock() = Some(view);
     }
@@ -262,7 +265,7 @@ impl RingSteps {
         }
     }
 
-    /// Makes the ring report that the kernel takes no more steps from it.
+    /// Makes the ring report that the kernel no longer accepts steps from it.
     pub(super) fn give_up(&self) {
         self.is_given_up.store(true, Ordering::Relaxed);
     }
@@ -309,7 +312,7 @@ impl Executor for FakeRing {
     fn is_given_up(&self) -> bool {
         self.steps.is_given_up.load(Ordering::Relaxed)
     }
-    /// Waits until the test has ended the steps under way.
+    /// Waits until the test has ended all steps in progress.
     fn drain(&mut self) -> Vec<Done> {
         let mut state = self.steps.state.lock();
         let any = |state: &mut State| !state.under_way.is_empty() || state.ending > 0;

@@ -1,4 +1,4 @@
-//! Requests that a correct driver does not send.
+//! Tests of requests that a correct driver never sends.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -106,9 +106,9 @@ fn one_invalid_range_fails_the_request() {
         (range(1 << 55, 1, 0), IOERR),
         (range(0, u32::MAX, 0), IOERR),
         (range(0, 1, 2), UNSUPP),
-        // A discard has no such flag.
+        // Flag 1 (unmap) is not valid in a discard.
         (range(0, 1, 1), UNSUPP),
-        // One invalid range prevents the whole request.
+        // One invalid range makes the whole request fail.
         ([good.clone(), range(2048, 1, 0)].concat(), IOERR),
     ] {
         rig.driver.write(DATA, &list);
@@ -186,8 +186,8 @@ const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
 const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 
-/// A valid read of one sector. If `next` is set, the last descriptor, of the status byte, continues
-/// there.
+/// Returns a valid read of one sector. If `next` is set, the last descriptor, which contains the
+/// status byte, continues at `next`.
 fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
     let more = next.map_or(0, |_| NEXT);
     [
@@ -214,7 +214,7 @@ fn is_given_back(rig: &mut Rig) -> bool {
     len == 0
 }
 
-/// Same as [`is_given_back`], for a chain in an indirect table of `table_len` bytes.
+/// Same as [`is_given_back`], but the chain is in an indirect table of `table_len` bytes.
 fn is_given_back_from_table(rig: &mut Rig, chain: &[(u64, u32, u32, u16)], table_len: u32) -> bool {
     (0..)
         .zip(chain)
@@ -254,7 +254,7 @@ fn loops_in_an_indirect_table_are_returned() {
     assert!(!is_given_back_from_table(&mut rig, &good_chain(None), 48));
     for next in 0..3 {
         assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 48), "{next}");
-        // A table of 65,535 descriptors, in which following a loop would take long.
+        // The table has 65,535 descriptors, so following a loop in it would take long.
         assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 0xf_fff0), "{next}");
     }
 }
@@ -285,7 +285,7 @@ fn indirect_tables_of_invalid_length_are_returned() {
     {
         assert_eq!(is_given_back_from_table(&mut rig, &good_chain(None), len), bad, "{len}");
     }
-    // Larger than a table can be, and larger than memory.
+    // Lengths that exceed the maximum of a table, and lengths that exceed memory.
     for len in [0x10_0000, u32::MAX, u32::MAX - 15] {
         assert!(is_given_back_from_table(&mut rig, &good_chain(None), len), "{len:#x}");
     }

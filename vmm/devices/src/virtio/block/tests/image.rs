@@ -1,4 +1,4 @@
-//! Disks on image files, with io_uring if the host has it, and without.
+//! Tests of disks on image files, without io_uring and, if the host supports it, with io_uring.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -30,7 +30,7 @@ pub(super) const WRITABLE: ImageOptions = ImageOptions {
 };
 const READONLY: ImageOptions = ImageOptions { readonly: true, ..WRITABLE };
 
-/// An image of zeros.
+/// Creates an image that contains only zeros.
 fn image(len: u64) -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("image");
@@ -166,11 +166,11 @@ fn pool_is_not_attached_as_a_writable_disk() {
     for options in [WRITABLE, called_raw] {
         assert!(error(options).contains("is marked as a pool"), "{}", error(options));
     }
-    // A pool's file can be attached read-only. No VM can then open the pool.
+    // A pool's file can be attached read-only. While it is attached, no VM can open the pool.
     let image = RawImage::open(&path, READONLY).unwrap();
     assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
     drop(image);
-    // A pool without superblocks can be repaired unless a guest writes to it.
+    // A pool without superblocks can still be repaired, so a guest must not write to its file.
     let mut bytes = before.clone();
     bytes[..4096].fill(0);
     bytes[(2 << 20) - 4096..2 << 20].fill(0);
@@ -229,7 +229,7 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
         fs::read_to_string(&log).unwrap()[before..].matches("a qcow2 image").count()
     };
     crate::log::with_subscriber(subscriber, || {
-        // An image that is only read gets no mark.
+        // Attaching an image read-only does not mark it.
         assert_eq!(
             [READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings),
             [1, 1, 1, 0, 0]
@@ -249,7 +249,7 @@ fn copy_of_a_pool_becomes_a_disk_only_as_explicit_raw_image() {
     RawImage::open(&copy, READONLY).unwrap();
     RawImage::open(&copy, WRITABLE).unwrap_err();
     RawImage::open(&copy, ImageOptions { is_called_raw: true, ..WRITABLE }).unwrap();
-    // From now on the copy is a disk, which the guest may fill with any content.
+    // The copy is now marked as a disk, so any content in it is accepted.
     RawImage::open(&copy, WRITABLE).unwrap();
     PmemFile::open(&PmemConfig::parse(&format!("file={}", copy.display())).unwrap()).unwrap();
 }
@@ -261,7 +261,8 @@ fn files_that_are_not_images_are_refused() {
     assert!(error(folder.path()).contains("neither a file nor a block device"));
     assert!(error(Path::new("/dev/null")).contains("neither a file nor a block device"));
     assert!(error(&folder.path().join("none")).contains("examined"));
-    // Opening a pipe would wait for its other end.
+    // The pipe must not be opened, because that would block until another process opens its other
+    // end.
     let pipe = folder.path().join("pipe");
     mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();
     assert!(error(&pipe).contains("neither a file nor a block device"));
@@ -322,7 +323,7 @@ fn queues_continue_after_a_reset_during_their_requests() {
     let mut rig = Rig::with(device, features);
     let data = pattern(LEN as usize, 9);
     rig.driver.write(DATA, &data);
-    // Each queue writes ten blocks in its region of the disk.
+    // Each queue writes ten blocks in its own region of the disk.
     let sector = |queue: usize, nth: usize| (queue * 4096 + nth * 128) as u64;
     for round in 0..20 {
         let mut written = 0;
@@ -340,7 +341,7 @@ fn queues_continue_after_a_reset_during_their_requests() {
             written += 1;
         }
         (0..QUEUES).for_each(|queue| rig.driver.kick(queue));
-        // Every second round resets the device at an arbitrary moment.
+        // In every second round, the test resets the device at an arbitrary moment.
         if round % 2 == 0 {
             rig.device.reset();
             let activation = rig.driver.activation(features);

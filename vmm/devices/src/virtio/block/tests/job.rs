@@ -1,4 +1,4 @@
-//! Requests larger than one piece.
+//! Tests of requests that are larger than one piece.
 
 use vm_memory::{Bytes, GuestMemoryMmap};
 
@@ -24,7 +24,7 @@ const LIMITS: Limits = Limits {
 fn request(operation: impl FnOnce(DiskRange, Segments) -> Operation) -> Request {
     let range = disk_range(100, LEN, &LIMITS).unwrap();
     let mut segments = Segments::default();
-    // Cut where no piece ends.
+    // The driver's buffers end at other offsets than the pieces.
     segments.push(Segment { address: address(0x1000), len: 0x12_3456 });
     segments.push(Segment { address: address(0x40_0000), len: (LEN - 0x12_3456) as u32 });
     Request { head: 0, status: address(0), operation: operation(range, segments) }

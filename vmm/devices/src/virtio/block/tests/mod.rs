@@ -1,4 +1,4 @@
-//! Tests of the device with a driver: valid and invalid requests, and failing media.
+//! Tests of the device with a simulated driver: valid and invalid requests, and failing media.
 
 mod bounded;
 mod cache_mode;
@@ -29,7 +29,7 @@ use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Value of a status byte that the device has not written.
+/// Initial value of status bytes. It shows that the device has not written one.
 const UNTOUCHED: u8 = 0xee;
 
 fn shape() -> DiskShape {
@@ -91,8 +91,9 @@ impl Rig {
         self.driver.read(STATUS, 1)[0]
     }
 
-    /// Sends a request and returns the head of its chain. Requests that are open at the same time
-    /// need different slots. A transfer moves one sector at [`data_of`] in guest memory.
+    /// Sends a request and returns the head of its chain. Requests that are in progress
+    /// concurrently need different slots. A read or write transfers the sector at [`data_of`] in
+    /// guest memory.
     fn send(&mut self, queue: usize, slot: u64, kind: u32, sector: u64) -> u16 {
         let (header, status) = (HEADER + 0x200 + 0x10 * slot, status_at(slot));
         let bytes = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
@@ -115,8 +116,8 @@ impl Rig {
         self.driver.read(status_at(slot), 1)[0]
     }
 
-    /// Sends header, `buffers` and status byte as a chain. Returns the status and the number of
-    /// bytes written.
+    /// Sends a chain that consists of the header, `buffers` and the status byte. Returns the status
+    /// and the number of bytes written.
     fn request(&mut self, kind: u32, sector: u64, buffers: &[Buffer]) -> (u8, u32) {
         self.write_header(kind, sector);
         let chain = [&[Buffer::Out(HEADER, 16)], buffers, &[Buffer::In(STATUS, 1)]].concat();
@@ -147,7 +148,7 @@ impl Rig {
     }
 }
 
-/// Bytes that differ between sectors.
+/// Returns bytes whose pattern differs between sectors.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 9) as u8 ^ seed).collect()
 }

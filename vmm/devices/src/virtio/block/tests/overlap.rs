@@ -1,4 +1,5 @@
-//! Two overlapping flushes with one failure, on a disk with two queues, with and without rings.
+//! Tests of two overlapping flushes, one of which fails, on a disk with two queues. They run with
+//! and without rings.
 
 use std::io;
 use std::sync::Arc;
@@ -18,14 +19,14 @@ use crate::virtio::block::Kind;
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 
-/// A disk with two queues. The test ends the flush of each.
+/// A disk with two queues. Tests decide when the flush of each queue ends.
 struct Flushes {
     rig: Rig,
     fake: Arc<Fake>,
     by_ring: bool,
-    /// Receives a message for each flush that begins without a ring.
+    /// Receives a message when a flush without a ring begins.
     begun: Receiver<()>,
-    /// Senders of the results of flushes without a ring, in the order in which they begin.
+    /// Send the results of flushes without a ring, in the order in which the flushes begin.
     results: Vec<Sender<io::Result<()>>>,
 }
 
@@ -49,7 +50,7 @@ impl Flushes {
         Self { rig, fake, by_ring, begun, results }
     }
 
-    /// Sends a flush to a queue. The slot of the request has the same number.
+    /// Sends a flush to a queue. The request uses the slot with the queue's number.
     fn begin(&mut self, queue: usize) {
         self.rig.send(queue, queue as u64, VIRTIO_BLK_T_FLUSH, 0);
         if self.by_ring {
@@ -67,7 +68,7 @@ impl Flushes {
         }
     }
 
-    /// Waits until the disk has counted the first flush that ended.
+    /// Waits until the disk has counted the flush that ended first.
     fn wait_for_flush(&self) {
         while self.rig.metrics().flushes.count() == 0 {
             thread::yield_now();
@@ -79,7 +80,8 @@ impl Flushes {
     }
 }
 
-/// Runs two overlapping flushes, one in each queue. The second ends first. Returns their statuses.
+/// Runs two overlapping flushes, one in each queue. The second one ends first. Returns the statuses
+/// of both.
 fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> [u8; 2] {
     let mut flushes = Flushes::new(by_ring);
     (0..2).for_each(|queue| flushes.begin(queue));
@@ -87,7 +89,7 @@ fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> 
     flushes.end(1, second);
     flushes.wait_for_flush();
     if is_good {
-        // When the queue has answered a later request, it has processed the end of the flush.
+        // The queue answers this later request only after it has processed the end of the flush.
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         flushes.rig.driver.wait_used(1);
         assert_eq!(flushes.rig.status_of(2), OK);
@@ -155,7 +157,8 @@ fn held_queue_answers_open_requests_and_takes_no_more() {
     for by_ring in [false, true] {
         let mut flushes = Flushes::new(by_ring);
         (0..2).for_each(|queue| flushes.begin(queue));
-        // 1. The second flush has ended, but waits for the first, which has not.
+        // 1. The second flush has ended, but it waits for the first one, which is still in
+        //    progress.
         flushes.end(1, Ok(()));
         flushes.wait_for_flush();
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
@@ -175,7 +178,7 @@ fn held_queue_answers_open_requests_and_takes_no_more() {
         assert_eq!(flushes.statuses(), [OK, OK]);
         let rig = &mut flushes.rig;
         rig.driver.wait_used(1);
-        // 2. A request that arrives while the queue is held waits in the ring.
+        // 2. A request that arrives while the VM is paused waits in the ring.
         rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         assert_eq!((rig.driver.used(1), rig.status_of(2)), (None, UNTOUCHED));
         loops.iter().for_each(EventLoopHandle::release);

@@ -1,4 +1,4 @@
-//! Steps in progress together in a ring, whose steps the test ends.
+//! Tests of concurrent steps in a ring. The tests decide when each step ends.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -57,7 +57,7 @@ fn flush_and_write_that_overlap_do_not_wait_for_each_other() {
             assert_eq!(rig.driver.wait_used(0), (heads[slot], 1));
             assert_eq!(rig.status_of(slot as u64), OK);
         }
-        // A flush covers the writes that ended before it.
+        // A flush covers only writes that ended before it.
         assert_eq!(fake.is_dirty(), first == 1);
     }
 }
@@ -76,7 +76,8 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
             thread::yield_now();
         }
         if first != failing {
-            // When the queue has answered a later request, it has processed the end of the flush.
+            // The queue answers this later request only after it has processed the end of the
+            // flush.
             rig.send(0, 2, VIRTIO_BLK_T_GET_ID, 0);
             rig.driver.wait_used(0);
             assert_eq!([0, 1, 2].map(|slot| rig.status_of(slot)), [UNTOUCHED, UNTOUCHED, OK]);
@@ -92,8 +93,8 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
 
 #[test]
 fn write_is_durable_if_the_cache_is_off_at_its_end() {
-    // No case switches the cache on, because virtio does not define the mode of a write in
-    // progress.
+    // No case switches the cache on during a write, because virtio does not define whether such a
+    // write must be durable.
     for (before, after) in [(0, 0), (1, 0), (1, 1)] {
         let (mut rig, fake, ring) = rig();
         rig.device.write_config(32, &[before]);
@@ -136,7 +137,7 @@ fn queue_zeroes_no_more_than_its_limit_at_a_time() {
     let fake = Arc::new(fake);
     let mut rig = Rig::new(fake.clone());
     let ring = fake.ring(0);
-    // 8 MiB, which are two pieces.
+    // The range is 8 MiB long, which makes two pieces.
     let list = [&0u64.to_le_bytes()[..], &(1u32 << 14).to_le_bytes(), &[0; 4]].concat();
     rig.driver.write(DATA, &list);
     rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);
@@ -162,7 +163,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
     let fake = Arc::new(fake);
     let mut rig = Rig::new(fake.clone());
     let ring = fake.ring(0);
-    // All writes have the same MiB of data: the driver's whole memory.
+    // All writes use the same 1 MiB of data, because the driver has no more memory.
     rig.write_header(VIRTIO_BLK_T_OUT, 0);
     let write =
         [Buffer::Out(HEADER, 16), Buffer::Out(0, PIECE_BYTES_MAX as u32), Buffer::In(STATUS, 1)];
@@ -175,7 +176,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
     rig.driver.write(HEADER + 0x10, &header);
     let zeroes = [Buffer::Out(HEADER + 0x10, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
     rig.driver.add(0, &zeroes);
-    // The last write has to wait.
+    // The queue has reached its limit, so the last write must wait.
     rig.driver.add_again(0, head);
     rig.driver.kick(0);
     assert_eq!(ring.wait_for(writes + 1), writes + 1);
@@ -212,7 +213,7 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
     let activation = rig.driver.activation(rig.device.features());
     rig.device.activate(activation).unwrap();
     assert!(metrics.io_uring.load(Ordering::Relaxed));
-    // Ring 1 belongs to the first queue. The second queue still has its ring.
+    // Ring 1 belongs to the first queue. The second queue retains its ring.
     fake.ring(1).give_up();
     rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
     fake.ring(1).wait_for(1);
@@ -224,9 +225,9 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
 #[test]
 fn memory_can_be_plugged_while_a_ring_is_at_work() {
     let (mut rig, fake, ring) = rig();
-    // Would deadlock if a guard was held during a call of the ring.
+    // The test deadlocks if the device holds a guard during a call of the ring.
     ring.plug_during_calls(rig.view.clone());
-    // Two ranges have two steps.
+    // A request with two ranges needs two steps.
     let range = |sector: u64| [&sector.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
     rig.driver.write(DATA, &[range(8), range(16)].concat());
     rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);

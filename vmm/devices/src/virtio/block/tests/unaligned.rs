@@ -1,5 +1,5 @@
-//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring if the host has it, and
-//! without.
+//! Tests of disks with 512-byte sectors on media with 4096-byte sectors, without io_uring and, if
+//! the host supports it, with io_uring.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 const DIRECT_512: ImageOptions =
     ImageOptions { direct: true, guest_block_bytes: Some(512), ..WRITABLE };
 
-/// A device with sectors of 4096 bytes, and a file system on it if it is mounted.
+/// A loop device with 4096-byte sectors, optionally with a mounted file system.
 struct Device {
     folder: TempDir,
     path: PathBuf,
@@ -25,7 +25,7 @@ struct Device {
 }
 
 impl Device {
-    /// Returns `None` if there are no loop devices.
+    /// Creates a loop device. Returns `None` if the host has no loop devices.
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = TempDir::new().unwrap();
         let image = folder.path().join("image");
@@ -44,7 +44,8 @@ impl Device {
         Some(Self { folder, path, is_mounted: false })
     }
 
-    /// Returns `None` if nothing can be mounted.
+    /// Creates a loop device with a mounted file system. Returns `None` if the test may not mount
+    /// it.
     fn mounted() -> Option<Self> {
         let mut device = Self::new(16 * MIB)?;
         let folder = device.folder.path().join("mounted");
@@ -83,7 +84,7 @@ fn range(sector: u64, sectors: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
 }
 
-/// Writes to parts of the first 64 KiB and to the last sectors of a disk, and compares its content.
+/// Writes to parts of the first 64 KiB and to the last sectors of a disk, and checks the content.
 fn exercise(mut rig: Rig, sectors: u64) {
     let mut expected = pattern(64 << 10, 3);
     assert_eq!(rig.write(0, &expected), OK);
@@ -99,7 +100,7 @@ fn exercise(mut rig: Rig, sectors: u64) {
             "sector {sector}, {count} sectors"
         );
     }
-    // Zeroing and discards are exact to the byte.
+    // Zeroing and discards must change exactly the requested bytes.
     for (sector, count) in [(33, 30), (65, 2), (72, 8)] {
         rig.driver.write(DATA, &range(sector, count));
         assert_eq!(rig.request(VIRTIO_BLK_T_WRITE_ZEROES, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
@@ -156,7 +157,8 @@ fn file_has_sectors_of_512_on_any_media() {
 fn host_that_begins_to_refuse_sectors_causes_no_error() {
     let Some(device) = Device::new(8 * MIB) else { return };
     let image = RawImage::open(&device.path, DIRECT_512).unwrap();
-    // Simulates a host that accepted 512 bytes when the image was opened.
+    // Simulates a host that accepted I/O of 512 bytes when the image was opened but does not accept
+    // it now.
     image.forget_unit();
     exercise(Rig::new(image.clone()), 8 * MIB / 512);
 }
@@ -174,7 +176,7 @@ fn requested_block_size_is_used() {
     assert_eq!(rig.write(8, &pattern(4096, 1)), OK);
 }
 
-/// Queues write adjacent sectors of the same blocks at once, while rings write whole blocks.
+/// Queues write adjacent sectors of shared blocks concurrently, while rings write whole blocks.
 #[test]
 fn queues_that_change_the_same_blocks_lose_nothing() {
     const QUEUES: usize = 4;
@@ -185,7 +187,8 @@ fn queues_that_change_the_same_blocks_lose_nothing() {
     let mut rig = Rig::with(block, features);
     for round in 0..50u8 {
         let sent = (0..QUEUES * 4).map(|nth| {
-            // Every fourth write is a whole block. The others are sectors of shared blocks.
+            // Every fourth write covers a whole block. The others write single sectors of shared
+            // blocks.
             let (sector, sectors) =
                 if nth % 4 == 3 { (64 + nth as u64 * 8, 8) } else { (nth as u64, 1) };
             let (header, data) = (HEADER + 0x200 + 0x10 * nth as u64, DATA + 0x1000 * nth as u64);

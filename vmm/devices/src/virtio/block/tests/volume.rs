@@ -1,4 +1,4 @@
-//! Volumes as disks.
+//! Tests of volumes that are attached as disks.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -15,7 +15,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const MIB: u64 = 1 << 20;
 
-/// Creates a pool in `folder` with a volume `data`.
+/// Creates a pool in `folder` that contains a volume named `data`.
 fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
@@ -24,7 +24,7 @@ fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     pool
 }
 
-/// Opens the volume of a new pool as a disk.
+/// Creates a pool with a volume and opens the volume as a disk.
 pub(super) fn disk_of_new_volume(folder: &TempDir) -> Arc<dyn BlockDevice> {
     new_pool(folder).open_volume("data").unwrap().into_disk().unwrap().device
 }

@@ -1,16 +1,17 @@
-//! Loads whose instructions callgrind counts (docs/design/benchmarks.md).
+//! Workloads whose instructions are counted with callgrind (docs/design/benchmarks.md).
 
 use super::*;
 use crate::virtio::testing::counted_requests;
 
-/// Blocks of the zone, at least as many as `ci/bench --requests` requests one at a time.
+/// Number of blocks in the zone. `ci/bench --requests` requests them one at a time, and must not
+/// request more.
 const BLOCKS: u16 = 3000;
 
 fn requests() -> u64 {
     counted_requests(256)
 }
 
-/// A guest with a requested size of all blocks.
+/// Creates a guest from which the whole zone is requested.
 fn guest() -> Guest {
     let guest = Guest::new(BLOCKS.into(), None);
     guest.handle.request_size(u64::from(BLOCKS) * BLOCK_BYTES).unwrap();

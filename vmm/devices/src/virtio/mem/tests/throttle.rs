@@ -1,4 +1,4 @@
-//! Plug budgets: a hostile driver on a simulated clock, and delayed requests.
+//! Tests of plug budgets: a hostile driver on a simulated clock, and delayed requests.
 
 use super::*;
 use crate::virtio::mem::event::RETRY_INTERVAL;
@@ -6,7 +6,7 @@ use crate::virtio::mem::request::{BlockRun, Request, Response};
 
 const BLOCKS: u16 = 8;
 const ZONE_BYTES: u64 = BLOCKS as u64 * BLOCK_BYTES;
-/// A rate that refills no block during a test.
+/// Rate that is too low to refill even one block during a test.
 const NO_REFILL: NonZeroU64 = NonZeroU64::new(1).unwrap();
 
 fn guest(rate: Option<NonZeroU64>) -> Guest {
@@ -15,7 +15,8 @@ fn guest(rate: Option<NonZeroU64>) -> Guest {
     guest
 }
 
-/// A guest that has used up its budget, has nothing plugged, and requests 4 blocks.
+/// Creates a guest that has used up its budget and has nothing plugged. Its request to plug 4
+/// blocks is delayed.
 fn delayed_guest() -> Guest {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!((guest.plug(0, BLOCKS), guest.unplug(0, BLOCKS)), (ACK, ACK));
@@ -24,7 +25,7 @@ fn delayed_guest() -> Guest {
     guest
 }
 
-/// Makes a request available in descriptors `head` and `head + 1`, with its own buffers.
+/// Makes a request available that uses descriptors `head` and `head + 1` and its own buffers.
 fn post(guest: &mut Guest, head: u16, code: u16, block: u64, count: u16) {
     let beside = u64::from(head) * 0x40;
     guest.write_request_at(REQUEST + beside, code, block, count);
@@ -58,15 +59,15 @@ fn wait_until_throttled(guest: &Guest, requests: u64) {
     wait_until("a request is delayed", || metrics.throttled.requests() == requests);
 }
 
-/// Fills the budget and wakes the worker, as its timer would.
+/// Fills the budget and wakes the worker like an expired timer.
 fn refill(guest: &Guest) {
     *guest.budget.lock() = PlugBudget::new(guest.handle.zone(), Instant::now());
     guest.kick.write(1).unwrap();
 }
 
-/// Returns the bytes that a hostile driver has plugged, and that the pool has erased, in `seconds`
-/// of the driver's clock. The driver plugs and unplugs the whole zone in a loop, 1 ms for each
-/// request.
+/// Simulates a hostile driver that plugs and unplugs the whole zone in a loop, with 1 ms per
+/// request, for `seconds` on its own clock. Returns the number of plugged bytes and the number of
+/// bytes that the pool has erased.
 fn plug_storm(rate: Option<NonZeroU64>, seconds: u64) -> (u64, u64) {
     let guest = guest(rate);
     let run = BlockRun { addr: START, count: BLOCKS };
@@ -91,9 +92,9 @@ fn plug_storm_is_held_to_the_rate() {
     let is_held = |bytes: u64, seconds: u64| bytes <= ZONE_BYTES + seconds * GIB;
     let (plugged, erased) = plug_storm(NonZeroU64::new(GIB), 10);
     assert!(is_held(plugged, 10) && is_held(erased, 10), "{plugged} plugged, {erased} erased");
-    // The driver can use the whole rate.
+    // The limit does not prevent the driver from using the full rate.
     assert!(plugged >= 10 * GIB, "{plugged}");
-    // Without a budget the same driver exceeds the bound.
+    // Without a budget, the same driver exceeds the limit.
     let (plugged, erased) = plug_storm(None, 2);
     assert!(!is_held(plugged, 2) && !is_held(erased, 2), "{plugged} plugged, {erased} erased");
 }
@@ -104,7 +105,7 @@ fn requests_without_effect_are_held_to_a_rate() {
     let run = BlockRun { addr: START, count: BLOCKS };
     let start = Instant::now();
     let (mut now, mut served) = (start, 0);
-    // Answered with the state, ERROR and ERROR.
+    // The device answers these requests with the state, ERROR and ERROR.
     let requests = [Request::State(run), Request::Unplug(run), Request::Unknown(7)];
     for request in requests.iter().cycle() {
         if now > start + Duration::from_secs(2) {
@@ -139,7 +140,7 @@ fn notifications_do_not_repeat_a_delayed_request() {
     let (begun, before) = (Instant::now(), refusals());
     for _ in 0..1000 {
         guest.kick.write(1).unwrap();
-        // One pass of the loop.
+        // Runs one pass of the event loop.
         event_loop.hold();
         event_loop.wait_until_held();
         event_loop.release();
@@ -157,7 +158,7 @@ fn requests_behind_a_delayed_one_are_answered_after_it() {
     refill(&guest);
     wait_until("both requests are answered", || used(&guest) == 4);
     assert_eq!((used_head(&guest, 2), used_head(&guest, 3)), (0, 2));
-    // The state is that after the plug.
+    // The second request reads the state after the plug.
     let state: u16 = guest.memory.boot().read_obj(GuestAddress(ANSWER + 0x80 + 8)).unwrap();
     assert_eq!((answer(&guest, 0), answer(&guest, 2), state), (ACK, ACK, 0));
     assert_eq!(guest.handle.metrics().throttled.requests(), 1);
@@ -168,7 +169,7 @@ fn unplugs_are_never_delayed() {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!(guest.plug(0, BLOCKS), ACK);
     assert_eq!((guest.unplug(0, 1), guest.send(UNPLUG_ALL, 0, 0).0), (ACK, ACK));
-    // A refused request does not wait either.
+    // A refused request is not delayed either.
     assert_eq!((guest.plug(0, BLOCKS + 1), guest.send(STATE, 0, 1)), (NACK, (ACK, 1)));
     let throttled = &guest.handle.metrics().throttled;
     assert_eq!((throttled.requests(), throttled.delay()), (0, Duration::ZERO));
@@ -229,13 +230,14 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
     let event_loop = guest.event_loop.handle();
     event_loop.hold();
     event_loop.wait_until_held();
-    // Longer than [`PATIENCE`], so that a blocked loop fails the test, but finite.
+    // With this rate, the timer expires later than [`PATIENCE`], so a blocked loop makes the test
+    // fail.
     *guest.budget.lock() = drained(ZONE_BYTES / 60);
     guest.kick.write(1).unwrap();
     let begun = Instant::now();
     wait_until("the timer expires", || begun.elapsed() > Duration::from_millis(1100));
     event_loop.release();
-    // A blocked loop cannot be held again.
+    // If the loop is blocked, it cannot be held again.
     event_loop.hold();
     let (held, is_held) = mpsc::channel();
     let waiter = event_loop.clone();

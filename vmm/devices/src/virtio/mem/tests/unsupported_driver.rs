@@ -1,10 +1,11 @@
-//! Drivers without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, such as those of Linux 5.8 to 5.15.
+//! Tests of drivers without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, such as those in Linux 5.8 to
+//! 5.15.
 
 use super::*;
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 
 impl Guest {
-    /// Replaces the driver by one of Linux before 5.16.
+    /// Replaces the driver with one from a Linux before 5.16.
     fn load_old_driver(&mut self) {
         self.device.reset();
         self.negotiate_as_old_driver();
@@ -24,7 +25,7 @@ fn driver_without_unplugged_inaccessible_is_refused() {
     let mut guest = Guest::new(64, None);
     guest.load_old_driver();
     assert_eq!(guest.handle.sizes().driver, DriverState::Unsupported);
-    // A guest without ACPI does not use the node.
+    // A guest without ACPI does not use the NUMA node, so its driver need not accept that feature.
     assert!(guest.device.accepts_features(guest.device.features() & !1));
 }
 
@@ -52,7 +53,7 @@ fn request_from_a_refused_driver_is_an_error() {
     assert_eq!(guest.handle.request_step(0, BLOCK_BYTES), Err(unsupported()));
     assert_eq!(guest.handle.sizes().requested_bytes, 0);
     assert!(!guest.handle.sizes().is_withdrawn);
-    // A request of the plugged size needs no driver.
+    // Requesting the size that is already plugged needs no driver.
     guest.handle.request_size(0).unwrap();
     let text = unsupported().to_string();
     assert!(text.contains("\"dram\"") && text.contains("5.16"), "{text}");

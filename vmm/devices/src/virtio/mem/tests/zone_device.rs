@@ -1,4 +1,4 @@
-//! The device as the governor uses it.
+//! Tests of the interface that the governor uses.
 
 use balloon::ZoneSizes;
 

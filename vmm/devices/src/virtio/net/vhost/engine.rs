@@ -1,5 +1,5 @@
-//! State of a queue pair in the kernel. The pair is attached while the driver uses it and the VM
-//! runs, and its memory table is that of the VM.
+//! State of a queue pair that vhost-net serves. The pair is attached while the driver uses it and
+//! the VM is not paused. Its memory table follows the VM's memory.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,28 +15,28 @@ use crate::log::sparsely;
 use crate::memory::view::{RegionWatcher, Regions};
 use crate::virtio::net::state::PairUser;
 
-/// A queue pair that vhost-net serves. Dropping it ends the service.
+/// A queue pair that vhost-net serves, until it is dropped.
 pub(in super::super) trait Rings: Send {
     /// Starts or resumes the pair.
     fn attach(&mut self) -> Result<(), VhostError>;
-    /// Stops the pair. When this returns, it no longer accesses guest memory.
+    /// Stops the pair. When this returns, vhost-net no longer accesses guest memory for it.
     fn detach(&mut self) -> Result<(), VhostError>;
     /// Replaces the regions that the pair may access.
     fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError>;
 }
 
-/// Parts of a pair. Arrays have the receive queue first, then the transmit queue.
+/// Parts from which a pair is created. In arrays, the receive queue precedes the transmit queue.
 pub(in super::super) struct Setup<'a> {
     pub(in super::super) regions: &'a Regions,
     pub(in super::super) features: u64,
     /// Queues as the driver has configured them.
     pub(in super::super) queues: [&'a Queue; 2],
-    /// Signaled by the driver.
+    /// Events that the driver signals to notify the device.
     pub(in super::super) kicks: [&'a EventFd; 2],
-    /// Signaled for the driver.
+    /// Events that vhost-net signals to interrupt the driver.
     pub(in super::super) calls: [&'a EventFd; 2],
     pub(in super::super) errors: [&'a EventFd; 2],
-    /// A queue of the host's interface.
+    /// Queue of the host's interface.
     pub(in super::super) tap: File,
 }
 
@@ -44,16 +44,16 @@ pub(in super::super) type Connect =
     Arc<dyn Fn(Setup<'_>) -> Result<Box<dyn Rings>, VhostError> + Send + Sync>;
 
 struct State {
-    /// `None` after the pair was given up.
+    /// `None` after the pair has failed or was given up.
     rings: Option<Box<dyn Rings>>,
-    /// The driver uses the pair.
+    /// True if the driver uses the pair.
     is_wanted: bool,
-    /// The VM is paused.
+    /// True while the VM is paused.
     is_standing: bool,
     is_attached: bool,
 }
 
-/// A queue pair. A failure ends it and signals its worker.
+/// A queue pair and its state. A failure disables the pair and signals its worker.
 pub(super) struct Engine {
     state: Mutex<State>,
     kicks: [EventFd; 2],
@@ -69,18 +69,18 @@ impl Engine {
     }
 
     pub(super) fn give_up(&self) {
-        // Under the lock, so that the removal of a region waits until the pair no longer accesses
-        // it.
+        // The lock is held until the pair is detached. A region can therefore be removed only after
+        // the pair has stopped accessing it.
         let mut state = self.state.lock();
         if let Some(mut rings) = state.rings.take()
             && let Err(err) = rings.detach()
         {
-            // Closing the file detaches the pair as well.
+            // The error is not fatal, because closing the file detaches the pair as well.
             debug!(%err, "Cannot stop vhost-net");
         }
     }
 
-    /// Returns true if the pair was given up or has failed.
+    /// Returns true if the pair has failed or was given up.
     pub(super) fn is_given_up(&self) -> bool {
         self.state.lock().rings.is_none()
     }
@@ -98,21 +98,24 @@ impl Engine {
         };
         self.check(&mut state, result);
         if should && state.rings.is_some() {
-            // Repeats notifications that were lost while the pair was detached.
+            // Notifications may have been lost while the pair was detached, so they are repeated.
             for kick in &self.kicks {
-                // Fails only if the counter is full, and then a notification is pending.
+                // The write fails only if the event's counter is full. In that case a notification
+                // is already pending.
                 let _ = kick.write(1);
             }
         }
     }
 
-    /// Ends a pair that has failed. Closing its file stops all accesses, regardless of its state.
+    /// Disables the pair if `result` is an error. Closing its file stops all accesses, whatever
+    /// state it is in.
     fn check(&self, state: &mut State, result: Result<(), VhostError>) {
         if let Err(err) = result {
             let error = &err as &dyn std::error::Error;
             sparsely!(warn, error, "vhost-net failed; a queue pair is disabled");
             state.rings = None;
-            // Fails only if the counter is full, and then the failure is signaled.
+            // The write fails only if the event's counter is full. In that case the failure is
+            // already signaled.
             let _ = self.failure.write(1);
         }
     }
@@ -147,14 +150,14 @@ impl RegionWatcher for Engine {
 pub(in super::super) mod fake {
     use super::*;
 
-    /// Calls of a pair.
+    /// Records the calls for a pair.
     #[derive(Default)]
     pub(in super::super::super) struct Record {
         pub(in super::super::super) calls: Vec<String>,
         pub(in super::super::super) refuse: bool,
     }
 
-    /// A pair that only records calls.
+    /// A simulated pair that only records calls.
     pub(in super::super::super) struct FakeRings(pub(in super::super::super) Arc<Mutex<Record>>);
 
     impl FakeRings {

@@ -1,4 +1,4 @@
-//! One queue pair in the kernel: a file of /dev/vhost-net.
+//! A queue pair in the kernel, which is an open file of /dev/vhost-net.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::{RING_FEATURES, VhostError};
 use crate::memory::backing::Reservation;
 use crate::memory::view::Regions;
 
-/// Indices of the two queues in the kernel.
+/// Indices that the kernel uses for the two queues.
 const QUEUES: [usize; 2] = [0, 1];
 
 fn call(what: &'static str) -> impl Fn(vhost::Error) -> VhostError {
@@ -29,7 +29,7 @@ fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, Vhost
     })
 }
 
-/// Features of the kernel's vhost-net.
+/// Returns the features that the kernel's vhost-net supports.
 pub(super) fn features() -> Result<u64, VhostError> {
     open(Arc::new(GuestMemoryMmap::new()))?
         .get_features()
@@ -37,17 +37,18 @@ pub(super) fn features() -> Result<u64, VhostError> {
 }
 
 struct KernelRings {
-    /// First, so that the file is closed before the reservations are dropped.
+    /// Dropped first, because the file must be closed before the reservations are dropped.
     net: Net<Arc<GuestMemoryMmap>>,
     tap: File,
-    /// Start addresses of the rings in this process. The kernel uses them regardless of the table.
+    /// Start addresses of the rings in this process. The kernel uses these addresses even if the
+    /// table changes.
     ring_starts: Vec<u64>,
     /// Address space of the table and the rings. It must not be unmapped while the kernel may
-    /// access it, so that no other memory of this process is placed there.
+    /// access it, because other memory of this process could then be placed there.
     reservations: Vec<Arc<Reservation>>,
 }
 
-/// Passes a queue pair to the kernel. It is not yet attached.
+/// Passes a queue pair to the kernel. The pair is not attached yet.
 pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     let Setup { regions, features, queues, kicks, calls, errors, tap } = setup;
     let table = Table::new(&regions.memory)?;
@@ -65,8 +66,8 @@ pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
 }
 
-/// Sets the addresses of a ring from the driver. Returns the start addresses of its parts in this
-/// process.
+/// Passes the addresses of a ring, which the driver has set, to the kernel. Returns the start
+/// addresses of the ring's parts in this process.
 fn set_ring(
     net: &Net<Arc<GuestMemoryMmap>>,
     table: &Table,
@@ -76,7 +77,7 @@ fn set_ring(
     let size = u64::from(queue.size());
     let (descriptors, available, used) =
         (queue.desc_table(), queue.avail_ring(), queue.used_ring());
-    // Lengths include the event index at the end of both rings (virtio 1.3, 2.7.6 and 2.7.8).
+    // The lengths of both rings include the event index at their end (virtio 1.3, 2.7.6 and 2.7.8).
     let starts = [
         table.find("descriptor table", descriptors, 16 * size)?,
         table.find("available ring", available, 6 + 2 * size)?,
@@ -104,10 +105,10 @@ impl Rings for KernelRings {
         })
     }
 
-    /// The kernel waits for requests in progress (vhost_net_set_backend: the queue's mutex, and a
-    /// flush of its thread). Frames that it had taken from the interface return there. The kernel
-    /// retains its position in the available ring, and reads that of the used ring when it resumes
-    /// (vhost_vq_init_access).
+    /// The kernel waits for requests in progress (vhost_net_set_backend takes the queue's mutex and
+    /// flushes its thread). It returns frames that it had already taken from the interface. It
+    /// retains its position in the available ring, and when it resumes, it reads its position in
+    /// the used ring from memory (vhost_vq_init_access).
     fn detach(&mut self) -> Result<(), VhostError> {
         QUEUES.into_iter().try_for_each(|index| {
             self.net.set_backend(index, None).map_err(call("the removal of a queue"))
@@ -122,8 +123,9 @@ impl Rings for KernelRings {
     }
 }
 
-/// Returns the reservations that the kernel needs with a table of `new`: all of `new`, and those of
-/// `old` in which a ring begins, because rings are accessed by their original addresses.
+/// Returns the reservations that must exist while the kernel's table contains `new`. These are all
+/// of `new` and the ones of `old` in which a part of a ring begins, because the kernel accesses
+/// rings by their original addresses.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],
@@ -172,7 +174,7 @@ mod tests {
 
     #[test]
     fn error_without_the_device_names_it() {
-        // The device exists, so its features are readable.
+        // If the device exists, its features must be readable.
         match features() {
             Ok(features) => assert_eq!(features & RING_FEATURES, RING_FEATURES),
             Err(err) => assert!(err.to_string().contains("/dev/vhost-net"), "{err}"),

@@ -1,5 +1,5 @@
-//! Transfer of frames by the host's kernel (Linux drivers/vhost/net.c). vhost-net serves the queue
-//! pairs of the same device. Its control queue and its configuration stay here.
+//! Transfer of frames by the host's kernel (Linux drivers/vhost/net.c). vhost-net serves the
+//! device's queue pairs. This process still handles the control queue and the configuration.
 //!
 //! docs/design/decisions/0018-vhost-net.md explains why vhost-net cannot access unplugged memory.
 
@@ -23,11 +23,11 @@ pub(super) use engine::Connect;
 pub(super) use worker::Worker;
 
 const DEVICE: &str = "/dev/vhost-net";
-/// Set when the module is loaded. The default is 0 since Linux 5.3.
+/// Parameter that is set when the module is loaded. Its default is 0 since Linux 5.3.
 const ZERO_COPY: &str = "/sys/module/vhost_net/parameters/experimental_zcopytx";
 
-/// Negotiated features that affect vhost-net, which are those of the rings. The header's length
-/// depends on the first two of them. Offloads belong to the tap.
+/// Negotiated features that affect vhost-net. They concern only the format of rings and headers,
+/// and the first two determine the length of the header. Offloads are handled by the tap.
 const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
     | 1 << VIRTIO_NET_F_MRG_RXBUF
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
@@ -41,15 +41,15 @@ pub(super) enum VhostError {
     Open(#[source] io::Error),
     #[error("{DEVICE} lacks the features {missing:#x}")]
     Features {
-        /// Missing features, as bits.
+        /// Missing features as a bit mask.
         missing: u64,
     },
-    /// vhost-net might send from pages that the guest has returned.
+    /// vhost-net might send data from pages that the guest has already returned.
     #[error(
         "module vhost_net was loaded with experimental_zcopytx={value}, so it could use pages that the guest returned; reload it with experimental_zcopytx=0"
     )]
     ZeroCopy {
-        /// Value of the parameter.
+        /// Value of the module parameter.
         value: String,
     },
     #[error(
@@ -62,19 +62,20 @@ pub(super) enum VhostError {
         #[source]
         source: vhost::Error,
     },
-    /// No memory, or too many ranges.
+    /// Guest memory has no range or too many ranges.
     #[error("guest memory has {ranges} ranges; vhost-net supports 1 to {}", table::RANGES_MAX)]
     Ranges { ranges: usize },
-    /// Each part of a ring must be contiguous, because the kernel accesses it by one address.
+    /// A part of a ring is not contiguous in this process. It must be, because the kernel accesses
+    /// it by a single address.
     #[error("{part} at {address:#x} of {len} bytes is not in one range of guest memory")]
     Ring {
         part: &'static str,
-        /// Guest address of the part.
+        /// Guest-physical address of the part.
         address: u64,
         /// Length of the part.
         len: u64,
     },
-    /// A file of a tap's queue or an event cannot be created.
+    /// The file of a tap's queue cannot be duplicated or an event cannot be created.
     #[error("cannot set up the files of the queues")]
     Io(#[from] io::Error),
 }
@@ -84,9 +85,9 @@ pub(super) fn connect() -> Connect {
     Arc::new(kernel::connect)
 }
 
-/// Checks that this host's vhost-net can and may serve a device.
+/// Checks that vhost-net on this host has all required features and can be used safely.
 pub(super) fn probe() -> Result<(), VhostError> {
-    // Opening the device loads the module, whose parameters exist from then on.
+    // Opening the device loads the module. The module's parameters can be read only after that.
     check_features(kernel::features()?)?;
     check_zero_copy(fs::read_to_string(ZERO_COPY))
 }
@@ -98,7 +99,8 @@ fn check_features(features: u64) -> Result<(), VhostError> {
     }
 }
 
-/// With zero copy, the kernel would send from pages even after they have another owner.
+/// Checks that zero copy is off. With zero copy, the kernel could send data from pages that already
+/// have another owner.
 fn check_zero_copy(parameter: io::Result<String>) -> Result<(), VhostError> {
     match parameter.map_err(VhostError::ZeroCopyUnknown)?.trim() {
         "0" => Ok(()),

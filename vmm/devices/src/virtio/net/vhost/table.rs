@@ -1,14 +1,14 @@
-//! Guest memory table of vhost-net, without I/O.
+//! Table of guest memory for vhost-net, without I/O.
 
 use vhost::VhostUserMemoryRegionInfo;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 use super::VhostError;
 
-/// Default limit of the module, without `max_mem_regions`.
+/// Maximum number of ranges, unless the module parameter `max_mem_regions` changes it.
 pub(super) const RANGES_MAX: usize = 64;
 
-/// A range of guest memory with its address in this process.
+/// A range of guest memory and its address in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     guest: u64,
@@ -51,7 +51,7 @@ impl Table {
         Ok(range.host + (address - range.guest))
     }
 
-    /// The table in the form of the kernel.
+    /// Returns the table in the format of the kernel interface.
     pub(super) fn regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
         let region = |range: &Range| VhostUserMemoryRegionInfo {
             guest_phys_addr: range.guest,
@@ -73,7 +73,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// The first two ranges are adjacent in the guest, but not in this process.
+    /// Returns a table whose first two ranges are adjacent in the guest but not in this process.
     fn table() -> Table {
         Table::of(vec![
             Range { guest: 0, len: GIB, host: 0x7000_0000_0000 },

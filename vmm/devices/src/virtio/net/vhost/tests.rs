@@ -14,7 +14,7 @@ use crate::virtio::net::tap::fake::FakeTap;
 use crate::virtio::net::{Net, NetShape};
 use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
-/// A pair as passed to the kernel.
+/// A queue pair that was passed to the simulated kernel.
 struct Pair {
     record: Arc<Mutex<Record>>,
     features: u64,
@@ -72,7 +72,7 @@ impl Rig {
         self.pairs.lock()[pair].take_calls()
     }
 
-    /// Sets the number of active pairs by the control queue.
+    /// Sets the number of active pairs through the control queue.
     fn use_pairs(&mut self, pairs: u8) {
         self.driver.write(BUFFERS, &[4, 0, pairs, 0]);
         self.driver.add(4, &[Buffer::Out(BUFFERS, 4), Buffer::In(BUFFERS + 64, 1)]);
@@ -87,7 +87,7 @@ impl Rig {
         status[0] == 1
     }
 
-    /// Waits for the next calls for a pair.
+    /// Waits for the next calls that concern a pair.
     fn wait_calls(&self, pair: usize) -> Vec<String> {
         wait(|| {
             let calls = self.take_calls(pair);
@@ -123,7 +123,7 @@ fn pairs_are_attached_while_the_driver_uses_them() {
     let mut rig = Rig::new();
     assert_eq!((rig.take_calls(0), rig.take_calls(1)), (vec!["attach".to_owned()], Vec::new()));
     assert_eq!(rig.pairs.lock()[0].features, rig.net.features());
-    // A command has taken effect when it is answered.
+    // The device answers a command only after it has taken effect.
     rig.use_pairs(2);
     assert_eq!(rig.take_calls(1), ["attach"]);
     rig.use_pairs(1);
@@ -201,7 +201,7 @@ fn interface_removed_during_a_pause_is_reported_as_link_down() {
     loops[0].hold();
     loops[0].wait_until_held();
     rig.tap.is_gone.store(true, Ordering::Relaxed);
-    // The kernel polls an interface when it is attached.
+    // Attaching must fail, because the kernel polls the interface when it is attached.
     rig.pairs.lock()[0].record.lock().refuse = true;
     loops[0].release();
     wait(|| (!rig.is_up()).then_some(()));
@@ -224,7 +224,8 @@ fn device_removed_during_a_pause_is_not_attached_again() {
 fn error_of_an_inactive_pair_is_ignored() {
     let mut rig = Rig::new();
     rig.pairs.lock()[1].errors[1].write(1).unwrap();
-    // When this is answered, the error has been handled, or is handled before the next command.
+    // When the device answers this command, it has already handled the error, or will do so before
+    // the next command.
     rig.use_pairs(1);
     rig.use_pairs(2);
     assert_eq!(rig.take_calls(1), ["attach"]);

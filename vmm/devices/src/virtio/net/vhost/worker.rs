@@ -1,5 +1,5 @@
-//! The worker of a queue pair that the kernel serves. It delivers interrupts while the guest masks
-//! them, and handles errors.
+//! The worker of a queue pair that the kernel serves. It handles interrupts that the guest has
+//! masked, and errors.
 
 use std::fs::File;
 use std::io;
@@ -23,7 +23,7 @@ const CALLS: [u32; 2] = [0, 1];
 const ERRORS: [u32; 2] = [2, 3];
 const FAILURE: u32 = 4;
 
-/// Runs on the device's thread while a driver is active.
+/// Worker that runs on the device's thread while a driver is active.
 pub(in super::super) struct Worker {
     net: Arc<Interface>,
     pair: u16,
@@ -34,7 +34,7 @@ pub(in super::super) struct Worker {
     connect: Connect,
     gate: Arc<Gate>,
     tap: File,
-    /// Set after the kernel has accepted the queues.
+    /// `None` until the kernel has accepted the queues.
     engine: Option<Arc<Engine>>,
     calls: [EventFd; 2],
     errors: [EventFd; 2],
@@ -69,15 +69,16 @@ impl Worker {
         })
     }
 
-    /// Passes the queues to the kernel. This thread must do so, because a vCPU's thread may be
-    /// pinned. Since Linux 6.4 the kernel's thread is one of this process and inherits the affinity
-    /// of its creator.
+    /// Passes the queues to the kernel. This must not be done on a vCPU's thread, which may be
+    /// pinned: since Linux 6.4 the kernel's thread belongs to this process and inherits the CPU
+    /// affinity of its creator.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
         let (tap, kicks) =
             (self.tap.try_clone()?, [receive.kick.try_clone()?, transmit.kick.try_clone()?]);
         let failure = self.failure.try_clone()?;
-        // Regions do not change between the creation of the table and the registration for updates.
+        // The view is locked, so that regions cannot change between the creation of the table and
+        // the registration for updates.
         let mut memory = self.view.exclusive();
         let rings = (self.connect)(Setup {
             regions: &memory.regions(),
@@ -105,7 +106,8 @@ impl Worker {
         (0..2).try_for_each(|nth| self.interrupt.bind_queue(self.queue(nth), &self.calls[nth]))
     }
 
-    /// Delivers interrupts that the guest has masked or that KVM does not deliver.
+    /// Signals an interrupt that KVM has not delivered, for example because the guest has masked
+    /// it.
     fn interrupt(&self, nth: usize) {
         if self.calls[nth].read().is_ok()
             && let Err(err) = self.interrupt.signal_queue(self.queue(nth))
@@ -114,16 +116,17 @@ impl Worker {
         }
     }
 
-    /// Handles an error after which the kernel does not continue, in a ring or with the interface.
+    /// Handles an error in a ring or of the interface, after which the kernel has stopped serving
+    /// the queue.
     fn meet_error(&self, nth: usize) {
-        // Fails only if the event was already read.
+        // The read fails only if the event was already read.
         let _ = self.errors[nth].read();
         let Some(engine) = self.engine.as_ref().filter(|engine| !engine.is_given_up()) else {
             return;
         };
         if !self.net.is_active(self.pair) {
-            // The pair was deactivated meanwhile. An error of its rings is reported again when it
-            // is used again.
+            // The pair was deactivated in the meantime. If its rings are invalid, the error is
+            // reported again as soon as the pair is used again.
             return;
         }
         debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net stopped a queue");
@@ -131,7 +134,8 @@ impl Worker {
         self.end_pair();
     }
 
-    /// Ends the pair. If the interface was removed, reports the link as down instead of an error.
+    /// Reports the end of the pair. If the interface was removed, reports that the link is down.
+    /// Otherwise requests a reset.
     fn end_pair(&self) {
         match self.net.host().is_there() {
             true => self.break_queue(),
@@ -182,7 +186,8 @@ impl MutEventSubscriber for Worker {
             }
         }
         if let Err(err) = self.bind() {
-            // Interrupts then arrive here and are delivered, only slower.
+            // Without the binding, this worker receives the interrupts and delivers them, which is
+            // only slower.
             sparsely!(warn, %err, net = self.net.shape().id, "Cannot bind vhost-net interrupts to the queues; the VMM delivers them");
         }
         match self.hand_over() {
@@ -207,7 +212,7 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, _: &mut EventOps) {
         match events.data() {
             FAILURE => {
-                // Fails only if the event was already read.
+                // The read fails only if the event was already read.
                 let _ = self.failure.read();
                 self.end_pair();
             }

@@ -23,10 +23,11 @@ use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
 
-/// Bytes of device configuration that are compared to detect a change. No device has more.
+/// Number of bytes of device configuration that are compared to detect a change. No device has a
+/// longer configuration.
 const CONFIG_LEN_MAX: usize = 256;
 
-/// Error of the creation of a PCI function for a device.
+/// Error that occurred while creating a PCI function for a device.
 #[derive(Debug, Error)]
 pub enum TransportError {
     /// The device has more queues than the transport supports.
@@ -45,7 +46,7 @@ pub enum TransportError {
     },
 }
 
-/// The device and its connections: the part behind the registers.
+/// The device and its connections to the VM, behind the registers.
 struct Backend {
     id: String,
     device: Box<dyn VirtioDevice>,
@@ -54,7 +55,7 @@ struct Backend {
     interrupt: Arc<PciInterrupt>,
     notifications: Notifications,
     active: bool,
-    /// Configuration when the driver last read the generation.
+    /// Configuration at the time when the driver last read the generation.
     config_seen: [u8; CONFIG_LEN_MAX],
     config_generation: u8,
 }
@@ -68,16 +69,17 @@ struct Inner {
 
 /// A virtio device in a PCI slot.
 ///
-/// vCPUs access it under its lock, which is also held while the device starts and stops. Workers
-/// never take this lock. They signal the guest through [`PciInterrupt`], which has its own lock.
+/// vCPUs access the device under a lock, which is also held while the device starts and stops.
+/// Workers never take this lock. They signal the guest through [`PciInterrupt`], which has a
+/// separate lock.
 pub struct VirtioPciDevice {
     interrupt: Arc<PciInterrupt>,
     inner: Mutex<Inner>,
 }
 
 impl VirtioPciDevice {
-    /// Creates the function for `device`, whose events carry `id`. The caller adds it to the root
-    /// bus.
+    /// Creates the PCI function for `device`. Events about the device contain `id`. The caller must
+    /// add the function to the root bus.
     pub fn new(
         id: &str,
         device: Box<dyn VirtioDevice>,
@@ -173,7 +175,7 @@ impl PciDevice for VirtioPciDevice {
         self.inner.lock().backend.notifications.set_bar_base(base);
     }
 
-    /// Stops the device as a reset by its driver does.
+    /// Stops the device in the same way as a reset by its driver.
     fn stop(&self) {
         let inner = &mut *self.inner.lock();
         inner.registers.reset(&mut inner.backend);
@@ -181,18 +183,18 @@ impl PciDevice for VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Handles a change of the Bus Master bit.
+    /// Handles a change of the Bus Master bit in the Command register.
     ///
     /// Before a kexec, Linux clears the bit of every function (`pci_device_shutdown`), and many
     /// kernels do nothing else. A device that kept writing would then write to the next kernel's
     /// memory. A driver that keeps the device sets the bit before DRIVER_OK and clears it after a
     /// reset.
     ///
-    /// A device whose driver never sets the bit works, but sends no interrupts. One such driver is
+    /// If a driver never sets the bit, the device works but sends no interrupts. One such driver is
     /// rust-hypervisor-firmware.
     fn bus_master_changed(&self, inner: &mut Inner, bus_master: bool) {
         if !bus_master {
-            // First, so that no interrupt of the stopped device stays pending.
+            // The device is stopped first, so that none of its interrupts remains pending.
             inner.registers.lose_bus(&mut inner.backend);
         }
         self.interrupt.set_bus_master(bus_master);
@@ -245,7 +247,7 @@ enum Structure {
 }
 
 impl Structure {
-    /// Finds the structure at `offset` in the BAR, and the offset within it.
+    /// Returns the structure at `offset` in the BAR and the offset within that structure.
     fn find(offset: u64) -> (Self, u64) {
         const fn range(start: u32, end: u32) -> Range<u64> {
             start as u64..end as u64
@@ -271,7 +273,8 @@ struct WindowedAccess {
 }
 
 impl Inner {
-    /// Parses an access to the data field of the access capability. `None` for other accesses.
+    /// Parses an access to the data field of the access capability. Returns `None` for all other
+    /// accesses.
     fn windowed_access(&self, offset: u16, len: usize) -> Option<WindowedAccess> {
         let at = usize::from(self.capabilities.access);
         if offset != self.capabilities.access + layout::access::DATA || len > 4 {
@@ -314,7 +317,7 @@ impl Backend {
     }
 }
 
-/// Builds an enabled queue from its registers. `None` if they are invalid.
+/// Builds an enabled queue from its registers. Returns `None` if they are invalid.
 fn build_queue(registers: &QueueRegisters, features: u64) -> Option<Queue> {
     let mut queue = Queue::new(registers.size_max).ok()?;
     queue.try_set_size(registers.size).ok()?;
@@ -407,8 +410,9 @@ impl registers::Device for Backend {
     }
 
     /// A driver reads the generation before and after it reads a field of several words. A worker
-    /// may change the field at any time and signals the change only afterward. The signal is too
-    /// late to protect the driver's read, so the configuration itself is compared.
+    /// may change the field at any time, and it signals the change only after that. The signal may
+    /// arrive too late to protect the driver's read, so the configuration itself is compared as
+    /// well.
     fn config_generation(&mut self) -> u8 {
         let mut now = [0; CONFIG_LEN_MAX];
         self.device.read_config(0, &mut now);

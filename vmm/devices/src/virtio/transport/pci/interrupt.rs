@@ -12,13 +12,14 @@ use crate::interrupt::{MsiRouter, VirtioInterrupt};
 use crate::log::sparsely;
 use crate::pci::msix::{MsiMessage, MsixTable};
 
-/// VIRTIO_MSI_NO_VECTOR.
+/// Value of VIRTIO_MSI_NO_VECTOR.
 pub(super) const NO_VECTOR: u16 = 0xffff;
 
 const ISR_QUEUE: u8 = 1;
 const ISR_CONFIG: u8 = 2;
 
-/// Mapping of events to MSI-X vectors. There is one vector for each queue, and one more.
+/// Mapping from queues and configuration changes to MSI-X vectors. The device has one vector more
+/// than it has queues.
 pub(super) struct VectorMap {
     config: AtomicU16,
     queues: Vec<AtomicU16>,
@@ -34,7 +35,7 @@ impl VectorMap {
         self.queues.len() as u16 + 1
     }
 
-    /// Vector of configuration changes.
+    /// Vector for configuration changes.
     pub(super) fn config(&self) -> u16 {
         self.config.load(Ordering::Relaxed)
     }
@@ -45,12 +46,13 @@ impl VectorMap {
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
     }
 
-    /// Maps configuration changes to `vector`, or to none if it does not exist.
+    /// Maps configuration changes to `vector`, or to no vector if `vector` does not exist.
     pub(super) fn set_config(&self, vector: u16) {
         self.config.store(self.existing(vector), Ordering::Relaxed);
     }
 
-    /// Maps a queue to `vector`, or to none if the vector does not exist. Ignores unknown queues.
+    /// Maps a queue to `vector`, or to no vector if `vector` does not exist. Ignores unknown
+    /// queues.
     pub(super) fn set_queue(&self, queue: u16, vector: u16) {
         if let Some(slot) = self.queues.get(usize::from(queue)) {
             slot.store(self.existing(vector), Ordering::Relaxed);
@@ -77,18 +79,19 @@ struct Msix {
     table: MsixTable,
     /// Irqfds of vectors that have been raised at least once.
     lines: Vec<Option<MsiLine>>,
-    /// Queues whose interrupts are raised by an external event, such as that of vhost.
+    /// Queues whose interrupts are raised by an external event, for example by vhost.
     bound: Vec<Bound>,
 }
 
-/// An external event that raises a queue's vector unless the guest has masked it.
+/// External event that raises a queue's vector unless the guest has masked it.
 struct Bound {
     queue: u16,
     call: EventFd,
     line: Option<MsiLine>,
 }
 
-/// Interrupts of one function. Workers use it, and it never takes the device's lock.
+/// Interrupts of one PCI function. Workers can use this type, because it never takes the device's
+/// lock.
 pub(super) struct PciInterrupt {
     vectors: Arc<VectorMap>,
     isr: AtomicU8,
@@ -111,7 +114,7 @@ impl PciInterrupt {
         self.needs_reset.load(Ordering::Acquire)
     }
 
-    /// Clears the request for a reset.
+    /// Clears the device's request for a reset.
     pub(super) fn forget_need_of_reset(&self) {
         self.needs_reset.store(false, Ordering::Release);
     }
@@ -121,12 +124,12 @@ impl PciInterrupt {
         self.isr.swap(0, Ordering::AcqRel)
     }
 
-    /// Number of configuration changes signaled, modulo 256.
+    /// Number of configuration changes that were signaled, modulo 256.
     pub(super) fn config_changes(&self) -> u8 {
         self.config_changes.load(Ordering::Acquire)
     }
 
-    /// Sets Message Control of the MSI-X capability.
+    /// Sets the Message Control field of the MSI-X capability.
     pub(super) fn set_control(&self, control: u16) {
         self.change(|table| table.set_control(control));
     }
@@ -147,13 +150,14 @@ impl PciInterrupt {
         self.msix.lock().table.read_pending(offset, data);
     }
 
-    /// Updates external events after the driver has mapped queues to other vectors.
+    /// Updates the irqfds of external events after the driver has mapped queues to other vectors.
     pub(super) fn vectors_changed(&self) {
         self.follow(&mut self.msix.lock());
     }
 
-    /// Updates the irqfds of external events from the table. When KVM registers an event, it
-    /// delivers a pending one. After it is unregistered, its owner handles the event.
+    /// Updates the irqfds of external events to match the MSI-X table. When an irqfd is registered,
+    /// KVM delivers the event if it is already pending. While no irqfd is registered, the owner of
+    /// the event handles it.
     fn follow(&self, Msix { table, bound, .. }: &mut Msix) {
         for Bound { queue, call, line } in bound {
             let Some(message) = table.deliverable(self.vectors.queue(*queue)) else {
@@ -165,7 +169,7 @@ impl PciInterrupt {
                 None => self.router.connect_event(call, message).map(|new| *line = Some(new)),
             };
             if let Err(err) = followed {
-                // The event's owner then delivers the interrupt, which is only slower.
+                // The owner of the event then delivers the interrupt, which is only slower.
                 *line = None;
                 sparsely!(warn, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
             }
@@ -186,12 +190,13 @@ impl PciInterrupt {
     fn signal(&self, vector: u16, isr: u8, delivery: Delivery) -> io::Result<()> {
         let mut msix = self.msix.lock();
         if !msix.table.is_enabled() {
-            // Without MSI-X the driver has only the ISR status, because the device has no INTx.
+            // If MSI-X is disabled, the driver can only poll the ISR status, because the device has
+            // no INTx.
             self.isr.fetch_or(isr, Ordering::AcqRel);
             return Ok(());
         }
-        // The lock is held during delivery, so that no interrupt arrives after the guest has masked
-        // the vector.
+        // The lock is held during delivery. Otherwise an interrupt could arrive after the guest has
+        // masked the vector.
         match msix.table.raise(vector) {
             Some(message) => self.deliver(&mut msix.lines, vector, message, delivery),
             None => Ok(()),
@@ -267,7 +272,7 @@ mod tests {
     }
 
     impl Rig {
-        /// Maps queue 0 to vector 1, which has a message.
+        /// Creates an interrupt with queue 0 mapped to vector 1, which has a message.
         fn new() -> Self {
             let controller = FakeController::new();
             let vectors = Arc::new(VectorMap::new(2));

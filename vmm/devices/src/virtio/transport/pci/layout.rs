@@ -1,5 +1,5 @@
-//! Layout of the virtio structures on PCI: one BAR, and capabilities that point into it (virtio
-//! 1.3, 4.1.4).
+//! Layout of the virtio structures on PCI (virtio 1.3, 4.1.4): one BAR, and capabilities that point
+//! into it.
 
 use super::registers;
 use crate::pci::msix;
@@ -13,21 +13,22 @@ pub const ISR_OFFSET: u32 = 0x1000;
 pub const DEVICE_OFFSET: u32 = 0x2000;
 /// Length of the device configuration in bytes.
 pub const DEVICE_LEN: u32 = 0x1000;
-/// Notifications. Each queue has its own address, so that an ioeventfd needs no match of the value.
+/// Offset of the notification structure. Each queue has its own address, so that an ioeventfd need
+/// not match the written value.
 pub const NOTIFY_OFFSET: u32 = 0x3000;
-/// Bytes between the notification addresses of two queues.
+/// Distance in bytes between the notification addresses of two queues.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
 pub const MSIX_TABLE_OFFSET: u32 = 0x4000;
-/// MSI-X pending bits.
+/// Offset of the MSI-X pending bits.
 pub const MSIX_PBA_OFFSET: u32 = 0x6000;
 
-/// Largest number of queues that fit into the structures.
+/// Maximum number of queues that fit into the structures.
 pub const QUEUES_MAX: u16 = 256;
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
-/// Device ids are this plus the device type (4.1.2).
+/// PCI device ids are this value plus the device type (4.1.2).
 const DEVICE_ID_BASE: u16 = 0x1040;
-/// Modern devices have revision 1 or higher, and a subsystem of 0x40 or higher (4.1.2.1).
+/// Modern devices have revision 1 or higher and a subsystem id of 0x40 or higher (4.1.2.1).
 const REVISION: u8 = 1;
 const SUBSYSTEM: u16 = 0x40;
 
@@ -79,8 +80,8 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     add(CFG_DEVICE, DEVICE_OFFSET, DEVICE_LEN, &[], &[]);
     let notify_len = u32::from(queues) * NOTIFY_MULTIPLIER;
     add(CFG_NOTIFY, NOTIFY_OFFSET, notify_len, &NOTIFY_MULTIPLIER.to_le_bytes(), &[]);
-    // BAR, offset and length of the access capability are writable. The mask starts after id and
-    // link.
+    // In the access capability, BAR, offset and length are writable. The mask does not include the
+    // id and the link.
     let mut writable = [0; 18];
     writable[access::BAR - 2] = 0xff;
     writable[access::OFFSET - 2..].fill(0xff);
@@ -88,7 +89,7 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     (config, Capabilities { msix, access })
 }
 
-/// struct virtio_pci_cap without its id and link (4.1.4).
+/// Returns a struct virtio_pci_cap without its id and link (4.1.4).
 fn capability(cfg_type: u8, offset: u32, len: u32, extra: &[u8]) -> Vec<u8> {
     let mut body = vec![(16 + extra.len()) as u8, cfg_type, BAR, 0, 0, 0];
     body.extend(offset.to_le_bytes());
@@ -97,7 +98,7 @@ fn capability(cfg_type: u8, offset: u32, len: u32, extra: &[u8]) -> Vec<u8> {
     body
 }
 
-/// PCI class, which tools display and drivers ignore.
+/// Returns the PCI class, which tools display and drivers ignore.
 fn class(device_type: u16) -> u32 {
     match device_type {
         1 => 0x02_00_00,

@@ -1,4 +1,5 @@
-//! Notifications by the driver: the notification structure (virtio 1.3, 4.1.4.4).
+//! Notifications from the driver to the device, through the notification structure (virtio 1.3,
+//! 4.1.4.4).
 
 use std::io;
 use std::sync::Arc;
@@ -11,9 +12,9 @@ use crate::log::sparsely;
 
 struct Notification {
     kick: EventFd,
-    /// Handled in the vCPU's exit, so it must have no ioeventfd.
+    /// True if notifications are handled in the vCPU's exit. The queue must then have no ioeventfd.
     synchronous: bool,
-    /// Address of the ioeventfd.
+    /// Address at which the ioeventfd is registered. `None` if it is not registered.
     registered_at: Option<u64>,
 }
 
@@ -21,13 +22,13 @@ pub(super) struct Notifications {
     io_events: Arc<dyn IoEvents>,
     queues: Vec<Notification>,
     bar_base: Option<u64>,
-    /// Set while the device is active. Only active devices have ioeventfds: a guest sizes and moves
-    /// BARs before that, and each registration waits for all vCPUs.
+    /// True while the device is active. Only active devices have ioeventfds, because a guest sizes
+    /// and moves BARs before it activates devices, and each registration waits for all vCPUs.
     running: bool,
 }
 
 impl Notifications {
-    /// Creates the notifications of `queues` queues. Queues in `synchronous` get no ioeventfd.
+    /// Creates notifications for `queues` queues. The queues in `synchronous` have no ioeventfd.
     pub(super) fn new(
         io_events: Arc<dyn IoEvents>,
         queues: u16,
@@ -45,7 +46,7 @@ impl Notifications {
         Ok(Self { io_events, queues, bar_base: None, running: false })
     }
 
-    /// Event of a queue, for its worker.
+    /// Returns the event that signals notifications of a queue to its worker.
     pub(super) fn kick(&self, queue: u16) -> io::Result<EventFd> {
         self.queues[usize::from(queue)].kick.try_clone()
     }
@@ -66,23 +67,23 @@ impl Notifications {
         self.running = false;
         self.update();
         for queue in &self.queues {
-            // Fails if no notification is pending.
+            // The read fails if no notification is pending.
             let _ = queue.kick.read();
         }
     }
 
-    /// Handles a notification that caused a vCPU exit. True if the caller must serve the queue on
-    /// this thread.
+    /// Handles a notification that caused a vCPU exit. Returns true if the caller must serve the
+    /// queue on this thread.
     pub(super) fn notify(&self, queue: u16) -> bool {
         let Some(queue) = self.queues.get(usize::from(queue)) else { return false };
         if !queue.synchronous && queue.kick.write(1).is_err() {
-            // The counter is full, so the worker is about to run.
+            // The event's counter is full, so the worker will run anyway.
             return false;
         }
         queue.synchronous && self.running
     }
 
-    /// Registers and unregisters ioeventfds with KVM as needed.
+    /// Registers and unregisters ioeventfds with KVM to match the current state.
     fn update(&mut self) {
         for (queue, index) in self.queues.iter_mut().zip(0u64..) {
             let offset = u64::from(NOTIFY_OFFSET) + index * u64::from(NOTIFY_MULTIPLIER);
@@ -99,7 +100,8 @@ impl Notifications {
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
                     Ok(()) => queue.registered_at = wanted,
-                    // Notifications of the queue then cause exits, which are only slower.
+                    // Without an ioeventfd, notifications of the queue cause exits, which are only
+                    // slower.
                     Err(err) => {
                         sparsely!(warn, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
                     }

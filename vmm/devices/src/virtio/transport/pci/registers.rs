@@ -1,7 +1,7 @@
 //! The common configuration structure (virtio 1.3, 4.1.4.3) and the device status.
 //!
-//! Writes of a driver, in any order, only change plain values here. Effects on the device are calls
-//! of [`Device`].
+//! Writes by a driver may have any order, and they only change plain values here. All effects on
+//! the device are calls of [`Device`].
 
 use std::sync::Arc;
 
@@ -23,42 +23,42 @@ const FEATURES_OK: u8 = VIRTIO_CONFIG_S_FEATURES_OK as u8;
 const NEEDS_RESET: u8 = VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 const FAILED: u8 = VIRTIO_CONFIG_S_FAILED as u8;
 
-/// Status bits in the order in which a driver sets them, each with the bit that must be set before
-/// it (virtio 1.3, 3.1.1).
+/// Status bits in the order in which a driver sets them, and for each the bit that must already be
+/// set (virtio 1.3, 3.1.1).
 const STEPS: [(u8, u8); 4] =
     [(ACKNOWLEDGE, 0), (DRIVER, ACKNOWLEDGE), (FEATURES_OK, DRIVER), (DRIVER_OK, FEATURES_OK)];
 
 /// The device behind the registers.
 pub(super) trait Device {
-    /// Checks that the device can work with `features`, a subset of those offered.
+    /// Checks that the device can work with `features`, a subset of the offered features.
     fn accepts_features(&mut self, features: u64) -> bool;
     /// Checks that the rings of the queue are in memory and aligned.
     fn accepts_queue(&mut self, index: u16, queue: &QueueRegisters) -> bool;
-    /// Activates the device at DRIVER_OK. False sets DEVICE_NEEDS_RESET.
+    /// Activates the device at DRIVER_OK. If it returns false, DEVICE_NEEDS_RESET is set.
     fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool;
     /// Signals DEVICE_NEEDS_RESET to the driver by a configuration change (2.1.2).
     fn needs_reset(&mut self);
-    /// True if the device has failed since its activation.
+    /// Returns true if the device has failed since its activation.
     fn is_broken(&self) -> bool;
-    /// Stops the device, because the driver resets it or has cleared Bus Master. When this returns,
-    /// nothing of the device runs.
+    /// Stops the device after the driver has reset it or cleared Bus Master. When this returns, the
+    /// device's workers have stopped.
     fn reset(&mut self);
-    /// Value of config_generation. It differs from the previous value if the configuration has
-    /// changed since.
+    /// Returns the value of config_generation. If the configuration has changed since the last
+    /// call, the value differs from the previous one.
     fn config_generation(&mut self) -> u8;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueueRegisters {
-    /// Largest size, as offered.
+    /// Maximum size, which the device offers.
     pub size_max: u16,
-    /// Size set by the driver, a power of two of at most `size_max`.
+    /// Size set by the driver. A power of two, at most `size_max`.
     pub size: u16,
     pub enabled: bool,
     pub descriptors: u64,
-    /// Available ring, the driver area of the specification.
+    /// Address of the available ring, which the specification calls the driver area.
     pub available: u64,
-    /// Used ring, the device area of the specification.
+    /// Address of the used ring, which the specification calls the device area.
     pub used: u64,
 }
 
@@ -136,7 +136,7 @@ impl CommonRegisters {
         put(0x10, &self.vectors.config().to_le_bytes());
         put(0x12, &(self.queues.len() as u16).to_le_bytes());
         put(0x14, &[status]);
-        // The generation is expensive, so it is computed only if it is read.
+        // Computing the generation is expensive, so it is computed only if the driver reads it.
         if offset <= 0x15 && offset.saturating_add(len as u64) > 0x15 {
             put(0x15, &[generation()]);
         }
@@ -156,8 +156,8 @@ impl CommonRegisters {
         image
     }
 
-    /// Writes one field at its own width, or half of a 64-bit field (4.1.3.1). Ignores all other
-    /// writes.
+    /// Writes one field with an access of the field's width, or half of a 64-bit field (4.1.3.1).
+    /// Ignores all other writes.
     pub(super) fn write(&mut self, offset: u64, data: &[u8], device: &mut dyn Device) {
         match *data {
             [byte] if offset == field::DEVICE_STATUS => self.write_status(byte, device),
@@ -226,7 +226,7 @@ impl CommonRegisters {
         }
     }
 
-    /// The selected queue, unless it is enabled or DRIVER_OK is set.
+    /// Returns the selected queue. Returns `None` if it is already enabled or DRIVER_OK is set.
     fn configurable_queue(&mut self) -> Option<&mut QueueRegisters> {
         if self.status & DRIVER_OK != 0 {
             return None;
@@ -266,7 +266,7 @@ impl CommonRegisters {
         self.features & !self.features_offered == 0 && device.accepts_features(self.features)
     }
 
-    /// Resets the device, as a status of 0 does.
+    /// Resets the device. A driver requests this by writing a status of 0.
     pub(super) fn reset(&mut self, device: &mut dyn Device) {
         device.reset();
         let sizes: Vec<u16> = self.queues.iter().map(|queue| queue.size_max).collect();
@@ -274,9 +274,9 @@ impl CommonRegisters {
         *self = Self::new(self.features_offered, &sizes, Arc::clone(&self.vectors));
     }
 
-    /// Stops a device that may no longer access memory. Its requests in progress are lost, so it
-    /// needs a reset, even if it gets access to memory again. The driver is not notified, because
-    /// DRIVER_OK is cleared (2.1.2).
+    /// Stops a device that may no longer access memory. Requests in progress are lost, so the
+    /// device needs a reset even if it may access memory again later. The driver is not notified,
+    /// because DRIVER_OK is cleared (2.1.2).
     pub(super) fn lose_bus(&mut self, device: &mut dyn Device) {
         if self.status & DRIVER_OK != 0 {
             device.reset();
@@ -285,7 +285,8 @@ impl CommonRegisters {
     }
 }
 
-/// The half of a 64-bit value that a select register selects, 0 beyond the second.
+/// Returns the half of a 64-bit value that a select register selects. Returns 0 if it selects
+/// neither half.
 fn half(value: u64, select: u32) -> u32 {
     match select {
         0 => value as u32,
@@ -420,7 +421,7 @@ mod tests {
 
     #[test]
     fn status_bits_are_set_in_order_and_stay_set() {
-        // Status values written in order, and the status read after them.
+        // Columns: status values that are written in order, and the status that is read after that.
         let table: &[(&[u8], u8)] = &[
             (&[2], 0),
             (&[1, 3], 3),
@@ -563,7 +564,7 @@ mod tests {
         ) {
             let mut rig = Rig::new();
             for (offset, len, write, value) in accesses {
-                // Makes values that drivers write more frequent.
+                // Makes small values more frequent, because drivers write them.
                 let value = if value % 3 == 0 { value >> 60 } else { value };
                 let mut data = value.to_le_bytes().to_vec();
                 data.resize(len, 0);

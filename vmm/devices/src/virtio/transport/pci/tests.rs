@@ -1,4 +1,5 @@
-//! Tests of a driver that accesses a recording device through the root bus, as a guest does.
+//! Tests of the transport. A simulated driver accesses it through the root bus, as a guest does,
+//! and a fake device records the calls.
 
 use std::sync::Arc;
 
@@ -129,7 +130,7 @@ impl Rig {
         assert!(self.context.mmio.write(self.bar + u64::from(offset), &value.to_le_bytes()[..len]));
     }
 
-    /// Offset of the first capability for whose first dword `matches` returns true.
+    /// Returns the offset of the first capability whose first dword satisfies `matches`.
     fn capability(&self, matches: impl Fn(u32) -> bool) -> u16 {
         let mut at = self.config_u32(0x34) as u8;
         while at != 0 {
@@ -295,10 +296,11 @@ fn failed_device_interrupts_and_needs_a_reset() {
     assert_eq!(rig.read(0x14, 1), 15);
 }
 
-/// Linux leaves a device in this state to the next kernel when it executes a kexec.
+/// When Linux executes a kexec, it leaves devices in this state.
 #[test]
 fn device_without_bus_master_stops_until_its_driver_resets_it() {
-    // Writes to the whole register, to the byte with the bit, and across the register's end.
+    // Writes to the whole register, to the byte that contains the bit, and across the end of the
+    // register.
     for without in [&[2, 0][..], &[2], &[2, 0, 0, 0]] {
         let rig = Rig::new();
         rig.start();
@@ -320,7 +322,7 @@ fn device_without_bus_master_stops_until_its_driver_resets_it() {
         interrupt.signal_queue_now(0).unwrap();
         interrupt.signal_config().unwrap();
         assert_eq!(rig.fake.interrupts.take_calls(), []);
-        // The device does not continue when it gets the bus back.
+        // The device does not continue when the driver sets Bus Master again.
         rig.write_config(4, &6u16.to_le_bytes());
         rig.write(0x14, 1, 15);
         assert_eq!(rig.read(0x14, 1), 11 | 64);
@@ -462,7 +464,7 @@ fn dropped_device_is_detached_from_everything() {
     assert_eq!((counts(), rig.log.lock().resets), ((1, 0, 0), 1));
     assert_eq!(text(), before);
     assert_eq!(dropped.lock()[1..], [false], "the device stops before its mapping is dropped");
-    // An ejected device releases its mapping at once and stops when it is dropped.
+    // An ejected device releases its mapping immediately, but it stops only when it is dropped.
     let mut device = new(1).attach(&rig.context).unwrap();
     rig.write_config(4, &6u16.to_le_bytes());
     rig.start();
@@ -496,7 +498,7 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
         let small = prop::collection::vec(0..16u8, 1..9);
         prop_oneof![small, prop::collection::vec(any::<u8>(), 1..9)]
     };
-    // Registers that only move the BAR are covered by the tests of the root bus.
+    // Registers that only move the BAR are excluded, because tests of the root bus cover them.
     let register = prop_oneof![0x30..0x100u16, 0x40..0xb0u16, 0..4096u16]
         .prop_filter("moves the BAR", |register| *register > 0x28);
     let access = prop_oneof![
@@ -531,7 +533,7 @@ fn activation_and_reset_emit_events_until_the_machine_ends() {
     assert_eq!(emitted(), [Some(2), Some(1)]);
 }
 
-/// Includes devices with an active driver, because a guest may remove a device itself.
+/// The test also removes devices with an active driver, because a guest may remove a device itself.
 #[test]
 fn removed_devices_release_ioeventfds_and_gsis() {
     let rig = Rig::new();
@@ -584,8 +586,8 @@ proptest! {
                 Access::BusMaster(bus_master) => rig.write_config(4, &[2 | u8::from(bus_master) << 2]),
                 Access::Start => rig.start(),
             }
-            // The device is active exactly if the status has DRIVER_OK, and has an ioeventfd only
-            // then.
+            // The device is active if and only if the status contains DRIVER_OK, and only then has
+            // an ioeventfd.
             let running = rig.log.lock().active.is_some();
             prop_assert_eq!(running, rig.read(0x14, 1) & 4 != 0);
             prop_assert_eq!(rig.fake.io_events.registered.lock().len(), usize::from(running));
