@@ -103,8 +103,8 @@ impl DiskConfig {
     /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "disk";
 
-    /// Checks the number and size of the queues and the length of the serial number. There may be
-    /// at most one queue per vCPU.
+    /// Checks the number and size of the queues and the length of the serial number. A disk may
+    /// have at most `vcpus` queues.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         // A guest would never use more queues than it has vCPUs.

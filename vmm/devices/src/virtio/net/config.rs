@@ -238,8 +238,8 @@ impl NetConfig {
     /// descriptor.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
 
-    /// Checks the number of queues and the interface settings. There may be at most one queue pair
-    /// per vCPU.
+    /// Checks the number of queues and the interface settings. A device may have at most `vcpus`
+    /// queue pairs.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });

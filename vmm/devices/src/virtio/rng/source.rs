@@ -25,7 +25,7 @@ pub struct SourceError {
 pub enum EntropySource {
     /// The kernel's generator, through getrandom(2).
     Kernel,
-    /// A file whose reads do not block.
+    /// A file that was opened for non-blocking reads.
     File(File),
 }
 

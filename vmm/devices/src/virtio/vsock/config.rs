@@ -7,9 +7,9 @@ use foreshore_config::{ConfigError, name, section};
 
 use crate::unix_socket::check_path;
 
-/// First context id of guests (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).
+/// First context id that a guest may have. 0, 1 and 2 are reserved (virtio 1.3, 5.10.4).
 pub const MIN_CID: u32 = 3;
-/// Last context id of guests. The next one is `VMADDR_CID_ANY`.
+/// Last context id that a guest may have. The next one is `VMADDR_CID_ANY`.
 pub const MAX_CID: u32 = u32::MAX - 1;
 
 section! {
@@ -26,7 +26,7 @@ impl VsockConfig {
     /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "vsock";
 
-    /// Checks the context id, the id and the length of the socket's path.
+    /// Checks the context id, the device id and the length of the socket's path.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(Self::FLAG, "id", id))?;

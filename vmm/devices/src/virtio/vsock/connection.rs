@@ -1,8 +1,8 @@
-//! State machine of a stream connection (virtio 1.3, 5.10.6), without files, queues or a clock.
+//! State machine of a stream connection (virtio 1.3, 5.10.6). It uses no files, queues or clock.
 //!
-//! Credit (5.10.6.3): a sender never has more payload in flight than fits into the receiver's
-//! buffer. Each side announces the size of its buffer and the total of bytes taken from it, modulo
-//! 2^32.
+//! Credit (5.10.6.3) ensures that a sender never has more payload in flight than fits into the
+//! receiver's buffer. Each side announces the size of its buffer and the total number of bytes that
+//! it has removed from the buffer, modulo 2^32.
 
 use std::num::Wrapping;
 use std::time::{Duration, Instant};
@@ -11,73 +11,74 @@ use thiserror::Error;
 
 use super::packet::{Credit, Ended, Op};
 
-/// Size of the VMM's receive buffer for each connection: two of Linux's largest packets, so that
-/// one can be in flight while the other waits for the host.
+/// Size of the VMM's receive buffer for each connection. It has room for two of Linux's largest
+/// packets, so that one can be in flight while the host has not read the other yet.
 pub(super) const BUFFER_BYTES: u32 = 128 * 1024;
 
-/// Freed bytes at which an update is sent to the guest. The buffer consists of unannounced,
-/// unforwarded and free bytes, so a guest without credit gets an update once the host has caught
-/// up.
+/// Number of freed bytes at which a credit update is sent to the guest. A guest without credit
+/// always receives an update after the host has read everything, because all bytes of the buffer
+/// have then been freed.
 const UPDATE_THRESHOLD_BYTES: u32 = BUFFER_BYTES / 4;
 
-/// Time limit for the guest's answer to a request. The driver answers without a program, but the
-/// guest may be short of CPU or run in an emulator.
+/// Time limit for the guest's answer to a connection request. The driver answers without waiting
+/// for a program, but the guest may be short of CPU time or run in an emulator.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time limit for the guest to confirm the end of a connection that the host has closed. The guest
-/// first waits for a program to read the remaining data. Linux uses the same limit.
+/// Time limit for the guest to confirm that a connection has ended after the host has closed it.
+/// The guest confirms this only after a program has read the remaining data. Linux uses the same
+/// limit.
 pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Violation of the protocol by the guest. The connection is reset.
+/// Violation of the protocol by the guest. The connection is then reset.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Violation {
-    /// The operation is invalid in this state.
+    /// The operation is invalid in the current state of the connection.
     #[error("{op:?} is not allowed in this state")]
     OutOfPlace { op: Op },
     #[error("payload of {len_bytes} bytes exceeds the credit of {credit_bytes}")]
     CreditExceeded {
         /// Length of the payload.
         len_bytes: u32,
-        /// Bytes that the guest may send.
+        /// Number of bytes that the guest was allowed to send.
         credit_bytes: u32,
     },
 }
 
-/// Effect of a guest's packet on the host's side.
+/// Effect of a packet from the guest on the host's side of the connection.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
     None,
     /// The guest accepted the host's request.
     Connected,
-    /// A payload follows, which counts as received.
+    /// A payload follows. The connection already counts it as received.
     Data {
         /// Length of the payload.
         len_bytes: u32,
     },
-    /// The guest ended one or both directions; see [`Connection::guest_ended`].
+    /// The guest has ended one or both directions, see [`Connection::guest_ended`].
     Ended,
     Reset,
 }
 
-/// Next packet for the guest.
+/// Next packet to send to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Nothing,
     Control(Op),
-    /// Payload of the host.
+    /// Payload from the host.
     Data {
-        /// Largest length, not zero.
+        /// Maximum length, never zero.
         max_bytes: u32,
     },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Request of the host, in flight if `sent`.
+    /// The host requests the connection. The request is in flight if `sent` is true.
     Requesting {
         sent: bool,
     },
-    /// The guest sent a request and waits for the response.
+    /// The guest requests the connection and waits for the response.
     Responding,
     Established,
 }
@@ -88,21 +89,21 @@ pub(super) struct Connection {
     deadline: Option<Instant>,
 
     guest_credit: Credit,
-    /// Payload sent to the guest.
+    /// Number of payload bytes sent to the guest.
     sent: Wrapping<u32>,
     credit_requested: bool,
 
-    /// Payload received from the guest.
+    /// Number of payload bytes received from the guest.
     received: Wrapping<u32>,
-    /// Payload forwarded to the host.
+    /// Number of payload bytes forwarded to the host.
     forwarded: Wrapping<u32>,
-    /// Value of `forwarded` that was announced to the guest.
+    /// Last value of `forwarded` that was announced to the guest.
     told_forwarded: Wrapping<u32>,
     credit_update_owed: bool,
 
     guest_ended: Ended,
     host_ended: Ended,
-    /// Value of `host_ended` that was sent to the guest.
+    /// Last value of `host_ended` that was sent to the guest.
     told_ended: Ended,
 }
 
@@ -132,17 +133,17 @@ impl Connection {
         }
     }
 
-    /// Creates a connection that the guest requests, with the credit of its request.
+    /// Creates a connection that the guest requests. `guest_credit` is the credit in its request.
     pub(super) fn accepted(guest_credit: Credit) -> Self {
         Self { guest_credit, ..Self::new(Phase::Responding) }
     }
 
-    /// Time at which the connection is reset, unless its state changes before.
+    /// Time at which the connection is reset unless its state changes earlier.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Returns true until the host's request is answered.
+    /// Returns true while the host's request is not answered yet.
     pub(super) fn is_requesting(&self) -> bool {
         matches!(self.phase, Phase::Requesting { .. })
     }
@@ -152,7 +153,7 @@ impl Connection {
         self.guest_ended
     }
 
-    /// Payload received but not forwarded, at most [`BUFFER_BYTES`].
+    /// Number of payload bytes that were received but not forwarded. At most [`BUFFER_BYTES`].
     pub(super) fn unforwarded_bytes(&self) -> u32 {
         (self.received - self.forwarded).0
     }
@@ -171,7 +172,7 @@ impl Connection {
                 }
                 Ok(Event::Connected)
             }
-            // An unrequested response, another answer than a response, or a second request.
+            // A response without a request, an answer that is not a response, or a second request.
             (Phase::Requesting { .. }, _) | (_, Op::Request | Op::Response) => {
                 Err(Violation::OutOfPlace { op })
             }
@@ -200,7 +201,8 @@ impl Connection {
         Ok(Event::Data { len_bytes })
     }
 
-    /// Records that the host has taken `bytes` of the guest's payload or will never take them.
+    /// Records that the host has received `bytes` of the guest's payload or will never receive
+    /// them.
     pub(super) fn forwarded(&mut self, bytes: u32) {
         assert!(bytes <= self.unforwarded_bytes(), "more forwarded than was received");
         self.forwarded += bytes;
@@ -209,7 +211,8 @@ impl Connection {
         }
     }
 
-    /// Records that the host sends no more payload, and that all of it was sent to the guest.
+    /// Records that the host sends no more payload and that all earlier payload was sent to the
+    /// guest.
     pub(super) fn host_ended_sending(&mut self, now: Instant) {
         self.host_ended.sending = true;
         self.begin_closing(now);
@@ -222,20 +225,20 @@ impl Connection {
     }
 
     fn begin_closing(&mut self, now: Instant) {
-        // The deadline of an unanswered request remains.
+        // If a request is still unanswered, its deadline remains in effect.
         if self.host_ended.both() && self.deadline.is_none() {
             self.deadline = Some(now + CLOSE_TIMEOUT);
         }
     }
 
-    /// Free bytes in the guest's buffer. If the guest claims to have taken more than was sent, the
-    /// difference wraps around and the result is 0.
+    /// Returns the free bytes in the guest's buffer. If the guest claims to have removed more bytes
+    /// than were sent, the difference wraps around and the result is 0.
     fn guest_room_bytes(&self) -> u32 {
         let under_way = self.sent - Wrapping(self.guest_credit.fwd_cnt);
         self.guest_credit.buf_alloc.saturating_sub(under_way.0)
     }
 
-    /// Next packet to send. `host_readable` is true if the host may have payload.
+    /// Returns the next packet to send. `host_readable` is true if the host may have sent payload.
     pub(super) fn next(&self, host_readable: bool) -> Next {
         match self.phase {
             Phase::Requesting { sent: false } => return Next::Control(Op::Request),
@@ -245,7 +248,7 @@ impl Connection {
         }
         let has_data = host_readable && !self.guest_ended.receiving && !self.host_ended.sending;
         let max_bytes = self.guest_room_bytes();
-        // Payload comes before a pure credit update, because its header contains the credit as
+        // Payload is sent before a pure credit update, because its header contains the credit as
         // well.
         if has_data && max_bytes > 0 {
             return Next::Data { max_bytes };
@@ -262,8 +265,8 @@ impl Connection {
         Next::Nothing
     }
 
-    /// Records that `op`, which was allowed by [`Connection::next`], is sent. Returns the credit
-    /// for its header.
+    /// Records that `op`, which [`Connection::next`] has allowed, is sent. Returns the credit for
+    /// the packet's header.
     pub(super) fn send(&mut self, op: Op) -> Credit {
         match op {
             Op::Request => self.phase = Phase::Requesting { sent: true },

@@ -150,7 +150,7 @@ fn closed_host_sends_remaining_data_and_sets_a_deadline() {
     let mut connection = established();
     connection.host_ended_receiving(now);
     assert_eq!(connection.deadline(), None);
-    // Remaining payload of the host comes first.
+    // Remaining payload from the host is sent first.
     assert!(matches!(connection.next(true), Next::Data { .. }));
     connection.host_ended_sending(now);
     assert_eq!(connection.deadline(), Some(now + CLOSE_TIMEOUT));
@@ -158,7 +158,8 @@ fn closed_host_sends_remaining_data_and_sets_a_deadline() {
     assert_eq!(connection.next(true), Next::Control(Op::Shutdown(both)));
 }
 
-/// A correct guest: its receive buffer, and its view of the host's.
+/// Simulates a correct guest. Contains the guest's receive buffer and its view of the host's
+/// buffer.
 struct Guest {
     capacity_bytes: u32,
     unread_bytes: u32,
@@ -167,7 +168,7 @@ struct Guest {
     sent: Wrapping<u32>,
     written_bytes: u64,
     host_credit: Credit,
-    /// The last announced credit was zero, so the next read must be announced.
+    /// True if the last announced credit was zero. The next read must then be announced.
     told_full: bool,
     to_host: VecDeque<(Op, Credit)>,
 }
@@ -230,7 +231,7 @@ impl Guest {
     }
 }
 
-/// Both sides and the packets in flight.
+/// Both sides of a connection and the packets in flight.
 struct Pair {
     connection: Connection,
     guest: Guest,
@@ -324,7 +325,7 @@ proptest! {
         for step in steps {
             match step {
                 Step::HostWrites(bytes) => {
-                    // A tiny buffer needs as many packets as there are bytes.
+                    // With a tiny buffer, each byte needs its own packet.
                     let bytes = bytes.min(capacity_bytes * 50);
                     pair.host_waiting_bytes += u64::from(bytes);
                     host_written_bytes += u64::from(bytes);
@@ -338,7 +339,7 @@ proptest! {
             }
             prop_assert!(pair.connection.unforwarded_bytes() <= BUFFER_BYTES);
         }
-        // Continues until nothing moves. No payload may remain.
+        // The transfer continues until no packet moves. No payload may remain then.
         loop {
             let mut moved = pair.host_takes(u32::MAX);
             while pair.receive_from_guest() {
@@ -355,7 +356,7 @@ proptest! {
         }
         prop_assert_eq!(pair.guest.read_bytes, host_written_bytes);
         prop_assert_eq!(pair.host_taken_bytes, pair.guest.written_bytes);
-        // The guest can send again, because enough credit was announced.
+        // The guest must be able to send again, because enough credit was announced.
         let before = pair.guest.written_bytes;
         pair.guest.write(u32::MAX);
         prop_assert!(pair.guest.written_bytes - before > u64::from(BUFFER_BYTES / 2));
@@ -378,8 +379,8 @@ proptest! {
                     connection.send(Op::Data { len_bytes: bytes.min(max_bytes) });
                 }
             }
-            // The muxer ends a connection after a violation. Here it continues, which is the harder
-            // case.
+            // The muxer would end the connection after a violation. The test continues with it,
+            // because that is the harder case.
             let _ = connection.on_guest_packet(op, Credit { buf_alloc, fwd_cnt });
             prop_assert!(connection.unforwarded_bytes() <= BUFFER_BYTES);
             connection.forwarded(bytes.min(connection.unforwarded_bytes()));

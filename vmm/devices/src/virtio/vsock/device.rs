@@ -1,4 +1,4 @@
-//! Configuration, activation and reset of the device.
+//! The virtio-vsock device: its configuration, activation and reset.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,11 +19,12 @@ use crate::open_files;
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
-/// Stream sockets (virtio 1.3, 5.10.3).
+/// The device supports stream sockets (virtio 1.3, 5.10.3).
 const VIRTIO_VSOCK_F_STREAM: u32 = 0;
 
-/// Receive, transmit and event queue. A Linux guest keeps a page in each receive buffer, so 128
-/// take half a megabyte of its memory. It posts eight buffers for events.
+/// Sizes of the receive, transmit and event queues. A Linux guest allocates a page for each receive
+/// buffer, so 128 buffers take half a megabyte of its memory. It adds eight buffers to the event
+/// queue.
 const QUEUE_SIZES: [u16; 3] = [128, 128, 8];
 
 /// A virtio socket device.
@@ -36,15 +37,17 @@ pub struct VsockDevice {
 }
 
 impl VsockDevice {
-    /// Creates a device for the guest `cid` that listens on `socket` at once. Its worker runs on
-    /// `event_loop`. The device must not be dropped, activated or reset on that loop's thread.
+    /// Creates a device for the guest with context id `cid`. It listens on `socket` immediately.
+    /// Its worker runs on `event_loop`, and the device must not be dropped, activated or reset on
+    /// that loop's thread.
     pub fn new(
         cid: u32,
         socket: &Path,
         ports: VsockPorts,
         event_loop: EventLoopHandle,
     ) -> Result<Self, VsockError> {
-        // 0 and 1 are reserved, 2 is the host, and the last one is a wildcard (virtio 1.3, 5.10.4).
+        // Ids 0 and 1 are reserved, 2 is the host, and the last id is a wildcard (virtio 1.3,
+        // 5.10.4).
         if !(3..u32::MAX).contains(&cid) {
             return Err(VsockError::InvalidCid { cid });
         }
@@ -105,7 +108,7 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn reset(&mut self) {
-        // Dropping the worker closes its sockets, so that clients on the host see the end of their
+        // Dropping the worker closes its sockets. Clients on the host then read the end of their
         // streams.
         self.worker.stop();
         self.metrics.connections.set(0);

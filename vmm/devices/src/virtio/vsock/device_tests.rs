@@ -20,7 +20,7 @@ const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1;
 const EVENT_IDX: u64 = FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX;
 const BOTH: Ended = Ended { receiving: true, sending: true };
 
-/// A device on its own event loop. Fields are dropped in this order.
+/// A device on its own event loop. The order of the fields is the order in which they are dropped.
 struct Fixture {
     device: VsockDevice,
     driver: Driver,
@@ -65,8 +65,8 @@ impl Fixture {
         (client, link)
     }
 
-    /// Expects that the host has left. The end of the stream may be read before epoll reports the
-    /// rest.
+    /// Waits until the device reports that the host has left. It may report the end of the stream
+    /// first, because it can read that before epoll reports the rest.
     #[track_caller]
     fn expect_host_left(&mut self, link: Link) {
         loop {
@@ -79,7 +79,7 @@ impl Fixture {
         }
     }
 
-    /// Accepts a client's connection in the guest.
+    /// Accepts a client's connection as the guest.
     fn accept(&mut self) -> Link {
         let (packet, _) = self.driver.receive();
         assert_eq!((packet.op, packet.link.guest), (Op::Request, GuestPort(52)));
@@ -97,7 +97,7 @@ fn read_line(stream: &mut UnixStream) -> String {
     String::from_utf8(line).unwrap()
 }
 
-/// Bytes with a period that is long enough to detect a lost or repeated packet.
+/// Returns bytes in which a lost or repeated packet can be detected.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let next = |state: &mut u64| {
         *state =
@@ -112,8 +112,8 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     .collect()
 }
 
-/// The guest's side of a transfer in both directions. Sends `outgoing` within the limits of credit
-/// and queue, and receives until the host has sent all.
+/// Performs the guest's side of a transfer in both directions. Sends `outgoing` as far as the
+/// credit and the queue allow, and receives until the host has sent everything.
 fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: &[u8]) -> Vec<u8> {
     let (mut sent, mut incoming, mut told) = (0, Vec::new(), 0);
     loop {
@@ -233,7 +233,8 @@ fn guest_reaches_a_port_in_this_process() {
 
 #[test]
 fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
-    /// Registers a connection only after another thread has locked the view exclusively.
+    /// Allows a connection to be registered only after another thread has locked the view
+    /// exclusively.
     struct Unplugger(GuestView);
 
     impl Watch for Unplugger {
@@ -277,7 +278,7 @@ fn early_client_is_served_after_the_activation() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     let mut client = fixture.client();
     fixture.activate(FEATURES);
-    // The packet also waits for a buffer.
+    // The packet waits until the guest provides a buffer.
     fixture.driver.offer_all_rx_buffers();
     let link = fixture.accept();
     assert_eq!(read_line(&mut client), format!("OK {}\n", link.host.0));
@@ -307,7 +308,7 @@ fn receive_buffers_in_unplugged_memory_are_returned_without_loss() {
     driver.offer_rx(0, UNPLUGGED, 4096);
     driver.offer_rx(1, UNPLUGGED - 100, 4096);
     driver.offer_rx(2, u64::MAX - 10, 4096);
-    // The first has no room for a header, the second none for payload.
+    // The first buffer has no room for a header, and the second has no room for payload.
     driver.offer_rx(3, MIB, 43);
     driver.offer_rx(4, MIB, 44);
     driver.offer_rx_buffer(5);
@@ -338,8 +339,9 @@ fn packets_in_unplugged_memory_are_returned_and_the_device_continues() {
         bad += 1;
         assert_eq!(bad_buffers.bad_buffers_total.get(), bad);
     };
-    // In order: unplugged memory, memory that ends in the packet, an empty packet, a chain with a
-    // loop, a chain that leaves the table, and a chain longer than any packet needs.
+    // These chains use, in order: unplugged memory, memory that ends within the packet, an empty
+    // packet, a loop, a descriptor outside of the table, and more descriptors than any packet
+    // needs.
     driver.descriptor(table, head, UNPLUGGED, 100, 0, 0);
     offer_bad(driver);
     driver.descriptor(table, head, UNPLUGGED - 43, 44, 0, 0);
@@ -365,7 +367,7 @@ fn invalid_ring_stops_the_device_until_the_reset() {
     let mut fixture = Fixture::new(FEATURES);
     let (mut client, _) = fixture.connected_client();
     fixture.driver.offer_absurdly_many();
-    // A stopped worker is visible only in the counter.
+    // Only the counter shows that the worker has stopped.
     let metrics = fixture.device.metrics();
     let patience = Instant::now() + Duration::from_secs(30);
     while metrics.broken_queues_total.get() == 0 {

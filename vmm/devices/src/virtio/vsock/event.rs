@@ -1,4 +1,5 @@
-//! The worker, which moves packets between the queues and the muxer after each event.
+//! The worker of the vsock device. After each event, it moves packets between the queues and the
+//! muxer.
 
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -29,18 +30,19 @@ const EVENT_KICK: u32 = 2;
 const LISTENER: u32 = 3;
 const TIMER: u32 = 4;
 
-/// Chains taken from each queue in a pass. A guest that keeps refilling its queues delays neither
-/// plugs, which wait for the memory guard, nor other devices on the loop.
+/// Maximum number of chains that a pass takes from each queue. Without this limit, a guest that
+/// keeps refilling its queues would delay plugs, which wait for the memory guard, and other devices
+/// on the loop.
 const PASS_BUDGET: usize = 256;
 
-/// Limit of descriptors in a chain. A header and the largest packet in single pages need fewer; an
-/// indirect table could have 65535.
+/// Maximum number of descriptors in a chain. A header and the largest packet in single pages need
+/// fewer, but an indirect table could have 65535.
 const MAX_DESCRIPTORS: usize = 64;
 
-/// Delay of clients when the process has no free file descriptors.
+/// Time for which no clients are accepted after the process has run out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
-/// Error of a ring that is ignored until the next reset.
+/// Error in a ring. The device ignores its rings until the next reset.
 #[derive(Debug, Error)]
 #[error("queue {index} is invalid")]
 struct BrokenQueue {
@@ -51,14 +53,14 @@ struct BrokenQueue {
 
 type Chain<'a> = DescriptorChain<&'a MappedMemory>;
 
-/// Owns the queues and all connections from an activation to the next reset.
+/// Worker that owns the queues and all connections from an activation to the next reset.
 pub(super) struct Worker {
     view: GuestView,
     interrupt: Arc<dyn VirtioInterrupt>,
     rx: ActiveQueue,
     tx: ActiveQueue,
-    /// The guest's event buffers stay unused. The only event reports a migration (virtio 1.3,
-    /// 5.10.6.7), and the driver of a restarted guest starts again.
+    /// Event queue, whose buffers are never used. The only event that virtio defines reports a
+    /// migration (virtio 1.3, 5.10.6.7), and after a restart the guest loads its driver again.
     event: Option<ActiveQueue>,
     muxer: Muxer,
     metrics: Arc<VsockMetrics>,
@@ -94,11 +96,12 @@ impl Worker {
         })
     }
 
-    /// Moves packets until none can be moved.
+    /// Moves packets until no more can be moved or the budget is used up.
     pub(super) fn pass(&mut self, watch: &mut dyn Watch, now: Instant) {
         if !self.broken {
             match self.move_all(watch, now) {
-                // The kick of the transmit queue schedules another pass.
+                // The notification event of the transmit queue is signaled to schedule another
+                // pass.
                 Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
                 Err(err) => {
@@ -120,8 +123,8 @@ impl Worker {
         loop {
             {
                 let memory = self.view.memory();
-                // Packets of the guest first, because they contain credit, and their answers can be
-                // sent in this pass.
+                // Packets from the guest are handled first, because they contain credit and their
+                // answers can then be sent in the same pass.
                 self.move_tx(&memory, &mut budget, watch, now)?;
                 if !self.muxer.is_asked_to_connect() {
                     let more_rx = self.move_rx(&memory, watch, now)?;
@@ -132,7 +135,7 @@ impl Worker {
         }
     }
 
-    /// Takes packets of the guest, within `budget` and up to one that must be handled without a
+    /// Takes packets from the guest until `budget` is used up or a packet must be handled without a
     /// guard.
     fn move_tx(
         &mut self,
@@ -181,7 +184,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Moves packets to the guest. True if the budget is used up.
+    /// Moves packets to the guest. Returns true if the budget is used up.
     fn move_rx(
         &mut self,
         memory: &MappedMemory,
@@ -191,7 +194,7 @@ impl Worker {
         let broken = |source| BrokenQueue { index: RX_QUEUE, source };
         let mut budget = PASS_BUDGET;
         let mut used = false;
-        // New buffers matter only while packets wait for them.
+        // Notifications of new buffers are needed only while packets wait for buffers.
         self.rx.queue.disable_notification(memory).map_err(broken)?;
         while self.muxer.has_packets() && budget > 0 {
             let Some(chain) = next_chain(&mut self.rx.queue, memory).map_err(broken)? else {
@@ -205,7 +208,7 @@ impl Worker {
             let len_bytes = match PacketBuffer::new(memory, chain) {
                 Some(buffer) => match self.muxer.next_packet(buffer.capacity(), watch, now) {
                     Some(packet) => buffer.write(&packet),
-                    // No socket was readable after all. The next packet gets the buffer.
+                    // No socket was readable after all, so the buffer is kept for the next packet.
                     None => {
                         self.rx.queue.go_to_previous_position();
                         break;
@@ -232,8 +235,8 @@ impl Worker {
         }
     }
 
-    /// Sets the timer to the earliest deadline. It is never postponed, so it may expire without
-    /// effect.
+    /// Sets the timer to the earliest deadline. A timer that is already set is never postponed, so
+    /// it may expire when no deadline has passed.
     fn arm_timer(&mut self, now: Instant) {
         let next = self.muxer.next_deadline().into_iter().chain(self.accept_paused_until).min();
         let Some(next) = next else { return };
@@ -262,7 +265,8 @@ impl Worker {
 
     fn on_client(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
-            // Usually no file descriptor is free. The listener would be reported again and again.
+            // Usually the process has no free file descriptor. The listener is removed from epoll
+            // for a while, because epoll would report it again immediately.
             sparsely!(warn, %err, "Cannot accept vsock clients; retrying later");
             let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
             if let Err(err) = ops.remove(events) {
@@ -313,7 +317,7 @@ fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
     }
 }
 
-/// The event loop for the muxer.
+/// Implementation of [`Watch`] that adds sockets to the worker's event loop.
 struct EpollWatch<'a, 'b>(&'a mut EventOps<'b>);
 
 impl Watch for EpollWatch<'_, '_> {
@@ -335,8 +339,8 @@ fn is_short(chain: &Chain) -> bool {
     chain.clone().take(MAX_DESCRIPTORS + 1).count() <= MAX_DESCRIPTORS
 }
 
-/// Reads the header of a guest's packet from any number of descriptors. `None` if the header is
-/// incomplete or a descriptor is outside of memory.
+/// Reads the header of a packet from the guest. The header may be divided into any number of
+/// descriptors. Returns `None` if the header is incomplete or a descriptor is outside of memory.
 fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHeader, Reader<'a>)> {
     if !is_short(&chain) {
         return None;
@@ -347,7 +351,8 @@ fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHea
     Some((RawHeader::read_from_bytes(&header).expect("an array of the header's size"), reader))
 }
 
-/// A guest's buffer for one packet, with room for a header and at least one byte.
+/// A buffer from the guest for one packet. It has room for a header and at least one byte of
+/// payload.
 struct PacketBuffer<'a> {
     header: Writer<'a>,
     payload: Writer<'a>,
@@ -370,7 +375,7 @@ impl<'a> PacketBuffer<'a> {
         self.payload.available_bytes()
     }
 
-    /// Writes a packet that fits, and returns its length.
+    /// Writes a packet, which must fit, and returns its length.
     fn write(mut self, packet: &Packet) -> u32 {
         self.header.write_all(packet.header.as_bytes()).expect("room for a header was checked");
         self.payload.write_all(packet.payload).expect("payload is at most the capacity");

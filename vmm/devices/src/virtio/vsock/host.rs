@@ -1,5 +1,6 @@
-//! The host's side: the listening socket, ports in this process, connections to other sockets of
-//! the host, and the client's first line with the requested port.
+//! The host's side of the device. It contains the listening socket, ports in this process,
+//! connections to other sockets on the host, and the parser for a client's first line, which
+//! contains the requested port.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -14,18 +15,19 @@ use super::packet::{GuestPort, HostPort, Link};
 use crate::unix_socket::SocketAccess;
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
-/// Connections to a port of this process that wait to be accepted. Further ones are refused.
+/// Maximum number of connections that wait to be accepted by a port in this process. Further
+/// connections are refused.
 pub const IN_PROCESS_BACKLOG: usize = 16;
 
-/// Highest privileged port of the guest. Linux requires CAP_NET_BIND_SERVICE in the guest's first
-/// user namespace for ports up to this one, and never assigns them automatically
-/// (LAST_RESERVED_PORT in its af_vsock.c).
+/// Highest privileged port in the guest. For ports up to this one, Linux requires
+/// CAP_NET_BIND_SERVICE in the guest's initial user namespace. It never assigns these ports
+/// automatically (LAST_RESERVED_PORT in af_vsock.c).
 const LAST_PRIVILEGED_PORT: GuestPort = GuestPort(1023);
 
-/// Maximum length of a greeting: any port and some white space.
+/// Maximum length of a client's first line. It has room for any port and some white space.
 const MAX_GREETING_BYTES: usize = 32;
 
-/// Error of the creation of a vsock device.
+/// Error that occurred while creating a vsock device.
 #[derive(Debug, Error)]
 pub enum VsockError {
     /// The context id is reserved (virtio 1.3, 5.10.4).
@@ -37,7 +39,8 @@ pub enum VsockError {
     PortTaken { port: u32 },
 }
 
-/// Ports of the host with listeners in this process. Complete before the device is created.
+/// Ports on the host's side that have listeners in this process. All listeners must be added before
+/// the device is created.
 #[derive(Debug, Default)]
 pub struct VsockPorts {
     listeners: HashMap<HostPort, Listener>,
@@ -49,12 +52,12 @@ struct Listener {
     guests: GuestPorts,
 }
 
-/// Ports of the guest that may connect.
+/// Guest ports from which connections are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestPorts {
-    /// All ports, which every process in the guest can use.
+    /// All ports. Every process in the guest can use them.
     All,
-    /// Ports up to 1023, which only processes that the guest's kernel trusts can use.
+    /// Ports up to 1023. Only privileged processes in the guest can use them.
     Privileged,
 }
 
@@ -63,9 +66,9 @@ impl VsockPorts {
         Self::default()
     }
 
-    /// Listens in this process for connections of the guest to `port` from a port in `guests`. The
-    /// received streams are non-blocking, as tokio requires. Without a receiver, the port is closed
-    /// for the guest.
+    /// Listens in this process for connections from guest ports in `guests` to the host's `port`.
+    /// The received streams are non-blocking, as tokio requires. After the receiver is dropped,
+    /// connections are refused.
     pub fn listen_in_process(
         &mut self,
         port: u32,
@@ -76,7 +79,8 @@ impl VsockPorts {
         Ok(receiver)
     }
 
-    /// Same as [`VsockPorts::listen_in_process`], with a receiver that outlives the device.
+    /// Same as [`VsockPorts::listen_in_process`], but the caller creates the channel. Its receiver
+    /// can outlive the device.
     pub fn listen(
         &mut self,
         port: u32,
@@ -91,13 +95,13 @@ impl VsockPorts {
     }
 }
 
-/// Error of a connection by the guest.
+/// Reason why a connection from the guest was refused.
 #[derive(Debug, Error)]
 pub(super) enum ConnectError {
     /// The listener in this process was dropped, or its backlog is full.
     #[error("listener of {port} in this process is full or closed")]
     InProcess { port: HostPort },
-    /// The listener accepts only privileged processes.
+    /// The listener accepts connections only from privileged ports.
     #[error("port of {link} exceeds the last privileged port {LAST_PRIVILEGED_PORT}")]
     Unprivileged { link: Link },
     /// The socket does not exist or has no listener.
@@ -112,19 +116,19 @@ pub(super) enum ConnectError {
     Pair(#[from] io::Error),
 }
 
-/// The listening socket and the ports. They outlive resets of the device, so a client may connect
-/// before the guest's driver is active. It then waits in the socket's backlog.
+/// The listening socket and the ports. Resets of the device do not affect them. A client can
+/// therefore connect before the guest's driver is active, and then waits in the socket's backlog.
 #[derive(Debug)]
 pub(super) struct HostSide {
     path: PathBuf,
     listener: UnixListener,
-    /// Removed after the listener is closed.
+    /// Socket file, removed after the listener is closed.
     _file: SocketFile,
     ports: VsockPorts,
 }
 
 impl HostSide {
-    /// Listens on `path`. Replaces a stale socket.
+    /// Listens on `path`. Replaces a stale socket file.
     pub(super) fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
         let (listener, file) = unix_socket::listen("--vsock", path, &SocketAccess::default())?;
         Ok(Self { path: path.to_owned(), listener, _file: file, ports })
@@ -134,7 +138,7 @@ impl HostSide {
         &self.listener
     }
 
-    /// Accepts a waiting client, if there is one.
+    /// Accepts a waiting client. Returns `None` if no client is waiting.
     pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
         match self.listener.accept() {
             Ok((stream, _)) => {
@@ -146,13 +150,13 @@ impl HostSide {
         }
     }
 
-    /// Checks if the VMM itself listens on the host's `port`.
+    /// Returns true if the VMM itself listens on the host's `port`.
     pub(super) fn listens_in_process(&self, port: HostPort) -> bool {
         self.ports.listeners.contains_key(&port)
     }
 
-    /// Connects the guest's port of `link` to the listener of its host port. Does not wait for the
-    /// listener, but may wait for the disk of the socket's path.
+    /// Connects to the listener on the host port of `link`. The call does not wait for the
+    /// listener, but it may wait for a disk while the socket's path is resolved.
     pub(super) fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
         let port = link.host;
         if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {
@@ -173,7 +177,7 @@ impl HostSide {
 }
 
 /// Same as `UnixStream::connect`, except that it fails if the listener's backlog is full. Otherwise
-/// a guest could block the device by connections to a busy server.
+/// a guest could block the device by connecting to a busy server.
 fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -181,10 +185,10 @@ fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-/// State of a client's first line.
+/// Result of reading a client's first line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Greeted {
-    /// The line is incomplete.
+    /// The line is not complete yet.
     NotYet,
     /// The client requests this port of the guest.
     Connect(GuestPort),
@@ -198,7 +202,8 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Reads up to the end of the line and no further, because the rest is payload for the guest.
+    /// Reads up to the end of the line and no further, because all later bytes are payload for the
+    /// guest.
     pub(super) fn read(&mut self, mut stream: impl Read) -> Greeted {
         let mut byte = [0];
         loop {
@@ -305,7 +310,7 @@ mod tests {
         assert!(path.exists());
         drop(first);
 
-        // A listener that was closed without removing its socket, as after SIGKILL.
+        // The listener is closed without removing its socket file, as after SIGKILL.
         drop(UnixListener::bind(&path).unwrap());
         let second = HostSide::bind(&path, VsockPorts::new()).unwrap();
         drop(second);
@@ -341,7 +346,7 @@ mod tests {
         let mut ports = VsockPorts::new();
         let mut receiver = ports.listen_in_process(7, GuestPorts::Privileged).unwrap();
         let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
-        // Not even through a socket of the host with the port's name.
+        // The connection is refused even if a socket with the port's name exists on the host.
         let _listener = UnixListener::bind(dir.path().join("vsock_7")).unwrap();
         for guest in [1024, 4000, u32::MAX] {
             let refused = host.connect(from(guest, 7)).unwrap_err();

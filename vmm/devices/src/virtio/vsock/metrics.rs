@@ -23,7 +23,7 @@ impl Counter {
     }
 }
 
-/// Gauge: a number that rises and falls.
+/// A metric that can rise and fall.
 #[derive(Debug, Default)]
 pub struct Gauge(AtomicU64);
 
@@ -37,7 +37,7 @@ impl Gauge {
     }
 }
 
-/// Metrics of one device, retained across resets.
+/// Metrics of one device. They are retained across resets.
 #[derive(Debug, Default)]
 pub struct VsockMetrics {
     /// Sockets that are open on the host, in any state.

@@ -1,15 +1,15 @@
-//! A virtio socket device (virtio 1.3, 5.10) that connects the guest to unix sockets of the host.
+//! virtio-vsock (virtio 1.3, 5.10): sockets that connect the guest to unix sockets on the host.
 //!
-//! The scheme is that of Firecracker and Cloud Hypervisor, so that their clients work:
+//! Clients of Firecracker and Cloud Hypervisor can be used, because the scheme is the same:
 //!
 //! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, and reads
-//!   `OK <host port>\n`. The stream is then connected to the listener on that port in the guest. A
-//!   refused connection is closed.
-//! - Guest to host: a connection to port P of the host is connected to the listener on the unix
-//!   socket `<device's socket>_P`.
-//! - Ports in this process: a connection to a port registered with
-//!   [`VsockPorts::listen_in_process`] ends in this process, as one half of a pair of unix sockets.
-//!   The governor receives the guest's agent in this way.
+//!   `OK <host port>\n`. The stream is then connected to the listener on that port in the guest. If
+//!   the guest refuses the connection, the socket is closed.
+//! - Guest to host: if the guest connects to port P of the host, the device connects it to the
+//!   listener on the unix socket `<device's socket>_P`.
+//! - Ports in this process: if the port was registered with [`VsockPorts::listen_in_process`], the
+//!   connection ends in this process, which receives one half of a pair of unix sockets. The
+//!   guest's agent connects to the governor in this way.
 //!
 //! ```text
 //! device     front: configuration, activation, reset
@@ -42,7 +42,7 @@ const RX_QUEUE: u16 = 0;
 const TX_QUEUE: u16 = 1;
 const EVENT_QUEUE: u16 = 2;
 
-/// Builds the `--vsock` device. The configuration must have an id. Connections of the guest to
+/// Builds the `--vsock` device. The configuration must have an id. Connections from the guest to
 /// `ports` end in this process.
 pub fn build(config: &VsockConfig, ports: VsockPorts, context: &DeviceContext) -> SetupResult {
     let event_loop = context.machine.event_loop.clone();

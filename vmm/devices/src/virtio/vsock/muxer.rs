@@ -1,10 +1,10 @@
-//! Multiplexer between the queues and the sockets. It maps connections to sockets and lets them
-//! send in turn.
+//! Multiplexer between the queues and the sockets. It maps connections to sockets and lets the
+//! sockets send to the guest in turn.
 //!
-//! Sockets are watched edge-triggered. A socket is `readable` from the report of epoll until a read
-//! finds nothing. Payload of the host stays in the socket until the guest has both a buffer in its
-//! queue and credit. Payload of the guest is taken at once, up to its credit, and waits in
-//! `unsent`.
+//! Sockets are watched edge-triggered. A socket is `readable` from the time when epoll reports it
+//! until a read finds no data. Payload from the host remains in the socket until the guest has both
+//! a buffer in its queue and credit. Payload from the guest is accepted immediately, up to the
+//! guest's credit, and waits in `unsent` if the socket is full.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -22,38 +22,40 @@ use super::host::{Greeted, Greeting, HostSide};
 use super::metrics::VsockMetrics;
 use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeader};
 
-/// Largest number of sockets in any state, which limits file descriptors and, at [`BUFFER_BYTES`]
-/// each, memory.
+/// Maximum number of sockets in any state. It limits the number of file descriptors, and the memory
+/// for buffers of [`BUFFER_BYTES`] each.
 ///
 /// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
 pub(super) const MAX_SOCKETS: usize = 1023;
 
-/// Largest number of sockets in a process with a limit of `open_files`. This is half of them,
-/// because the rest of the VMM needs files, too, and a guest must not take the last one.
+/// Returns the maximum number of sockets in a process that may have `open_files` open files. Only
+/// half of the files are used, because the rest of the VMM needs files as well, and a guest must
+/// not exhaust them.
 pub(super) fn max_sockets(open_files: u64) -> usize {
     usize::try_from(open_files / 2).map_or(MAX_SOCKETS, |half| half.min(MAX_SOCKETS))
 }
 
-/// Largest number of pending resets. Further resets are dropped until the guest takes some.
+/// Maximum number of pending resets. Further resets are dropped until the guest has received some.
 const MAX_RESETS: usize = 1024;
 
-/// Time limit for a client's greeting, which may be typed by hand.
+/// Time limit for a client's first line, which a user may type by hand.
 pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Longest time in which the host may read nothing of the remaining data of a closed connection.
-/// Without a limit, a guest could occupy all sockets with such connections.
+/// Time limit for the host to read at least some of the remaining data of a closed connection. Each
+/// read restarts it. Without a limit, a guest could occupy all sockets with closed connections.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Share of the sockets that is reserved for ports that the VMM itself listens on, and its maximum.
-/// A program in the guest that holds all other sockets then does not prevent the agent's
-/// connection.
+/// One in this many sockets, but at most [`MAX_OWN_SOCKETS`], is reserved for ports on which the
+/// VMM itself listens. The agent can therefore connect even if a program in the guest has occupied
+/// all other sockets.
 const OWN_PART: usize = 8;
 const MAX_OWN_SOCKETS: usize = 8;
 
-/// Largest payload that is moved at once: Linux's largest packet.
+/// Maximum payload that is copied in one step: Linux's largest packet.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Host ports of clients, as in Firecracker: far from ports with listeners.
+/// Host ports that are assigned to clients, as in Firecracker. They are far from ports with
+/// listeners.
 const CLIENT_PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
 
 /// Identifies a socket in epoll. The worker's own events have tokens below [`Token::FIRST`].
@@ -65,10 +67,10 @@ impl Token {
     pub(super) const FIRST: u32 = 16;
 }
 
-/// Watches sockets for edges of readable, writable and hung up.
+/// Watches sockets edge-triggered and reports when they become readable, writable or hung up.
 pub(super) trait Watch {
     fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()>;
-    /// Stops watching, before the socket is closed.
+    /// Stops watching a socket. Must be called before the socket is closed.
     fn unwatch(&mut self, stream: &UnixStream);
 }
 
@@ -77,7 +79,7 @@ pub(super) trait Watch {
 pub(super) struct Readiness {
     /// Data, the end of the stream, or an error can be read.
     pub readable: bool,
-    /// The socket has room to write, or an error.
+    /// The socket has space for writes, or an error is pending.
     pub writable: bool,
     /// The peer has left: writes fail, but data may remain to be read.
     pub hung_up: bool,
@@ -92,7 +94,7 @@ pub(super) struct Packet<'a> {
 struct Socket {
     stream: UnixStream,
     role: Role,
-    /// May have data to read.
+    /// The socket may have data to read.
     readable: bool,
     /// The socket is in `ready`.
     queued: bool,
@@ -101,21 +103,21 @@ struct Socket {
 enum Role {
     /// A client that has not yet requested a port.
     Greeting { greeting: Greeting, deadline: Instant },
-    /// One end of a connection.
+    /// The host's end of a connection.
     Joined(Joined),
-    /// The guest has closed the connection, and the host has yet to read the remaining data.
+    /// The guest has closed the connection, but the host has not read the remaining data yet.
     Draining { unsent: VecDeque<u8>, deadline: Instant },
 }
 
 struct Joined {
     link: Link,
     connection: Connection,
-    /// Received, and neither forwarded nor discarded.
+    /// Data from the guest that was neither forwarded nor discarded yet.
     unsent: VecDeque<u8>,
-    /// The host receives no more data.
+    /// True if the host receives no more data.
     write_failed: bool,
-    /// True for each direction, sending and receiving of the guest, whose end was passed to the
-    /// host.
+    /// For sending and receiving: true if the host was notified that the guest has ended this
+    /// direction.
     told_host: (bool, bool),
 }
 
@@ -149,7 +151,7 @@ impl Joined {
             }
         }
         if self.write_failed {
-            // Discarded when the write failed, or received after it.
+            // This data was discarded when the write failed, or arrived after that.
             self.connection.forwarded(self.connection.unforwarded_bytes());
         } else {
             self.unsent.extend(data);
@@ -168,7 +170,7 @@ fn u32_of(bytes: usize) -> u32 {
     u32::try_from(bytes).expect("no more than a buffer of a connection")
 }
 
-/// Writes until nothing is left or the socket has no room.
+/// Writes until `unsent` is empty or the socket is full.
 fn flush(mut stream: &UnixStream, unsent: &mut VecDeque<u8>) -> io::Result<usize> {
     let mut total = 0;
     while !unsent.is_empty() {
@@ -182,22 +184,22 @@ fn flush(mut stream: &UnixStream, unsent: &mut VecDeque<u8>) -> io::Result<usize
             Err(err) => return Err(err),
         }
     }
-    // Frees the memory, which idle connections do not need.
+    // The memory is freed, because idle connections do not need it.
     *unsent = VecDeque::new();
     Ok(total)
 }
 
-/// The connections of a guest from an activation of the device to the next reset.
+/// All connections of a guest, from an activation of the device to the next reset.
 pub(super) struct Muxer {
     guest_cid: u64,
     host: Arc<HostSide>,
     metrics: Arc<VsockMetrics>,
     sockets: HashMap<Token, Socket>,
     links: HashMap<Link, Token>,
-    /// Sockets with packets for the guest, each at most once, served in turn.
+    /// Sockets that have packets for the guest, each at most once. They are served in turn.
     ready: VecDeque<Token>,
     resets: VecDeque<Link>,
-    /// Request of the guest to connect.
+    /// The guest's request to connect that is being handled.
     asking: Option<GuestPacket>,
     next_token: u32,
     next_client_port: u32,
@@ -207,7 +209,7 @@ pub(super) struct Muxer {
 }
 
 impl Muxer {
-    /// Creates a muxer without connections. It never has more than `max_sockets`.
+    /// Creates a muxer without connections. It never opens more than `max_sockets` sockets.
     pub(super) fn new(
         guest_cid: u64,
         host: Arc<HostSide>,
@@ -252,7 +254,8 @@ impl Muxer {
         Ok(())
     }
 
-    /// Checks if one more socket may be added. `is_own` is true for a port of the VMM itself.
+    /// Returns true if one more socket may be added. `is_own` is true for a port on which the VMM
+    /// itself listens.
     fn has_room(&self, is_own: bool) -> bool {
         let own = (self.max_sockets / OWN_PART).min(MAX_OWN_SOCKETS);
         let most = if is_own { self.max_sockets } else { self.max_sockets - own };
@@ -338,12 +341,13 @@ impl Muxer {
         };
         let socket = self.sockets.get_mut(&token).expect("the socket of the greeting");
         socket.role = Role::Joined(Joined::new(link, Connection::requested(now)));
-        // Data after the greeting may have arrived with it, and causes no further edge.
+        // Data may have arrived together with the first line. In that case epoll reports no further
+        // edge.
         socket.readable = true;
         self.links.insert(link, token);
     }
 
-    /// Processes a packet of the guest, with `payload_bytes` after the header in its buffers. If
+    /// Processes a packet from the guest. Its buffers contain `payload_bytes` after the header. If
     /// [`Muxer::is_asked_to_connect`] is true afterward, call [`Muxer::connect`] before other
     /// methods.
     pub(super) fn on_guest_packet(
@@ -366,8 +370,9 @@ impl Muxer {
         let packet = match header.parse_guest_packet() {
             Ok(packet) => packet,
             Err(not_understood) => {
-                // virtio 1.3, 5.10.6.4: a reset MUST answer an unknown type. It ends a connection
-                // with these ports for the guest, so it ends here as well.
+                // A packet of unknown type MUST be answered with a reset (virtio 1.3, 5.10.6.4).
+                // For the guest, this reset ends a connection with these ports, so it is ended here
+                // as well.
                 self.metrics.violations_total.increment();
                 if let Some(&token) = self.links.get(&not_understood.link) {
                     self.remove(token, watch);
@@ -388,13 +393,13 @@ impl Muxer {
         }
     }
 
-    /// Returns true if the last packet was a request to connect to a port of the host.
+    /// Returns true if the last packet was a request to connect to a host port.
     pub(super) fn is_asked_to_connect(&self) -> bool {
         self.asking.is_some()
     }
 
-    /// Handles the guest's request to connect, if there is one. The lookup of a socket's path may
-    /// wait for a disk, so the caller must hold no guard.
+    /// Handles a pending request of the guest to connect. The caller must hold no guard, because
+    /// resolving the socket's path may wait for a disk.
     pub(super) fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
@@ -444,7 +449,8 @@ impl Muxer {
             Ok(Event::None | Event::Ended) => {}
             Ok(Event::Connected) => {
                 self.metrics.connections_total.increment();
-                // Such a short line fits into a socket without pending data.
+                // The write cannot block, because the line is short and the socket contains no
+                // other data.
                 let line = format!("OK {}\n", packet.link.host.0);
                 if !matches!((&socket.stream).write(line.as_bytes()), Ok(n) if n == line.len()) {
                     joined.fail_writes(now);
@@ -474,7 +480,7 @@ impl Muxer {
         self.settle(token, watch, now);
     }
 
-    /// Returns false if the buffers are shorter than the header's length.
+    /// Returns false if the buffers are shorter than the length in the header.
     fn take_payload(
         &mut self,
         token: Token,
@@ -508,8 +514,8 @@ impl Muxer {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// Returns the next packet for the guest, with at most `capacity` bytes of payload. `capacity`
-    /// must not be zero, because payload could then never be sent.
+    /// Returns the next packet for the guest. It has at most `capacity` bytes of payload.
+    /// `capacity` must not be zero, because no payload could be sent then.
     pub(super) fn next_packet(
         &mut self,
         capacity: usize,
@@ -578,7 +584,7 @@ impl Muxer {
                 self.settle(token, watch, now);
             }
             io::ErrorKind::Interrupted => self.settle(token, watch, now),
-            // The host left without reading everything. Its data was read before.
+            // The host has left without reading everything. All data that it sent was already read.
             _ => self.break_off(token, watch),
         }
     }
@@ -596,14 +602,16 @@ impl Muxer {
             Role::Joined(joined) => {
                 let ended = joined.connection.guest_ended();
                 if ended.both() {
-                    // virtio 1.3, 5.10.6.5: a reset confirms the end and frees the ports.
+                    // A reset confirms the end of the connection and frees the ports (virtio 1.3,
+                    // 5.10.6.5).
                     let link = joined.link;
                     self.part(token, watch, now);
                     self.owe_reset(link);
                     return;
                 }
                 let (told_sending, told_receiving) = &mut joined.told_host;
-                // An error means that the host has left, which epoll reports as well.
+                // Errors are ignored: they mean that the host has left, and epoll reports this as
+                // well.
                 if ended.sending && joined.unsent.is_empty() && !*told_sending {
                     *told_sending = true;
                     let _ = socket.stream.shutdown(Shutdown::Write);
@@ -620,8 +628,8 @@ impl Muxer {
         }
     }
 
-    /// Ends the connection for the guest. If the guest has closed it properly, the host still
-    /// receives the remaining data.
+    /// Ends the connection for the guest. If the guest has closed the connection properly, the host
+    /// still receives the remaining data.
     fn part(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let socket = self.sockets.get_mut(&token).expect("the socket of a closed connection");
         let Role::Joined(joined) = &mut socket.role else {
@@ -636,7 +644,7 @@ impl Muxer {
         socket.role = Role::Draining { unsent, deadline: now + DRAIN_TIMEOUT };
     }
 
-    /// Resets a connection on both sides at once.
+    /// Immediately resets a connection on both sides.
     fn break_off(&mut self, token: Token, watch: &mut dyn Watch) {
         if let Some(Socket { role: Role::Joined(joined), .. }) = self.sockets.get(&token) {
             let link = joined.link;

@@ -1,10 +1,10 @@
-//! Tests of the limits of sockets, and of data that remains after the guest has closed a
+//! Tests of the limits on sockets, and of data that remains after the guest has closed a
 //! connection.
 
 use super::*;
 
 impl Fixture {
-    /// Bytes of a connection that are neither read by the host nor in its socket.
+    /// Returns the number of bytes of a connection that were not written to the host's socket yet.
     fn unsent(&self, link: Link) -> usize {
         let socket = self.muxer.links.get(&link).and_then(|token| self.muxer.sockets.get(token));
         match socket.map(|socket| &socket.role) {
@@ -20,7 +20,7 @@ fn slow_host_stops_the_guest_until_it_reads() {
     let (mut client, link) = fixture.connected_client();
     let mut forwarded = 0;
     let sent = stuff(&mut fixture, link, &mut forwarded);
-    // The guest gets no more credit until the host reads.
+    // The guest receives no more credit until the host reads data.
     fixture.guest_expects_nothing();
     let mut read = 0;
     while forwarded < sent - BUFFER_BYTES / 4 {
@@ -45,7 +45,7 @@ fn slow_host_receives_everything_after_the_guest_has_left() {
     let sent = stuff(&mut fixture, link, &mut 0);
     fixture.guest_sends(link, Op::Shutdown(BOTH), &[]);
     fixture.guest_expects(link, Op::Reset);
-    // The guest may use the same ports at once. The new connection is separate from the old one,
+    // The guest may reuse the ports immediately. The new connection is independent of the old one,
     // whose data is still being delivered.
     fixture.guest_sends_data(link, b"stray");
     fixture.guest_expects(link, Op::Reset);
@@ -152,7 +152,7 @@ fn agent_connects_while_all_other_sockets_are_used() {
 fn unread_rest_of_a_closed_connection_expires() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
-    // More than the socket's own buffer holds.
+    // The payload exceeds the size of the socket's own buffer.
     let payload = vec![7; BUFFER_BYTES as usize / 4];
     while fixture.unsent(link) < 3 * payload.len() {
         fixture.guest_sends(link, Op::Data { len_bytes: payload.len() as u32 }, &payload);
@@ -160,7 +160,7 @@ fn unread_rest_of_a_closed_connection_expires() {
     }
     fixture.guest_sends(link, Op::Shutdown(BOTH), &[]);
     assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + DRAIN_TIMEOUT));
-    // A host that reads slowly gets more time with each part.
+    // Each time the host reads some data, the deadline is extended.
     fixture.now += DRAIN_TIMEOUT - Duration::from_millis(1);
     let left_bytes = |fixture: &Fixture| match &fixture.muxer.sockets.values().next().unwrap().role
     {

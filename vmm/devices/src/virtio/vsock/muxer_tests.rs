@@ -22,7 +22,7 @@ const BOTH: Ended = Ended { receiving: true, sending: true };
 const SENDING: Ended = Ended { receiving: false, sending: true };
 const RECEIVING: Ended = Ended { receiving: true, sending: false };
 
-/// Replaces epoll. The test polls the sockets.
+/// Replacement for epoll. Tests poll the sockets instead.
 #[derive(Default)]
 struct Watched(HashMap<Token, RawFd>);
 
@@ -59,7 +59,7 @@ struct Fixture {
     trusted: mpsc::Receiver<UnixStream>,
     watch: Watched,
     now: Instant,
-    /// Credit in the guest's packets.
+    /// Credit to announce in packets from the guest.
     credit: Credit,
 }
 
@@ -95,7 +95,7 @@ impl Fixture {
         client
     }
 
-    /// Handles all events of the sockets, as an event loop does.
+    /// Handles all pending events of the sockets, as an event loop does.
     fn poll(&mut self) {
         self.muxer.accept(&mut self.watch, self.now).unwrap();
         let sockets: Vec<_> = self.watch.0.iter().map(|(token, fd)| (*token, *fd)).collect();
@@ -147,7 +147,7 @@ impl Fixture {
         assert!(self.guest_receives().is_none_or(|packet| panic!("unexpected {packet:?}")));
     }
 
-    /// Creates a connection of a client on the host to the guest's port 52.
+    /// Creates a connection from a client on the host to port 52 of the guest.
     #[track_caller]
     fn connected_client(&mut self) -> (UnixStream, Link) {
         let mut client = self.client();
@@ -159,7 +159,7 @@ impl Fixture {
         (client, packet.link)
     }
 
-    /// Creates a connection of the guest to a server on the host's port 80.
+    /// Creates a connection from the guest to a server on port 80 of the host.
     #[track_caller]
     fn connected_server(&mut self) -> (UnixStream, Link) {
         let listener = self.listen(80);
@@ -172,7 +172,7 @@ impl Fixture {
     }
 }
 
-/// Reads the available data, which is empty at the end of the stream.
+/// Reads the available data. Returns no data at the end of the stream.
 #[track_caller]
 fn read_some(stream: &mut UnixStream) -> Vec<u8> {
     let mut buffer = vec![0; 1 << 20];
@@ -258,7 +258,7 @@ fn unanswered_request_is_reset() {
     fixture.muxer.expire(&mut fixture.watch, fixture.now);
     assert_eq!(read_some(&mut client), b"");
     fixture.guest_expects(packet.link, Op::Reset);
-    // A late answer belongs to no connection.
+    // The answer arrives too late and does not belong to any connection.
     fixture.guest_sends(packet.link, Op::Response, &[]);
     fixture.guest_expects(packet.link, Op::Reset);
     assert_eq!(fixture.metrics.expired_total.get(), 1);
@@ -356,7 +356,7 @@ fn host_that_leaves_is_reported_and_removed_in_time() {
     drop(client);
     fixture.guest_expects_data(link, b"last words");
     fixture.guest_expects(link, Op::Shutdown(BOTH));
-    // Data in flight from the guest is accepted and discarded.
+    // Data from the guest that is still in flight is accepted and discarded.
     fixture.guest_sends_data(link, &[1; 5000]);
     fixture.guest_expects_nothing();
     assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + CLOSE_TIMEOUT));
@@ -407,7 +407,8 @@ fn guest_without_credit_receives_nothing_until_it_has_some() {
     fixture.guest_expects_data(link, b"ef");
 }
 
-/// Fills the host's socket and the VMM's buffer behind it. Returns the number of bytes.
+/// Sends data from the guest until the host's socket and the VMM's buffer are full. Returns the
+/// number of bytes sent.
 fn stuff(fixture: &mut Fixture, link: Link, forwarded: &mut u32) -> u32 {
     let (mut sent, chunk) = (0, vec![7; 4096]);
     while sent - *forwarded + u32_of(chunk.len()) <= BUFFER_BYTES {
@@ -543,7 +544,8 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     prop::collection::vec(act, 1..120)
 }
 
-/// A packet that is almost valid: addresses of the guest, a known operation, and ports in use.
+/// Generates packets that are almost valid: with the guest's addresses, known operations and ports
+/// in use.
 fn plausible(raw: &RawHeader, links: &[Link], pick: usize, payload: usize) -> RawHeader {
     let agent = Link { host: HostPort(AGENT), guest: GuestPort(raw.src_port.get() % 8) };
     let link = match links.len() {

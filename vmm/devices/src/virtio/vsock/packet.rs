@@ -1,7 +1,8 @@
-//! Packets in the queues (virtio 1.3, 5.10.6), parsed once for the muxer.
+//! Packets in the queues (virtio 1.3, 5.10.6). Each header is parsed once, before the muxer handles
+//! it.
 //!
-//! The crate virtio-vsock is not used, because its header requires a payload in one descriptor and
-//! one piece of memory. A Linux guest since 6.7 sends one descriptor for each page (MSG_ZEROCOPY).
+//! The crate virtio-vsock cannot be used, because it requires that a payload be in one descriptor
+//! and in contiguous memory. Linux guests since 6.7 may use one descriptor per page (MSG_ZEROCOPY).
 
 use std::fmt;
 
@@ -28,7 +29,8 @@ pub(super) struct RawHeader {
     pub flags: U32,
     /// Size of the sender's receive buffer in bytes.
     pub buf_alloc: U32,
-    /// Bytes that the sender has taken from that buffer since the connection began, modulo 2^32.
+    /// Number of bytes that the sender has removed from that buffer since the connection began,
+    /// modulo 2^32.
     pub fwd_cnt: U32,
 }
 
@@ -65,7 +67,7 @@ impl fmt::Display for GuestPort {
     }
 }
 
-/// Ports that identify a connection. The context ids are always the same two.
+/// Ports that identify a connection. The context ids are the same for all connections of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Link {
     pub host: HostPort,
@@ -78,21 +80,21 @@ impl fmt::Display for Link {
     }
 }
 
-/// State of one side's receive buffer, which each header contains (virtio 1.3, 5.10.6.3).
+/// State of one side's receive buffer. Each header contains it (virtio 1.3, 5.10.6.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Credit {
     /// Size of the buffer in bytes.
     pub buf_alloc: u32,
-    /// Bytes taken from the buffer so far, modulo 2^32.
+    /// Number of bytes removed from the buffer so far, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
-/// Directions that one side has ended (virtio 1.3, 5.10.6.5). A bit that is set stays set.
+/// Directions that one side has ended (virtio 1.3, 5.10.6.5). Bits are never cleared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// The side receives no more data.
+    /// This side receives no more data.
     pub receiving: bool,
-    /// The side sends no more data.
+    /// This side sends no more data.
     pub sending: bool,
 }
 
@@ -147,18 +149,18 @@ pub(super) struct GuestPacket {
     pub credit: Credit,
 }
 
-/// A packet of the guest that can only be answered with a reset.
+/// Error in a packet from the guest that can only be answered with a reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NotUnderstood {
-    /// Connection for the answer.
+    /// Ports of the connection to reset.
     pub link: Link,
-    /// Resets are never answered.
+    /// True if the packet is itself a reset. Resets are never answered.
     pub is_reset: bool,
 }
 
 impl RawHeader {
-    /// Returns true if the packet is from the guest `guest_cid` to the host. Other packets are
-    /// ignored.
+    /// Returns true if the packet is addressed from the guest `guest_cid` to the host. All other
+    /// packets are ignored.
     pub(super) fn is_to_host_from(&self, guest_cid: u64) -> bool {
         self.src_cid.get() == guest_cid && self.dst_cid.get() == HOST_CID
     }
@@ -218,7 +220,7 @@ pub(crate) mod tests {
 
     const CID: u64 = 3;
 
-    /// Builds the header of the same packet in the other direction.
+    /// Builds the header of the same packet from the guest to the host.
     pub(crate) fn from_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> RawHeader {
         let header = RawHeader::to_guest(guest_cid, link, op, credit);
         RawHeader {
@@ -230,7 +232,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Parses a packet for the guest.
+    /// Parses the header of a packet to the guest.
     pub(crate) fn parse_by_guest(header: &RawHeader) -> GuestPacket {
         RawHeader { src_port: header.dst_port, dst_port: header.src_port, ..*header }
             .parse_guest_packet()

@@ -1,5 +1,6 @@
-//! A small guest driver: rings in guest memory, packets, and waits for interrupts. The mock queue
-//! of virtio-queue never wraps around its ring, so it cannot be used for a long transfer.
+//! A small guest driver for tests. It has rings in guest memory, sends and receives packets, and
+//! waits for interrupts. The mock queue of the crate virtio-queue cannot be used for long
+//! transfers, because it never wraps around its ring.
 
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -26,12 +27,13 @@ pub(super) const UNPLUGGED: u64 = 32 * MIB;
 const RX_BUFFERS: u64 = MIB;
 pub(super) const RX_BUFFER_LEN: u64 = 4096;
 const TX_BUFFERS: u64 = 16 * MIB;
-/// A header and the largest packet.
+/// Size of a buffer for a header and the largest payload.
 const TX_BUFFER_LEN: u64 = 0x2_0000;
-/// Descriptors of each transmit buffer: the header and a payload in up to three pieces.
+/// Number of descriptors for each transmitted packet: one for the header and up to three for the
+/// payload.
 const TX_DESCRIPTORS: u16 = 4;
 
-/// Time limit of each wait. A device that takes longer is broken, not slow.
+/// Time limit of each wait, long enough even for a slow host.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 const WRITE: u16 = 2;
@@ -78,8 +80,8 @@ impl Ring {
         self.base + 0x2000
     }
 
-    /// Offers a chain, and notifies the device unless it has suppressed notifications. A device
-    /// that forgets to request them stalls.
+    /// Makes a chain available, and notifies the device unless the device has suppressed
+    /// notifications. A device that forgets to enable notifications therefore stalls.
     fn offer(&mut self, view: &GuestView, head: u16, event_idx: bool) {
         let memory = view.memory();
         let slot = self.avail() + 4 + u64::from(self.next_avail % QUEUE_SIZE) * 2;
@@ -90,7 +92,8 @@ impl Ring {
         fence(Ordering::SeqCst);
         let load = |addr| memory.load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap();
         let wanted = if event_idx {
-            // avail_event (virtio 1.3, 2.7.10): the device waits for exactly this chain.
+            // The device has set avail_event (virtio 1.3, 2.7.10) to this chain, so it wants a
+            // notification.
             load(self.used() + 4 + u64::from(QUEUE_SIZE) * 8) == old
         } else {
             load(self.used()) & 1 == 0
@@ -119,7 +122,7 @@ pub(super) struct Driver {
     event: Ring,
     tx_free: Vec<u16>,
     event_idx: bool,
-    /// Credit in the guest's packets.
+    /// Credit to announce in packets from the guest.
     pub credit: Credit,
 }
 
@@ -132,7 +135,7 @@ pub(super) fn new_view() -> GuestView {
 }
 
 impl Driver {
-    /// Creates a driver that has offered no buffers.
+    /// Creates a driver that has not added any buffers.
     pub(super) fn new(view: GuestView) -> Self {
         let memory = view.memory();
         memory.write_slice(&[0; 0x2_0000], GuestAddress(0)).unwrap();
@@ -198,7 +201,7 @@ impl Driver {
         (0..QUEUE_SIZE).for_each(|head| self.offer_rx_buffer(head));
     }
 
-    /// Offers a chain of descriptors that the test has written.
+    /// Makes a chain available whose descriptors the test has written.
     pub(super) fn offer_tx(&mut self, head: u16) {
         self.tx.offer(&self.view, head, self.event_idx);
     }
@@ -207,7 +210,7 @@ impl Driver {
         self.tx.base
     }
 
-    /// Sets an available index that is more than a ring ahead.
+    /// Sets the available index to an invalid value: more than the ring's size ahead.
     pub(super) fn offer_absurdly_many(&mut self) {
         self.write(self.tx.avail() + 2, &(QUEUE_SIZE * 3).to_le_bytes());
         self.tx.kick.write(1).unwrap();
@@ -223,7 +226,7 @@ impl Driver {
         let [head, len] = self.view.memory().read_obj::<[u32; 2]>(entry).unwrap();
         let ring = if rx { &mut self.rx } else { &mut self.tx };
         ring.last_used = last.wrapping_add(1);
-        // used_event (virtio 1.3, 2.7.10): interrupt at the next entry.
+        // Sets used_event (virtio 1.3, 2.7.10) so that the next entry causes an interrupt.
         let (event, last) = (ring.avail() + 4 + u64::from(QUEUE_SIZE) * 2, ring.last_used);
         self.write(event, &last.to_le_bytes());
         fence(Ordering::SeqCst);
@@ -255,8 +258,8 @@ impl Driver {
         }
     }
 
-    /// Waits until the device has returned all chains, and reserves one head with its descriptors
-    /// for chains of the test.
+    /// Waits until the device has returned all chains. Then reserves a head and its descriptors for
+    /// chains that the test builds itself.
     #[track_caller]
     pub(super) fn keep_tx_head(&mut self) -> u16 {
         let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);
@@ -267,7 +270,7 @@ impl Driver {
         self.tx_free.pop().expect("all heads")
     }
 
-    /// Waits until the device returns a chain that the test has offered itself.
+    /// Waits until the device returns a chain that the test has built itself.
     #[track_caller]
     pub(super) fn wait_tx(&mut self, expected: u16) {
         let (head, len) = self.wait(|driver| driver.take_used(false));
@@ -279,7 +282,7 @@ impl Driver {
         !self.tx_free.is_empty()
     }
 
-    /// Sends a packet with its payload in `pieces` descriptors.
+    /// Sends a packet whose payload is divided into `pieces` descriptors.
     pub(super) fn send_in_pieces(&mut self, link: Link, op: Op, payload: &[u8], pieces: usize) {
         let head = self.wait(|driver| {
             driver.reap_tx();
@@ -312,8 +315,8 @@ impl Driver {
         self.send(link, Op::Data { len_bytes: payload.len().try_into().unwrap() }, payload);
     }
 
-    /// Takes a received buffer without offering it again. Returns its head and the length that the
-    /// device wrote.
+    /// Takes a received buffer without adding it to the queue again. Returns its head and the
+    /// length that the device has written.
     pub(super) fn try_receive_raw(&mut self) -> Option<(u16, u32)> {
         self.take_used(true)
     }

@@ -1,30 +1,32 @@
-//! Countdown until a guest that has stopped pinging is restarted, without a clock: the caller
-//! passes the ticks.
+//! Countdown until a guest that has stopped pinging is restarted. It reads no clock. The caller
+//! counts ticks.
 
 use std::time::Duration;
 
-/// Interval of ticks. A paused VM has no ticks, and the time of a pause counts as one tick when the
-/// VM resumes.
+/// Interval between ticks. While a VM is paused, no ticks are counted. After it resumes, the whole
+/// pause counts as one tick.
 pub(super) const TICK: Duration = Duration::from_secs(5);
-/// Ticks without a ping. The first may follow a ping immediately, so this is one more than the
-/// timeout requires.
+/// Number of ticks without a ping after which the guest is restarted. This is one more than the
+/// timeout requires, because the first tick may follow a ping immediately.
 const TICKS: u32 = 5;
-/// Time that a guest has at least between two pings, as in Cloud Hypervisor.
+/// Minimum time without a ping after which a guest is restarted. It is the same as in Cloud
+/// Hypervisor.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Default)]
 pub(super) struct Countdown {
-    /// `None` if the guest has not begun to ping or the countdown has expired.
+    /// Number of ticks that are left. `None` if the guest has not begun to ping or the countdown
+    /// has expired.
     left: Option<u32>,
 }
 
 impl Countdown {
-    /// Restarts the countdown. True if it was not running.
+    /// Restarts the countdown. Returns true if it was not running.
     pub(super) fn ping(&mut self) -> bool {
         self.left.replace(TICKS).is_none()
     }
 
-    /// Counts a tick. True once, when the countdown expires.
+    /// Counts a tick. Returns true only for the tick at which the countdown expires.
     pub(super) fn tick(&mut self) -> bool {
         self.left = match self.left {
             Some(1) => {

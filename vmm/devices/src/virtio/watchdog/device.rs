@@ -1,4 +1,4 @@
-//! The watchdog device, with one queue and no configuration.
+//! The watchdog device. It has one queue and no configuration.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice};
 const TYPE_WATCHDOG: u16 = 35;
 const QUEUE_SIZES: [u16; 1] = [8];
 
-/// Called when a guest has stopped pinging.
+/// Callback for a guest that has stopped pinging.
 pub(super) type OnSilence = Arc<dyn Fn() + Send + Sync>;
 
 pub struct Watchdog {
@@ -22,7 +22,8 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Creates a watchdog that calls `on_silence` once until the guest pings again.
+    /// Creates a watchdog that calls `on_silence` when the guest has stopped pinging. It calls it
+    /// again only if the guest has pinged in the meantime.
     pub fn new(on_silence: OnSilence, event_loop: EventLoopHandle) -> Self {
         Self { on_silence, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
@@ -52,7 +53,7 @@ impl VirtioDevice for Watchdog {
         self.worker.start(Box::new(Worker::new(view, interrupt, queue, metrics, on_silence)?))
     }
 
-    /// Ends the countdown, because a driver that is unloaded cannot ping.
+    /// Ends the countdown, because a driver that was unloaded cannot ping.
     fn reset(&mut self) {
         self.worker.stop();
     }
@@ -120,7 +121,7 @@ mod tests {
     fn activation_without_its_queue_fails() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
-        // The id of Cloud Hypervisor. The prefix marks a permanent device.
+        // The id is the same as in Cloud Hypervisor. The prefix marks a permanent device.
         assert_eq!(watchdog.name(), "__watchdog");
         let mut activation = TestDriver::new(1).activation(watchdog.features());
         activation.queues[0] = None;

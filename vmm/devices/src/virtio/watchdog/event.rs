@@ -1,5 +1,5 @@
-//! The worker: receives pings from the queue, and ticks from a timer that runs after the first
-//! ping.
+//! The worker of the watchdog. It receives pings from the queue, and ticks from a timer that is
+//! started at the first ping.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
 pub(super) const QUEUE: u16 = 0;
-/// Answer to a ping.
+/// Byte that answers a ping.
 const HEARD: [u8; 1] = [1];
-/// Pings to serve before other devices on the event loop.
+/// Number of pings to serve before other devices on the event loop are served.
 const BATCH: usize = 64;
 
 const KICK: u32 = 0;
@@ -63,7 +63,7 @@ impl Worker {
             Some(if is_ping { HEARD.len() as u32 } else { 0 })
         });
         drop(guard);
-        // Before the driver is notified of the answer.
+        // The timer is set before the driver is notified of the answer.
         if pinged && self.countdown.ping() {
             self.begin();
         }
@@ -91,7 +91,7 @@ impl Worker {
     }
 }
 
-/// Writes the answer to the driver's byte. False if the chain has no writable byte.
+/// Writes the answer to the driver's buffer. Returns false if the chain has no writable byte.
 fn answer(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>) -> bool {
     Writer::new(memory, chain).is_ok_and(|mut writer| writer.write_all(&HEARD).is_ok())
 }
@@ -108,7 +108,8 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, _ops: &mut EventOps) {
         match events.data() {
             TICKED => {
-                // Several expirations count as one, because a stopped guest could not ping.
+                // Several expirations count as one tick, because the guest could not ping while it
+                // was stopped.
                 if self.timer.wait().is_ok() {
                     self.tick();
                 }

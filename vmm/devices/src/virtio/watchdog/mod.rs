@@ -1,7 +1,8 @@
-//! A watchdog (device type 35). A guest that has begun to ping it and stops is restarted.
+//! A watchdog (device type 35). It restarts a guest that has begun to ping it and then stops.
 //!
-//! virtio has reserved the type without a specification. The device is Cloud Hypervisor's: it has
-//! one queue, the driver adds a writable byte, and the device sets it to one.
+//! virtio reserves this device type but does not specify it. The device works as in Cloud
+//! Hypervisor: it has one queue, to which the driver adds a writable byte as a ping, and the device
+//! sets the byte to one.
 
 mod countdown;
 mod device;
@@ -26,7 +27,8 @@ pub const SWITCH: Switch = Switch {
     build,
 };
 
-/// Builds the device. A guest that stops pinging it is restarted as if it had requested a restart.
+/// Builds the watchdog. If the guest stops pinging, it is restarted as if it had requested that
+/// itself.
 fn build(context: &DeviceContext) -> SetupResult {
     let machine = &context.machine;
     let (events, reset_guest) = (machine.events.clone(), Arc::clone(&machine.reset_guest));
