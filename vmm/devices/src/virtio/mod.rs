@@ -33,14 +33,15 @@ use crate::event_loop::EventLoopHandle;
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
 
-/// A queue that the driver has enabled, with the event of its notifications.
+/// A queue that the driver has enabled, and the event that signals its notifications.
 pub struct ActiveQueue {
     /// The ring. The transport checked its guest addresses when the driver enabled the queue.
     pub queue: Queue,
     /// Signaled when the driver notifies the device. Unused for queues of
     /// [`VirtioDevice::synchronous_queues`].
     pub kick: EventFd,
-    /// The driver's ring was invalid. The device takes no more chains from it until a reset.
+    /// True if the driver's ring was found to be invalid. The device takes no more chains from it
+    /// until a reset.
     is_broken: bool,
 }
 

@@ -258,7 +258,8 @@ impl TestDriver {
         new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
     }
 
-    /// Takes the next used buffer. Returns its head and length, or `None` if there is none.
+    /// Takes the next used buffer. Returns its head and length, or `None` if the device has not
+    /// returned another buffer.
     pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = *self.ring(queue);
         let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();

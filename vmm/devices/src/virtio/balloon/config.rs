@@ -11,7 +11,7 @@ const ID: &str = "__balloon";
 /// Minimum of the default floor. In larger VMs the default floor is a quarter of the boot memory.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
-/// Largest target: the configuration has 32 bits for the number of pages.
+/// Largest target that fits into the configuration, which has 32 bits for the number of pages.
 const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 section! {

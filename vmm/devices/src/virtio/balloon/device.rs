@@ -209,8 +209,8 @@ impl Drop for Balloon {
     }
 }
 
-/// Takes the queues. The index of the reporting queue depends on the driver: it may or may not skip
-/// the indices of queues that it does not use.
+/// Takes the queues. The index of the reporting queue varies, because drivers may or may not skip
+/// the indices of queues that they do not use.
 fn take_queues(activation: &mut Activation) -> Result<Queues, ActivateError> {
     let has = |feature| activation.features & feature != 0;
     let (has_stats, has_reporting) = (has(F_STATS_VQ), has(F_REPORTING));

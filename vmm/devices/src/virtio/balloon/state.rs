@@ -32,8 +32,8 @@ pub(super) struct BalloonState {
     /// was set. The driver completes its current step, reports the size once, and only then reads
     /// the new target.
     turned_from: Option<u64>,
-    /// Set if the driver's last report was that it emptied the balloon without a request: the
-    /// target before that report.
+    /// Target before the driver's last report, if the driver reported that it emptied the balloon
+    /// without a request. Otherwise `None`.
     emptied_from: Option<u64>,
 }
 
@@ -97,7 +97,7 @@ impl BalloonState {
 
     /// Handles a reset by the driver. The guest may use all memory of its balloon again. The target
     /// is retained for the next driver, for example after a kexec. If a driver empties its balloon
-    /// and then resets the device, the guest was not out of memory: the driver was unloaded, or the
+    /// and then resets the device, the guest was not out of memory. The driver was unloaded, or the
     /// guest hibernates (`remove_common` in Linux's drivers/virtio/virtio_balloon.c).
     pub(super) fn end(&mut self) {
         self.target_bytes = self.emptied_from.unwrap_or(self.target_bytes);
@@ -185,7 +185,8 @@ mod tests {
             assert_eq!(state.write_config(offset, &[0xff; 4][..len]), None, "{offset}");
         }
         assert_eq!((state.target_bytes(), state.actual_bytes()), (BLOCK, 0));
-        // Writes in pieces, and writes across both ends of the field.
+        // The driver writes the field in pieces, and then with an access that extends beyond both
+        // ends of the field.
         assert!(state.write_config(6, &[1]).is_some());
         assert_eq!(state.actual_bytes(), 0x1_0000 * PAGE_BYTES);
         assert!(state.write_config(0, &[2; 12]).is_some());

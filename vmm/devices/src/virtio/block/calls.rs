@@ -22,7 +22,7 @@ type Over = (Job, Step, io::Result<()>);
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 enum Turn {
     Step(Job, Step),
-    /// Run another pass, because the queue may contain more requests than one guard covers.
+    /// Run another pass. More requests may be available than one pass takes.
     Again,
     /// Wait for the driver's next notification.
     Idle,

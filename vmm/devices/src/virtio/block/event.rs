@@ -59,7 +59,7 @@ pub(super) struct Worker {
     /// Jobs whose flush succeeded, and that wait for the end of other flushes that overlapped with
     /// it.
     settling: Vec<(Job, Answered)>,
-    /// Signaled when a flush has ended that a job in `settling` waits for.
+    /// Signaled after the end of a flush for which jobs in `settling` wait.
     settled: Arc<EventFd>,
     /// Number of requests that were taken but not yet answered. At most `depth`.
     open: u16,
@@ -369,8 +369,8 @@ impl Worker {
             && !self.lost
     }
 
-    /// Enables notifications. Returns true if chains were added before that, for which the driver
-    /// sends no notification.
+    /// Enables notifications. Returns true if the driver added chains before this and will not send
+    /// a notification for them.
     pub(super) fn is_wanted(&mut self, memory: &MappedMemory) -> bool {
         // If the worker may not take requests now, it resumes after the next answer or
         // notification.

@@ -2,13 +2,14 @@
 //!
 //! All queues of a disk share one open file. If Linux cannot write back a page, it reports the
 //! error once per open file. The next fsync() receives it, no matter which queue wrote the page.
-//! Every fsync() calls file_check_and_advance_wb_err(). If two flushes overlap, one may receive an
-//! error that concerns data of the other, and the other then succeeds.
+//! Every fsync() calls file_check_and_advance_wb_err(). If two flushes overlap, one of them may
+//! receive the error for data of the other. The other then succeeds although its data is not
+//! durable.
 //!
 //! After a successful fsync(), the device therefore waits for all other flushes that are in
 //! progress. If one of them fails, the successful flush is reported as failed as well.
-//! `pmem_volume::media` does the same for pools, but blocks a thread. A disk's queue continues with
-//! other requests, and an event resumes the flush.
+//! `pmem_volume::media` does the same for pools, but blocks a thread. The queue of a disk does not
+//! block: it continues with other requests, and an event reports the end of the flushes.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -123,7 +123,7 @@ pub struct BlockMetrics {
     pub writes: DurationRange,
     /// Durations of flushes on the media, whether successful or failed.
     pub flushes: LatencyHistogram,
-    /// Set by the first failed flush. Nothing is written to the disk after that.
+    /// Set by the first failed flush. The disk is not written after that.
     pub read_only: AtomicBool,
 }
 

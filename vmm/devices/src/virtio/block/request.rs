@@ -76,7 +76,7 @@ pub enum Operation {
     Read(DiskRange, Segments),
     /// Write to the disk from the segments, which have the same total length as the range.
     Write(DiskRange, Segments),
-    /// Make all writes durable that were already answered.
+    /// Make all writes that were already answered durable.
     Flush,
     /// Copy the serial number into the segments.
     GetId(Segments),
@@ -122,7 +122,7 @@ pub struct Refusal {
 
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// The chain ends although its last descriptor has a next one.
+    /// The last valid descriptor refers to a next one, which is missing or invalid.
     #[error("chain is broken after {descriptors} descriptors")]
     Broken {
         /// Number of valid descriptors.

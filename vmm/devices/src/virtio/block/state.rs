@@ -122,7 +122,7 @@ impl Disk {
         }
     }
 
-    /// Returns true if a write must be durable before it is answered. This is so if the driver has
+    /// Returns true if a write must be durable before it is answered, because the driver has
     /// switched the cache off or has not negotiated FLUSH (5.2.6.2).
     pub(super) fn writes_through(&self, features: u64) -> bool {
         // A write completes before it loads the mode here, and `write_config` stores the new mode

@@ -45,7 +45,7 @@ pub(super) struct Worker {
     host: Arc<Mutex<HostConsole>>,
     /// Registered while the worker waits for input.
     input: Interest,
-    /// Registered while output waits for space at the reader.
+    /// Registered while output waits until the reader frees space.
     room: Interest,
     /// The terminal. `None` if the driver has not negotiated the size feature.
     window: Option<Arc<Window>>,

@@ -31,7 +31,8 @@ const F_ACPI_PXM: u64 = 1 << 0;
 /// Feature with which the driver must neither read nor write unplugged memory.
 const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
 
-/// Linux's driver sends one request at a time, but other drivers may send more.
+/// Size of the request queue. Linux's driver sends one request at a time, but other drivers may
+/// send more.
 const QUEUE_SIZES: [u16; 1] = [64];
 
 pub struct MemDevice {

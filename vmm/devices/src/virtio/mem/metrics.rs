@@ -121,7 +121,7 @@ impl MemMetrics {
         self.malformed.load(Ordering::Relaxed)
     }
 
-    /// Number of unplugs after which the memory could not be scrubbed. That memory remains unused
+    /// Number of unplugs after which the memory could not be scrubbed. The memory remains unused
     /// until it can be scrubbed.
     pub fn scrub_failures(&self) -> u64 {
         self.scrub_failures.load(Ordering::Relaxed)

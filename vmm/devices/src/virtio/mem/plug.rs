@@ -65,8 +65,8 @@ impl Executor {
     /// not hold a guard of the view, because an unplug waits for all guards.
     pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        // A refused request takes no tokens for bytes. A request that fails on the host takes them,
-        // because it may already have erased memory.
+        // A refused request uses no byte tokens. A request that fails on the host does use them,
+        // because it may already have caused memory to be erased.
         let plugged_bytes = match request {
             Request::Plug(run) => {
                 self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len)

@@ -162,8 +162,8 @@ impl Control {
             };
             let answer = request.and_then(|request| {
                 let known = &request.bytes[..request.len.min(COMMAND_LEN_MAX)];
-                // A command that is too long must not be accepted because its first bytes are
-                // valid.
+                // A command that is too long is invalid even if its first bytes form a valid
+                // command.
                 let result = match request.len > COMMAND_LEN_MAX {
                     true => Err(CommandError::Unknown { class: known[0], command: known[1] }),
                     false => parse(known, self.features, self.net.shape().pairs),

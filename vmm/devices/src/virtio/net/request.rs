@@ -17,7 +17,7 @@ pub const DESCRIPTORS_MAX: u16 = 1024;
 
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// The chain ends although its last descriptor has a next one.
+    /// The last valid descriptor refers to a next one, which is missing or invalid.
     #[error("chain is broken after {descriptors} descriptors")]
     Broken {
         /// Number of valid descriptors.

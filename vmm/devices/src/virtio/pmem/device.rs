@@ -1,6 +1,6 @@
 //! The virtio-pmem device and the threads that answer flushes.
 //!
-//! ***With a BTT** in the guest, a flush is completed before the vCPU enters the guest again. The
+//! **With a BTT** in the guest, a flush is completed before the vCPU enters the guest again. The
 //! guest's BTT flushes under a spinlock, so its driver must not sleep while it waits for the
 //! answer. The answer must therefore be ready when the instruction that notifies the device
 //! retires:
@@ -49,8 +49,8 @@ pub struct Pmem {
 }
 
 enum Answers {
-    /// The exit of the vCPU that flushes answers the request. Contains the activation while the
-    /// device is active.
+    /// Requests are answered in the exit of the vCPU that flushes. Contains the activation while
+    /// the device is active.
     InExit(Option<Activation>),
     OnThread {
         worker: WorkerSlot,

@@ -86,8 +86,8 @@ impl Worker {
         }
     }
 
-    /// Returns the length of the next request, or `None` if there is none. The request remains in
-    /// the queue until entropy for it is available.
+    /// Returns the length of the next request, or `None` if the queue is empty. The request remains
+    /// in the queue until entropy for it is available.
     fn wanted(&mut self) -> Option<usize> {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;

@@ -79,7 +79,7 @@ impl Fixture {
         }
     }
 
-    /// Accepts a client's connection as the guest.
+    /// Accepts a client's connection on behalf of the guest.
     fn accept(&mut self) -> Link {
         let (packet, _) = self.driver.receive();
         assert_eq!((packet.op, packet.link.guest), (Op::Request, GuestPort(52)));

@@ -1,6 +1,5 @@
-//! The host's side of the device. It contains the listening socket, ports in this process,
-//! connections to other sockets on the host, and the parser for a client's first line, which
-//! contains the requested port.
+//! The host's side of the device: the listening socket, ports in this process, and connections to
+//! other sockets on the host. Also parses a client's first line, which contains the requested port.
 
 use std::collections::HashMap;
 use std::io::{self, Read};

@@ -1,6 +1,6 @@
 //! virtio-vsock (virtio 1.3, 5.10): sockets that connect the guest to unix sockets on the host.
 //!
-//! Clients of Firecracker and Cloud Hypervisor can be used, because the scheme is the same:
+//! The scheme is the same as in Firecracker and Cloud Hypervisor, so their clients can be used:
 //!
 //! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, and reads
 //!   `OK <host port>\n`. The stream is then connected to the listener on that port in the guest. If
@@ -8,7 +8,7 @@
 //! - Guest to host: if the guest connects to port P of the host, the device connects it to the
 //!   listener on the unix socket `<device's socket>_P`.
 //! - Ports in this process: if the port was registered with [`VsockPorts::listen_in_process`], the
-//!   connection ends in this process, which receives one half of a pair of unix sockets. The
+//!   connection ends in this process. The listener receives one half of a pair of unix sockets. The
 //!   guest's agent connects to the governor in this way.
 //!
 //! ```text

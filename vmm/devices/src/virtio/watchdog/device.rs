@@ -22,8 +22,8 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Creates a watchdog that calls `on_silence` when the guest has stopped pinging. It calls it
-    /// again only if the guest has pinged in the meantime.
+    /// Creates a watchdog that calls `on_silence` when the guest has stopped pinging. The callback
+    /// is called again only if the guest has pinged in the meantime.
     pub fn new(on_silence: OnSilence, event_loop: EventLoopHandle) -> Self {
         Self { on_silence, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }

@@ -1,8 +1,8 @@
 //! A watchdog (device type 35). It restarts a guest that has begun to ping it and then stops.
 //!
 //! virtio reserves this device type but does not specify it. The device works as in Cloud
-//! Hypervisor: it has one queue, to which the driver adds a writable byte as a ping, and the device
-//! sets the byte to one.
+//! Hypervisor: it has one queue, and the driver pings by adding a writable byte. The device sets
+//! the byte to one.
 
 mod countdown;
 mod device;

@@ -1,4 +1,4 @@
-//! Tests that limit how long a guest's requests can keep the device busy.
+//! Tests of the limits on how long a guest's requests can keep the device busy.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

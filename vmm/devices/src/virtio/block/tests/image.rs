@@ -229,7 +229,7 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
         fs::read_to_string(&log).unwrap()[before..].matches("a qcow2 image").count()
     };
     crate::log::with_subscriber(subscriber, || {
-        // Attaching an image read-only does not mark it.
+        // Attaching an image read-only does not mark it as a disk.
         assert_eq!(
             [READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings),
             [1, 1, 1, 0, 0]

@@ -15,7 +15,7 @@ use crate::log::sparsely;
 use crate::memory::view::{RegionWatcher, Regions};
 use crate::virtio::net::state::PairUser;
 
-/// A queue pair that vhost-net serves, until it is dropped.
+/// A queue pair that vhost-net serves. Dropping it stops the service.
 pub(in super::super) trait Rings: Send {
     /// Starts or resumes the pair.
     fn attach(&mut self) -> Result<(), VhostError>;

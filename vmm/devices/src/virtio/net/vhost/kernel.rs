@@ -124,8 +124,8 @@ impl Rings for KernelRings {
 }
 
 /// Returns the reservations that must exist while the kernel's table contains `new`. These are all
-/// of `new` and the ones of `old` in which a part of a ring begins, because the kernel accesses
-/// rings by their original addresses.
+/// of `new` and the ones of `old` in which a part of a ring begins. The kernel accesses rings by
+/// their original addresses.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],

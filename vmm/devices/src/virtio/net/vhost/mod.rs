@@ -65,8 +65,8 @@ pub(super) enum VhostError {
     /// Guest memory has no range or too many ranges.
     #[error("guest memory has {ranges} ranges; vhost-net supports 1 to {}", table::RANGES_MAX)]
     Ranges { ranges: usize },
-    /// A part of a ring is not contiguous in this process. It must be, because the kernel accesses
-    /// it by a single address.
+    /// A part of a ring is not contiguous in this process, but the kernel accesses each part by a
+    /// single address.
     #[error("{part} at {address:#x} of {len} bytes is not in one range of guest memory")]
     Ring {
         part: &'static str,

@@ -201,7 +201,7 @@ fn interface_removed_during_a_pause_is_reported_as_link_down() {
     loops[0].hold();
     loops[0].wait_until_held();
     rig.tap.is_gone.store(true, Ordering::Relaxed);
-    // Attaching must fail, because the kernel polls the interface when it is attached.
+    // Makes the next attach fail, as in the kernel, which polls the interface when it is attached.
     rig.pairs.lock()[0].record.lock().refuse = true;
     loops[0].release();
     wait(|| (!rig.is_up()).then_some(()));

@@ -187,8 +187,8 @@ impl VirtioPciDevice {
     ///
     /// Before a kexec, Linux clears the bit of every function (`pci_device_shutdown`), and many
     /// kernels do nothing else. A device that kept writing would then write to the next kernel's
-    /// memory. A driver that keeps the device sets the bit before DRIVER_OK and clears it after a
-    /// reset.
+    /// memory. In normal operation, a driver sets the bit before DRIVER_OK and clears it only after
+    /// a reset.
     ///
     /// If a driver never sets the bit, the device works but sends no interrupts. One such driver is
     /// rust-hypervisor-firmware.

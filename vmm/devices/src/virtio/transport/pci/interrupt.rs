@@ -336,8 +336,8 @@ mod tests {
         assert_eq!(rig.controller.count_of(24), 1, "the same event");
         // 1. Mask the vector.
         // 2. Unmask it with another message.
-        // 3. Unmap it.
-        // 4. Map it again.
+        // 3. Unmap the queue.
+        // 4. Map the queue again.
         // 5. Unbind the event.
         rig.interrupt.write_table(28, &[1, 0, 0, 0]);
         assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);

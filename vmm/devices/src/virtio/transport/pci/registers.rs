@@ -1,7 +1,7 @@
 //! The common configuration structure (virtio 1.3, 4.1.4.3) and the device status.
 //!
-//! Writes by a driver may have any order, and they only change plain values here. All effects on
-//! the device are calls of [`Device`].
+//! Drivers may write registers in any order. A write only changes plain values here, and all
+//! effects on the device are calls of [`Device`].
 
 use std::sync::Arc;
 
