@@ -20,7 +20,7 @@ pub(crate) const DIMMS_LEN: u64 = 0x20;
 /// End of the list of added DIMMs.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// DIMMs of the guest, and those that it has not been notified of.
+/// DIMMs of the guest, and the added DIMMs that the guest has not been notified of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DimmRegisters {
     dimms: Vec<GuestRange>,
@@ -33,7 +33,7 @@ impl DimmRegisters {
     /// Adds a DIMM in `node`.
     ///
     /// # Panics
-    /// If the guest already has [`MAX_DIMMS`].
+    /// Panics if the guest already has [`MAX_DIMMS`].
     pub(crate) fn put(&mut self, dimm: GuestRange, node: u32) {
         assert!(self.dimms.len() < MAX_DIMMS, "a DIMM without a device");
         self.untold.push_back(self.dimms.len() as u32);
@@ -89,7 +89,7 @@ mod tests {
             assert_eq!(of(&mut registers, dimm), [0; 6], "DIMM {dimm}");
             assert_eq!(registers.read(0), dimm);
         }
-        // Only the selection can be written. Other offsets read 0.
+        // The guest can write only the selection register. Other offsets read 0.
         let before = registers.clone();
         (1..0x40).for_each(|offset| registers.write(offset, 0));
         assert_eq!((registers.read(2), registers.read(0x20)), (0, 0));

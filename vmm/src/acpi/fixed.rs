@@ -11,8 +11,8 @@ use foreshore_devices::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, 
 use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OFFSET};
 use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
 
-/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 are clear: no legacy devices and no keyboard
-/// controller, for which Linux would otherwise probe at length.
+/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 are clear: the machine has no legacy devices
+/// and no keyboard controller. Otherwise Linux would probe for them, which takes long.
 const VGA_NOT_PRESENT: u16 = 1 << 2;
 const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
@@ -23,8 +23,8 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
         let address = u64::from(ACPI_PM_PORT) + offset;
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
     };
-    // A set button flag means that the button is not a fixed one. The power button is a device in
-    // the DSDT, and there is no sleep button.
+    // A set button flag means that the button is not a fixed-hardware button. The power button is a
+    // device in the DSDT, and there is no sleep button.
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION)
         .dsdt_64(dsdt)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
@@ -52,7 +52,7 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
 pub(super) fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);
-    // With at most 255 vCPUs, IDs end at 254, so no Local x2APIC structure is needed.
+    // With at most 255 vCPUs, APIC IDs end at 254, so no Local x2APIC structure is needed.
     for vcpu in 0..input.max_vcpus {
         let status = if vcpu < input.boot_vcpus {
             EnabledStatus::Enabled
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(u32_at(&fadt, 140), 0xa_0040);
         assert_eq!(fadt[244..256], port(0));
         assert_eq!(fadt[256..268], port(1));
-        // No fixed hardware: SCI, SMI and PM1 blocks are zero.
+        // No fixed hardware: the addresses of the SCI, SMI and PM1 blocks are zero.
         assert!(fadt[46..109].iter().all(|&byte| byte == 0));
     }
 
@@ -111,7 +111,7 @@ mod tests {
         };
         let madt = madt(&input(2, 3, &[]));
         assert_eq!(u32_at(&madt, 36), LAPIC_START);
-        // PCAT_COMPAT is clear: no dual 8259.
+        // PCAT_COMPAT is clear: the machine has no dual 8259 PIC.
         assert_eq!(u32_at(&madt, 40), 0);
         // ACPI 6.5, table 5.21: type 0, length 8, UID, ID, flags (1 enabled, 2 online capable).
         for (id, flags) in [(0, 1), (1, 1), (2, 2)] {
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(madt[68..72], [1, 12, 0, 0]);
         assert_eq!((u32_at(&madt, 72), u32_at(&madt, 76), madt.len()), (IOAPIC_START, 0, 80));
         assert_eq!(super::madt(&input(255, 255, &[])).len(), 44 + 255 * 8 + 12);
-        // vCPU of another package: UID 1, ID 8.
+        // vCPU in another package: UID 1, APIC ID 8.
         assert_eq!(super::madt(&input(2, 2, &[0, 8]))[52..56], [0, 8, 1, 8]);
     }
 
@@ -130,7 +130,7 @@ mod tests {
     fn mcfg_covers_one_bus() {
         let mcfg = mcfg();
         assert_eq!((mcfg.len(), u32_at(&mcfg, 44), u32_at(&mcfg, 48)), (60, ECAM_START as u32, 0));
-        // Segment, first bus, last bus.
+        // PCI segment, first bus, last bus.
         assert_eq!(mcfg[52..56], [0, 0, 0, 0]);
     }
 }

@@ -4,10 +4,10 @@
 //! |---|---|---|
 //! | 0 | 4 bytes, read | pending events, one bit each; reading clears them |
 //!
-//! The DSDT's `_EVT` method reads the register and notifies the devices concerned.
+//! The DSDT's `_EVT` method reads the register and notifies the affected devices.
 //!
 //! The interrupt is level-triggered, and its line is high while events are pending. A guest keeps
-//! the pin of the I/O APIC masked until its driver is loaded. KVM keeps a level on a masked pin,
+//! the pin of the I/O APIC masked until its driver is loaded. KVM keeps the level of a masked pin,
 //! but loses an edge.
 
 use std::fmt;
@@ -17,7 +17,7 @@ use foreshore_devices::bus::BusDevice;
 use foreshore_devices::log::sparsely;
 use parking_lot::Mutex;
 
-/// Event. The value is its bit in the register.
+/// Event that the guest is notified of. The value is the event's bit in the register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Event {
@@ -31,7 +31,7 @@ pub(crate) enum Event {
 }
 
 pub(crate) struct GenericEventDevice {
-    /// `line` only changes under this lock, so that it matches the pending events.
+    /// `line` changes only under this lock, so that it always matches the pending events.
     pending: Mutex<u32>,
     line: Box<dyn Fn(bool) -> io::Result<()> + Send + Sync>,
 }
@@ -58,7 +58,7 @@ impl GenericEventDevice {
         if taken != 0
             && let Err(err) = (self.line)(false)
         {
-            // A stuck line only makes the guest read the register again and find no events.
+            // If the line stays high, the guest only reads the register again and finds no events.
             sparsely!(warn, %err, "Cannot lower the interrupt of the generic event device");
         }
         taken
@@ -77,7 +77,7 @@ impl BusDevice for GenericEventDevice {
             Ok(register) if offset == 0 => {
                 *register = self.take().to_le_bytes();
             }
-            // An access of another width must not clear events.
+            // An access of any other width must not clear events.
             _ => data.fill(0),
         }
     }
@@ -105,7 +105,7 @@ mod tests {
         (ged, line)
     }
 
-    /// A guest whose driver is loaded long after the event finds the line high.
+    /// A guest that loads its driver long after the event finds the line high.
     #[test]
     fn line_is_high_until_pending_events_are_read() {
         let (ged, line) = device();
@@ -121,7 +121,7 @@ mod tests {
         ged.notify(Event::PowerButton).unwrap();
         ged.notify(Event::Pci).unwrap();
         assert!(high());
-        // Accesses of another width or offset clear no events.
+        // Accesses with another width or offset clear no events.
         let mut byte = [0xff];
         ged.read(0, &mut byte);
         assert_eq!((byte, read(4)), ([0], 0));

@@ -1,8 +1,8 @@
-//! Hotplug page: registers that the DSDT's methods read and write when a device is added to or
-//! removed from a running guest.
+//! Hotplug page: registers that the DSDT's methods access when a device is added to or removed from
+//! a running guest.
 //!
-//! The layout is private to Foreshore because only its own AML accesses the page. All registers
-//! have 4 bytes. Accesses of other widths read 0 and write nothing.
+//! The layout is private to Foreshore because only its own AML accesses the page. All registers are
+//! 4 bytes wide. Accesses of other widths read 0 and write nothing.
 //!
 //! | offset | access | content |
 //! |---|---|---|
@@ -22,16 +22,17 @@ use parking_lot::Mutex;
 use super::dimms::{DIMMS_LEN, DIMMS_OFFSET, DimmRegisters};
 use super::hotplug_cpus::{CPUS_LEN, CPUS_OFFSET, CpuRegisters};
 
-/// Offset of the register of slots with an added device.
+/// Offset of the register that lists slots with an added device.
 pub(crate) const PCI_UP: u64 = 0x00;
-/// Offset of the register of slots whose device is to be removed.
+/// Offset of the register that lists slots with a requested removal.
 pub(crate) const PCI_DOWN: u64 = 0x04;
 /// Offset of the register that ejects slots.
 pub(crate) const PCI_EJECT: u64 = 0x08;
 /// Length of the registers of PCI slots in bytes.
 pub(crate) const REGISTERS_LEN: u64 = 0x0c;
 
-/// PCI slots: notifications that the guest has not read, and removals that it has not completed.
+/// PCI hotplug state: notifications that the guest has not read, and removals that it has not
+/// completed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PciSlots {
     up: u32,
@@ -41,7 +42,7 @@ pub(crate) struct PciSlots {
 }
 
 impl PciSlots {
-    /// Adds a device to `slot`. Drops pending requests, which concerned an earlier device.
+    /// Adds a device to `slot`. Drops pending requests, because they concerned an earlier device.
     pub(crate) fn put(&mut self, slot: u8) {
         self.up |= bit(slot);
         self.down &= !bit(slot);
@@ -69,10 +70,10 @@ impl PciSlots {
         }
     }
 
-    /// Writes a register for the guest, and returns the slots that the write frees.
+    /// Writes a register for the guest, and returns the slots freed by the write.
     ///
-    /// A guest can eject a device whose removal was not requested, for example by a write to the
-    /// slot's `power` file. Such a device stays, and the guest finds it again.
+    /// A guest can eject a device without a requested removal, for example by a write to the slot's
+    /// `power` file. Such a device is not removed, and the guest finds it again.
     pub(crate) fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
         if offset != PCI_EJECT {
             return Vec::new();
@@ -90,7 +91,7 @@ fn bit(slot: u8) -> u32 {
     1 << slot
 }
 
-/// PCI slots, DIMMs and vCPUs on the MMIO bus.
+/// Registers of PCI slots, DIMMs and vCPUs on the MMIO bus.
 pub(crate) struct HotplugPage {
     slots: Mutex<PciSlots>,
     dimms: Mutex<DimmRegisters>,
@@ -100,7 +101,7 @@ pub(crate) struct HotplugPage {
 
 impl HotplugPage {
     /// `eject` removes the device in a slot, on the thread of the vCPU that writes the register.
-    /// The guest continues after `eject` returns, because it scans the slot at once.
+    /// The guest continues only after `eject` returns, because it then scans the slot immediately.
     pub(crate) fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self {
             slots: Mutex::default(),
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!((slots.read(PCI_UP), slots.read(PCI_UP)), (1 << 3 | 1 << 31, 0));
         assert_eq!((slots.read(PCI_DOWN), slots.read(PCI_DOWN)), (1 << 5, 0));
         assert!(slots.is_leaving(5) && !slots.is_leaving(3));
-        // A request that the guest has not read or not followed is repeated.
+        // A request that the guest has not read or not completed is repeated.
         slots.ask(5);
         assert_eq!(slots.read(PCI_DOWN), 1 << 5);
         assert_eq!((slots.read(PCI_EJECT), slots.read(2), slots.read(0x100)), (0, 0, 0));
@@ -277,7 +278,7 @@ mod tests {
     }
 
     proptest! {
-        /// A slot is freed at most once for each requested removal, for any sequence of accesses.
+        /// For any sequence of accesses, a slot is freed at most once for each requested removal.
         #[test]
         fn slot_is_freed_at_most_once_per_request(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
             let mut slots = PciSlots::default();

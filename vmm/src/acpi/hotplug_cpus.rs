@@ -1,7 +1,7 @@
-//! Registers of vCPUs in the hotplug page, from 0x20, for the DSDT's methods.
+//! vCPU registers in the hotplug page, from offset 0x20, for the DSDT's methods.
 //!
-//! The layout is private to Foreshore because only its own AML accesses the page. All registers
-//! have 4 bytes. Accesses of other widths read 0 and write nothing.
+//! The layout is private to Foreshore because only its own AML accesses the page. All registers are
+//! 4 bytes wide. Accesses of other widths read 0 and write nothing.
 //!
 //! | offset | access | content |
 //! |---|---|---|
@@ -20,10 +20,10 @@ use crate::acpi::plug::Plug;
 
 /// Offset of the registers in the hotplug page.
 pub(crate) const CPUS_OFFSET: u64 = 0x20;
-/// Length of this part of the page in bytes.
+/// Length of the vCPU registers in bytes.
 pub(crate) const CPUS_LEN: u64 = 0x20;
 
-/// Offset of the selection, from [`CPUS_OFFSET`].
+/// Offset of the selection register, relative to [`CPUS_OFFSET`].
 pub(crate) const CPU_SELECT: u64 = 0x00;
 pub(crate) const CPU_STATUS: u64 = 0x04;
 /// Offset of the list of added vCPUs.
@@ -32,26 +32,26 @@ pub(crate) const CPU_ADDED: u64 = 0x08;
 pub(crate) const CPU_ASKED: u64 = 0x0c;
 pub(crate) const CPU_REGISTERS_LEN: u64 = 0x10;
 
-/// End of a list.
+/// Marks the end of a list.
 const NONE: u32 = u32::MAX;
-/// Bit 0 of a written status.
+/// Bit 0 of the written status.
 const EJECT: u32 = 1;
 
 struct Registers {
     plug: Plug,
-    /// Value that the guest wrote. It can exceed the number of vCPUs.
+    /// vCPU number that the guest wrote. It can exceed the number of vCPUs.
     selected: u32,
 }
 
-/// vCPU hotplug state as the guest accesses it.
+/// vCPU hotplug state behind the registers.
 pub(crate) struct CpuRegisters {
     registers: Mutex<Registers>,
     gone: Box<dyn Fn(u8) + Send + Sync>,
 }
 
 impl CpuRegisters {
-    /// `gone` is called for each ejected vCPU. It runs on the thread of the vCPU that writes the
-    /// register, which can be the ejected one.
+    /// `gone` is called after each ejection of a vCPU. It runs on the thread of the vCPU that
+    /// writes the register. That vCPU may be the ejected one.
     pub(crate) fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }
@@ -82,7 +82,7 @@ impl Registers {
         }
     }
 
-    /// Writes a register for the guest, and returns the vCPU that the write ejects.
+    /// Writes a register for the guest, and returns the vCPU ejected by the write.
     fn write(&mut self, offset: u64, value: u32) -> Option<u8> {
         match offset {
             CPU_SELECT => self.selected = value,
@@ -172,8 +172,8 @@ mod tests {
     }
 
     proptest! {
-        /// A vCPU is ejected only if its removal was requested, and at most once, for any sequence
-        /// of accesses.
+        /// For any sequence of accesses, a vCPU is ejected only if its removal was requested, and
+        /// at most once.
         #[test]
         fn only_requested_vcpus_are_ejected(
             boot in 1u8..8, down_to in 1u8..8, accesses in prop::collection::vec((0u64..0x14, any::<bool>(), 0u32..10), 0..200)

@@ -1,7 +1,7 @@
 //! ACPI tables of the guest, hardware-reduced (ACPI 6.5, 4.1), and the devices that they describe.
 //!
 //! [`build`] is a pure function of [`AcpiInput`] and uses neither KVM nor guest memory. The tables
-//! are placed in the range that the memory map reserves, with the RSDP first:
+//! are placed in the range reserved by the memory map, with the RSDP first:
 //!
 //! | table | content |
 //! |---|---|
@@ -38,7 +38,8 @@ pub(crate) use numa::{NodeMemory, NumaNode, Performance};
 const OEM_ID: [u8; 6] = ACPI_OEM_ID;
 const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
 const OEM_REVISION: u32 = 1;
-/// Alignment of tables. Linux reads their 64-bit fields at natural alignment where it can.
+/// Alignment of tables. Linux reads 64-bit fields of the tables at natural alignment where
+/// possible.
 const TABLE_ALIGN: usize = 16;
 
 /// Machine that the tables describe.
@@ -72,17 +73,17 @@ impl AcpiInput {
 pub(crate) enum AcpiError {
     #[error("the ACPI tables have {actual_bytes} bytes, and must have at most {limit_bytes}")]
     TooLarge { actual_bytes: usize, limit_bytes: usize },
-    /// Empty, or the start or size is not a multiple of the page size.
+    /// If the range is empty, or its start or size is not a multiple of the page size.
     #[error(
         "the size of the NVDIMM at {start:#x}, {size_bytes} bytes, is not a multiple of the page size"
     )]
     BadNvdimm { start: u64, size_bytes: u64 },
-    /// Guest memory ends below the address.
+    /// If guest memory ends below the address.
     #[error("cannot write the ACPI tables at {:#x}", RSDP_START.raw_value())]
     Write(#[from] vm_memory::GuestMemoryError),
 }
 
-/// All tables in the layout of guest memory from [`RSDP_START`].
+/// All tables, as they are laid out in guest memory from [`RSDP_START`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct AcpiTables {
     bytes: Vec<u8>,
@@ -133,7 +134,7 @@ fn bytes_of(aml: &dyn Aml) -> Vec<u8> {
     bytes
 }
 
-/// A table of `body` with the common header (ACPI 6.5, 5.2.6).
+/// Adds the common header (ACPI 6.5, 5.2.6) to `body`.
 fn table(signature: [u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     const HEADER_BYTES: u32 = 36;
     let mut sdt = Sdt::new(signature, HEADER_BYTES, revision, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
@@ -159,7 +160,7 @@ mod tests {
         bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
     }
 
-    /// Table at guest-physical `address`, after a check of its alignment and checksum.
+    /// Returns the table at guest-physical `address` after checking its alignment and checksum.
     fn table_at(tables: &AcpiTables, address: u64) -> &[u8] {
         let offset = (address - RSDP_START.raw_value()) as usize;
         assert!(offset.is_multiple_of(TABLE_ALIGN));
@@ -169,7 +170,8 @@ mod tests {
         table
     }
 
-    /// Signature and bytes of every table, found as a guest does: RSDP, XSDT, FADT, DSDT.
+    /// Signature and bytes of every table, found in the same order as by a guest: RSDP, XSDT, FADT,
+    /// DSDT.
     fn walk(tables: &AcpiTables) -> Vec<(String, &[u8])> {
         let rsdp = &tables.bytes[..36];
         assert_eq!(&rsdp[..8], b"RSD PTR ");

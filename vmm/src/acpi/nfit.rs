@@ -3,8 +3,8 @@
 //! Linux (drivers/acpi/nfit/core.c) accepts a DIMM only if its range, mapping, control region and
 //! child of the root device match. A structure of an unexpected length fails the whole table.
 //!
-//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs with one function: health. DIMMs have
-//! no labels: the `_DSM` has no label functions, and `_LSI` and `_LSR` are absent. Linux then
+//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs. Its only function is health. DIMMs
+//! have no labels: the `_DSM` has no label functions, and `_LSI` and `_LSR` are absent. Linux then
 //! creates a namespace of the whole range and finds the BTT in it. With uninitialized labels, the
 //! namespace would be empty.
 
@@ -121,7 +121,8 @@ pub(super) fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
     Ok(table(*b"NFIT", REVISION, &body))
 }
 
-/// Handle, range index and control region index of a DIMM, from 1: 0 means "none" in all three.
+/// Handle, range index and control region index of a DIMM. They start at 1, because 0 means "none"
+/// in all three.
 fn number(index: usize) -> u16 {
     u16::try_from(index + 1).expect("fewer NVDIMMs than the tables have room for")
 }
@@ -130,9 +131,10 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     const PROXIMITY_DOMAIN_VALID: u16 = 1 << 1;
     const EFI_MEMORY_WB: u64 = 1 << 3;
     const EFI_MEMORY_NV: u64 = 1 << 15;
-    /// Virtual NVDIMM. The code requires the `_DSM`.
+    /// Interface code of a virtual NVDIMM. This code requires the `_DSM`.
     const INTERFACE_CODE: u16 = 0x1901;
-    /// "Not armed": writes would not persist, so the guest makes the range read-only (table 5.146).
+    /// "Not armed": writes would not persist, so the guest makes the range read-only (ACPI 6.5,
+    /// table 5.146).
     const NOT_ARMED: u16 = 1 << 3;
     let number = number(index);
     let range = AddressRange {
@@ -197,7 +199,7 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     }
 }
 
-/// GUID as firmware stores it: the first three groups are little-endian.
+/// GUID in the byte order of firmware: the first three groups are little-endian.
 fn guid(text: &str) -> [u8; 16] {
     let aml = bytes_of(&Uuid::new(text));
     *aml.last_chunk().expect("a buffer of 16 bytes")
@@ -238,12 +240,12 @@ pub(super) fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
 
 /// `_DSM` of a DIMM (ACPI 6.5, 9.1.1).
 ///
-/// Function 0 returns the supported functions. Function 1 is Get Health Information. It returns a
-/// status of 4 bytes, which is 0 for success, and 4 bytes of health from the DIMM's register.
+/// Function 0 returns the supported functions. Function 1 is Get Health Information. Function 1
+/// returns 4 bytes of status, 0 for success, and 4 bytes of health from the DIMM's register.
 fn health_method() -> Raw {
     const QUERY: u8 = 0;
     const GET_HEALTH: u8 = 1;
-    /// Bit n is function n.
+    /// Bit n stands for function n.
     const FUNCTIONS: u8 = 1 << QUERY | 1 << GET_HEALTH;
     const HEALTH_OFFSET: u8 = 4;
     const NOT_SUPPORTED: u8 = 1;
@@ -252,7 +254,8 @@ fn health_method() -> Raw {
     Method::new(
         path("_DSM"),
         4,
-        // Serialized because it creates a name, which two threads must not do at once.
+        // Serialized because the method creates a name. Two threads must not create it
+        // concurrently.
         true,
         vec![
             &If::new(
@@ -274,7 +277,7 @@ fn health_method() -> Raw {
                     &Return::new(&BufferData::new(vec![NOT_SUPPORTED, 0, 0, 0])),
                 ],
             ),
-            // Another command set has no functions, not even the query.
+            // An unknown command set has no functions, not even the query function.
             &Return::new(&BufferData::new(vec![0])),
         ],
     )
@@ -374,8 +377,8 @@ mod tests {
                 .map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at))
                 .collect::<Vec<_>>()
         };
-        // In the order of the flags, because Linux numbers regions, and with them /dev/pmem0s, in
-        // the order of the ranges.
+        // Ranges are in the order of the flags. Linux numbers regions, and therefore devices such
+        // as /dev/pmem0s, in the order of the ranges.
         assert!(of(0, 32).iter().copied().eq(nvdimms.iter().map(|nvdimm| nvdimm.start)));
         let handles = of(1, 4).into_iter().map(|word| word as u32);
         assert!(handles.eq(1..=MAX_NVDIMMS as u32));
@@ -398,7 +401,7 @@ mod tests {
         for method in [b"_LSI", b"_LSR", b"_LSW", b"_FIT"] {
             assert!(!aml.windows(4).any(|window| window == method));
         }
-        // Linux accepts label commands from Intel's family only.
+        // Linux accepts label commands only from Intel's family.
         let intel = bytes_of(&Uuid::new("4309AC30-0D11-11E4-9191-0800200C9A66"));
         let ours = bytes_of(&Uuid::new(VIRTUAL_NVDIMM));
         let has = |uuid: &[u8]| aml.windows(16).any(|window| window == &uuid[uuid.len() - 16..]);

@@ -3,8 +3,8 @@
 //! Linux creates nodes from the SRAT at boot. A node whose memory is plugged later must have a
 //! hot-pluggable range in the SRAT from the start. Otherwise its memory is added to another node.
 //!
-//! The table bodies are written here, because acpi_tables has no affinity structure for x86
-//! processors. Its HMAT has revision 1, for which Linux reads latencies in other units.
+//! The table bodies are built here, because acpi_tables has no affinity structure for x86
+//! processors. Its HMAT has revision 1, in which Linux reads latencies in other units.
 
 use super::table;
 
@@ -17,7 +17,7 @@ pub(crate) struct NodeMemory {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// True if the range is populated by plugging memory later.
+    /// True if memory is plugged into the range later.
     pub hotpluggable: bool,
 }
 
@@ -39,17 +39,17 @@ pub(crate) struct NumaNode {
     pub memory: Vec<NodeMemory>,
     /// Distance to each node, in order of index.
     pub distances: Vec<u8>,
-    /// Node of the vCPUs to which the memory controller is attached.
+    /// Node whose vCPUs are attached to the same memory controller.
     pub near: u32,
     /// Performance for each node with vCPUs, in order of index. The HMAT is omitted unless every
     /// node with memory has it.
     pub performance: Vec<Performance>,
 }
 
-/// Tables for `nodes`, which are at least two.
+/// Tables for at least two `nodes`.
 ///
 /// # Panics
-/// If a node does not have one distance for each node.
+/// Panics if a node does not have exactly one distance for each node.
 pub(super) fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
     assert!(
         nodes.iter().all(|node| node.distances.len() == nodes.len()),
@@ -68,8 +68,8 @@ fn with_ids(nodes: &[NumaNode]) -> impl Iterator<Item = (u32, &NumaNode)> {
 fn srat(nodes: &[NumaNode]) -> Vec<u8> {
     // Reserved fields: 1, and eight zeros.
     let mut body = vec![1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    // Linux numbers nodes in the order in which it finds them, vCPUs before memory. This order
-    // gives them the same numbers as here.
+    // Linux numbers nodes in the order in which it finds them, and reads vCPUs before memory. This
+    // order gives the nodes the same numbers in Linux as in Foreshore.
     for (id, node) in with_ids(nodes) {
         for &vcpu in &node.vcpus {
             body.extend_from_slice(&processor_affinity(id, vcpu));
@@ -125,7 +125,7 @@ enum Figure {
 impl Figure {
     const ALL: [Self; 3] = [Self::ReadLatency, Self::WriteLatency, Self::AccessBandwidth];
 
-    /// Unit of an entry: picoseconds, or MB/s.
+    /// Unit of an entry: picoseconds or MB/s.
     fn unit(self) -> u64 {
         match self {
             Self::ReadLatency | Self::WriteLatency => 1000,
@@ -180,8 +180,8 @@ fn proximity_attributes(initiator: u32, target: u32) -> [u8; 40] {
     structure
 }
 
-/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4). `entries` has
-/// a row for each initiator, with a value for each target.
+/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4). `entries` is a
+/// matrix with one row for each initiator and one column for each target.
 fn locality(figure: Figure, initiators: &[u32], targets: &[u32], entries: Vec<u16>) -> Vec<u8> {
     const KIND: u16 = 1;
     const HEADER_BYTES: usize = 32;
@@ -229,7 +229,7 @@ mod tests {
         Performance { read_latency_ns, write_latency_ns, bandwidth_mb_per_s }
     }
 
-    /// Two sockets, and a PM node near the second.
+    /// Two sockets, with a PM node near the second socket.
     fn nodes() -> Vec<NumaNode> {
         let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
         let node = |vcpus: &[u8],
@@ -343,7 +343,7 @@ mod tests {
         for (structure, (data_type, unit, entries)) in structures.into_iter().zip(expected) {
             assert_eq!(structure[..4], [1, 0, 0, 0]);
             assert_eq!(u32_at(structure, 4), 64);
-            // Flags: memory, not a cache of it.
+            // Flags: the structure describes memory, not a memory-side cache.
             assert_eq!(structure[8..12], [0, data_type, 0, 0]);
             assert_eq!(
                 (u32_at(structure, 12), u32_at(structure, 16), u64_at(structure, 24)),
@@ -366,7 +366,7 @@ mod tests {
     fn hmat_skips_nodes_without_memory_and_needs_performance_of_all_others() {
         let mut nodes = nodes();
         nodes[0].memory.clear();
-        // Two structures of 40 bytes, and three with two initiators and two targets.
+        // Two structures of 40 bytes, and three structures with two initiators and two targets.
         assert_eq!(super::hmat(&nodes).unwrap().len(), 40 + 2 * 40 + 3 * (32 + 4 * 4 + 4 * 2));
         nodes[2].performance.pop();
         assert!(super::hmat(&nodes).is_none());

@@ -6,9 +6,9 @@
 //!           (VM task)        (VM task)        (guest's write)       (VM task)
 //! ```
 //!
-//! Present vCPUs always have the lowest indices: removal starts with the highest. While a vCPU is
-//! leaving, none is added, and no other removal is requested. vCPU 0 boots the guest and is never
-//! removed.
+//! Present vCPUs always have the lowest indices, because removal starts with the highest. While a
+//! vCPU is leaving, no vCPU is added and no other removal is requested. vCPU 0 boots the guest and
+//! is never removed.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -19,21 +19,21 @@ enum State {
     Present,
     /// Removal requested.
     Leaving,
-    /// Ejected by the guest, but its thread is not yet parked.
+    /// Ejected by the guest, but the vCPU's thread is not yet parked.
     Gone,
 }
 
 /// Change that a resize requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The number is right, or vCPUs are already leaving to reach it.
+    /// The number is right, or enough vCPUs are already leaving to reach it.
     Nothing,
     Come(Range<u8>),
-    /// vCPUs whose removal has to be requested.
+    /// Removal of these vCPUs must be requested.
     Go(Range<u8>),
 }
 
-/// vCPUs that are still leaving, in ascending order.
+/// vCPUs that have not left yet, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pending(pub Vec<u8>);
 
@@ -62,7 +62,7 @@ impl Plug {
         (0..).zip(&self.states).filter(move |(_, is)| **is == state).map(|(index, _)| index)
     }
 
-    /// Number of vCPUs whose removal is not requested.
+    /// Number of present vCPUs without a requested removal.
     pub(crate) fn present(&self) -> u8 {
         self.of(State::Present).count() as u8
     }
@@ -77,7 +77,8 @@ impl Plug {
             .collect()
     }
 
-    /// Step towards `desired` vCPUs, from 1 to the maximum. Fails while others are leaving.
+    /// Next step towards `desired` vCPUs, from 1 to the maximum. Fails while other vCPUs are
+    /// leaving.
     pub(crate) fn step(&self, desired: u8) -> Result<Step, Pending> {
         let present = self.present();
         let pending = self.pending();
@@ -106,7 +107,7 @@ impl Plug {
         }
     }
 
-    /// Repeats the notification for leaving vCPUs. Returns false if there are none.
+    /// Notifies the guest of the leaving vCPUs again. Returns false if there are none.
     pub(crate) fn ask_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()
@@ -141,12 +142,12 @@ impl Plug {
         matches!(state, Some(State::Present | State::Leaving))
     }
 
-    /// Removes the lowest added vCPU from the list of notifications and returns it.
+    /// Takes the lowest vCPU from the list of unreported additions.
     pub(crate) fn next_added(&mut self) -> Option<u8> {
         self.added.pop_first()
     }
 
-    /// Removes the highest vCPU to be removed from the list of notifications and returns it.
+    /// Takes the highest vCPU from the list of unreported removals.
     pub(crate) fn next_asked(&mut self) -> Option<u8> {
         self.asked.pop_last()
     }
@@ -181,7 +182,7 @@ mod tests {
             assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
         }
         assert!(plug.let_go(3) && plug.is_there(2) && !plug.is_there(3));
-        // The thread is not parked yet.
+        // The threads are not parked yet.
         assert_eq!(plug.step(4), Err(Pending(vec![2, 3])));
         plug.parked(3);
         assert_eq!(plug.step(4), Err(Pending(vec![2])));
@@ -221,7 +222,7 @@ mod tests {
     }
 
     proptest! {
-        /// Present vCPUs have the lowest indices, for any sequence of resizes and ejects.
+        /// For any sequence of resizes and ejections, present vCPUs have the lowest indices.
         #[test]
         fn present_vcpus_have_the_lowest_indices(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {
             let mut plug = Plug::new(3, 6);

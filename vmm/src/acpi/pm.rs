@@ -25,7 +25,7 @@ pub(crate) enum PmEvent {
     Reset,
 }
 
-/// Sleep control, sleep status and reset registers: three ports of one byte.
+/// Sleep control, sleep status and reset registers: three ports of one byte each.
 pub(crate) struct PmPort {
     on_event: Box<dyn Fn(PmEvent) + Send + Sync>,
 }
@@ -43,7 +43,7 @@ impl fmt::Debug for PmPort {
     }
 }
 
-/// Event that writing `value` to the register at `offset` causes.
+/// Power event caused by a write of `value` to the register at `offset`.
 fn event_of(offset: u64, value: u8) -> Option<PmEvent> {
     match offset {
         SLEEP_CONTROL_OFFSET => {
@@ -52,8 +52,8 @@ fn event_of(offset: u64, value: u8) -> Option<PmEvent> {
             (enabled && sleep_type == S5_SLEEP_TYPE).then_some(PmEvent::Shutdown)
         }
         RESET_OFFSET => (value == RESET_VALUE).then_some(PmEvent::Reset),
-        // The status register has only the wake bit, which is cleared by writing 1 and never set
-        // here.
+        // The status register has only the wake bit. The guest clears it by writing 1, and
+        // Foreshore never sets it.
         _ => None,
     }
 }
@@ -65,7 +65,7 @@ impl BusDevice for PmPort {
 
     fn write(&self, offset: u64, data: &[u8]) {
         for (index, &value) in data.iter().enumerate() {
-            // A wider access also covers the following registers.
+            // A wider access also covers the next registers.
             let register = offset.checked_add(index as u64);
             if let Some(event) = register.and_then(|register| event_of(register, value)) {
                 (self.on_event)(event);
@@ -89,7 +89,8 @@ mod tests {
             let events = Arc::clone(&events);
             move |event| events.lock().push(event)
         });
-        // Linux clears the wake status, writes the type, then the type and the enable bit at once.
+        // Linux clears the wake status, writes the sleep type, and then writes the type together
+        // with the enable bit.
         port.write(SLEEP_STATUS_OFFSET, &[0x80]);
         port.write(SLEEP_CONTROL_OFFSET, &[5 << 2]);
         port.write(SLEEP_CONTROL_OFFSET, &[1 << 5 | 1 << 2]);

@@ -13,15 +13,15 @@ use super::error::ApiError;
 
 /// Upper limit of the body of every call except `vm.create`.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
-/// Upper limit of a VM's configuration. If each of 254 vCPUs has a list of host CPUs, it has
-/// several hundred KiB.
+/// Upper limit of the body of `vm.create`. A configuration has several hundred KiB if each of 254
+/// vCPUs has a list of host CPUs.
 pub(super) const MAX_CONFIG_BYTES: usize = 512 << 10;
 
 /// Time limit from the head of a request to the end of its body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Parsed body of at most `MOST` bytes. The content type is not checked, because not all clients of
-/// Cloud Hypervisor send that of JSON.
+/// Parsed body of at most `MOST` bytes, with any content type. The content type is not checked,
+/// because some clients of Cloud Hypervisor do not set it to JSON.
 pub(super) struct JsonBody<T, const MOST: usize = MAX_BODY_BYTES>(pub T);
 
 impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
@@ -29,7 +29,7 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let call = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-        // A body whose announced length is too large is refused at once.
+        // A body is refused before it is read if its announced length is too large.
         if request.body().size_hint().lower() > MOST as u64 {
             let reason = format!("it is longer than {MOST} bytes");
             return Err(ApiError::Body { status: StatusCode::PAYLOAD_TOO_LARGE, reason });
@@ -52,15 +52,16 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
     }
 }
 
-/// Body that the call ignores. It is read nevertheless, so that the client can send another
-/// request. The rest of an unread body would end the connection.
+/// Request body that the call ignores. It is read nevertheless, so that the client can send another
+/// request on the connection. If part of the body stayed unread, the connection would have to be
+/// closed.
 pub(super) struct PassedOver;
 
 impl<S: Send + Sync> FromRequest<S> for PassedOver {
     type Rejection = Infallible;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Infallible> {
-        // A body that is too large or late ends the connection.
+        // A body that is too large or too late ends the connection.
         if request.body().size_hint().lower() <= MAX_BODY_BYTES as u64 {
             let _ = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
         }
@@ -68,7 +69,7 @@ impl<S: Send + Sync> FromRequest<S> for PassedOver {
     }
 }
 
-/// Parses an object, and returns it with warnings about it.
+/// Parses a JSON object, and returns it with warnings about it.
 fn parse<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), ApiError> {
     match bytes.trim_ascii_start().first() {
         Some(b'{') => Ok(read_body(bytes)?),

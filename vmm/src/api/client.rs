@@ -1,4 +1,4 @@
-//! Client of the API. It opens a connection for each call.
+//! Client of the API. Opens a connection for each call.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -18,9 +18,9 @@ use tokio::net::UnixStream;
 
 use crate::config::NetConfig;
 
-/// Upper limit of an answer, many times the longest answer of any call.
+/// Upper limit of an answer, many times longer than the longest answer of any call.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
-/// Upper limit of descriptors for any call.
+/// Maximum number of descriptors that any call accepts.
 const MAX_DESCRIPTORS: usize = NetConfig::MAX_PAIRS as usize;
 
 #[derive(Debug, Error)]
@@ -43,7 +43,7 @@ pub enum ClientError {
     #[error("{status}: {reason}")]
     Refused {
         status: StatusCode,
-        /// Errors in the answer.
+        /// Error texts in the answer.
         reason: String,
     },
 }
@@ -83,8 +83,8 @@ impl Client {
         self.finish(stream, Method::PUT, call, Some(body)).await
     }
 
-    /// Sends `GET /api/v1/CALL` and passes the answer to `take` in pieces, until the VMM ends the
-    /// answer or `take` fails.
+    /// Sends `GET /api/v1/CALL` and passes pieces of the answer to `take` as they arrive, until the
+    /// VMM ends the answer or `take` fails.
     pub async fn follow(
         &self,
         call: &str,
@@ -148,11 +148,11 @@ impl Client {
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Sends descriptors with an empty line, which a server ignores in front of a request (RFC 9112,
-/// 2.2). The server assigns them to the following request.
+/// Sends descriptors together with an empty line. A server ignores an empty line before a request
+/// (RFC 9112, 2.2). The server assigns them to the following request.
 async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> {
-    // SAFETY: the descriptors are only sent, which fails for one that is not open. The caller
-    // guarantees that no other thread closes and reuses them.
+    // SAFETY: the descriptors are only passed to sendmsg, which fails if one is not open. The
+    // caller guarantees that no other thread closes and reuses them.
     let fds: Vec<_> = fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) }).collect();
     loop {
         stream.writable().await?;
@@ -193,7 +193,7 @@ async fn send(
     body: Option<String>,
 ) -> Result<Response<Incoming>, AnyError> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // The connection ends with the answer, which also reports its errors.
+    // The connection ends with the answer. Errors of the connection also appear in the answer.
     tokio::spawn(connection);
     let request = Request::builder()
         .method(method)
@@ -208,7 +208,7 @@ async fn collect(answer: Response<Incoming>) -> Result<Bytes, AnyError> {
     Ok(to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await?)
 }
 
-/// Joins the errors of an answer, which are a JSON list, in one line.
+/// Joins the errors in an answer, a JSON list, into one line.
 fn reason_of(body: &[u8]) -> String {
     match serde_json::from_slice::<Vec<String>>(body) {
         Ok(messages) if !messages.is_empty() => messages.join(": "),

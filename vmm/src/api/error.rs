@@ -51,7 +51,8 @@ impl From<JsonError> for ApiError {
 }
 
 impl ApiError {
-    /// Status code, as in Cloud Hypervisor: 404 without a VM or a disk, 405 in the wrong state.
+    /// HTTP status as in Cloud Hypervisor: 404 if there is no VM or disk, 405 if the state forbids
+    /// the call.
     pub fn status(&self) -> StatusCode {
         match self {
             Self::UnknownCall(_)
@@ -91,7 +92,7 @@ impl ApiError {
 }
 
 impl IntoResponse for ApiError {
-    /// JSON list of the error and its causes.
+    /// The body is a JSON list of the error and its causes.
     fn into_response(self) -> Response {
         let causes =
             std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());

@@ -1,9 +1,9 @@
 //! Unix stream that also receives file descriptors (unix(7), SCM_RIGHTS).
 //!
-//! Clients send the descriptors of a tap with the request that adds it. The kernel does not deliver
-//! data after a message with descriptors together with that message. Without pipelining,
-//! descriptors therefore belong to the request whose bytes they arrive with. They wait until a call
-//! takes them. Descriptors that the call does not take are closed with its answer.
+//! Clients send the descriptors of a tap with the request that adds the network device. The kernel
+//! delivers a message with descriptors separately from any data after it. Without pipelining,
+//! descriptors therefore belong to the request that they arrive with. They are queued until a call
+//! takes them. When the call is answered, descriptors that it did not take are closed.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -20,12 +20,13 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 use crate::config::NetConfig;
 
-/// Most descriptors that the kernel sends with one message (SCM_MAX_FD, include/net/scm.h).
+/// Maximum number of descriptors that the kernel sends with one message (SCM_MAX_FD,
+/// include/net/scm.h).
 const MAX_PER_MESSAGE: usize = 253;
-/// Most descriptors that a call takes: one for each queue pair of a network device.
+/// Maximum number of descriptors that a call takes: one for each queue pair of a network device.
 const MAX_WAITING: usize = NetConfig::MAX_PAIRS as usize;
 
-/// Descriptors that have arrived on a connection and wait for a call.
+/// Descriptors that have arrived on a connection and that no call has taken yet.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Descriptors(Arc<Mutex<Vec<OwnedFd>>>);
 
@@ -50,7 +51,7 @@ impl Descriptors {
     }
 }
 
-/// Read half of a stream.
+/// Read half of a stream that receives descriptors.
 #[derive(Debug)]
 struct FdReader {
     stream: OwnedReadHalf,
@@ -126,8 +127,8 @@ mod tests {
     use crate::api::{Limits, Server, Socket};
     use crate::config::ApiSocket;
 
-    /// Server with a call that reads its body and returns the contents of the received files, and a
-    /// call that takes no descriptors.
+    /// Serves two calls. One reads its body and returns the contents of the received files; the
+    /// other takes no descriptors.
     fn serve(test: impl FnOnce(&std::path::Path) + Send + 'static) {
         let dir: TempDir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
@@ -152,7 +153,7 @@ mod tests {
         });
     }
 
-    /// File whose content is `text`.
+    /// Temporary file that contains `text`.
     fn file(text: &str) -> File {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(text.as_bytes()).unwrap();
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(sendmsg(stream, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
     }
 
-    /// Body of an answer. `None` if the server has closed the connection.
+    /// Receives the body of an answer. Returns `None` if the server has closed the connection.
     fn receive(stream: &mut BlockingStream) -> Option<String> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -193,8 +194,8 @@ mod tests {
         )
     }
 
-    /// Checks that every other process and thread closes the descriptor that `send` receives. Only
-    /// then does the reader of the pipe see its end.
+    /// Checks that no other process or thread keeps the descriptor that `send` receives open. Only
+    /// then does the reader of the pipe reach its end.
     #[track_caller]
     fn assert_closed(send: impl FnOnce(&File)) {
         let (mut reader, writer) = std::io::pipe().unwrap();
@@ -212,15 +213,16 @@ mod tests {
         serve(|path| {
             let mut stream = BlockingStream::connect(path).unwrap();
             let (a, b) = (file("a"), file("b"));
-            // All at once, as libvirt sends them.
+            // libvirt sends the whole request with the descriptors.
             send(&stream, &request("take", "{}"), &[&a, &b]);
             assert_eq!(receive(&mut stream).unwrap(), "a,b");
-            // With the first line, as Cloud Hypervisor's client sends them, on the same connection.
+            // Cloud Hypervisor's client sends the descriptors with the first line. The connection
+            // is the same.
             let (c, whole) = (file("c"), request("take", "{}"));
             send(&stream, &whole[..10], &[&c]);
             send(&stream, &whole[10..], &[]);
             assert_eq!(receive(&mut stream).unwrap(), "c");
-            // With the last byte of the body.
+            // Descriptors with the last byte of the body.
             let (d, split) = (file("d"), whole.len() - 1);
             send(&stream, &whole[..split], &[]);
             send(&stream, &whole[split..], &[&d]);
@@ -243,11 +245,11 @@ mod tests {
                 send(&stream, "/take ", &[file]);
                 assert_eq!(receive(&mut stream), None);
             });
-            // The maximum is one for each queue pair of a device.
+            // A call accepts at most one descriptor for each queue pair of a device.
             let (mut stream, file) = (BlockingStream::connect(path).unwrap(), file("e"));
             send(&stream, &request("take", "{}"), &[&file; MAX_WAITING]);
             assert_eq!(receive(&mut stream).unwrap().split(',').count(), 127);
-            // A client that disconnects within a request leaves no descriptors open.
+            // If a client disconnects within a request, its descriptors are closed.
             assert_closed(|file| {
                 send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30])
             });

@@ -1,6 +1,6 @@
-//! REST API on a unix socket: calls of Cloud Hypervisor and of Foreshore.
+//! REST API on a unix socket: supported calls of Cloud Hypervisor, and calls of Foreshore.
 //!
-//! [`Socket`] is bound first, so that a socket in use is detected before a VM is built. [`router`]
+//! [`Socket`] is bound before a VM is built, so that a socket in use is detected first. [`router`]
 //! translates calls into requests to the VM's owner. [`Server`] serves a router on a socket.
 //! docs/reference/api.md lists the calls.
 

@@ -1,12 +1,12 @@
-//! Connections of a server, and the selection of the connection that is closed for a new client.
+//! Connections of a server, and the choice of a connection to close when a new client connects.
 //!
 //! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing
-//! for hours. The server therefore does not close a connection only because it is silent.
-//! [`Limits`] bounds the number of connections. Clients that connect and send nothing may hold only
-//! a part of them ([`Limits::silent`]), so the rest remains for clients that send requests. To make
-//! room, the server closes the connection that has waited longest for its client, first among
-//! connections that have never delivered a whole request. It never closes a connection with a call
-//! in progress.
+//! for hours. The server therefore does not close a connection merely because it is silent.
+//! [`Limits`] bounds the number of connections. Clients that connect and send nothing may occupy
+//! only part of them ([`Limits::silent`]), so that the rest is available to clients that send
+//! requests. To make room, the server closes the connection that has waited longest for its client.
+//! It chooses first among connections that have never delivered a whole request. It never closes a
+//! connection with a call in progress.
 
 use std::future::pending;
 use std::pin::Pin;
@@ -23,24 +23,24 @@ use tokio::time::{Instant, sleep_until};
 
 use super::server::Limits;
 
-/// Event for which a connection waits.
+/// Event that a connection waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
-    /// The first read. The client may already have sent its request.
+    /// First read from the connection. The client may already have sent its request.
     ForRead,
-    /// The client's next request, since its last answer.
+    /// Next request of the client, since the last answer.
     ForRequest(Instant),
-    /// The rest of a request's head, since its first byte.
+    /// Rest of a request's head, since its first byte.
     ForRest(Instant),
-    /// The rest of a request's body, since its head. The call has not begun.
+    /// Rest of a request's body, since the head. The call has not started.
     ForBody(Instant),
-    /// A call or its answer, which is in progress.
+    /// End of a call that is in progress, or of its answer.
     ForCall,
     Dismissed,
 }
 
 impl Waits {
-    /// Time since which the connection has waited for its client.
+    /// Start of the wait for the client.
     fn since(self) -> Option<Instant> {
         match self {
             Self::ForRequest(since) | Self::ForRest(since) | Self::ForBody(since) => Some(since),
@@ -53,31 +53,32 @@ impl Waits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct State {
     waits: Waits,
-    /// True after the first whole request.
+    /// True after the first whole request was received.
     has_asked: bool,
 }
 
-/// Connections that a server has accepted, and those that it has closed.
+/// Number of connections that a server has accepted, and of those that it has closed.
 #[derive(Debug, Default)]
 pub struct ConnectionCounters {
     pub accepted: AtomicU64,
-    /// Connections that had delivered no request, closed to make room.
+    /// Connections that were closed to make room before they delivered a request.
     pub silent: AtomicU64,
-    /// Connections that had delivered requests, closed to make room.
+    /// Connections that were closed to make room after they had delivered requests.
     pub idle: AtomicU64,
-    /// Connections closed because their client was too slow. The head of a request and the reading
-    /// of an answer have limits, and the next request may have one.
+    /// Connections closed because their client was too slow. The time to send the head of a request
+    /// and the time to read an answer are limited. The time until the next request may be limited
+    /// too.
     pub timed_out: AtomicU64,
 }
 
-/// Room for one more connection.
+/// Whether the server can accept one more connection.
 #[derive(Debug)]
 pub(super) enum Room {
     /// There is a free seat.
     Free,
-    /// This connection can be closed to make room.
+    /// There is room if this connection is closed.
     Instead(Arc<Seat>),
-    /// A connection can be closed at this time.
+    /// No connection can be closed before this time.
     From(Instant),
     /// There is no room until a call is answered or a connection ends.
     None,
@@ -93,7 +94,7 @@ pub(super) struct Seats {
     counters: Arc<ConnectionCounters>,
 }
 
-/// Seat of one connection.
+/// State of one connection, shared between its task and the server.
 #[derive(Debug)]
 pub(super) struct Seat {
     state: Mutex<State>,
@@ -118,7 +119,7 @@ impl Seats {
         seat
     }
 
-    /// Returns the room for one more connection.
+    /// Returns whether and how the server can accept one more connection.
     pub(super) fn room(&self) -> Room {
         let taken: Vec<_> = self.taken.lock().iter().filter_map(Weak::upgrade).collect();
         let states = taken.iter().map(|seat| (*seat.state.lock(), seat));
@@ -127,7 +128,7 @@ impl Seats {
         if states.len() < self.limits.connections && silent < self.limits.silent {
             return Room::Free;
         }
-        // A silent connection is closed before any connection whose client sends requests.
+        // A silent connection is closed before any connection that has delivered requests.
         let candidates = states.iter().filter(|(state, _)| state.has_asked == (silent == 0));
         let longest = candidates.filter_map(|(state, seat)| Some((state.waits.since()?, seat)));
         match longest.min_by_key(|(since, _)| *since) {
@@ -139,7 +140,7 @@ impl Seats {
         }
     }
 
-    /// Closes the connection of `seat`, unless its client has sent a request meanwhile.
+    /// Closes the connection of `seat`, unless its client has sent a request in the meantime.
     pub(super) fn dismiss(&self, seat: &Seat) {
         let mut has_asked = None;
         seat.turn(|state| match state.waits.since() {
@@ -155,14 +156,15 @@ impl Seats {
         }
     }
 
-    /// Waits until a connection may have begun to wait for its client.
+    /// Waits until a connection may have started to wait for its client.
     pub(super) async fn one_waits(&self) {
         self.idle.notified().await;
     }
 }
 
 impl Seat {
-    /// Changes the state unless the connection is dismissed. Returns true if it is dismissed now.
+    /// Changes the state unless the server has chosen to close the connection. Returns true if the
+    /// connection is to be closed now.
     fn turn(&self, next: impl FnOnce(&mut State) -> Waits) -> bool {
         let mut state = self.state.lock();
         let before = *state;
@@ -172,7 +174,7 @@ impl Seat {
         if state.waits != before.waits && state.waits != Waits::ForCall {
             self.changed.notify_one();
         }
-        // Both conditions change which connections may be closed to make room.
+        // Both changes affect which connections may be closed to make room.
         let is_read = before.waits == Waits::ForRead && state.waits != Waits::ForRead;
         if is_read || state.has_asked != before.has_asked {
             self.idle.notify_one();
@@ -189,15 +191,16 @@ impl Seat {
         });
     }
 
-    /// Records the head of a request with a body. Returns false if the connection is dismissed.
+    /// Records that the head of a request with a body was received. Returns false if the connection
+    /// is to be closed.
     fn promised_body(&self) -> bool {
         let is_dismissed = self.turn(|_| Waits::ForBody(Instant::now()));
         self.idle.notify_one();
         !is_dismissed
     }
 
-    /// Records a whole request. Returns false if the connection is dismissed and its call must not
-    /// be made.
+    /// Records that a whole request was received. Returns false if the connection is to be closed.
+    /// The call must not be made then.
     fn called(&self) -> bool {
         !self.turn(|state| {
             state.has_asked = true;
@@ -210,8 +213,8 @@ impl Seat {
         self.idle.notify_one();
     }
 
-    /// Waits until the connection has to end. Returns true if it is dismissed, and false if its
-    /// client has exceeded the time limit `head` for the head of a request.
+    /// Waits until the connection must end. Returns true if it was chosen to make room, and false
+    /// if the client exceeded `head`, the time limit for the head of a request.
     pub(super) async fn has_to_go(&self, head: Duration) -> bool {
         loop {
             let waits = self.state.lock().waits;
@@ -237,8 +240,8 @@ impl Seat {
     }
 }
 
-/// Body of a request. Its call begins with the last byte. Until then, the connection may be closed
-/// to make room.
+/// Request body that reports its progress to the seat. The call starts with the last byte of the
+/// body. Until then, the connection may be closed to make room.
 #[derive(Debug)]
 pub(super) struct Question {
     body: Incoming,
@@ -247,7 +250,7 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Returns `None` if the connection is dismissed and the request must not be served.
+    /// Returns `None` if the connection is to be closed and the request must not be served.
     pub(super) fn new(body: Incoming, seat: Arc<Seat>) -> Option<Self> {
         let is_whole = body.is_end_stream();
         let is_served = if is_whole { seat.called() } else { seat.promised_body() };
@@ -269,7 +272,7 @@ impl hyper::body::Body for Question {
             return polled;
         }
         self.is_whole = true;
-        // The connection of a dismissed seat is about to be dropped together with its call.
+        // The connection is about to be dropped together with its call.
         if self.seat.called() { polled } else { Poll::Pending }
     }
 
@@ -283,8 +286,8 @@ impl hyper::body::Body for Question {
 }
 
 impl Drop for Question {
-    /// Marks the request as called if the call ends without reading its whole body, because it
-    /// refuses the request or has reached its time limit.
+    /// Records the request as received if the call ends without reading its whole body, because it
+    /// refuses the request or reaches its time limit.
     fn drop(&mut self) {
         if !self.is_whole {
             self.seat.called();
@@ -292,8 +295,8 @@ impl Drop for Question {
     }
 }
 
-/// Body of an answer. Its connection is busy until hyper drops the body. A stream of events can
-/// last indefinitely.
+/// Answer body that reports its end to the seat. The connection is busy until hyper drops the body.
+/// A stream of events can last indefinitely.
 #[derive(Debug)]
 pub(super) struct Answer {
     body: Body,
@@ -341,7 +344,7 @@ mod tests {
     const LIMITS: Limits =
         Limits { connections: 4, silent: 2, grace: Duration::from_millis(20), ..Limits::API };
 
-    /// Runs `test` on a clock that only advances while all tasks are idle.
+    /// Runs `test` with a paused clock, which advances only while all tasks are idle.
     fn run(test: impl Future<Output = ()>) {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_time().start_paused(true).build().unwrap().block_on(test);
@@ -374,7 +377,7 @@ mod tests {
         seat
     }
 
-    /// Connection that is kept after its answer.
+    /// Connection whose last call is answered.
     fn idle(seats: &Seats) -> Arc<Seat> {
         let seat = busy(seats);
         seat.answered();
@@ -453,7 +456,7 @@ mod tests {
             let seats = seats();
             let (first, second) = (seats.take(), seats.take());
             tokio::time::advance(HEAD).await;
-            // The server has not read yet, so both may have a request.
+            // The server has not read from either connection yet, so both may have a request.
             assert!(matches!(seats.room(), Room::None));
             first.read(false);
             let Room::From(time) = seats.room() else { panic!("a time") };
@@ -461,7 +464,7 @@ mod tests {
             tokio::time::advance(LIMITS.grace).await;
             let longest = closed_instead(&seats).unwrap();
             assert!(Arc::ptr_eq(&longest, &first));
-            // A request after the selection is served.
+            // A request that arrives after the connection was chosen is still served.
             assert!(first.called());
             seats.dismiss(&longest);
             assert!(!has_to_go(&first, Duration::ZERO).await);
@@ -501,13 +504,13 @@ mod tests {
             assert!(Arc::ptr_eq(&longest, &stalled[0]));
             seats.dismiss(&longest);
             assert!(!longest.called(), "its call is not made");
-            // With a complete body, the call is in progress.
+            // With a complete body, the call counts as in progress.
             assert!(stalled[1].called());
             let _others = [silent(&seats), silent(&seats)];
             tokio::time::advance(1000 * HEAD).await;
             let closed = closed_instead(&seats).unwrap();
             assert!(!Arc::ptr_eq(&closed, &stalled[1]) && !Arc::ptr_eq(&closed, &kept));
-            // Among clients that have sent requests, a connection with an incomplete body counts as
+            // Among clients that have sent requests, one that has sent an incomplete body counts as
             // waiting.
             let seats = self::seats();
             let first = idle(&seats);
@@ -518,7 +521,7 @@ mod tests {
         });
     }
 
-    /// The accept loop checks for room and then waits. A change in between ends the wait.
+    /// The accept loop checks for room, then waits. A change between the two steps ends the wait.
     #[test]
     fn change_between_check_and_wait_is_not_lost() {
         type Change = fn(&Seat);
@@ -539,7 +542,7 @@ mod tests {
                 let seats = seats();
                 let seat = seats.take();
                 prepare(&seat);
-                // Exactly the two notifications of taking and preparing.
+                // Consumes exactly the two notifications, from accepting and from preparing.
                 for _ in 0..2 {
                     is_ready(seats.one_waits()).await;
                     is_ready(seat.changed.notified()).await;

@@ -1,4 +1,4 @@
-//! HTTP/1.1 server on a socket. It runs a task for each connection on the current runtime.
+//! HTTP/1.1 server on a socket. It runs a task for each connection on the current tokio runtime.
 
 use std::error::Error;
 use std::future::pending;
@@ -30,41 +30,41 @@ use super::write_timeout::WriteTimeout;
 
 /// Size of a connection's buffer for unparsed bytes. The head of a request must fit into it.
 const BUFFER_BYTES: usize = 16 << 10;
-/// Time limit for answers in progress when the server stops.
+/// When the server stops, time limit for answers in progress.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time limit for the head of a request, which clients send at once.
+/// Time limit for the head of a request. Clients send the whole head in one write.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that a new client has to send its request. Clients send it at once, but their threads may
-/// have to wait for a CPU.
+/// Time that a new client has to send its request. Clients send it immediately, but their threads
+/// may have to wait for a CPU.
 const GRACE: Duration = Duration::from_millis(250);
-/// Time limit for a client that does not read its answer. A client that is stopped for longer has
+/// Time limit for a client that does not read its answer. If a client is stopped for longer, it has
 /// to repeat its request.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Limits for clients.
+/// Limits on connections and on slow clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Largest number of connections. To accept one more, the server closes the connection that has
+    /// Maximum number of connections. To accept one more, the server closes the connection that has
     /// waited longest for its client. If no connection waits for its client, the new one is not
     /// accepted yet.
     pub connections: usize,
-    /// Largest number of connections that have not delivered a whole request yet.
+    /// Maximum number of connections that have not delivered a whole request yet.
     pub silent: usize,
     /// Time that a connection may wait for its client before it is closed to make room.
     pub grace: Duration,
     /// Time limit from the first byte of a request to the end of its head.
     pub head: Duration,
-    /// Time limit without the whole head of a request, or `None`. HTTP cannot distinguish a slow
-    /// client from one that keeps its connection for later.
+    /// Time limit of a connection without a whole head of a request, or `None` for no limit. HTTP
+    /// cannot distinguish a slow client from one that keeps its connection for later requests.
     pub idle: Option<Duration>,
-    /// Time limit for a client that reads nothing of an answer that exceeds the buffers of the
+    /// Time limit for a client that reads nothing while its answer exceeds the buffers of the
     /// socket.
     pub unread: Duration,
 }
 
 impl Limits {
-    /// Limits of the API. Clients like Kata Containers keep one connection for the lifetime of a
-    /// VM.
+    /// Limits of the API. There is no idle limit, because clients like Kata Containers keep one
+    /// connection for the lifetime of a VM.
     pub const API: Self = Self {
         connections: 256,
         silent: 128,
@@ -110,7 +110,7 @@ impl Server {
         Arc::clone(&self.counters)
     }
 
-    /// Stops accepting, and waits a moment for answers in progress.
+    /// Stops accepting connections, and waits briefly for answers in progress.
     pub async fn stop(mut self) {
         let _ = self.stop.send(());
         if let Err(error) = (&mut self.accepting).await {
@@ -126,7 +126,8 @@ impl Drop for Server {
 }
 
 trait Accepted: Send + 'static {
-    /// Stream of bytes. Descriptors that arrive with them are added to `waiting`.
+    /// Returns the byte stream of the connection. Descriptors that arrive with them are added to
+    /// `waiting`.
     fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static;
 }
 
@@ -164,8 +165,8 @@ async fn accept_loop<L>(
             Some(_) = connections.join_next() => {}
             (stream, _) = listener.accept(), if matches!(room, Room::Free | Room::Instead(_)) => {
                 if let Room::Instead(seat) = room {
-                    // If the selected connection has received a request meanwhile, it stays, and
-                    // there is temporarily one connection too many.
+                    // If the chosen connection has received a request in the meantime, it is not
+                    // closed. The server then has one connection too many for a while.
                     seats.dismiss(&seat);
                 }
                 let (seat, counters) = (seats.take(), Arc::clone(&counters));
@@ -190,9 +191,9 @@ async fn accept_loop<L>(
 /// Reason for the end of a connection.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
-    /// Its client or an error ended it, or the server made room.
+    /// The client closed it, an error ended it, or the server closed it to make room.
     Closed,
-    /// Its client was too slow.
+    /// The client was too slow.
     TimedOut,
 }
 
@@ -208,8 +209,8 @@ async fn serve_connection<A: Accepted>(
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
     // Some clients search for `Content-Length` in exactly this spelling.
     http.title_case_headers(true);
-    // A client may shut down its side after its request, as `nc -N` does, and still gets the
-    // answer.
+    // A client may shut down its write side after its request, as `nc -N` does, and still receives
+    // the answer.
     http.half_close(true);
     let stream =
         WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
@@ -222,10 +223,10 @@ async fn serve_connection<A: Accepted>(
         let answer = question.map(|body| calls.call(Request::from_parts(head, body)));
         let (waiting, seat) = (waiting.clone(), Arc::clone(&served));
         async move {
-            // The connection of a dismissed seat is about to be dropped, so its call is not made.
+            // The connection is about to be dropped, so its call is not made.
             let Some(answer) = answer else { return pending().await };
             let answer = answer.await;
-            // Close descriptors that the call has not taken.
+            // Close the descriptors that the call has not taken.
             drop(waiting.take());
             answer.map(|answer: Response<_>| answer.map(|body| Answer::new(body, seat)))
         }
@@ -233,7 +234,8 @@ async fn serve_connection<A: Accepted>(
     let connection = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let result = tokio::select! {
-        // Checked first, so that a dismissed connection serves no other request.
+        // The end of the connection is checked first, so that no further request is served after it
+        // was chosen.
         biased;
         is_dismissed = seat.has_to_go(limits.head) => {
             debug!(is_dismissed, "Closed a connection to make room, or because the head of its request was late");
@@ -250,7 +252,7 @@ async fn serve_connection<A: Accepted>(
     if is_timeout(&error) { End::TimedOut } else { End::Closed }
 }
 
-/// Returns true for a timeout of hyper or of [`WriteTimeout`].
+/// Returns true for a timeout in hyper or in [`WriteTimeout`].
 fn is_timeout(error: &hyper::Error) -> bool {
     let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     error.is_timeout() || source.is_some_and(|error| error.kind() == io::ErrorKind::TimedOut)

@@ -1,5 +1,5 @@
-//! Listening sockets of the API and of metrics. They are bound before anything is built, and
-//! removed at the end.
+//! Listening sockets of the API and of metrics. They are bound before the VM is built, and removed
+//! at exit.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -34,7 +34,8 @@ pub enum SocketError {
 #[derive(Debug)]
 pub struct Socket {
     pub(super) listener: Listener,
-    /// Dropped after the listener, so that the path does not outlive it.
+    /// Declared after the listener so that it is dropped later, and the path never outlives the
+    /// listener.
     pub(super) file: Option<SocketFile>,
 }
 
@@ -95,9 +96,9 @@ impl Socket {
         if !is_listening_unix_socket(fd) {
             return Err(refused);
         }
-        // SAFETY: `fd` is open, as checked above. It belongs to the VMM, which inherited it for
-        // this purpose, and no other code opens or closes descriptors by number. This runs once,
-        // while the process has only one thread.
+        // SAFETY: `fd` is open, as checked above. The VMM inherited it for this purpose, and no
+        // other code opens or closes descriptors by number. This runs once, while the process has
+        // only one thread.
         let owned = unsafe { OwnedFd::from_raw_fd(fd) };
         // Child processes of the VMM must not inherit the socket.
         if fcntl_setfd(&owned, FdFlags::CLOEXEC).is_err() {
@@ -113,8 +114,8 @@ fn is_listening_unix_socket(fd: RawFd) -> bool {
     let option = |name| {
         let mut value: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `value` and `len` are valid for writes of the length in `len`. For a descriptor
-        // that is closed or not a socket, the call fails.
+        // SAFETY: `value` is valid for writes of `len` bytes, and `len` for a write of its own
+        // type. If the descriptor is closed or is not a socket, the call fails.
         let result = unsafe {
             libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
         };

@@ -1,4 +1,4 @@
-//! Tests of the API in raw bytes over a unix socket, with a scripted owner.
+//! Tests of the API on the level of bytes on a unix socket, with a scripted owner.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -35,20 +35,21 @@ mod live;
 mod pressure;
 mod values;
 
-/// Longer than any answer takes. Only a failing test reaches it.
+/// Longer than any answer takes, so that only a failing test reaches it. Only a failing test
+/// reaches it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Fixture {
     server: Server,
     path: PathBuf,
     events: Events,
-    /// Requests that the owner received, as text.
+    /// Text of each request that the owner received.
     asked: mpsc::UnboundedReceiver<String>,
     _dir: TempDir,
 }
 
-/// Owner with a running VM. `vm.boot` is refused for the state, `vm.reboot` fails, and
-/// `vm.shutdown` finds no VM.
+/// Owner with a running VM. It refuses `vm.boot` because of the state, fails `vm.reboot`, and
+/// reports for `vm.shutdown` that there is no VM.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();
@@ -131,7 +132,7 @@ fn answer_resize(resize: &ResizeRequest) -> Result<(), VmError> {
     }
 }
 
-/// The VM runs for disks, and not for other devices.
+/// Answers as a running VM when a disk is added, and as a stopped VM for other devices.
 fn answer_add(device: &DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
     match device {
         DeviceConfig::Disk(disk) if disk.id.as_deref() == Some("taken") => {
@@ -247,7 +248,7 @@ fn run_serving<F: Future<Output = ()>>(
 
 struct Client(BufReader<UnixStream>);
 
-/// Status code and body.
+/// Status code and body of an answer.
 type Answer = (u16, String);
 
 impl Client {
@@ -255,7 +256,7 @@ impl Client {
         self.0.get_mut().write_all(bytes.as_ref()).await.unwrap();
     }
 
-    /// Reads an answer. `None` if the server has closed the connection.
+    /// Reads one answer. Returns `None` if the server has closed the connection.
     async fn receive(&mut self) -> Option<Answer> {
         let (mut head, mut len) = (Vec::new(), 0);
         loop {
@@ -306,9 +307,9 @@ fn messages(body: &str) -> Vec<String> {
     serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
 }
 
-/// Parses the head of an answer like Cloud Hypervisor's client, which Kata Containers uses. The
-/// status is everything between the version and the end of the line. The name of the length has
-/// title case.
+/// Parses the head of an answer in the same way as Cloud Hypervisor's client, which Kata Containers
+/// uses. It takes everything between the version and the end of the line as the status. It expects
+/// the name of the length header in title case.
 fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
     let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;
     let length = match headers.split_once("Content-Length: ") {
@@ -463,7 +464,7 @@ fn pressure_is_shown_and_changed() {
         let rules =
             r#"rules: Some(ParamSettings({"cool_down": Number(2000), "floor": Text("64M")}))"#;
         assert!(asked.contains(&format!("{params}{rules}")), "{asked}");
-        // Null counts as not given.
+        // A null value counts as an omitted field.
         assert_eq!(
             fixture
                 .call("PUT", "vm.pressure", r#"{"policy": null, "size": null, "params": null}"#)
@@ -637,7 +638,7 @@ fn body_over_the_limit_is_refused() {
         let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));
         let (status, body) = fixture.call("PUT", "vm.resize", &huge).await;
         assert_eq!((status, messages(&body).len()), (413, 1));
-        // Neither is a body that only announces the length, or one in chunks.
+        // Nor does a body that only announces its length, or one that is sent in chunks.
         let mut client = fixture.connect().await;
         client
             .send(
@@ -671,7 +672,7 @@ fn invalid_http_gets_400_and_is_closed() {
             assert_eq!(client.receive().await.expect("an answer").0, 400, "{bytes:?}");
             assert_eq!(client.receive().await, None, "{bytes:?}");
         }
-        // A head without an end is cut off.
+        // If the head of a request is not completed in time, the connection is closed.
         let mut client = fixture.connect().await;
         let _ = client.0.get_mut().write_all(&vec![b'a'; 1 << 20]).await;
         assert!(client.receive().await.is_none_or(|(status, _)| (400..500).contains(&status)));

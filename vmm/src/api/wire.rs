@@ -1,4 +1,4 @@
-//! Types of the API's JSON that differ from the requests and answers of the VM's owner.
+//! JSON types of the API that differ from the requests and answers of the VM's owner.
 
 use foreshore_config::section;
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ pub struct PingAnswer {
     pub build_version: String,
     pub version: String,
     pub pid: u32,
-    /// Compiled features.
+    /// Features that were compiled in.
     pub features: Vec<String>,
 }
 
@@ -37,12 +37,12 @@ pub struct MemoryAnswer {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VolumesAnswer {
-    /// Every volume, in the order of the configuration.
+    /// All volumes, in the order of the configuration.
     pub volumes: Vec<VolumeInfo>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PoolsAnswer {
-    /// Every pool that the VM has open, in the order of their paths.
+    /// All pools that the VM has open, in the order of their paths.
     pub pools: Vec<PoolInfo>,
 }

@@ -1,4 +1,4 @@
-//! Stream with a time limit for writes, which also reports received bytes to its seat.
+//! Stream with a time limit for writes. It also reports received bytes to the connection's seat.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -12,13 +12,14 @@ use tokio::time::{Sleep, sleep};
 
 use super::seat::Seat;
 
-/// Stream that fails if a write makes no progress for some time. hyper waits forever. If a client
-/// has shut down its side and may still read, no other event shows that it is gone.
+/// Stream that fails if a write makes no progress for some time. hyper has no such limit. A client
+/// may shut down its write side and still read, so only a write that makes no progress shows that
+/// it is gone.
 pub(super) struct WriteTimeout<S> {
     stream: S,
     limit: Duration,
     seat: Arc<Seat>,
-    /// Runs since the first write that found no room.
+    /// Started by the first write that finds the buffer full.
     stuck: Option<Pin<Box<Sleep>>>,
 }
 

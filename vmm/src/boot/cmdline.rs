@@ -1,4 +1,4 @@
-//! Kernel command line: the user's parameters, and defaults for memory that can be plugged.
+//! Kernel command line: the user's parameters, and defaults for hotpluggable memory.
 
 use std::borrow::Cow;
 
@@ -7,29 +7,30 @@ use thiserror::Error;
 
 use super::KernelShare;
 
-/// x86's COMMAND_LINE_SIZE less the terminating zero. Linux silently truncates a longer line.
+/// COMMAND_LINE_SIZE of x86 without the terminating zero. Linux silently truncates a longer line.
 const MAX_BYTES: usize = 2047;
-/// Defaults for a guest whose memory can be plugged and unplugged. Parameters of the user take
-/// precedence.
+/// Default parameters for a guest with memory that can be plugged and unplugged. Parameters of the
+/// user take precedence.
 ///
 /// - Plugged memory can be unplugged again only if it is in ZONE_MOVABLE.
-/// - Memory that may appear above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that
-///   cannot reach it (arch/x86/kernel/pci-dma.c). No device here needs them, because all of them
-///   support 64-bit addresses.
+/// - - If memory may appear above 4 GiB, x86 reserves 64 MiB of bounce buffers for devices that
+///   cannot address it (arch/x86/kernel/pci-dma.c). Foreshore's devices do not need them, because
+///   all support 64-bit addresses.
 const DEFAULTS: [(&str, &str); 2] =
     [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
-/// Defaults for DIMMs only. The kernel may also use this memory, because it is never removed.
+/// Default parameters for a guest with DIMMs only. Plugged memory may also be used by the kernel,
+/// because it is never removed.
 const DIMM_DEFAULTS: [(&str, &str); 2] =
     [("memhp_default_state", "online"), ("swiotlb", "noforce")];
 
-/// Parameter for the size of ZONE_MOVABLE in boot memory.
+/// Parameter that sets the size of ZONE_MOVABLE in boot memory.
 const MOVABLE_DRAM: &str = "movablecore";
-/// Reserve of the zones below ZONE_MOVABLE. Linux accepts sysctls on the command line
-/// (fs/proc/proc_sysctl.c, process_sysctl_arg).
+/// Parameter for the reserve in the zones below ZONE_MOVABLE. Linux accepts sysctls on the command
+/// line (fs/proc/proc_sysctl.c, process_sysctl_arg).
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
-/// Parameter that also divides DRAM.
+/// Parameter that divides DRAM in another way.
 const KERNEL_DRAM: &str = "kernelcore";
-/// Another such parameter. It has no value, because the firmware divides DRAM.
+/// Parameter that also divides DRAM. It has no value, because the division comes from the firmware.
 const MOVABLE_NODE: &str = "movable_node";
 
 /// Memory that can be added after boot.
@@ -39,12 +40,12 @@ pub(crate) enum Pluggable {
     /// DIMMs, which are never removed.
     Dimms,
     /// Blocks that can be unplugged. If there are DIMMs as well, they are onlined like blocks,
-    /// because one parameter serves both.
+    /// because the guest has one parameter for both.
     Blocks,
 }
 
 impl Pluggable {
-    /// Kind of memory that `zones` can add.
+    /// Returns the kind of memory that `zones` can add.
     pub(crate) fn of(zones: &[ZoneSpec]) -> Self {
         let grows =
             |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
@@ -66,13 +67,13 @@ pub(crate) enum CommandLineError {
     ControlCharacter { character: char, at: usize },
 }
 
-/// Composes the guest's command line from that of the user and the defaults.
+/// Composes the guest's command line from the user's parameters and the defaults.
 pub(super) fn compose(
     user: &str,
     pluggable: Pluggable,
     share: Option<KernelShare>,
 ) -> Result<String, CommandLineError> {
-    // The kernel treats a tab as white space. Any other control character is a mistake that would
+    // The kernel treats a tab as white space. Any other control character is a mistake, and would
     // truncate the line.
     let control = |c: char| c.is_control() && c != '\t';
     if let Some((at, character)) = user.char_indices().find(|&(_, c)| control(c)) {
@@ -107,8 +108,8 @@ fn defaults(
     };
     let mut defaults: Vec<_> =
         of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
-    // The reserve is computed for this division of DRAM, so it is omitted if the user sets another
-    // division.
+    // The reserve is computed for the default division of DRAM, so it is omitted if the user sets
+    // another division.
     let is_divided =
         sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
@@ -118,13 +119,13 @@ fn defaults(
     defaults
 }
 
-/// Splits off the arguments for init, from the word `--` on.
+/// Splits the line before the arguments for init, which start with the word `--`.
 fn split_at_init_arguments(line: &str) -> (&str, &str) {
     line.split_at(words(line).find(|(_, word)| *word == "--").map_or(line.len(), |(at, _)| at))
 }
 
-/// Words of a line and their offsets, parsed as in Linux (lib/cmdline.c, next_arg): white space
-/// between quotation marks is part of a word.
+/// Words of a line and their offsets, parsed as in Linux (lib/cmdline.c, next_arg): white space in
+/// quotation marks is part of a word.
 fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -146,13 +147,13 @@ fn sets(kernel: &str, name: &str) -> bool {
     words(kernel).filter_map(|(_, word)| word.split_once('=')).any(|(key, _)| is_called(key, name))
 }
 
-/// Returns true if it has `name` as a word without a value.
+/// Returns true if the kernel's part of a line contains `name` as a word without a value.
 fn has(kernel: &str, name: &str) -> bool {
     words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
 }
 
-/// Compares as Linux does, which accepts `-` for `_` in names and `/` for `.` in names of sysctls.
-/// Quotation marks may enclose a whole word.
+/// Compares names as Linux does: it accepts `-` for `_`, and `/` for `.` in sysctls. Quotation
+/// marks may enclose a whole word.
 fn is_called(key: &str, name: &str) -> bool {
     key.strip_prefix('"').unwrap_or(key).replace('-', "_").replace('/', ".") == name
 }
@@ -173,7 +174,7 @@ mod tests {
             format!("console=ttyS0 {OURS}")
         );
         assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);
-        // Words that resemble the parameter.
+        // Words that resemble the parameter, but do not set it.
         for user in ["xmemhp_default_state=offline", "init=/swiotlb", "swiotlb"] {
             assert_eq!(compose(user, Pluggable::Blocks, None).unwrap(), format!("{user} {OURS}"));
         }
@@ -208,9 +209,9 @@ mod tests {
             (vec![dram.clone(), pm.clone()], Pluggable::Blocks),
             (vec![more_dram.clone()], Pluggable::Blocks),
             (vec![dimms.clone()], Pluggable::Dimms),
-            // PM can be unplugged.
+            // Memory in the PM zone can be unplugged.
             (vec![dimms, pm.clone()], Pluggable::Blocks),
-            // Several nodes, of which one grows.
+            // Several nodes, but only one of them can grow.
             (vec![dram, pm, more_dram], Pluggable::Blocks),
         ] {
             assert_eq!(Pluggable::of(&zones), pluggable, "{zones:?}");
@@ -234,7 +235,7 @@ mod tests {
         ] {
             assert_eq!(alone(user), format!("{user} {OURS}"), "the parameters of the user stay");
         }
-        // Words that resemble the parameters.
+        // Words that resemble the parameters, but do not set them.
         for user in
             ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"]
         {

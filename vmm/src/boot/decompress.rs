@@ -1,10 +1,11 @@
 //! Decompression of a bzImage's payload.
 //!
-//! The payload is one compressed stream. Its last four bytes are the unpacked size: gzip's own
-//! trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length;
-//! scripts/Makefile.lib, size_append). Because the size is known in advance, every decoder writes
-//! into one buffer of that size, which can be guest memory. The decoders of zstd and lz4 also use
-//! that buffer as their window, which saves a second copy and a separate window of 128 MiB.
+//! The payload is a single compressed stream. Its last four bytes contain the unpacked size. They
+//! are gzip's own trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst,
+//! payload_length; scripts/Makefile.lib, size_append). Because the size is known in advance, every
+//! decoder writes into one buffer of that size. The buffer can be guest memory. The decoders of
+//! zstd and lz4 also use that buffer as their window. This saves a second copy and a separate
+//! window of 128 MiB.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -16,9 +17,9 @@ use thiserror::Error;
 
 use super::scratch::Scratch;
 
-/// Limit of the size that a payload claims. Kernels of distributions have about 60 MiB.
+/// Upper limit of the unpacked size in a trailer. Kernels of distributions unpack to about 60 MiB.
 const MAX_KERNEL_BYTES: u32 = 1 << 30;
-/// Size of the trailer behind the stream.
+/// Size of the trailer at the end of the stream.
 const TRAILER_BYTES: usize = 4;
 /// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB.
 const XZ_MEMORY_BYTES: u64 = 256 << 20;
@@ -29,7 +30,7 @@ pub(crate) enum Compression {
     None,
     /// zstd (RFC 8878).
     Zstd,
-    /// LZ4 with the legacy frame format, the only one that kernels use.
+    /// LZ4 with the legacy frame format, the only LZ4 format that kernels use.
     Lz4,
     /// gzip (RFC 1952).
     Gzip,
@@ -89,20 +90,20 @@ pub(crate) enum DecompressError {
         "the payload has {claimed_bytes} bytes unpacked, according to its trailer, and must have at most {MAX_KERNEL_BYTES}"
     )]
     TooLarge {
-        /// Size in the trailer.
+        /// Unpacked size according to the trailer.
         claimed_bytes: u32,
     },
     #[error("{compression} unpacks to {actual_bytes} bytes, and the trailer has {claimed_bytes}")]
     SizeMismatch {
         compression: Compression,
         actual_bytes: usize,
-        /// Size in the trailer.
+        /// Unpacked size according to the trailer.
         claimed_bytes: u32,
     },
     #[error("the {compression} stream is damaged: {reason}")]
     Damaged {
         compression: Compression,
-        /// Error of the decoder.
+        /// Error text of the decoder.
         reason: String,
     },
     #[error("cannot allocate {bytes} bytes for the unpacked kernel")]
@@ -119,7 +120,7 @@ pub(super) struct Packed<'a> {
 }
 
 impl<'a> Packed<'a> {
-    /// Reads the trailer of `payload`, which is not [`Compression::None`].
+    /// Reads the trailer of `payload`, which must be compressed (not [`Compression::None`]).
     pub(super) fn new(
         payload: &'a [u8],
         compression: Compression,
@@ -147,15 +148,15 @@ impl<'a> Packed<'a> {
         Ok(output)
     }
 
-    /// Unpacks into `output`, whose length is [`unpacked_bytes`](Self::unpacked_bytes). After an
-    /// error, its contents are undefined.
+    /// Unpacks into `output`, which must be [`unpacked_bytes`](Self::unpacked_bytes) long. After an
+    /// error, the contents of `output` are undefined.
     pub(super) fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
         assert_eq!(output.len(), self.unpacked_bytes(), "the buffer has the size in the trailer");
         let damaged = |reason: String| DecompressError::Damaged { compression, reason };
         let actual_bytes = match compression {
             Compression::Zstd => unpack_zstd(stream, output).map_err(|e| damaged(e.to_string()))?,
-            // gzip's trailer is part of its stream.
+            // The trailer is part of gzip's stream.
             Compression::Gzip => {
                 fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?
             }
@@ -174,7 +175,7 @@ impl<'a> Packed<'a> {
         Ok(())
     }
 
-    /// Error for a failed allocation of the output.
+    /// Error for a failed allocation of the output buffer.
     pub(super) fn no_memory(&self, source: io::Error) -> DecompressError {
         DecompressError::NoMemory { bytes: self.claimed_bytes, source }
     }
@@ -188,7 +189,7 @@ fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
     fill(XzDecoder::new_stream(stream, Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)?), output)
 }
 
-/// Reads all of `source` into `output` and returns its length. Fails if it does not fit.
+/// Reads all of `source` into `output` and returns its length. Fails if `source` does not fit.
 fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < output.len() {
@@ -197,7 +198,7 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
             count => filled += count,
         }
     }
-    // The decoder verifies the stream's checksum only when it reads the end.
+    // The decoder verifies the stream's checksum only when its end is read.
     match source.read(&mut [0])? {
         0 => Ok(filled),
         _ => Err(io::Error::new(
@@ -207,8 +208,9 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// LZ4's legacy frame: a magic number, then blocks of at most 8 MiB unpacked, each after its
-/// compressed size. The frame ends with the file. lz4_flex supports the block format only.
+/// LZ4's legacy frame: a magic number, followed by blocks. Each block is preceded by its compressed
+/// size, and unpacks to at most 8 MiB. The end of the file ends the frame. Implemented here because
+/// lz4_flex supports only the block format.
 mod lz4 {
     use lz4_flex::block::{DecompressError, decompress_into};
 
@@ -226,7 +228,7 @@ mod lz4 {
         let mut written = 0;
         while !input.is_empty() {
             let (size, rest) = input.split_first_chunk::<4>().ok_or(Lz4Error::Truncated)?;
-            // A build with several images may have concatenated frames.
+            // If a build has several images, their frames may be concatenated.
             if *size == MAGIC {
                 input = rest;
                 continue;
@@ -312,7 +314,7 @@ pub(super) mod tests {
         let data = sample(10_000);
         for payload in payloads(&data) {
             for len in 6..payload.len() - 1 {
-                // The trailer stays correct, and only the stream is short.
+                // The trailer is correct, but the stream is too short.
                 let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
                 if let Some(compression) = Compression::of(&cut) {
                     assert!(unpack(&cut).is_err(), "{compression} cut to {len}");
@@ -336,7 +338,7 @@ pub(super) mod tests {
                     Err(DecompressError::Damaged { .. })
                 ));
             }
-            // gzip may detect its own wrong trailer.
+            // gzip's decoder may detect the wrong trailer itself.
             assert!(matches!(
                 unpack(&with_trailer(stream.clone(), 10_001)),
                 Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. }

@@ -1,10 +1,10 @@
-//! Loader for ELF files that are entered by PVH.
+//! Loader for ELF files with a PVH entry point.
 //!
 //! Headers are verified before segments are copied. If an image is already in guest memory,
 //! [`inplace`](super::inplace) moves its segments instead.
 //!
-//! linux-loader is not used, because it cannot distinguish a short file from too little guest
-//! memory, or Linux from another kernel. It would also read the headers again from a file that may
+//! linux-loader is not used. It cannot distinguish a short file from insufficient guest memory, nor
+//! Linux from another kernel. It would also read the headers a second time, from a file that may
 //! have changed.
 
 use std::io::{self, Read, Seek, SeekFrom};
@@ -31,7 +31,7 @@ const MAX_PROGRAM_HEADERS: u16 = 64;
 /// Linux has 512 bytes of notes.
 const MAX_NOTE_BYTES: u64 = 64 << 10;
 
-/// PVH enters the kernel in 32-bit mode.
+/// PVH enters the kernel in 32-bit mode, so the entry point must be a 32-bit address.
 const LAST_ENTRY: u64 = u32::MAX as u64;
 
 #[derive(Debug, Error)]
@@ -49,7 +49,7 @@ pub(crate) enum ElfError {
     Program,
     #[error("it is {kind}, not a kernel; the kernel is vmlinuz in /boot")]
     NotExecutable {
-        /// Type of the file.
+        /// Type of the ELF file.
         kind: &'static str,
     },
     #[error("it has no PVH note: it is a kernel built without CONFIG_PVH=y, or not a kernel")]
@@ -60,25 +60,25 @@ pub(crate) enum ElfError {
     HeadersOverlap(u64),
     #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
     Truncated {
-        /// End of the last segment.
+        /// File offset at which the last segment ends.
         expected_bytes: u64,
         actual_bytes: u64,
     },
-    /// The segment is not in the guest's memory.
+    /// A segment is outside guest memory.
     #[error(
         "a segment at {start:#x}+{len:#x} does not fit into the guest's memory, which ends at {memory_end:#x}"
     )]
     DoesNotFit {
         start: u64,
-        /// Length in memory, in bytes.
+        /// Length of the segment in guest memory, in bytes.
         len: u64,
-        /// End of low memory.
+        /// Address at which low memory ends.
         memory_end: u64,
     },
-    /// Two segments overlap, so that their content would depend on the order of loading.
+    /// Two segments overlap, so that the result would depend on the order of loading.
     #[error("the segments at {first:#x} and {second:#x} overlap")]
     SegmentsOverlap {
-        /// Address of the segment that starts first.
+        /// Start of the segment with the lower address.
         first: u64,
         second: u64,
     },
@@ -91,8 +91,8 @@ pub(crate) enum ElfError {
 }
 
 impl From<AccessError> for ElfError {
-    /// Segments are read from the file directly into guest memory, so an I/O error is an error of
-    /// the file.
+    /// Segments are read from the file directly into guest memory, so an I/O error is always an
+    /// error of the file.
     fn from(error: AccessError) -> Self {
         match error {
             AccessError::IOError(error) => Self::Read(error),
@@ -101,7 +101,7 @@ impl From<AccessError> for ElfError {
     }
 }
 
-/// Describes an ELF file for another machine.
+/// Describes the target machine of an ELF file that is not for x86-64.
 fn other_machine(class: u8, byte_order: u8, machine: u16) -> String {
     let name = match machine {
         3 => "x86",
@@ -174,32 +174,32 @@ impl ProgramHeader {
     }
 }
 
-/// Loadable segment of a verified image. It is within the file, and within usable memory above the
+/// Loadable segment of a verified image. It is inside the file, and inside usable memory above the
 /// boot data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
-    /// Start in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Guest-physical start.
+    /// Guest-physical address.
     pub address: u64,
-    /// Length in the file.
+    /// Length in the file, in bytes.
     pub file_bytes: u64,
-    /// Length in memory, at least `file_bytes`. The rest is zero.
+    /// Length in memory in bytes, at least `file_bytes`. The bytes after `file_bytes` are zero.
     pub memory_bytes: u64,
 }
 
-/// Kernel that is loaded or verified.
+/// Kernel that was loaded or verified.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct LoadedElf {
     /// PVH entry point.
     pub entry: u64,
-    /// First address after the kernel.
+    /// First address after the kernel's segments.
     pub end: u64,
-    /// True if the notes identify Linux.
+    /// True if the ELF notes identify Linux.
     pub is_linux: bool,
 }
 
-/// Loads `image`, a file of `image_bytes`, into boot memory.
+/// Loads the file `image` of `image_bytes` into boot memory.
 pub(super) fn load<M, F>(
     memory: &M,
     image: &mut F,
@@ -218,15 +218,15 @@ where
     Ok(loaded)
 }
 
-/// Verifies everything that loading relies on. Returns the segments, and the kernel that results
-/// from loading them.
+/// Verifies everything that loading relies on. Returns the segments, and the kernel that loading
+/// them produces.
 pub(super) fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
     boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    // The type of the file is checked before the addresses of its segments, because segments of
+    // The type of the file is checked before the addresses of its segments. The segments of
     // programs are at addresses that no kernel uses.
     if headers.iter().any(|header| header.kind == PT_INTERP) {
         return Err(ElfError::Program);
@@ -306,8 +306,8 @@ fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfE
     Ok(())
 }
 
-/// Checks that every segment is above the boot data in one range of usable memory, and that no two
-/// overlap.
+/// Checks that every segment is in one range of usable memory above the boot data, and that no two
+/// segments overlap.
 fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
     let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {
@@ -329,7 +329,7 @@ fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<
         ranges.map(|header| (header.physical_address, header.memory_size)).collect();
     ranges.sort_unstable();
     for (&(first, len), &(second, _)) in ranges.iter().zip(ranges.iter().skip(1)) {
-        // The sum does not overflow because the range is in memory.
+        // The sum cannot overflow, because the range is inside guest memory.
         if second < first + len {
             return Err(ElfError::SegmentsOverlap { first, second });
         }
@@ -355,12 +355,12 @@ fn read_notes<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Resul
 }
 
 impl Facts {
-    /// Reads the notes of a segment.
+    /// Reads the notes in a segment.
     ///
-    /// Notes in a segment with an alignment of 8 are themselves aligned to 8, as binutils and glibc
-    /// read them. Linux aligns its notes to 4 in any segment. A property note, which compilers add,
-    /// changes the alignment of its segment to 8. For such a segment, the entry point is therefore
-    /// searched with both alignments.
+    /// In a segment with an alignment of 8, notes are aligned to 8 as well, according to binutils
+    /// and glibc. Linux aligns its notes to 4 in every segment. Compilers add a property note,
+    /// which changes the alignment of its segment to 8. For such a segment, the entry point is
+    /// therefore searched with both alignments.
     fn read(&mut self, notes: &[u8], segment_align: u64) {
         let ways: &[usize] = if segment_align == 8 { &[8, 4] } else { &[4] };
         for &align in ways {
@@ -384,7 +384,7 @@ struct Note<'a> {
 }
 
 impl Note<'_> {
-    /// Entry point of 4 or 8 bytes (Xen's elfnote.h: XEN_ELFNOTE_PHYS32_ENTRY).
+    /// Entry point with 4 or 8 bytes (Xen's elfnote.h: XEN_ELFNOTE_PHYS32_ENTRY).
     fn pvh_entry(&self) -> Option<u64> {
         const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
         if self.name != b"Xen\0" || self.kind != XEN_ELFNOTE_PHYS32_ENTRY {
@@ -397,9 +397,9 @@ impl Note<'_> {
         }
     }
 
-    /// Returns true if the note identifies Linux. Its notes have its name
-    /// (include/linux/build-salt.h and elfnote-lto.h), and a note for Xen has "linux" as the guest
-    /// OS (arch/x86/xen/xen-head.S). Every kernel since 4.19 has one of them.
+    /// Returns true if a note identifies Linux. Such a note has the name "Linux"
+    /// (include/linux/build-salt.h and elfnote-lto.h), or is a note for Xen with "linux" as the
+    /// guest OS (arch/x86/xen/xen-head.S). Every kernel since 4.19 has at least one such note.
     fn is_linux(&self) -> bool {
         const XEN_ELFNOTE_GUEST_OS: u32 = 6;
         self.name == b"Linux\0"
@@ -409,12 +409,12 @@ impl Note<'_> {
     }
 }
 
-/// Notes of a note segment, up to the first incomplete one.
+/// Notes of a note segment, up to the first incomplete note.
 struct Notes<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Alignment of descriptions and notes, relative to the start of the segment. Names follow
-    /// their lengths directly.
+    /// Alignment of note descriptors and of notes, relative to the start of the segment. Note names
+    /// directly follow the lengths.
     align: usize,
 }
 
@@ -485,7 +485,7 @@ pub(super) mod tests {
         note(b"Linux\0", 0x100, b"6.12.0\0")
     }
 
-    /// Segment whose file bytes are all `fill`.
+    /// Segment of a test kernel, with file bytes that are all `fill`.
     #[derive(Clone, Debug)]
     pub(crate) struct Part {
         pub offset: usize,
@@ -495,7 +495,7 @@ pub(super) mod tests {
         pub bss: u64,
     }
 
-    /// Kernel of several segments, then its notes, then `tail` unused bytes. The bytes between
+    /// Builds a kernel from several segments, its notes, and `tail` unused bytes. The bytes between
     /// segments are not zero.
     pub(crate) fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
         const JUNK: u8 = 0xdd;
@@ -532,7 +532,7 @@ pub(super) mod tests {
         image
     }
 
-    /// Kernel of one segment and one note segment.
+    /// Builds a kernel with one segment and one note segment.
     pub(crate) fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
         let offset = 64 + 2 * 56;
         let part = Part { offset, address: LOAD_ADDRESS, len: code.len(), fill: 0, bss: 0x1000 };
@@ -563,7 +563,7 @@ pub(super) mod tests {
     #[test]
     fn files_other_than_kernels_are_described() {
         let message = |image: &[u8]| load_bytes(image).unwrap_err().to_string();
-        // A GRUB, a program for another processor, and an unknown machine.
+        // Images of GRUB, of a program for another processor, and for an unknown machine.
         let machine = |class: u8, machine: u16| {
             let mut image = patched(4, &[class]);
             image[18..20].copy_from_slice(&machine.to_le_bytes());
@@ -578,7 +578,7 @@ pub(super) mod tests {
             "it is a program for AArch64, and the guest's processor is x86-64"
         );
         assert!(machine(2, 4711).ends_with("class 2, byte order 1, machine 4711"));
-        // A program, whose segments begin at 0, and a kernel module.
+        // A program, with segments from address 0, and a kernel module.
         let mut program = patched(64 + 56, &PT_INTERP.to_le_bytes());
         program[64 + 24..64 + 32].fill(0);
         assert_eq!(
@@ -633,7 +633,7 @@ pub(super) mod tests {
             load_bytes(&build(&[0; 64], &outside)),
             Err(ElfError::EntryOutside(0x30_0000))
         ));
-        // Truncated to 32 bits, the address would be inside.
+        // If the address were truncated to 32 bits, it would be inside the kernel.
         let too_high = pvh_note_to(ENTRY | 1 << 32);
         assert!(matches!(load_bytes(&build(&[0; 64], &too_high)), Err(ElfError::EntryOutside(_))));
         let odd = note(b"Xen\0", 18, &[0; 6]);
@@ -663,8 +663,8 @@ pub(super) mod tests {
 
     #[test]
     fn notes_in_segment_aligned_to_8_are_read_with_both_alignments() {
-        // Lengths that the alignments round differently. The first note is .note.gnu.property,
-        // which sets the alignment of the segment to 8.
+        // The alignments round these lengths differently. The first note is .note.gnu.property,
+        // because of which the segment is aligned to 8.
         let notes = |align| {
             let property = note_aligned(8, b"GNU\0", 5, &[7; 16]);
             let version = note_aligned(align, b"Linux\0", 0x100, b"6.12.0\0");
@@ -679,7 +679,7 @@ pub(super) mod tests {
             assert!(loaded.entry == ENTRY && loaded.is_linux, "{segment}, {inside}");
         }
         assert!(matches!(load_bytes(&build_aligned(4, &notes(8))), Err(ElfError::NoPvhNote)));
-        // The last note of a segment need not be padded.
+        // The last note in a segment need not be padded.
         let mut ends_early = [
             note_aligned(8, b"Xen\0", 18, &ENTRY.to_le_bytes()),
             note_aligned(8, b"Linux\0", 0x100, b"6.12.0\0"),
@@ -699,7 +699,8 @@ pub(super) mod tests {
 
     #[test]
     fn segments_outside_memory_are_refused() {
-        // Program header 0: physical address at 64 + 24, size in memory at 64 + 40.
+        // In program header 0, the physical address is at 64 + 24, and the size in memory at 64 +
+        // 40.
         for start in [0u64, 0xf_ffff, MEMORY_BYTES, MEMORY_BYTES - 0x10, u64::MAX - 8, 1 << 32] {
             let image = patched(64 + 24, &start.to_le_bytes());
             assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{start:#x}");
@@ -785,7 +786,7 @@ pub(super) mod tests {
         ));
         assert!(matches!(load_bytes(&patched(57, &[1])), Err(ElfError::BadProgramHeaders { .. })));
         assert!(matches!(load_bytes(&patched(32, &[63])), Err(ElfError::HeadersOverlap(63))));
-        // Note sizes beyond the segment end the list.
+        // A note whose size exceeds the segment ends the list.
         let mut notes = pvh_note();
         notes[..4].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(load_bytes(&build(&[0; 64], &notes)).is_err());

@@ -1,4 +1,4 @@
-//! Loading of the initial RAM file system.
+//! Loading of the initramfs.
 
 use std::path::Path;
 
@@ -9,17 +9,17 @@ use super::BootError;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Initial RAM file system in guest memory.
+/// Initramfs in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Initramfs {
     pub start: GuestAddress,
     pub size_bytes: u64,
 }
 
-/// Reads `path` directly into guest memory, at the highest possible address of low memory.
+/// Reads `path` directly into guest memory, at the highest possible address in low memory.
 ///
 /// Linux's PVH entry expects a 32-bit address (arch/x86/platform/pvh/enlighten.c). Directly after
-/// the kernel, the file system might overlap its early heap.
+/// the kernel, the initramfs might overlap the kernel's early heap.
 pub(super) fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
@@ -43,7 +43,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
     Ok(Initramfs { start, size_bytes })
 }
 
-/// Highest page at which `size_bytes` fit below `low_end` without overlapping the kernel.
+/// Highest page-aligned address below `low_end` that has room for `size_bytes` after the kernel.
 fn place(size_bytes: u64, kernel_end: u64, low_end: u64) -> Option<u64> {
     let start = low_end.checked_sub(size_bytes)? / PAGE_BYTES * PAGE_BYTES;
     (start >= kernel_end).then_some(start)

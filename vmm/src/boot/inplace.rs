@@ -1,9 +1,9 @@
-//! Unpacking a kernel directly into guest memory.
+//! Unpacking of a kernel directly into guest memory.
 //!
-//! The image is unpacked so that the first segment of a usual kernel is already in place. Other
-//! segments are moved. A buffer outside guest memory would cost about 60 MiB of pages, which the
-//! host has to zero first, and a copy of them. Unusual kernels also load, but more slowly: see
-//! [`Outcome`].
+//! The image is unpacked to an address at which the first segment of a typical kernel is already in
+//! place. The other segments are moved. A buffer outside guest memory would cost about 60 MiB of
+//! pages, which the host must zero and the VMM must copy. Kernels with another layout also load,
+//! but more slowly: see [`Outcome`].
 
 use std::io::Cursor;
 use std::ops::Range;
@@ -21,27 +21,29 @@ use super::scratch::Scratch;
 ///
 /// Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START). ld puts the first segment 2 MiB into
 /// the file because of its alignment (arch/x86/kernel/vmlinux.lds.S). A kernel with another
-/// configuration is moved as a whole.
+/// configuration is moved completely.
 const IMAGE_START: u64 = 14 * MIB;
-/// Memory is returned in units of huge pages, because a smaller range would split one.
+/// Memory is returned to the host in units of huge pages, because returning less would split a huge
+/// page.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Result of unpacking in place.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// The kernel is in place. All other memory reads as before.
+    /// The kernel is in place. The rest of guest memory still reads as before.
     Loaded(LoadedElf),
-    /// The image is unpacked into a buffer, because its segments cannot be moved into place, or
-    /// because the kernel is invalid. The usual loader reports the reason. Memory reads as before.
+    /// The image was unpacked into a buffer, because its segments cannot be moved into place, or
+    /// because the kernel is invalid. The usual loader then reports the reason. Guest memory reads
+    /// as before.
     Unpacked(Scratch),
-    /// Memory has no room for the image, and nothing has changed.
+    /// Guest memory has no room for the image, and was not changed.
     NoRoom,
 }
 
 /// Unpacks a kernel into boot memory, which reads as zeros.
 ///
 /// # Safety
-/// As for [`boot::load`](super::load).
+/// Same as for [`boot::load`](super::load).
 pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
@@ -62,14 +64,14 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     }
     let guard = slice.ptr_guard_mut();
     // SAFETY: vm-memory guarantees that the slice's bytes are mapped, readable and writable while
-    // `slice` borrows `memory`. No other code accesses them meanwhile, as the caller guarantees,
-    // and nothing below in this function goes through `memory`.
+    // `slice` borrows `memory`. The caller guarantees that no other code accesses them during the
+    // call, and the rest of this function does not use `memory`.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
     // 2. Unpack the image.
     let start = (IMAGE_START - window.start) as usize;
     let image = start..start + packed.unpacked_bytes();
     packed.unpack_into(&mut bytes[image.clone()])?;
-    // 3. Move its segments into place.
+    // 3. 3. Move the segments into place.
     let verified =
         elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
     if let Ok((segments, loaded)) = verified
@@ -78,14 +80,14 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         plan.carry_out(bytes);
         return Ok(Outcome::Loaded(loaded));
     }
-    // 4. If that is not possible, move the image out of guest memory.
+    // 4. 4. If that is not possible, move the image to a buffer outside guest memory.
     let mut copy = Scratch::new(image.len()).map_err(|source| packed.no_memory(source))?;
     copy.bytes_mut().copy_from_slice(&bytes[image.clone()]);
     clear(&mut bytes[image]);
     Ok(Outcome::Unpacked(copy))
 }
 
-/// Range of usable memory above the boot data in which an image of `image_bytes` fits.
+/// Range of usable memory above the boot data that has room for an image of `image_bytes`.
 fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
     let end = IMAGE_START.checked_add(image_bytes)?;
     pvh::memory_map(boot_memory)
@@ -99,8 +101,8 @@ fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
         .map(|range| range.start..range.end())
 }
 
-/// Part of the window that is one mapping of the VMM, if the image fits into it. Zones that are
-/// adjacent in the guest are separate mappings.
+/// Part of the window that is a single mapping in the VMM, if it has room for the image. Zones that
+/// are adjacent in the guest are separate mappings in the VMM.
 fn in_one_region<M: GuestMemoryBackend>(
     memory: &M,
     window: Range<u64>,
@@ -126,7 +128,7 @@ fn plan_for(segments: &[Segment], image: &Range<usize>, window: &Range<u64>) -> 
     Some(plan)
 }
 
-/// Move of bytes between offsets of the window.
+/// Move of bytes between two offsets in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Move {
     from: usize,
@@ -144,20 +146,20 @@ impl Move {
     }
 }
 
-/// Moves that turn an image into a kernel.
+/// Moves that turn an unpacked image into a loaded kernel.
 #[derive(Debug, PartialEq, Eq)]
 struct Plan {
-    /// In order of execution.
+    /// Moves in order of execution.
     moves: Vec<Move>,
-    /// Remaining ranges of the image, which have to be cleared.
+    /// Remaining ranges of the image, which must be cleared.
     rests: Vec<Range<usize>>,
 }
 
 impl Plan {
-    /// Plan that moves the parts of `image` to their places in a window of `window_bytes`.
+    /// Plans moves of the parts of `image` to their places in a window of `window_bytes`.
     ///
-    /// Returns `None` if a part is outside the image or the window, or if parts overlap. The parts
-    /// must also have the same order in the image and in their places.
+    /// Returns `None` if a part is outside the image or the window, or if two parts overlap. It
+    /// also returns `None` if the parts are not in the same order in the image and in their places.
     fn new(image: &Range<usize>, window_bytes: usize, mut parts: Vec<Move>) -> Option<Self> {
         parts.sort_by_key(|part| part.from);
         let sources: Vec<_> = parts.iter().map(Move::source).collect::<Option<_>>()?;
@@ -170,26 +172,26 @@ impl Plan {
         if !ascending(&sources, image) || !ascending(&destinations, &(0..window_bytes)) {
             return None;
         }
-        // No move may overwrite a part that has not been moved yet. Because the order is the same
-        // in the image and in the places:
+        // A move must not overwrite a part that has yet to be moved. This holds because the order
+        // of parts is the same in the image and in their places:
         //
-        // 1. Down, ascending. Part i moves to d_i < s_i. Parts above it start after the end of s_i,
-        //    and so after that of d_i. Of the parts below it, those not yet moved are to move up:
-        //    part j ends at s_j + n_j <= d_j + n_j <= d_i.
-        // 2. Up, descending. Part i moves to d_i > s_i. All parts above it are in place. Those
-        //    below it that are not yet moved are to move up, and again end at s_j + n_j < d_j + n_j
-        //    <= d_i.
+        // 1. 1. Parts that move down, in ascending order. Part i moves to d_i < s_i. Parts above it
+        //    start after the end of s_i, and so after the end of d_i. Parts below it that have yet
+        //    to be moved will move up: part j ends at s_j + n_j <= d_j + n_j <= d_i.
+        // 2. 2. Parts that move up, in descending order. Part i moves to d_i > s_i. All parts above
+        //    it are already in place. Parts below it that have yet to be moved will move up, and
+        //    end at s_j + n_j < d_j + n_j <= d_i.
         //
-        // A part that is not moved is in place, and no two places overlap.
+        // A part that does not move is in place already, and no two places overlap.
         let down = parts.iter().filter(|part| part.to < part.from);
         let up = parts.iter().rev().filter(|part| part.to > part.from);
         let moves = down.chain(up).copied().collect();
         Some(Self { moves, rests: gaps(image, &destinations) })
     }
 
-    /// Extends clearing from the end of the image to the end of the host's huge page, so that the
-    /// page can be returned. Those bytes are zeros, unless a part moves there. In that case, the
-    /// page is in use and the range is not extended.
+    /// Extends the range to clear from the end of the image to the end of the host's huge page, so
+    /// that the whole page can be returned. The added bytes are already zero, unless a part moves
+    /// there. In that case the page is in use, and the range is not extended.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
             .next_multiple_of(HUGE_PAGE_BYTES as u64)
@@ -212,7 +214,7 @@ impl Plan {
     }
 }
 
-/// Subranges of `range` outside `covered`, which is ascending.
+/// Subranges of `range` outside the ranges in `covered`, which are in ascending order.
 fn gaps(range: &Range<usize>, covered: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut gaps = Vec::new();
     let mut at = range.start;
@@ -225,16 +227,17 @@ fn gaps(range: &Range<usize>, covered: &[Range<usize>]) -> Vec<Range<usize>> {
     gaps
 }
 
-/// Fills `bytes` with zeros, and returns whole huge pages in it to the host.
+/// Fills `bytes` with zeros, and returns whole huge pages among them to the host.
 fn clear(bytes: &mut [u8]) {
     bytes.fill(0);
     let skip = bytes.as_ptr().align_offset(HUGE_PAGE_BYTES);
     let Some(aligned) = bytes.get_mut(skip..) else { return };
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
-        // All mappings that `load` accepts read as zeros afterwards: anonymous memory is new, a
-        // shared mapping keeps the zeros, and a private mapping is of a file without data.
-        // SAFETY: the range is part of `bytes`, which is borrowed mutably. Its contents stay zero.
+        // After the call, the range reads as zeros in every mapping that `load` accepts. Anonymous
+        // memory is new, a shared mapping keeps its zeros, and a private mapping is of a file
+        // without data. SAFETY: the range is part of `bytes`, which is borrowed mutably. Its
+        // contents stay zero.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }
 }

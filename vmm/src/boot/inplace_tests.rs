@@ -1,5 +1,5 @@
-//! Tests of unpacking in place. The reference is unpacking outside guest memory, followed by
-//! loading.
+//! Tests of unpacking in place. The reference result comes from unpacking outside guest memory and
+//! then loading.
 
 use foreshore_devices::memory::layout::GIB;
 use proptest::prelude::*;
@@ -28,7 +28,7 @@ fn memory(bytes: u64) -> GuestMemoryMmap {
     GuestMemoryMmap::from_ranges(&[(GuestAddress(0), bytes as usize)]).unwrap()
 }
 
-/// All bytes of a memory of one region.
+/// All bytes of a guest memory with one region.
 pub(crate) fn contents(memory: &GuestMemoryMmap) -> Vec<u8> {
     let mut bytes = vec![0; memory.last_addr().raw_value() as usize + 1];
     memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
@@ -59,7 +59,7 @@ fn unpack_beside(
     )
 }
 
-/// Loads in place, and checks that the result equals that of the reference.
+/// Loads in place, and checks that the result equals the reference result.
 fn loads_in_place(payload: &[u8], compression: Compression) {
     let (here, there) = (memory(MEMORY_BYTES), memory(MEMORY_BYTES));
     let packed = Packed::new(payload, compression).unwrap();
@@ -74,8 +74,8 @@ fn loads_in_place_from_zstd(parts: &[Part], tail: usize) {
     loads_in_place(&zstd_payload(&kernel(parts, tail)), Compression::Zstd);
 }
 
-/// Like Linux: the first segment is unpacked in place, and the others are closer together than in
-/// the file.
+/// Segments like Linux's: the first is unpacked in place, and the others are closer together than
+/// in the file.
 fn linux_parts() -> [Part; 4] {
     [
         part(2048 * KIB, 0x100_0000, 300 * KIB, 1),
@@ -97,7 +97,7 @@ fn every_compression_loads_in_place_like_the_reference() {
 #[test]
 fn segments_move_down_up_and_both() {
     let start = IMAGE_START;
-    // Each overlaps its own place and those of its neighbors.
+    // Each part overlaps its own new place and the places of its neighbors.
     let down = [part(0x1000, start - 0x800, 0x2000, 1), part(0x3000, start + 0x1800, 0x2000, 2)];
     loads_in_place_from_zstd(&down, 0);
     let up = [part(0x1000, start + 0x1800, 0x2000, 1), part(0x3000, start + 0x3800, 0x2000, 2)];
@@ -109,7 +109,7 @@ fn segments_move_down_up_and_both() {
         part(0x6000, start + 0x6800, 0x2000, 4),
     ];
     loads_in_place_from_zstd(&apart, 0x3000);
-    // All segments elsewhere, as with another CONFIG_PHYSICAL_START.
+    // All segments are at other addresses, as with another CONFIG_PHYSICAL_START.
     let elsewhere = [part(0x1000, 2 * MIB, 0x2000, 1), part(0x3000, 3 * MIB, 0x2000, 2)];
     loads_in_place_from_zstd(&elsewhere, 0x1000);
 }
@@ -119,10 +119,10 @@ fn uninitialized_data_over_the_image_reads_as_zeros() {
     let start = IMAGE_START;
     let parts = [
         Part { bss: 0x10_0000, ..part(0x1000, start + 0x1000, 0x1800, 1) },
-        // No file bytes, so the position in the file does not matter.
+        // The segment has no file bytes, so its position in the file does not matter.
         Part { bss: 0x4000, ..part(0x1000, start + 0x10_4000, 0, 2) },
     ];
-    // Larger than huge pages, which are returned.
+    // The image is larger than a huge page, so that huge pages are returned.
     loads_in_place_from_zstd(&parts, 5 << 20);
 }
 
@@ -147,12 +147,13 @@ fn immovable_or_invalid_kernels_are_left_to_the_loader() {
     left(&kernel(&[a.clone(), b], 0));
     left(&kernel(&[a.clone(), part(0x1800, start + 0x8000, 0x1000, 2)], 0));
     left(&kernel(&[a.clone(), part(0x2000, start + 0x4800, 0x1000, 2)], 0));
-    // Refused: no entry point, a segment outside memory, no ELF file, nothing.
+    // Refused are kernels without an entry point or with a segment outside memory, a file that is
+    // not ELF, and an empty file.
     left(&build_parts(std::slice::from_ref(&a), &linux_note(), 0));
     left(&kernel(&[part(0x1000, MEMORY_BYTES, 0x1000, 1)], 0));
     left(&[0xab; 100]);
     left(&[]);
-    // Above the hole for devices.
+    // The segment is above the device hole.
     let ranges = [(GuestAddress(0), 3 * GIB as usize), (GuestAddress(4 * GIB), MIB as usize)];
     let large = GuestMemoryMmap::from_ranges(&ranges).unwrap();
     is_left_to_the_loader(
@@ -174,12 +175,12 @@ fn without_room_memory_stays_unchanged() {
         assert!(contents(&memory).iter().all(|&byte| byte == 0));
     }
     assert!(matches!(load(&memory(needed), &packed, needed).unwrap(), Outcome::Loaded(_)));
-    // Room, but in two regions.
+    // There is enough memory, but it is split into two regions.
     let split = split_memory(IMAGE_START + 0x1000);
     assert!(matches!(load(&split, &packed, MEMORY_BYTES).unwrap(), Outcome::NoRoom));
 }
 
-/// Memory of the same size in two regions.
+/// Memory of the same size, split into two regions.
 fn split_memory(at: u64) -> GuestMemoryMmap {
     let ranges = [(GuestAddress(0), at as usize), (GuestAddress(at), (MEMORY_BYTES - at) as usize)];
     GuestMemoryMmap::from_ranges(&ranges).unwrap()
@@ -193,7 +194,7 @@ fn kernel_loads_in_place_within_the_first_of_adjacent_zones() {
     assert!(matches!(load(&here, &packed, MEMORY_BYTES).unwrap(), Outcome::Loaded(_)));
     unpack_beside(&there, &payload, Compression::Zstd, MEMORY_BYTES).unwrap();
     assert!(contents(&here) == contents(&there), "memory differs");
-    // A segment in the other region is not moved there.
+    // A segment that belongs in the other region cannot be moved there.
     let far = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1), part(0x3000, 19 * MIB, 0x1000, 2)], 0);
     is_left_to_the_loader(&far, MEMORY_BYTES, &split_memory(18 * MIB));
 }
@@ -221,7 +222,8 @@ fn moves(moves: &[(usize, usize, usize)]) -> Vec<Move> {
 
 #[test]
 fn most_of_a_distributions_kernel_is_not_moved() {
-    // Debian's 6.12, with the addresses of its program headers, in a window that starts at 1 MiB.
+    // Debian's kernel 6.12, with the addresses in its program headers and a window that starts at 1
+    // MiB.
     let at = |address: usize| address - (1 << 20);
     let image = at(0xe0_0000)..at(0xe0_0000) + 57_575_404;
     let segments = [
@@ -264,7 +266,7 @@ fn whole_huge_pages_are_returned() {
     const PAGE_BYTES: usize = 4096;
     let mut scratch = Scratch::new(3 * HUGE_PAGE_BYTES).unwrap();
     scratch.bytes_mut().fill(1);
-    // At least two huge pages are whole, for any start of the mapping.
+    // The range contains at least two whole huge pages, wherever the mapping starts.
     let start = scratch.bytes().as_ptr().align_offset(HUGE_PAGE_BYTES);
     let whole = start..start + 2 * HUGE_PAGE_BYTES;
     let resident_pages = |scratch: &mut Scratch| {
@@ -279,7 +281,7 @@ fn whole_huge_pages_are_returned() {
     assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
     clear(&mut scratch.bytes_mut()[whole.start..whole.end]);
     assert_eq!(resident_pages(&mut scratch), 0);
-    // Less than a huge page stays allocated, and is zero.
+    // A range smaller than a huge page stays allocated, and is zeroed.
     scratch.bytes_mut().fill(1);
     clear(&mut scratch.bytes_mut()[whole.start + 1..whole.end - 1]);
     assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
@@ -311,7 +313,7 @@ fn parts_outside_or_out_of_order_have_no_plan() {
     assert!(Plan::new(&(10..50), 100, moves(&[(40, 90, 10), (10, 80, 10)])).is_some());
 }
 
-/// Removes all parts, clears the image, and inserts the parts.
+/// Reference for a plan: removes all parts, clears the image, and inserts the parts.
 fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
     let taken: Vec<_> = parts.iter().map(|part| window[part.source().unwrap()].to_vec()).collect();
     window[image.clone()].fill(0);
@@ -322,7 +324,8 @@ fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
 
 const WINDOW: usize = 600;
 
-/// Parts that ascend without overlap, in the image and in their places, and the image around them.
+/// Image and parts that do not overlap and have the same ascending order in the image and in their
+/// places.
 fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
     let parts = prop::collection::vec((0..20usize, 0..40usize, 1..30usize), 0..6);
     (0..60usize, 0..60usize, parts, 0..40usize).prop_map(|(start, mut to, sizes, tail)| {
@@ -377,7 +380,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// For any headers, loading in place has the same result as the reference.
+    /// With any headers, loading in place produces the same result as the reference.
     #[test]
     fn damaged_headers_have_the_same_result_as_the_reference(damages in prop::collection::vec((0..64 + 3 * 56usize, any::<u8>()), 1..3)) {
         let parts = [

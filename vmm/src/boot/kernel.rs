@@ -12,10 +12,10 @@ use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
 
-/// Length that identifies a file: the setup header ends before it (boot.rst, "The Real-Mode Kernel
-/// Header").
+/// Number of bytes that suffices to identify a file. The setup header ends before it (boot.rst,
+/// "The Real-Mode Kernel Header").
 const HEAD_BYTES: usize = 0x280;
-/// Boot protocol 2.08 introduced payload_offset and payload_length.
+/// Boot protocol 2.08 added payload_offset and payload_length.
 const FIRST_PROTOCOL: u16 = 0x0208;
 const SECTOR_BYTES: u64 = 512;
 const ELF_MAGIC: &[u8] = b"\x7fELF";
@@ -24,9 +24,9 @@ const ELF_MAGIC: &[u8] = b"\x7fELF";
 pub(crate) struct LoadedKernel {
     /// PVH entry point.
     pub entry: u64,
-    /// First address after the kernel.
+    /// First address after the kernel's segments.
     pub end: u64,
-    /// True for a bzImage, and for an ELF file with Linux's notes.
+    /// True for a bzImage, and for an ELF file with the notes of Linux.
     pub is_linux: bool,
     /// Compression of the bzImage; `None` for an ELF file.
     pub bzimage: Option<Compression>,
@@ -48,7 +48,7 @@ impl SetupHeader {
         if u16_at(0x1fe)? != 0xaa55 || head.get(0x202..0x206)? != b"HdrS" {
             return None;
         }
-        // 0 stands for 4, "for backwards compatibility".
+        // 0 means 4 "for backwards compatibility".
         let setup_sectors = match head[0x1f1] {
             0 => 4,
             sectors => u64::from(sectors),
@@ -64,7 +64,7 @@ impl SetupHeader {
 /// Loads the kernel in `path`.
 ///
 /// # Safety
-/// As for [`boot::load`](super::load).
+/// Same as for [`boot::load`](super::load).
 pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
@@ -167,10 +167,11 @@ enum Unpacked {
     Image(Scratch),
 }
 
-/// Unpacks a payload, into guest memory if possible, otherwise into a buffer. Drops the payload.
+/// Unpacks a payload into guest memory if possible, and otherwise into a buffer. Drops the
+/// compressed payload.
 ///
 /// # Safety
-/// As for [`boot::load`](super::load).
+/// Same as for [`boot::load`](super::load).
 unsafe fn unpack<M: GuestMemoryBackend>(
     memory: &M,
     payload: Scratch,
@@ -198,7 +199,7 @@ fn load_image<M: GuestMemoryBackend>(
     elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory)
 }
 
-/// Describes a file that is not a kernel, for the error message.
+/// Describes a file that is not a kernel in an error message.
 fn describe(head: &[u8]) -> String {
     const KNOWN: [(&[u8], &str); 8] = [
         (&[0x1f, 0x8b], "a gzip file"),
@@ -232,7 +233,7 @@ mod tests {
     use super::super::inplace::tests::contents;
     use super::*;
 
-    /// Too small to unpack in place.
+    /// Too little memory to unpack in place.
     const MEMORY_BYTES: u64 = 4 << 20;
     const MORE_MEMORY_BYTES: u64 = 20 << 20;
 
@@ -375,7 +376,7 @@ mod tests {
         }
     }
 
-    /// Checks that unpacking in place has the same result as unpacking outside guest memory.
+    /// Checks that unpacking in place produces the same result as unpacking outside guest memory.
     fn is_as_if_unpacked_beside(
         memory: &GuestMemoryMmap,
         loaded: &LoadedKernel,

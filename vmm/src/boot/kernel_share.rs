@@ -1,4 +1,4 @@
-//! Division of boot memory between the guest's kernel and its programs.
+//! Division of boot memory between the guest's kernel and its user programs.
 
 use balloon::proto::{BootMemory, descriptor_bytes};
 use foreshore_devices::memory::layout::LOW_RAM_END;
@@ -11,7 +11,7 @@ const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KernelShare(BootMemory);
 
-/// Boot memory has no room for the page descriptors of all memory that can be added.
+/// Boot memory has too little room for the page descriptors of all hotpluggable memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{} can be added to {} of boot memory; their page descriptors take {} of DRAM, and boot memory has room \
@@ -19,22 +19,22 @@ pub(crate) struct KernelShare(BootMemory);
     Size(*hotplug_bytes), Size(*boot_bytes), Size(descriptor_bytes(*hotplug_bytes)), Size(*most_bytes).rounded()
 )]
 pub(crate) struct RatioTooHigh {
-    /// Memory that can be added.
+    /// Hotpluggable memory in bytes.
     pub hotplug_bytes: u64,
     pub boot_bytes: u64,
-    /// Memory for whose page descriptors boot memory has room.
+    /// Amount of hotpluggable memory for which boot memory can hold page descriptors.
     pub most_bytes: u64,
 }
 
 impl KernelShare {
-    /// Division of the boot memory of a VM with these zones. `None` if nothing can be plugged by
-    /// virtio-mem.
+    /// Divides the boot memory of a VM with these zones. Returns `None` if no memory can be plugged
+    /// by virtio-mem.
     pub(crate) fn of(zones: &[ZoneSpec]) -> Option<Self> {
         let memory = boot_memory(zones);
         (memory.hotplug_bytes() > 0).then_some(Self(memory))
     }
 
-    /// Value of `movablecore=`. `None` without PM, because plugged DRAM is then the movable memory
+    /// Value of `movablecore=`. `None` without PM, because then plugged DRAM is the movable memory
     /// of its node.
     pub(crate) fn movablecore(&self) -> Option<String> {
         let movable_bytes = self.0.movable_bytes();
@@ -47,7 +47,7 @@ impl KernelShare {
     }
 }
 
-/// Checks that boot memory has room for the page descriptors of all memory that can be added.
+/// Checks that boot memory has room for the page descriptors of all hotpluggable memory.
 pub(crate) fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let memory = boot_memory(zones);
     let dimms = zones.iter().filter(|zone| zone.growth == Growth::Dimms);
@@ -95,7 +95,7 @@ pub(super) mod tests {
         }
     }
 
-    /// `movablecore` and the ratios for sizes in MiB of boot memory, pluggable DRAM and PM.
+    /// `movablecore` and the ratios, for sizes of boot memory, pluggable DRAM and PM in MiB.
     fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
         let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
         let share = KernelShare::of(&zones).expect("there is PM");
@@ -106,7 +106,7 @@ pub(super) mod tests {
     fn division_counts_the_memory_that_each_zone_can_add() {
         assert_eq!(share(512, 0, 1536), ("64M".to_owned(), "256 1 32 0 0".to_owned()));
         assert_eq!(share(384, 256, 512), ("44M".to_owned(), "256 8 32 0 0".to_owned()));
-        // docs/reference/policies.md has the shares of the first and the last size.
+        // docs/reference/policies.md quotes the shares of the first and the last size.
         let movable = [1024, 3584, 7168].map(|pm_mib| share(512, 0, pm_mib).0);
         assert_eq!(movable, ["56M", "96M", "152M"]);
     }
@@ -116,8 +116,8 @@ pub(super) mod tests {
         let share =
             KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
-        // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable
-        // memory divided by the reserve is 21.
+        // The reserve consists of 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of
+        // movable memory divided by the reserve is 21.
         assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
         let dimms = ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 512, 1024) };
         assert_eq!(KernelShare::of(&[dimms]), None, "it comes online for the kernel as well");
@@ -134,7 +134,7 @@ pub(super) mod tests {
         let error = check(512, 32_768).expect_err("64:1");
         assert_eq!(error.most_bytes / MIB, ((512 - 64 - 16) / 2 - 32) * 64);
         assert!(error.to_string().contains("take 512 MiB"), "{error}");
-        // Boot memory of 4 GiB has 1 GiB above the hole.
+        // With 4 GiB of boot memory, 1 GiB is above the device hole.
         check(4096, 45_056).expect("11:1");
         let error = check(4096, 65_536).expect_err("16:1");
         assert_eq!(error.most_bytes / MIB, (1024 - 64 - 256) * 64);

@@ -1,10 +1,10 @@
 //! Kernel loading and the PVH handover.
 //!
-//! A kernel is an ELF file or a bzImage. A bzImage is unpacked on the host, and the ELF file in it
-//! is entered by PVH. A distribution's kernel therefore starts as fast as a plain vmlinux, because
-//! the guest runs neither a decompressor nor real-mode code. This module does not use KVM: [`load`]
-//! writes guest memory and returns plain data, including the initial state of the boot vCPU in
-//! [`PvhEntry`].
+//! A kernel is an ELF file or a bzImage. A bzImage is unpacked on the host, and the ELF file inside
+//! it is entered by PVH. A distribution's kernel therefore starts as fast as a plain vmlinux,
+//! because the guest runs neither a decompressor nor real-mode code. This module does not use KVM:
+//! [`load`] writes guest memory and returns plain data, including the initial state of the boot
+//! vCPU in [`PvhEntry`].
 //!
 //! | guest-physical | content |
 //! |---|---|
@@ -46,23 +46,23 @@ pub(crate) use pvh::{PvhEntry, Segment};
 /// Kernel or firmware, and the machine that boots it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BootRequest<'a> {
-    /// ELF kernel with a PVH note, bzImage, or firmware.
+    /// ELF kernel with a PVH note, bzImage or firmware.
     pub kernel: &'a Path,
-    /// True for a firmware: an ELF file with a PVH note that gets neither a command line nor an
-    /// initial RAM file system.
+    /// True for firmware: an ELF file with a PVH note that receives neither a command line nor an
+    /// initramfs.
     pub is_firmware: bool,
-    /// Initial RAM file system.
+    /// Path of the initramfs.
     pub initramfs: Option<&'a Path>,
-    /// Command line of the user.
+    /// Command line given by the user.
     pub cmdline: &'a str,
     pub boot_memory: BootMemory,
-    /// Memory that can be plugged later, which determines defaults of the command line.
+    /// Hotpluggable memory, which determines default parameters on the command line.
     pub pluggable: Pluggable,
-    /// Division of boot memory between the kernel and programs.
+    /// Division of boot memory between the kernel and user programs.
     pub kernel_share: Option<KernelShare>,
 }
 
-/// Loaded kernel and its start state.
+/// Loaded kernel and the initial state of the vCPU that starts it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BootInfo {
     /// Initial state of the boot vCPU.
@@ -87,7 +87,7 @@ pub(crate) enum BootError {
         /// Flag that names the path.
         flag: &'static str,
         path: PathBuf,
-        /// Type of the file.
+        /// Detected type of the file.
         kind: &'static str,
     },
     #[error("--initramfs {} is empty; omit the flag for a guest without an initramfs", path.display())]
@@ -95,22 +95,22 @@ pub(crate) enum BootError {
     #[error("--kernel {} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
     NotAKernel {
         path: PathBuf,
-        /// Description of its first bytes.
+        /// Description of the first bytes in the file.
         found: String,
     },
     #[error("--firmware {} is not a PVH firmware: expected an ELF file, found {found}", path.display())]
     NotAFirmware {
         path: PathBuf,
-        /// Description of its first bytes.
+        /// Description of the first bytes in the file.
         found: String,
     },
-    /// Boot image without Linux, such as memtest86+.
+    /// The file is a boot image without Linux, such as memtest86+.
     #[error(
         "--kernel {} has the header of a bzImage but no Linux kernel in it, as memtest86+ and boot loaders do; \
          foreshore boots Linux, and ELF files with a PVH note", path.display()
     )]
     NoPayload { path: PathBuf },
-    /// bzImage with a boot protocol that does not have `payload_offset`.
+    /// The bzImage has a boot protocol without `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
          foreshore boots Linux 2.6.26 and later, and ELF files with a PVH note",
@@ -118,7 +118,7 @@ pub(crate) enum BootError {
     )]
     OldProtocol {
         path: PathBuf,
-        /// Boot protocol version, major in the high byte.
+        /// Version of the boot protocol, with the major version in the high byte.
         version: u16,
     },
     #[error(
@@ -127,14 +127,14 @@ pub(crate) enum BootError {
     )]
     Truncated {
         path: PathBuf,
-        /// Length that the header announces.
+        /// Length of the file according to its header.
         expected_bytes: u64,
         /// Length of the file.
         actual_bytes: u64,
     },
     #[error("--kernel {}: cannot unpack the file", path.display())]
     Decompress { path: PathBuf, source: DecompressError },
-    /// The ELF file, or the one inside the bzImage, cannot be loaded.
+    /// The ELF file, or the ELF file inside the bzImage, cannot be loaded.
     #[error("{flag} {}: cannot load the file", path.display())]
     Elf {
         /// Flag that names the file.
@@ -142,7 +142,7 @@ pub(crate) enum BootError {
         path: PathBuf,
         source: ElfError,
     },
-    /// The initial RAM file system does not fit between the kernel and the end of low memory.
+    /// The initramfs does not fit between the kernel and the end of low memory.
     #[error(
         "--initramfs {} has {size_bytes} bytes, and does not fit between the kernel's end at {kernel_end:#x} and \
          the end of low memory at {low_end:#x}",
@@ -153,7 +153,7 @@ pub(crate) enum BootError {
         size_bytes: u64,
         /// First address after the kernel.
         kernel_end: u64,
-        /// End of low memory.
+        /// Address at which low memory ends.
         low_end: u64,
     },
     #[error("--cmdline")]
@@ -162,7 +162,7 @@ pub(crate) enum BootError {
         "--memory: boot memory of {boot_memory_bytes} bytes is too small for the boot data at {address:#x}"
     )]
     TooLittleMemory {
-        /// Boot memory in bytes.
+        /// Size of boot memory.
         boot_memory_bytes: u64,
         /// Address of the data.
         address: u64,
@@ -170,7 +170,7 @@ pub(crate) enum BootError {
 }
 
 /// Opens the file that `flag` names, and returns it with its length. Only regular files are
-/// accepted, because other types have no length, and opening a pipe would wait for its writer.
+/// accepted. Other types have no length, and opening a pipe would block until it has a writer.
 fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> {
     let read_error = |source| BootError::Read { flag, path: path.to_path_buf(), source };
     let kind = match fs::metadata(path).map_err(read_error)?.file_type() {
@@ -191,19 +191,19 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 /// Loads a kernel and everything that it needs to start.
 ///
 /// `memory` must contain the boot memory of `request` and read as zeros, because the kernel's
-/// uninitialized data is not written. After an error, its contents are undefined. ACPI tables are
-/// written elsewhere; the start info points at
+/// uninitialized data is not written. After an error, the contents of `memory` are undefined. This
+/// function does not write the ACPI tables, but the start info points to their address,
 /// [`RSDP_START`](foreshore_devices::memory::layout::RSDP_START).
 ///
 /// # Safety
-/// No other code accesses that memory during the call: no vCPU runs, and devices do not exist yet.
-/// The memory is anonymous, mapped shared, or a private mapping of a file without data. Returned
-/// pages of a file with data would have the file's contents again.
+/// No other code accesses the memory during the call, because no vCPU runs and devices do not exist
+/// yet. The memory is anonymous, or mapped shared, or a private mapping of a file without data. If
+/// the file had data, returned pages would read as that data again.
 pub(crate) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     request: &BootRequest,
 ) -> Result<BootInfo, BootError> {
-    // A firmware passes its own command line to the kernel.
+    // Firmware passes its own command line to the kernel.
     let cmdline = match request.is_firmware {
         true => String::new(),
         false => cmdline::compose(request.cmdline, request.pluggable, request.kernel_share)?,

@@ -21,7 +21,7 @@ const COMMAND_LINE: GuestAddress = GuestAddress(0x2_0000);
 
 /// "xEn3" with bit 7 of the "E" set.
 const START_INFO_MAGIC: u32 = 0x336e_c578;
-/// Version 1 has the memory map. Without it, Linux requests one from Xen.
+/// Version 1 includes the memory map. Without a memory map, Linux requests one from Xen.
 const START_INFO_VERSION: u32 = 1;
 
 /// Type of a range in the memory map (ACPI 6.5, 15, table 15.9).
@@ -46,8 +46,8 @@ impl MemoryRange {
     }
 }
 
-/// The guest's memory map at boot, in ascending order. Hotplug parts are not in it, because they
-/// appear when they are plugged.
+/// Memory map of the guest at boot, in ascending order. Hotplug parts of zones are not in the map,
+/// because their memory appears only when it is plugged.
 pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     let range =
         |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
@@ -56,8 +56,8 @@ pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
         range(0, EBDA_START.min(low_end), RangeKind::Usable),
         range(EBDA_START, HIMEM_START.raw_value(), RangeKind::Reserved),
         range(HIMEM_START.raw_value(), low_end, RangeKind::Usable),
-        // Linux uses configuration space only if it is reserved. PNP0C02 in the DSDT also reserves
-        // it.
+        // Linux uses the configuration space only if its range is reserved. PNP0C02 in the DSDT
+        // reserves it as well.
         range(ECAM_START, ECAM_START + ECAM_LEN, RangeKind::Reserved),
         range(HIGH_RAM_START, high_end, RangeKind::Usable),
     ];
@@ -71,41 +71,41 @@ pub(crate) struct Segment {
     pub selector: u16,
     pub base: u64,
     pub limit: u32,
-    /// Type field of the descriptor.
+    /// Type field of the segment descriptor.
     pub kind: u8,
-    /// Code or data, not a system segment.
+    /// True for a code or data segment, false for a system segment.
     pub code_or_data: bool,
-    /// 32-bit operands.
+    /// True if operands have 32 bits by default.
     pub default_32: bool,
-    /// The limit counts pages.
+    /// True if the limit is in units of pages.
     pub page_granular: bool,
 }
 
 /// State of the boot vCPU at the kernel's first instruction. All other registers are 0, interrupts
-/// are off, and there is neither a GDT nor an IDT, because a kernel sets up its own.
+/// are off, and there is no GDT or IDT, because the kernel sets up its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PvhEntry {
     pub rip: u64,
-    /// Address of the start info.
+    /// Address of the start info, as PVH requires.
     pub rbx: u64,
-    /// Only bit 1, which always reads as 1.
+    /// Only bit 1 is set, which always reads as 1.
     pub rflags: u64,
-    /// Protection on, paging off.
+    /// Protected mode without paging.
     pub cr0: u64,
     pub cr4: u64,
-    /// No long mode.
+    /// Long mode is off.
     pub efer: u64,
-    /// CS: flat, 32 bits.
+    /// CS: flat, 32-bit.
     pub code: Segment,
     /// DS, ES, FS, GS and SS: flat.
     pub data: Segment,
-    /// TR: a 32-bit TSS, busy, as the processor requires.
+    /// TR: a busy 32-bit TSS, which the processor requires.
     pub task: Segment,
 }
 
 impl PvhEntry {
-    /// State that starts at `entry`, with the start info at the address that [`Handover::write`]
-    /// uses.
+    /// Initial state for a kernel with entry point `entry`. The start info must be at the address
+    /// used by [`Handover::write`].
     pub(crate) fn new(entry: u64) -> Self {
         const CR0_PE: u64 = 1;
         // Hard-wired to 1 in all current processors.
@@ -126,7 +126,7 @@ impl PvhEntry {
             cr0: CR0_PE | CR0_ET,
             cr4: 0,
             efer: 0,
-            // Types of SDM 3A, table 3-1: execute/read accessed, read/write accessed; table 3-2:
+            // Types from SDM 3A, table 3-1: execute/read accessed, read/write accessed; table 3-2:
             // busy TSS.
             code: flat(0x08, 0xb),
             data: flat(0x10, 0x3),
@@ -143,16 +143,16 @@ impl PvhEntry {
     }
 }
 
-/// Data that the start info refers to.
+/// Data that the start info points to.
 pub(super) struct Handover<'a> {
-    /// Complete command line.
+    /// Complete command line of the guest.
     pub cmdline: &'a str,
     pub initramfs: Option<&'a Initramfs>,
     pub boot_memory: BootMemory,
 }
 
 impl Handover<'_> {
-    /// Writes all data below 640 KiB.
+    /// Writes all data to addresses below 640 KiB.
     pub(super) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
         let too_little = |address: GuestAddress| {
             let boot_memory_bytes = self.boot_memory.bytes();
@@ -168,7 +168,7 @@ impl Handover<'_> {
             memory.write_obj(entry, at).map_err(too_little(at))?;
         }
         if let Some(initramfs) = self.initramfs {
-            // Linux uses the first module as its initial RAM file system.
+            // Linux uses the first module as its initramfs.
             let entry = hvm_modlist_entry {
                 paddr: initramfs.start.raw_value(),
                 size: initramfs.size_bytes,
@@ -270,7 +270,7 @@ mod tests {
         let mut line = [0; 6];
         memory.read_slice(&mut line, GuestAddress(u64_at(24))).unwrap();
         assert_eq!(&line, b"quiet\0");
-        // Entries of 24 bytes: address, size, type.
+        // Memory map entries of 24 bytes: address, size, type.
         let map = u64_at(40);
         assert_eq!(u32_at(48), memory_map(BootMemory::of_small_pages(512 * MIB)).len() as u32);
         assert_eq!(memory.read_obj::<u64>(GuestAddress(map + 24)).unwrap(), EBDA_START);

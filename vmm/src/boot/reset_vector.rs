@@ -1,9 +1,9 @@
-//! Code at the BIOS entry, which resets the machine.
+//! Code at the BIOS entry point, which resets the machine.
 //!
-//! On hardware-reduced ACPI, Linux does not use the reset register of the FADT. It prefers EFI's
-//! reset. Without EFI, it returns to real mode and jumps to FFFF:0000, the entry of a BIOS
-//! (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). There is no BIOS, so this code
-//! resets the machine in its place.
+//! With hardware-reduced ACPI, Linux does not use the reset register in the FADT. It prefers a
+//! reset by EFI. Without EFI, it returns to real mode and jumps to FFFF:0000, the entry point of a
+//! BIOS (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). The guest has no BIOS, so the
+//! code at this address resets the machine instead.
 
 use foreshore_devices::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};

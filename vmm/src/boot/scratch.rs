@@ -4,26 +4,27 @@ use std::io;
 
 use vm_memory::MmapRegion;
 
-/// Zeroed bytes outside the allocator.
+/// Zeroed bytes in a mapping of their own, outside the allocator.
 ///
-/// Dropping them returns the memory to the host at once. Through the allocator, they would raise
-/// its threshold for mappings, so that later buffers would stay in the heap.
+/// When they are dropped, the memory is returned to the host immediately. If the allocator freed
+/// such a buffer, it would raise its threshold for mappings. Later buffers would then stay in the
+/// heap.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    /// `None` if there are no bytes, because a mapping cannot be empty.
+    /// `None` for an empty buffer, because a mapping cannot be empty.
     region: Option<MmapRegion<()>>,
 }
 
 impl Scratch {
-    /// Maps `len` bytes, which use memory only when they are written.
+    /// Maps `len` bytes, which use memory only once they are written.
     pub(super) fn new(len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self { region: None });
         }
         let region = MmapRegion::new(len).map_err(io::Error::other)?;
-        // A few huge pages avoid thousands of faults. Small pages are used if the host has none.
-        // SAFETY: the range is exactly the mapping that `region` owns. The advice changes no
-        // contents.
+        // A few huge pages avoid thousands of page faults. If the host has no huge pages, it uses
+        // small ones. SAFETY: the range is exactly the mapping that `region` owns. The advice does
+        // not change the contents.
         unsafe { libc::madvise(region.as_ptr().cast(), region.size(), libc::MADV_HUGEPAGE) };
         Ok(Self { region: Some(region) })
     }
@@ -31,7 +32,7 @@ impl Scratch {
     pub(super) fn bytes(&self) -> &[u8] {
         match &self.region {
             None => &[],
-            // SAFETY: the mapping is private, readable, zero-initialized and lives as long as
+            // SAFETY: the mapping is private, readable and zero-initialized, and lives as long as
             // `self`. No other code has its address, and `bytes_mut` borrows `self` exclusively.
             Some(region) => unsafe { std::slice::from_raw_parts(region.as_ptr(), region.size()) },
         }

@@ -26,26 +26,26 @@ use super::{
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
     Launch(Box<Launch>),
-    /// Print a text, which is the help or the version, and exit.
+    /// Print a text, either the help or the version, and exit.
     Print(String),
 }
 
-/// VM to run, and settings of the VMM.
+/// VM to run, and settings of the VMM process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Validated VM. Without one, the VMM waits for `vm.create`.
+    /// Validated VM. If there is none, the VMM waits for `vm.create`.
     pub config: Option<VmConfig>,
     pub at_guest_shutdown: AtGuestShutdown,
     pub api_socket: Option<ApiSocket>,
     pub event_monitor: Option<EventMonitor>,
     pub metrics: Option<MetricsAddress>,
-    /// Name of the VM in metrics.
+    /// Name of the VM in its metrics.
     pub vm_name: String,
     pub log: LogConfig,
-    /// Settings that will hardly work as intended, to be logged.
+    /// Settings that probably do not work as intended, to be logged.
     pub warnings: Vec<String>,
-    /// Mode of the system call filter that the user has requested. Foreshore has no such filter
-    /// yet, so the request is logged as an error and shown as a metric.
+    /// Mode of the system call filter that the user requested. Foreshore has no such filter yet, so
+    /// the request is logged as an error and appears as a metric.
     pub missing_seccomp: Option<String>,
 }
 
@@ -63,7 +63,7 @@ impl Launch {
         all
     }
 
-    /// Describes the system call filter that was requested and is not installed.
+    /// Describes the system call filter that was requested, but is not installed.
     pub fn seccomp_error(&self) -> Option<String> {
         let mode = self.missing_seccomp.as_ref()?;
         Some(format!(
@@ -72,7 +72,7 @@ impl Launch {
     }
 }
 
-/// Error in a command line, as one line.
+/// Error in the command line, in one line of text.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CliError {
     #[error("{0}")]
@@ -88,7 +88,7 @@ pub enum CliError {
     Config(#[from] ConfigError),
 }
 
-/// Version of Cloud Hypervisor whose flags and API are supported.
+/// Version of Cloud Hypervisor with compatible flags and API.
 pub const COMPATIBLE_WITH: &str = "54.0.0";
 
 const EXAMPLES: &str = "\
@@ -143,7 +143,7 @@ struct Flags {
     version: bool,
 }
 
-/// Flags about the VM. The other flags are about the VMM.
+/// Flags that describe the VM. All other flags are about the VMM.
 #[derive(Debug, Default, Args)]
 struct VmFlags {
     /// Kernel to boot: an ELF file with a PVH note, or a bzImage
@@ -195,7 +195,7 @@ struct VmFlags {
     vsock: Option<String>,
 }
 
-/// Tables of all flags with keys.
+/// Key tables of all flags that have keys.
 pub const TABLES: [Table; 19] = [
     Table::of::<CpusConfig>(),
     Table::of::<PlatformConfig>(),
@@ -218,7 +218,7 @@ pub const TABLES: [Table; 19] = [
     EventMonitor::TABLE,
 ];
 
-/// Description of the command line, with help from the tables.
+/// Command line description for clap, with help from the tables.
 pub fn description() -> clap::Command {
     Flags::command().args(Switches::args()).mut_args(|arg| {
         match TABLES.iter().find(|table| arg.get_long() == table.flag.strip_prefix("--")) {
@@ -228,7 +228,7 @@ pub fn description() -> clap::Command {
     })
 }
 
-/// Reads and validates a command line, whose first word is the program's name.
+/// Parses and validates a command line. Its first word is the program's name.
 pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
     let matches = description().try_get_matches_from(args);
     let read = |matches| Ok((Flags::from_arg_matches(&matches)?, Switches::from_matches(&matches)));
@@ -290,9 +290,9 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-/// Version text, with commit and date of the build in the second line. libvirt identifies the
-/// program as Cloud Hypervisor by the start of the first line, and its features by the version
-/// number.
+/// Version text. The second line has the commit and date of the build. libvirt identifies the
+/// program as Cloud Hypervisor by the start of the first line, and derives its features from the
+/// version number.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
     let build = env!("FORESHORE_BUILD");
@@ -340,7 +340,7 @@ fn all<T>(
     texts.iter().map(|text| parse(text)).collect()
 }
 
-/// Default name of a VM: that of its API socket, by which users identify it.
+/// Default name of a VM, derived from its API socket, because users identify a VM by its socket.
 fn default_name(api_socket: Option<&ApiSocket>) -> String {
     let stem = match api_socket {
         Some(ApiSocket::Path(path, _)) => path.file_stem(),
@@ -349,8 +349,8 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
-/// Returns the mode of `--seccomp` that cannot be provided, because Foreshore has no system call
-/// filter yet.
+/// Returns the mode of `--seccomp` if it cannot be provided. Foreshore has no system call filter
+/// yet.
 fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     match mode {
         None | Some("false") => Ok(None),
@@ -363,7 +363,7 @@ fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     }
 }
 
-/// Checks that no two flags name the same descriptor, because each closes its own. `--net` itself
+/// Checks that no two flags name the same descriptor, because each flag closes its own. `--net`
 /// compares its descriptors with each other.
 fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
     let all = launch.descriptors();
@@ -560,7 +560,7 @@ mod tests {
             bare(&["--api-socket", "/run/vm.sock", "-v", "--no-shutdown", "--seccomp", "false"]);
         assert_eq!((launch.config, launch.at_guest_shutdown), (None, AtGuestShutdown::Stay));
         assert_eq!(bare(&["--api-socket", "fd=7"]).at_guest_shutdown, AtGuestShutdown::End);
-        // A flag that describes a VM creates one.
+        // Each flag that describes a VM creates a VM.
         for described in [
             &["--cpus", "boot=2"][..],
             &["--console", "off"],
@@ -587,7 +587,8 @@ mod tests {
         let lines: Vec<_> = version.lines().collect();
         assert_eq!(lines[0], format!("cloud-hypervisor v54.0.0 (foreshore v{ours})"));
         assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
-        // libvirt parses the number after the `v`. Its features require at most 40.
+        // libvirt parses the number after the `v`. libvirt parses the number after the `v`. None of
+        // its features requires more than 40.
         let number =
             version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
         assert!(number.parse::<u32>().unwrap() >= 40);

@@ -1,7 +1,7 @@
-//! Upper limits of the number of sections in a configuration.
+//! Upper limits on the number of sections in a configuration.
 //!
-//! They are checked first, because other checks compare each section with all others. For as many
-//! sections as fit into a request body, that would take hours.
+//! These limits are checked first, because other checks compare each section with all others. Those
+//! checks would take hours for as many sections as fit into a request body.
 
 use foreshore_config::ConfigError;
 use foreshore_devices::memory::layout::PCI_SLOTS;
@@ -11,8 +11,8 @@ use super::{
     PmemConfig, VmConfig,
 };
 
-/// Upper limit for sections that need no slot on the PCI bus. The real limit of a VM is lower and
-/// is detected when the VM is built.
+/// Upper limit for sections that do not need a slot on the PCI bus. The actual limit of a VM is
+/// lower, and is checked when the VM is built.
 const MOST: usize = 256;
 /// The host bridge occupies one slot.
 const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;
@@ -30,7 +30,7 @@ fn check(
 }
 
 impl VmConfig {
-    /// Refuses lists that exceed the room of any machine.
+    /// Refuses lists that are too long for any machine.
     pub(super) fn check_counts(&self) -> Result<(), ConfigError> {
         let number = "their number";
         for (flag, count) in [
@@ -86,7 +86,7 @@ mod tests {
         assert_eq!(refused(&config), "--disk: their number is 32, and must be 0 to 31");
     }
 
-    /// Comparing each interface with all others would take hours.
+    /// Without the limit, comparing each interface with all others would take hours.
     #[test]
     fn list_that_fills_a_request_body_is_refused_quickly() {
         let mut config = test_config();

@@ -1,4 +1,4 @@
-//! Devices by ID, which can be added to and removed from a VM.
+//! Devices with IDs, which can be added to and removed from a VM.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -13,9 +13,9 @@ use super::{
     PmMemoryConfig, PmemConfig, SWITCHES, VmConfig, VsockConfig,
 };
 
-/// Sections of one kind of device in a [`VmConfig`]: a list, or at most one.
+/// Sections for one kind of device in a [`VmConfig`]: a list, or at most one section.
 trait Sections<T> {
-    /// Adds a section. Returns false if the VM can have no more.
+    /// Adds a section. Returns false if the VM cannot have another.
     fn put(&mut self, section: T) -> bool;
 
     fn retain_if(&mut self, stays: impl Fn(&T) -> bool);
@@ -44,18 +44,19 @@ impl<T> Sections<T> for Option<T> {
     }
 }
 
-/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has a
-/// section and a field of [`VmConfig`]. `KIND` of the section is its name in IDs and metrics.
+/// Generates [`DeviceConfig`] and all code that depends on the kind of device. Each kind has a
+/// section and a field of [`VmConfig`]. `KIND` of the section is the name of the kind in IDs and
+/// metrics.
 macro_rules! removable {
     ($($(#[$doc:meta])* $Kind:ident($Config:ty) in $field:ident,)*) => {
-        /// Device that may be added to a VM and removed from it.
+        /// Device that can be added to a VM and removed from it.
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub enum DeviceConfig {
             $($(#[$doc])* $Kind($Config),)*
         }
 
         impl DeviceConfig {
-            /// Kind of the device in one word.
+            /// Kind of device in one word.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$Kind(_) => <$Config>::KIND,)* }
             }
@@ -70,14 +71,14 @@ macro_rules! removable {
         }
 
         impl VmConfig {
-            /// IDs of the removable devices, with their kinds.
+            /// Kinds and IDs of the removable devices.
             fn removable_ids_mut(&mut self) -> Vec<(&'static str, &mut Option<String>)> {
                 let mut ids = Vec::new();
                 $(ids.extend(self.$field.iter_mut().map(|section| (<$Config>::KIND, &mut section.id)));)*
                 ids
             }
 
-            /// IDs of the removable devices that have one, with their flags.
+            /// Flags and IDs of the removable devices that have an ID.
             fn removable_ids(&self) -> Vec<(&'static str, &str)> {
                 let mut ids = Vec::new();
                 $(
@@ -87,13 +88,13 @@ macro_rules! removable {
                 ids
             }
 
-            /// Adds a device. Returns false if the VM has one already and can have only one of this
-            /// kind.
+            /// Adds a device. Returns false if the VM can have only one device of this kind and
+            /// already has it.
             fn put(&mut self, device: DeviceConfig) -> bool {
                 match device { $(DeviceConfig::$Kind(section) => self.$field.put(section),)* }
             }
 
-            /// Returns the device with this ID, if it may be removed.
+            /// Returns the device with this ID if it is removable.
             pub fn device(&self, id: &str) -> Option<DeviceConfig> {
                 $(
                     let found = self.$field.iter().find(|section| section.id.as_deref() == Some(id));
@@ -104,7 +105,7 @@ macro_rules! removable {
                 None
             }
 
-            /// Removes the device with this ID. Returns false if there is no removable one.
+            /// Removes the device with this ID. Returns false if no removable device has this ID.
             pub fn remove_device(&mut self, id: &str) -> bool {
                 let is_there = self.device(id).is_some();
                 $(self.$field.retain_if(|section| section.id.as_deref() != Some(id));)*
@@ -115,17 +116,17 @@ macro_rules! removable {
 }
 
 removable! {
-    /// `vm.add-disk`.
+    /// Disk that is added by `vm.add-disk`.
     Disk(DiskConfig) in disks,
-    /// `vm.add-net`.
+    /// Network interface that is added by `vm.add-net`.
     Net(NetConfig) in net,
-    /// `vm.add-pmem`.
+    /// Persistent memory device that is added by `vm.add-pmem`.
     Pmem(PmemConfig) in pmem,
-    /// `vm.add-vsock`.
+    /// Vsock device that is added by `vm.add-vsock`.
     Vsock(VsockConfig) in vsock,
 }
 
-/// Parsed device with warnings.
+/// Parsed device and warnings about it.
 type Warned = (DeviceConfig, Vec<String>);
 
 impl DeviceConfig {
@@ -133,7 +134,8 @@ impl DeviceConfig {
         read(json, Self::Disk)
     }
 
-    /// Reads a network interface, whose queues are `fds`. Numbers in JSON do not name them.
+    /// Reads a network interface whose queues use the descriptors `fds`. Descriptor numbers in the
+    /// JSON are ignored.
     pub fn net(json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Warned, JsonError> {
         read(json, |mut net: NetConfig| {
             net.fds = fds.into_iter().map(GivenFd::from).collect();
@@ -150,10 +152,10 @@ impl DeviceConfig {
     }
 }
 
-/// IDs of devices that a VM has at most once.
+/// IDs of devices that each VM has at most once.
 const FIXED: [&str; 2] = ["__console", "__rng"];
 
-/// Reads a device by the rules of a whole configuration.
+/// Reads a device according to the same rules as in a whole configuration.
 fn read<T: Object>(
     json: Map<String, Value>,
     device: impl FnOnce(T) -> DeviceConfig,
@@ -163,15 +165,15 @@ fn read<T: Object>(
     Ok((device(config), walk.into_warnings()))
 }
 
-/// Returns the first unused name of `_disk0`, `_disk1` and so on.
+/// Returns the first unused name in the series `_disk0`, `_disk1` and so on.
 fn free_name(kind: &str, taken: &[String]) -> String {
     let mut names = (0u32..).map(|nth| format!("_{kind}{nth}"));
     names.find(|name| !taken.contains(name)).expect("fewer devices than numbers")
 }
 
 impl VmConfig {
-    /// Assigns an ID to every device that has none. Indices change when devices are added and
-    /// removed, but IDs do not.
+    /// Assigns an ID to every device that does not have one. Unlike indices, IDs do not change when
+    /// devices are added and removed.
     pub fn name_devices(&mut self) {
         let mut taken = self.ids();
         let devices = self.removable_ids_mut().into_iter();
@@ -182,7 +184,7 @@ impl VmConfig {
         }
     }
 
-    /// Assigns a random Ethernet address to every interface that has none.
+    /// Assigns a random MAC address to every interface that does not have one.
     pub fn address_devices(&mut self, mut draw: impl FnMut() -> MacAddress) {
         for net in &mut self.net {
             net.mac.get_or_insert_with(&mut draw);
@@ -209,7 +211,8 @@ impl VmConfig {
             )
     }
 
-    /// IDs that users cannot choose. The IDs of memory devices derive from those of their zones.
+    /// IDs that are reserved for Foreshore. The IDs of memory devices are derived from the IDs of
+    /// their zones.
     fn ids_of_our_own(&self) -> impl Iterator<Item = String> {
         let one = self.memory.zones.is_empty().then_some(DRAM_ZONE);
         let dram =
@@ -219,19 +222,20 @@ impl VmConfig {
         dram.chain(pm).chain(FIXED.map(str::to_owned)).chain(SWITCHES.iter().map(Switch::id))
     }
 
-    /// All IDs except those of volumes.
+    /// All IDs except the IDs of volumes.
     pub fn ids_beside_volumes(&self) -> Vec<String> {
         self.named().map(|(_, id)| id.to_owned()).chain(self.ids_of_our_own()).collect()
     }
 
-    /// All IDs, including those of volumes that are devices.
+    /// All IDs, including those of volumes attached as devices.
     fn ids(&self) -> Vec<String> {
         let volumes =
             self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
         self.ids_beside_volumes().into_iter().chain(volumes).collect()
     }
 
-    /// Checks that IDs are unique. Those of volumes are checked when their interface is known.
+    /// Checks that IDs are unique. IDs of volumes are checked once the interfaces of the volumes
+    /// are known.
     pub(super) fn check_ids(&self) -> Result<(), ConfigError> {
         let mut earlier: BTreeSet<_> = self.ids_of_our_own().collect();
         match self.named().find(|(_, id)| !earlier.insert((*id).to_owned())) {
@@ -240,8 +244,8 @@ impl VmConfig {
         }
     }
 
-    /// Adds a device and returns its ID. `in_use` has the IDs of devices that the guest has not
-    /// released, which are not reused. After an error, the configuration is unchanged.
+    /// Adds a device and returns its ID. `in_use` contains the IDs of devices that the guest has
+    /// not released. They are not reused. After an error, the configuration is unchanged.
     pub fn add_device(
         &mut self,
         mut device: DeviceConfig,
@@ -295,7 +299,7 @@ mod tests {
         assert_eq!(add(&mut config, disk("path=/d")), Ok("_disk0".to_owned()));
         assert_eq!(add(&mut config, disk("path=/e")), Ok("_disk3".to_owned()));
         assert_eq!(ids(&config), ["_disk1", "_disk2", "_disk0", "_disk3"]);
-        // IDs of devices that the guest has not released are not reused.
+        // An ID is not reused while the guest has not released its device.
         (4..8).for_each(|nth| {
             assert_eq!(add(&mut config, disk("path=/f")), Ok(format!("_disk{nth}")))
         });
@@ -329,7 +333,7 @@ mod tests {
             DiskConfig::parse("path=/d").unwrap(),
             DiskConfig::parse("path=/e,id=_disk0").unwrap(),
         ];
-        // The device without an ID gets another.
+        // The device without an ID is given another ID.
         assert_eq!(config.validate(), Ok(()));
         config.disks[0].id = Some("a".to_owned());
         let taken = ConfigError::IdTaken { flag: "--net", id: "a".to_owned() };
@@ -364,7 +368,7 @@ mod tests {
         for id in ["blk", "pmem-raw"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
             assert_eq!(error, format!("--disk: the id {id} is already in use"));
-            // Also refused in an initial configuration.
+            // Reserved IDs are also refused in the initial configuration.
             config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
             assert!(
                 config.validate().unwrap_err().to_string().contains(&format!("has the id {id}"))
@@ -374,7 +378,7 @@ mod tests {
         for id in ["raw", "dimm", "pmem-blk"] {
             assert_eq!(add(&mut config, disk(&format!("path=/d,id={id}"))), Ok(id.to_owned()));
         }
-        // Reserved IDs are refused for volumes as well.
+        // Reserved IDs are also refused for volumes.
         config.pm_volumes.push(volume("/p,name=__rng,interface=virtio-blk"));
         assert!(config.validate().unwrap_err().to_string().contains("has the id __rng"));
     }

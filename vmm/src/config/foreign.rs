@@ -1,10 +1,10 @@
 //! Flags of Cloud Hypervisor that Foreshore does not support. Each is refused with a reason,
-//! instead of as an unknown flag.
+//! instead of being reported as an unknown flag.
 
 use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
 
-/// Refused flags, each with the sections of the configuration that it fills and the reason.
+/// Refused flags, each with the configuration sections that it fills, and with the reason.
 const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--dbus-object-path", &[], "D-Bus is not supported; use --api-socket"),
     ("--dbus-service-name", &[], "D-Bus is not supported; use --api-socket"),
@@ -31,26 +31,26 @@ const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--vdpa", &["vdpa"], "it is not implemented"),
 ];
 
-/// Returns the reason why `flag` is refused, if it is one of Cloud Hypervisor's.
+/// Returns the reason for refusing `flag`, if Cloud Hypervisor has such a flag.
 pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, ..)| *name == flag).map(|(_, _, why)| *why)
 }
 
-/// Returns the reason why a value of `--debug-console` is refused, unless it is off.
+/// Returns the reason for refusing a value of `--debug-console`, unless the value is `off`.
 pub(super) fn debug_console(value: &str) -> Option<&'static str> {
     let is_off = value.split(',').any(|part| part.trim().eq_ignore_ascii_case("off"));
     reason("--debug-console").filter(|_| !is_off)
 }
 
-/// Returns true for a debug console that is off. Cloud Hypervisor shows it in every configuration,
-/// with a port.
+/// Returns true for a debug console that is switched off. Cloud Hypervisor includes it in every
+/// configuration, with a port.
 fn is_off(name: &str, section: &Value) -> bool {
     let mode = (name == "debug_console").then(|| section.get("mode")?.as_str()).flatten();
     mode.is_some_and(|mode| mode.eq_ignore_ascii_case("off"))
 }
 
 /// Removes sections that only Cloud Hypervisor has from a configuration. Refuses a section that
-/// requests something, with the reason of its flag.
+/// requests a feature, with the reason given for its flag.
 pub(super) fn take_sections(config: &mut Map<String, Value>) -> Result<(), ConfigError> {
     for (flag, sections, why) in FLAGS {
         for name in *sections {

@@ -1,8 +1,9 @@
 //! JSON form of a VM's configuration, as the API accepts it.
 //!
-//! Field names are Cloud Hypervisor's. Unsupported fields are refused with the reason, like the
-//! flag, unless the value is neutral, because clients write out defaults. Unknown fields are
-//! ignored with a warning, as in Cloud Hypervisor, but refused in sections that only Foreshore has.
+//! Fields have the names that Cloud Hypervisor uses. Unsupported fields are refused with the same
+//! reason as the flag. Neutral values are accepted, because clients write out defaults. Unknown
+//! fields are ignored with a warning, as in Cloud Hypervisor. In sections that only Foreshore has,
+//! they are refused.
 
 use foreshore_config::{JsonError, JsonValue, Walk};
 use serde_json::{Map, Value};
@@ -15,7 +16,7 @@ impl VmConfig {
         Self::from_json_warned(json).map(|(config, _)| config)
     }
 
-    /// Reads and validates a configuration, and returns it with warnings, including those about
+    /// Reads and validates a configuration. Returns it with warnings, including warnings about
     /// ignored fields.
     pub fn from_json_warned(
         mut json: Map<String, Value>,
@@ -30,12 +31,13 @@ impl VmConfig {
     }
 }
 
-/// Reads the serial port, whose keys are those of `--console`.
+/// Reads the section of the serial port, which has the same keys as `--console`.
 pub(super) fn serial(json: Value, walk: &mut Walk) -> Result<ConsoleConfig, JsonError> {
     walk.named("--serial", |walk| ConsoleConfig::from_json(json, walk))
 }
 
-/// Reads zones of PM. Clients that support only one zone send an object instead of a list.
+/// Reads the sections of PM zones. A client that supports only one zone sends an object instead of
+/// a list.
 pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryConfig>, JsonError> {
     match json {
         Value::Object(_) => PmMemoryConfig::from_json(json, walk).map(|zone| vec![zone]),
@@ -44,7 +46,7 @@ pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryCo
     }
 }
 
-/// Returns the names of all fields of every section, including refused ones.
+/// Names of all fields of every section, including refused fields.
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
     use super::*;
@@ -92,7 +94,7 @@ mod tests {
         read(json).unwrap_err().to_string()
     }
 
-    /// Configuration with additional sections.
+    /// Valid configuration with additional sections.
     fn with(more: Value) -> Value {
         let mut config = json!({"payload": {"kernel": "/vmlinux"}});
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -124,12 +126,12 @@ mod tests {
         assert_eq!(config.memory.hotplug_method, HotplugMethod::VirtioMem);
         assert_eq!((config.cpus.max_vcpus, config.console.mode), (2, ConsoleMode::Off));
         assert_eq!(config.disks.len(), 1);
-        // The serialized configuration is accepted again.
+        // The configuration is accepted again after serialization.
         let shown = serde_json::to_value(&config).unwrap();
         assert_eq!(read(shown).unwrap(), config);
     }
 
-    /// `vm.info` returns them for an interface with inherited descriptors, for example.
+    /// For example, `vm.info` returns such fields for an interface with inherited descriptors.
     #[test]
     fn descriptors_of_an_interface_are_ignored_with_a_warning() {
         let read = |nets: Value| {
@@ -206,7 +208,7 @@ mod tests {
             error(with(json!({"pressure": {"policy": "psi", "idle": "10s"}}))),
             r#"--pressure: unknown key "idle"; the keys are policy, size, params, rules, dry_run, paused, record, record_size"#
         );
-        // Clients of a later Cloud Hypervisor continue to work.
+        // Clients written for a later Cloud Hypervisor continue to work.
         let later = json!({"balloon": {"size": 0, "later": 1}, "disks": [{"path": "/d", "later": {}}], "later": [1]});
         assert!(read(with(later)).is_ok());
     }

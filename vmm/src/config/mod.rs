@@ -1,16 +1,16 @@
-//! Configuration of a VM: one file per flag and API section, each with its table of keys and a pure
+//! Configuration of a VM. Each flag and API section has a file with its table of keys and a pure
 //! `validate()`.
 //!
-//! Field names are those of Cloud Hypervisor's API, and sizes are in bytes. A new key is one line
-//! in the table of its section. The crate foreshore_config derives the struct, the flag, JSON, the
-//! help and the errors from the table. A new flag with keys also needs a field of [`VmConfig`] and
-//! of the flags in `cli`. A device without options, such as `--pvpanic`, is an entry of
-//! [`SWITCHES`].
+//! Field names are those of Cloud Hypervisor's API, and all sizes are in bytes. A new key is one
+//! line in the table of its section. The crate foreshore_config generates the struct, the flag,
+//! JSON, the help and the errors from the table. A new flag with keys also needs a field in
+//! [`VmConfig`] and one in the flags of `cli`. A device without options, such as `--pvpanic`, needs
+//! only an entry in [`SWITCHES`].
 //!
-//! Text becomes a valid configuration in three steps. A flag's text is parsed into its section,
-//! each section is validated alone, and [`VmConfig::validate`] checks the sections against each
-//! other. None of the steps accesses the host. The code that opens files and pools detects missing
-//! and full ones.
+//! Text becomes a valid configuration in three steps. The text of a flag is parsed into its
+//! section, each section is validated alone, and [`VmConfig::validate`] compares the sections with
+//! each other. No step accesses the host. Missing files and full pools are detected later, by the
+//! code that opens them.
 
 mod at_guest_shutdown;
 mod cli;
@@ -102,7 +102,7 @@ section! {
 }
 
 impl VmConfig {
-    /// Checks every section, and the sections against each other.
+    /// Checks every section alone, and then all sections together.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_counts()?;
         self.payload.validate()?;
@@ -129,7 +129,7 @@ impl VmConfig {
         self.check_volumes()
     }
 
-    /// Checks that no two disks request the same slot.
+    /// Checks that no two disks request the same PCI slot.
     fn check_slots(&self) -> Result<(), ConfigError> {
         let slots: Vec<_> = self.disks.iter().filter_map(|disk| disk.pci_device_id).collect();
         match slots.iter().enumerate().find(|(nth, slot)| slots[..*nth].contains(slot)) {
@@ -147,7 +147,7 @@ impl VmConfig {
         let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
         let volumes =
             self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
-        // A disk without a serial number uses its ID.
+        // A disk without a serial number uses its ID as the serial number.
         let mut named = self.clone();
         named.name_devices();
         let serials: Vec<_> =
@@ -174,27 +174,27 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // The payload is not known yet. If `auto` finds no interface for it, loading the
-            // payload reports that.
+            // The payload is not known yet, so this assumes Linux. If `auto` finds no interface for
+            // another payload, the error is reported when the payload is loaded.
             choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
             .map_err(SectionError::new)?)
     }
 
-    /// Volumes with the interface that is chosen if the payload is Linux.
+    /// Volumes, each with the interface that is chosen if the payload is Linux.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
         let choose =
             |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
         self.pm_volumes.iter().filter_map(choose)
     }
 
-    /// Configuration of the governor. The default is `psi` for a VM with PM, which is intended to
-    /// be resized automatically, and `off` for other VMs.
+    /// Configuration of the governor, including its default. The default is `psi` for a VM with PM,
+    /// because such a VM is intended to be resized automatically. It is `off` for other VMs.
     ///
-    /// Clients of Cloud Hypervisor do not expect a governor. Kata, for example, gives each VM a
-    /// balloon for free page reporting, requests memory by `vm.resize`, and waits until
-    /// `memory_actual_size` equals its request.
+    /// Clients of Cloud Hypervisor do not expect that a governor changes sizes. For example, Kata
+    /// gives each VM a balloon for free page reporting, requests memory by `vm.resize`, and waits
+    /// until `memory_actual_size` equals its request.
     pub fn governing(&self) -> PressureConfig {
         let usual = || match &*self.pm_memory {
             [] => PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() },
@@ -203,7 +203,7 @@ impl VmConfig {
         self.pressure.clone().unwrap_or_else(usual)
     }
 
-    /// Settings that work, but hardly as intended.
+    /// Settings that are valid, but probably do not work as intended.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = self.payload.warnings();
         let grows_by_acpi = self.memory.resizes_by_acpi() && self.memory.hotplug_size.is_some();
@@ -214,7 +214,8 @@ impl VmConfig {
         });
         let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
         let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
-        // A configuration without a valid topology has been refused and needs no warnings.
+        // A configuration without a valid topology has already been refused, so it needs no
+        // warnings.
         let boot =
             Topology::of(self).map(|topology| BootMemory::of(topology.zones())).unwrap_or_default();
         let block_bytes = linux_block_bytes(boot.end());
@@ -285,7 +286,7 @@ impl VmConfig {
     }
 }
 
-/// Small VM for tests that only pass a configuration on.
+/// Small VM for tests that only pass the configuration on.
 #[cfg(test)]
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {
@@ -317,7 +318,7 @@ pub(crate) fn test_config() -> VmConfig {
 mod tests {
     use super::*;
 
-    /// Configuration with the required fields only.
+    /// Configuration with only the required fields.
     fn least() -> VmConfig {
         serde_json::from_str(r#"{"payload": {"kernel": "/vmlinuz"}}"#).unwrap()
     }
@@ -497,13 +498,14 @@ mod tests {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
-        // The zone can have what its flag says, and that is the size in all messages.
+        // The zone has exactly the configured size, although a block is larger, and all messages
+        // show that size.
         let expected = "--pm-memory: size is 130 MiB, not a multiple of 128 MiB: Linux adds memory in such blocks, and the \
              last one takes page descriptors for all of its block";
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
-        // Boot memory ends at 64 GiB.
+        // Boot memory then ends at 64 GiB.
         config.memory.size = 63 << 30;
         assert!(config.warnings()[0].contains("not a multiple of 2 GiB"));
         config.memory.size = 512 << 20;
@@ -513,7 +515,7 @@ mod tests {
         assert_eq!(config.warnings(), Vec::<String>::new());
     }
 
-    /// Kata sends both.
+    /// Kata sends both fields.
     #[test]
     fn balloon_of_a_vm_with_huge_pages_is_accepted_with_a_warning() {
         let mut config = least();
@@ -536,8 +538,7 @@ mod tests {
         PressureConfig { policy: policy.to_owned(), ..PressureConfig::default() }
     }
 
-    /// Kata's runtime in Go sends one of the bodies, and expects exactly the sizes that it
-    /// requests.
+    /// Kata's runtime in Go sends one of these bodies, and expects exactly the requested sizes.
     #[test]
     fn governor_is_on_by_default_only_with_pm() {
         let of_a_client = [

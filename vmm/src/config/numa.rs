@@ -10,17 +10,17 @@ const REFUSED: &[Refused] = &[
     Refused { key: "device_id", neutral: &[], why: "device passthrough is not supported" },
 ];
 
-/// Highest node number. Nodes are numbered from 0 without a gap in the SLIT, whose size grows with
-/// the square of their number.
+/// Highest node number. Nodes in the SLIT are numbered from 0 without gaps. Its size grows with the
+/// square of the number of nodes.
 pub const MAX_NODE: u32 = 63;
 /// Distance of a node to itself, by definition. Linux treats no other distance as local (ACPI 6.5,
 /// 5.2.17).
 pub(super) const LOCAL_DISTANCE: u8 = 10;
-/// Largest distance. 255 means unreachable.
+/// Largest valid distance. 255 means "unreachable".
 pub(super) const MAX_DISTANCE: u8 = 254;
 
 section! {
-    /// Distance to another node.
+    /// Distance from one node to another.
     #[derive(Copy)]
     pub struct NumaDistance: "--numa" {
         destination: u32 => "Other node",
@@ -29,7 +29,7 @@ section! {
 }
 
 section! {
-    /// Node of the guest.
+    /// NUMA node of the guest.
     pub struct NumaConfig: "--numa" "Nodes of the guest" {
         guest_numa_id (range (0..=MAX_NODE)): u32 => "Number of the node",
         cpus: Option<Vec<u8>> => "Its vCPUs",
@@ -50,7 +50,8 @@ impl Item for NumaDistance {
 }
 
 impl NumaConfig {
-    /// Checks the bounds of numbers. [`Topology`](super::Topology) checks nodes against each other.
+    /// Checks that numbers are within their bounds. [`Topology`](super::Topology) checks the nodes
+    /// together.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         for NumaDistance { destination, distance } in self.distances() {
@@ -86,7 +87,7 @@ impl NumaConfig {
     }
 }
 
-/// Refuses a node beyond [`MAX_NODE`].
+/// Refuses a node number above [`MAX_NODE`].
 pub(super) fn check_node(key: &'static str, node: u32) -> Result<(), ConfigError> {
     if node <= MAX_NODE {
         return Ok(());

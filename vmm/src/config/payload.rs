@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, OFF, Refused, section};
 
-/// Refused fields of the section in JSON, which are separate flags on the command line.
+/// JSON fields of the section that are refused. On the command line they would be separate flags.
 const REFUSED: &[Refused] = &[
     Refused { key: "fw_cfg_config", neutral: &[], why: "fw_cfg is not implemented" },
     Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
@@ -17,7 +17,7 @@ const REFUSED: &[Refused] = &[
 pub const MAX_CMDLINE_BYTES: usize = 2048;
 
 section! {
-    /// Guest software to boot. On the command line each key is a flag.
+    /// Software that the guest boots. On the command line, each key is a flag of its own.
     pub struct PayloadConfig: "payload" {
         firmware: Option<PathBuf> => "ELF file with a PVH note that boots from a disk",
         kernel: Option<PathBuf> => "ELF kernel with a PVH note, or a bzImage",
@@ -29,7 +29,7 @@ section! {
 }
 
 impl PayloadConfig {
-    /// Checks that there is either a kernel or a firmware, and that the command line fits.
+    /// Checks that there is either a kernel or firmware, and that the command line is not too long.
     pub fn validate(&self) -> Result<(), ConfigError> {
         match (&self.kernel, &self.firmware) {
             (None, None) => {
@@ -64,7 +64,7 @@ impl PayloadConfig {
         Ok(())
     }
 
-    /// Warns about keys that are ignored with a firmware.
+    /// Warns about keys that have no effect with firmware.
     pub fn warnings(&self) -> Vec<String> {
         let unused =
             [("--initramfs", self.initramfs.is_some()), ("--cmdline", self.cmdline.is_some())];

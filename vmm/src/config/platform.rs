@@ -13,7 +13,7 @@ const REFUSED: &[Refused] = &[
     Refused { key: "iommu_address_width_bits", neutral: &["64"], why: IOMMU },
     Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
     Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
-    // Without passthrough, the value makes no difference.
+    // Without device passthrough, the value makes no difference.
     Refused { key: "vfio_p2p_dma", neutral: &["on", "off", "true", "false"], why: PASSTHROUGH },
     Refused { key: "serial_number", neutral: &[], why: SMBIOS },
     Refused { key: "uuid", neutral: &[], why: SMBIOS },
@@ -30,11 +30,12 @@ const REFUSED: &[Refused] = &[
     Refused { key: "sev_snp", neutral: OFF, why: CONFIDENTIAL },
 ];
 
-/// Upper limit of segments in Cloud Hypervisor.
+/// Maximum number of PCI segments in Cloud Hypervisor.
 const MAX_SEGMENTS: u16 = 96;
 
 section! {
-    /// Machine as a whole. Kata Containers requests two segments, and adds devices to the first.
+    /// Properties of the whole machine. Kata Containers requests two PCI segments, and adds devices
+    /// to the first.
     pub struct PlatformConfig: "--platform"
         "Accepted for compatibility with Cloud Hypervisor; the VM has one PCI segment" {
         num_pci_segments (range (1..=MAX_SEGMENTS)): u16 = 1
@@ -44,12 +45,12 @@ section! {
 }
 
 impl PlatformConfig {
-    /// Accepts the numbers that Cloud Hypervisor accepts.
+    /// Accepts every number of segments that Cloud Hypervisor accepts.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()
     }
 
-    /// Returns true if more segments are requested than the one that exists.
+    /// Returns true if more than one segment is requested. Only one exists.
     pub(super) fn wants_more_segments(&self) -> bool {
         self.num_pci_segments > 1
     }

@@ -16,8 +16,8 @@ use serde_json::Value;
 
 const FLAG: &str = PressureConfig::FLAG;
 
-/// Names of the parameters of all policies and of the rules. They are checked against the chosen
-/// policy later.
+/// Names of the parameters of all policies and of the rules. Whether they belong to the chosen
+/// policy is checked later.
 fn parameters() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
@@ -28,7 +28,7 @@ fn parameters() -> Vec<&'static str> {
     names
 }
 
-/// Restricts the keys that an error about an unknown key lists to those of the policy in `text`.
+/// In an error about an unknown key, limits the list of keys to those of the policy in `text`.
 fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     let ConfigError::UnknownKey { flag, key, .. } = error else { return error };
     let named = text.split(',').find_map(|part| part.strip_prefix("policy="));
@@ -41,7 +41,7 @@ fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     ConfigError::UnknownKey { flag, key, known }
 }
 
-/// Parameters by name, as given.
+/// Parameters by name, with their values as text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ParamSettings(BTreeMap<String, Setting>);
 
@@ -100,11 +100,11 @@ impl JsonValue for ParamSettings {
     }
 }
 
-/// Default limit of a recording, which suffices for days of an idle guest.
+/// Default size limit of a recording, enough for days of an idle guest.
 pub const RECORD_BYTES: u64 = 1 << 30;
-/// A smaller limit would last for minutes.
+/// A recording with a smaller limit would cover only minutes.
 const LEAST_RECORD_BYTES: u64 = 1 << 20;
-/// A larger limit would last for centuries.
+/// A recording with a larger limit would cover centuries.
 const MOST_RECORD_BYTES: u64 = 1 << 40;
 
 pub const POLICIES: &[&str] = &Policy::NAMES;
@@ -130,7 +130,7 @@ section! {
     parse own;
 }
 
-/// Table of the flag.
+/// Key table of the flag.
 pub(super) const TABLE: Table = Table::of::<PressureConfig>();
 
 impl PressureConfig {
@@ -146,15 +146,15 @@ impl PressureConfig {
         Ok(Self { params, rules, ..Self::from_options(&options)? })
     }
 
-    /// Checks that the policy exists, that a size is given if the policy needs one, and that the
-    /// parameters are within their bounds.
+    /// Checks that the policy exists, that it has a size if it needs one, and that all parameters
+    /// are within their bounds.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.policy(FLAG)?;
         self.rules(FLAG)?;
         self.check_recording()
     }
 
-    /// Returns the policy with its parameters. Errors name `flag`.
+    /// Returns the policy with its parameters. Errors mention `flag`.
     pub fn policy(&self, flag: &'static str) -> Result<Policy, ConfigError> {
         check_policy(flag, &self.policy)?;
         if !self.params.contains_key(FIXED_SIZE) {
@@ -168,7 +168,7 @@ impl PressureConfig {
         policy.map_err(|error| parameter(flag, rules_as_well(error)))
     }
 
-    /// Returns the rules with their parameters. Errors name `flag`.
+    /// Returns the rules with their parameters. Errors mention `flag`.
     pub fn rules(&self, flag: &'static str) -> Result<Rules, ConfigError> {
         let rules = Rules { dry_run: self.dry_run, ..Rules::default() };
         let settings = self.rules.iter().map(|(name, setting)| (name.as_str(), setting));
@@ -193,20 +193,20 @@ fn parameter(flag: &'static str, error: ParamError) -> ConfigError {
     ConfigError::Parameter { flag, error: SectionError::new(error) }
 }
 
-/// Parameter of `fixed` that is also a key of the flag.
+/// Parameter of the policy `fixed` that is also a key of the flag.
 pub const FIXED_SIZE: &str = "size";
 
-/// Adds the parameters of the rules to those that an error about an unknown parameter lists.
+/// Adds the parameters of the rules to the list in an error about an unknown parameter.
 ///
-/// A name that is not a parameter of the rules is passed to the policy, although a rule may have
-/// been intended.
+/// A name that the rules do not have is passed to the policy, although the user may have meant a
+/// rule.
 pub fn rules_as_well(error: ParamError) -> ParamError {
     let ParamError::Unknown { name, of, known } = error else { return error };
     let rules = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
     ParamError::Unknown { name, of, known: format!("{known}; those of the rules are {rules}") }
 }
 
-/// Checks that the policy exists. Errors name `flag`.
+/// Checks that the policy exists. Errors mention `flag`.
 pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
     if POLICIES.contains(&policy) {
         return Ok(());
@@ -219,15 +219,16 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
     })
 }
 
-/// Checks that a size within its bounds is given for the policy that needs one, and for no other.
-/// Errors name `flag`.
+/// Checks that a size within its bounds is given if the policy needs one, and that no size is given
+/// otherwise. Errors mention `flag`.
 pub fn check_fixed_size(
     flag: &'static str,
     policy: &str,
     size: Option<u64>,
 ) -> Result<(), ConfigError> {
     let Some(bytes) = size else {
-        // The default size is 0, but "fixed" without a size is hardly meant to unplug all memory.
+        // The default size is 0, but a user of `fixed` without a size hardly intends to unplug all
+        // memory.
         return if policy == "fixed" {
             Err(ConfigError::Missing { flag, key: "size" })
         } else {
@@ -348,8 +349,8 @@ mod tests {
             assert!(all.starts_with(&format!("{own}{its}{rules}")), "{text}: {all}");
         }
         assert!(known("tide=high").starts_with(&format!("{own}burst=, ")));
-        // One name has a hyphen, in the flag and in JSON. An error about the other spelling lists
-        // it.
+        // One name is spelled with a hyphen, both in the flag and in JSON. An error about the other
+        // spelling lists the right name.
         let error = PressureConfig::parse("watermark_scale=2").unwrap_err().to_string();
         assert!(error.contains(" watermark-scale=, "), "{error}");
         let json = |name: &str| serde_json::json!({"policy": "psi", "params": {name: 2}});

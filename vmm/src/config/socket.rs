@@ -1,4 +1,4 @@
-//! Sockets of the API and of the metrics: `--api-socket` and `--metrics`.
+//! Sockets of the API and of the metrics server: `--api-socket` and `--metrics`.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
@@ -20,9 +20,9 @@ section! {
 /// Socket of the API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiSocket {
-    /// Path to listen on.
+    /// Path on which the VMM listens.
     Path(PathBuf, SocketAccess),
-    /// Inherited socket that already listens.
+    /// Inherited socket that is already listening.
     Fd(RawFd),
 }
 
@@ -55,7 +55,8 @@ section! {
     }
 }
 
-/// Longest host name (RFC 1035, 2.3.4, without the length bytes of the first label and the root).
+/// Longest host name (RFC 1035, 2.3.4, without the length bytes of the first label and of the
+/// root).
 const MAX_HOST_NAME_BYTES: usize = 253;
 
 /// Comma-separated host names.
@@ -78,10 +79,10 @@ text_value!(
     }
 );
 
-/// Address of the metrics.
+/// Address of the metrics server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub enum MetricsAddress {
-    /// TCP address, and host names that clients may use for it.
+    /// TCP address, and additional host names by which clients may request it.
     Tcp(SocketAddr, Vec<String>),
     Unix(PathBuf, SocketAccess),
 }
@@ -94,8 +95,8 @@ text_value!(
         if let Some(path) = text.strip_prefix("unix:") {
             return Some(MetricsAddress::Unix(path.into(), SocketAccess::default()));
         }
-        // A port alone means localhost, so that the metrics are not served on the network by
-        // accident.
+        // A port without an address means localhost, so that the metrics are not served on the
+        // network by accident.
         let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         Some(MetricsAddress::Tcp(port.or_else(|_| text.parse()).ok()?, Vec::new()))
     }
@@ -104,7 +105,7 @@ text_value!(
 impl MetricsAddress {
     pub(super) const TABLE: Table = Table::of::<MetricsKeys>();
 
-    /// Parses the flag's value into the address and the name from `vm=NAME`, if given.
+    /// Parses the flag's value. Returns the address, and the name in `vm=NAME` if there is one.
     pub fn parse_named(text: &str) -> Result<(Self, Option<String>), ConfigError> {
         let (flag, keys) = (MetricsKeys::FLAG, MetricsKeys::parse(text)?);
         let address = match (keys.address, keys.host) {
@@ -125,8 +126,8 @@ impl MetricsAddress {
         Ok((address, keys.vm.map(|name| name.0)))
     }
 
-    /// Host names that clients may use for a TCP address. `None` for a unix socket, which browsers
-    /// cannot reach.
+    /// Host names by which clients may request a TCP address. `None` for a unix socket, because
+    /// browsers cannot reach it.
     pub fn host_names(&self) -> Option<Vec<String>> {
         match self {
             Self::Tcp(_, names) => Some(names.clone()),
@@ -139,7 +140,7 @@ impl MetricsAddress {
 mod tests {
     use super::*;
 
-    /// Text of `error` without the flag in front.
+    /// Text of `error` without the leading flag.
     fn of(error: ConfigError, flag: &str) -> String {
         error.to_string().strip_prefix(&format!("{flag}: ")).unwrap().to_owned()
     }

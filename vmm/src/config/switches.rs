@@ -9,16 +9,16 @@ use foreshore_devices::virtio;
 use serde::ser::SerializeMap;
 use serde_json::{Map, Value};
 
-/// Devices without options, in the order of their PCI slots. The folder of each device describes
-/// it.
+/// All devices without options, in the order of their PCI slots. Each device's folder contains its
+/// description.
 pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, foreshore_devices::pvpanic::SWITCH];
 
-/// Devices of [`SWITCHES`] that a VM has.
+/// Devices in [`SWITCHES`] that the VM has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Switches(BTreeSet<&'static str>);
 
 impl Switches {
-    /// Arguments of the command line.
+    /// Command line arguments for the switches.
     pub(super) fn args() -> impl Iterator<Item = Arg> {
         let arg = |switch: &Switch| Arg::new(switch.key).long(switch.key).help(switch.about);
         SWITCHES.iter().map(arg).map(|arg| arg.action(ArgAction::SetTrue).help_heading("Devices"))
@@ -33,7 +33,7 @@ impl Switches {
         self.0.is_empty()
     }
 
-    /// Devices to build, in the order of their slots.
+    /// Devices to build, in the order of their PCI slots.
     pub fn iter(&self) -> impl Iterator<Item = &'static Switch> {
         SWITCHES.iter().filter(|switch| self.0.contains(switch.key))
     }
@@ -80,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// Number of constants `SWITCH` in the files below `folder`.
+    /// Counts the constants `SWITCH` in the files below `folder`.
     fn descriptions(folder: &Path) -> usize {
         let count = |path: &Path| match path.is_dir() {
             true => descriptions(path),

@@ -1,5 +1,5 @@
-//! Tests of the tables against the places that name keys: help, parser, docs/reference/openapi.json
-//! and docs/reference/compatibility.md.
+//! Tests that compare the tables with other places that name keys: help, parser,
+//! docs/reference/openapi.json and docs/reference/compatibility.md.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,13 +17,13 @@ fn names<'a>(names: impl IntoIterator<Item = &'a str>) -> Names {
     names.into_iter().map(str::to_owned).collect()
 }
 
-/// Keys of a flag in the format of its table: `off`, `file=`.
+/// Keys of a flag in the format of its table, for example `off` or `file=`.
 fn table_keys(table: &Table) -> Names {
     let keys = (table.keys)().into_iter().map(|key: Key| format!("{}=", key.name));
     keys.chain(table.words.iter().map(|&word| word.to_owned())).collect()
 }
 
-/// Paragraph of a flag in the help.
+/// Paragraph about a flag in the help.
 fn help_of<'a>(help: &'a str, flag: &str) -> &'a str {
     let begin =
         help.find(&format!("      {flag} ")).unwrap_or_else(|| panic!("{flag} is not in the help"));
@@ -31,7 +31,7 @@ fn help_of<'a>(help: &'a str, flag: &str) -> &'a str {
     paragraph.find("\n\n").map_or(paragraph, |end| &paragraph[..end])
 }
 
-/// Values of the keys that a flag needs.
+/// Keys and values that a flag requires.
 fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
     match flag {
         "--memory-zone" => &[("id", "a"), ("size", "1G")],
@@ -46,7 +46,7 @@ fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// Error of a command line with `key=value` in `flag`, if it is about that key.
+/// Error for a command line with `key=value` in `flag`, if the error is about that key.
 fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     let others = needed(flag).iter().filter(|(other, _)| *other != key);
     let pairs: Vec<_> =
@@ -59,19 +59,19 @@ fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     is_about_key.then_some(error)
 }
 
-/// Values that are neither words nor numbers, no path, no list, no name, and too long. Each type
-/// refuses one of them.
+/// Values that are neither words nor numbers, paths, lists or names, and are too long. Every type
+/// refuses at least one of them.
 fn unreadable() -> [String; 5] {
     ["!", "\"\"", "a::b", "__a", &"x".repeat(1 << 10)].map(str::to_owned)
 }
 
-/// The parser has the keys from the tables. Only an error about a value proves that the section
-/// reads the key. This also covers sections that parse their flag themselves or share the key with
-/// another section.
+/// The parser accepts the keys in the tables. Only an error about the value proves that the section
+/// reads the key. The test also covers sections that parse their flag themselves, or that share the
+/// key with another section.
 #[test]
 fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {
-        // An error about a volume's name quotes the name only. The key is required.
+        // An error about a volume's name quotes the name without its key. The key is required.
         for name in table.names().filter(|name| (table.flag, *name) != ("--pm-volume", "name")) {
             let mut errors =
                 unreadable().into_iter().map(|value| refusal(table.flag, name, &value));
@@ -104,14 +104,14 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
     let help = description().render_long_help().to_string();
     for table in TABLES {
         let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
-        // Optional keys are in brackets.
+        // The help encloses optional keys in brackets.
         let name = |line: &str| Some(line.split_once('=')?.0.trim_start_matches('[').to_owned());
         let keys = lines.iter().filter_map(|line| name(line)).map(|name| name + "=");
         let words = table.words.join("|");
         let words_line = lines.iter().filter(|line| **line == words && !words.is_empty());
         let listed: Names =
             keys.chain(words_line.flat_map(|line| line.split('|')).map(str::to_owned)).collect();
-        // The first key is given, because a flag may begin with the value of a bare key.
+        // The first key is set, because a flag may begin with the value of a key without its name.
         let unknown = format!("{}=,no such key=1", table.names().next().unwrap());
         let parsed = match Options::parse(&table, &[], &unknown) {
             Err(ConfigError::UnknownKey { known, .. }) => names(known.split(", ")),
@@ -158,7 +158,7 @@ fn schemas_of_foreshores_own_sections_have_their_keys() {
     }
 }
 
-/// Rows of a table of the compatibility page: name and verdict.
+/// Rows of a table in the compatibility page: name and verdict.
 fn rows(title: &str) -> Vec<(&'static str, &'static str)> {
     let page = include_str!("../../../docs/reference/compatibility.md");
     let (_, tables) = page.split_once(&format!("## {title}\n")).unwrap();
@@ -214,7 +214,7 @@ fn fields_of_the_compatibility_page_are_in_the_tables() {
     }
 }
 
-/// Pages of docs/ that are not generated.
+/// Pages in docs/ that are not generated.
 fn pages() -> Vec<String> {
     let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")];
     let mut pages = Vec::new();
@@ -231,13 +231,13 @@ fn pages() -> Vec<String> {
     pages
 }
 
-/// Returns true if a page names `flag`, and not only a longer one.
+/// Returns true if a page mentions `flag` itself, not only a longer flag that begins with it.
 fn names_flag(page: &str, flag: &str) -> bool {
     let is_end = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || "-_".contains(c));
     page.match_indices(flag).any(|(at, _)| is_end(&page[at + flag.len()..]))
 }
 
-/// Returns true if a page has `word` in code: between backticks, or in a block.
+/// Returns true if a page contains `word` in code: between backticks, or in a code block.
 fn has_in_code(page: &str, word: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     let has = |code: &str| code.split(|c| !is_part(c)).any(|part| part == word);

@@ -11,41 +11,42 @@ use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, chec
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
 use crate::cpu::packages::{self, VcpuPlace};
 
-/// Name of the DRAM zone without `--memory-zone`.
+/// Name of the DRAM zone if there is no `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";
 /// Name of the balloon zone.
 pub const BALLOON_ZONE: &str = "balloon";
 const PM_FLAG: &str = "--pm-memory";
-/// Default distance between nodes: the distance that Linux assumes for another socket.
+/// Default distance between nodes. Linux assumes the same distance for another socket.
 const REMOTE_DISTANCE: u8 = 20;
-/// Default distance that PM adds to that of the DRAM near it. With it, PM is at 17 from its own
-/// node and at 28 from the other, as servers with PM on two sockets report.
+/// Default distance added for PM to the distance of the nearest DRAM. PM is then at distance 17
+/// from its own node and at 28 from the other node, as servers with PM on two sockets report.
 const PM_DETOUR: u8 = 7;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     pub cpus: Vec<u8>,
-    /// Node with vCPUs to which its memory is local. A node with vCPUs is near itself.
+    /// Node with vCPUs to which this node's memory is local. A node with vCPUs is its own near
+    /// node.
     pub near: u32,
 }
 
-/// Zones and nodes of a VM. Node IDs are indices, without gaps.
+/// Memory zones and NUMA nodes of a VM. Node IDs are indices and have no gaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
     zones: Vec<ZoneSpec>,
     nodes: Vec<Node>,
     distances: Vec<u8>,
-    /// By index of the vCPU.
+    /// Place of each vCPU, by its index.
     places: Vec<VcpuPlace>,
 }
 
 impl Topology {
-    /// Derives the topology of `config`, whose sections are valid.
+    /// Derives the topology from `config`. Its sections must be valid.
     pub fn of(config: &VmConfig) -> Result<Self, ConfigError> {
         check_ids(config)?;
         let mut zones = dram_zones(config)?;
         let mut cpus = node_cpus(config)?;
-        // A VM without --numa has one node with everything except PM.
+        // A VM without --numa has one node that contains everything except PM.
         let first =
             zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).min().unwrap_or(0);
         if cpus.is_empty() {
@@ -63,7 +64,7 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Zones: DRAM in the order of the flags, then PM.
+    /// All zones: DRAM in the order of the flags, then PM.
     pub fn zones(&self) -> &[ZoneSpec] {
         &self.zones
     }
@@ -72,7 +73,7 @@ impl Topology {
         &self.nodes
     }
 
-    /// Place of each vCPU by index.
+    /// Place of each vCPU, by its index.
     pub fn places(&self) -> &[VcpuPlace] {
         &self.places
     }
@@ -86,7 +87,7 @@ impl Topology {
         from as usize * self.nodes.len() + to as usize
     }
 
-    /// Nodes with vCPUs.
+    /// IDs of the nodes with vCPUs.
     fn initiators(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.nodes).filter(|(_, node)| !node.cpus.is_empty()).map(|(id, _)| id)
     }
@@ -94,7 +95,8 @@ impl Topology {
     fn set_distances(&mut self, config: &VmConfig) -> Result<(), ConfigError> {
         let given = given_distances(&config.numa, self.nodes.len() as u32)?;
         let said = |from, to| given.get(&(from, to)).or_else(|| given.get(&(to, from))).copied();
-        // 1. Near node of PM: as configured, or the nearest by the configured distances.
+        // 1. 1. Near node of PM: as configured, or otherwise the nearest by the configured
+        //    distances.
         let pm = |zone: &ZoneSpec| zone.tier == Tier::Pm;
         let pm_nodes: Vec<u32> =
             self.zones.iter().filter(|zone| pm(zone)).map(|zone| zone.guest_node).collect();
@@ -108,7 +110,7 @@ impl Topology {
             }
             self.nodes[node as usize].near = near;
         }
-        // 2. All distances.
+        // 2. 2. Distances between all nodes.
         let anchor =
             |id: u32| if pm_nodes.contains(&id) { self.nodes[id as usize].near } else { id };
         let between_dram = |from, to| {
@@ -125,7 +127,8 @@ impl Topology {
         let count = self.nodes.len() as u32;
         let distances = (0..count).flat_map(|from| (0..count).map(move |to| (from, to)));
         self.distances = distances.map(|(from, to)| distance(from, to)).collect();
-        // 3. Near node of DRAM without vCPUs. A configured `near` must be the nearest node.
+        // 3. 3. Near node of DRAM nodes without vCPUs. If `near` is configured, it must be the
+        //    nearest node.
         for node in 0..count {
             let nearest = self.initiators().min_by_key(|&id| (self.distance(id, node), id));
             let nearest = nearest.expect("a VM has vCPUs");
@@ -150,12 +153,12 @@ fn conflict<T>(reason: String) -> Result<T, ConfigError> {
     Err(ConfigError::Conflict { flag: FLAG, reason })
 }
 
-/// Checks that the names of zones and the IDs of nodes are unique.
+/// Checks that zone names and node IDs are unique.
 fn check_ids(config: &VmConfig) -> Result<(), ConfigError> {
     let dram = config.memory.zones.iter().map(|zone| zone.id.clone());
     let one = config.memory.zones.is_empty().then(|| DRAM_ZONE.to_owned());
     let pm = config.pm_memory.iter().enumerate().map(|(nth, pm)| pm.id_or_default(nth));
-    // The governor and clients treat a balloon as a zone.
+    // The governor and clients treat the balloon as a zone.
     let balloon = config.balloon.as_ref().map(|_| BALLOON_ZONE.to_owned());
     let ids: Vec<String> = balloon.into_iter().chain(dram).chain(one).chain(pm).collect();
     if let Some((_, id)) = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id)) {
@@ -173,7 +176,7 @@ fn check_ids(config: &VmConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// DRAM zones with their nodes.
+/// DRAM zones, each in its node.
 fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     let memory = &config.memory;
     let whole = || MemoryZoneConfig {
@@ -215,7 +218,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     }
     let growth = if memory.resizes_by_acpi() { Growth::Dimms } else { Growth::VirtioMem };
     let in_node = |zone: MemoryZoneConfig| {
-        // The zone of `--memory` is in the first node if no node names it.
+        // The zone of `--memory` is in the first node unless another node names it.
         let node = places.get(zone.id.as_str()).copied();
         let node = node.or((config.numa.is_empty() || memory.zones.is_empty()).then_some(0));
         let Some(guest_node) = node else {
@@ -259,7 +262,7 @@ fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
     }
 }
 
-/// vCPUs of each node that has some. Empty if no node names any.
+/// vCPUs of each node with at least one. Empty if no node names any vCPUs.
 fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     let (boot_vcpus, max_vcpus) = (config.cpus.boot_vcpus, config.cpus.max_vcpus);
     let mut owner: BTreeMap<u8, u32> = BTreeMap::new();
@@ -291,7 +294,7 @@ fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     if let Some(cpu) = (0..boot_vcpus).find(|cpu| !owner.contains_key(cpu)) {
         return conflict(format!("vCPU {cpu} is in no node: cpus= of one must name it"));
     }
-    // vCPUs that can be added later and are not placed go to the first node.
+    // vCPUs that can be added later belong to the first node if no node names them.
     for cpu in boot_vcpus..max_vcpus {
         owner.entry(cpu).or_insert(first);
     }
@@ -302,7 +305,7 @@ fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     Ok(nodes)
 }
 
-/// PM zones, each in its own node.
+/// PM zones, each in a node of its own.
 fn pm_zones(
     config: &VmConfig,
     dram: &[ZoneSpec],
@@ -338,7 +341,7 @@ fn pm_zones(
     config.pm_memory.iter().enumerate().map(&mut place).collect()
 }
 
-/// Number of nodes. Checks that each node is in use, and that there are no gaps.
+/// Returns the number of nodes. Checks that every node is used, and that node numbers have no gaps.
 fn count(
     config: &VmConfig,
     zones: &[ZoneSpec],

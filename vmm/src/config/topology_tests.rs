@@ -1,4 +1,4 @@
-//! Tests of zones and nodes of configurations, given as flags.
+//! Tests of the zones and nodes derived from flags.
 
 use std::num::NonZeroU64;
 
@@ -7,7 +7,7 @@ use crate::config::{BalloonConfig, CpusConfig, MemoryConfig, test_config};
 
 const GIB: u64 = 1 << 30;
 
-/// Configuration for `flags`, each a flag and its value as on a command line.
+/// Configuration for `flags`, pairs of flag and value as on a command line.
 fn config(flags: &[&str]) -> VmConfig {
     let mut config = test_config();
     config.payload.kernel = Some("/vmlinuz".into());

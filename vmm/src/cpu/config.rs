@@ -1,4 +1,4 @@
-//! `--cpus`: number of vCPUs, their topology and features for the guest, and their host CPUs.
+//! `--cpus`: number of vCPUs, their topology, their features and their host CPUs.
 
 use std::collections::BTreeSet;
 
@@ -16,14 +16,14 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-/// Upper limit of vCPUs. APIC IDs have 8 bits, and 255 is broadcast.
+/// Maximum number of vCPUs. APIC IDs have 8 bits, and 255 addresses all vCPUs.
 pub const MAX_VCPUS: u8 = 254;
 /// No processor that KVM supports has more than two threads per core.
 const MAX_THREADS: u16 = 2;
 /// Every 64-bit processor has at least 36 address bits, and page tables support at most 52.
 const PHYS_BITS: std::ops::RangeInclusive<u8> = 36..=52;
 const DEFAULT_PHYS_BITS: u8 = 46;
-/// Size of a set of host CPUs (`CPU_SETSIZE`).
+/// Number of CPUs in a set of host CPUs (`CPU_SETSIZE`).
 const MAX_HOST_CPUS: usize = 1024;
 
 section! {
@@ -49,7 +49,7 @@ section! {
 }
 
 section! {
-    /// Number of units at each level, the smallest first.
+    /// Number of units at each level, from the smallest level to the largest.
     #[derive(Copy)]
     pub struct CpuTopology: "--cpus" {
         threads_per_core: u16 => "Threads in a core",
@@ -60,7 +60,7 @@ section! {
 }
 
 section! {
-    /// CPUs of the host that a vCPU may run on.
+    /// Host CPUs that a vCPU may run on.
     pub struct CpuAffinity: "--cpus" {
         vcpu: u8 => "vCPU",
         host_cpus (shown json_required): Vec<usize> => "CPUs of the host",
@@ -77,13 +77,13 @@ section! {
 }
 
 words! {
-    /// Tasks that may share a host core with a vCPU, if the core has several threads.
+    /// Tasks that may run on the same host core as a vCPU, if the core has several threads.
     pub enum CoreScheduling {
-        /// Other vCPUs of the VM.
+        /// Other vCPUs of the same VM.
         Vm = "Vm" "vm",
-        /// None.
+        /// No other task.
         Vcpu = "Vcpu" "vcpu",
-        /// Any task.
+        /// Any other task.
         Off = "Off" "off",
     }
 }
@@ -136,7 +136,7 @@ impl Item for CpuAffinity {
         let mut cpus = Vec::new();
         for part in unbracketed(host_cpus).split(',') {
             let (first, last) = digit_range::<usize>(part.trim())?;
-            // `validate` refuses CPUs beyond the limit.
+            // One more than the limit is enough, because `validate` refuses such a list.
             cpus.extend((first..=last).take(MAX_HOST_CPUS + 1));
         }
         Some(vec![Self { vcpu: digits(vcpu)?, host_cpus: cpus }])
@@ -144,8 +144,8 @@ impl Item for CpuAffinity {
 }
 
 impl CpuTopology {
-    /// Checks that each level has at least one unit, threads do not exceed their limit, and the
-    /// product is `max_vcpus`.
+    /// Checks that each level has at least one unit, that there are not too many threads, and that
+    /// the product is `max_vcpus`.
     fn validate(&self, max_vcpus: u8) -> Result<(), ConfigError> {
         let levels = [
             ("topology's threads per core", self.threads_per_core, MAX_THREADS),
@@ -176,8 +176,8 @@ impl CpuTopology {
 }
 
 impl CpusConfig {
-    /// Checks that `max` is at least `boot`, and that the topology multiplies to `max`. `affinity`
-    /// may name each vCPU only once.
+    /// Checks that `max` is at least `boot`, and that the topology has `max` vCPUs. `affinity` may
+    /// contain each vCPU only once.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         range("max", self.max_vcpus, self.boot_vcpus, MAX_VCPUS)?;
@@ -196,7 +196,7 @@ impl CpusConfig {
         Ok(())
     }
 
-    /// Host CPUs that `vcpu` may run on; empty for any.
+    /// Host CPUs that `vcpu` may run on; empty if it may run on any.
     pub fn host_cpus(&self, vcpu: u8) -> &[usize] {
         let of_vcpu = self.affinity.iter().flatten().find(|affinity| affinity.vcpu == vcpu);
         of_vcpu.map_or(&[], |affinity| &affinity.host_cpus)
@@ -286,7 +286,7 @@ mod tests {
         for text in ["2:2:2", "2:2:2:1:1", "2:2:2:x", "2:2:2:-1", "2:2:2:65536"] {
             assert!(wrong(text).contains("is not threads per core:cores per die"), "{text}");
         }
-        // The product does not overflow.
+        // The product of the levels does not overflow.
         let all = "--cpus: topology has 32774128 vCPUs, and must have as many as max: 8";
         assert_eq!(wrong("2:254:254:254"), all);
     }

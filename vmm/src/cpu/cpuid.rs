@@ -1,19 +1,19 @@
-//! CPUID leaves of the guest: those that KVM supports, without features hidden from the guest, and
-//! with the place of each vCPU in the topology.
+//! CPUID leaves of the guest: the leaves that KVM supports, without features hidden from the guest,
+//! and with the place of each vCPU in the topology.
 //!
-//! KVM_GET_SUPPORTED_CPUID returns the host's topology as the CPU that runs the call sees it. Every
-//! field with an APIC ID or a number of cores must therefore be replaced. Otherwise Linux assigns
-//! CPUs to the wrong packages.
+//! KVM_GET_SUPPORTED_CPUID returns the host's topology as seen by the CPU that makes the call.
+//! Every field that contains an APIC ID or a number of cores must therefore be replaced. Otherwise
+//! Linux assigns CPUs to the wrong packages.
 //!
-//! An APIC ID consists of four numbers. From its lowest bits on, they are the thread in its core,
-//! the core in its die, the die in its package, and the package.
+//! An APIC ID consists of four numbers. From the lowest bits to the highest, they are the thread in
+//! its core, the core in its die, the die in its package, and the package.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::packages::{Shape, VcpuPlace};
 
 const VMX: u32 = 1 << 5;
-/// Leaf 1, ECX: an MSR describes the capabilities of performance counters.
+/// Leaf 1, ECX: an MSR reports the capabilities of performance counters.
 const PDCM: u32 = 1 << 15;
 /// Leaf 1, ECX: the local APIC timer supports deadlines in TSC ticks.
 const TSC_DEADLINE: u32 = 1 << 24;
@@ -21,9 +21,9 @@ const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1, EDX: the number of logical processors in EBX is valid.
 const HTT: u32 = 1 << 28;
-/// Leaf 7, subleaf 0, EDX: AMX and its two data types.
+/// Leaf 7, subleaf 0, EDX: AMX and two of its data types.
 const AMX: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-/// Leaf 7, subleaf 1, EAX and EDX: two more data types.
+/// Leaf 7, subleaf 1, EAX and EDX: two further data types of AMX.
 const AMX_FP16: u32 = 1 << 21;
 const AMX_COMPLEX: u32 = 1 << 8;
 const SVM: u32 = 1 << 2;
@@ -31,42 +31,45 @@ const SVM: u32 = 1 << 2;
 /// cache.
 const PERFORMANCE_COUNTERS: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
-/// Leaves of the extended topology (Intel SDM 2A, CPUID). Only the second has dies.
+/// Extended topology leaves (Intel SDM 2A, CPUID). Only the second leaf includes dies.
 const TOPOLOGY: u32 = 0xb;
 const TOPOLOGY_WITH_DIES: u32 = 0x1f;
-/// First leaf of hypervisors. Its EAX is the last one.
+/// First leaf reserved for hypervisors. Its EAX is the number of the last such leaf.
 const HYPERVISOR_LEAVES: u32 = 0x4000_0000;
-/// EAX: kHz of the TSC. EBX: kHz of the APIC timer. Defined by VMware and adopted by others.
+/// EAX: frequency of the TSC in kHz. EBX: frequency of the APIC timer in kHz. VMware defined the
+/// leaf, and other hypervisors adopted it.
 const FREQUENCIES: u32 = 0x4000_0010;
 /// KVM's APIC timers count nanoseconds.
 const APIC_TIMER_KHZ: u32 = 1_000_000;
 
-/// Numbers of the levels of the extended topology in ECX.
+/// Level types of the extended topology, in ECX.
 const THREADS: u32 = 1;
 const CORES: u32 = 2;
 const DIES: u32 = 5;
 
-/// Traits that all vCPUs of a VM share.
+/// Properties that all vCPUs of a VM have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Traits {
     /// True if KVM emulates the deadline mode of the APIC timer (KVM_CAP_TSC_DEADLINE_TIMER). The
-    /// supported leaves never include it.
+    /// leaves that KVM returns as supported never include it.
     pub tsc_deadline: bool,
     /// Frequency of the TSC, if KVM reports it.
     pub tsc_khz: Option<u32>,
-    /// True if the guest may run guests.
+    /// True if the guest may run nested guests.
     pub nested: bool,
-    /// Upper limit of the number of physical address bits.
+    /// Maximum number of physical address bits.
     pub max_phys_bits: u8,
-    /// True if the guest may use AMX. KVM reports AMX even if its state is not permitted.
+    /// True if the guest may use AMX. KVM reports AMX even if the process has no permission to use
+    /// its state.
     pub amx: bool,
 }
 
-/// Leaves for a vCPU: those that KVM supports, with fields of the VM and the vCPU filled in.
+/// CPUID leaves of one vCPU: the leaves that KVM supports, with the fields of the VM and of the
+/// vCPU filled in.
 ///
-/// The extended topology is written from scratch because newer hosts return only subleaf 0 of it,
-/// filled with zeros. The leaf with dies is omitted if the host does not have it and the guest has
-/// one die per package.
+/// The extended topology is built from scratch, because newer hosts return only its subleaf 0,
+/// filled with zeros. The leaf that includes dies is omitted if the host does not have it and the
+/// guest has one die per package.
 pub(crate) fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
     let has = |function| supported.as_slice().iter().any(|entry| entry.function == function);
     let with_dies = has(TOPOLOGY_WITH_DIES) || (has(TOPOLOGY) && place.shape.dies.count > 1);
@@ -94,7 +97,7 @@ pub(crate) fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuI
     CpuId::from_entries(&entries).expect("KVM takes more leaves than it supports")
 }
 
-/// Adds the leaf of frequencies, so that guests need not measure their TSC.
+/// Adds the leaf of frequencies, so that guests need not measure the TSC.
 fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     let Some(first) = entries.iter_mut().find(|entry| entry.function == HYPERVISOR_LEAVES) else {
         return;
@@ -108,10 +111,10 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     });
 }
 
-/// Extended topology: a subleaf for each level, and an empty one as the end.
+/// Extended topology: a subleaf for each level, followed by an empty subleaf.
 ///
-/// A subleaf has the shift that turns an APIC ID into an ID of the next level, and the number of
-/// threads in a unit of that level.
+/// Each subleaf contains the number of threads in a unit of its level, and the shift that turns an
+/// APIC ID into an ID of the next level.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
     let (in_core, in_die) =
@@ -139,8 +142,9 @@ fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kv
         .collect()
 }
 
-/// Number of APIC IDs that share a cache, less one, as CPUID describes caches. The threads of a die
-/// share caches from level 3 on, and those of a core share the others. Unused IDs count as well.
+/// Number of APIC IDs that share a cache, minus one, as CPUID describes caches. The threads of a
+/// die share caches from level 3 on, and those of a core share the others. Unused IDs count as
+/// well.
 fn sharing(cache: u32, shape: Shape) -> u32 {
     let level = cache >> 5 & 7;
     let shift = if level >= 3 { shape.die_shift() } else { shape.core_shift() };

@@ -15,11 +15,11 @@ use crate::acpi::hotplug_cpus::{
 };
 
 const NO_TIMEOUT: u16 = 0xffff;
-/// Method that notifies added processors and those whose removal is requested.
+/// AML method that notifies the guest of added vCPUs and of requested removals.
 pub(super) const CHANGED: &str = "\\_SB_.CPUS.CSCN";
 
-/// Container with a device for each possible vCPU (ACPI 6.5, 8.4). Registers report which are
-/// present.
+/// AML container with one device for each possible vCPU (ACPI 6.5, 8.4). Registers report which
+/// vCPUs are present.
 pub(super) fn processors(sink: &mut Vec<u8>, input: &AcpiInput) {
     let mut aml = Vec::new();
     registers(&mut aml);
@@ -57,7 +57,7 @@ fn registers(sink: &mut Vec<u8>) {
         fields.collect(),
     )
     .to_aml_bytes(sink);
-    // Selecting a vCPU and accessing its status must be one atomic step.
+    // A vCPU must be selected and its status accessed in one atomic step.
     Mutex::new(path("CLCK"), 0).to_aml_bytes(sink);
 }
 
@@ -98,7 +98,7 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
             .to_aml_bytes(&mut notify);
     }
     Method::new(path("CTFY"), 2, true, vec![&Raw(notify)]).to_aml_bytes(sink);
-    // Removes vCPUs from each list until its end marker, which is not the number of a vCPU.
+    // Takes vCPUs from each list until the end marker, which is not a valid vCPU number.
     let mut changed = Vec::new();
     for (list, notification) in [("CADD", NOTIFY_DEVICE_CHECK), ("CASK", NOTIFY_EJECT_REQUEST)] {
         Store::new(&Local(0), &path(list)).to_aml_bytes(&mut changed);
@@ -166,17 +166,17 @@ mod tests {
     fn every_vcpu_except_the_first_can_be_removed() {
         let aml = aml(&AcpiInput { boot_vcpus: 1, max_vcpus: 3, ..AcpiInput::default() });
         assert_eq!((count(&aml, b"_STA"), count(&aml, b"_MAT"), count(&aml, b"_EJ0")), (3, 3, 2));
-        // CSTA (2), CEJ0 (2): AML of a call each.
+        // AML calls of CSTA and CEJ0 with argument 2.
         assert_eq!((count(&aml, b"CSTA\x0a\x02"), count(&aml, b"CEJ0\x0a\x02")), (1, 1));
         assert_eq!((count(&aml, b"CEJ0\x00"), count(&aml, b"_PXM")), (0, 0));
-        // Device and notification: Notify (C002, Arg1).
+        // AML of Notify (C002, Arg1).
         assert_eq!(
             (count(&aml, b"C002"), count(&aml, b"\x86C002\x69"), count(&aml, b"C003")),
             (2, 1, 0)
         );
         // Buffer of 8 bytes: UID 2, ID 2, enabled although the vCPU is absent at boot.
         assert_eq!(count(&aml, b"_MAT\x11\x0b\x0a\x08\x00\x08\x02\x02\x01\x00\x00\x00"), 1);
-        // Each list is read once before its loop and once in it.
+        // Each list register is read once before its loop and once inside the loop.
         assert_eq!((count(&aml, b"\x70CADD\x60"), count(&aml, b"\x70CASK\x60")), (2, 2));
     }
 

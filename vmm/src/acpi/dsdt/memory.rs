@@ -15,17 +15,18 @@ use crate::acpi::dimms::{DIMMS_LEN, DIMMS_OFFSET};
 
 /// "Device check": a device may have been added (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
-/// Method that notifies added DIMMs.
+/// AML method that notifies the guest of added DIMMs.
 pub(super) const CHANGED: &str = "\\_SB_.MHPC.MSCN";
 const LOCK: &str = "MLCK";
 const FOR_EVER: u16 = 0xffff;
-/// Offsets of the bounds and the length in a descriptor of 64-bit addresses (ACPI 6.5, 6.4.3.5.1).
+/// Offsets of bounds and length in an address space descriptor with 64-bit addresses (ACPI 6.5,
+/// 6.4.3.5.1).
 const MIN_AT: u8 = 14;
 const MAX_AT: u8 = 22;
 const LEN_AT: u8 = 38;
 
-/// Container with a device for each possible DIMM. Those with memory report that they are present
-/// (Linux drivers/acpi/acpi_memhotplug.c).
+/// AML container with one device for each possible DIMM. DIMMs with memory report that they are
+/// present (Linux drivers/acpi/acpi_memhotplug.c).
 pub(super) fn controller(sink: &mut Vec<u8>) {
     let mut body = Vec::new();
     registers(&mut body);
@@ -62,12 +63,13 @@ fn registers(sink: &mut Vec<u8>) {
     .to_aml_bytes(sink);
 }
 
-/// Method whose argument is the index of a DIMM. `body` leaves the result in Local0.
+/// AML method that takes the index of a DIMM as its argument. `body` leaves the result in Local0.
 fn of_a_dimm(sink: &mut Vec<u8>, name: &str, body: &[u8]) {
     Method::new(
         path(name),
         1,
-        // Serialized because it may create names, which two threads must not do at once.
+        // Serialized because the method may create names. Two threads must not create them
+        // concurrently.
         true,
         vec![
             &Acquire::new(path(LOCK), FOR_EVER),
@@ -89,7 +91,7 @@ fn status(sink: &mut Vec<u8>) {
     of_a_dimm(sink, "MSTA", &body);
 }
 
-/// Memory descriptor with the bounds that the registers hold.
+/// Memory descriptor with the bounds that the DIMM's registers report.
 fn resources(sink: &mut Vec<u8>) {
     let memory =
         AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 0u64, u64::MAX - 1, None);
@@ -116,7 +118,7 @@ fn proximity(sink: &mut Vec<u8>) {
     of_a_dimm(sink, "MPXM", &body);
 }
 
-/// Notifies each added DIMM. Reading the register removes one DIMM from the list.
+/// Notifies the guest of each added DIMM. Reading the register removes one DIMM from the list.
 fn changed(sink: &mut Vec<u8>) {
     let mut tell = Vec::new();
     for index in 0..MAX_DIMMS {
@@ -181,15 +183,15 @@ mod tests {
         for method in [b"_STA", b"_CRS", b"_PXM"] {
             assert_eq!(count(&aml, method), MAX_DIMMS);
         }
-        // Device and notification: Notify (M03F, 1).
+        // AML of Notify (M03F, 1).
         assert_eq!(
             (count(&aml, b"M03F"), count(&aml, b"\x86M03F\x01"), count(&aml, b"M040")),
             (2, 1, 0)
         );
         // DIMMs have no `_EJ0` because they are never removed.
         assert_eq!(count(&aml, b"_EJ0"), 0);
-        // Reading removes an entry, so the register is read once before the loop and once at its
-        // end.
+        // Reading the register removes an entry, so the method reads it once before the loop and
+        // once at the end of each pass.
         assert_eq!(count(&aml, b"\x70MNXT\x60"), 2);
     }
 

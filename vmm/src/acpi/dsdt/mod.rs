@@ -21,12 +21,12 @@ use super::{AcpiInput, nfit, table};
 
 /// Revision 2 has integers of 64 bits (ACPI 6.5, 20.3.5).
 const REVISION: u8 = 2;
-/// Present, enabled, shown and functioning (ACPI 6.5, 6.3.7).
+/// The device is present, enabled, shown in the user interface and functioning (ACPI 6.5, 6.3.7).
 const PRESENT: u8 = 0xf;
 /// "Device check": a device may have been added (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
 const NOTIFY_EJECT_REQUEST: u8 = 3;
-/// "Status changed": a press of the power button.
+/// "Status changed": the power button was pressed.
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
 const SERIAL_PORTS: u8 = 8;
 
@@ -56,13 +56,14 @@ pub(super) fn dsdt(input: &AcpiInput) -> Vec<u8> {
         nfit::root_device(&mut system_bus, &input.nvdimms);
     }
     let mut body = Scope::raw(path("\\_SB_"), system_bus);
-    // S5 only. The first element is SLP_TYPx for the sleep control register (ACPI 6.5, 7.4.2.6).
+    // S5 is the only sleep state. The first element is SLP_TYPx for the sleep control register
+    // (ACPI 6.5, 7.4.2.6).
     Name::new(path("\\_S5_"), &Package::new(vec![&S5_SLEEP_TYPE, &ZERO, &ZERO, &ZERO]))
         .to_aml_bytes(&mut body);
     table(*b"DSDT", REVISION, &body)
 }
 
-/// Node to which devices are near if there are several: the first with vCPUs.
+/// Node that devices are attached to if there are several: the first node with vCPUs.
 fn home_node(input: &AcpiInput) -> Option<u32> {
     let home = input.nodes.iter().position(|node| !node.vcpus.is_empty())?;
     (input.nodes.len() > 1).then_some(home as u32)
@@ -78,10 +79,10 @@ fn addresses(start: u64, len: u64) -> Memory32Fixed {
     Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
 }
 
-/// Addresses that belong to no device but must not be assigned to any.
+/// Address ranges that belong to no device, but must not be assigned to one.
 ///
 /// Linux uses configuration space through ECAM only if it is reserved here or in the memory map.
-/// The flush hint pages are absent because the guest's NVDIMM driver reserves them itself.
+/// The flush hint pages are not listed, because the guest's NVDIMM driver reserves them itself.
 fn motherboard(sink: &mut Vec<u8>) {
     let pm_ports = u8::try_from(ACPI_PM_LEN).expect("a few ports");
     Device::new(
@@ -151,8 +152,8 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
             &Name::new(path("_UID"), &ZERO),
             &Name::new(
                 path("_CRS"),
-                // Level-triggered, active-high: an event before the guest loads its driver stays
-                // pending.
+                // Level-triggered and active-high, so that an event stays pending until the guest
+                // loads its driver.
                 &ResourceTemplate::new(vec![&Interrupt::new(true, false, false, false, GED_GSI)]),
             ),
             &OpRegion::new(path("EREG"), OpRegionSpace::SystemMemory, &GED_START, &REGISTER_BYTES),
@@ -169,7 +170,7 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
     .to_aml_bytes(sink);
 }
 
-/// Runs `act` if `event` is set in Local0.
+/// Appends AML that runs `act` if `event` is set in Local0.
 fn on_event(sink: &mut Vec<u8>, event: Event, act: &dyn Aml) {
     let bit = event as u32;
     And::new(&Local(1), &Local(0), &bit).to_aml_bytes(sink);
@@ -215,8 +216,8 @@ mod tests {
     #[test]
     fn ged_is_level_triggered_and_serial_port_edge_triggered() {
         let dsdt = dsdt(&AcpiInput { max_vcpus: 1, serial: true, ..AcpiInput::default() });
-        // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an
-        // edge, bit 2 active-low.
+        // Extended interrupt: 0x89, length 6, flags, one number. Flag bit 0 marks a consumer, bit 1
+        // an edge, bit 2 active-low.
         let flags = |gsi: u32| {
             let [low, ..] = gsi.to_le_bytes();
             let of = |window: &&[u8]| matches!(**window, [0x89, 6, 0, _, 1, number, 0, 0, 0] if number == low);
@@ -234,8 +235,8 @@ mod tests {
 
     #[test]
     fn flush_hint_pages_are_in_no_resource() {
-        // The guest's NVDIMM driver reserves them itself. Memory32Fixed: 0x86, length 9,
-        // read-write, base.
+        // The guest's NVDIMM driver reserves the flush hint pages itself. Memory32Fixed: 0x86,
+        // length 9, read-write, base.
         let nvdimm = foreshore_devices::nvdimm::Nvdimm {
             start: 1 << 33,
             size_bytes: 1 << 21,

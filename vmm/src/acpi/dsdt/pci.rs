@@ -1,4 +1,4 @@
-//! PCI root and its slots in the DSDT, and PCI hotplug.
+//! PCI root bus and its slots in the DSDT, and PCI hotplug.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -15,10 +15,11 @@ use crate::acpi::hotplug::{PCI_DOWN, PCI_EJECT, PCI_UP, REGISTERS_LEN};
 /// Configuration ports (PCI 3.0, 3.2.2.3.2).
 const PCI_CONFIG_PORT: u16 = 0xcf8;
 const PCI_CONFIG_PORTS: u8 = 8;
-/// Method that notifies slots with an added device or a requested removal.
+/// AML method that notifies the guest of slots with an added device or a requested removal.
 pub(super) const CHANGED: &str = "\\_SB_.PCI0.PCNT";
 
-/// Root bus: PCI Express by its ID, and plain PCI for drivers that do not support it.
+/// Root bus with the ID of PCI Express, and with the ID of conventional PCI for drivers that do not
+/// support PCI Express.
 pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
     let mut proximity = Vec::new();
     if let Some(node) = node {
@@ -49,7 +50,7 @@ pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
                     &window,
                 ]),
             ),
-            // No INTx: every function has MSI-X.
+            // No INTx routing, because every function uses MSI-X.
             &Name::new(path("_PRT"), &Package::new(vec![])),
             &operating_system_capabilities(),
             &slots(),
@@ -58,8 +59,8 @@ pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
     .to_aml_bytes(sink);
 }
 
-/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). Grants every requested feature, because no
-/// firmware needs to keep control of one.
+/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). Grants every requested feature, because the
+/// firmware does not need to control any.
 fn operating_system_capabilities() -> Raw {
     const HOST_BRIDGE: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
     const UNRECOGNIZED_UUID: u8 = 1 << 2;
@@ -68,7 +69,8 @@ fn operating_system_capabilities() -> Raw {
     Method::new(
         path("_OSC"),
         4,
-        // Serialized because it creates a name, which two threads must not do at once.
+        // Serialized because the method creates a name. Two threads must not create it
+        // concurrently.
         true,
         vec![
             &If::new(&Equal::new(&Arg(0), &Uuid::new(HOST_BRIDGE)), vec![&Return::new(&Arg(3))]),
@@ -83,10 +85,10 @@ fn operating_system_capabilities() -> Raw {
     Raw(aml)
 }
 
-/// A device for each slot, filled or not.
+/// A device for each slot, whether or not the slot is occupied.
 ///
 /// Linux (drivers/pci/hotplug/acpiphp_glue.c, `acpiphp_add_context`) creates a slot for each device
-/// with `_EJ0`. It treats the slot as filled if configuration space has a vendor ID.
+/// with `_EJ0`. It treats the slot as occupied if configuration space returns a vendor ID.
 fn slots() -> Raw {
     let mut aml = Vec::new();
     let [up, down, eject] = ["PCIU", "PCID", "PCIE"];
@@ -109,7 +111,7 @@ fn slots() -> Raw {
         Device::new(
             path(&slot_name(slot)),
             vec![
-                // Device in the high word, function 0 in the low one (ACPI 6.5, table 6.2).
+                // Device number in the high word, function 0 in the low word (ACPI 6.5, table 6.2).
                 &Name::new(path("_ADR"), &(u32::from(slot) << 16)),
                 &Name::new(path("_SUN"), &slot),
                 &Method::new(
@@ -158,7 +160,7 @@ mod tests {
     fn every_slot_except_the_bridge_supports_hotplug() {
         let Raw(aml) = slots();
         assert_eq!((count(&aml, b"_EJ0"), count(&aml, b"_ADR")), (31, 31));
-        // Device and both notifications: Notify (S031, 1), Notify (S031, 3).
+        // AML of both notifications: Notify (S031, 1), Notify (S031, 3).
         assert_eq!((count(&aml, b"S000"), count(&aml, b"S001"), count(&aml, b"S031")), (0, 3, 3));
         assert_eq!((count(&aml, b"\x86S031\x01"), count(&aml, b"\x86S031\x0a\x03")), (1, 1));
         // _ADR 0x001f0000 and _SUN 31.

@@ -13,8 +13,8 @@ use crate::api::wire::RemoveDeviceBody;
 use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Adds a device. The answer has its PCI address, or is empty if the VM does not run and gets the
-/// device at its next boot.
+/// Adds a device. The answer contains its PCI address. It is empty if the VM does not run; the VM
+/// then gets the device at its next boot.
 async fn add(
     vm: VmHandle,
     (device, warnings): (DeviceConfig, Vec<String>),
@@ -34,8 +34,8 @@ pub(super) async fn add_disk(
     add(vm, DeviceConfig::disk(json)?).await
 }
 
-/// The descriptors of the interface's queues are those sent with the request. Numbers in the body
-/// are ignored.
+/// The queues of the interface use the descriptors sent with the request. Descriptor numbers in the
+/// body are ignored.
 pub(super) async fn add_net(
     State(vm): State<VmHandle>,
     Extension(descriptors): Extension<Descriptors>,
@@ -58,7 +58,7 @@ pub(super) async fn add_vsock(
     add(vm, DeviceConfig::vsock(json)?).await
 }
 
-/// Answers when the guest is notified. The device stays until the guest releases it.
+/// Answers once the guest is notified. The device is removed when the guest releases it.
 pub(super) async fn remove(
     State(vm): State<VmHandle>,
     JsonBody(body): JsonBody<RemoveDeviceBody>,

@@ -7,7 +7,7 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::vm::request::{ResizeDiskRequest, VmHandle, VmRequest};
 
-/// Answers when the disk has the new size and the guest is notified.
+/// Answers once the disk is resized and the guest is notified.
 pub(super) async fn resize(
     State(vm): State<VmHandle>,
     JsonBody(resize): JsonBody<ResizeDiskRequest>,

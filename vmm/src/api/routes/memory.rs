@@ -9,7 +9,7 @@ use crate::api::error::ApiError;
 use crate::api::wire::MemoryAnswer;
 use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest, VmHandle, VmRequest};
 
-/// Answers when the request is passed to the guest. `vm.memory` reports the progress.
+/// Answers once the request is passed to the guest. `vm.memory` reports the progress.
 pub(super) async fn resize(
     State(vm): State<VmHandle>,
     JsonBody(resize): JsonBody<ResizeRequest>,
@@ -18,7 +18,7 @@ pub(super) async fn resize(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Resizes one zone, and answers in the same way.
+/// Resizes one zone, and answers once the request is passed to the guest.
 pub(super) async fn resize_zone(
     State(vm): State<VmHandle>,
     JsonBody(resize): JsonBody<ResizeZoneRequest>,

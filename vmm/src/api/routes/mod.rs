@@ -1,4 +1,4 @@
-//! Translation of calls into requests, with a file for each area.
+//! Translation of API calls into requests to the VM's owner, with a file for each area.
 
 mod devices;
 mod disk;
@@ -31,10 +31,10 @@ use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
 use crate::vm::request::VmHandle;
 
-/// Longest time without a line in a stream of events.
+/// Longest time without a line in the stream of events.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// Implemented calls by name, with their handlers.
+/// Names and handlers of the implemented calls.
 fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
     let followers = Arc::new(Semaphore::new(vmm::MOST_FOLLOWERS));
     vec![
@@ -52,7 +52,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.reboot", bare(put(vm::reboot))),
         ("vm.power-button", bare(put(vm::power_button))),
         ("vm.nmi", bare(put(vm::nmi))),
-        // Name in descriptions before 0.3.0 and in the clients generated from them.
+        // Name of the call in API descriptions before 0.3.0, and in clients generated from them.
         ("vmm.nmi", bare(put(vm::nmi))),
         ("vm.resize", put(memory::resize)),
         ("vm.resize-zone", put(memory::resize_zone)),
@@ -69,7 +69,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
     ]
 }
 
-/// Wraps a call without a body, so that any body is ignored.
+/// Wraps a call that takes no body, so that any body is ignored.
 fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
     methods.layer(from_fn(async |request: Request, next: Next| {
         let (head, body) = request.into_parts();
@@ -85,12 +85,13 @@ pub fn call_names() -> Vec<&'static str> {
     answered.chain(REFUSED.iter().map(|(call, _)| *call)).collect()
 }
 
-/// Router of the API. The VM's owner behind `vm` answers the calls, and `events` are streamed.
+/// Creates the router of the API. The VM's owner behind `vm` answers the calls. `vmm.events`
+/// streams `events`.
 pub fn router(vm: VmHandle, events: Events) -> Router {
     router_within(vm, events, QUIET)
 }
 
-/// Router with another time limit for silence in a stream of events.
+/// Creates the router with another interval for lines in a silent stream of events.
 pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Router {
     let calls = calls(events, quiet).into_iter().fold(Router::new(), |router, (call, methods)| {
         router.route(&format!("/api/v1/{call}"), methods)
@@ -106,8 +107,9 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
         .with_state(vm)
 }
 
-/// Removes the reason phrase, which may be empty (RFC 9112, 4). Cloud Hypervisor's server sends
-/// none, and its client parses everything after the version as the status.
+/// Removes the reason phrase from the status line. It may be empty (RFC 9112, 4). Cloud
+/// Hypervisor's server sends no reason phrase, and its client parses everything after the version
+/// as the status.
 async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     response

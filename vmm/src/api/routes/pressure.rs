@@ -12,7 +12,7 @@ use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Name of the call in errors.
+/// Name of the call in error messages.
 const CALL: &str = "vm.pressure";
 
 pub(super) async fn show(

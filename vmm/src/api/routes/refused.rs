@@ -1,5 +1,5 @@
-//! Calls of Cloud Hypervisor that Foreshore does not support. Each is refused with a reason for any
-//! body, so that clients can distinguish them from unknown calls.
+//! Calls of Cloud Hypervisor that Foreshore does not support. Each is refused with a reason,
+//! whatever its body is, so that clients can distinguish it from an unknown call.
 
 use axum::Router;
 use axum::routing::put;

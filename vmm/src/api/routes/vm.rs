@@ -12,7 +12,7 @@ use crate::config::VmConfig;
 use crate::vm::request::Counters;
 use crate::vm::request::{VmHandle, VmInfo, VmRequest};
 
-/// Validates the configuration. Missing files are only detected by `vm.boot`.
+/// Validates the configuration. Missing files are detected only by `vm.boot`.
 pub(super) async fn create(
     State(vm): State<VmHandle>,
     JsonBody(json): JsonBody<Map<String, Value>, MAX_CONFIG_BYTES>,
@@ -25,7 +25,7 @@ pub(super) async fn create(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Ends a running VM first. Succeeds without a VM.
+/// Shuts down a running VM first. Succeeds also if there is no VM.
 pub(super) async fn delete(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -69,7 +69,7 @@ pub(super) async fn power_button(State(vm): State<VmHandle>) -> Result<StatusCod
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Sends an NMI to every vCPU, as a debugger or a watchdog does.
+/// Sends an NMI to every vCPU, as a debugger or a watchdog would.
 pub(super) async fn nmi(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Nmi).await?;
     Ok(StatusCode::NO_CONTENT)

@@ -20,18 +20,19 @@ use crate::api::error::ApiError;
 use crate::api::wire::PingAnswer;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Upper limit of followers of events, each of which occupies a connection. It leaves enough
-/// connections for other calls.
+/// Maximum number of clients that follow events. Each occupies a connection. The limit leaves
+/// enough connections for other calls.
 pub(in crate::api) const MOST_FOLLOWERS: usize = 64;
 
 pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
 }
 
-/// Streams every new event as a line of JSON, until the client disconnects or the VMM ends.
+/// Streams every new event as a line of JSON, until the client disconnects or the VMM exits.
 ///
-/// After each `quiet` without an event, the stream has a line with that time. The write detects a
-/// client that has disconnected, which would otherwise occupy its connection forever.
+/// After each interval `quiet` without an event, the stream has a line that reports the interval.
+/// Writing this line detects a client that has disconnected. Otherwise it would occupy its
+/// connection forever.
 pub(super) fn events(
     events: &Events,
     followers: &Arc<Semaphore>,

@@ -1,5 +1,6 @@
 //! Invalid requests: every field of every body with every kind of value, in every state, and from
-//! many clients at once. Each is answered, refusals have a reason, and the VMM continues.
+//! many concurrent clients. Each request is answered, each refusal has a reason, and the VMM
+//! continues to run.
 
 use std::io::Write;
 
@@ -12,17 +13,17 @@ use crate::config::fields;
 /// Number of requests in [`many_requests_are_answered_and_leave_no_file_open`].
 /// `FORESHORE_API_REQUESTS` overrides it.
 const REQUESTS: usize = 2000;
-/// Environment variable of a test that runs in its own process.
+/// Environment variable that marks the process of a test that runs alone.
 const ALONE: &str = "FORESHORE_TEST_ALONE";
 
-/// Valid VM with `fields` added or replaced.
+/// Valid VM configuration with `fields` added or replaced.
 fn vm(fields: Value) -> String {
     let mut config = json!({"payload": {"kernel": "/vmlinux"}});
     config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     config.to_string()
 }
 
-/// Checks that docs/reference/api.md documents the status for the request, and that errors have a
+/// Checks that docs/reference/api.md documents the status for this request, and that an error has a
 /// reason.
 #[track_caller]
 fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
@@ -32,10 +33,10 @@ fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
     }
 }
 
-/// Bodies with each field of the section and each value, and with all required fields.
+/// Bodies that set each field of the section to each value, in addition to all required fields.
 fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
     let mut all = values();
-    // The section itself has each value.
+    // The section itself takes each value.
     all.extend(names.iter().flat_map(|name| {
         let with = move |value: Value| {
             let mut object = needed.clone();
@@ -44,7 +45,7 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
         };
         values().into_iter().map(with)
     }));
-    // A required field is missing, or a field is unknown.
+    // One required field is missing, or one unknown field is present.
     all.push(json!({"no such field": 1}));
     all.extend(needed.as_object().unwrap().keys().map(|missing| {
         let mut object = needed.clone();
@@ -92,8 +93,8 @@ fn any_value_of_a_vm_field_is_accepted_or_refused() {
                 }
             }
         }
-        // Both numbers are checked, so that requests are not all refused for another reason or not
-        // parsed.
+        // Checks both numbers, so that the test fails if most requests are refused or cannot be
+        // parsed for an unrelated reason.
         assert!(taken > 300 && refused > 1500, "{taken} taken, {refused} refused");
         check("ping", &client.call("GET", "vmm.ping", ""), &[200]);
     });
@@ -131,7 +132,7 @@ fn any_value_of_a_device_or_resize_field_is_answered_in_every_state() {
             let mut before = None;
             for (call, names, needed) in &calls {
                 for body in bodies("", names, needed) {
-                    // The VM stays the same until a request succeeds.
+                    // The VM does not change until a request succeeds.
                     let shown = before.get_or_insert_with(|| vm_that_is(state, &mut client));
                     let answer = client.call("PUT", call, &body.to_string());
                     let what = format!("{call} {body} of a VM that is {state}");
@@ -190,7 +191,7 @@ fn invalid_and_too_long_bodies_are_refused() {
                 let answer = Raw::connect(path).call("PUT", call, body);
                 check(&format!("{call} {:.20}", body), &answer, &[400, 404]);
             }
-            // The length is announced first, so the body need not be read.
+            // The announced length is too large, so the server need not read the body.
             let mut client = Raw::connect(path);
             client.send(&request("PUT", &format!("/api/v1/{call}"), &long)[..2000], &[]);
             check(call, &client.receive(), &[413]);
@@ -239,7 +240,7 @@ fn incomplete_requests_do_not_block_other_clients() {
         let mut client = Raw::connect(path);
         check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204]);
         check("info", &client.call("GET", "vm.info", ""), &[200]);
-        // Clients that disconnect within a request change nothing either.
+        // Clients that disconnect within a request have no effect either.
         drop(silent);
         check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
         check("info", &client.call("GET", "vm.info", ""), &[404]);
@@ -310,7 +311,7 @@ fn many_requests_are_answered_and_leave_no_file_open() {
             ask(nth, &mut Raw::connect(path));
         }
         assert_eq!(one.call("GET", "vm.info", ""), before);
-        // The server may detect closed connections a little later.
+        // The server may need a moment to detect that connections are closed.
         let begin = std::time::Instant::now();
         while files() > files_before {
             assert!(begin.elapsed() < PATIENCE, "{} files, {files_before} before", files());

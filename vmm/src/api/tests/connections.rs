@@ -1,4 +1,4 @@
-//! Tests of the limits on connections and their duration.
+//! Tests of the limits on the number and duration of connections.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +14,7 @@ fn client_that_never_reads_is_disconnected() {
     for half_closed in [false, true] {
         run_within(limits, async |fixture| {
             let mut silent = fixture.connect().await;
-            // The answers exceed the buffers of the socket.
+            // The answers do not fit into the buffers of the socket.
             silent.send(request("GET", "/api/v1/vm.info", "").repeat(REQUESTS)).await;
             if half_closed {
                 silent.0.get_mut().shutdown().await.unwrap();
@@ -23,7 +23,7 @@ fn client_that_never_reads_is_disconnected() {
                 tokio::task::yield_now().await;
             }
             let mut answers = Vec::new();
-            // The end of the stream, or a reset if unread requests remain.
+            // The client reads the end of the stream, or gets a reset if unread requests remain.
             let _ = silent.0.read_to_end(&mut answers).await;
             let whole = answers.windows(12).filter(|bytes| bytes == b"HTTP/1.1 200").count();
             assert!((1..REQUESTS).contains(&whole), "{whole} of the answers were there");
@@ -42,15 +42,16 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
         assert_eq!(next.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(half.receive().await, None);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
-        // All connections have sent requests now, and `next` has waited longest.
+        // All connections have delivered requests now, and `next` has waited longest for its
+        // client.
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(next.receive().await, None);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
     });
 }
 
-/// The server reads the data of the second client only after it has accepted the connection. The
-/// time limits are too long to help.
+/// The server reads from the second client only after it has accepted the connection. All time
+/// limits are too long to affect the result.
 #[test]
 fn client_that_writes_before_accept_does_not_block_the_next_one() {
     let limits =
@@ -66,7 +67,7 @@ fn client_that_writes_before_accept_does_not_block_the_next_one() {
     }
 }
 
-/// The grace time is too long to help.
+/// The grace time is too long to affect the result.
 #[test]
 fn end_of_a_connection_makes_room_at_once() {
     let limits = Limits { connections: 1, grace: Duration::from_secs(3600), ..Limits::API };
@@ -75,18 +76,18 @@ fn end_of_a_connection_makes_room_at_once() {
         assert_eq!(only.call("GET", "vmm.ping", "").await.0, 200);
         let mut next = fixture.connect().await;
         next.send(request("GET", "/api/v1/vmm.ping", "")).await;
-        // The server sees the answered request and waits again.
+        // The server notices that the request is answered, and waits for the next one.
         tokio::task::yield_now().await;
         drop(only);
         assert_eq!(next.receive().await.unwrap().0, 200);
     });
 }
 
-/// Connects without sending, and reconnects as soon as the server closes the connection.
+/// Connects without sending, and connects again as soon as the server closes the connection.
 async fn connect_in_silence(path: PathBuf) {
     loop {
         let mut silent = UnixStream::connect(&path).await.unwrap();
-        // The end of the stream, or a reset.
+        // The client reads the end of the stream, or gets a reset.
         let _ = silent.read(&mut [0]).await;
     }
 }
@@ -108,8 +109,8 @@ fn incomplete_bodies_do_not_block_other_clients() {
         }
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
-        // The connections were closed to make room. None got an error because its body took too
-        // long.
+        // The connections were closed to make room. None of them got an error for a body that took
+        // too long.
         let last = stalled.split_off(stalled.len() - limits.silent);
         for client in &mut stalled {
             assert_eq!(client.receive().await, None);
@@ -118,7 +119,7 @@ fn incomplete_bodies_do_not_block_other_clients() {
         assert!(counters.silent.load(Ordering::Relaxed) >= stalled.len() as u64);
         assert_eq!(counters.idle.load(Ordering::Relaxed), 0);
         drop(last);
-        // No call was made without its body.
+        // No call was made for an incomplete body.
         assert!(fixture.asked.try_recv().is_err());
     });
 }
@@ -136,7 +137,7 @@ fn silent_connections_do_not_displace_requests() {
         let counters = fixture.server.counters();
         let closed = || counters.silent.load(Ordering::Relaxed);
         let mut answered = 0;
-        // All of them were closed several times.
+        // Each connection was closed several times.
         while closed() < 4 * SILENT as u64 {
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
             assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
@@ -199,7 +200,7 @@ fn followers_of_events_are_limited() {
             (429, "events have 64 followers, the maximum; disconnect another one first")
         );
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
-        // The disconnect is detected by a write.
+        // A failing write detects that the client has disconnected.
         followers.pop();
         while !follow().await.1.starts_with("HTTP/1.1 200 ") {}
     });
@@ -254,7 +255,7 @@ fn requests_on_one_connection_are_answered_in_order() {
 fn half_closed_client_is_answered() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
-        // The owner answers after the end of the stream has arrived.
+        // The owner answers only after the end of the stream has arrived.
         client.send(request("GET", "/api/v1/vm.info", "")).await;
         client.0.get_mut().shutdown().await.unwrap();
         assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
@@ -271,7 +272,7 @@ fn unexpected_body_is_ignored() {
     });
 }
 
-/// The rest of an unread body would end the connection.
+/// If part of the body stayed unread, the connection would have to be closed.
 #[test]
 fn unexpected_body_may_arrive_late() {
     run(async |fixture| {
@@ -280,7 +281,7 @@ fn unexpected_body_may_arrive_late() {
             let head =
                 format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n");
             client.send(head).await;
-            // A call that had been answered by now was answered before its body arrived.
+            // Any call that is answered by now was answered before its body arrived.
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
             client.send("null").await;
             let (status, _) = client.receive().await.expect("an answer");

@@ -10,7 +10,7 @@ fn device_added_to_a_running_vm_has_its_address_in_the_answer() {
         let (status, body) = fixture.call("PUT", "vm.add-disk", disk).await;
         let expected = json!({"id": "_disk0", "bdf": "0000:00:06.0"});
         assert_eq!((status, serde_json::from_str::<Value>(&body).unwrap()), (200, expected));
-        // For a VM that does not run, the answer is empty.
+        // If the VM does not run, the answer is empty.
         for (call, body) in [
             ("vm.add-pmem", r#"{"file": "/p"}"#),
             ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#),

@@ -1,4 +1,5 @@
-//! Tests of docs/reference/api.md against the answers: examples, fields, and names of states.
+//! Tests that compare docs/reference/api.md with the answers: examples, fields, and names of
+//! states.
 
 use foreshore_config::Object;
 use serde::Serialize;
@@ -14,14 +15,14 @@ use balloon::governor::AgentState;
 
 const DOCUMENT: &str = include_str!("../../../../docs/reference/api.md");
 
-/// Section of a call.
+/// Text of the section about a call.
 fn section(call: &str) -> &'static str {
     let heading = format!("\n## {call}\n");
     let (_, rest) = DOCUMENT.split_once(&heading).unwrap_or_else(|| panic!("no section {call}"));
     rest.split_once("\n## ").map_or(rest, |(section, _)| section)
 }
 
-/// Examples of a section, which are indented by four spaces.
+/// Examples in a section, which are indented by four spaces.
 fn examples(section: &str) -> Vec<String> {
     let mut examples = vec![String::new()];
     for line in section.lines() {
@@ -51,7 +52,7 @@ fn calls(section: &str) -> Vec<String> {
     calls
 }
 
-/// Checks that an example has every field.
+/// Checks that an example contains every field.
 #[track_caller]
 fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
     let example: Value =
@@ -61,8 +62,8 @@ fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
     assert_eq!(serde_json::to_value(read).unwrap(), example);
 }
 
-/// Returns true if `answer` has all fields of `example`, each of the same kind. Values of numbers
-/// and texts are ignored.
+/// Returns true if `answer` has all fields of `example`, with values of the same kinds. Numbers and
+/// texts may differ.
 fn is_part(example: &Value, answer: &Value) -> bool {
     match (example, answer) {
         (Value::Object(example), Value::Object(answer)) => example
@@ -176,7 +177,7 @@ fn fields_of_vm_pressure_match_the_document() {
 fn details_of_vm_pressure_match_the_document() {
     let mut governed = crate::governor::fake::fixture("psi", true);
     governed.greet();
-    // The memory that the first report causes to be plugged is online in the second.
+    // The memory plugged after the first report is online in the second report.
     governed.report(20);
     governed.report(200);
     let info = governed.core.info(0, balloon::TimeMs(100));
@@ -190,7 +191,8 @@ fn details_of_vm_pressure_match_the_document() {
     assert_eq!(documented, details);
 }
 
-/// Runs the calls in the order of the document. The objects in them exist, and each call succeeds.
+/// Runs the calls in the order in which the document lists them. The objects in the examples exist,
+/// so each call must succeed.
 #[test]
 fn calls_of_the_document_are_answered() {
     run(async |mut fixture| {
@@ -223,7 +225,7 @@ fn calls_of_the_document_are_answered() {
     });
 }
 
-/// Merges changes.
+/// Merges `one` into `all`.
 fn note(all: &mut PressureChange, one: PressureChange) {
     let PressureChange { policy, size, dry_run, pause, resume, zone, params, rules } =
         std::mem::take(all);
@@ -239,7 +241,7 @@ fn note(all: &mut PressureChange, one: PressureChange) {
     };
 }
 
-/// Checks that the serialized name of each state is in the section.
+/// Checks that the section mentions the serialized name of each state.
 #[track_caller]
 fn assert_named<T: Serialize>(call: &str, statuses: &[T]) {
     for status in statuses {
@@ -300,7 +302,7 @@ fn every_call_of_the_document_exists() {
         .collect();
     assert!(calls.len() >= 11, "{calls:?}");
     run(async |fixture| {
-        // The call that ends the VMM is last.
+        // The call that ends the VMM must run last.
         let (end, others): (Vec<_>, _) =
             calls.into_iter().partition(|(_, call)| *call == "vmm.shutdown");
         for (method, call) in others.iter().chain(&end) {

@@ -1,4 +1,4 @@
-//! Tests of request sequences of real clients, byte by byte, against the VMM's owner with fake
+//! Tests that replay requests of real clients byte by byte, against the VMM's owner with fake
 //! machines.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,7 @@ use crate::config::AtGuestShutdown;
 use crate::vm::owner::Owner;
 use crate::vm::owner::tests::FakeFactory;
 
-/// Runs a test, which may block, beside a VMM without a VM.
+/// Runs a blocking test next to a VMM without a VM.
 pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     tokio::task::LocalSet::new().block_on(&runtime, async {
@@ -47,7 +47,7 @@ impl Raw {
         Self(stream)
     }
 
-    /// Sends all bytes at once, with descriptors.
+    /// Sends all bytes in one message, together with the descriptors.
     pub(super) fn send(&self, bytes: &str, fds: &[&OwnedFd]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -82,8 +82,7 @@ impl Raw {
     }
 }
 
-/// Writing end of a pipe that stands for a queue, and the reading end, which detects that it is
-/// closed.
+/// Write end of a pipe that represents a queue. The read end detects when the write end is closed.
 fn queue() -> (std::io::PipeReader, OwnedFd) {
     let (reader, writer) = std::io::pipe().unwrap();
     (reader, writer.into())
@@ -95,8 +94,8 @@ fn info(path: &Path) -> Value {
     serde_json::from_str(&body).unwrap()
 }
 
-/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c) sends requests by curl, and writes those with
-/// descriptors itself, all on one connection.
+/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c) sends requests by curl, but writes requests
+/// with descriptors itself. All use one connection.
 #[test]
 fn libvirt_adds_its_interfaces_before_the_vm_boots() {
     with_vmm(|path| {
@@ -139,8 +138,8 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
         assert_eq!(net("ip")[1], "192.168.1.2");
         assert_eq!(by_curl("vm.boot", ""), (204, String::new()));
         assert_eq!(info(path)["state"], "Running");
-        // The configuration that is returned is accepted again. Without descriptors, it describes
-        // interfaces that the VMM creates.
+        // The VMM accepts the configuration that it has returned. Without descriptors, the
+        // configuration describes interfaces that the VMM creates.
         assert_eq!(by_curl("vm.delete", ""), (204, String::new()));
         assert_eq!(by_curl("vm.create", &shown["config"].to_string()), (204, String::new()));
         let nets = info(path)["config"]["net"].clone();
@@ -153,7 +152,7 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
 }
 
 /// Kata Containers' driver for Cloud Hypervisor, virtcontainers/clh.go. Go's http.DumpRequest
-/// writes the request.
+/// produces the bytes of the request.
 #[test]
 fn kata_adds_interfaces_to_a_running_vm() {
     with_vmm(|path| {
@@ -189,7 +188,7 @@ fn kata_adds_interfaces_to_a_running_vm() {
             assert!(found == status && answer.contains(text), "{body}: {found} {answer}");
         }
         assert_eq!(info(path)["config"]["net"].as_array().unwrap().len(), 2);
-        // Numbers are ignored, with and without descriptors.
+        // Descriptor numbers are ignored, with and without descriptors.
         for (id, fds) in [("a", &[][..]), ("b", &[&fd][..])] {
             assert_eq!(add(&format!(r#"{{"id":"{id}","fds":[3,-1]}}"#), fds).0, 200);
         }
@@ -198,7 +197,7 @@ fn kata_adds_interfaces_to_a_running_vm() {
     });
 }
 
-/// Calls that need a machine.
+/// Calls that need a running machine.
 const OF_A_MACHINE: [&str; 5] =
     ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
 
@@ -228,8 +227,8 @@ fn calls_that_need_a_machine_succeed_while_it_exists() {
     });
 }
 
-/// Checks the success statuses in docs/reference/openapi.json, each in a state in which the call
-/// succeeds.
+/// Checks the success statuses in docs/reference/openapi.json. Each call is made in a state in
+/// which it succeeds.
 #[test]
 fn every_call_succeeds_with_its_described_status() {
     with_vmm(|path| {
@@ -250,7 +249,7 @@ fn every_call_succeeds_with_its_described_status() {
         let vm = r#"{"payload":{"kernel":"/vmlinux"},"cpus":{"boot_vcpus":1,"max_vcpus":2},"disks":[{"path":"/d"}],
                      "memory":{"size":536870912,"hotplug_method":"VirtioMem","hotplug_size":268435456}}"#;
         say("PUT", "vm.create", vm);
-        // For a VM that does not run, and for one that does.
+        // Both for a stopped VM and for a running one.
         for runs in [false, true] {
             if runs {
                 say("PUT", "vm.boot", "");
@@ -294,7 +293,7 @@ fn every_call_succeeds_with_its_described_status() {
                     .filter_map(|status| status.parse().ok())
                     .filter(|status| (200..300).contains(status))
                     .collect();
-                // Endless answers have other tests, and refused calls have no success status.
+                // Endless answers are tested elsewhere, and refused calls have no success status.
                 if !success.is_empty() && path != "/vmm.events" {
                     described
                         .insert((path.trim_start_matches('/').to_owned(), method.clone()), success);
@@ -305,7 +304,8 @@ fn every_call_succeeds_with_its_described_status() {
     });
 }
 
-/// A reboot requests Cloud Hypervisor's `config.memory.hotplugged_size` again.
+/// After a reboot, the VMM requests the size in Cloud Hypervisor's `config.memory.hotplugged_size`
+/// again.
 #[test]
 fn resize_is_in_the_configuration_of_the_next_boot() {
     const MIB: u64 = 1 << 20;
@@ -329,7 +329,7 @@ fn resize_is_in_the_configuration_of_the_next_boot() {
         put("vm.resize", json!({"desired_ram": 512 * MIB}));
         assert_eq!(asked(), Value::Null);
 
-        // For a VM that does not run, the sum is the same, and repeating the request is harmless.
+        // If the VM does not run, the sum is the same, and repeating the request has no effect.
         put("vm.resize", json!({"desired_ram": 640 * MIB}));
         put("vm.shutdown", Value::Null);
         for (desired, boot, hotplugged) in [

@@ -1,4 +1,4 @@
-//! Tests of refused changes of `vm.pressure`, and of its decisions.
+//! Tests of refused changes in `vm.pressure`, and of the decisions that it returns.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Values for fields, each wrong for most fields and right for some. The guest test `bad_bodies`
-//! includes this file.
+//! Values for fields. Each is invalid for most fields and valid for some. The guest test
+//! `bad_bodies` includes this file.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ pub(super) fn values() -> Vec<Value> {
         json!(-1),
         json!(7),
         json!(u64::MAX),
-        // One more, which serde_json cannot represent as an integer.
+        // One more than the largest integer that serde_json can represent.
         serde_json::from_str("18446744073709551616").expect("a number"),
         json!(1e300),
         json!(0.5),

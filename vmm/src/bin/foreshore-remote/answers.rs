@@ -1,4 +1,4 @@
-//! Tables of the VMM's answers.
+//! Tables that present the VMM's answers.
 
 use std::collections::BTreeMap;
 
@@ -105,7 +105,7 @@ pub(crate) fn info_lines(info: &VmInfo) -> String {
     }));
     let mut text: String =
         lines.iter().map(|(name, value)| format!("{name:<8} {value}\n")).collect();
-    // The function of a device has its address.
+    // A PCI function has the address, and its children are the IDs of devices.
     let functions = info.device_tree.iter().flat_map(BTreeMap::values);
     let mut devices: Vec<_> = functions
         .filter_map(|function| Some([function.pci_bdf.clone()?, function.children.join(", ")]))
@@ -151,7 +151,7 @@ pub(crate) fn volumes_table(volumes: &[VolumeInfo]) -> String {
     table(header, 2, rows)
 }
 
-/// Escapes the control characters of a text of the guest.
+/// Escapes control characters in a text from the guest.
 fn printable(text: &str) -> String {
     text.escape_debug().to_string()
 }

@@ -1,4 +1,5 @@
-//! Subcommands `add-*` and `remove-device`. A device is described as on the VMM's command line.
+//! Subcommands `add-*` and `remove-device`. Devices are described in the same way as on the VMM's
+//! command line.
 
 use anyhow::Result;
 use clap::Args;
@@ -35,7 +36,8 @@ impl Device {
         add(vmm, "vm.add-vsock", &vsock).await
     }
 
-    /// Sends the descriptors of `fd=` with the request, because they belong to this process.
+    /// Sends the descriptors in `fd=` with the request, because their numbers are valid only in
+    /// this process.
     pub(crate) async fn add_net(&self, vmm: &Client) -> Result<String> {
         let mut net = refusing(NetConfig::parse(&self.config))?;
         let fds: Vec<_> = std::mem::take(&mut net.fds).iter().map(GivenFd::number).collect();
@@ -44,14 +46,14 @@ impl Device {
     }
 }
 
-/// Strips the dashes of the flag from an error, because the flag is a subcommand here.
+/// Removes the dashes of the flag from an error message, because here the flag is a subcommand.
 fn refusing<T>(parsed: Result<T, ConfigError>) -> Result<T> {
     parsed.map_err(|error| {
         WrongCommandLine(error.to_string().trim_start_matches("--").to_owned()).into()
     })
 }
 
-/// Adds a device. If the VM runs, the answer has the device's PCI address.
+/// Adds a device. If the VM runs, the answer contains the device's PCI address.
 async fn add(vmm: &Client, call: &str, device: &impl Serialize) -> Result<String> {
     text_of(&vmm.put(call, Some(serde_json::to_string(device)?)).await?)
 }

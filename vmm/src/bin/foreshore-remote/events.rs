@@ -20,7 +20,7 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// Prints each event as a line until the VMM ends.
+    /// Prints each event as a line until the VMM exits.
     pub(crate) async fn execute(self, vmm: &Client) -> Result<String> {
         let mut out = io::stdout();
         let mut lines = Lines::default();
@@ -37,15 +37,15 @@ impl Events {
     }
 }
 
-/// Lines of the answer so far.
+/// Splits the received answer into lines.
 #[derive(Default)]
 struct Lines {
-    /// Start of a line whose end has not arrived.
+    /// Beginning of a line that has not arrived completely.
     rest: Vec<u8>,
 }
 
 impl Lines {
-    /// Adds a piece of the answer, and returns the text of the lines that end in it.
+    /// Adds a piece of the answer, and returns the text of the lines completed by it.
     fn take(&mut self, piece: &[u8]) -> String {
         self.rest.extend_from_slice(piece);
         let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else {
@@ -57,7 +57,7 @@ impl Lines {
     }
 }
 
-/// Line of the answer.
+/// Line in the stream of events.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
@@ -67,11 +67,11 @@ enum Line {
         event: String,
         properties: Option<Properties>,
     },
-    /// Events that this client was too slow to receive.
+    /// Number of events that were dropped because this client was too slow.
     Lost {
         lost: u64,
     },
-    /// Sign that the VMM is still there.
+    /// Line sent in the absence of events, which shows that the VMM is still running.
     Quiet {
         #[serde(rename = "quiet_s")]
         _seconds: Value,
@@ -87,8 +87,8 @@ struct Timestamp {
     nanos: u32,
 }
 
-/// Formats a line, or returns `None` if it has nothing to show. A line that only another version of
-/// the VMM knows is shown as it is.
+/// Formats a line, or returns `None` if there is nothing to print. A line that this version does
+/// not know is printed unchanged.
 fn line(json: &[u8]) -> Option<String> {
     let text = match serde_json::from_slice(json) {
         Ok(Line::Event { timestamp: Timestamp { secs, nanos }, source, event, properties }) => {
@@ -128,7 +128,7 @@ no JSON\x1b
 no JSON\\u{1b}
 ";
         assert_eq!(Lines::default().take(answer.as_bytes()), expected);
-        // A piece may end anywhere.
+        // A piece of the answer may end anywhere.
         let mut lines = Lines::default();
         let pieces: String = answer.as_bytes().chunks(7).map(|piece| lines.take(piece)).collect();
         assert_eq!(pieces, expected);

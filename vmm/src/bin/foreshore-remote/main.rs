@@ -58,13 +58,13 @@ struct Flags {
     verb: Verb,
 }
 
-/// Environment variable with the socket.
+/// Environment variable with the path of the API socket.
 const API_SOCKET: &str = "FORESHORE_API_SOCKET";
 
-/// Version text of the client, and the compatible version of ch-remote.
+/// Version of the client, and the compatible version of ch-remote.
 static VERSION: LazyLock<String> =
     LazyLock::new(|| format!("v{} (ch-remote v{COMPATIBLE_WITH})", env!("CARGO_PKG_VERSION")));
-/// Version text, and commit and date of the build.
+/// Version of the client, with the commit and date of the build.
 static LONG_VERSION: LazyLock<String> =
     LazyLock::new(|| format!("{}\n{}", *VERSION, env!("FORESHORE_BUILD")));
 
@@ -237,7 +237,7 @@ fn main() -> ExitCode {
     foreshore_cli::answer_completion(manual::description);
     match run(std::env::args_os().collect()) {
         Ok(text) => match io::stdout().write_all(text.as_bytes()) {
-            // A reader such as `head` may have closed the pipe.
+            // The reader, for example `head`, may have closed the pipe.
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
                 let _ =
                     writeln!(io::stderr(), "foreshore-remote: cannot write the output: {error}");
@@ -278,7 +278,7 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
     runtime.block_on(execute(&Client::new(api_socket), call))
 }
 
-/// Hint for `pressure policy=amf`, which has the syntax of the VMM's flag.
+/// Hint for arguments like `pressure policy=amf`, the syntax of the VMM's flag.
 fn hint(error: &clap::Error) -> &'static str {
     match error.get(ContextKind::InvalidSubcommand) {
         Some(ContextValue::String(verb)) if verb.contains('=') => {
@@ -391,8 +391,8 @@ mod tests {
         }
     }
 
-    /// Subcommands of ch-remote (54.0.0-dev, commit ae44c2971) with arguments and the resulting
-    /// call.
+    /// Subcommands of ch-remote (54.0.0-dev, commit ae44c2971), each with arguments and the
+    /// resulting call.
     const CH_REMOTE: [(&str, &[&str], &str); 31] = [
         ("add-device", &["path=/sys/bus/pci/devices/0000:00:01.0"], "vm.add-device"),
         ("add-disk", &["path=/d"], "vm.add-disk"),
@@ -426,7 +426,7 @@ mod tests {
         ("shutdown-vmm", &[], "vmm.shutdown"),
         ("snapshot", &["file:///s"], "vm.snapshot"),
     ];
-    /// Subcommands that the VMM refuses, with the reason.
+    /// Subcommands that the VMM refuses, each with the reason.
     const CH_REMOTE_REFUSED: [(&str, &str); 10] = [
         ("add-device", "device passthrough is not supported"),
         ("add-fs", "virtio-fs is not implemented"),

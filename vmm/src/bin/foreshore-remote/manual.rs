@@ -1,5 +1,5 @@
-//! Shell completion and manual pages of this program and of the VMM, which stays smaller without
-//! them.
+//! Shell completion and manual pages for this program and for the VMM. Generating them here keeps
+//! the VMM small.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use foreshore_cli::{Manual, Shell, complete_options, completion_script};
 
 use crate::Flags;
 
-/// Program that answers requests for completion.
+/// Program that the shell runs to complete a command line.
 const COMPLETER: &str = "foreshore-remote";
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -92,7 +92,7 @@ impl ManualVerb {
     }
 }
 
-/// Description of a program's command line that completes options and policies.
+/// Command line description of a program, which also completes options and policies.
 pub(crate) fn description(program: &str) -> Command {
     let programs = Program::value_variants().iter().map(|program| program.description());
     let found = programs.into_iter().find(|description| description.get_name() == program);
@@ -117,7 +117,7 @@ fn with_values(command: Command) -> Command {
     command.mut_subcommands(with_values)
 }
 
-/// Policies, and parameters with their `=`.
+/// Names of policies, and of parameters followed by `=`.
 fn policies() -> Vec<String> {
     let tables = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let params = tables.flat_map(|policy| policy.table()).chain(Rules::TABLE);

@@ -1,4 +1,4 @@
-//! Form of the output: tables for people, JSON for programs.
+//! Output format: tables for people, JSON for programs.
 
 use std::io::{self, IsTerminal};
 
@@ -7,7 +7,7 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Flags of a verb that shows something.
+/// Flags of verbs that show something.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Output {
     /// Print JSON
@@ -15,17 +15,17 @@ pub(crate) struct Output {
     pub(crate) json: bool,
 }
 
-/// Origin of a verb, on which its form without `--json` depends.
+/// Origin of a verb, which determines its output format without `--json`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// A verb of ch-remote. Scripts read its JSON from a pipe.
+    /// Verb of ch-remote. Scripts read its JSON output from a pipe.
     ChRemote,
-    /// A verb of Foreshore.
+    /// Verb that only Foreshore has.
     Foreshore,
 }
 
 impl Output {
-    /// Formats an answer as JSON, or with `table`.
+    /// Formats an answer as JSON or by `table`.
     pub(crate) fn format<T: DeserializeOwned>(
         &self,
         origin: Origin,
@@ -50,7 +50,7 @@ impl Output {
     }
 }
 
-/// Formats an answer as JSON: unchanged for programs, with line breaks for a terminal.
+/// Formats an answer as JSON: unchanged for programs, with line breaks on a terminal.
 pub(crate) fn text_of(answer: &[u8]) -> Result<String> {
     json(answer, io::stdout().is_terminal())
 }

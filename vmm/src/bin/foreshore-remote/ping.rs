@@ -1,4 +1,4 @@
-//! Subcommand `ping`: checks that a VMM answers, or waits until one does.
+//! Subcommand `ping`: checks that a VMM answers, or waits until it does.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::output::{Origin, Output};
 
-/// Upper limit of a wait without a number.
+/// Time limit of `--wait` without a number.
 const DEFAULT_WAIT: &str = "60";
-/// Delay between two attempts. A VMM listens within some milliseconds of its start.
+/// Delay between two attempts to connect. A VMM listens within some milliseconds after its start.
 const RETRY: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Args)]
@@ -52,8 +52,8 @@ async fn wait(vmm: &Client, seconds: u32) -> Result<Vec<u8>> {
     }
 }
 
-/// True for an error that ends when the VMM has started: the socket does not exist yet, or is one
-/// that an earlier VMM has left.
+/// Returns true for an error that disappears once the VMM has started: the socket does not exist
+/// yet, or was left behind by an earlier VMM.
 fn may_pass(error: &ClientError) -> bool {
     let ClientError::Connect { source, .. } = error else { return false };
     matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)

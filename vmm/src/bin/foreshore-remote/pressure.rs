@@ -84,8 +84,8 @@ struct Choice {
 }
 
 impl Choice {
-    /// Change from the options and from `more`, both in the syntax of the VMM's `--pressure`. The
-    /// VMM checks the values.
+    /// Builds the change from the options and from `more`, which have the syntax of the VMM's
+    /// `--pressure`. The VMM validates the values.
     fn change(self, more: &[String]) -> Result<PressureChange> {
         let mut change = PressureChange { size: self.size, ..PressureChange::default() };
         let policy = self.policy.map(|policy| format!("policy={policy}"));
@@ -100,8 +100,8 @@ impl Choice {
     }
 }
 
-/// Adds a setting to a change: of the policy, of one of its parameters, or of the rules above every
-/// policy.
+/// Adds one setting to a change: the policy, a parameter of the policy, or a parameter of the rules
+/// above every policy.
 fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
     let new = match name {
@@ -113,7 +113,7 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
                 if is_rule { &mut change.rules } else { &mut change.params }
                     .get_or_insert_default();
             let new = settings.insert(name.to_owned(), Setting::from(value)).is_none();
-            // `--size` sets the same value.
+            // `--size` sets the same parameter.
             new && (name != FIXED_SIZE || change.size.is_none())
         }
     };
@@ -123,7 +123,7 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-/// Parses a value of `dry_run` in the syntax of the VMM's flags.
+/// Parses the value of `dry_run` in the syntax of the VMM's flags.
 fn switch(value: &str) -> Result<bool> {
     bool::read(value).with_context(|| format!("dry_run={value:?} is not {}", bool::expected()))
 }
@@ -179,7 +179,7 @@ impl Pressure {
     }
 }
 
-/// Formats the state in lines, and zones and decisions in tables.
+/// Formats the state as lines, and zones and decisions as tables.
 fn show(info: &PressureInfo) -> String {
     let mut text = format!("policy {}, agent {}", info.policy, info.agent.label());
     match info.report_age_ms {
@@ -218,15 +218,15 @@ fn show(info: &PressureInfo) -> String {
         "REASON",
         "OUTCOME",
     ];
-    // Newest last, as in a log.
+    // The newest decision is last, as in a log.
     text.push('\n');
     text.push_str(&decisions(header, &info.decisions));
     text
 }
 
-/// Parameter with its value in the VMM.
+/// Parameter and its current value in the VMM.
 struct Parameter {
-    /// Name of its policy, or `rules`.
+    /// Policy that has the parameter, or `rules`.
     scope: String,
     param: &'static Param,
     value: u64,
@@ -245,8 +245,8 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// Parameters of the policy, then of the rules. Parameters that only another version of the VMM has
-/// are shown in JSON only.
+/// Parameters of the policy, then parameters of the rules. If the VMM has another version,
+/// parameters unknown to this version appear only in JSON.
 fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
     let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
     let tables = [(info.policy.as_str(), "params", policy), ("rules", "rules", Rules::TABLE)];
@@ -317,7 +317,7 @@ fn outcome(outcome: &Outcome) -> String {
     }
 }
 
-/// Formats a time span for people.
+/// Formats a duration for people.
 fn span(ms: u64) -> String {
     match ms {
         0..1_000 => format!("{ms} ms"),
@@ -385,7 +385,7 @@ mod tests {
         for args in [
             &["set", "policy=amf,reclaim=40,ceiling=1G,dry_run=on"][..],
             &["set", "policy=amf", "reclaim=40", "ceiling=1G,dry_run=true"],
-            // The syntax of the simulator.
+            // Syntax of the simulator.
             &["set", "--policy", "amf,reclaim=40,ceiling=1G,dry_run=on"],
             &["set", "--policy", "amf", "reclaim=40", "ceiling=1G", "dry_run=on"],
             &["--policy", "amf,reclaim=40,ceiling=1G", "--dry-run", "on"],
@@ -497,7 +497,8 @@ DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE    ASKED  REQUESTED          
         assert_eq!(shown("psi", set).unwrap(), "idle=9s ceiling=1G (--params shows all)");
         let fixed = serde_json::json!({"params": {"size": 256 << 20}, "rules": {}});
         assert_eq!(shown("fixed", fixed).unwrap(), "size=256M (--params shows all)");
-        // A VMM of another version lacks some parameters and has unknown ones.
+        // A VMM of another version lacks some parameters and has others that this version does not
+        // know.
         let other = serde_json::json!({"params": {"tide": 7}});
         assert_eq!(shown("psi", other.clone()), None);
         assert_eq!(shown("moon", other), None);

@@ -1,10 +1,10 @@
-//! Tables for a terminal.
+//! Tables for terminal output.
 
 use foreshore_types::size::Size;
 
-/// Formats rows with a header. Columns are as wide as necessary, except the last one, which is text
-/// of any length. The first `left` columns are aligned to the left, and the others, which are
-/// numbers, to the right.
+/// Formats rows under a header. Columns are as wide as necessary, except the last column, which
+/// contains text of any length. The first `left` columns are left-aligned. The others contain
+/// numbers and are right-aligned.
 pub(crate) fn table<const N: usize>(
     header: [&str; N],
     left: usize,
@@ -28,7 +28,7 @@ pub(crate) fn table<const N: usize>(
     text
 }
 
-/// Cell of a size in bytes.
+/// Table cell with a size in bytes.
 pub(crate) fn size_cell(bytes: u64) -> String {
     Size(bytes).rounded()
 }

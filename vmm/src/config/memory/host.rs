@@ -1,4 +1,4 @@
-//! Keys that `--memory` and `--memory-zone` share: host memory behind guest memory.
+//! Keys that `--memory` and `--memory-zone` have in common: host memory behind guest memory.
 
 use foreshore_config::{ConfigError, section};
 use foreshore_types::UNIT_BYTES;
@@ -8,7 +8,7 @@ use foreshore_types::size::Size;
 const MAX_PAGE_BYTES: u64 = 1 << 40;
 
 section! {
-    /// Memory of the host that backs memory of the guest.
+    /// Host memory that backs guest memory.
     pub struct HostMemoryConfig: "--memory" "Host memory" {
         shared: bool = false => "Let other processes map it",
         mergeable: bool = false => "Let the host merge pages of the same content",
@@ -22,7 +22,7 @@ section! {
 }
 
 impl HostMemoryConfig {
-    /// Returns the first switch that is on.
+    /// Returns the first switch in the section that is on.
     pub(super) fn first_on(&self) -> Option<&'static str> {
         let switches = [
             ("shared", self.shared),
@@ -34,7 +34,7 @@ impl HostMemoryConfig {
         switches.into_iter().find_map(|(key, is_on)| is_on.then_some(key))
     }
 
-    /// Checks the page size, and that `sizes`, given by key, are multiples of it.
+    /// Checks the page size, and that each of `sizes`, pairs of key and value, is a multiple of it.
     pub(super) fn validate(
         &self,
         flag: &'static str,

@@ -17,7 +17,7 @@ pub use self::pm::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::zone::MemoryZoneConfig;
 
 words! {
-    /// Method of DRAM hotplug.
+    /// Method by which DRAM is plugged.
     pub enum HotplugMethod {
         /// ACPI memory devices.
         Acpi = "Acpi" "acpi",
@@ -48,7 +48,7 @@ impl MemoryConfig {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
     }
 
-    /// Checks the sizes, the host memory, and that the hotplug method supports them.
+    /// Checks the sizes, the host memory, and that the hotplug method supports both.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         if self.zones.is_empty() {
@@ -70,8 +70,8 @@ impl MemoryConfig {
         self.check_blocks()
     }
 
-    /// Refuses keys that ACPI does not support. ACPI adds memory to `--memory` only, and only on
-    /// request.
+    /// Refuses keys that are not supported with ACPI. With ACPI, memory is added only to
+    /// `--memory`, and only on request.
     fn check_dimms(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         if let Some(zone) = self.zones.iter().find(|zone| zone.hotplug_size.is_some()) {
@@ -98,13 +98,13 @@ impl MemoryConfig {
         self.hotplug_size.map_or(Ok(()), |bytes| size::check_pages(flag, "hotplug_size", bytes))
     }
 
-    /// Returns true if vm.resize adds memory by ACPI, in which case a smaller size takes effect at
-    /// the next boot.
+    /// Returns true if vm.resize adds memory by ACPI. A smaller size then takes effect at the next
+    /// boot.
     pub fn resizes_by_acpi(&self) -> bool {
         self.zones.is_empty() && self.hotplug_method == HotplugMethod::Acpi
     }
 
-    /// Refuses keys that belong to each zone.
+    /// Refuses keys that must be set for each zone instead.
     fn check_zones(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let sizes = [
@@ -127,8 +127,8 @@ impl MemoryConfig {
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        // Clients also set `shared` with zones, although each zone has its own. Cloud Hypervisor
-        // ignores it in that case.
+        // Clients also set `shared` together with zones, although each zone has its own `shared`
+        // key. Cloud Hypervisor ignores it in that case.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
             let reason = format!("{key}=on has no effect with --memory-zone; set it for each zone");
@@ -137,8 +137,8 @@ impl MemoryConfig {
         self.zones.iter().try_for_each(MemoryZoneConfig::validate)
     }
 
-    /// Refuses huge pages larger than a block of virtio-mem, because blocks are plugged and
-    /// unplugged one by one.
+    /// Refuses huge pages larger than a virtio-mem block, because blocks are plugged and unplugged
+    /// individually.
     fn check_blocks(&self) -> Result<(), ConfigError> {
         let zones = self.zones.iter().map(|zone| (zone.hotplug_size, zone.host.hugepage_size));
         let mut parts = zones.chain([(self.hotplug_size, self.host.hugepage_size)]);
@@ -257,7 +257,7 @@ mod tests {
                 .contains("at least 64 MiB per second")
         );
         assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
-        // Kata requests the size of the host's memory, which can be any number.
+        // Kata sets the hotplug size by the host's memory, which can have any size.
         assert_eq!(
             MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(),
             Ok(())
@@ -276,8 +276,8 @@ mod tests {
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }
 
-    /// JSON that Kata's containerd shims in Go and in Rust send: with nulls, and sizes that are
-    /// multiples of 1 MiB only.
+    /// JSON as sent by Kata's containerd shims in Go and in Rust: it contains nulls, and sizes that
+    /// are only multiples of 1 MiB.
     #[test]
     fn memory_of_kata_is_accepted_and_shown_as_by_cloud_hypervisor() {
         let go = r#"{"size":2148532224,"hotplug_size":1649266655232,"mergeable":false,"hotplug_method":"Acpi","shared":true,"hugepages":false,"prefault":false,"thp":true}"#;

@@ -1,19 +1,19 @@
-//! `plug_bandwidth=` of `--memory`, `--memory-zone` and `--pm-memory`.
+//! `plug_bandwidth=` in `--memory`, `--memory-zone` and `--pm-memory`.
 
 use std::num::NonZeroU64;
 
 use foreshore_config::ConfigError;
 use foreshore_types::size::Size;
 
-/// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is
-/// plugged again must be erased again.
+/// Default plug rate in bytes per second. It equals the default of `scrub_bandwidth`, because
+/// memory must be erased before it is plugged again.
 pub(super) const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 
-/// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task as
-/// hung after 120 s.
+/// Lowest plug rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task
+/// as hung after 120 s.
 pub(super) const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
 
-/// Rate of a zone; `None` for 0 (unlimited).
+/// Plug rate of a zone; `None` if the configured value is 0 (unlimited).
 pub(in crate::config) fn bytes_per_s(configured: Option<u64>) -> Option<NonZeroU64> {
     NonZeroU64::new(configured.unwrap_or(DEFAULT_PLUG_BANDWIDTH))
 }

@@ -12,7 +12,7 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use super::super::numa::MAX_NODE;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 
-/// Lowest node of a PM zone. Node 0 has DRAM.
+/// Lowest node number of a PM zone. Node 0 contains DRAM.
 pub const MIN_PM_NODE: u32 = 1;
 
 /// Largest latency in nanoseconds that the HMAT can hold in its unit.
@@ -21,13 +21,14 @@ const MAX_LATENCY_NS: u32 = 0xfffe;
 const MIN_BANDWIDTH: u64 = 10 << 20;
 const MAX_BANDWIDTH: u64 = MIN_BANDWIDTH * 0xfffe;
 
-/// One Optane DIMM: a random load, a store that bypasses the caches, and a sequential read (Yang et
-/// al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST 2020).
+/// Values of one Optane DIMM: a random load, a store that bypasses the caches, and a sequential
+/// read (Yang et al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory",
+/// FAST 2020).
 const READ_LATENCY_NS: u32 = 305;
 const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
 
-/// Lowest limit of erasing: one chunk per second.
+/// Lowest limit on erasing: one chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;
 
 section! {
@@ -56,13 +57,13 @@ section! {
 }
 
 impl PmMemoryConfig {
-    /// ID of the `nth` PM zone, by default `pm`, `pm1`, `pm2`.
+    /// ID of the `nth` PM zone. Defaults are `pm`, `pm1`, `pm2` and so on.
     pub fn id_or_default(&self, nth: usize) -> String {
         let number = if nth == 0 { String::new() } else { nth.to_string() };
         self.id.clone().unwrap_or_else(|| format!("pm{number}"))
     }
 
-    /// Limit of erasing; `None` for 0 (unlimited).
+    /// Limit on the rate of erasing; `None` if the configured value is 0 (unlimited).
     pub fn scrub_bytes_per_s(&self) -> Option<NonZeroU64> {
         NonZeroU64::new(self.scrub_bandwidth)
     }
@@ -88,7 +89,7 @@ impl PmMemoryConfig {
     }
 }
 
-/// Checks each zone, and that all zones use one pool, because the governor plans with the free
+/// Checks each zone, and that all zones use the same pool, because the governor plans with the free
 /// space of one pool.
 pub(in crate::config) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
@@ -182,7 +183,7 @@ mod tests {
         let expected = "--pm-memory: scrub_bandwidth=\"1048576\" is not 0, for no bound, or at least 2 MiB per second";
         assert_eq!(error("pool=/p,size=2M,scrub_bandwidth=1M"), expected);
         assert!(error("pool=/p,size=2M,scrub_bandwidth=fast").contains("is not a size"));
-        // The key may be missing in JSON, as from older clients.
+        // The key may be missing in JSON from older clients.
         let pm: PmMemoryConfig =
             serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.scrub_bandwidth, 1 << 30);

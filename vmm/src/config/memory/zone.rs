@@ -26,7 +26,7 @@ section! {
 }
 
 impl MemoryZoneConfig {
-    /// Checks the ID, the sizes and the host memory.
+    /// Checks the ID, the sizes and the host memory of the zone.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         name::check(flag, "id", &self.id)?;
@@ -45,8 +45,7 @@ impl MemoryZoneConfig {
     }
 }
 
-/// Checks the sizes of a hotplug part, and that the size requested at boot does not exceed the
-/// part.
+/// Checks the sizes of a hotplug part, and that the size requested at boot does not exceed it.
 pub(super) fn check_hotplug(
     flag: &'static str,
     hotplug_size: Option<u64>,
@@ -66,7 +65,7 @@ pub(super) fn check_hotplug(
     Ok(())
 }
 
-/// Checks the plug rate, which requires a hotplug part.
+/// Checks the plug rate, which is valid only with a hotplug part.
 pub(super) fn check_plug_bandwidth(
     flag: &'static str,
     hotplug_size: Option<u64>,
@@ -114,7 +113,7 @@ mod tests {
         };
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());
-        // JSON that clients of Cloud Hypervisor send.
+        // JSON as sent by clients of Cloud Hypervisor.
         let json =
             r#"{"id": "mem0", "size": 2097152, "shared": false, "file": "/f", "mergeable": true}"#;
         assert_eq!(
