@@ -1,9 +1,10 @@
-//! Foreshore: a virtual machine monitor whose guest takes memory and storage from one pool of
+//! Foreshore: a virtual machine monitor that provides guest memory and storage from one pool of
 //! persistent memory.
 //!
-//! The tree of modules shows the architecture. The crate `foreshore-devices` has the devices, and
-//! the memory, buses and pools below them. This crate has the configuration, ACPI tables, the boot
-//! of kernels, the governor's thread and the interfaces. Only [`vm`] composes a machine.
+//! The module tree reflects the architecture. The crate `foreshore-devices` contains the devices,
+//! and the memory, buses and pools that they use. This crate contains the configuration, the ACPI
+//! tables, kernel loading, the governor's threads and the user interfaces. Only [`vm`] composes a
+//! machine from these parts.
 
 mod acpi;
 pub mod api;

@@ -1,4 +1,4 @@
-//! Foreshore: the virtual machine monitor.
+//! Foreshore, the virtual machine monitor.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     let launch = match parse_command_line(std::env::args_os()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {
-            // A reader such as `head` may have closed the pipe.
+            // The reader, for example `head`, may have closed the pipe.
             let _ = io::stdout().write_all(text.as_bytes());
             return ExitCode::SUCCESS;
         }

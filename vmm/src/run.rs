@@ -1,4 +1,4 @@
-//! Run of a VMM, from a validated command line to its end.
+//! Life of the VMM process, from a validated command line to its exit.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
 
-/// Failure of a run.
+/// Error that ends the VMM.
 #[derive(Debug, Error)]
 pub enum RunError {
     #[error(transparent)]
@@ -28,18 +28,18 @@ pub enum RunError {
     Monitor(#[from] MonitorError),
     #[error("cannot start the tasks of the VMM")]
     Io(#[from] io::Error),
-    /// A passed descriptor is not a tap interface.
+    /// An inherited descriptor is not a tap interface.
     #[error("--net")]
     Net(#[from] TapError),
-    /// The VM could not be built, or could not continue.
+    /// The VM could not be built, or could not continue to run.
     #[error(transparent)]
     Vm(#[from] owner::RunError),
 }
 
-/// Runs the VM until it ends.
+/// Runs the VMM until it ends.
 ///
-/// Sockets are bound first, so that a socket in use is detected before anything is created, and no
-/// VM starts without its API.
+/// Sockets are bound first, so that a socket in use is detected before anything is created, and a
+/// VM never starts without its API.
 pub fn run(mut launch: Launch) -> Result<(), RunError> {
     launch.config.as_mut().map_or(Ok(()), taps::hold_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
@@ -56,15 +56,15 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
     result
 }
 
-/// Serves until the VM, a client or a signal ends the VMM.
+/// Serves requests until the VM, a client or a signal ends the VMM.
 fn serve(
     launch: Launch,
     api: Option<Socket>,
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    // The owner runs on this thread, which construction and end of a machine block for seconds.
-    // Servers run on another thread, and answer some requests meanwhile.
+    // The VM's owner runs on this thread, which is blocked for seconds while a machine is built or
+    // ended. The servers run on another thread, and can answer some requests in that time.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {
@@ -99,8 +99,8 @@ fn serve(
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
         let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = owner.run(launch.config, requests).await;
-        // The last event. libvirt treats it as the end of the VMM, and the streams of API clients
-        // end with it.
+        // This is the last event. libvirt treats it as the end of the VMM, and it ends the event
+        // streams of API clients.
         events.tell(Event::VmmShutdown);
         events.end();
         for server in [server, exposition].into_iter().flatten() {
@@ -110,7 +110,7 @@ fn serve(
     })
 }
 
-/// Ends the VMM as `vmm.shutdown` does, on SIGTERM or SIGINT.
+/// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does.
 fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -120,7 +120,7 @@ fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
             _ = interrupt.recv() => "SIGINT",
         };
         info!(signal = name, "The VMM has received a signal to end");
-        // An error means that the owner has ended already.
+        // An error means that the owner has already ended.
         let _ = handle.ask(VmRequest::ShutdownVmm).await;
     })
 }

@@ -1,8 +1,8 @@
-//! Tests the table of docs/reference/consoles.md about files that flags name: every flag of the
+//! Tests the table in docs/reference/consoles.md about files named by flags. Every flag in the
 //! table is tested with every kind of content.
 //!
-//! The test fails for a flag or phrase of the table that it does not know. It also fails for a flag
-//! of the VMM that accepts a path and is not in the table. Needs no KVM.
+//! The test fails if the table contains a flag or phrase that the test does not know. It also fails
+//! if a flag of the VMM accepts a path and is not in the table. KVM is not needed.
 
 use std::any::Any;
 use std::error::Error;
@@ -27,14 +27,14 @@ use tempfile::TempDir;
 
 const PAGE: &str = include_str!("../../docs/reference/consoles.md");
 const MIB: u64 = 1 << 20;
-/// Length of every file with content. It is valid for a zone and for a disk, and contains the
-/// signatures of all formats.
+/// Length of every file that has content. This length is valid for a zone and for a disk, and has
+/// room for the signatures of all formats.
 const FILE_BYTES: u64 = 4 * MIB;
 
-/// Rows of other programs, which are tested in pmem-volume/pmvol/tests/file_flags.rs and
+/// Table rows of other programs. They are tested in pmem-volume/pmvol/tests/file_flags.rs and
 /// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
-/// Flags whose file is only read, or is a pool.
+/// Flags that only read their file, or that name a pool.
 const NOT_IN_THE_TABLE: [&str; 6] = [
     "--kernel",
     "--firmware",
@@ -46,27 +46,27 @@ const NOT_IN_THE_TABLE: [&str; 6] = [
 
 const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
 
-/// Content of the path before a flag names it.
+/// Content that the path has before a flag names it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Content {
-    /// A pool that the host has created and marked.
+    /// Pool that the host has created and marked.
     Pool,
-    /// A pool without its mark.
+    /// Pool without its mark.
     PoolCopy,
-    /// A format of the table of `pmem-volume`.
+    /// Format from the table in `pmem-volume`.
     Known(&'static Format),
-    /// A file system that a guest has written since the flag first opened the file.
+    /// File system that a guest has written since a flag first opened the file.
     WrittenByGuest,
-    /// A pool that a guest has written in the same way.
+    /// Pool that a guest has written since a flag first opened the file.
     PoolOfGuest,
-    /// A file without a known signature that a guest has used as a pmem device.
+    /// File without a known signature that a guest has used as a pmem device.
     DiskOfGuest,
     Log,
-    /// A file without data.
+    /// File with a length, but without data.
     Hole,
-    /// An empty file.
+    /// File of length 0.
     Nothing,
-    /// A file that a VM or a pool has open.
+    /// File that a VM or a pool has open.
     InUse,
     SocketLeftBehind,
 }
@@ -79,7 +79,7 @@ impl Content {
         formats::known().map(Self::Known).chain(of_guests).chain(others)
     }
 
-    /// Name in the error, if a flag can detect the content.
+    /// Name of the content in error messages, if flags can detect it.
     fn known(self) -> Option<&'static str> {
         match self {
             Self::Pool | Self::PoolCopy => Some("a pool"),
@@ -89,7 +89,7 @@ impl Content {
         }
     }
 
-    /// Creates the content at `path`. The returned file must stay open while the flag is tested.
+    /// Creates the content at `path`. The returned file must remain open while the flag is tested.
     fn make(self, path: &Path, flag: Flag) -> Option<File> {
         let hole = || {
             let file = File::create(path).unwrap();
@@ -101,7 +101,7 @@ impl Content {
             Self::PoolCopy => {
                 let pool = path.with_extension("pool");
                 drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
-                // Without its extended attributes, as `fs::copy` leaves them.
+                // Copies without extended attributes, as `fs::copy` does.
                 fs::copy(&pool, path).unwrap();
                 fs::remove_file(pool).unwrap();
             }
@@ -116,7 +116,7 @@ impl Content {
             Self::WrittenByGuest => {
                 let file = hole();
                 let _ = flag.open(path);
-                // A flag may have emptied it.
+                // A flag may have truncated the file.
                 file.set_len(FILE_BYTES).unwrap();
                 file.write_all_at(b"\x53\xef", 0x438).unwrap();
             }
@@ -125,7 +125,7 @@ impl Content {
                 let _ = flag.open(path);
                 let pool = path.with_extension("pool");
                 drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
-                // The file itself stays, with its attributes.
+                // Only the contents are replaced, so the file keeps its attributes.
                 fs::write(path, fs::read(&pool).unwrap()).unwrap();
                 fs::remove_file(pool).unwrap();
             }
@@ -147,7 +147,7 @@ impl Content {
     }
 }
 
-/// Flag with the rest of the first cell of its row: `--memory-zone file= shared=on`.
+/// Flag with the rest of the first cell in its row: `--memory-zone file= shared=on`.
 #[derive(Clone, Copy, Debug)]
 struct Flag<'a>(&'a str);
 
@@ -169,7 +169,7 @@ fn boxed<T: 'static, E: Error>(result: Result<T, E>) -> Result<Opened, String> {
 }
 
 impl Flag<'_> {
-    /// Opens `path` as a new VM does for this flag, and begins to use it.
+    /// Opens `path` as a new VM would for this flag, and starts to use it.
     fn open(self, path: &Path) -> Result<Opened, String> {
         let path_text = path.display();
         let listen = |flag| boxed(unix_socket::listen(flag, path, &SocketAccess::default()));
@@ -206,7 +206,7 @@ impl Flag<'_> {
         }
     }
 
-    /// Returns true if the flag refuses a file of length 0 because of its length.
+    /// Returns true if the flag refuses an empty file because of its length.
     fn needs_length(self) -> bool {
         ["--memory-zone file=", "--disk path=", "--pmem file="]
             .iter()
@@ -229,7 +229,7 @@ fn open_console(port: Port, text: &str) -> Result<Opened, String> {
     Ok(console)
 }
 
-/// Runs the program, because a process has only one log.
+/// Runs the VMM as a program, because a process can have only one log.
 fn open_log(path: &Path) -> Result<Opened, String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
     let output =
@@ -264,8 +264,8 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// Words in backticks outside parentheses. A word that does not begin with `--` belongs to the flag
-/// before it.
+/// Words in backticks outside parentheses. A word that does not start with `--` belongs to the
+/// preceding flag.
 fn flags_of(cell: &str) -> Vec<String> {
     let cell = cell.split(" (").next().expect("a cell");
     let mut flags: Vec<String> = Vec::new();
@@ -281,7 +281,7 @@ fn flags_of(cell: &str) -> Vec<String> {
 impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
-            // A pool also has a mark, but a different one.
+            // A pool has a mark too, but a different one.
             "known content without the mark" => {
                 content.known().is_some() && content != Content::DiskOfGuest
             }
@@ -299,17 +299,17 @@ impl Row {
                 [Content::Pool, Content::PoolCopy].contains(&content)
             }
             "everything else" => content != Content::SocketLeftBehind,
-            // Not files, so they have no content.
+            // These are not files, so they have no content.
             "block devices" | "devices" | "pipes and character devices are written" => false,
             phrase => panic!("{phrase:?}: a phrase of the table without a test"),
         })
     }
 
-    /// Checks a file after a flag has accepted it.
+    /// Checks the file after a flag has accepted it.
     fn check_use(&self, path: &Path, before: &[u8]) {
         let after = || fs::read(path).unwrap();
         let (existing, and) = self.existing.split_once("; ").unwrap_or((&self.existing, ""));
-        // `rotation_replaces_output_of_a_vmm_alone` tests that.
+        // Covered by `rotation_replaces_output_of_a_vmm_alone`.
         assert!(
             ["", "`PATH.1` is replaced if it has the mark"].contains(&and),
             "{and:?}: a phrase without a test"
@@ -365,7 +365,7 @@ fn each_flag_treats_each_content_as_documented() {
             for content in Content::all() {
                 let is_apart = match content {
                     Content::Nothing => flag.needs_length(),
-                    // A socket cannot be opened as a file.
+                    // Other flags cannot open a socket as a file.
                     Content::SocketLeftBehind => !flag.is_of_a_socket(),
                     _ => false,
                 };
@@ -378,7 +378,7 @@ fn each_flag_treats_each_content_as_documented() {
     }
 }
 
-/// A console's file that has reached its limit is renamed to `PATH.1`.
+/// When a console's file has reached its size limit, it is renamed to `PATH.1`.
 #[test]
 fn rotation_replaces_output_of_a_vmm_alone() {
     const MAX_BYTES: usize = 64 << 10;
@@ -397,7 +397,7 @@ fn rotation_replaces_output_of_a_vmm_alone() {
             files.begin().unwrap();
             console.output.send(&vec![b'a'; MAX_BYTES]);
             console.output.send(b"b");
-            // Dropping a console waits until all output is written.
+            // When the console is dropped, it waits until all output is written.
             drop(console);
             assert_eq!(fs::read(&path).unwrap(), b"b", "{content:?}");
             let after = fs::read(&older).unwrap();
@@ -411,19 +411,19 @@ fn rotation_replaces_output_of_a_vmm_alone() {
     }
 }
 
-/// Flags of `-h` that accept a path, in the format of the table.
+/// Flags in the output of `-h` that accept a path, in the format of the table.
 fn flags_with_paths(help: &str) -> Vec<String> {
     let (help, _) = help.split_once("\nExamples:").expect("examples");
     let mut flags = Vec::new();
     for line in help.lines().map(str::trim_start).filter(|line| line.starts_with("--")) {
         let (flag, rest) = line.split_once(' ').expect("a flag and its help");
-        // The name of the value, then the text, which begins with the keys.
+        // The name of the value is followed by the text, which starts with the keys.
         for word in rest.split([',', '|', ' ', '[', ']', '<', '>']) {
             let word = word.trim_end_matches(':');
             let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else {
                 continue;
             };
-            // The path of the API socket needs no key.
+            // The path of the API socket can be given without a key.
             let has_key = !key.is_empty() && flag != "--api-socket";
             flags.push(if has_key { format!("{flag} {key}") } else { flag.to_owned() });
         }
@@ -437,7 +437,7 @@ fn flags_with_paths(help: &str) -> Vec<String> {
 fn every_flag_that_takes_a_path_is_in_the_table() {
     let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).arg("-h").output().unwrap();
     let of_help = flags_with_paths(&String::from_utf8(output.stdout).unwrap());
-    // `file= shared=on` and `file= shared=off` are one flag.
+    // `file= shared=on` and `file= shared=off` count as one flag.
     let two_words = |flag: &String| flag.split(' ').take(2).collect::<Vec<_>>().join(" ");
     let mut known: Vec<_> = rows().iter().flat_map(|row| &row.flags).map(two_words).collect();
     known.extend(NOT_IN_THE_TABLE.map(str::to_owned));

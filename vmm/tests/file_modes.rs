@@ -1,5 +1,5 @@
-//! Modes of the files and sockets that the VMM creates, under umasks that would open them to all
-//! users. Needs no KVM.
+//! Tests the modes of files and sockets that the VMM creates with a umask that would permit access
+//! by all users. KVM is not needed.
 
 #[path = "../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
@@ -18,7 +18,7 @@ use foreshore_devices::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;
 
-/// VMM without a VM. Dropping it ends it.
+/// VMM process without a VM. It is ended when this value is dropped.
 struct Vmm(Child);
 
 impl Vmm {
@@ -81,7 +81,7 @@ fn programs_deny_others_access_before_anything_else() {
 fn vmm_disables_its_core_dumps_and_keeps_the_hard_limit() {
     let folder = TempDir::new().unwrap();
     let metrics = folder.path().join("metrics").display().to_string();
-    // The VMM inherits the limit.
+    // The VMM inherits the limit from this process.
     let hard = getrlimit(Resource::Core).maximum;
     setrlimit(Resource::Core, Rlimit { current: hard, maximum: hard }).unwrap();
     let vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics}"));
@@ -94,7 +94,8 @@ fn vmm_disables_its_core_dumps_and_keeps_the_hard_limit() {
     assert_eq!((of_vmm[0].as_str(), &of_vmm[1]), ("0", &own[1]));
 }
 
-/// Creates each kind of file and socket of a VM as a VMM does, but with the umask of this process.
+/// Creates every kind of file and socket of a VM in the same way as a VMM, but with the umask of
+/// this process.
 fn create_files_of_a_vm(folder: &Path) {
     const MAX_BYTES: usize = 64 << 10;
     let path = |name: &str| folder.join(name).display().to_string();
@@ -105,7 +106,7 @@ fn create_files_of_a_vm(folder: &Path) {
     let mut serial = HostConsole::open(Port::Serial, &serial, &mut files).unwrap().unwrap();
     let _console = HostConsole::open(Port::Console, &console, &mut files).unwrap();
     files.begin().unwrap();
-    // More than the limit, so that there is a second file.
+    // The output exceeds the size limit, so a second file is created.
     serial.output.send(&vec![b'a'; MAX_BYTES]);
     serial.output.send(b"b");
     let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
@@ -115,7 +116,7 @@ fn create_files_of_a_vm(folder: &Path) {
             Port::Serial => ConsoleConfig::parse_serial(&text),
             Port::Console => ConsoleConfig::parse_console(&text),
         };
-        // Sockets are removed when they are dropped.
+        // Sockets would be removed when dropped.
         std::mem::forget(HostConsole::open(port, &config.unwrap(), &mut files).unwrap());
     }
     std::mem::forget(files);
@@ -124,7 +125,7 @@ fn create_files_of_a_vm(folder: &Path) {
     record::open(&folder.join("trace"), 0).unwrap();
     record::open(&folder.join("trace"), 1).unwrap();
     let pmem = PmemConfig::parse(&format!("file={},size=2M", folder.display())).unwrap();
-    // A file without a name.
+    // An unnamed file.
     let pmem = PmemFile::open(&pmem).unwrap();
     let file = fs::File::from(pmem.file().try_clone_to_owned().unwrap());
     let mode = file.metadata().unwrap().permissions().mode();
@@ -135,8 +136,8 @@ fn create_files_of_a_vm(folder: &Path) {
 fn files_and_sockets_of_a_vm_are_private_at_every_umask() {
     for umask in [0o000, 0o022] {
         let folder = TempDir::new().unwrap();
-        // SAFETY: umask(2) takes a number, accesses no memory and cannot fail. Programs of other
-        // tests are started with their own umask.
+        // SAFETY: umask(2) takes a number, accesses no memory and cannot fail. Programs that other
+        // tests start set a umask of their own.
         let before = unsafe { libc::umask(umask) };
         create_files_of_a_vm(folder.path());
         // SAFETY: as above.
@@ -159,7 +160,7 @@ fn mode_opens_the_metrics_socket_to_others() {
     let begin = Instant::now();
     let open =
         || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
-    // The socket gets its name a moment before its mode.
+    // The socket has its name slightly before it has its mode.
     while open().is_empty() {
         assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
         std::thread::yield_now();

@@ -1,5 +1,5 @@
-//! Fuzz targets without a fuzzer: several thousand seeded inputs for each, and inputs that a fuzzer
-//! has found.
+//! Runs fuzz targets without a fuzzer: several thousand seeded inputs for each target, and inputs
+//! that a fuzzer has found.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;
@@ -11,8 +11,8 @@ use seeded::{Random, try_all};
 /// Change that simulates a missing check.
 type Mistake<T> = fn(T) -> T;
 
-/// Runs a target with each mistake. One of the inputs must fail, otherwise the target would not
-/// detect the missing check.
+/// Runs a target with each simulated mistake. At least one input must fail. Otherwise, the target
+/// would not detect the missing check.
 fn all_are_found_out<T>(inputs: u64, run: fn(&[u8], Mistake<T>), mistakes: &[(&str, Mistake<T>)]) {
     for (name, mistake) in mistakes {
         let mut random = Random(0xbad_5eed);
@@ -29,7 +29,7 @@ fn any_block_chain_is_parsed_or_refused() {
     try_all("blk_request", harness::blk_request, 40_000);
 }
 
-/// Parser limits that assume a larger or writable disk, or smaller blocks.
+/// The parser has the limits of a larger disk, a writable disk, or smaller blocks.
 #[test]
 fn missing_check_of_block_parser_is_detected() {
     use foreshore_devices::virtio::block::request::Limits;
@@ -50,7 +50,7 @@ fn any_net_chain_is_parsed_or_refused() {
     try_all("net_request", harness::net_request, 10_000);
 }
 
-/// Parser limits with longer chains, or with features that were not negotiated.
+/// The parser permits longer chains, or features that were not negotiated.
 #[test]
 fn missing_check_of_net_parser_is_detected() {
     use foreshore_devices::virtio::net::header::Offloads;
@@ -77,8 +77,8 @@ fn any_balloon_chain_is_parsed_or_refused() {
     try_all("balloon_request", harness::balloon_request, 10_000);
 }
 
-/// Broken variants of the places: PM counts as DRAM, a range begins or ends one page too late, or
-/// huge pages count as small pages.
+/// Memory layouts with errors: PM counts as DRAM, a range starts or ends one page too late, or huge
+/// pages count as small pages.
 #[test]
 fn broken_balloon_places_are_detected() {
     use foreshore_devices::memory::zone::Tier;
@@ -113,7 +113,7 @@ fn plans_stay_in_bounds_for_any_agent_report() {
     try_all("agent_report", harness::agent_report, 40_000);
 }
 
-/// Rules of the controller without one of their bounds.
+/// The controller's rules lack one of their bounds.
 #[test]
 fn missing_bound_of_controller_is_detected() {
     use balloon::controller::Rules;

@@ -1,4 +1,5 @@
-//! Error of a VMM that cannot run a guest. Needs no KVM, and works on every machine.
+//! Tests the error of a VMM that cannot run a guest. KVM is not needed, and the test works on every
+//! machine.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Command lines that the program refuses in one line with the flag, the value and the bound,
-//! without creating or changing anything. The parser refuses them, so no KVM is needed.
+//! Command lines that the program refuses. The error is one line with the flag, the value and the
+//! bound, and nothing is created or changed. The parser refuses them, so KVM is not needed.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -9,10 +9,10 @@ use pmem_volume::{Pool, VolumeFormat, VolumeSize};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-/// Exit code for a refused command line, as in clap and Cloud Hypervisor.
+/// Exit code for a refused command line, the same as for clap and Cloud Hypervisor.
 const WRONG_COMMAND_LINE: i32 = 2;
 
-/// Folder with a pool that has the volume `data`, and a file of 4 MiB.
+/// Folder that contains a file of 4 MiB, and a pool with the volume `data`.
 struct Files(TempDir);
 
 impl Files {
@@ -28,7 +28,7 @@ impl Files {
         self.0.path().join(name).display().to_string()
     }
 
-    /// Names and contents of the files.
+    /// Names and contents of the files in the folder.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         let entries = fs::read_dir(self.0.path()).unwrap().map(|entry| entry.unwrap());
         let content = |entry: &fs::DirEntry| fs::read(entry.path()).unwrap();
@@ -40,7 +40,7 @@ impl Files {
     }
 }
 
-/// The only line of output from a VMM that refuses its flags.
+/// Returns the only output line of a VMM that refuses its flags.
 fn refusal(folder: &Path, flags: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
     let output = command.current_dir(folder).args(flags).output().expect("the VMM starts");
@@ -51,7 +51,8 @@ fn refusal(folder: &Path, flags: &[&str]) -> String {
     message
 }
 
-/// Checks that each command line is refused with the flag and the words, and that no file changes.
+/// Checks that each command line is refused with an error that contains the flag and the words, and
+/// that no file changes.
 fn refused(files: &Files, cases: &[(&[&str], &[&str])]) {
     let before = files.contents();
     for (flags, words) in cases {

@@ -1,5 +1,5 @@
-//! `foreshore-remote` as a process: its environment, its exit codes and its wait for a VMM. Needs
-//! no KVM.
+//! Tests `foreshore-remote` as a process: its environment, its exit codes, and its wait for a VMM.
+//! KVM is not needed.
 
 #[path = "../../pmem-volume/pmvol/tests/shell/complete.rs"]
 mod complete;
@@ -22,7 +22,7 @@ fn run(args: &[&str], api_socket: Option<&Path>) -> (Option<i32>, String, String
     (status.code(), text(stdout), text(stderr))
 }
 
-/// VMM without a VM. Dropping it ends it.
+/// VMM process without a VM. It is ended when this value is dropped.
 struct Vmm(Child);
 
 impl Vmm {
@@ -49,7 +49,8 @@ fn ping_waits_for_a_vmm_that_starts_later() {
     let Output { status, stdout, stderr } = ping.wait_with_output().unwrap();
     assert!(status.success(), "{}", String::from_utf8_lossy(&stderr));
     assert!(stdout.starts_with(b"{\"build_version\":"), "{}", String::from_utf8_lossy(&stdout));
-    // The flag takes precedence over the environment, and `info` of no VM is an error of the VMM.
+    // The flag takes precedence over the environment. Without a VM, `info` fails with an error of
+    // the VMM.
     let other = folder.path().join("other");
     let flag = ["--api-socket", path.to_str().unwrap(), "info"];
     let (code, stdout, stderr) = run(&flag, Some(&other));

@@ -1,4 +1,4 @@
-//! Log and events in redirected standard streams of the VMM. Needs no KVM.
+//! Tests of the log and of events in redirected standard streams of the VMM. KVM is not needed.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn file() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Runs a VMM that finds no kernel.
+/// Runs a VMM that does not find its kernel.
 fn run(arguments: &[&str], [output, error]: [File; 2]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
     command.args(["--kernel", "/nonexistent", "-v"]).args(arguments).stdout(output).stderr(error);

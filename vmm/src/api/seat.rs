@@ -71,7 +71,7 @@ pub struct ConnectionCounters {
     pub timed_out: AtomicU64,
 }
 
-/// Whether the server can accept one more connection.
+/// Room for one more connection on the server.
 #[derive(Debug)]
 pub(super) enum Room {
     /// There is a free seat.
@@ -119,7 +119,7 @@ impl Seats {
         seat
     }
 
-    /// Returns whether and how the server can accept one more connection.
+    /// Returns the room for one more connection.
     pub(super) fn room(&self) -> Room {
         let taken: Vec<_> = self.taken.lock().iter().filter_map(Weak::upgrade).collect();
         let states = taken.iter().map(|seat| (*seat.state.lock(), seat));

@@ -16,8 +16,8 @@ use serde_json::Value;
 
 const FLAG: &str = PressureConfig::FLAG;
 
-/// Names of the parameters of all policies and of the rules. Whether they belong to the chosen
-/// policy is checked later.
+/// Names of the parameters of all policies and of the rules. The names are compared with those of
+/// the chosen policy later.
 fn parameters() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);

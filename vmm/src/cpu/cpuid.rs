@@ -142,9 +142,9 @@ fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kv
         .collect()
 }
 
-/// Number of APIC IDs that share a cache, minus one, as CPUID describes caches. The threads of a
-/// die share caches from level 3 on, and those of a core share the others. Unused IDs count as
-/// well.
+/// Number of APIC IDs that share a cache, minus one, as CPUID describes caches. The threads in a
+/// die share caches from level 3 on, and the threads in a core share the lower levels. Unused IDs
+/// are counted as well.
 fn sharing(cache: u32, shape: Shape) -> u32 {
     let level = cache >> 5 & 7;
     let shift = if level >= 3 { shape.die_shift() } else { shape.core_shift() };
@@ -156,26 +156,27 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
     let (apic_id, logical) = (u32::from(apic_id), shape.logical());
     let (core_shift, package_shift) = (shape.core_shift(), shape.package_shift());
     match entry.function {
-        // Initial APIC ID (bits 31 to 24), logical processors (23 to 16).
+        // Initial APIC ID (bits 31 to 24) and number of logical processors (bits 23 to 16).
         0x1 => {
-            // The field has eight bits, so 256 would carry into the APIC ID.
+            // The field has eight bits, so a value of 256 would carry into the APIC ID.
             let ids = (1u32 << package_shift).min(255);
             entry.ebx = (entry.ebx & 0xffff) | apic_id << 24 | ids << 16;
             entry.edx = if logical > 1 { entry.edx | HTT } else { entry.edx & !HTT };
         }
-        // Caches: cores in the package less one (31 to 26), IDs that share the cache less one (25
-        // to 14).
+        // Caches: number of cores in the package minus one (bits 31 to 26), and number of IDs that
+        // share the cache minus one (bits 25 to 14).
         0x4 => {
             let cores = (1u32 << (package_shift - core_shift)).min(64);
             entry.eax = (entry.eax & 0x3fff) | sharing(entry.eax, shape) << 14 | (cores - 1) << 26;
         }
-        // AMD: the same without the number of cores.
+        // Leaf of AMD: as above, but without the number of cores.
         0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, shape) << 14,
-        // AMD: threads of the package less one (7 to 0), number of their bits in the APIC ID (15 to
-        // 12).
+        // Leaf of AMD: number of threads in the package minus one (bits 7 to 0), and the size of a
+        // thread number in the APIC ID (bits 15 to 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
-        // AMD: extended APIC ID; core in the package, and threads in the core less one (15 to 8);
-        // node, and nodes in the package less one (10 to 8). A node of AMD is a die.
+        // Leaf of AMD: extended APIC ID; core in the package, and number of threads in the core
+        // minus one (bits 15 to 8); node, and number of nodes in the package minus one (bits 10 to
+        // 8). AMD's term for a die is node.
         0x8000_001e => {
             let core = (apic_id & ((1 << package_shift) - 1)) >> core_shift;
             let dies = u32::from(shape.dies.count);
@@ -205,11 +206,11 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
             entry.eax &= !AMX_FP16;
             entry.edx &= !AMX_COMPLEX;
         }
-        // Performance counters are hidden because KVM's emulation of them differs between hosts.
-        // These are the leaves of Intel and of AMD.
+        // Performance counters are hidden, because KVM's emulation of them differs between hosts.
+        // One leaf is Intel's, the other AMD's.
         0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
-        // AMD: features of SVM.
+        // Leaf of AMD: features of SVM.
         0x8000_000a if !traits.nested => {
             (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
         }
@@ -221,14 +222,14 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
     }
 }
 
-/// Returns true if the leaves include AMX.
+/// Returns true if the CPUID leaves include AMX.
 pub(crate) fn has_amx(cpuid: &CpuId) -> bool {
     let features = cpuid.as_slice().iter().find(|entry| (entry.function, entry.index) == (0x7, 0));
     features.is_some_and(|entry| entry.edx & AMX != 0)
 }
 
-/// Number of physical address bits in the leaves (0x8000_0008, EAX, bits 7 to 0). Without that
-/// leaf, it is 36, as the manuals state.
+/// Number of physical address bits according to the leaves (0x8000_0008, EAX, bits 7 to 0). Without
+/// that leaf, the number is 36, as the manuals specify.
 pub(crate) fn physical_address_bits(cpuid: &CpuId) -> u8 {
     cpuid
         .as_slice()

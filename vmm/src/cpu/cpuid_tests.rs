@@ -12,7 +12,7 @@ fn one_package(apic_id: u8, cores: u8) -> VcpuPlace {
     VcpuPlace { apic_id, package: 0, shape: Shape { cores: Level::of(cores), ..Shape::default() } }
 }
 
-/// vCPU `index` of a shape whose levels are powers of two, so that IDs have no gaps.
+/// Place of vCPU `index` if the numbers of all levels are powers of two, so that IDs have no gaps.
 fn dense(index: u8, threads: u8, cores: u8, dies: u8) -> VcpuPlace {
     let shape =
         Shape { threads: Level::of(threads), cores: Level::of(cores), dies: Level::of(dies) };
@@ -38,7 +38,7 @@ fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
 
 #[test]
 fn package_fields_count_apic_ids() {
-    // Second core of the second package, in packages of two cores with 8 IDs each.
+    // Second core in the second package. Each package has two cores and 8 IDs.
     let shape = Shape { cores: Level { count: 2, bits: 3 }, ..Shape::default() };
     let second = VcpuPlace { apic_id: 9, package: 1, shape };
     let placed = |mut entry: kvm_cpuid_entry2| {
@@ -51,8 +51,8 @@ fn package_fields_count_apic_ids() {
     assert_eq!(placed(leaf(0x8000_0008, 0)).ecx & 0xf0ff, 0x3001);
     let amd = placed(leaf(0x8000_001e, 0));
     assert_eq!((amd.eax, amd.ebx, amd.ecx), (9, 1, 1));
-    // The die shares caches of level 3, the core those of level 1. Bits 25 to 14 hold the number of
-    // IDs.
+    // The threads in a die share the caches of level 3, and the threads in a core share those of
+    // level 1. Bits 25 to 14 contain the number of IDs.
     for function in [0x4, 0x8000_001d] {
         for (level, sharing) in [(1, 0), (3, 7)] {
             let cache = kvm_cpuid_entry2 { eax: 0xfff << 14 | level << 5, ..leaf(function, 0) };
@@ -63,7 +63,7 @@ fn package_fields_count_apic_ids() {
 }
 
 fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2 {
-    // A newer host returns only subleaf 0 of the extended topology.
+    // Newer hosts return only subleaf 0 of the extended topology.
     let supported = [leaf(function, if function == 0xb { 0 } else { subleaf })];
     let placed = leaves(&supported, one_package(index, count), TRAITS);
     *placed.iter().find(|entry| entry.index == subleaf).unwrap()
@@ -91,8 +91,8 @@ fn single_vcpu_has_no_siblings() {
     assert_eq!(placed(0x4, 0, 0, 1).eax >> 26, 0);
 }
 
-/// Leaves as KVM returns them on an Intel host with the leaf of dies: the host's topology in each
-/// field.
+/// Leaves from KVM on an Intel host whose topology includes dies. Every field has a value of the
+/// host.
 #[test]
 fn intel_guest_with_threads_cores_and_dies() {
     let supported = [
@@ -104,15 +104,15 @@ fn intel_guest_with_threads_cores_and_dies() {
         entry(0x1f, 0, [0, 0, 0, 0]),
         entry(0x8000_0008, 0, [0x3934, 0, 0, 0]),
     ];
-    // The second thread of the first core of the second die of the second package: 1_1_0_1.
+    // Second thread of the first core in the second die of the second package: 1_1_0_1.
     let placed = leaves(&supported, dense(13, 2, 2, 2), TRAITS);
     assert_eq!(
         rows(&placed),
         [
             [0x0, 0, 0x1f, 0, 0, 0],
             [0x1, 0, 0x606a6, 0x0d08_0800, VMX | HYPERVISOR, HTT],
-            // Two IDs share level 1, and the four of the die share level 3. The package has 4
-            // cores.
+            // Two IDs share a cache of level 1, and all four IDs in the die share one of level 3.
+            // The package has 4 cores.
             [0x4, 0, 0x0c00_4121, 0, 0, 0],
             [0x4, 3, 0x0c00_c163, 0, 0, 0],
             [0x8000_0008, 0, 0x3934, 0, 0x3007, 0],
@@ -127,7 +127,7 @@ fn intel_guest_with_threads_cores_and_dies() {
     );
 }
 
-/// First generations of AMD's processors, without the leaf of dies.
+/// Leaves of AMD's first generations, without the leaf that includes dies.
 #[test]
 fn amd_guest_with_threads_and_cores() {
     let supported = [
@@ -150,7 +150,7 @@ fn amd_guest_with_threads_and_cores() {
             [0x8000_0008, 0, 0x3030, 0, 0x2003, 0],
             [0x8000_000a, 0, 1, 0x8000, 0, 0x1bcff],
             [0x8000_001d, 3, 0xc163, 0, 0, 0],
-            // Core 1 of package 1, which is node 1, with two threads.
+            // Core 1 in package 1, which is node 1. The core has two threads.
             [0x8000_001e, 0, 7, 0x101, 1, 0],
             [0xb, 0, 1, 2, 0x100, 7],
             [0xb, 1, 2, 4, 0x201, 7],
@@ -180,7 +180,7 @@ fn dies_add_their_leaf_if_the_host_has_none() {
         ]
     );
     assert_eq!(placed[0].eax, 0x1f);
-    // Node 1 of 2.
+    // Node 1 of 2 nodes in the package.
     assert_eq!((placed[1].ebx, placed[1].ecx), (3, 1 | 1 << 8));
 }
 
@@ -191,7 +191,7 @@ fn die_leaf_is_omitted_without_dies_or_topology_leaf() {
     let functions: Vec<_> = placed.iter().map(|entry| (entry.function, entry.index)).collect();
     assert_eq!(functions, [(0x0, 0), (0xb, 0), (0xb, 1), (0xb, 2)]);
     assert_eq!(placed[0].eax, 0xd);
-    // Processors without the extended topology get neither leaf.
+    // Processors without the extended topology have neither leaf.
     assert_eq!(leaves(&[leaf(0x4, 0)], dense(0, 1, 2, 2), TRAITS).len(), 1);
 }
 

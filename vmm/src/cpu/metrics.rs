@@ -6,11 +6,11 @@ use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 
 #[derive(Debug, Default)]
 pub(crate) struct VcpuMetrics {
-    /// vCPUs that the guest has, or that were added for it.
+    /// vCPUs that are present in the guest, including added vCPUs that it has not brought online.
     pub present: AtomicU64,
-    /// vCPUs that the guest was requested to eject and has not ejected yet.
+    /// vCPUs whose ejection was requested and that the guest has not ejected yet.
     pub leaving: AtomicU64,
-    /// vCPUs that the guest has ejected. Their threads wait until they are added again.
+    /// vCPUs that the guest has ejected. Their threads wait until the vCPUs are added again.
     pub parked: AtomicU64,
 }
 

@@ -1,4 +1,4 @@
-//! vCPUs: their CPUID, their initial state, and the threads that run them.
+//! vCPUs: their CPUID, their initial state, and their threads.
 
 pub(crate) mod config;
 pub(crate) mod cpuid;
@@ -13,7 +13,7 @@ use std::io;
 
 use thiserror::Error;
 
-/// Failure to create or start a vCPU.
+/// Error of creating or starting a vCPU.
 #[derive(Debug, Error)]
 pub(crate) enum CpuError {
     #[error("KVM refused to {what} vCPU {index}")]
@@ -29,14 +29,14 @@ pub(crate) enum CpuError {
         #[source]
         source: io::Error,
     },
-    /// The thread of a vCPU cannot be pinned.
+    /// The thread of a vCPU cannot be pinned to its host CPUs.
     #[error(
         "cannot pin vCPU {index} to the host CPUs {host_cpus:?} (--cpus affinity=); the host's CPUs: {known}"
     )]
     Pin {
         index: u8,
         host_cpus: Vec<usize>,
-        /// Online CPUs of the host, as the kernel lists them.
+        /// Online CPUs of the host, in the kernel's list format.
         known: String,
         #[source]
         source: io::Error,
@@ -46,11 +46,11 @@ pub(crate) enum CpuError {
     #[error("KVM accepted {taken} of {given} MSRs of vCPU {index}")]
     Msrs {
         index: u8,
-        /// Number of MSRs that KVM accepted, from the first.
+        /// Number of MSRs that KVM accepted before it refused one.
         taken: usize,
         given: usize,
     },
-    /// An ejected vCPU is still busy with its last exit and cannot be added again.
+    /// An ejected vCPU has not finished its last exit, so it cannot be added again yet.
     #[error("vCPU {index} is still busy with its last exit; retry later")]
     Busy { index: u8 },
 }

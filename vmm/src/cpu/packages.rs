@@ -1,41 +1,41 @@
-//! Place of each vCPU in the guest's topology, from `--cpus topology=`. By default, each node with
-//! vCPUs is a package.
+//! Place of each vCPU in the guest's topology, according to `--cpus topology=`. By default, each
+//! node with vCPUs is one package.
 //!
-//! Linux expects vCPUs that share a package or a last-level cache to be in one node, and warns
-//! otherwise.
+//! Linux warns unless all vCPUs that share a package or a last-level cache are in the same node.
 
 use super::config::CpuTopology;
 
-/// Largest APIC ID of 8 bits that is not broadcast.
+/// Largest APIC ID. Of the values with 8 bits, 255 addresses all vCPUs.
 const MAX_APIC_ID: u32 = 254;
-/// Linux assumes that AMD's first Zen has a last-level cache for every 8 APIC IDs, regardless of
-/// CPUID (arch/x86/kernel/cpu/cacheinfo.c). Packages with fewer IDs would share a cache.
+/// For AMD's first Zen, Linux assumes one last-level cache for every 8 APIC IDs, regardless of
+/// CPUID (arch/x86/kernel/cpu/cacheinfo.c). If packages had fewer than 8 IDs, several packages
+/// would seem to share a cache.
 const LEAST_CORE_BITS: u32 = 3;
 
-/// Units of a level in a unit of the next level.
+/// Number of units at one level inside a unit of the next level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Level {
-    /// Number of units, including those that can be added.
+    /// Number of units, including units that can be added later.
     pub count: u8,
-    /// Number of bits of an APIC ID that select a unit.
+    /// Number of bits in an APIC ID that select a unit.
     pub bits: u32,
 }
 
 impl Level {
-    /// Level with the fewest bits for `count` units.
+    /// Level with `count` units and the smallest sufficient number of bits.
     pub fn of(count: u8) -> Self {
         Self { count, bits: u32::from(count).next_power_of_two().trailing_zeros() }
     }
 }
 
-/// Shape of every package of a VM.
+/// Shape of the packages. All packages of a VM have the same shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Threads in a core.
+    /// Threads in each core.
     pub threads: Level,
-    /// Cores in a die.
+    /// Cores in each die.
     pub cores: Level,
-    /// Dies in a package.
+    /// Dies in each package.
     pub dies: Level,
 }
 
@@ -59,7 +59,7 @@ impl Shape {
         self.die_shift() + self.dies.bits
     }
 
-    /// Threads in a package.
+    /// Number of threads in a package.
     pub fn logical(&self) -> u32 {
         [self.threads, self.cores, self.dies].iter().map(|level| u32::from(level.count)).product()
     }
@@ -68,15 +68,15 @@ impl Shape {
 /// Place of a vCPU in the topology.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuPlace {
-    /// APIC ID: the package in the highest bits, then die, core and thread.
+    /// APIC ID: the package in the highest bits, followed by die, core and thread.
     pub apic_id: u8,
-    /// Number of the package. vCPU 0, which boots, is in package 0.
+    /// Number of the package. vCPU 0 boots the guest and is in package 0.
     pub package: u8,
     pub shape: Shape,
 }
 
-/// Places of all vCPUs by index. `nodes` has the vCPUs of each node with vCPUs in ascending order.
-/// Returns `None` if APIC IDs do not suffice.
+/// Places of all vCPUs, by index. `nodes` lists the vCPUs of each node that has some, in ascending
+/// order. Returns `None` if there are not enough APIC IDs.
 pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let mut packages = nodes.to_vec();
     packages.sort_by_key(|cpus| cpus.first().copied());
@@ -98,9 +98,9 @@ pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     Some(places.into_iter().map(|(_, place)| place).collect())
 }
 
-/// Places of all vCPUs in `topology`, which is valid. Returns `None` if APIC IDs do not suffice.
+/// Places of all vCPUs in a valid `topology`. Returns `None` if there are not enough APIC IDs.
 ///
-/// vCPUs are numbered through the threads of a core, then through the cores of a die, and so on.
+/// Consecutive vCPUs are threads of the same core, then cores of the same die, and so on.
 pub(crate) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
     let level = |count| Some(Level::of(u8::try_from(count).ok()?));
     let threads = level(topology.threads_per_core)?;
@@ -183,7 +183,7 @@ mod tests {
     fn topology_numbers_threads_first() {
         assert_eq!(ids_of([1, 4, 1, 1]).unwrap(), [0, 1, 2, 3]);
         assert_eq!(ids_of([2, 2, 2, 1]).unwrap(), (0..8).collect::<Vec<u8>>());
-        // Three cores take two bits, so the IDs of every fourth core are unused.
+        // Three cores need two bits, so the IDs of every fourth core are unused.
         assert_eq!(ids_of([2, 3, 1, 2]).unwrap(), [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]);
         assert_eq!(ids_of([1, 1, 3, 2]).unwrap(), [0, 1, 2, 4, 5, 6]);
         let topology =
@@ -196,7 +196,7 @@ mod tests {
     fn topology_beyond_apic_ids_is_refused() {
         assert_eq!(ids_of([1, 254, 1, 1]).unwrap().last(), Some(&253));
         assert_eq!(ids_of([1, 1, 1, 254]).unwrap().last(), Some(&253));
-        // 3 of 4, and 7 of 8: the IDs between them are unused.
+        // 3 of 4 cores and 7 of 8 dies exist. The IDs of the others are unused.
         assert_eq!(ids_of([1, 3, 7, 4]).unwrap().last(), Some(&122));
         assert_eq!(ids_of([1, 5, 5, 5]), None);
         assert_eq!(ids_of([1, 65, 1, 3]), None);

@@ -11,24 +11,25 @@ use tracing::{debug, warn};
 use super::CpuError;
 use super::config::CoreScheduling;
 
-/// Commands of prctl(2) since Linux 5.14. C libraries do not define all of them.
+/// Commands of prctl(2) since Linux 5.14, which some C libraries do not define. C libraries do not
+/// define all of them.
 const PR_SCHED_CORE: libc::c_int = 62;
 const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
 const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;
-/// `PIDTYPE_PID`: a thread, not its process.
+/// `PIDTYPE_PID`: the command applies to a thread, not to its process.
 const SCOPE_THREAD: libc::c_ulong = 0;
-/// CPUs that can run threads, as a list of ranges: `0-1,3`.
+/// File with the online host CPUs, as a list of ranges such as `0-1,3`.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// Core scheduling of a VM's vCPUs. The kernel runs only threads with the same cookie on one core
-/// at a time.
+/// Core scheduling of a VM's vCPUs. At any time, the kernel runs only threads with the same cookie
+/// on a core.
 #[derive(Clone, Debug)]
 pub(crate) enum Cores {
     Anybody,
-    /// No other thread: each vCPU thread has its own cookie.
+    /// Each vCPU thread has a cookie of its own, so no other thread may share its core.
     Nobody,
-    /// Threads of the VM: the first thread creates the cookie, and the others copy it from that
-    /// thread.
+    /// All vCPU threads of the VM have the same cookie. The first thread creates it, and the others
+    /// copy it.
     Vm(Arc<Mutex<Option<libc::pid_t>>>),
 }
 
@@ -41,7 +42,7 @@ impl Cores {
         }
     }
 
-    /// Gives the calling thread, which is that of vCPU `index`, its cookie.
+    /// Sets the cookie of the calling thread, which must be the thread of vCPU `index`.
     pub(crate) fn claim(&self, index: u8) {
         match self {
             Self::Anybody => {}
@@ -57,11 +58,11 @@ impl Cores {
                     None => core_scheduling(PR_SCHED_CORE_CREATE, 0),
                 };
                 match result {
-                    // vCPU threads live as long as the VM.
+                    // A vCPU thread lives as long as the VM, so the others can copy its cookie.
                     // SAFETY: a system call without arguments.
                     Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
-                    // Not a warning, because this is the default, and many hosts have no threads
-                    // that share a core.
+                    // Not a warning, because core scheduling is on by default, and many hosts have
+                    // no threads that share a core.
                     Err(err) => debug!(index, %err, "Core scheduling is not available"),
                 }
             }
@@ -71,15 +72,15 @@ impl Cores {
 
 fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()> {
     let (no_cookie, thread) = (0 as libc::c_ulong, libc::c_ulong::from(thread.unsigned_abs()));
-    // SAFETY: a system call with numbers as arguments. It writes nothing with these commands.
+    // SAFETY: a system call with numbers as arguments. With these commands, it writes nothing.
     match unsafe { libc::prctl(PR_SCHED_CORE, command, thread, SCOPE_THREAD, no_cookie) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Restricts the thread of vCPU `index` to `host_cpus`, each below `CPU_SETSIZE`. If there are
-/// none, it may run on any CPU.
+/// Restricts the thread of vCPU `index` to `host_cpus`. Each must be below `CPU_SETSIZE`. If
+/// `host_cpus` is empty, the thread may run on any CPU.
 pub(crate) fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
     if host_cpus.is_empty() {
         return Ok(());
@@ -88,15 +89,15 @@ pub(crate) fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Re
     let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
     for &cpu in host_cpus {
         assert!(cpu < libc::CPU_SETSIZE as usize, "CPU {cpu} of the host");
-        // SAFETY: the assertion has checked that the bit is in the set.
+        // SAFETY: the assertion above has checked that the CPU number fits into the set.
         unsafe { libc::CPU_SET(cpu, &mut set) };
     }
-    // SAFETY: the thread has not been joined because the caller holds its handle. The set is only
-    // read.
+    // SAFETY: the caller holds the thread's handle, so the thread has not been joined. The call
+    // only reads the set.
     match unsafe { libc::pthread_setaffinity_np(thread, mem::size_of_val(&set), &raw const set) } {
         0 => Ok(()),
         errno => {
-            // The kernel's error is only EINVAL, so report the CPUs that are online.
+            // The kernel only returns EINVAL, so the error also reports the online CPUs.
             let known = fs::read_to_string(ONLINE).unwrap_or_else(|_| "unknown".to_owned());
             let (host_cpus, known) = (host_cpus.to_vec(), known.trim().to_owned());
             Err(CpuError::Pin {
@@ -117,14 +118,14 @@ mod tests {
 
     use super::*;
 
-    /// CPUs that this thread may run on.
+    /// CPUs that the calling thread may run on.
     fn allowed() -> Vec<usize> {
         // SAFETY: as in `pin`.
         let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
-        // SAFETY: the kernel writes at most the size of the set.
+        // SAFETY: the kernel writes no more than the size of the set.
         let result = unsafe { libc::sched_getaffinity(0, mem::size_of_val(&set), &raw mut set) };
         assert_eq!(result, 0);
-        // SAFETY: each CPU is in the set.
+        // SAFETY: each CPU number fits into the set.
         (0..libc::CPU_SETSIZE as usize)
             .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
             .collect()
@@ -139,7 +140,7 @@ mod tests {
         });
         let here = allowed();
         let last = *here.last().unwrap();
-        // No CPUs, and a CPU that the host does not have.
+        // An empty list, and a CPU that the host does not have.
         pin(thread.as_pthread_t(), 3, &[]).unwrap();
         if !here.contains(&1023) {
             let error = pin(thread.as_pthread_t(), 3, &[1023]).unwrap_err().to_string();
@@ -154,11 +155,11 @@ mod tests {
         assert_eq!(allowed(), here, "the affinity of another thread is unchanged");
     }
 
-    /// Cookie of the calling thread. Fails if the kernel has no core scheduling.
+    /// Core scheduling cookie of the calling thread. Fails if the kernel has no core scheduling.
     fn cookie() -> io::Result<u64> {
         const PR_SCHED_CORE_GET: libc::c_ulong = 0;
         let mut cookie = 0_u64;
-        // SAFETY: the kernel writes the cookie. 0 is the calling thread.
+        // SAFETY: the kernel writes the cookie. 0 stands for the calling thread.
         match unsafe {
             libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie)
         } {
@@ -167,12 +168,12 @@ mod tests {
         }
     }
 
-    /// Without core scheduling in the kernel, checks only that `claim` returns.
+    /// If the kernel has no core scheduling, the test checks only that `claim` returns.
     #[test]
     fn core_scheduling_cookies_match_the_configuration() {
         let cookies = |scheduling| {
             let cores = Cores::new(scheduling);
-            // Both threads exist at once, as those of vCPUs do.
+            // Both threads exist at the same time, like vCPU threads.
             let claimed = Barrier::new(2);
             let claim = |index| {
                 cores.claim(index);

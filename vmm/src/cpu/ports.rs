@@ -1,29 +1,29 @@
-//! Port accesses of a vCPU.
+//! Port accesses by a vCPU.
 //!
-//! A string instruction, such as `rep outsb`, can move many elements in one exit (KVM API, 5:
+//! One exit for a string instruction, such as `rep outsb`, can transfer many elements (KVM API, 5:
 //! KVM_EXIT_IO, `count`). Each element is a separate access, as on hardware.
 
 use foreshore_devices::bus::Bus;
 use kvm_bindings::kvm_run;
 
-/// Size of each element of the port access for which KVM_RUN has returned.
+/// Size of one element in the port access for which KVM_RUN returned.
 ///
 /// # Safety
-/// `run` points to the page of a vCPU, or to a page with the same layout, whose exit reason is
-/// KVM_EXIT_IO. No other thread writes its `io` during the call.
+/// `run` points to the shared page of a vCPU, or to a page with the same layout. The exit reason in
+/// the page must be KVM_EXIT_IO. No other thread may write the page's `io` during the call.
 pub(super) unsafe fn element_bytes(run: *const kvm_run) -> usize {
-    // SAFETY: the caller guarantees that `io` is the valid member of the union. The borrowed
+    // SAFETY: the caller guarantees that `io` is the valid member of the union. The transferred
     // elements are elsewhere in the mapping (KVM_EXIT_IO, data_offset).
     usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
 }
 
-/// Reads every element from `port`. Returns false if no device answered one of them.
+/// Reads every element from `port`. Returns false if no device answers one of the reads.
 pub(super) fn read(ports: &Bus, port: u16, data: &mut [u8], element_bytes: usize) -> bool {
     let elements = data.chunks_mut(element_bytes);
     elements.fold(true, |answered, element| answered & ports.read(u64::from(port), element))
 }
 
-/// Writes every element to `port`. Returns false if no device accepted one of them.
+/// Writes every element to `port`. Returns false if no device accepts one of the writes.
 pub(super) fn write(ports: &Bus, port: u16, data: &[u8], element_bytes: usize) -> bool {
     let elements = data.chunks(element_bytes);
     elements.fold(true, |answered, element| answered & ports.write(u64::from(port), element))
@@ -45,12 +45,12 @@ mod tests {
     const COM1: u16 = 0x3f8;
     const TEXT: &[u8] = b"A string of one instruction, whole.\n";
 
-    /// Element size of an exit for `count` elements of `size` bytes, read from the vCPU's page.
+    /// Element size in a page for an exit with `count` elements of `size` bytes.
     fn size_in_page(size: u8, count: u32) -> usize {
         let mut run = kvm_run::default();
         run.__bindgen_anon_1.io.size = size;
         run.__bindgen_anon_1.io.count = count;
-        // SAFETY: a page of this test with an exit of ports.
+        // SAFETY: the page belongs to this test, and its exit is a port access.
         unsafe { element_bytes(&raw const run) }
     }
 
@@ -62,16 +62,16 @@ mod tests {
         let serial = Serial::new(console, irq, &event_loop.handle()).unwrap();
         let ports = Bus::default();
         ports.insert(u64::from(COM1), 8, serial).unwrap();
-        // KVM's page has the elements one after the other.
+        // In KVM's page, the elements follow each other.
         assert!(write(&ports, COM1, TEXT, size_in_page(1, TEXT.len() as u32)));
         let mut shown = vec![0; TEXT.len()];
         screen.read_exact(&mut shown).unwrap();
         assert_eq!(shown, TEXT);
-        // An access of all bytes at once exceeds the port, so the device does not accept it.
+        // One access with all bytes would exceed the port, so the device would not accept it.
         assert!(!write(&ports, COM1, TEXT, TEXT.len()));
     }
 
-    /// Counts reads. Accepts only accesses of 2 bytes.
+    /// Device that counts reads. It accepts only accesses of 2 bytes.
     struct Counter(parking_lot::Mutex<u16>);
 
     impl BusDevice for Counter {
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(data, [1, 0, 2, 0, 3, 0]);
         assert!(write(&ports, 0x100, &data, size_in_page(2, 3)));
         assert_eq!(*counter.0.lock(), 9);
-        // A page without a size is an exit of single bytes.
+        // If the page contains no size, elements are single bytes.
         assert_eq!(size_in_page(0, 1), 1);
     }
 

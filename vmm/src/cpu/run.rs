@@ -1,11 +1,11 @@
-//! vCPU thread: runs the guest, handles its exits, and stops on request.
+//! vCPU thread, which runs the guest, handles exits, and stops on request.
 //!
-//! Stopping a vCPU in the guest takes two steps, whose order matters (KVM API, 5:
-//! `immediate_exit`):
-//! 1. Set `immediate_exit` in the vCPU's shared page: a later KVM_RUN returns at once.
-//! 2. Send the thread a signal: a KVM_RUN that has begun returns with EINTR.
+//! To stop a vCPU in the guest, two steps are needed in this order (KVM API, 5: `immediate_exit`):
+//! 1. 1. Set `immediate_exit` in the vCPU's shared page, so that a later KVM_RUN returns
+//!    immediately.
+//! 2. 2. Send the thread a signal, so that a KVM_RUN in progress returns with EINTR.
 //!
-//! Without the first step, a signal just before KVM_RUN would be lost.
+//! Without the first step, a signal that arrives just before KVM_RUN would be lost.
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
@@ -30,41 +30,41 @@ use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
 
-/// Event that a vCPU cannot handle itself.
+/// Event that the vCPU thread cannot handle itself.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum VcpuEvent {
-    /// The virtual processor shut down because it could not deliver an exception.
+    /// The vCPU shut down because it could not deliver an exception.
     #[error("triple fault of vCPU {index} at RIP {rip:#x}")]
     TripleFault { index: u8, rip: u64 },
-    /// The guest accessed memory whose slot maps nothing accessible. KVM_RUN fails with EFAULT, and
-    /// Linux 6.1 and 6.12 do not report the address.
+    /// The guest accessed memory that is not plugged or not accessible in its slot. KVM_RUN then
+    /// fails with EFAULT. Linux 6.1 and 6.12 do not report the accessed address.
     #[error("unplugged-access: vCPU {index} touched memory that is not plugged, at RIP {rip:#x}")]
     UnpluggedAccess {
         index: u8,
-        /// Address of the guest's instruction.
+        /// Address of the instruction in the guest.
         rip: u64,
     },
     #[error("vCPU {index} cannot continue: {what}")]
     Failed { index: u8, what: String },
 }
 
-/// Receiver of vCPU events, called on vCPU threads.
+/// Receiver of vCPU events. It is called on vCPU threads.
 pub(crate) type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
-/// Limit of KVM_RUN calls to complete the instruction in which a vCPU stopped. KVM returns after
-/// 1,024 iterations of a repeated instruction.
+/// Maximum number of KVM_RUN calls to complete the instruction at which a vCPU stopped. KVM returns
+/// from a repeated instruction after 1,024 iterations.
 const MOST_ROUNDS: usize = 4096;
 
-/// Buses and callbacks that a vCPU uses.
+/// Buses and callbacks of a vCPU thread.
 #[derive(Clone)]
 pub(crate) struct Surroundings {
     pub ports: Arc<Bus>,
     pub mmio: Arc<Bus>,
-    /// Receives the events that the vCPU cannot handle.
+    /// Receives events that the vCPU thread cannot handle.
     pub events: EventSink,
     pub brake: Arc<Brake>,
-    /// Returns true if guest memory is lost. Guest entry is then inhibited and the VM's owner
-    /// notified.
+    /// Checks whether guest memory is lost, and returns true if it is. If so, guest entry is
+    /// inhibited and the VM's owner is notified.
     pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
@@ -75,7 +75,7 @@ enum Wanted {
     Stop,
 }
 
-/// Returns true if the vCPU must stay out of the guest.
+/// Returns true if the vCPU must not enter the guest.
 fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
     match wanted {
         Wanted::Run => braked,
@@ -86,28 +86,30 @@ fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
 
 struct Shared {
     wanted: Mutex<Wanted>,
-    /// True while the thread waits, and after it has ended. Changes only while `wanted` is locked.
+    /// True while the thread waits outside the guest, and after it has ended. Changed only while
+    /// `wanted` is locked.
     is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
-    /// The thread has waited since it last ran the guest, which does not know that time has passed.
+    /// True if the thread has waited since it last ran the guest. The guest then does not know that
+    /// time has passed.
     has_waited: AtomicBool,
-    /// An NMI is pending for delivery before the next guest entry.
+    /// True if an NMI must be delivered before the next guest entry.
     nmi: AtomicBool,
-    /// A reset to the initial state is pending. Changes only while `wanted` is locked.
+    /// True if a reset to the initial state is pending. Changed only while `wanted` is locked.
     afresh: AtomicBool,
-    /// `immediate_exit` byte of the shared page. `None` when the thread no longer uses the page.
+    /// `immediate_exit` byte in the shared page. `None` once the thread no longer uses the page.
     immediate_exit: Mutex<Option<ImmediateExit>>,
 }
 
 struct ImmediateExit(NonNull<u8>);
 
-// SAFETY: any thread that holds the mutex around the byte may write it. The thread that owns the
-// mapping removes the pointer under the same mutex before it unmaps the page.
+// SAFETY: any thread may write the byte while it holds the mutex around the pointer. The thread
+// that owns the mapping removes the pointer under the same mutex before unmapping the page.
 unsafe impl Send for ImmediateExit {}
 
 impl Shared {
-    /// Initially paused.
+    /// Creates the state of a paused vCPU.
     fn new(brake: Arc<Brake>) -> Self {
         Self {
             wanted: Mutex::new(Wanted::Pause),
@@ -121,12 +123,12 @@ impl Shared {
         }
     }
 
-    /// Waits while the vCPU is paused or guest entry is inhibited, except for a pending reset of a
-    /// paused vCPU. Returns false if the thread has to end.
+    /// Waits while the vCPU is paused or guest entry is inhibited. The wait also ends if a paused
+    /// vCPU must be reset. Returns false if the thread must end.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
-        // Releasing the brake does not notify `changed`. The vCPU is paused before, and the next
-        // request notifies it.
+        // Releasing the brake does not need to notify `changed`. The vCPU is paused before the
+        // release, and the next request notifies `changed`.
         while wanted_waits(*wanted, self.brake.is_pulled()) && !self.may_begin_afresh() {
             self.is_out.store(true, Ordering::Relaxed);
             self.has_waited.store(true, Ordering::Relaxed);
@@ -135,14 +137,14 @@ impl Shared {
         }
         self.is_out.store(false, Ordering::Relaxed);
         if *wanted == Wanted::Run {
-            // Done under the lock, so that a later request sets the byte after this.
+            // The byte is cleared under the lock, so that a later request sets it again.
             self.set_immediate_exit(0);
         }
         *wanted != Wanted::Stop
     }
 
-    /// Returns true if a reset is pending and possible. It enters KVM, which is inhibited while
-    /// guest memory is lost.
+    /// Returns true if a reset is pending and can be done now. A reset enters KVM, which is
+    /// inhibited while guest memory is lost.
     fn may_begin_afresh(&self) -> bool {
         self.afresh.load(Ordering::SeqCst) && !self.brake.is_pulled()
     }
@@ -153,10 +155,11 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until a pending reset is done. Returns false if it is not done by `deadline`.
+    /// Waits until a pending reset has been done. Returns false if it has not been done by
+    /// `deadline`.
     fn wait_until_fresh(&self, deadline: Instant) -> bool {
         let mut wanted = self.wanted.lock();
-        // The brake may have been released since the thread last checked.
+        // The brake may have been released since the thread checked it.
         self.changed.notify_all();
         while self.afresh.load(Ordering::SeqCst) {
             if self.changed.wait_until(&mut wanted, deadline).timed_out() {
@@ -171,7 +174,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until the vCPU is out of the guest, or the pause is superseded.
+    /// Waits until the vCPU is outside the guest, or until a later request replaces the pause.
     fn wait_until_out(&self) {
         let mut wanted = self.wanted.lock();
         while *wanted == Wanted::Pause && !self.is_out.load(Ordering::Relaxed) {
@@ -179,7 +182,7 @@ impl Shared {
         }
     }
 
-    /// Clears the pending NMI, and returns true if there was one.
+    /// Clears a pending NMI. Returns true if one was pending.
     fn take_nmi(&self) -> bool {
         self.nmi.swap(false, Ordering::SeqCst)
     }
@@ -192,8 +195,8 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Pauses a vCPU that cannot continue, unless it has been requested to end in the meantime. The
-    /// requester then waits for its thread.
+    /// Pauses a vCPU that cannot continue, unless it was requested to end in the meantime. In that
+    /// case, the requester already waits for the thread.
     fn park(&self) {
         let mut wanted = self.wanted.lock();
         if *wanted == Wanted::Run {
@@ -203,7 +206,7 @@ impl Shared {
 
     fn set_immediate_exit(&self, value: u8) {
         if let Some(byte) = self.immediate_exit.lock().as_ref() {
-            // SAFETY: the page is mapped while the pointer is present (see `Send` above). The
+            // SAFETY: while the pointer is present, the page is mapped (see `Send` above). The
             // kernel only reads the byte.
             unsafe { byte.0.write_volatile(value) };
         }
@@ -212,36 +215,38 @@ impl Shared {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
-    /// Host CPUs that the thread may run on; empty for any.
+    /// Host CPUs that the thread may run on; empty if it may run on any.
     pub host_cpus: Vec<usize>,
     pub cores: Cores,
 }
 
-/// Pending pause of a vCPU.
+/// Pause of a vCPU that has been requested.
 pub(crate) struct Pausing(Arc<Shared>);
 
 impl Pausing {
-    /// Pause of a vCPU that does not run.
+    /// Pause of a vCPU that is not running.
     #[cfg(test)]
     pub(crate) fn over() -> Self {
         Self(Arc::new(Shared::new(Arc::default())))
     }
 
-    /// Waits until the vCPU is out of the guest and of its exit, or the pause is superseded.
+    /// Waits until the vCPU has left the guest and completed its exit, or until a later request
+    /// replaces the pause.
     pub(crate) fn wait(self) {
         self.0.wait_until_out();
     }
 }
 
-/// vCPU and its thread. Dropping it stops the thread.
+/// vCPU with its thread. Dropping it stops the thread.
 pub(crate) struct Vcpu {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Thread of a vCPU that does not exist yet. Dropping it ends the thread.
+/// Thread for a vCPU that does not exist yet. Dropping it ends the thread.
 ///
-/// It is started first, so that a failure leaves no vCPU in KVM, which cannot remove one.
+/// The thread is started before the vCPU is created. If starting it fails, no vCPU is left in KVM,
+/// which cannot remove vCPUs.
 pub(crate) struct VcpuThread {
     index: u8,
     thread: JoinHandle<()>,
@@ -253,12 +258,12 @@ impl VcpuThread {
         brake::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
-        // libvirt finds vCPU threads by this name when it pins them.
+        // libvirt searches for vCPU threads by this name when it pins them.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
             .spawn(move || {
                 cores.claim(index);
-                // The channel is closed without a vCPU if its creation failed.
+                // If creating the vCPU failed, the channel is closed without a vCPU.
                 given.into_iter().for_each(Runner::run);
             })
             .map_err(|source| CpuError::Thread { index, source })?;
@@ -266,9 +271,10 @@ impl VcpuThread {
         Ok(Self { index, thread, runner })
     }
 
-    /// Passes the vCPU to its thread, paused until [`Vcpu::resume`].
+    /// Passes the vCPU to its thread. It is paused until [`Vcpu::resume`].
     ///
-    /// `fresh` is the initial state for [`Vcpu::begin_afresh`], if the vCPU can be reset.
+    /// `fresh` is the initial state for [`Vcpu::begin_afresh`], or `None` for a vCPU that cannot be
+    /// reset.
     pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
         let Self { index, thread, runner } = self;
         let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
@@ -289,37 +295,38 @@ impl Vcpu {
         }
     }
 
-    /// Forces the vCPU out of the guest. It may enter the guest again.
+    /// Interrupts the vCPU if it is in the guest. It may enter the guest again immediately.
     fn interrupt(&self) {
         self.shared.set_immediate_exit(1);
         if let Some(thread) = &self.thread {
-            // The thread may have ended by itself.
+            // The thread may already have ended by itself.
             if let Err(err) = thread.kill(SIGRTMIN()) {
                 debug!(%err, "The thread of the vCPU has ended");
             }
         }
     }
 
-    /// Sends the vCPU a non-maskable interrupt. A paused vCPU receives it when it resumes.
+    /// Sends a non-maskable interrupt to the vCPU. A paused vCPU receives it when it resumes.
     ///
     /// 1. Set the pending flag.
     /// 2. Interrupt the vCPU.
     ///
-    /// Before it enters the guest again, the vCPU clears `immediate_exit` and then checks the flag.
-    /// It either finds the flag set or is interrupted once more.
+    /// Before each guest entry, the vCPU clears `immediate_exit` and then checks the flag. It
+    /// therefore either finds the flag set, or is interrupted again.
     pub(crate) fn send_nmi(&self) {
         self.shared.nmi.store(true, Ordering::SeqCst);
         self.interrupt();
     }
 
-    /// Resets a paused vCPU to its initial state as soon as its last exit completes. On resume, it
-    /// waits for the guest's INIT and SIPI. The vCPU must not have been resumed since its pause.
+    /// Resets a paused vCPU to its initial state once its last exit is complete. After it is
+    /// resumed, the vCPU waits for INIT and SIPI from the guest. The vCPU must not have been
+    /// resumed between its pause and this call.
     pub(crate) fn begin_afresh(&self) {
         self.shared.nmi.store(false, Ordering::SeqCst);
         self.shared.set_afresh(true);
     }
 
-    /// Waits until the reset is done. Returns false if it is not done by `deadline`.
+    /// Waits until the reset has been done. Returns false if it has not been done by `deadline`.
     pub(crate) fn wait_until_fresh(&self, deadline: Instant) -> bool {
         self.shared.wait_until_fresh(deadline)
     }
@@ -328,13 +335,14 @@ impl Vcpu {
         self.set(Wanted::Run);
     }
 
-    /// Requests that the vCPU leave the guest and wait. It does so when its current exit completes.
+    /// Requests that the vCPU leave the guest and wait. It does so once its current exit is
+    /// complete.
     pub(crate) fn pause(&self) -> Pausing {
         self.set(Wanted::Pause);
         Pausing(Arc::clone(&self.shared))
     }
 
-    /// Ends the vCPU's thread and waits for it.
+    /// Ends the vCPU's thread and waits until it has ended.
     pub(crate) fn stop(&mut self) {
         self.set(Wanted::Stop);
         if let Some(thread) = self.thread.take() {
@@ -368,7 +376,7 @@ struct Runner {
     shared: Arc<Shared>,
 }
 
-/// Clears the pointer to the shared page and wakes all waiters.
+/// On drop, clears the pointer to the shared page and wakes all waiting threads.
 struct ClearOnDrop<'a>(&'a Shared);
 
 impl Drop for ClearOnDrop<'_> {
@@ -377,10 +385,10 @@ impl Drop for ClearOnDrop<'_> {
     }
 }
 
-/// Step after an exit.
+/// Next step of the vCPU thread after an exit.
 enum Next {
     Again,
-    /// The vCPU cannot continue and waits to be stopped.
+    /// The vCPU cannot continue, and waits until it is stopped.
     Park(VcpuEvent),
 }
 
@@ -389,18 +397,19 @@ impl Runner {
         let byte = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
         *self.shared.immediate_exit.lock() = Some(ImmediateExit(byte));
         let shared = Arc::clone(&self.shared);
-        // Dropped before `self`, and so before the page is unmapped, also if this thread panics.
+        // Dropped before `self`, so that the pointer is cleared before the page is unmapped, even
+        // if this thread panics.
         let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
             if self.shared.afresh.load(Ordering::SeqCst) {
                 self.begin_afresh();
                 self.shared.set_afresh(false);
-                // A pause request takes effect before the guest is entered.
+                // A pause that was requested takes effect before the next guest entry.
                 continue;
             }
             if self.shared.has_waited.swap(false, Ordering::Relaxed) {
-                // Reports the pause to the guest, whose watchdog would otherwise report a soft
-                // lockup. Fails if the guest does not use kvm-clock.
+                // Informs the guest of the pause. Otherwise its watchdog would report a soft
+                // lockup. The call fails if the guest does not use kvm-clock, which is harmless.
                 let _ = self.fd.kvmclock_ctrl();
             }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
@@ -413,22 +422,22 @@ impl Runner {
 
     /// Resets the vCPU to its initial state.
     ///
-    /// The next KVM_RUN would complete the instruction of the last exit, regardless of new register
-    /// values. The instruction is therefore completed first, without entering the guest: with
+    /// The next KVM_RUN would complete the instruction of the last exit, whatever the new register
+    /// values are. That instruction is therefore completed first, without entering the guest. With
     /// `immediate_exit` set, KVM_RUN does nothing else.
     fn begin_afresh(&mut self) {
         self.shared.set_immediate_exit(1);
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
         let Some(fresh) = &self.fresh else { return };
         if let Err(err) = fresh.restore(&self.fd, self.index) {
-            // The guest can leave a vCPU in a state that KVM cannot reset. The guest must still
-            // start the vCPU, and its INIT clears most of the remaining state.
+            // The guest can put a vCPU into a state that KVM cannot reset. This is acceptable: the
+            // guest must start the vCPU again, and its INIT clears most of the remaining state.
             warn!(index = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
         }
     }
 
-    /// Delivers a pending NMI, and returns the next step if that fails. A processor that has not
-    /// been started ignores the NMI, because KVM would loop on it.
+    /// Delivers a pending NMI. Returns the next step if the delivery fails. A vCPU that has not
+    /// been started drops the NMI, because KVM would loop on it.
     fn deliver_nmi(&mut self) -> Option<Next> {
         if !self.shared.take_nmi() {
             return None;
@@ -452,8 +461,8 @@ impl Runner {
         brake.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
-                // SAFETY: the page is mapped as long as the vCPU exists, and the exit is one of
-                // ports.
+                // SAFETY: the page is mapped as long as the vCPU exists, and the exit is a port
+                // access.
                 let element_bytes = unsafe { ports::element_bytes(run) };
                 if !ports::read(&self.ports, port, data, element_bytes) {
                     sparsely!(
@@ -510,7 +519,7 @@ impl Runner {
     }
 }
 
-/// Step after a failed KVM_RUN.
+/// Next step of the vCPU thread after a failed KVM_RUN.
 fn next_after(
     errno: i32,
     index: u8,
@@ -519,8 +528,8 @@ fn next_after(
 ) -> Next {
     match errno {
         libc::EINTR | libc::EAGAIN => Next::Again,
-        // The accessed memory is lost. The brake is pulled, so this vCPU does not enter the guest
-        // again.
+        // The accessed memory has been lost. The brake is pulled, so this vCPU cannot enter the
+        // guest again.
         libc::EFAULT if memory_is_lost() => Next::Again,
         libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
         errno => {
@@ -550,8 +559,9 @@ mod tests {
         assert!(matches!(start(vec![1023]), Err(CpuError::Pin { index: 3, .. })));
     }
 
-    /// Loop of a vCPU without KVM. It sends the number of each entry and whether the brake was
-    /// pulled. In the exit after entry `pull_in`, it pulls the brake, as a device does.
+    /// Loop of a vCPU thread, without KVM. For each entry, it sends the number of the entry and
+    /// whether the brake was pulled. It pulls the brake in the exit after entry `pull_in`, as a
+    /// device would.
     fn vcpu(
         shared: &Arc<Shared>,
         pull_in: u32,
@@ -583,9 +593,9 @@ mod tests {
         while !brake.is_pulled() {
             thread::yield_now();
         }
-        // 1. A thread that does not know of the event requests that it run.
+        // 1. 1. A thread that has not received the event requests that the vCPU run.
         shared.want(Wanted::Run);
-        // 2. The owner handles the event. 3. It resumes the vCPU later.
+        // 2. 2. The owner handles the event. 3. It resumes the vCPU later.
         shared.want(Wanted::Pause);
         brake.release();
         shared.want(Wanted::Run);
@@ -607,7 +617,7 @@ mod tests {
             }
             vcpu.end();
         });
-        // A vCPU that has not started is out of the guest.
+        // A vCPU that has not started yet is outside the guest.
         shared.wait_until_out();
         shared.want(Wanted::Run);
         entries.recv_timeout(LIMIT).unwrap();
@@ -619,7 +629,7 @@ mod tests {
             waiter.join().unwrap();
         });
         assert!(shared.is_out.load(Ordering::Relaxed) && entries.try_recv().is_err());
-        // Waiting ends if the vCPU is resumed or its thread ends.
+        // The wait ends if the vCPU is resumed or its thread ends.
         shared.want(Wanted::Run);
         shared.wait_until_out();
         entries.recv_timeout(LIMIT).unwrap();
@@ -630,7 +640,7 @@ mod tests {
         shared.wait_until_out();
     }
 
-    /// Checks the pending flag only. A guest test covers the delivery by KVM.
+    /// Checks only the pending flag. A guest test covers the delivery by KVM.
     #[test]
     fn nmi_of_paused_vcpu_is_delivered_once_on_resume() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
@@ -663,7 +673,7 @@ mod tests {
         assert!(entries.try_recv().is_err(), "it stays out");
         vcpu.resume();
         assert_eq!([next(), next()], [true, false]);
-        // A reset clears a pending NMI.
+        // The reset clears a pending NMI.
         pause();
         vcpu.send_nmi();
         vcpu.begin_afresh();
@@ -674,7 +684,7 @@ mod tests {
         thread.join().unwrap();
     }
 
-    /// The reset also happens while the VM stays paused.
+    /// The reset is also done while the VM remains paused.
     #[test]
     fn paused_vcpu_is_reset_when_its_exit_completes() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
@@ -705,7 +715,7 @@ mod tests {
         leave.send(()).unwrap();
         assert!(vcpu.wait_until_fresh(soon()));
         assert!(entries.try_recv().is_err(), "it stays out");
-        // The reset waits while memory is lost, until the brake is released.
+        // While memory is lost, the reset waits until the brake is released.
         shared.brake.pull();
         vcpu.begin_afresh();
         assert!(!vcpu.wait_until_fresh(Instant::now()) && entries.try_recv().is_err());
@@ -718,7 +728,7 @@ mod tests {
         });
         drop(vcpu);
         thread.join().unwrap();
-        // Waiting for a reset returns when the thread has ended.
+        // A wait for the reset also returns if the thread has ended.
         assert!(shared.wait_until_fresh(soon()));
     }
 
@@ -728,7 +738,7 @@ mod tests {
         shared.want(Wanted::Run);
         shared.park();
         assert_eq!(*shared.wanted.lock(), Wanted::Pause);
-        // Stop requested between the last exit and parking.
+        // The stop was requested between the last exit and parking.
         shared.want(Wanted::Stop);
         shared.park();
         assert!(!shared.wait_until_wanted(), "stop waits for the thread");

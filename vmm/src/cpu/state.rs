@@ -1,8 +1,8 @@
 //! Initial state of vCPUs.
 //!
-//! The boot processor enters the kernel by PVH (Xen's x86 direct boot ABI): 32-bit protected mode,
-//! flat segments, paging off, EBX pointing at the start info. The others wait for INIT and SIPI
-//! from the kernel, which KVM's local APIC handles.
+//! The boot processor enters the kernel by PVH (Xen's x86 direct boot ABI): in 32-bit protected
+//! mode with flat segments and without paging. EBX contains the address of the start info. The
+//! other processors wait for INIT and SIPI from the kernel, which KVM's local APIC handles.
 
 use kvm_bindings::{
     KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
@@ -13,23 +13,23 @@ use kvm_ioctls::VcpuFd;
 use super::CpuError;
 use crate::boot::{PvhEntry, Segment};
 
-/// MSR_IA32_MISC_ENABLE (Intel SDM 4, table 2-2): fast string operations are bit 0.
+/// MSR_IA32_MISC_ENABLE (Intel SDM 4, table 2-2). Bit 0 enables fast string operations.
 const MSR_IA32_MISC_ENABLE: u32 = 0x1a0;
 const MISC_ENABLE_FAST_STRING: u64 = 1;
-/// MSR_MTRR_DEF_TYPE: MTRRs on, write-back as the default type. Otherwise Linux treats all memory
-/// as uncached.
+/// MSR_MTRR_DEF_TYPE: enables MTRRs, with write-back as the default memory type. Otherwise, Linux
+/// treats all memory as uncached.
 const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
 
 /// Offsets of local APIC registers (Intel SDM 3, table 11-1).
 const APIC_LVT_LINT0: usize = 0x350;
 const APIC_LVT_LINT1: usize = 0x360;
-/// Delivery modes of the local vector table, bits 10 to 8.
+/// Delivery modes in the local vector table, bits 10 to 8.
 const DELIVERY_EXTINT: u32 = 7 << 8;
 const DELIVERY_NMI: u32 = 4 << 8;
 
-/// MSRs that an INIT does not change, and those by which KVM writes to guest memory. The time stamp
-/// counter is not included, so that it stays in step with those of other vCPUs.
+/// MSRs that INIT does not change, and MSRs by which KVM writes to guest memory. The time stamp
+/// counter is not included, so that it remains synchronous with those of other vCPUs.
 const KEPT_BY_INIT: [u32; 16] = [
     0x48,  // IA32_SPEC_CTRL
     0x174, // IA32_SYSENTER_CS
@@ -65,7 +65,7 @@ fn segment(segment: Segment) -> kvm_segment {
     }
 }
 
-/// Sets the initial state of every vCPU: MSRs and the interrupt pins of the local APIC.
+/// Sets the state that all vCPUs start with: MSRs and the interrupt pins of the local APIC.
 pub(crate) fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
     let error = |what| move |source| CpuError::Kvm { what, index, source };
     let msr = |index, data| kvm_msr_entry { index, data, ..Default::default() };
@@ -90,7 +90,7 @@ pub(crate) fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
     vcpu.set_lapic(&lapic).map_err(error("set the local APIC of"))
 }
 
-/// Sets the registers of the boot processor to the kernel's PVH entry.
+/// Sets the registers of the boot processor for the kernel's PVH entry point.
 pub(crate) fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuError> {
     let error = |what| move |source| CpuError::Kvm { what, index, source };
     let mut sregs = vcpu.get_sregs().map_err(error("read the system registers of"))?;
@@ -105,8 +105,8 @@ pub(crate) fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<()
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
 }
 
-/// State of a vCPU before the guest ran it. It is restored when the guest gets the vCPU back,
-/// because KVM cannot delete and recreate a vCPU.
+/// State of a vCPU before the guest ran it for the first time. It is restored when the vCPU is
+/// added again, because KVM cannot delete and recreate a vCPU.
 pub(crate) struct Fresh {
     sregs: kvm_sregs,
     regs: kvm_regs,
@@ -116,7 +116,7 @@ pub(crate) struct Fresh {
 }
 
 impl Fresh {
-    /// Reads the current state of `vcpu`.
+    /// Saves the current state of `vcpu`.
     pub(crate) fn of(vcpu: &VcpuFd, index: u8) -> Result<Self, CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let msr = |&number: &u32| {
@@ -134,14 +134,16 @@ impl Fresh {
         })
     }
 
-    /// Makes `vcpu` wait for INIT and SIPI as if it had never run. Its last exit must be complete.
+    /// Resets `vcpu` so that it waits for INIT and SIPI as if it had never run. The instruction of
+    /// its last exit must be complete.
     ///
-    /// 1. Read the MP state: KVM then handles a latched INIT or SIPI, so that none remains.
-    /// 2. Set the MP state, so that the vCPU does not run if a later step fails: reset registers
-    ///    point at memory that does not exist.
-    /// 3. Restore the system registers before the registers of the APIC, because they select its
+    /// 1. 1. Read the MP state. KVM then handles a latched INIT or SIPI, so that none remains
+    ///    pending.
+    /// 2. 2. Set the MP state, so that the vCPU does not run if a later step fails. Its reset
+    ///    registers point to memory that does not exist.
+    /// 3. 3. Restore the system registers before the APIC registers, because they select the APIC's
     ///    addressing mode.
-    /// 4. Set the MP state again, because the steps before may have changed it.
+    /// 4. 4. Set the MP state again, because the earlier steps may have changed it.
     pub(crate) fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let waiting = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };

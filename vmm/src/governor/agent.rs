@@ -1,4 +1,4 @@
-//! One connection of the agent: reads lines, writes settings.
+//! Connection of the agent: reads its lines, and writes the settings.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,28 +11,28 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::WriteHalf;
 
-/// Bytes read from the socket at a time.
+/// Maximum number of bytes in one read from the socket.
 const READ_BYTES: usize = 8192;
-/// Limit of lines per second from all connections together. Each new connection counts as a line.
-/// Further lines wait in the guest and cost the host nothing.
+/// Maximum number of lines per second, over all connections. Each new connection also counts as a
+/// line. Further lines wait in the guest, at no cost for the host.
 const MAX_LINES_PER_SECOND: usize = 200;
-/// Limit of bytes per second from all connections together, enough for [`MAX_LINES_PER_SECOND`]. It
-/// also bounds a line that never ends, which the limit of lines does not count.
+/// Maximum number of bytes per second over all connections, enough for [`MAX_LINES_PER_SECOND`]. It
+/// also limits a line that never ends, because the limit on lines does not count such a line.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
 pub(super) type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
 
-/// A message of the agent, or the reason why its line was refused.
+/// Message of the agent, or the reason for refusing its line.
 #[derive(Debug)]
 pub(super) struct Heard {
     pub message: Result<AgentMessage, Refusal>,
-    /// Time at which the line was complete.
+    /// Time at which the line was completely received.
     pub at: Instant,
 }
 
-/// Serves one connection until it ends, and parses its lines. `settings` returns the governor's
-/// present settings, `bytes` counts the bytes read, and `decide` returns when the governor has
-/// handled a message.
+/// Serves one connection until it ends, and parses the agent's lines. `settings` returns the
+/// governor's current settings, `bytes` counts the bytes read, and `decide` returns once the
+/// governor has handled a message.
 pub(super) async fn serve(
     mut stream: UnixStream,
     settings: impl Fn() -> Settings,
@@ -73,20 +73,20 @@ pub(super) async fn serve(
     }
 }
 
-/// Settings on their way to the agent. An agent may read them arbitrarily late, because only one
-/// line waits and the agent's own lines are still read.
+/// Settings that are being sent to the agent. An agent may be arbitrarily slow to read them,
+/// because only one line is queued and its own lines are still read.
 #[derive(Debug, Default)]
 struct Outgoing {
-    /// Settings in `line`, which may have been written already.
+    /// Settings in `line`, which may already have been written.
     told: Option<Settings>,
     line: Vec<u8>,
-    /// Bytes of `line` that were written.
+    /// Number of bytes in `line` that have been written.
     written: usize,
 }
 
 impl Outgoing {
-    /// Queues `settings` if they are new, in place of a waiting line. A line that is partly written
-    /// is completed first.
+    /// Queues `settings` if they have changed. They replace a queued line, unless part of that line
+    /// has already been written.
     fn tell(&mut self, settings: Settings) {
         let is_begun = self.is_waiting() && self.written > 0;
         if is_begun || self.told == Some(settings) {
@@ -101,13 +101,13 @@ impl Outgoing {
         self.written < self.line.len()
     }
 
-    /// Writes as much as the socket takes, and waits if it takes nothing. Cancel safe: a dropped
-    /// call has written nothing.
+    /// Writes as many bytes as the socket accepts, and waits while it accepts none. The call is
+    /// cancel safe: if it is dropped, it has written nothing.
     async fn write(&mut self, to: &mut WriteHalf<'_>) -> io::Result<()> {
         match to.write(&self.line[self.written..]).await {
             Ok(len) => self.written += len,
-            // The agent has closed its end. The lines that it sent before still count, and `read`
-            // returns the end after them.
+            // The agent has closed its end of the connection. Lines that it sent before are still
+            // read, and `read` then returns the end of the stream.
             Err(err) if err.kind() == io::ErrorKind::BrokenPipe => self.written = self.line.len(),
             Err(err) => return Err(err),
         }
@@ -131,12 +131,14 @@ impl LineBudget {
         }
     }
 
-    /// Accounts for one line. Waits for the next second if the lines of this one are used up.
+    /// Charges one line to the budget. If the budget for this second is used up, waits for the next
+    /// second.
     pub(super) async fn spend(&mut self) {
         self.take(1, 0).await;
     }
 
-    /// Accounts for `bytes`, at most the limit of one second, in the same way.
+    /// Charges `bytes` to the budget, and waits if it is used up. `bytes` must not exceed the limit
+    /// for one second.
     pub(super) async fn spend_bytes(&mut self, bytes: usize) {
         self.take(0, bytes).await;
     }

@@ -1,5 +1,5 @@
-//! The governor with its devices: reads the host, feeds events to [`balloon::governor::Governor`],
-//! and performs its effects.
+//! Governor and its devices: reads the host, passes events to [`balloon::governor::Governor`], and
+//! carries out the resulting requests.
 
 #[cfg(test)]
 mod agent_tests;
@@ -30,10 +30,10 @@ use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 
-/// Name of the call in errors.
+/// Name of the call in error messages.
 const CALL: &str = "vm.pressure";
 
-/// Governor of one VM, and its devices.
+/// Governor of one VM, with the devices that it sizes.
 pub struct Core {
     pub(super) governor: Governor,
     devices: GovernedDevices,
@@ -44,7 +44,7 @@ pub struct Core {
     recorder: Option<Recorder>,
 }
 
-/// Checks that `floor` and the size of policy `fixed` fit into all zones.
+/// Checks that all zones together have room for `floor` and for the size of policy `fixed`.
 fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZones> {
     let kept_bytes = match policy {
         Policy::Fixed(params) => params.size_bytes,
@@ -57,11 +57,11 @@ fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZo
     }
 }
 
-/// Called with each hello of an agent.
+/// Callback for each hello message of an agent.
 pub type OnHello = Box<dyn Fn(&Hello) + Send>;
 
 impl Core {
-    /// Creates a governor for a guest that has just started. `config` must have been validated.
+    /// Creates a governor for a guest that has just started. `config` must be valid.
     pub fn new(
         config: &PressureConfig,
         zones: Vec<GovernedZone>,
@@ -98,7 +98,7 @@ impl Core {
         self
     }
 
-    /// Sets the memory that the guest may use and that the governor does not size.
+    /// Sets the memory that the guest may use but the governor does not size.
     pub fn with_beside(mut self, beside: Beside) -> Self {
         self.devices.beside = beside;
         self
@@ -109,14 +109,14 @@ impl Core {
         self
     }
 
-    /// Sets the source of statistics for a guest without an agent.
+    /// Sets the source of statistics about a guest without an agent.
     pub fn with_statistics(mut self, balloon: Arc<dyn BalloonSource>, onlining: Onlining) -> Self {
         self.devices.balloon = Some(balloon);
         self.governor.use_statistics(onlining);
         self
     }
 
-    /// Records reports, sizes and plans under the VM's name.
+    /// Starts a recording of reports, sizes and plans under the VM's name.
     pub fn record<W: Write + Send + 'static>(
         mut self,
         target: Target<W>,
@@ -135,12 +135,12 @@ impl Core {
         self.step(Event::AgentGone, now);
     }
 
-    /// Settings that the agent reports by.
+    /// Settings that determine when the agent reports.
     pub fn settings(&self) -> Settings {
         self.governor.settings()
     }
 
-    /// Returns true if the next tick is due sooner than usual.
+    /// Returns true if the next tick is due earlier than usual.
     pub fn is_fast(&self) -> bool {
         self.governor.is_fast()
     }
@@ -149,9 +149,9 @@ impl Core {
         Arc::clone(&self.agent_bytes)
     }
 
-    /// Handles a message of the agent, or the reason why its line was refused. Timestamps of the
-    /// guest are compared with `with_sleep`, which is `now` plus the time that the host slept.
-    /// `took` returns the time since the line arrived.
+    /// Handles a message of the agent, or the reason for refusing its line. Timestamps from the
+    /// guest are compared with `with_sleep`, the sum of `now` and the time during which the host
+    /// slept. `took` returns the time since the line arrived.
     pub fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
@@ -168,19 +168,19 @@ impl Core {
         self.run(Event::Message { message, with_sleep }, self.devices.view(), now, observe);
     }
 
-    /// Handles the passing of time, and changes of plugged sizes and statistics.
+    /// Handles a tick: the time that has passed, and changes of plugged sizes and statistics.
     pub fn tick(&mut self, now: TimeMs) {
         self.step(Event::Tick, now);
     }
 
-    /// Zones that the governor sizes. They also check the targets of [`Core::resize`] and
+    /// Zones that the governor sizes. They also validate targets for [`Core::resize`] and
     /// [`Core::boot_with`].
     pub fn zones(&self) -> &GovernedZones {
         &self.devices.zones
     }
 
-    /// Resizes a zone on behalf of a client, and pins it. Fails if the device has refused the
-    /// guest's driver since the target was parsed.
+    /// Resizes a zone at a client's request, and pins it. Fails if the device has refused the
+    /// guest's driver since the target was validated.
     pub fn resize(&mut self, target: ResizeTarget, now: TimeMs) -> Result<(), GovernorError> {
         let (zone, host) = (target.zone(), self.devices.view());
         if !target.has_driver(&host.zones[zone.0 as usize]) {
@@ -192,19 +192,19 @@ impl Core {
         Ok(())
     }
 
-    /// Sets the size of a zone at boot. The policy may change it later.
+    /// Sets the size that a zone has at boot. The policy may change the size later.
     pub fn boot_with(&mut self, target: ResizeTarget, now: TimeMs) {
         self.step(Event::BootWith(target), now);
     }
 
-    /// Checks that the guest has room for the page descriptors of a DIMM. The room is taken from
-    /// the last report or, without one, from the parameter `unreported`.
+    /// Checks that the guest has room for the page descriptors of a new DIMM. The room is known
+    /// from the last report. Without a report, the parameter `unreported` is used.
     pub fn check_dimm(&self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         self.check_room(dimm_bytes, &self.devices.view(), now)
     }
 
-    /// Checks a DIMM again and counts it towards the limit of rule 4, so that nothing else can use
-    /// the room first.
+    /// Repeats the check for a DIMM and counts the DIMM towards the limit of rule 4, so that no
+    /// other memory can use the room first.
     pub fn add_dimm(&mut self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         let host = self.devices.view();
         self.check_room(dimm_bytes, &host, now)?;
@@ -229,9 +229,9 @@ impl Core {
         self.run(event, self.devices.view(), now, |_| ());
     }
 
-    /// Handles an event and the events that follow from its requests. All requests are made before
-    /// `performed` is called and the notes are written, because the guest waits for the requests
-    /// and a log reader can be slow. `host` is the host at this moment.
+    /// Handles an event, and the events that its requests cause. All requests are made before
+    /// `performed` is called and before notes are written. The guest waits for the requests, while
+    /// a log reader may be slow. `host` is the current state of the host.
     fn run(&mut self, event: Event, host: HostView, now: TimeMs, performed: impl FnOnce(&Self)) {
         let steps = self.governor.run(event, host, &mut self.devices, now);
         performed(self);
@@ -241,7 +241,7 @@ impl Core {
     }
 }
 
-/// Devices of a VM, as the governor reads and sizes them.
+/// Devices of a VM that the governor reads and resizes.
 struct GovernedDevices {
     zones: GovernedZones,
     balloon: Option<Arc<dyn BalloonSource>>,
@@ -252,7 +252,7 @@ struct GovernedDevices {
 }
 
 impl GovernedDevices {
-    /// Reads the host, and the sizes of each zone once.
+    /// Reads the state of the host, and the sizes of each zone once.
     fn view(&self) -> HostView {
         let balloon = self.zones.iter().position(|zone| zone.id == BALLOON_ZONE);
         HostView {

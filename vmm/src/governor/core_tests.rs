@@ -1,4 +1,4 @@
-//! The governor with devices that follow its requests or ignore them.
+//! Tests of the governor with devices that follow its requests or ignore them.
 
 use std::sync::Arc;
 
@@ -53,12 +53,12 @@ fn resize_that_a_zone_cannot_carry_out_is_an_error_with_the_reason() {
         let error = f.core.resize_zone(zone, bytes, TimeMs(0)).unwrap_err().to_string();
         assert!(error.ends_with(message) || zone == "nvram" && error.contains(message), "{error}");
     }
-    // The device has refused the driver since the target was parsed.
+    // The device has refused the driver since the target was validated.
     let error = f.core.resize(target, TimeMs(0)).unwrap_err().to_string();
     assert!(error.contains("\"pm\"") && error.contains("5.16"), "{error}");
     assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
     assert_eq!([f.dram.sizes().requested_bytes, f.pm.sizes().requested_bytes], [0, 0]);
-    // The plugged size can be requested without a driver.
+    // Without a driver, a client can still request the plugged size.
     f.core.resize_zone("pm", 0, TimeMs(0)).unwrap();
 }
 
@@ -75,7 +75,7 @@ fn guest_without_progress_is_reminded_and_status_is_stuck() {
     assert_eq!(f.core.zone_state("nvram", TimeMs(6000)).resize, None);
 }
 
-/// The sizes change between two steps of the governor, and it observes them only in a step.
+/// The sizes change between two steps of the governor, which observes sizes only in a step.
 #[test]
 fn resize_status_belongs_to_the_sizes_that_it_is_shown_with() {
     let mut f = fixture("off", false);
@@ -107,7 +107,7 @@ fn device_receives_a_size_without_room_for_its_descriptors() {
     assert_eq!(*f.dram.reported_held.lock(), 1);
 }
 
-/// Balloon whose driver sends the same statistics at each request.
+/// Balloon whose driver sends the same statistics at every request.
 struct FakeBalloon(Mutex<u64>);
 
 impl BalloonSource for FakeBalloon {
@@ -175,7 +175,8 @@ fn pause_is_idempotent_and_keeps_pins() {
     let pinned = |f: &Fixture| f.core.info(0, TimeMs(0)).pinned_zones;
     (0..2).for_each(|_| f.change(json!({"pause": true})).unwrap());
     assert!(is_paused(&f) && f.core.sample(TimeMs(0)).paused);
-    // Resuming a zone does not end the pause, and ending the pause does not resume a zone.
+    // Resuming a zone does not end a pause of the governor, and ending that pause does not resume a
+    // zone.
     f.core.resize_zone("pm", 2 * MIB, TimeMs(0)).unwrap();
     f.change(json!({"resume": true, "zone": "dram"})).unwrap();
     assert!(is_paused(&f));
@@ -233,7 +234,7 @@ fn change_of_parameters_is_atomic() {
         ),
         (json!({"policy": "fixed", "size": 1}), "vm.pressure: size is 1, must be a multiple of 2M"),
         (json!({"policy": "fixed"}), "vm.pressure: size= is missing"),
-        // More than all zones together can have.
+        // Larger than the sum of all zones.
         (
             json!({"dry_run": true, "rules": {"floor": 1152 * MIB + BLOCK, "cool_down": "3s"}}),
             "floor is 1154M, must be at most 1152M, the maximum of all zones together",
@@ -242,7 +243,7 @@ fn change_of_parameters_is_atomic() {
             json!({"pause": true, "policy": "fixed", "size": 2048 * MIB}),
             "size is 2G, must be at most 1152M, the maximum of all zones together",
         ),
-        // Within the range of the parameter, but in conflict with another one.
+        // The value is in the range of the parameter, but conflicts with another parameter.
         (
             json!({"rules": {"ceiling": "1G"}}),
             "ceiling is 1G, must be at least floor, which is 1152M",
@@ -258,7 +259,7 @@ fn change_of_parameters_is_atomic() {
         assert_eq!((info.policy.as_str(), info.dry_run, info.paused), ("psi", false, false));
         assert_eq!(info.details, before);
     }
-    // A new policy starts with its defaults, and the rules remain.
+    // A new policy starts with its default parameters, and the rules do not change.
     f.change(json!({"policy": "amf", "params": {"reclaim": 50}})).unwrap();
     let expected = json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50});
     assert_eq!((&details(&f)["params"], &details(&f)["rules"]), (&expected, rules));
@@ -276,7 +277,7 @@ fn zones_of_one_node_share_its_online_memory() {
         ["dram", "pm"].map(|id| fixture.core.zone_state(id, TimeMs(0)).online_bytes)
     };
     assert_eq!(online(&fixture), [None, None]);
-    // The agent reports 64 MiB beyond the boot memory on node 0.
+    // The agent reports 64 MiB on node 0 in addition to the boot memory.
     fixture.report(200);
     assert_eq!(online(&fixture), [Some(64 * MIB), Some(0)]);
     fixture.dram.request(48 * MIB);
@@ -325,14 +326,14 @@ fn states_of_zones_come_in_the_order_of_the_query() {
 
 #[test]
 fn sizes_are_requested_before_notes_are_written() {
-    /// Room for the header and the first sizes, but for no report.
+    /// Large enough for the header and the first sizes, but not for a report.
     const RECORD_BYTES: u64 = 600;
     const LOGGED: [&str; 4] = ["is online", "resize-reached", "recording", "Plan"];
     let mut f = fixture("psi", false);
-    // The end of the recording is logged as soon as it receives a line.
+    // The end of the recording is logged when the next line is written to it.
     let target = Target { path: "/trace".into(), file: std::io::sink(), max_bytes: RECORD_BYTES };
     f.core = f.core.record(target, "db", TimeMs(0)).unwrap();
-    // Events in their order, with the requested size at that time.
+    // Events in order, each with the requested size at that time.
     let noted = Arc::<Mutex<Vec<_>>>::default();
     let (dram, log) = (Arc::clone(&f.dram), Arc::clone(&noted));
     let note = move |what| log.lock().push((what, dram.sizes.lock().requested_bytes));
@@ -361,7 +362,7 @@ fn sizes_are_requested_before_notes_are_written() {
         f.core.line(&report(2, 20 + size_bytes / MIB, [size_bytes, 0]), TimeMs(100), took);
         expect(&["took", "is online"]);
         f.core.tick(TimeMs(1_100));
-        // Progress counts once the memory has stayed plugged for 1 s.
+        // Progress counts only after the memory has been plugged for 1 s.
         expect(&["resize-reached"]);
     });
     let sample = f.core.sample(TimeMs(100));
@@ -375,7 +376,7 @@ fn sizes_are_requested_before_notes_are_written() {
 fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
     let mut f = fixture("off", true);
     f.greet();
-    // The guest has room for the page descriptors of a part of its PM.
+    // The guest has room for the page descriptors of only part of its PM.
     let mut line = report(1, 16, [0, 0]);
     line["zones"][0]["free_pages"] = 4_500.into();
     line["memory"]["free_bytes"] = (4_500 * 4096).into();

@@ -29,7 +29,7 @@ pub struct AboveZones {
     pub most_bytes: u64,
 }
 
-/// Reason why the guest gets no DIMM (rule 4).
+/// Reason why no DIMM can be added to the guest (rule 4).
 #[derive(Debug, Error)]
 #[error(
     "no room for the page descriptors of {}, at most for those of {}",
@@ -38,6 +38,6 @@ pub struct AboveZones {
 )]
 pub struct DescriptorLack {
     pub dimm_bytes: u64,
-    /// Memory for whose page descriptors the guest has room.
+    /// Amount of memory for which the guest has room for page descriptors.
     pub most_bytes: u64,
 }

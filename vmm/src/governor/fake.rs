@@ -1,4 +1,5 @@
-//! Fake devices that follow requests or ignore them, and a governor with two of them. For tests.
+//! Fake devices that follow or ignore requests, and a governor that sizes two of them. Only for
+//! tests.
 
 use std::cell::RefCell;
 use std::io::{self, Cursor, Write};
@@ -27,14 +28,15 @@ pub(crate) const BLOCK: u64 = 2 * MIB;
 
 pub(crate) const BOOT_BYTES: u64 = 384 * MIB;
 
-/// Fake device. Its guest follows requests at once if `follows` is set and its driver is ready.
+/// Fake device that the governor can resize. Its guest follows requests immediately if `follows` is
+/// set and its driver is ready.
 pub(crate) struct FakeDevice {
     pub sizes: Mutex<ZoneSizes>,
     /// Number of calls of `sizes`.
     pub reads: Mutex<u32>,
     follows: bool,
     pub reminders: Mutex<u32>,
-    /// Number of goals that were reported as out of reach.
+    /// Number of goals reported as unreachable.
     pub reported_held: Mutex<u32>,
 }
 
@@ -76,7 +78,7 @@ impl ZoneDevice for FakeDevice {
     }
 }
 
-/// Written bytes of a recording, shared with the test.
+/// Bytes written to a recording, shared with the test.
 #[derive(Clone, Default)]
 pub(crate) struct Shown(pub Arc<Mutex<Vec<u8>>>);
 
@@ -114,7 +116,7 @@ impl Write for Log {
     }
 }
 
-/// Runs `act`, and passes each line of the log to `heard`.
+/// Runs `act`, and passes each log line to `heard`.
 pub(crate) fn with_log<R>(heard: impl FnMut(&str) + Send + 'static, act: impl FnOnce() -> R) -> R {
     let log = Log(Arc::new(Mutex::new(heard)));
     let writer = move || log.clone();
@@ -137,7 +139,7 @@ pub(crate) struct Fixture {
     pub seq: u64,
 }
 
-/// Zone on a node of the guest. Node 0 has the boot memory.
+/// Adds a zone on a node of the guest. Boot memory is on node 0.
 pub(crate) fn zone<D: ZoneDevice + 'static>(
     id: &str,
     tier: Tier,
@@ -179,33 +181,33 @@ impl Core {
         self.zone_states(&[query], now).remove(0)
     }
 
-    /// Resizes a zone on behalf of a client.
+    /// Resizes a zone at a client's request.
     pub fn resize_zone(&mut self, id: &str, bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let target = self.zones().target(id, bytes)?;
         self.resize(target, now)
     }
 
-    /// Handles a line of the agent, on a host that has never slept.
+    /// Handles a line from the agent, on a host that has never slept.
     pub fn line(&mut self, line: &Value, now: TimeMs, took: impl FnOnce() -> Duration) {
         self.message(balloon::parse_line(line.to_string().as_bytes()), now, now, took);
     }
 }
 
-/// Runtime whose clock jumps to the next timer when all tasks wait. It measures the waits, not the
-/// duration of the test.
+/// Runtime with a paused clock, which jumps to the next timer when all tasks wait. Tests with this
+/// clock measure waits, but not computing time.
 pub(crate) fn runtime() -> Runtime {
     Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
 }
 
-/// Ends of a connection: the agent's and the VMM's.
+/// Both ends of a connection: the agent's and the VMM's.
 pub(crate) fn connection() -> (StdUnixStream, StdUnixStream) {
     let (agent, vmm) = StdUnixStream::pair().unwrap();
     vmm.set_nonblocking(true).unwrap();
     (agent, vmm)
 }
 
-/// Serves an agent on this thread, which also parses and decides. Returns the time by the clock of
-/// the runtime.
+/// Serves an agent on the calling thread, which also parses and decides. Returns the elapsed time
+/// on the clock of the runtime.
 pub(super) fn serve(stream: StdUnixStream, core: &RefCell<Core>, clock: &Clock) -> Duration {
     let decide = async |Heard { message, at }: Heard| {
         core.borrow_mut().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
@@ -237,7 +239,7 @@ impl Fixture {
         self.core.line(line, TimeMs(self.seq * 50), Duration::default);
     }
 
-    /// Reports a guest that has `available_mib` available.
+    /// Reports that the guest has `available_mib` of available memory.
     pub(crate) fn report(&mut self, available_mib: u64) {
         self.seq += 1;
         let plugged = [self.dram.sizes().plugged_bytes, self.pm.sizes().plugged_bytes];
@@ -255,8 +257,8 @@ pub(crate) fn hello() -> Value {
 /// Report of a guest with these plugged sizes of DRAM and PM.
 pub(crate) fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
     let total = 360 * MIB + dram + pm;
-    // The kernel's reserve is free but not available. The page descriptors of all zones fit into
-    // it.
+    // The kernel's reserve is free memory, but not available memory. It is large enough for the
+    // page descriptors of all zones.
     let free_mib = available_mib.max(64);
     json!({
         "type": "report", "version": 1, "seq": seq, "monotonic_ms": seq * 50,

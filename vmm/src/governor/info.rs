@@ -1,4 +1,4 @@
-//! `vm.pressure`: state of the governor for clients, and its changes.
+//! `vm.pressure`: the governor's state for clients, and changes to it.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,23 +10,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
 
-/// Answer to `vm.pressure`. The default has no policy and no history.
+/// Answer to `vm.pressure`. The default value has no policy and no history.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PressureInfo {
     pub policy: String,
-    /// Decisions are made, but not carried out.
+    /// True if decisions are made but not carried out.
     pub dry_run: bool,
-    /// No decisions are made until the governor is resumed.
+    /// True if no decisions are made until the governor is resumed.
     pub paused: bool,
-    /// Zones pinned by a manual resize until they are resumed.
+    /// Zones pinned by a manual resize. They are pinned until they are resumed.
     pub pinned_zones: Vec<String>,
     pub agent: AgentState,
     pub agent_connected: bool,
-    /// Age of the last report in milliseconds; `None` before the first.
+    /// Age of the last report in milliseconds; `None` before the first report.
     pub report_age_ms: Option<u64>,
     pub zones: Vec<GovernedZoneInfo>,
     pub decisions_total: u64,
-    /// The last decisions, newest first.
+    /// Latest decisions, newest first.
     pub decisions: Vec<DecisionInfo>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recording: Option<RecordingInfo>,
@@ -34,22 +34,22 @@ pub struct PressureInfo {
     pub details: BTreeMap<String, serde_json::Value>,
 }
 
-/// `vm.pressure`: a zone that the governor sizes. `vm.memory` has its sizes.
+/// `vm.pressure`: zone that the governor sizes. `vm.memory` reports its sizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GovernedZoneInfo {
     pub id: String,
-    /// The guest's driver is ready. Without it, nothing is plugged or unplugged.
+    /// True if the guest's driver is ready. Otherwise, no memory is plugged or unplugged.
     pub driver_ready: bool,
-    /// The zone was resized manually, and the governor does not size it until it is resumed.
+    /// True if the zone was resized manually. The governor does not size it until it is resumed.
     pub pinned: bool,
 }
 
-/// `vm.pressure`: state of the recording.
+/// `vm.pressure`: recording and its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordingInfo {
     pub file: PathBuf,
     pub written_bytes: u64,
-    /// Lines dropped because the file was too slow.
+    /// Number of lines dropped because the file was too slow.
     pub lost_lines: u64,
     pub status: RecordingState,
 }
@@ -59,14 +59,14 @@ pub struct RecordingInfo {
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum RecordingState {
     Recording,
-    /// The size limit was reached.
+    /// The recording reached its size limit.
     Full,
-    /// The file has failed, with the reason.
+    /// Writing the file failed for this reason.
     Failed(String),
 }
 
 section! {
-    /// Change of the governor by `vm.pressure`. A field that is `None` stays unchanged.
+    /// Change to the governor by `vm.pressure`. Fields that are `None` are not changed.
     pub struct PressureChange: "vm.pressure" {
         policy: Option<String> => "Another policy",
         size: Option<u64>
@@ -86,14 +86,15 @@ section! {
 }
 
 impl PressureChange {
-    /// Applies the change to `config`. Pins are not part of it, because a rebuilt machine has none.
+    /// Applies the change to `config`. Pins are not included, because a rebuilt machine has no
+    /// pinned zones.
     pub fn apply(&self, config: &mut PressureConfig) {
         if let Some(policy) = &self.policy {
             config.policy.clone_from(policy);
             config.size = None;
             config.params.clear();
         }
-        // The size has two names. The last setting applies.
+        // The size can be set by two names. The last setting is used.
         if self.size.is_some()
             || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE))
         {
@@ -110,7 +111,7 @@ impl PressureChange {
         }
     }
 
-    /// Pause state after the change, or `None` if the change does not affect it.
+    /// Pause state after the change, or `None` if the change does not set it.
     pub fn paused(&self) -> Option<bool> {
         let resumed = self.resume == Some(true) && self.zone.is_none();
         self.pause.or(resumed.then_some(false))

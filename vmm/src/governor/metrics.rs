@@ -1,4 +1,4 @@
-//! Metrics of the governor and of the reports that it receives.
+//! Metrics of the governor and of the agent's reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,37 +13,37 @@ use prometheus_client::registry::Unit;
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use balloon::governor::AgentState;
 
-/// Page size of x86-64, the unit of the guest's counts.
+/// Page size on x86-64, which is the unit of the guest's counters.
 const PAGE_BYTES: u64 = 4096;
 
 #[derive(Clone, Debug, Default)]
 pub struct PressureSample {
-    /// Plans by policy, direction and reason.
+    /// Number of plans by policy, direction and reason.
     pub plans_total: BTreeMap<(&'static str, &'static str, &'static str), u64>,
-    /// Policies that the VM has had so far.
+    /// Policies that the VM has used so far.
     pub policies: BTreeSet<&'static str>,
     pub reports_total: u64,
-    /// Lines of the agent that were refused, by [`Refusal::label`].
+    /// Number of refused lines from the agent, by [`Refusal::label`].
     pub refused_total: BTreeMap<&'static str, u64>,
     pub connections_total: u64,
     pub agent_bytes_total: u64,
-    /// Reminders sent to a guest that made no progress.
+    /// Number of reminders sent to a guest that made no progress.
     pub reminders_total: u64,
     pub agent_connected: bool,
     pub agent: Option<AgentState>,
     pub zones: Vec<PressureZone>,
-    /// Number of decisions so far, which is also the number of the last one.
+    /// Number of decisions so far, which is also the number of the latest decision.
     pub decisions_total: u64,
     pub recording: Option<RecordingInfo>,
     pub paused: bool,
     pub dry_run: bool,
-    /// Available or free memory below which the agent reports faster; 0 before the first plan.
+    /// If less memory is available or free, the agent reports more often; 0 before the first plan.
     pub watermark_bytes: u64,
-    /// Last report and its age.
+    /// Latest report and its age.
     pub report: Option<(Duration, Report)>,
-    /// Time from a report of the agent to the resulting requests to devices.
+    /// Time from a report of the agent until the resulting requests to devices.
     pub report_to_plan: LatencySample,
-    /// Time from the report that led to a grow until the memory is online.
+    /// Time from the report that caused a grow until the memory is online.
     pub report_to_online: LatencySample,
 }
 
@@ -54,11 +54,11 @@ pub struct PressureZone {
 }
 
 pub trait PressureSource: fmt::Debug + Send + Sync {
-    /// Current state. `None` if the governor has ended.
+    /// Current values. `None` if the governor has ended.
     fn sample(&self) -> Option<PressureSample>;
 }
 
-/// Metrics of a governor. They end with the governor.
+/// Metrics of a governor. They are no longer exposed once the governor has ended.
 #[derive(Debug)]
 pub struct PressureMetrics(pub Weak<dyn PressureSource>);
 
@@ -120,8 +120,8 @@ fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
     );
 }
 
-/// Exposes every direction and reason from the start, at 0. Otherwise `increase()` would miss the
-/// first plan of a kind, because it needs a sample before the increment.
+/// Exposes every direction and reason from the start, with the value 0. `increase()` needs a sample
+/// before the first increment. Otherwise it would miss the first plan of each kind.
 fn expose_plans(out: &mut Exposition, sample: &PressureSample) {
     let of_policy = |policy: &'static str| {
         let reasons = move |direction: Direction| {
@@ -178,7 +178,7 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
         Family("pressure_reports", "Reports that were accepted.", None),
         [(vec![], sample.reports_total)],
     );
-    // Every reason is exposed from the start. Otherwise, an alert would miss its first occurrence.
+    // Every reason is exposed from the start. Otherwise, alerts would miss its first occurrence.
     let refused = Refusal::LABELS.into_iter().map(|reason| {
         let count = sample.refused_total.get(reason).copied().unwrap_or(0);
         (vec![("reason", reason.to_owned())], count)
@@ -202,8 +202,8 @@ fn expose_watermarks(out: &mut Exposition, report: &Report) {
         ("high", |zone| zone.high_pages),
     ];
     let samples = marks.map(|(mark, pages)| {
-        // The protocol bounds each value and their number, so the sum cannot overflow. It saturates
-        // nevertheless, because the guest provides the values.
+        // The protocol limits each value and the number of values, so the sum cannot overflow. The
+        // addition saturates nevertheless, because the values come from the guest.
         let pages = report.zones().iter().fold(0u64, |sum, zone| sum.saturating_add(pages(zone)));
         (one("watermark", mark), pages.saturating_mul(PAGE_BYTES))
     });
@@ -214,7 +214,7 @@ fn expose_watermarks(out: &mut Exposition, report: &Report) {
     );
 }
 
-/// Exposes kernel memory. An older agent does not report it.
+/// Exposes the memory used by the guest's kernel. Older agents do not report it.
 fn expose_kernel(out: &mut Exposition, report: &Report) {
     let uses = report.kernel().map(|kernel| {
         [
@@ -239,7 +239,7 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
         ),
         samples,
     );
-    // Agents that report no kernel memory do not report these counters either.
+    // Agents that do not report kernel memory do not report these counters either.
     let counters = report.kernel().map(|_| report.counters());
     let stalls = counters.map(|counters| {
         let user = counters.allocstall.saturating_sub(counters.allocstall_kernel);
@@ -272,7 +272,7 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
     );
 }
 
-/// Exposes online memory by user. Blocks of DRAM that the agent gives to the kernel move from
+/// Exposes online memory by its use. If the agent gives DRAM blocks to the kernel, they move from
 /// `movable` to `kernel`.
 fn expose_online_memory(out: &mut Exposition, report: &Report) {
     let by_user = report.blocks().nodes.iter().flat_map(|blocks| {

@@ -1,4 +1,4 @@
-//! The governor's thread and devices: the I/O around [`balloon::governor::Governor`].
+//! The governor's threads and devices: I/O around [`balloon::governor::Governor`].
 //!
 //! ```text
 //!   agent ── lines ──► agent::serve ─┐  input              events          requests
@@ -30,35 +30,35 @@ use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
-/// Reason of a request that is stuck because the guest has no DRAM for its page descriptors.
+/// Reason for a request that is stuck because the guest has too little DRAM for page descriptors.
 pub const DESCRIPTOR_LACK: &str = "descriptors";
 
-/// A zone that the governor sizes.
+/// Zone that the governor sizes.
 #[derive(Clone)]
 pub struct GovernedZone {
-    /// `dram`, `pm`, or the id from its flag.
+    /// `dram`, `pm`, or the ID from the zone's flag.
     pub id: String,
     pub tier: Tier,
     pub guest_numa_node: u32,
-    /// Boot memory of that node.
+    /// Boot memory on the zone's node.
     pub boot_bytes: u64,
     pub device: Arc<dyn ZoneDevice>,
 }
 
 impl GovernedZone {
-    /// Sizes of the zone, which has number `id` in its VM.
+    /// Returns the sizes of the zone, whose number in the VM is `id`.
     fn sizes(&self, id: u32) -> ZoneSizes {
         let (id, tier, guest_numa_node) = (ZoneId(id), self.tier, self.guest_numa_node);
         ZoneSizes { id, tier, guest_numa_node, ..self.device.sizes() }
     }
 }
 
-/// Zones of one VM, indexed by their number. Clones share them.
+/// All zones of a VM, indexed by their numbers. Clones share the zones.
 #[derive(Clone)]
 pub struct GovernedZones(Arc<[GovernedZone]>);
 
 impl GovernedZones {
-    /// Reads the sizes of all zones, each once.
+    /// Reads the sizes of each zone once.
     fn sizes(&self) -> Vec<ZoneSizes> {
         self.0.iter().zip(0..).map(|(zone, id)| zone.sizes(id)).collect()
     }
@@ -70,8 +70,8 @@ impl GovernedZones {
             .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
     }
 
-    /// Checks that a client may resize a zone to `size_bytes`. Needs no call on the governor's
-    /// thread.
+    /// Checks that a client may resize a zone to `size_bytes`. The check does not need the
+    /// governor's thread.
     pub fn target(&self, id: &str, size_bytes: u64) -> Result<ResizeTarget, GovernorError> {
         let zone = self.find(id)?;
         let sizes = self[zone].sizes(zone.0);
@@ -96,14 +96,15 @@ impl Index<ZoneId> for GovernedZones {
     }
 }
 
-/// Memory that appears while the guest runs and that the governor does not size. The guest's
-/// reports include it if the guest uses it.
+/// Memory that is added while the guest runs, but not by the governor. The guest's reports include
+/// this memory if the guest uses it.
 #[derive(Clone, Debug, Default)]
 pub struct Beside {
-    /// Memory of added DIMMs. It is never removed, and the guest treats it like boot memory.
+    /// Total memory of added DIMMs. DIMMs are never removed, and the guest treats them like boot
+    /// memory.
     pub dimm_bytes: Arc<AtomicU64>,
-    /// Volumes and files that are mapped into the guest, which may use any of them as memory
-    /// (devdax with the kmem driver).
+    /// Total size of volumes and files that are mapped into the guest. It may use any of them as
+    /// memory (devdax with the kmem driver).
     pub mapped_bytes: Arc<AtomicU64>,
 }
 
@@ -117,7 +118,7 @@ impl Beside {
     }
 }
 
-/// Balloon of a guest, as a source of statistics.
+/// Balloon of a guest as a source of statistics.
 pub trait BalloonSource: Send + Sync {
     /// Requests statistics from the driver.
     fn ask(&self);
@@ -125,5 +126,5 @@ pub trait BalloonSource: Send + Sync {
     fn state(&self) -> BalloonState;
 }
 
-/// Returns the number of bytes that a pool can still lend.
+/// Returns the number of bytes that the pool can still lend.
 pub type PoolFree = Arc<dyn Fn() -> u64 + Send + Sync>;

@@ -1,10 +1,10 @@
-//! `--pressure record=FILE`: records the guest's reports and the decisions as a trace
+//! `--pressure record=FILE`: records the guest's reports and the governor's decisions as a trace
 //! (docs/reference/format.md).
 //!
-//! Decisions never wait for the file. A bounded queue passes the lines to a separate thread. A line
-//! that does not fit is dropped and counted, and the next line that fits is preceded by the number
-//! of missing lines. The recording ends at its size limit or when its file fails; the governor
-//! continues.
+//! Decisions never wait for the file. Lines pass through a bounded queue to a separate thread. A
+//! line that does not fit into the queue is dropped and counted. Before the next line that fits,
+//! the trace contains the number of missing lines. The recording ends when it reaches its size
+//! limit or when writing its file fails; the governor continues without it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -26,23 +26,23 @@ use tracing::{info, warn};
 
 use crate::governor::info::{RecordingInfo, RecordingState};
 
-/// Lines that may wait for the file: 10 s of reports and plans for a guest that is short of memory.
+/// Maximum number of queued lines: 10 s of reports and plans for a guest that is short of memory.
 const QUEUE_LINES: usize = 1024;
-/// Bytes of these lines. A line may have 65 KiB.
+/// Maximum number of bytes in queued lines. One line can have 65 KiB.
 const QUEUE_BYTES: u64 = 4 << 20;
-/// Longest time that the end of a VM waits for its recording.
+/// Maximum time that the end of a VM is delayed by its recording.
 const END_LIMIT: Duration = Duration::from_secs(5);
 const MAX_NAME_BYTES: usize = 128;
 
-/// Opens the trace of the `nth` machine of a VM, counted from 0.
+/// Opens the trace of the `nth` machine in the life of a VM, counted from 0.
 ///
-/// A file must not exist, so that no trace is overwritten. Each machine has its own trace (`FILE`,
-/// `FILE.2` and so on), because a reboot starts a new guest. All machines share a pipe or a device.
-/// A pipe must have a reader.
+/// The file must not exist yet, so that no trace is overwritten. Each machine has a trace of its
+/// own (`FILE`, `FILE.2` and so on), because a reboot starts a new guest. A pipe or a device is
+/// used by all machines. If it is a pipe, it must have a reader.
 pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     if is_stream(path) {
-        // Without O_NONBLOCK, opening a pipe without a reader would block the VM. With it, open
-        // fails with ENXIO.
+        // Without O_NONBLOCK, opening a pipe that has no reader would block the VM. With
+        // O_NONBLOCK, it fails with ENXIO.
         let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = open.map_err(|err| match err.raw_os_error() {
             Some(libc::ENXIO) => io::Error::other("no process reads the pipe"),
@@ -56,12 +56,13 @@ pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     Ok((path, file))
 }
 
-/// Largest number of traces of one VM, because a guest can restart at any rate.
+/// Maximum number of traces of a VM. Without a limit, a guest that keeps restarting could create
+/// any number.
 pub const MAX_TRACES: u64 = 16;
 
-/// Size limit for the trace of the `nth` machine of a VM, counted from 0, if all traces of the VM
-/// together are limited to `max_bytes`. `None` if the number of traces is at its limit, or if
-/// earlier traces have used all bytes.
+/// Size limit for the trace of the `nth` machine, counted from 0, so that all traces of the VM
+/// together do not exceed `max_bytes`. `None` if there are too many traces, or if earlier traces
+/// have used all bytes.
 pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     let len = |path: PathBuf| {
         path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len())
@@ -76,7 +77,7 @@ pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Returns true for a pipe or a device, which does not store the traces that are written to it.
+/// Returns true for a pipe or a device, because it does not store what is written to it.
 fn is_stream(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| {
         let kind = metadata.file_type();
@@ -92,22 +93,22 @@ fn name_of(path: &Path, nth: u64) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Makes writes blocking. The recording has its own thread, which may wait.
+/// Makes writes to the file blocking. This is safe because the recording has a thread of its own.
 fn wait_in_writes(file: &File) -> io::Result<()> {
     use std::os::fd::AsRawFd;
-    // SAFETY: no pointers, and the descriptor is open.
+    // SAFETY: the call uses no pointers, and the descriptor is open.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, 0) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// State of a recording that both ends of the queue share.
+/// State of a recording, shared by both ends of the queue.
 #[derive(Debug, Default)]
 struct Shared {
     queued_lines: AtomicU64,
     queued_bytes: AtomicU64,
     written_bytes: AtomicU64,
     lost_lines: AtomicU64,
-    /// Reason of the end, if it has ended.
+    /// Reason for the end of the recording, once it has ended.
     end: Mutex<Option<RecordingState>>,
 }
 
@@ -117,14 +118,14 @@ impl Shared {
     }
 }
 
-/// Sending end of the queue. Each call of `write` passes one line.
+/// Sending end of the queue of lines. Each call of `write` sends one line.
 #[derive(Debug)]
 struct Queue {
     lines: Option<SyncSender<Vec<u8>>>,
     shared: Arc<Shared>,
     taken_bytes: u64,
     max_bytes: u64,
-    /// Lines dropped since the last line that fitted.
+    /// Number of lines dropped since a line last fitted into the queue.
     behind: u64,
 }
 
@@ -142,7 +143,8 @@ impl Write for Queue {
             return Ok(line.len());
         }
         let room = self.shared.queued_bytes.load(Ordering::Relaxed) + bytes <= QUEUE_BYTES;
-        // Incremented before the line is sent, because the receiver may decrement them at once.
+        // Incremented before the line is sent, because the receiver may decrement them immediately
+        // afterwards.
         self.shared.queued_lines.fetch_add(1, Ordering::Relaxed);
         self.shared.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
         let sent =
@@ -157,7 +159,7 @@ impl Write for Queue {
                         self.behind += 1;
                         self.shared.lost_lines.fetch_add(1, Ordering::Relaxed);
                     }
-                    // The file has failed, and the receiver has logged it.
+                    // Writing the file failed, and the receiver has logged the error.
                     TrySendError::Disconnected(_) => self.lines = None,
                 }
             }
@@ -170,17 +172,17 @@ impl Write for Queue {
     }
 }
 
-/// A recording. Dropping it waits at most 5 s until all queued lines are written.
+/// Recording of a governor. Dropping it waits up to 5 s until all queued lines are written.
 #[derive(Debug)]
 pub struct Recorder {
     writer: Writer<Queue>,
     path: PathBuf,
     shared: Arc<Shared>,
-    /// Disconnected when the thread ends.
+    /// The channel is disconnected when the thread ends.
     written: Receiver<()>,
 }
 
-/// File of a trace, and its size limit.
+/// File of a trace and its size limit.
 #[derive(Debug)]
 pub struct Target<W> {
     pub path: PathBuf,
@@ -230,12 +232,12 @@ impl Recorder {
         Ok(Self { writer, path, shared, written })
     }
 
-    /// Records a report, and the state of the host at that time.
+    /// Records a report, with the state of the host at that time.
     pub fn report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         self.record(host, now, |writer| writer.report(now, report));
     }
 
-    /// Records a plan that was made for `host`.
+    /// Records a plan, with `host`, the state of the host on which it is based.
     pub fn plan(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         self.record(host, now, |writer| writer.plan(now, plan, host));
     }
@@ -245,7 +247,7 @@ impl Recorder {
         self.record(host, now, |writer| writer.host(now, host).map(drop));
     }
 
-    /// Writes a line. After a gap, the number of missing lines precedes it.
+    /// Writes one line. If lines were dropped before it, first writes their number.
     fn record(
         &mut self,
         host: &HostView,
@@ -254,7 +256,7 @@ impl Recorder {
     ) {
         let behind = self.writer.get_ref().behind;
         if behind > 0 {
-            // At half of its capacity, the queue has room for more than this line.
+            // If half of the queue is empty, there is room for more than this line.
             let half_empty = self.shared.queued_lines.load(Ordering::Relaxed)
                 <= QUEUE_LINES as u64 / 2
                 && self.shared.queued_bytes.load(Ordering::Relaxed) <= QUEUE_BYTES / 2;
@@ -264,7 +266,7 @@ impl Recorder {
                 return;
             }
             self.writer.get_mut().behind = 0;
-            // Cannot fail, because the queue accepts or counts each line.
+            // This cannot fail, because the queue either accepts or counts each line.
             let _ = self.writer.host_after_loss(now, host, behind);
         }
         let _ = line(&mut self.writer);
@@ -283,14 +285,14 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         self.writer.get_mut().lines = None;
-        // Nothing is ever sent. The wait ends when the thread drops its sender.
+        // The channel never carries a message. The wait ends when the thread drops its sender.
         if self.written.recv_timeout(END_LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             warn!(file = %self.path.display(), "The file of the recording accepts no more data; the last lines are lost");
         }
     }
 }
 
-/// Writes lines until the sender is dropped. The buffer is flushed whenever the queue is empty.
+/// Writes lines until the sender is dropped. Flushes the buffer whenever the queue is empty.
 fn write_lines<W: Write>(
     mut file: BufWriter<W>,
     lines: &Receiver<Vec<u8>>,

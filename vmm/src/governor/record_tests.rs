@@ -1,4 +1,4 @@
-//! Recordings to files that work, are slow or fail.
+//! Tests of recordings to files that work, are slow, or fail.
 
 use std::sync::mpsc::{Sender, channel};
 
@@ -17,7 +17,7 @@ fn target<W>(file: W, max_bytes: u64) -> Target<W> {
 }
 
 impl Shown {
-    /// Numbers of missing lines, as the trace has them.
+    /// Numbers of missing lines that are recorded in the trace.
     fn lost_lines(&self) -> Vec<u64> {
         let text = String::from_utf8(self.0.lock().clone()).unwrap();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
@@ -27,7 +27,7 @@ impl Shown {
     }
 }
 
-/// Disk that blocks each write until the sender is dropped.
+/// Fake disk that blocks each write until the sender is dropped.
 struct Slow(Receiver<()>, Shown);
 
 fn slow() -> (Sender<()>, Slow, Shown) {
@@ -38,7 +38,7 @@ fn slow() -> (Sender<()>, Slow, Shown) {
 
 impl Write for Slow {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // An error means that the sender is dropped, which ends all waits.
+        // An error means that the sender was dropped, which ends all waits.
         let _ = self.0.recv();
         self.1.write(bytes)
     }
@@ -90,7 +90,7 @@ fn recording_holds_reports_plans_and_sizes() {
         |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
     assert_eq!(of(|entry| matches!(entry, Entry::Report { .. })), 4);
     assert!(of(|entry| matches!(entry, Entry::Plan { plan, .. } if !plan.targets.is_empty())) > 0);
-    // Sizes at the start and after the grow.
+    // Sizes are recorded at the start and after the grow.
     assert!(of(|entry| matches!(entry, Entry::Host { .. })) >= 2);
     assert!(shown.lost_lines().is_empty());
 }
@@ -106,7 +106,7 @@ fn recording_of_balloon_guest_can_be_replayed() {
     for pages in [0, 255, 1, 511] {
         f.seq += 99;
         f.report(300);
-        // Linux is observed during an inflation.
+        // The balloon is partly inflated when the sizes are read.
         f.dram.sizes.lock().plugged_bytes -= pages * 4096;
     }
     f.report(300);
@@ -118,8 +118,8 @@ fn recording_of_balloon_guest_can_be_replayed() {
         !zones[0].plugged_bytes.is_multiple_of(2 * MIB)
     };
     assert!(trace.entries.iter().any(is_odd));
-    // The replay with another policy starts with the boot memory, so a partly inflated block is
-    // ignored.
+    // A replay with another policy starts with the boot memory, so it ignores a partly inflated
+    // block.
     let (setup, _) = replay(&mut shown.reader(), &GuestConfig::default(), 0, 0).unwrap();
     assert_eq!(setup.host.zones[0].plugged_bytes, 0);
 }
@@ -132,13 +132,13 @@ fn stalled_disk_delays_no_decision_and_trace_counts_lost_lines() {
     for _ in 0..reports {
         f.report(20);
     }
-    // The loop ends only if no decision waits for the disk.
+    // If decisions waited for the disk, this loop would never end.
     assert!(f.pm.sizes.lock().requested_bytes > 0);
     let lost = info(&f).lost_lines;
     assert!(lost > 0, "{:?}", info(&f));
     assert_eq!(info(&f).status, RecordingState::Recording);
     drop(go_on);
-    // The queue drains, and the next report fits.
+    // Once the queue has drained, the next report fits.
     while shown.lost_lines().is_empty() {
         f.report(20);
         thread::yield_now();
@@ -187,7 +187,7 @@ fn each_machine_has_its_own_trace_and_none_is_overwritten() {
     assert_eq!(open(&path, 1).unwrap().0, dir.path().join("trace.2"));
     assert_eq!(open(&path, 2).unwrap().0, dir.path().join("trace.3"));
     assert_eq!(open(&path, 1).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-    // A dangling symbolic link is refused as well.
+    // A dangling symbolic link is refused too.
     let link = dir.path().join("link");
     std::os::unix::fs::symlink(dir.path().join("elsewhere"), &link).unwrap();
     assert_eq!(open(&link, 0).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
@@ -199,7 +199,7 @@ fn pipe_needs_a_reader_and_is_shared_by_machines() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pipe");
     let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: the name is a string that lives through the call.
+    // SAFETY: the name is a string that outlives the call.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
     assert!(open(&path, 0).unwrap_err().to_string().contains("no process reads"));
     let reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
@@ -221,7 +221,7 @@ fn traces_of_restarting_guest_are_bounded() {
         file.set_len(bytes.min(15)).unwrap();
         recorded += 1;
     }
-    // 6 of 15 bytes and one of the remaining 10.
+    // 6 traces of 15 bytes, and one with the remaining 10 bytes.
     assert_eq!((recorded, std::fs::read_dir(folder.path()).unwrap().count()), (7, 7));
     assert_eq!(room(&path, 7, 100), None);
     assert_eq!(room(&path, MAX_TRACES - 1, u64::MAX), Some(u64::MAX - 100));

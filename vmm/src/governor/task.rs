@@ -1,14 +1,16 @@
-//! The governor's threads: clock, connections of the agent, notifications of devices, and calls of
-//! the API.
+//! Threads of the governor: clock, connections of the agent, notifications from devices, and calls
+//! of the API.
 //!
-//! Only `_pressure`, the governor's own thread, accesses the state of [`Core`]. `_agent` sends its
-//! input through a queue of one entry. The API and scrapes send calls and wait for the reply.
+//! Only the governor's own thread, `_pressure`, accesses the state of [`Core`]. The thread `_agent`
+//! passes its input through a queue with one entry. The API and scrapes send calls to `_pressure`
+//! and wait for the reply.
 //!
-//! `_pressure` has raised priority if the host allows it, because a guest that is short of memory
-//! waits for it. So vCPUs and devices that use all CPUs do not delay it. Calls of API clients and
-//! scrapers run on this thread between events, and each delays the guest by its own duration.
-//! Therefore they only copy state, and the callers convert it to text. `_agent` reads and parses
-//! the agent's lines at normal priority, because the guest determines their number.
+//! `_pressure` has raised priority if the host permits it, because a guest that is short of memory
+//! waits for this thread. vCPUs and devices that use all host CPUs then do not delay it. Calls of
+//! API clients and scrapers run on this thread between events. Each delays the guest by its own
+//! duration. Therefore these calls only copy state, and the callers convert it to text. `_agent`
+//! reads and parses the agent's lines at normal priority, because the number of lines depends on
+//! the guest.
 
 use std::cell::RefCell;
 use std::future::pending;
@@ -34,20 +36,21 @@ use super::agent::{self, Heard, LineBudget, Parse};
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
 
-/// Interval of ticks. The controller must be called at least once a second.
+/// Interval between ticks. The controller must run at least once a second.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Interval while a guest without an agent is short of memory and its statistics are requested.
+/// Interval between ticks while a guest without an agent is short of memory and its statistics are
+/// requested.
 const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
 
-/// Smallest interval of ticks. The guest can cause ticks at any rate, and this thread has priority
-/// over others.
+/// Minimum time between two ticks. The guest can cause ticks at any rate, and this thread has
+/// priority over other threads.
 const APART: Duration = Duration::from_millis(10);
 
-/// Nice value of the governor's thread, the same as the agent's in its guest.
+/// Nice value of the governor's thread. The agent has the same value in its guest.
 const NICE: libc::c_int = -10;
 
-/// Milliseconds since the governor started. Clones share their state.
+/// Milliseconds since the governor started. Clones share the same state.
 #[derive(Clone, Debug)]
 pub struct Clock {
     read: Read,
@@ -59,9 +62,9 @@ pub struct Clock {
 /// Time during which the VM was paused.
 #[derive(Debug, Default)]
 struct Held {
-    /// Start of the present pause, by the host's clock.
+    /// Start of the current pause, on the host's clock.
     since: Option<Duration>,
-    /// Sum of the earlier pauses.
+    /// Total duration of earlier pauses.
     before: Duration,
 }
 
@@ -73,27 +76,28 @@ impl Clock {
         Self { read, started, started_with_sleep, held: Arc::default() }
     }
 
-    /// Present time, without the time during which the host slept or the VM was paused. The guest
-    /// could neither report nor follow requests then, so that time must not make anything late.
+    /// Current time, without the time during which the host slept or the VM was paused. In that
+    /// time, the guest could neither report nor follow requests. Excluding it prevents late reports
+    /// and timeouts.
     pub fn now(&self) -> TimeMs {
         let held = self.held.lock();
         let now = held.since.unwrap_or_else(|| (self.read)(libc::CLOCK_MONOTONIC));
         millis(now.saturating_sub(self.started + held.before))
     }
 
-    /// Present time, including host sleep and pauses. The guest's clock may have continued
-    /// (kvm-clock does), and its reports must not appear to be from the future.
+    /// Current time, including host sleep and pauses. The guest's clock may have continued, as
+    /// kvm-clock does. Its reports must not appear to be from the future.
     pub fn with_sleep(&self) -> TimeMs {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
-    /// Stops the time during a pause of the VM.
+    /// Stops this clock while the VM is paused.
     pub fn hold(&self) {
         let mut held = self.held.lock();
         held.since.get_or_insert_with(|| (self.read)(libc::CLOCK_MONOTONIC));
     }
 
-    /// Continues the time after a pause.
+    /// Continues this clock after a pause.
     pub fn release(&self) {
         let mut held = self.held.lock();
         if let Some(since) = held.since.take() {
@@ -108,42 +112,44 @@ fn millis(time: Duration) -> TimeMs {
 
 fn read(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a timespec that outlives the call, which writes nothing else.
+    // SAFETY: `time` is a timespec that outlives the call, and the call writes nothing else.
     let result = unsafe { libc::clock_gettime(clock, &raw mut time) };
-    // Only a clock that does not exist fails, and Linux has both since 2.6.39.
+    // The call fails only for unknown clocks, and Linux has had both since 2.6.39.
     assert_eq!(result, 0, "{}", io::Error::last_os_error());
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Receives agents' connections, which are non-blocking. One is served at a time, and a new one
-/// replaces it.
+/// Receives non-blocking connections of agents. One connection is served at a time, and a new
+/// connection replaces it.
 pub type Connections = mpsc::Receiver<StdUnixStream>;
 
-/// Passes on accepted connections of agents.
+/// Sends accepted connections of agents to the governor.
 pub type Agents = mpsc::Sender<StdUnixStream>;
 
-/// Call of another thread, with the present time.
+/// Function that another thread passes to the governor's thread, which calls it with the current
+/// time.
 type Call = Box<dyn FnOnce(&mut Core, TimeMs) + Send>;
 
-/// A running governor. Dropping it ends its threads. Requests to the guest stay in place.
+/// Handle of a running governor. Dropping it ends its threads. Requests that the guest has received
+/// are not withdrawn.
 pub struct GovernorHandle {
-    /// Each caller waits for its reply, which bounds the queue.
+    /// Each caller waits for its reply, so the queue is limited by the number of callers.
     calls: mpsc::UnboundedSender<Call>,
     clock: Clock,
     zones: GovernedZones,
-    /// Weakly held by metrics.
+    /// Metrics hold a weak reference to it.
     source: Arc<Source>,
     _threads: Vec<Thread>,
 }
 
-/// A thread with its own runtime. Dropping it ends the thread.
+/// Thread with a runtime of its own. Dropping it ends the thread.
 struct Thread {
     handle: Option<JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
 }
 
 impl Thread {
-    /// Runs `task` on a thread called `name`, after `prepare`.
+    /// Starts a thread called `name`, which runs `prepare` and then `task`.
     fn spawn<F: Future<Output = ()>>(
         name: &str,
         prepare: fn(),
@@ -169,7 +175,7 @@ impl Drop for Thread {
     fn drop(&mut self) {
         drop(self.end.take());
         if let Some(handle) = self.handle.take() {
-            // A panic has been logged by the thread.
+            // The thread has already logged its panic.
             let _ = handle.join();
         }
     }
@@ -178,11 +184,12 @@ impl Drop for Thread {
 enum AgentInput {
     Connected,
     Gone,
-    /// The sender is notified of the decision. It is closed if the message's connection is gone.
+    /// The sender is notified once the message has led to a decision. It is closed if the message's
+    /// connection has ended.
     Message(Box<Heard>, oneshot::Sender<()>),
 }
 
-/// The agent thread's end of the channels.
+/// Ends of the channels that the agent thread uses.
 struct AgentLink {
     input: mpsc::Sender<AgentInput>,
     settings: watch::Receiver<Settings>,
@@ -191,8 +198,8 @@ struct AgentLink {
 
 impl AgentLink {
     async fn send(&self, input: AgentInput) {
-        // An error means that the governor's thread has ended or panicked. If it has ended, this
-        // thread ends as well.
+        // An error means that the governor's thread has ended or panicked. After a regular end,
+        // this thread ends as well.
         let _ = self.input.send(input).await;
     }
 }
@@ -209,13 +216,14 @@ impl GovernorTask {
         Self { core: RefCell::new(core), clock, settings }
     }
 
-    /// Returns the agent thread's end. `input` leads to the queue of [`decide`].
+    /// Returns the ends of the channels for the agent thread. `input` is the sender for the queue
+    /// of [`decide`].
     fn link(&self, input: mpsc::Sender<AgentInput>) -> AgentLink {
         let bytes = self.core.borrow().agent_bytes();
         AgentLink { input, settings: self.settings.subscribe(), bytes }
     }
 
-    /// Runs `act` with the present time, and publishes the agent's settings if they have changed.
+    /// Runs `act` with the current time. Then publishes the agent's settings if they have changed.
     fn act<R>(&self, act: impl FnOnce(&mut Core, TimeMs) -> R) -> R {
         let mut core = self.core.borrow_mut();
         let result = act(&mut core, self.clock.now());
@@ -228,7 +236,8 @@ impl GovernorTask {
 }
 
 impl GovernorHandle {
-    /// Starts the governor. `plugged` is notified whenever a device's plugged size changes.
+    /// Starts the threads of the governor. `plugged` is notified whenever the plugged size of a
+    /// device changes.
     pub fn spawn(
         core: Core,
         clock: Clock,
@@ -245,7 +254,8 @@ impl GovernorHandle {
         agents: Option<Connections>,
         parse: Parse,
     ) -> io::Result<Self> {
-        // A queue of one, so that the agent's next line waits for the decision on the last one.
+        // The queue has one entry, so that the agent's next line waits for the decision on the
+        // previous line.
         let (input, queue) = mpsc::channel(1);
         let (calls, called) = mpsc::unbounded_channel();
         let mut threads = Vec::new();
@@ -280,28 +290,28 @@ impl GovernorHandle {
         &self.zones
     }
 
-    /// Source of metrics. It ends with the governor.
+    /// Returns the source of metrics. It provides no values once the governor has ended.
     pub fn pressure_source(&self) -> Arc<dyn PressureSource> {
         Arc::clone(&self.source) as _
     }
 }
 
-/// Runs `call` on the governor's thread. `None` if the thread has ended.
+/// Runs `call` on the governor's thread. Returns `None` if the thread has ended.
 fn call_on<R: Send + 'static>(
     calls: &mpsc::UnboundedSender<Call>,
     call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static,
 ) -> Option<R> {
-    // The caller may be a task of a runtime, which must not wait on a channel of that runtime.
+    // The caller may be a task on a runtime, which must not block on a channel of that runtime.
     let (reply, result) = std::sync::mpsc::sync_channel(1);
     let call = move |core: &mut Core, now| {
-        // Cannot fail, because the caller waits.
+        // This cannot fail, because the caller waits for the reply.
         let _ = reply.send(call(core, now));
     };
     calls.send(Box::new(call)).ok()?;
     result.recv().ok()
 }
 
-/// The governor, as a source of metrics.
+/// Governor as a source of metrics.
 #[derive(Debug)]
 struct Source {
     calls: mpsc::UnboundedSender<Call>,
@@ -313,9 +323,9 @@ impl PressureSource for Source {
     }
 }
 
-/// Raises the priority of the calling thread if the host allows it.
+/// Raises the priority of the calling thread if the host permits it.
 fn go_before_others() {
-    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
     let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     if done != 0 {
         debug!(err = %io::Error::last_os_error(), "Cannot raise the priority of the governor's thread");
@@ -338,7 +348,7 @@ struct Pace {
 }
 
 impl Pace {
-    /// The first tick is due at once.
+    /// The first tick is due immediately.
     fn new() -> Self {
         let [rest, fast, apart] = [TICK, FAST_TICK, APART].map(|period| {
             let mut interval = tokio::time::interval(period);
@@ -348,8 +358,9 @@ impl Pace {
         Self { rest, fast, apart }
     }
 
-    /// Waits until the next tick is due. Notifications before [`APART`] has passed are merged into
-    /// one tick. No task waits for them until then, so they wake no thread.
+    /// Waits until the next tick is due. Notifications in the first [`APART`] after a tick are
+    /// merged into one tick. During that time no task waits for notifications, so they wake no
+    /// thread.
     async fn wait(&mut self, plugged: &Notify, is_fast: bool) {
         self.apart.tick().await;
         tokio::select! {
@@ -362,7 +373,8 @@ impl Pace {
     }
 }
 
-/// Handles the input of agents in its order. A message whose connection is gone is dropped.
+/// Handles the input from agents in the order of arrival. A message is dropped if its connection
+/// has been replaced.
 async fn decide(state: &GovernorTask, mut queue: mpsc::Receiver<AgentInput>) {
     while let Some(input) = queue.recv().await {
         match input {
@@ -386,7 +398,7 @@ async fn answer(state: &GovernorTask, mut calls: mpsc::UnboundedReceiver<Call>) 
     }
 }
 
-/// Serves agents until no more can connect, and then waits for the end of the thread.
+/// Serves agents until no more can connect. Then waits for the end of the thread.
 async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
     let decide = async |heard| {
         let (done, is_done) = oneshot::channel();
@@ -394,8 +406,8 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
         let _ = is_done.await;
     };
     let settings = || *link.settings.borrow();
-    // One budget for all connections. Otherwise, a new connection for each line would have no
-    // limit.
+    // All connections share one budget. Otherwise, an agent that opens a new connection for each
+    // line would not be limited.
     let mut budget = LineBudget::new();
     let mut next = agents.recv().await;
     while let Some(stream) = next {
@@ -413,7 +425,7 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
                 link.send(AgentInput::Gone).await;
                 agents.recv().await
             }
-            // A restarted agent may connect before the end of its old connection is noticed.
+            // A restarted agent may connect before the VMM notices the end of its old connection.
             newer = agents.recv() => {
                 sparsely!(warn, "Another agent has connected; dropped the older connection");
                 newer

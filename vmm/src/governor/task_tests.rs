@@ -14,7 +14,7 @@ use crate::governor::fake::{
 use balloon::governor::AgentState;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
-/// Exceeded only by a failing test.
+/// Only a failing test exceeds this time.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn sample(governor: &GovernorHandle) -> PressureSample {
@@ -29,7 +29,7 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Clocks of a host that was awake for 100 s and asleep for eight hours.
+/// Clocks of a host that was awake for 100 s and slept for eight hours.
 fn slept(clock: libc::clockid_t) -> Duration {
     match clock {
         libc::CLOCK_MONOTONIC => Duration::from_secs(100),
@@ -38,7 +38,7 @@ fn slept(clock: libc::clockid_t) -> Duration {
     }
 }
 
-/// Clock that started when the host's clocks were at zero.
+/// Clock of a governor that started when the host's clocks were at zero.
 fn from_zero(read: Read) -> Clock {
     Clock {
         read,
@@ -67,18 +67,18 @@ fn guest_clock_is_compared_with_time_including_host_sleep() {
         "{:?}",
         sample.refused_total
     );
-    // The age uses the clock without sleep, by which the report would be from the future.
+    // The age is measured by the clock without sleep, on which the report would be from the future.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
 }
 
-/// Milliseconds that have passed on both clocks of the host.
+/// Milliseconds that have elapsed on both clocks of the host.
 static GONE_BY_MS: AtomicU64 = AtomicU64::new(0);
 
 fn gone_by(_: libc::clockid_t) -> Duration {
     Duration::from_millis(GONE_BY_MS.load(Ordering::Relaxed))
 }
 
-/// The governor's time stops while the VM is paused. The guest's clock may continue.
+/// The governor's clock stops while the VM is paused. The guest's clock may continue.
 #[test]
 fn time_stops_while_vm_is_paused() {
     let clock = from_zero(gone_by);
@@ -98,7 +98,7 @@ fn time_stops_while_vm_is_paused() {
 
 #[test]
 fn clocks_read_monotonic_and_boottime() {
-    // `/proc/uptime` shows CLOCK_BOOTTIME in hundredths of a second.
+    // The first number in `/proc/uptime` is CLOCK_BOOTTIME in hundredths of a second.
     let uptime = || {
         let text = std::fs::read_to_string("/proc/uptime").unwrap();
         Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap())
@@ -118,7 +118,7 @@ fn clocks_read_monotonic_and_boottime() {
     assert!((before..=after).contains(&with_sleep.0), "{before}, {with_sleep:?}, {after}");
 }
 
-/// No runtime of the VMM runs, as if it were busy forever, and other threads use all CPUs.
+/// No runtime of the VMM is running, as if all were busy forever, and other threads use all CPUs.
 #[test]
 fn decisions_do_not_wait_for_busy_vmm() {
     let Fixture { core, dram, .. } = fixture("psi", true);
@@ -159,7 +159,7 @@ struct Watcher(parking_lot::Mutex<Vec<libc::c_int>>);
 impl ZoneDevice for Watcher {
     fn sizes(&self) -> ZoneSizes {
         if thread::current().name() == Some("_pressure") {
-            // SAFETY: no pointers. On Linux 0 is the calling thread.
+            // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
             self.0.lock().push(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) });
         }
         ZoneSizes { block_bytes: 1, ..ZoneSizes::empty(0, Tier::Dram, 0) }
@@ -170,10 +170,10 @@ impl ZoneDevice for Watcher {
 
 #[test]
 fn governor_thread_has_priority_if_allowed() {
-    // Root without CAP_SYS_NICE may not raise the priority. A separate thread, because the new
-    // priority ends with it.
+    // As root without CAP_SYS_NICE, a process may not raise the priority. The test uses a separate
+    // thread, because the raised priority ends with it.
     let as_allowed = thread::spawn(|| {
-        // SAFETY: no pointers. On Linux 0 is the calling thread.
+        // SAFETY: the calls use no pointers. On Linux, 0 stands for the calling thread.
         unsafe {
             libc::setpriority(libc::PRIO_PROCESS, 0, -10);
             libc::getpriority(libc::PRIO_PROCESS, 0)
@@ -188,25 +188,25 @@ fn governor_thread_has_priority_if_allowed() {
     assert!(device.0.lock().iter().all(|nice| *nice == as_allowed), "{:?}", device.0.lock());
 }
 
-/// Permits the parser below to return.
+/// When true, the parser below returns.
 static IS_PARSED: AtomicBool = AtomicBool::new(false);
 /// Name and priority of the thread that parses.
 static PARSER: parking_lot::Mutex<Option<(String, libc::c_int)>> = parking_lot::Mutex::new(None);
 
-/// Parser that returns when the test permits it.
+/// Parser that blocks until the test permits it to return.
 fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
     let name = thread::current().name().unwrap_or_default().to_owned();
-    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
     let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     *PARSER.lock() = Some((name, nice));
     wait_until("the end of the parser", || IS_PARSED.load(Ordering::Relaxed));
     balloon::parse_line(line)
 }
 
-/// Parsing must not delay the governor, because the guest determines the amount of data.
+/// Parsing must not delay the governor, because the amount of data depends on the guest.
 #[test]
 fn lines_are_parsed_at_normal_priority_without_delaying_ticks() {
-    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
     let normal = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     let device = Arc::new(Watcher::default());
     let core = core(&Default::default(), vec![zone("dram", Tier::Dram, 0, &device)]);
@@ -229,7 +229,7 @@ fn lines_are_parsed_at_normal_priority_without_delaying_ticks() {
     assert_eq!(sample(&governor).agent_bytes_total, 10);
 }
 
-/// A line of a replaced connection must not count as a line of the new agent.
+/// A line from a replaced connection must not be handled as a line of the new agent.
 #[test]
 fn message_of_a_closed_connection_is_dropped() {
     let state = GovernorTask::new(fixture("psi", true).core, Clock::start());
@@ -251,7 +251,8 @@ fn message_of_a_closed_connection_is_dropped() {
     assert_eq!(state.core.borrow().sample(TimeMs(0)).refused_total.values().sum::<u64>(), 1);
 }
 
-/// The guest determines the number of notifications, and this thread has priority over others.
+/// The number of notifications depends on the guest, and this thread has priority over other
+/// threads.
 #[test]
 fn rate_of_ticks_is_bounded() {
     let runtime = runtime();
@@ -279,7 +280,8 @@ fn rate_of_ticks_is_bounded() {
     };
     let flood = ticks(Duration::from_millis(1), false);
     assert!((800..=1_002).contains(&flood), "{flood}");
-    // Rare notifications delay nothing, and without any the clock causes the ticks.
+    // Rare notifications cause a tick without delay. Without notifications, the clock causes the
+    // ticks.
     let few = ticks(Duration::from_millis(400), false);
     assert!((25..=46).contains(&few), "{few}");
     let (rest, fast) =
@@ -287,7 +289,7 @@ fn rate_of_ticks_is_bounded() {
     assert!((19..=23).contains(&rest) && (95..=125).contains(&fast), "{rest} {fast}");
 }
 
-/// A new connection for each line must not get around the limit of lines per second.
+/// An agent cannot evade the limit on lines by opening a new connection for each line.
 #[test]
 fn rate_of_connections_is_bounded() {
     const CONNECTIONS: u64 = 1_000;
@@ -330,7 +332,7 @@ fn new_agent_replaces_old_one() {
     };
     let older = connect();
     let mut newer = connect();
-    // Reading the older end returns its end, because the VMM has closed the connection.
+    // The VMM has closed the older connection, so a read from it returns the end of the stream.
     wait_until("the older connection ends", || {
         let mut lines = BufReader::new(&older).lines();
         lines.all(|line| line.is_ok())

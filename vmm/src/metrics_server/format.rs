@@ -1,19 +1,19 @@
-//! Text formats of an exposition, and their selection by the `Accept` header of a request.
+//! Text formats of the metrics, and their choice by the `Accept` header of a request.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
-    /// Prometheus text format 0.0.4, which every scraper and `promtool check metrics` read.
+    /// Prometheus text format 0.0.4, which all scrapers and `promtool check metrics` accept.
     Prometheus,
     /// OpenMetrics 1.0.
     OpenMetrics,
 }
 
 impl Format {
-    /// Format for an `Accept` header (RFC 9110, 12.5.1): OpenMetrics for a client that names it and
-    /// does not prefer plain text, as in other exporters.
+    /// Chooses the format by an `Accept` header (RFC 9110, 12.5.1). As in other exporters, a client
+    /// gets OpenMetrics if it names that format and does not prefer plain text.
     pub(super) fn negotiate(accept: &str) -> Self {
         let mut quality = [0u32; 2];
         for range in accept.split(',') {
@@ -45,7 +45,7 @@ impl Format {
         }
     }
 
-    /// Converts an OpenMetrics exposition into this format.
+    /// Converts metrics in the OpenMetrics format into this format.
     pub(super) fn convert(self, open_metrics: String) -> String {
         match self {
             Format::OpenMetrics => open_metrics,
@@ -54,8 +54,9 @@ impl Format {
     }
 }
 
-/// Converts to format 0.0.4, in which the family of a counter has the name of its samples. In
-/// OpenMetrics, the name has no `_total`. Format 0.0.4 has no units and no end mark.
+/// Converts to format 0.0.4, in which the family of a counter has the same name as its samples. In
+/// OpenMetrics, the name of the family lacks `_total`. Format 0.0.4 has neither units nor an end
+/// marker.
 fn to_prometheus(open_metrics: &str) -> String {
     let families = open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
     let counters: BTreeSet<_> =

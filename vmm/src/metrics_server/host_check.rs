@@ -1,9 +1,9 @@
-//! Check of the `Host` header against DNS rebinding.
+//! Checks the `Host` header to prevent DNS rebinding.
 //!
-//! A web page can make its own DNS name resolve to an address of this host. Its visitor's browser
-//! then treats both as one origin, so that the page can read the metrics. The browser sends that
-//! name as `Host`. Therefore the server accepts only requests whose host is an IP address,
-//! `localhost`, or a name that the user has configured.
+//! The owner of a web page can make its DNS name resolve to an address of this host. A visitor's
+//! browser then treats the page and this server as one origin, so the page could read the metrics.
+//! The browser sends the page's name in `Host`. The server therefore accepts a request only if its
+//! host is an IP address, `localhost`, or a name that the user has configured.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -12,16 +12,16 @@ use axum::http::{HeaderMap, StatusCode, Uri, Version, header};
 use axum::response::{IntoResponse, Response};
 use thiserror::Error;
 
-/// Reason why a request is refused for its host.
+/// Reason for refusing a request because of its host.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum HostError {
-    /// Not exactly one Host header (RFC 9112, 3.2).
+    /// The request does not have exactly one Host header (RFC 9112, 3.2).
     #[error("the request has {0} Host headers, and must have exactly one")]
     Count(usize),
-    /// The header is not a valid host.
+    /// The value of the header is not a valid host.
     #[error("{0:?} is not a valid host")]
     Malformed(String),
-    /// The name is not configured, so it may belong to a web page.
+    /// The name is not configured, so it may be the name of a web page.
     #[error("{0:?} is neither an IP address nor localhost nor a name in --metrics host=")]
     Unknown(String),
 }
@@ -43,13 +43,13 @@ pub(super) fn check_host(
     headers: &HeaderMap,
     names: &[String],
 ) -> Result<(), HostError> {
-    // A target in absolute form overrides the header (RFC 9112, 3.2.2).
+    // A request target in absolute form overrides the header (RFC 9112, 3.2.2).
     if let Some(authority) = uri.authority() {
         return check_authority(authority, names);
     }
     let mut hosts = headers.get_all(header::HOST).iter();
     match (hosts.next(), hosts.count()) {
-        // No browser sends such a request.
+        // Browsers never send a request without a host.
         (None, _) if version < Version::HTTP_11 => Ok(()),
         (Some(host), 0) => {
             let malformed =
@@ -71,7 +71,7 @@ fn check_authority(authority: &Authority, names: &[String]) -> Result<(), HostEr
         Some(address) => address.parse::<Ipv6Addr>().is_ok(),
         None => host.parse::<Ipv4Addr>().is_ok(),
     };
-    // `localhost.` is the same name.
+    // The name `localhost.` is equivalent.
     let plain = |name: &str| name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
     let name = plain(host);
     if is_address || name == "localhost" || names.iter().any(|known| plain(known) == name) {

@@ -25,9 +25,9 @@ use crate::vm::request::{VmHandle, VmRequest};
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
-/// Serves `metrics`. Each scrape requests the sizes of the zones from the VM's owner. If
-/// `host_names` is given, requests are refused unless their host is one of these names, `localhost`
-/// or an IP address.
+/// Creates a router that serves `metrics`. For each scrape, the zone sizes are requested from the
+/// VM's owner. If `host_names` is given, a request is refused unless its host is one of these
+/// names, `localhost` or an IP address.
 pub(crate) fn router(
     metrics: Arc<Metrics>,
     vm: VmHandle,
@@ -65,10 +65,10 @@ async fn scrape(
 ) -> Response {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
-    // A VM that is shut down has no zones. The VMM's own metrics are still served.
+    // If the VM is shut down, it has no zones. The VMM's own metrics are still served.
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
-    // The sources of a machine may block, for example on the governor's thread. Other requests to
-    // this server and to the API continue.
+    // The metrics of a machine may block, for example on the governor's thread. Other requests to
+    // this server and to the API are not delayed.
     let encode = move || metrics.encode(&ZoneMetrics(zones));
     match tokio::task::spawn_blocking(encode).await {
         Ok(Ok(text)) => {
@@ -86,13 +86,13 @@ fn fail(error: &dyn std::error::Error) -> Response {
 }
 
 /// Registers the metrics of the process. `is_seccomp_missing` is true if `--seccomp` requests a
-/// filter.
+/// filter, which Foreshore does not have.
 pub(crate) fn register_process(metrics: &Metrics, is_seccomp_missing: bool) {
     metrics.add(Arc::new(ProcessMetrics));
     metrics.add(Arc::new(MissingSeccomp(is_seccomp_missing)));
 }
 
-/// Scrapes refused because of their `Host` header.
+/// Number of scrapes refused because of their `Host` header.
 #[derive(Debug, Default)]
 struct RefusedHosts(AtomicU64);
 

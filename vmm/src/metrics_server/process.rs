@@ -2,7 +2,7 @@
 
 use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 
-/// Version and resident memory of the process.
+/// Version and resident memory of the VMM process.
 #[derive(Debug)]
 pub(super) struct ProcessMetrics;
 
@@ -10,7 +10,7 @@ impl Expose for ProcessMetrics {
     fn expose(&self, out: &mut Exposition) {
         let version = one("version", env!("CARGO_PKG_VERSION"));
         out.gauges(Family("build_info", "Version of the VMM; always 1.", None), [(version, 1.0)]);
-        // Without /proc, the other metrics are still exposed.
+        // If /proc is not mounted, the other metrics are still exposed.
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let samples = resident(&status).into_iter().map(|(kind, bytes)| (one("kind", kind), bytes));
         out.bytes(
@@ -21,7 +21,7 @@ impl Expose for ProcessMetrics {
     }
 }
 
-/// True if `--seccomp` requests a system call filter, which does not exist yet.
+/// True if `--seccomp` requests a system call filter. Foreshore does not have one yet.
 #[derive(Debug)]
 pub(super) struct MissingSeccomp(pub bool);
 
@@ -33,7 +33,7 @@ impl Expose for MissingSeccomp {
     }
 }
 
-/// Resident memory by kind, from the text of proc_pid_status(5).
+/// Parses resident memory by kind from a text in the format of proc_pid_status(5).
 fn resident(status: &str) -> Vec<(&'static str, u64)> {
     let kib = |name: &str| -> Option<u64> {
         let value = status.lines().find_map(|line| line.strip_prefix(name))?;

@@ -1,4 +1,4 @@
-//! Tests of the exposition that a scraper receives from sources of every kind.
+//! Tests of the metrics that a scraper receives if every kind of source is registered.
 
 mod http;
 
@@ -89,7 +89,7 @@ impl PressureSource for FakeGovernor {
     }
 }
 
-/// Device that only reports its state.
+/// Fake device that only reports its state.
 struct Damaged;
 
 impl BlockDevice for Damaged {
@@ -175,7 +175,7 @@ fn vcpus() -> Arc<VcpuMetrics> {
     Arc::new(vcpus)
 }
 
-/// Counters of a disk that was added and whose removal was requested.
+/// Counters after a disk was added and its removal was requested.
 fn hotplug() -> Arc<HotplugMetrics> {
     let hotplug = HotplugMetrics::default();
     hotplug.devices.store(4, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn hotplug() -> Arc<HotplugMetrics> {
     Arc::new(hotplug)
 }
 
-/// Two ranges of boot memory, one of which is lost, and a range of a file.
+/// Lost memory with two ranges of boot memory, one of them lost, and a range of a file.
 fn lost_memory() -> LostMemory {
     let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
     for name in ["--memory", "--memory", "--pmem file=/img"] {
@@ -196,10 +196,10 @@ fn lost_memory() -> LostMemory {
     lost
 }
 
-/// Sources that their metrics do not keep alive.
+/// Sources that their metrics reference weakly.
 type Others = (Arc<dyn PressureSource>, Arc<dyn BlockDevice>);
 
-/// Metrics with a source of every kind, and the objects that have to be kept alive for them.
+/// Metrics with a source of every kind, and the objects that must stay alive for them.
 struct Everything {
     metrics: Arc<Metrics>,
     registrations: Vec<Registration>,
@@ -320,7 +320,7 @@ fn text() -> String {
     everything.metrics.encode(&ZoneMetrics(zones)).unwrap()
 }
 
-/// Type and label names of each exposed metric by name.
+/// Type and label names of each exposed metric, by its name.
 fn exposed(text: &str) -> BTreeMap<String, (String, BTreeSet<String>)> {
     let mut families = BTreeMap::new();
     let mut current = None;
@@ -339,7 +339,7 @@ fn exposed(text: &str) -> BTreeMap<String, (String, BTreeSet<String>)> {
     families
 }
 
-/// Label names of a sample, except labels of every sample and those of histograms.
+/// Label names of a sample, without those that all samples or all histograms have.
 fn label_names(sample: &str) -> Vec<String> {
     let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
     let (labels, _) = rest.rsplit_once('}').unwrap();
@@ -350,14 +350,14 @@ fn label_names(sample: &str) -> Vec<String> {
         .collect()
 }
 
-/// Counters of one event.
+/// Counters after one event.
 fn told() -> Arc<EventCounters> {
     let events = Events::start();
     events.tell(Event::VmBooted);
     events.counters()
 }
 
-/// Metrics in the document's tables: name, type, labels.
+/// Metrics in the tables of the document: name, type and labels.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     DOC.lines()
         .filter_map(|line| line.strip_prefix("| `foreshore_"))
@@ -371,7 +371,7 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
         .collect()
 }
 
-/// Names of the types in `folder` that implement `Expose`.
+/// Names of the types below `folder` that implement `Expose`.
 fn types_that_expose(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -399,7 +399,7 @@ fn every_source_is_compared_with_the_document() {
     let names: BTreeSet<_> = folders.iter().flat_map(|folder| types_that_expose(folder)).collect();
     let code: Vec<_> =
         include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    // Devices without options create the last two. `everything` builds all of these devices.
+    // The last two devices have no options. `everything` creates all of them.
     let elsewhere =
         ["EventCounters", "MissingSeccomp", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
     let is_made =
@@ -626,7 +626,7 @@ fn promtool_finds_no_problem() {
     let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
     let text = Format::Prometheus.convert(open.clone());
     assert_eq!(lint(&text), Vec::<String>::new());
-    // OpenMetrics names counters differently, so promtool refuses it.
+    // OpenMetrics names counters differently, so promtool refuses this text.
     assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
 }
 
@@ -641,7 +641,7 @@ fn missing_seccomp_filter_is_a_metric() {
     assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
 
-/// Governor of a guest that has just started.
+/// Governor of a guest that has just booted.
 #[derive(Debug)]
 struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
 
@@ -681,7 +681,7 @@ fn every_reason_is_exposed_from_the_start() {
             format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#),
         );
     }
-    // A policy change adds the reasons of the new policy and keeps those of the first.
+    // A change of the policy adds the reasons of the new policy, and keeps those of the old one.
     let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
     governor.0.lock().change(&change, balloon::TimeMs(0)).unwrap();
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();

@@ -1,4 +1,4 @@
-//! Errors of the construction of a machine.
+//! Errors from building a machine.
 
 use foreshore_devices::bus::BusError;
 use foreshore_devices::disk::image::ImageError;
@@ -17,7 +17,7 @@ use crate::cpu::CpuError;
 use crate::vm::kvm::KvmError;
 use crate::vm::named_twice::NamedTwice;
 
-/// Error of the construction of a machine, by the part that has failed.
+/// Error from building a machine, by the part that failed.
 #[derive(Debug, Error)]
 pub(crate) enum BuildError {
     #[error(transparent)]
@@ -32,7 +32,7 @@ pub(crate) enum BuildError {
     EventLoop(#[from] EventLoopError),
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// The interface is not safe for the volume.
+    /// The chosen interface is not safe for the volume.
     #[error(transparent)]
     Interface(#[from] InterfaceError),
     #[error(transparent)]
@@ -50,7 +50,7 @@ pub(crate) enum BuildError {
 }
 
 impl BuildError {
-    /// Returns a conversion of the error of a device.
+    /// Returns a function that converts the error of a device.
     pub(crate) fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -59,8 +59,8 @@ impl BuildError {
         move |source| Self::Device { device, source: source.into() }
     }
 
-    /// Returns a conversion of the error of a pool or a volume in it. The text names the command
-    /// that helps.
+    /// Returns a function that converts the error of a pool or of a volume in it. The error text
+    /// names the command that helps.
     pub(crate) fn pool(device: impl Into<String>) -> impl FnOnce(PoolError) -> Self {
         let device = Self::device(device);
         move |err| {
@@ -83,7 +83,7 @@ impl BuildError {
         }
     }
 
-    /// Returns true if another user has the file, interface or socket of a device.
+    /// Returns true if the file, interface or socket of a device is already in use.
     pub(crate) fn is_in_use(&self) -> bool {
         let Self::Device { source, .. } = self else { return false };
         let is_tap = matches!(

@@ -1,4 +1,4 @@
-//! Opens KVM, and refuses a host that cannot run a stock guest.
+//! Opens KVM, and refuses hosts that cannot run an unmodified guest.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,7 +31,7 @@ pub(crate) enum KvmError {
     },
     #[error("{DEVICE} has API version {found}, and must have {KVM_API_VERSION}")]
     Version { found: i32 },
-    /// A para-virtual KVM accepts the ioctls, but interprets the guest's kernel.
+    /// A para-virtual KVM accepts the ioctls, but emulates the guest's kernel code.
     #[error(
         "{DEVICE} cannot run a stock guest: the processor shows neither svm nor vmx in /proc/cpuinfo; use a \
          machine with hardware or nested virtualization"
@@ -51,11 +51,11 @@ pub(crate) enum KvmError {
     },
 }
 
-/// KVM and an empty VM, on which the machine is built.
+/// KVM, and an empty VM that the machine is built on.
 pub(super) struct Hypervisor {
     pub vm: Arc<VmFd>,
     pub cpuid: CpuId,
-    /// The timer of the local APIC supports TSC-deadline mode.
+    /// True if the timer of the local APIC supports TSC-deadline mode.
     pub tsc_deadline: bool,
     pub slot_limit: u32,
 }
@@ -71,7 +71,7 @@ const NEEDED: [(Cap, &str); 8] = [
     (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
 ];
 
-/// Returns true if the text of /proc/cpuinfo shows hardware virtualization.
+/// Returns true if the text from /proc/cpuinfo reports hardware virtualization.
 fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
     cpuinfo
         .lines()
@@ -79,12 +79,12 @@ fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
         .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"))
 }
 
-/// Requests permission for guests of this process to use the AMX tile state
+/// Requests that guests of this process may use the AMX tile state
 /// (Documentation/arch/x86/xstate.rst).
 fn permit_amx() -> io::Result<()> {
     const ARCH_REQ_XCOMP_GUEST_PERM: libc::c_ulong = 0x1025;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-    // SAFETY: a system call that takes numbers.
+    // SAFETY: a system call that takes only numbers.
     match unsafe {
         libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_GUEST_PERM, XFEATURE_XTILEDATA)
     } {
@@ -93,9 +93,9 @@ fn permit_amx() -> io::Result<()> {
     }
 }
 
-/// Disables the emulation of performance counters if KVM can (Linux 5.18 and later), and returns
-/// true if it can. CPUID offers none, but AMD processors have four that need no offer. Must precede
-/// the first vCPU.
+/// Disables the emulation of performance counters. Returns true if KVM supports that (Linux 5.18
+/// and later). CPUID does not report any counters, but AMD processors have four that software may
+/// use without that. Must be called before the first vCPU is created.
 fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
     let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {
@@ -108,9 +108,9 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 }
 
 impl Hypervisor {
-    /// Opens KVM, and creates an empty VM with in-kernel interrupt controllers. With `amx`, its
-    /// vCPUs may use AMX. The process requests this permission first and keeps it, because the
-    /// CPUID that KVM supports depends on it.
+    /// Opens KVM, and creates an empty VM with interrupt controllers in the kernel. If `amx` is
+    /// true, its vCPUs may use AMX. The process requests this permission first, because the CPUID
+    /// that KVM reports as supported depends on it. The permission cannot be returned.
     pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
@@ -120,7 +120,7 @@ impl Hypervisor {
         if kvm.get_api_version() != KVM_API_VERSION as i32 {
             return Err(KvmError::Version { found: kvm.get_api_version() });
         }
-        // An unreadable /proc/cpuinfo does not prove that the host lacks hardware support.
+        // If /proc/cpuinfo cannot be read, the host may still have hardware support.
         if let Ok(cpuinfo) = fs::read_to_string("/proc/cpuinfo")
             && !shows_hardware_virtualisation(&cpuinfo)
         {
@@ -140,22 +140,23 @@ impl Hypervisor {
         let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
         let slot_limit = u32::try_from(kvm.get_nr_memslots()).unwrap_or(u32::MAX);
         let vm = kvm.create_vm().map_err(call("create a VM"))?;
-        // Best effort. Without it, removing a slot drops all page tables, which only costs time.
+        // This may fail. Removing a memory slot then drops all page tables, which only costs time.
         if let Err(err) = disable_zap_all(&vm) {
             debug!(%err, "KVM drops all page tables when a memory slot is removed");
         }
-        // Best effort as well. Without it, a guest may find counters that it was not offered.
+        // This may fail as well. The guest may then find counters that CPUID does not report.
         if let Err(err) = disable_performance_counters(&vm) {
             debug!(%err, "KVM emulates performance counters that the guest was not offered");
         }
-        // Order: the identity map and the TSS must be placed before the first vCPU (required on
-        // Intel, harmless on AMD). The interrupt controllers must exist before the first vCPU gets
-        // its local APIC.
+        // The order matters: the identity map and the TSS must be placed before the first vCPU is
+        // created (required on Intel, harmless on AMD). The interrupt controllers must exist before
+        // a vCPU is created with its local APIC.
         vm.set_identity_map_address(KVM_IDENTITY_MAP_START)
             .map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
         vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
-        // Interrupts before the guest sets up MSIs use the same routes as later ones.
+        // Interrupts that occur before the guest sets up MSIs use the same routes as later
+        // interrupts.
         vm.set_msi_routes(&BTreeMap::new()).map_err(KvmError::Routes)?;
         Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline, slot_limit })
     }

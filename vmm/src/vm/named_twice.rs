@@ -1,9 +1,9 @@
-//! Finds files, devices and sockets that the VM's configuration and the VMM's flags name more than
-//! once.
+//! Finds files, devices and sockets that are named more than once by the VM's configuration and the
+//! VMM's flags.
 //!
-//! Locks refuse a second disk or pool as well, but that error would name only the process that has
-//! the file, which is the VMM itself. Output files share their locks, so one flag would empty the
-//! file of another.
+//! Locks also refuse a second use of a disk or pool, but their error would name only the process
+//! that uses the file: the VMM itself. Output files have shared locks, so one flag could truncate
+//! the file of another.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -32,14 +32,14 @@ pub struct NamedTwice {
     rule: &'static str,
 }
 
-/// Rule for disks, pmem files and pools.
+/// Second part of the error for disks, pmem files and pools.
 const STORAGE_RULE: &str = ", and can have it twice only if both only read it (readonly=on of a disk, discard_writes=on of a pmem \
                             file)";
-/// Rule for files that the VMM writes.
+/// Second part of the error for files that the VMM writes.
 const OUTPUT_RULE: &str =
     "; each output needs a file of its own, except that --serial and --console can share one";
 
-/// Use of a file, device or socket by a VM or the VMM.
+/// One use of a file, device or socket, by a VM or by the VMM.
 #[derive(Clone)]
 struct Use {
     name: String,
@@ -49,23 +49,24 @@ struct Use {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// A disk, pmem file or memory zone that the guest writes.
+    /// Disk, pmem file or memory zone that the guest writes.
     Written,
-    /// A disk, pmem file or memory zone that is only read.
+    /// Disk, pmem file or memory zone that is only read.
     Read,
-    /// A volume or memory of a pool.
+    /// Volume or memory in a pool.
     Pool,
-    /// A file that is read at each boot, for example a kernel.
+    /// File that is read at each boot, for example a kernel.
     Boot,
-    /// A file that a console writes.
+    /// File that a console writes.
     Console,
-    /// A name that the file of a console gets when it has reached its size limit.
+    /// Name to which a console's file is renamed when it has reached its size limit.
     Rotated,
-    /// Another file that the VMM writes, or a socket.
+    /// Any other file that the VMM writes, or a socket.
     Output,
-    /// The log or events on the VMM's standard output or error. The user may have merged both.
+    /// Log or events on the VMM's standard output or standard error. The user may have redirected
+    /// both to the same file.
     Stream,
-    /// The socket of vsock. Each port of the host adds a name.
+    /// Socket of the vsock device. Each host port that a guest connects to adds a name.
     Vsock,
 }
 
@@ -87,7 +88,7 @@ impl Kind {
     }
 }
 
-/// Identity of the object at a path, or of a file that a flag is about to create.
+/// Identity of the object at a path, or of a file that a flag will create.
 #[derive(PartialEq, Eq)]
 enum Object {
     Existing(FileId),
@@ -95,12 +96,12 @@ enum Object {
 }
 
 impl Object {
-    /// Object that `path` leads to. `None` if its folder does not exist.
+    /// Returns the object that `path` refers to. `None` if the parent folder does not exist.
     fn at(path: &Path) -> Option<Self> {
         if let Some(id) = FileId::of(path) {
             return Some(Self::Existing(id));
         }
-        // Opening a link to a missing file creates that file.
+        // If a link refers to a missing file, opening the link creates that file.
         let path = link_target(path)?;
         let name = path.file_name()?.to_owned();
         Some(Self::Missing { folder: FileId::of(folder_of(&path))?, name })
@@ -112,8 +113,9 @@ impl Use {
         Self { name: format!("{flag}={}", path.display()), path: path.to_owned(), kind }
     }
 
-    /// Object, if it can have only one use. `None` for a directory, in which each use creates its
-    /// own file, and for pipes and terminals, which accept the output of several uses.
+    /// Returns the object if it can be used only once. `None` for a directory, because each use
+    /// creates its own file in it. Also `None` for pipes and terminals, which accept output from
+    /// several uses.
     fn object(&self) -> Option<Object> {
         if let Ok(metadata) = fs::metadata(&self.path) {
             let kind = metadata.file_type();
@@ -126,18 +128,18 @@ impl Use {
     }
 }
 
-/// Uses by the VMM itself, which last as long as its process.
+/// Uses by the VMM itself. They last until its process exits.
 static USES_OF_VMM: OnceLock<Vec<Use>> = OnceLock::new();
 
-/// Checks that the flags of a command line name no object twice. Stores the files and sockets of
-/// the VMM for later checks, so it must be called before the first file is opened.
+/// Checks that no object is named by two flags of a command line. Must be called before the first
+/// file is opened, because it stores the files and sockets of the VMM for later checks.
 pub fn check_launch(launch: &Launch) -> Result<(), NamedTwice> {
     let uses = USES_OF_VMM.get_or_init(|| uses_of_vmm(launch));
     let of_vm = launch.config.iter().flat_map(uses_of_vm);
     check_uses(uses.iter().cloned().chain(of_vm))
 }
 
-/// Checks that `config` names no object twice, and no object of the VMM itself.
+/// Checks that `config` names no object twice, and none that the VMM itself uses.
 pub(crate) fn check(config: &VmConfig) -> Result<(), NamedTwice> {
     check_uses(USES_OF_VMM.get().into_iter().flatten().cloned().chain(uses_of_vm(config)))
 }
@@ -149,7 +151,7 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
     let mut seen: Vec<(Object, Use)> = Vec::new();
     for this in uses {
         let Some(object) = this.object() else { continue };
-        // A missing disk or pool is reported when it is opened, because no flag creates it.
+        // No flag creates a missing disk or pool. It is reported when it is opened.
         let is_missing = matches!(object, Object::Missing { .. });
         for (other, first) in &seen {
             let is_storage = first.kind.is_storage() && this.kind.is_storage();
@@ -163,9 +165,9 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
     Ok(())
 }
 
-/// Ports of `vsock` whose socket has the name of another use. A program in the guest that connects
-/// to port N of the host is connected to the socket PATH_N (virtio/vsock/host.rs), which must not
-/// be a socket of the VMM.
+/// Ports of `vsock` whose socket has the same name as another use. If a program in the guest
+/// connects to port N of the host, it reaches the socket PATH_N (virtio/vsock/host.rs). That must
+/// not be a socket of the VMM.
 fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     let of_port = |name: &OsStr| -> Option<Use> {
         let prefix = vsock.path.file_name().filter(|_| vsock.kind == Kind::Vsock)?;
@@ -183,7 +185,7 @@ fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     named.chain(linked).collect()
 }
 
-/// Adds a device to `config`, unless its file is already in use. Returns the device's id.
+/// Adds a device to `config`, unless its file is already in use. Returns the device's ID.
 pub(crate) fn add_device(
     config: &mut VmConfig,
     device: DeviceConfig,
@@ -220,7 +222,7 @@ fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
     uses
 }
 
-/// Objects of `config` that are opened for the life of the VM or at each boot.
+/// Objects in `config` that are opened for the life of the VM or at each boot.
 fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     let storage = |only_reads| if only_reads { Kind::Read } else { Kind::Written };
     let mut uses = Vec::new();
@@ -337,7 +339,7 @@ mod tests {
         check(&config)
     }
 
-    /// Creates a file. Returns its folder, its path, and other paths of it.
+    /// Creates a file. Returns its folder, its path, and other paths that refer to it.
     fn one_file() -> (tempfile::TempDir, PathBuf, [PathBuf; 3]) {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
@@ -441,7 +443,7 @@ mod tests {
         let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
         assert!(text.contains("--serial") && text.contains("max_size"), "{text}");
         checked(&[(SERIAL, &file), (RECORD, &older)]).unwrap_err();
-        // The names are beside the target of the link, which does not exist yet.
+        // The added names are in the folder of the link's target, which does not exist yet.
         let link = folder.path().join("link");
         symlink("log", &link).unwrap();
         checked(&[(SERIAL, &link), (RECORD, &older)]).unwrap_err();

@@ -1,7 +1,7 @@
-//! Requests to the task that owns the VM, and its answers.
+//! Requests to the task that owns the VM, and the answers.
 //!
-//! The API, signals and metrics use a [`VmHandle`]. Only the owner, at the other end, accesses the
-//! VM.
+//! The API, signal handlers and metrics use a [`VmHandle`]. Only the owner at the other end
+//! accesses the VM.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,12 +24,12 @@ use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::GovernorError;
 use crate::governor::info::{PressureChange, PressureInfo};
 
-/// Counters by id of the device.
+/// Counters of each device, by the device's ID.
 pub type Counters = BTreeMap<String, DeviceCounters>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VmState {
-    /// Configured without a machine: not booted yet, or shut down.
+    /// Configured, but without a machine: not booted yet, or shut down.
     Created,
     Running,
     /// The vCPUs are stopped until the VM is resumed.
@@ -39,20 +39,20 @@ pub enum VmState {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// Configuration for the next boot. It includes changes by `vm.pressure`, added and removed
-    /// devices, and resizes of vCPUs, DRAM and balloon.
+    /// Configuration that the next boot uses. It includes changes by `vm.pressure`, added and
+    /// removed devices, and resizes of vCPUs, DRAM and the balloon.
     pub config: VmConfig,
     pub state: VmState,
-    /// Boot memory and plugged DRAM and PM, without ballooned memory, in bytes.
+    /// Boot memory and plugged DRAM and PM, without the memory in the balloon, in bytes.
     pub memory_actual_size: u64,
-    /// Failure that paused the VM because it cannot be reported to the guest. The VM cannot be
-    /// resumed.
+    /// Failure because of which the VM was paused. It cannot be reported to the guest, so the VM
+    /// cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
-    /// Balloon, if the VM has one.
+    /// State of the balloon, if the VM has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonInfo>,
-    /// Kernel of the guest, as reported by its agent.
+    /// Kernel of the guest, according to its agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_kernel: Option<GuestKernel>,
     /// Devices of the machine, if there is one.
@@ -60,15 +60,15 @@ pub struct VmInfo {
     pub device_tree: Option<DeviceTree>,
 }
 
-/// `vm.info`: devices by their ids. As in Cloud Hypervisor, each device has two nodes: itself, and
-/// its PCI function as the parent.
+/// `vm.info`: devices by their IDs. As in Cloud Hypervisor, each device has two nodes: the device
+/// itself, and its PCI function as the parent.
 pub type DeviceTree = BTreeMap<String, DeviceNode>;
 
-/// `vm.info`: a node of the device tree.
+/// `vm.info`: node in the device tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNode {
     pub id: String,
-    /// Always empty, because Foreshore lists no resources. Clients expect the field.
+    /// Always empty, because Foreshore does not list resources. Clients expect the field to exist.
     pub resources: Vec<String>,
     pub parent: Option<String>,
     pub children: Vec<String>,
@@ -76,7 +76,7 @@ pub struct DeviceNode {
     pub pci_bdf: Option<String>,
 }
 
-/// Device tree of these devices.
+/// Builds the device tree from the list of devices.
 pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
     let nodes = devices.into_iter().flat_map(|PciDeviceInfo { id, bdf }| {
         let function = format!("_virtio-pci-{id}");
@@ -101,7 +101,7 @@ pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
     nodes.collect()
 }
 
-/// `vm.info`: the balloon.
+/// `vm.info`: state of the balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonInfo {
     /// Balloon size requested from the guest.
@@ -113,7 +113,7 @@ pub struct BalloonInfo {
 }
 
 section! {
-    /// `vm.resize`: fields that are `None` stay unchanged.
+    /// `vm.resize`: fields that are `None` are not changed.
     pub struct ResizeRequest: "vm.resize" {
         desired_vcpus: Option<u8> => "vCPUs",
         desired_ram (with read_ram): Option<u64> => "DRAM in bytes, boot part included",
@@ -128,7 +128,7 @@ fn read_ram(json: Value, walk: &mut Walk) -> Result<Option<u64>, JsonError> {
     Ok(Some(bytes))
 }
 
-/// Refuses a number of vCPUs that the VM can never have.
+/// Refuses a number of vCPUs that the VM does not support.
 pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), VmError> {
     let most = config.cpus.max_vcpus;
     if (1..=most).contains(&desired) {
@@ -139,7 +139,8 @@ pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), V
     Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
 }
 
-/// As errors name it: neither by fields of the API nor by flags, because clients use both.
+/// Text of the request in errors. It mentions neither API fields nor flags, because clients use
+/// both.
 impl fmt::Display for ResizeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { desired_vcpus, desired_ram, desired_balloon } = *self;
@@ -152,15 +153,16 @@ impl fmt::Display for ResizeRequest {
     }
 }
 
-/// Size of the hotplugged part of a zone in a configuration, if it has one.
+/// Size of a zone's hotplugged part as a configuration stores it, or `None` if there is no such
+/// part.
 pub(in crate::vm) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
     size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Sets the size of DRAM, including boot memory, in the configuration of a VM that does not run. As
-/// in Cloud Hypervisor, this changes the boot memory. If an earlier resize of the running VM has
-/// hotplugged a part, that part changes instead, within its bounds. Otherwise, the next boot would
-/// have both.
+/// Sets the size of DRAM, including boot memory, in the configuration of a VM that is not running.
+/// As in Cloud Hypervisor, this changes the size of boot memory. However, if an earlier resize of
+/// the running VM has hotplugged a part, the size of that part changes within its bounds.
+/// Otherwise, the next boot would use both sizes.
 fn set_size(
     boot_bytes: &mut u64,
     hotplug: Option<u64>,
@@ -178,7 +180,8 @@ fn set_size(
 }
 
 impl ResizeRequest {
-    /// Applies the change to the configuration of a VM that does not run, for the next boot.
+    /// Applies the change to the configuration of a VM that is not running. It takes effect at the
+    /// next boot.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         if let Some(vcpus) = self.desired_vcpus {
             check_vcpus(vcpus, config)?;
@@ -213,7 +216,7 @@ section! {
     }
 }
 
-/// Reads the size of a zone. It may be 0, because a zone of PM has no boot part.
+/// Reads the size of a zone from JSON. It may be 0, because a PM zone has no boot part.
 fn read_zone_ram(json: Value, walk: &mut Walk) -> Result<u64, JsonError> {
     let bytes = u64::from_json(json, walk)?;
     if bytes != 0 {
@@ -229,8 +232,8 @@ impl fmt::Display for ResizeZoneRequest {
 }
 
 impl ResizeZoneRequest {
-    /// Applies the change to the configuration of a VM that does not run. PM zones are refused,
-    /// because they boot empty.
+    /// Applies the change to the configuration of a VM that is not running. PM zones are refused,
+    /// because they are empty at boot.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         let zones = &mut config.memory.zones;
         match zones.iter_mut().find(|zone| zone.id == self.id) {
@@ -272,7 +275,7 @@ impl fmt::Display for Resize {
 }
 
 impl Resize {
-    /// Applies the change to the configuration of a VM that does not run.
+    /// Applies the change to the configuration of a VM that is not running.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         match self {
             Self::Vm(request) => request.apply(config),
@@ -292,52 +295,51 @@ section! {
 /// `vm.memory`: sizes of a zone in bytes, and the progress of its last resize.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ZoneInfo {
-    /// `dram`, `pm`, or the id from its flag.
+    /// `dram`, `pm`, or the ID from the zone's flag.
     pub id: String,
     pub tier: String,
     pub guest_numa_node: u32,
     pub boot_bytes: u64,
-    /// Largest plugged size.
+    /// Maximum plugged size.
     pub hotplug_bytes: u64,
     /// Plugged size requested from the guest.
     pub requested_bytes: u64,
-    /// Part of the last requested size that waits until the guest has DRAM for its page
+    /// Part of the last requested size that is on hold until the guest has enough DRAM for its page
     /// descriptors.
     pub held_bytes: u64,
     /// Memory that the guest has plugged.
     pub plugged_bytes: u64,
-    /// Least guest DRAM for the page descriptors of the plugged memory. Linux allocates them for
-    /// whole memory blocks, so a partly plugged block takes more.
+    /// Minimum amount of guest DRAM for the page descriptors of the plugged memory. Linux allocates
+    /// page descriptors for whole memory blocks, so a block that is partly plugged needs more.
     pub descriptor_bytes: u64,
-    /// Online memory as reported by the agent; `None` without an agent.
+    /// Online memory according to the agent; `None` without an agent.
     pub online_bytes: Option<u64>,
     /// Host memory that backs the zone.
     pub resident_bytes: u64,
-    /// Guest's virtio-mem driver: `absent`, `ready`, `unsupported`. `None` if the zone has no such
-    /// device.
+    /// State of the guest's virtio-mem driver: `absent`, `ready` or `unsupported`. `None` if the
+    /// zone has no virtio-mem device.
     pub driver: Option<DriverState>,
-    /// Progress of the last resize: `reached`, `pending`, `no-driver` or `stuck`, which has a
-    /// reason.
+    /// Progress of the last resize: `reached`, `pending`, `no-driver`, or `stuck` with a reason.
     pub status: ResizeStatus,
 }
 
-/// `vm.volumes`: one volume.
+/// `vm.volumes`: state of one volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeInfo {
     pub pool: String,
     pub name: String,
-    /// Size as the guest sees it.
+    /// Size of the volume as the guest sees it.
     pub size_bytes: u64,
-    /// Interface of the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
+    /// Interface between the volume and the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
-    /// The guest may only read it.
+    /// True if the guest may only read the volume.
     pub readonly: bool,
-    /// Class of durability: `dax-sync`, `page-cache`, `volatile`.
+    /// Durability class: `dax-sync`, `page-cache` or `volatile`.
     pub durability: String,
-    /// Number of pieces in the pool.
+    /// Number of extents in the pool.
     pub extents: usize,
-    /// Verdict on the guest's BTT driver. `None` until an agent has reported the kernel, and if the
-    /// VMM translates the sectors itself.
+    /// Verdict on the BTT driver in the guest. `None` until an agent has reported the kernel. Also
+    /// `None` if the VMM translates the sectors itself.
     pub guest_btt: Option<Verdict>,
     pub status: VolumeStatus,
 }
@@ -351,75 +353,76 @@ pub enum VolumeStatus {
     Failed(String),
 }
 
-/// `pool.info`: one open pool. Its fields have the names of `pmvol info --json`.
+/// `pool.info`: state of one open pool. Its fields have the same names as in `pmvol info --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
     pub path: String,
-    /// Identity of the pool, which stays the same when the pool is moved.
+    /// Identity of the pool, which does not change when the pool is moved.
     pub uuid: String,
-    /// Class of durability: `dax-sync`, `page-cache`, `volatile`.
+    /// Durability class: `dax-sync`, `page-cache` or `volatile`.
     pub durability: String,
-    /// Size of the pool: the sum of the next six.
+    /// Size of the pool, the sum of the next six fields.
     pub total_bytes: u64,
     pub free_bytes: u64,
     pub memory_bytes: u64,
     pub volume_bytes: u64,
-    /// Waiting to be erased.
+    /// Bytes that have yet to be erased.
     pub scrubbing_bytes: u64,
-    /// Bad media, out of use.
+    /// Bytes on bad media, which are no longer used.
     pub retired_bytes: u64,
-    /// Metadata of the pool.
+    /// Bytes used for the pool's metadata.
     pub metadata_bytes: u64,
-    /// Space reserved for volumes, used or not.
+    /// Bytes reserved for volumes, whether used or not.
     pub strg_bytes: u64,
-    /// Memory that could be lent now, erased or not.
+    /// Bytes that could be lent as memory now, whether erased or not.
     pub lendable_bytes: u64,
-    /// Number of volumes in the pool, including those of other VMs.
+    /// Number of volumes in the pool, including volumes of other VMs.
     pub volumes: u32,
     pub status: PoolStatus,
 }
 
-/// Write access to a pool.
+/// Write access to the pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum PoolStatus {
     Ok,
-    /// No writes until the pool is opened again, with the reason of the first failure.
+    /// After the first failed write, the pool refuses writes until it is opened again. Contains the
+    /// reason of the failure.
     ReadOnly(String),
 }
 
-/// Address of an added device.
+/// PCI address of an added device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PciDeviceInfo {
     pub id: String,
-    /// Segment, bus, device and function, as `lspci -D` writes them.
+    /// Segment, bus, device and function in the format of `lspci -D`.
     pub bdf: String,
 }
 
-/// Error of a request. The API maps each to a status code in one place.
+/// Error in answer to a request. One function in the API maps each error to a status code.
 #[derive(Debug, Error)]
 pub enum VmError {
-    /// The request is not legal in this state.
+    /// The request is not permitted in this state.
     #[error("the VM is {state:?}; {verb} needs it to be {needs}")]
     WrongState {
         verb: &'static str,
         state: VmState,
-        /// Legal states, in words.
+        /// Description of the states that permit the request.
         needs: &'static str,
     },
     #[error("no such disk: {id:?}; existing disks: {known}")]
     NoSuchDisk {
         id: String,
-        /// Ids of the VM's disks.
+        /// IDs of the VM's disks.
         known: String,
     },
     #[error("no such device: {id:?}")]
     NoSuchDevice { id: String },
-    /// The id is in use, maybe by a device that the guest has not released yet.
+    /// The ID is already in use, possibly by a device that the guest has not released yet.
     #[error("the id {id} is already in use")]
     IdTaken { id: String },
-    /// An earlier removal of vCPUs is pending, and until its end their number cannot be changed
-    /// otherwise.
+    /// An earlier removal of vCPUs is pending. Until it is done, the number of vCPUs cannot be
+    /// changed in another way.
     #[error("the guest has not released these vCPUs yet: {leaving}; retry later, or reboot the VM")]
     VcpusLeaving { leaving: String },
     /// A resource of the device is in use, possibly by a device that is being removed.
@@ -429,25 +432,25 @@ pub enum VmError {
         if leaving.is_empty() { "it is being stopped" } else { leaving }
     )]
     DeviceLeaving {
-        /// Error of the addition.
+        /// Text of the error that the addition failed with.
         reason: String,
-        /// Devices of the kind that the guest was requested to eject. Empty if all of them are
-        /// being stopped.
+        /// Devices of the same kind that the guest was requested to eject. Empty if all such
+        /// devices are being stopped.
         leaving: String,
     },
     #[error("the VM is not created")]
     NotCreated,
-    /// A VMM has at most one VM.
+    /// A VM already exists, and a VMM has at most one.
     #[error("the VM exists already; vm.delete deletes it")]
     AlreadyCreated,
     #[error(
         "the VM cannot be resumed: {reason}; reboot it or shut it down; unflushed data is lost"
     )]
     CannotResume {
-        /// Reason of the pause.
+        /// Reason for the pause.
         reason: String,
     },
-    /// The guest has no room for the page descriptors of a DIMM.
+    /// The guest has no room for the page descriptors of another DIMM.
     #[error(
         "memory {}: the guest's DRAM has no room for the page descriptors of {} more, which take {}; it has \
          room for those of {}. Add less at a time; a guest without an agent gets at most `--pressure unreported=` times \
@@ -458,14 +461,14 @@ pub enum VmError {
         /// Requested size of DRAM.
         size_bytes: u64,
         dimm_bytes: u64,
-        /// Memory for whose page descriptors the guest has room.
+        /// Amount of memory for which the guest has room for page descriptors.
         most_bytes: u64,
     },
     #[error(transparent)]
     Governor(#[from] GovernorError),
     #[error("{0}")]
     BadRequest(String),
-    /// The result would not be a valid configuration.
+    /// The change would make the configuration invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The VM could not be built or changed.
@@ -477,10 +480,10 @@ pub enum VmError {
 
 pub type Reply<T> = oneshot::Sender<Result<T, VmError>>;
 
-/// Request to the VM's owner.
+/// Request to the owner of the VM.
 #[derive(Debug)]
 pub enum VmRequest {
-    /// `vm.create`; the configuration has been validated.
+    /// `vm.create`; the configuration has already been validated.
     Create(Box<VmConfig>, Reply<()>),
     /// `vm.delete`.
     Delete(Reply<()>),
@@ -491,7 +494,7 @@ pub enum VmRequest {
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
     /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`. The answer is `None` if the VM
-    /// does not run.
+    /// is not running.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
     /// `vm.remove-device`.
     RemoveDevice(String, Reply<()>),
@@ -503,9 +506,9 @@ pub enum VmRequest {
     Volumes(Reply<Vec<VolumeInfo>>),
     /// `pool.info`.
     Pools(Reply<Vec<PoolInfo>>),
-    /// `vm.pressure` with at most this many decisions.
+    /// `vm.pressure` with at most this many decisions in the answer.
     Pressure(usize, Reply<PressureInfo>),
-    /// Change by `vm.pressure`.
+    /// `vm.pressure` with a change.
     ChangePressure(PressureChange, Reply<()>),
     /// `vm.boot`.
     Boot(Reply<()>),
@@ -525,7 +528,7 @@ pub enum VmRequest {
     ShutdownVmm(Reply<()>),
 }
 
-/// Sends requests to the VM's owner. Cheap to clone.
+/// Handle that sends requests to the VM's owner. Clones are cheap.
 #[derive(Clone, Debug)]
 pub struct VmHandle {
     requests: mpsc::Sender<VmRequest>,
@@ -540,34 +543,34 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Next request. `None` if no handle is left.
+    /// Receives the next request. Returns `None` if all handles have been dropped.
     pub async fn recv(&mut self) -> Option<VmRequest> {
         self.queue.recv().await
     }
 
-    /// Channel for the state of the VM while the owner serves no requests.
+    /// Channel for the state of the VM while its owner cannot serve requests.
     pub(in crate::vm) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
         self.busy.clone()
     }
 }
 
 impl VmHandle {
-    /// Creates a handle and the owner's end of it.
+    /// Creates a handle, and the receiving end for the owner.
     pub fn channel() -> (Self, Requests) {
         let (requests, queue) = mpsc::channel(64);
         let (sender, busy) = watch::channel(None);
         (Self { requests, busy }, Requests { queue, busy: sender })
     }
 
-    /// Sends a request and waits for the answer: `handle.ask(VmRequest::Resume).await`.
+    /// Sends a request, and waits for the answer: `handle.ask(VmRequest::Resume).await`.
     pub async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> VmRequest) -> Result<T, VmError> {
         let (reply, answer) = oneshot::channel();
         self.requests.send(request(reply)).await.map_err(|_| VmError::Ending)?;
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// Answers `vm.info`. While the owner is busy, which may take seconds, this is the state before
-    /// that work. It remains the current state until the work is done.
+    /// Answers `vm.info`. The owner may be busy for seconds. During that time, the answer contains
+    /// the state before the work in progress. That state remains valid until the work is done.
     pub async fn info(&self) -> Result<VmInfo, VmError> {
         let mut busy = self.busy.clone();
         tokio::select! {

@@ -1,4 +1,4 @@
-//! Plans of resizes of a running machine.
+//! Plans for resizing a running machine.
 
 use balloon::governor::ResizeTarget;
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
@@ -8,12 +8,12 @@ use crate::config::VmConfig;
 use crate::vm::request::{VmError, hotplugged};
 
 /// Steps of a resize that has passed all checks. A step can still fail, because the guest and the
-/// host change meanwhile:
+/// host may change in the meantime:
 ///
-/// - A vCPU that was removed earlier does not leave its last exit
+/// - - A vCPU that was removed earlier has not completed its last exit
 ///   ([`CpuError::Busy`](crate::cpu::CpuError::Busy)).
-/// - The host lacks memory or a thread.
-/// - The room for page descriptors of a DIMM was used up ([`VmError::NoRoomForDescriptors`]).
+/// - - The host has too little memory, or cannot start a thread.
+/// - - The room for a DIMM's page descriptors has been used ([`VmError::NoRoomForDescriptors`]).
 /// - The device has refused the driver of the zone or balloon
 ///   ([`UnsupportedDriver`](balloon::governor::ResizeTargetError::UnsupportedDriver)).
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl ResizePlan {
     }
 }
 
-/// Step of a resize. Only a machine creates steps, after it has checked them.
+/// One step of a resize. Only a machine creates steps, and only after checking them.
 #[derive(Debug)]
 pub struct ResizeStep {
     pub(in crate::vm) action: StepAction,
@@ -47,7 +47,7 @@ impl ResizeStep {
         Self { action, next_boot: NextBoot::of_zone(spec, size_bytes) }
     }
 
-    /// Size to store for the next boot after the step.
+    /// Size that must be stored for the next boot after this step.
     pub fn next_boot(&self) -> &NextBoot {
         &self.next_boot
     }
@@ -63,47 +63,47 @@ pub(in crate::vm) enum StepAction {
         id: String,
         action: ZoneAction,
     },
-    /// `None` if the VM has no balloon. Only size 0 can be requested then.
+    /// `None` if the VM has no balloon. In that case, only size 0 can be requested.
     Balloon(Option<ResizeTarget>),
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) enum ZoneAction {
-    /// No change, because the zone has only boot memory, of the requested size.
+    /// No change, because the zone has only boot memory, which has the requested size.
     None,
     /// New size of the hotplug part.
     Target(ResizeTarget),
     Dimm {
-        /// Requested size, including boot memory.
+        /// Requested size of the zone, including boot memory.
         size_bytes: u64,
-        /// Size of the new DIMM. 0 if the zone is not smaller than the requested size.
+        /// Size of the new DIMM, or 0 if the zone is already large enough.
         more_bytes: u64,
     },
 }
 
-/// Size at the next boot after a step. The machine determines it, because the configuration does
-/// not show the kind of a zone.
+/// Size that the next boot uses after a step. The machine determines it, because the kind of a zone
+/// is not visible in the configuration.
 #[derive(Clone, Debug)]
 pub enum NextBoot {
-    /// The step has no effect on the next boot.
+    /// The step does not affect the next boot.
     Same,
     Vcpus(u8),
-    /// Size of boot memory in a single zone.
+    /// Size of boot memory, in a single zone.
     BootMemory(u64),
-    /// Size of the hotplug part of a DRAM zone.
+    /// Size of the hotplug part in a DRAM zone.
     Hotplugged {
         zone: String,
         bytes: Option<u64>,
     },
-    /// Size of the balloon, as in Cloud Hypervisor.
+    /// Size of the balloon, defined as in Cloud Hypervisor.
     Balloon(u64),
 }
 
 impl NextBoot {
-    /// Size of a zone after a resize to `size_bytes`, including boot memory. Memory that grows by
-    /// ACPI never shrinks in a running guest, so the requested size becomes boot memory. A
-    /// virtio-mem zone of DRAM boots with the requested size, even if the guest has not reached it
-    /// yet. A zone of PM boots empty, because its pool serves other VMs as well.
+    /// Size that a zone has at the next boot after a resize to `size_bytes`, including boot memory.
+    /// Memory that grows by ACPI never shrinks while the guest runs, so the requested size becomes
+    /// boot memory. A DRAM zone with virtio-mem boots with the requested size, even if the guest
+    /// has not reached it yet. A PM zone is empty at boot, because its pool serves other VMs too.
     fn of_zone(spec: &ZoneSpec, size_bytes: u64) -> Self {
         match (spec.tier, spec.growth) {
             (Tier::Pm, _) => Self::Same,
@@ -115,7 +115,7 @@ impl NextBoot {
         }
     }
 
-    /// Stores the size in the configuration of the machine that made the plan.
+    /// Stores the size in `config`, which must belong to the machine that made the plan.
     pub fn store(&self, config: &mut VmConfig) {
         let memory = &mut config.memory;
         match self {
@@ -123,7 +123,7 @@ impl NextBoot {
             Self::Vcpus(vcpus) => config.cpus.boot_vcpus = *vcpus,
             Self::BootMemory(bytes) => memory.size = *bytes,
             Self::Hotplugged { zone: id, bytes } => {
-                // DRAM that is in no zone is that of `--memory`.
+                // DRAM that is not in a memory zone belongs to `--memory`.
                 let hotplugged_size = match memory.zones.iter_mut().find(|zone| zone.id == *id) {
                     Some(zone) => &mut zone.hotplugged_size,
                     None => &mut memory.hotplugged_size,
@@ -157,7 +157,7 @@ mod testing {
     use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};
 
     impl ResizePlan {
-        /// Plan without checks, of a machine with `zones`.
+        /// Plan for a machine with `zones`, without any checks.
         pub(in crate::vm) fn unchecked(
             resize: &Resize,
             zones: &[ZoneSpec],

@@ -1,4 +1,4 @@
-//! NUMA nodes for the firmware tables, and names of zones in errors, without I/O.
+//! NUMA nodes for the firmware tables, and names of zones for errors, without I/O.
 
 use foreshore_devices::memory::layout::{GuestRange, MIB, MemoryMap};
 use foreshore_devices::memory::zone::{Tier, ZoneSpec};
@@ -6,20 +6,20 @@ use foreshore_devices::memory::zone::{Tier, ZoneSpec};
 use crate::acpi::{NodeMemory, NumaNode, Performance};
 use crate::config::{PmMemoryConfig, Topology, VmConfig};
 
-/// Typical figures of DRAM for the firmware tables. The configuration has those of PM. Only their
-/// order matters: Linux puts slower PM into a lower memory tier. All DRAM must have the same
-/// figures, because Linux otherwise ignores the figures of all DRAM.
+/// Typical performance of DRAM for the firmware tables. The performance of PM is configurable. Only
+/// the order of the values matters, because Linux puts slower PM into a lower memory tier. All DRAM
+/// must have the same values. Otherwise Linux ignores the values of all DRAM.
 const DRAM_PERFORMANCE: Performance =
     Performance { read_latency_ns: 90, write_latency_ns: 86, bandwidth_mb_per_s: 40_000 };
-/// Distance in the SLIT that the latencies of DRAM apply to.
+/// SLIT distance for which the DRAM latencies are valid.
 const LOCAL_DISTANCE: u32 = 10;
 
-/// Node of volumes: the node of the first PM zone, or node 0 without PM.
+/// Node of volumes: the node of the first PM zone, or node 0 if there is no PM.
 pub(crate) fn volume_node(zones: &[ZoneSpec]) -> u32 {
     zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }
 
-/// Name of a zone in errors: the flag that defines it.
+/// Name of a zone in error messages, which is the flag that defines it.
 pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     match zone.tier {
         Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
@@ -37,8 +37,8 @@ pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     }
 }
 
-/// NUMA nodes for the firmware tables. Hotplug ranges are included from the start, because Linux
-/// creates no nodes later.
+/// Returns the NUMA nodes for the firmware tables. Hotplug ranges are included from the start,
+/// because Linux creates nodes only at boot.
 pub(crate) fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
     let range = |range: &GuestRange, hotpluggable| NodeMemory {
         start: range.start,
@@ -73,9 +73,9 @@ pub(crate) fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap
     (0..).zip(topology.nodes()).map(node).collect()
 }
 
-/// Performance of the memory of node `to` for the vCPUs of node `from`. The figures of PM apply to
-/// the node that it is near to. For other nodes, latency grows and bandwidth shrinks with the
-/// distance.
+/// Performance of memory on node `to` for vCPUs on node `from`. The configured performance of PM is
+/// valid for the node that it is near to. For other nodes, latency increases and bandwidth
+/// decreases with the distance.
 fn performance(config: &VmConfig, topology: &Topology, from: u32, to: u32) -> Performance {
     let pm_zones = topology.zones().iter().filter(|zone| zone.tier == Tier::Pm);
     let pm =
@@ -99,8 +99,8 @@ fn pm_performance(pm: &PmMemoryConfig) -> Performance {
     Performance {
         read_latency_ns: pm.read_latency,
         write_latency_ns: pm.write_latency,
-        // The guest's table counts in MB/s. `6600M` appears there as 6600, because the figure
-        // serves only to compare zones.
+        // The unit in the guest's table is MB/s. `6600M` is written as 6600, because the value is
+        // only used to compare zones.
         bandwidth_mb_per_s: pm.bandwidth / MIB,
     }
 }
@@ -126,7 +126,7 @@ mod tests {
         config
     }
 
-    /// Two sockets with PM at each. The hole below 4 GiB splits the DRAM.
+    /// Two sockets, each with PM. The device hole below 4 GiB splits the DRAM.
     fn two_sockets() -> VmConfig {
         let mut config = hybrid();
         config.memory.size = 0;
@@ -205,8 +205,8 @@ mod tests {
         };
         assert_eq!(of(0), [(90, 86, 40_000), (180, 172, 20_000)]);
         assert_eq!(of(1), [(180, 172, 20_000), (90, 86, 40_000)]);
-        // Distance 17 from its own node and 27 from the other: the latency of one more hop of DRAM,
-        // and 17/27 of the bandwidth.
+        // PM is at distance 17 from its own node and at 27 from the other. There it has the latency
+        // of one more DRAM hop, and 17/27 of the bandwidth.
         assert_eq!(of(2), [(305, 90, 6600), (395, 176, 4155)]);
         assert_eq!(of(3), [(490, 286, 1259), (400, 200, 2000)]);
     }

@@ -1,4 +1,4 @@
-//! Tests of calls on a server whose owner grants every request.
+//! Tests calls on a server whose owner grants every request.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,24 +19,24 @@ use tokio::net::UnixStream;
 use crate::names::{of_kind, samples};
 use crate::verdict::Verdict;
 
-/// Server, and the requests that its owner received, as text.
+/// Server, and the text of each request that its owner received.
 pub(crate) struct Api {
     path: PathBuf,
     asked: Arc<Mutex<Vec<String>>>,
-    /// True if the VM runs.
+    /// True if the VM is running.
     runs: Arc<AtomicBool>,
     _server: Server,
     _dir: TempDir,
 }
 
-/// Result of a call.
+/// Results of trying a call.
 pub(crate) struct Tried {
     pub verdict: Verdict,
-    /// Statuses of the answers, for a VM that runs and for one that does not.
+    /// HTTP statuses of the answers, both for a running VM and for a stopped one.
     pub statuses: BTreeSet<u16>,
 }
 
-/// VM information with all optional fields.
+/// Information about a VM, with all optional fields.
 fn info() -> VmInfo {
     let node = json!({"id": "_disk0", "resources": [], "children": [], "pci_bdf": "0000:00:01.0"});
     serde_json::from_value(json!({
@@ -46,7 +46,7 @@ fn info() -> VmInfo {
     .expect("vm.info's fields")
 }
 
-/// Answers requests as the VM's owner does on success.
+/// Answers every request as the VM's owner would on success.
 async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<AtomicBool>) {
     while let Some(request) = requests.recv().await {
         asked.lock().push(format!("{request:?}"));
@@ -80,7 +80,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
     }
 }
 
-/// Bodies of calls. All other calls have none.
+/// Valid bodies of calls. Calls that are not listed have no body.
 const VALID: &[(&str, &str)] = &[
     ("vm.add-disk", r#"{"path": "/d"}"#),
     ("vm.add-net", r#"{"tap": "t"}"#),
@@ -95,7 +95,7 @@ const VALID: &[(&str, &str)] = &[
 ];
 
 impl Api {
-    /// Runs `test` on a runtime with one thread, as in the VMM.
+    /// Runs `test` on a runtime with a single thread, as in the VMM.
     pub(crate) fn run<T, F: Future<Output = T>>(test: impl FnOnce(Self) -> F) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -111,8 +111,8 @@ impl Api {
         })
     }
 
-    /// Sends a request on a new connection. Returns the status, and the body if the answer has a
-    /// length. The stream of events has no length and never ends.
+    /// Sends a request on a new connection. Returns the HTTP status, and the body if the answer has
+    /// a length. The stream of events has no length and never ends.
     pub(crate) async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
@@ -140,8 +140,8 @@ impl Api {
         (status.expect("a status"), String::from_utf8(answer).unwrap())
     }
 
-    /// Sends a valid request for a VM that runs and one that does not, and returns the verdict and
-    /// the statuses.
+    /// Sends a valid request, once for a running VM and once for a stopped one. Returns the verdict
+    /// and the HTTP statuses.
     pub(crate) async fn attempt(&self, method: &str, call: &str) -> Tried {
         let body = VALID
             .iter()
@@ -177,7 +177,7 @@ impl Api {
         serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{call}: {status} {error}"))
     }
 
-    /// Checks that a field of a body reaches the owner.
+    /// Checks that a field in a body reaches the owner.
     async fn of_body(&self, call: &str, base: &Value, field: &str, text: &str) -> Verdict {
         let mut body = base.clone();
         let value: Value = serde_json::from_str(text).unwrap();
@@ -192,10 +192,10 @@ impl Api {
     }
 }
 
-/// JSON value, as a function because it cannot be a constant.
+/// Function that returns a JSON value, which cannot be a constant.
 pub(crate) type Json = fn() -> Value;
 
-/// Bodies of calls: schema, call, and required fields.
+/// Request bodies: schema, call and required fields.
 const BODIES: &[(&str, &str, Json)] = &[
     ("VmResize", "vm.resize", || json!({})),
     ("VmResizeDisk", "vm.resize-disk", || json!({"id": "a", "desired_size": 512})),
@@ -210,7 +210,7 @@ const ANSWERS: &[(&str, &str, &str, &str, &str)] = &[
     ("PciDeviceInfo", "PUT", "vm.add-disk", r#"{"path": "/d"}"#, ""),
 ];
 
-/// Verdict on a field of a body or an answer. `None` for other schemas.
+/// Verdict on a field in a body or an answer. `None` if the schema is neither.
 pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     if let Some((_, call, base)) = BODIES.iter().find(|(of, ..)| *of == schema) {
@@ -223,7 +223,7 @@ pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Optio
     Some(if is_told { Verdict::Implemented } else { not_told() })
 }
 
-/// Verdicts on all calls. The statuses of successful calls must equal those in Cloud Hypervisor's
+/// Verdicts on all calls. The statuses of successful calls must be those in Cloud Hypervisor's API
 /// description.
 pub(crate) async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();

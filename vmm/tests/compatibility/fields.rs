@@ -1,4 +1,4 @@
-//! Tests of the fields of a configuration on the parser of JSON.
+//! Tries the fields of a configuration on the JSON parser.
 
 use foreshore::config::VmConfig;
 use foreshore_config::JsonError;
@@ -8,12 +8,12 @@ use crate::calls::Json;
 use crate::names::{of_kind, samples};
 use crate::verdict::{Verdict, of_json_error};
 
-/// Place of a schema in a configuration, with the sections that it requires.
+/// Place of a schema in the configuration, and the sections that it requires.
 struct Place {
     schema: &'static str,
-    /// Path (RFC 6901) to an object with its required fields.
+    /// Path (RFC 6901) of an object that contains its required fields.
     path: &'static str,
-    /// Sections of the configuration that the place requires.
+    /// Sections that must be in the configuration.
     base: Json,
 }
 
@@ -59,7 +59,7 @@ const PLACES: &[Place] = &[
     Place { schema: "NumaDistance", path: "/numa/0/distances/0", base: nodes },
 ];
 
-/// Fields that a field requires beside it.
+/// Additional fields that a field requires.
 const WITH: &[(&str, Json)] = &[
     ("ConsoleConfig.file", || json!({"mode": "File"})),
     ("ConsoleConfig.socket", || json!({"mode": "Socket"})),
@@ -115,7 +115,7 @@ fn merge(object: &mut Value, more: Value) {
     object.as_object_mut().expect("an object").extend(more);
 }
 
-/// Configuration with a place for the fields of a schema.
+/// Configuration that contains the place for the fields of a schema.
 fn base(place: &Place) -> Map<String, Value> {
     let mut config =
         json!({"payload": {"kernel": "/k"}, "cpus": {"boot_vcpus": 2, "max_vcpus": 4}});
@@ -123,13 +123,13 @@ fn base(place: &Place) -> Map<String, Value> {
     config.as_object().expect("an object").clone()
 }
 
-/// Parses a configuration, and returns it as JSON with warnings.
+/// Parses a configuration. Returns it as JSON, and the warnings.
 fn shown(config: Map<String, Value>) -> Result<(Value, Vec<String>), JsonError> {
     let (config, warnings) = VmConfig::from_json_warned(config)?;
     Ok((serde_json::to_value(&config).expect("a configuration is JSON"), warnings))
 }
 
-/// Start of the flag of a field, for example `--disk` for `/disks/0`.
+/// Beginning of the flag for a field, for example `--disk` for `/disks/0`.
 fn flag_of(place: &Place, field: &str) -> String {
     let section = place.path.split('/').nth(1).unwrap_or(field);
     format!("--{}", section.trim_end_matches('s'))
@@ -155,7 +155,7 @@ fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
     let without = shown(plain.as_object().expect("an object").clone());
     match shown(tried.as_object().expect("an object").clone()) {
         Ok((tried, _)) if without.is_ok_and(|(plain, _)| plain == tried) => {
-            // A known field refuses nonsense.
+            // If the field is known, it refuses a nonsensical value.
             let is_known = shown(nonsense.as_object().expect("an object").clone()).is_err();
             let unknown = || Verdict::NotThere("it is passed over".to_owned());
             if is_known { Verdict::without_effect() } else { unknown() }
@@ -183,14 +183,14 @@ fn verdict(place: &Place, name: &str, field: &str, text: &'static str) -> Verdic
     verdict
 }
 
-/// Verdict on a field of a configuration. `None` for other schemas.
+/// Verdict on a field in a configuration. `None` if the schema is not part of a configuration.
 pub(crate) fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     let place = PLACES.iter().find(|place| place.schema == schema)?;
     Some(verdict(place, name, field, text))
 }
 
-/// Pages of docs/ that describe the fields of a schema.
+/// Pages in docs/ that describe the fields of a schema.
 const PAGES: &[(&str, &[&str])] = &[
     ("BalloonConfig", &["balloon"]),
     ("ConsoleConfig", &["consoles"]),
@@ -219,7 +219,7 @@ const PAGES: &[(&str, &[&str])] = &[
     ("VsockConfig", &["vsock"]),
 ];
 
-/// Returns true if a page has `word` in code: between backticks, or in a block.
+/// Returns true if a page contains `word` in code: between backticks, or in a code block.
 fn has_in_code(page: &str, word: &str) -> bool {
     let has = |code: &str| {
         code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word)
@@ -230,7 +230,7 @@ fn has_in_code(page: &str, word: &str) -> bool {
     })
 }
 
-/// A verdict does not describe the effect of a field, so its page has to.
+/// A verdict does not describe what a field does, so its page must describe it.
 #[test]
 fn every_implemented_field_is_documented() {
     let mut missing = Vec::new();
@@ -253,8 +253,8 @@ fn every_implemented_field_is_documented() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// An ignored field would silently have no effect. Every field of Cloud Hypervisor is therefore
-/// implemented or refused.
+/// An ignored field would have no effect without any notice. Therefore, every field of Cloud
+/// Hypervisor is either implemented or refused.
 #[test]
 fn no_field_is_ignored() {
     let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));
@@ -263,9 +263,9 @@ fn no_field_is_ignored() {
     assert_eq!(passed_over.collect::<Vec<_>>(), Vec::<&str>::new());
 }
 
-/// Configuration that `vm.info` of Cloud Hypervisor 54 returns. It writes out all fields that are
-/// not optional, and clients copy a VM by passing it to another VMM. `disable_io_uring`,
-/// `disable_aio` and `gdb` are not in its description.
+/// Configuration as returned by `vm.info` of Cloud Hypervisor 54. It contains every field that is
+/// not optional. Clients copy a VM by passing this configuration to another VMM. Its fields
+/// `disable_io_uring`, `disable_aio` and `gdb` are not in Cloud Hypervisor's API description.
 fn as_it_is_shown() -> Value {
     json!({
         "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "kvm_hyperv": false, "max_phys_bits": 46, "features": {"amx": false},
@@ -302,7 +302,7 @@ fn as_it_is_shown() -> Value {
 fn configuration_from_cloud_hypervisor_is_accepted() {
     let (shown, warnings) = shown(as_it_is_shown().as_object().unwrap().clone()).unwrap();
     assert_eq!(shown["disks"][0]["id"], "_disk0");
-    // Inherited descriptors belong to another process.
+    // Inherited descriptors are valid only in another process.
     assert!(
         matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")),
         "{warnings:?}"
@@ -313,8 +313,8 @@ fn configuration_from_cloud_hypervisor_is_accepted() {
     assert!(VmConfig::from_json(other.as_object().unwrap().clone()).is_err());
 }
 
-/// Fields of Cloud Hypervisor cause no warning about unknown fields, which would look like a typing
-/// error.
+/// Fields of Cloud Hypervisor cause no warning about unknown fields, because such a warning looks
+/// like a typing error.
 #[test]
 fn no_known_field_causes_a_warning() {
     for (name, text) in of_kind("field") {
@@ -334,7 +334,7 @@ fn no_known_field_causes_a_warning() {
     }
 }
 
-/// Clients write out defaults.
+/// Clients write out default values.
 #[test]
 fn defaults_of_fields_are_accepted() {
     for (name, text) in of_kind("field") {

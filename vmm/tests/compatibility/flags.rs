@@ -1,4 +1,4 @@
-//! Tests of flags and their keys on the parser of the command line.
+//! Tries flags and their keys on the command line parser.
 
 use std::ffi::OsString;
 
@@ -15,7 +15,7 @@ const ALONGSIDE: &[(&str, &[&str])] = &[
     ("--numa", OTHER_NODE),
     ("--serial tty", &["--console", "off"]),
 ];
-/// Memory for two nodes, and one of the nodes.
+/// Memory for two nodes, and one of these nodes.
 const OTHER_NODE: &[&str] = &[
     "--memory",
     "size=0",
@@ -25,7 +25,7 @@ const OTHER_NODE: &[&str] = &[
     "--numa",
     "guest_numa_id=1,cpus=1-3,memory_zones=b",
 ];
-/// Keys that every value of a flag requires. A tested key replaces the one of the same name.
+/// Keys that every value of a flag requires. A key under test replaces the key with the same name.
 const BASES: &[(&str, &str)] = &[
     ("--balloon", "size=0"),
     ("--console", "off"),
@@ -36,13 +36,13 @@ const BASES: &[(&str, &str)] = &[
     ("--net", "tap=t"),
     ("--net fd", ""),
     ("--numa", "guest_numa_id=0,cpus=0,memory_zones=a"),
-    // The presence of the flag makes a difference, although the tested key may not.
+    // The flag has an effect even if the key under test has none.
     ("--platform", "num_pci_segments=1"),
     ("--pmem", "file=/p"),
     ("--serial", "off"),
     ("--vsock", "cid=3,socket=/s"),
 ];
-/// Keys that a key requires beside it.
+/// Additional keys that a key requires.
 const WITH: &[(&str, &str)] = &[
     ("--memory hotplug_size", "hotplug_method=virtio-mem"),
     ("--memory hotplugged_size", "hotplug_method=virtio-mem,hotplug_size=1G"),
@@ -53,7 +53,7 @@ const WITH: &[(&str, &str)] = &[
     ("--net ip", "mask=255.0.0.0"),
     ("--net mask", "ip=10.0.0.1"),
 ];
-/// Keys of `--console` and `--serial` that select the mode. Only one can be given.
+/// Keys of `--console` and `--serial` that select the mode. Only one of them can be given.
 const MODES: [&str; 6] = ["off", "pty", "tty", "null", "file", "socket"];
 
 fn look_up<T: Copy>(table: &[(&str, T)], name: &str) -> Option<T> {
@@ -68,7 +68,7 @@ fn launch(args: &[&str]) -> Result<Option<Launch>, CliError> {
     })
 }
 
-/// Command line that is valid except for the tested part.
+/// Command line that is valid except possibly for the part under test.
 fn command_line<'a>(flag: &'a str, name: &str, value: Option<&'a str>) -> Vec<&'a str> {
     let mut args = Vec::new();
     if !["--kernel", "--firmware"].contains(&flag) {
@@ -84,7 +84,7 @@ fn command_line<'a>(flag: &'a str, name: &str, value: Option<&'a str>) -> Vec<&'
     args
 }
 
-/// Verdict on a command line, by comparison with the result without the tested part.
+/// Verdict on a command line, from a comparison with the result without the part under test.
 fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str]) -> Verdict {
     let tried = match launch(with) {
         Ok(Some(tried)) => tried,
@@ -102,7 +102,7 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
     }
     match without {
         Ok(Some(plain)) if plain == tried => Verdict::without_effect(),
-        // Without the tested part, the command line starts nothing or another VM.
+        // Without the part under test, the command line starts another VM or none.
         Ok(_) | Err(_) => Verdict::Implemented,
     }
 }
@@ -113,7 +113,7 @@ fn flag_verdict(flag: &str, sample: Option<&'static str>) -> Verdict {
     compare(flag, launch(&without), &with)
 }
 
-/// Keys in a flag's value beside `key`.
+/// Other keys that a flag's value needs in addition to `key`.
 fn beside(flag: &str, key: &str) -> Vec<&'static str> {
     let name = format!("{flag} {key}");
     // A key that selects the mode is the whole value.
@@ -176,7 +176,7 @@ pub(crate) fn rows() -> Vec<(String, Verdict)> {
     flags.into_iter().map(|(flag, verdict)| (flag.to_owned(), verdict)).chain(keys).collect()
 }
 
-/// Clients write out defaults.
+/// Clients write out default values.
 #[test]
 fn defaults_of_keys_are_accepted() {
     for (name, text) in of_kind("key") {

@@ -1,9 +1,9 @@
 //! Tests that docs/reference/compatibility.md and docs/reference/openapi.json match the code.
 //!
-//! `cloud-hypervisor-0.3.0.names` lists every flag and key of Cloud Hypervisor's programs and every
-//! call and field of its API's description, with sample values. Each is tried on the parsers and on
-//! a server, and the page must contain the resulting verdicts. `UPDATE=1 cargo test -p foreshore
-//! --test compatibility` updates the page.
+//! `cloud-hypervisor-0.3.0.names` lists every flag and key of Cloud Hypervisor's programs, and
+//! every call and field in its API description, with sample values. The test tries each of them on
+//! the parsers and on a server. The page must contain the resulting verdicts. `UPDATE=1 cargo test
+//! -p foreshore --test compatibility` updates the page.
 
 mod calls;
 mod fields;

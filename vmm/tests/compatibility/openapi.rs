@@ -1,4 +1,5 @@
-//! Tests of docs/reference/openapi.json against the calls of the server and the types of its JSON.
+//! Tests that compare docs/reference/openapi.json with the calls of the server and the types of its
+//! JSON.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -44,7 +45,7 @@ fn described_calls_equal_those_of_the_server() {
                 let expected = match tried.verdict {
                     Verdict::NotThere(_) => None,
                     Verdict::Refused(_) => Some(answered),
-                    // Invalid requests have a status as well.
+                    // Invalid requests must have a documented status too.
                     _ => {
                         answered.insert("default".to_owned());
                         Some(answered)
@@ -59,7 +60,7 @@ fn described_calls_equal_those_of_the_server() {
     });
 }
 
-/// Value with all fields of a schema.
+/// Example value with all fields of a schema.
 fn sample(document: &Value, schema: &Value) -> Value {
     if let Some(example) = schema.get("example") {
         return example.clone();
@@ -93,7 +94,7 @@ fn sample(document: &Value, schema: &Value) -> Value {
     }
 }
 
-/// Names of a struct's fields, including those that JSON omits if they are empty.
+/// Names of a struct's fields, including fields that JSON omits if they are empty.
 fn fields(value: &impl Debug) -> BTreeSet<String> {
     let lines = format!("{value:#?}");
     let fields = lines.lines().filter_map(|line| line.strip_prefix("    ")?.split_once(": "));
@@ -111,7 +112,7 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
     assert_eq!(serde_json::to_value(&read).unwrap(), whole, "{schema}: something is not read");
     let described_fields = names(&described["properties"]).into_iter().map(str::to_owned).collect();
     assert_eq!(fields(&read), described_fields, "{schema}");
-    // Required fields suffice to parse the type.
+    // The required fields are sufficient to parse the type.
     let required: BTreeSet<_> =
         described["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let least: Map<_, _> = whole
@@ -151,7 +152,7 @@ fn schemas_match_the_types_of_bodies_and_answers() {
     check::<PressureChange>("PressureChange");
 }
 
-/// Generated clients then detect a mistyped key before the server refuses it.
+/// Generated clients can then detect a misspelled key before the server refuses it.
 #[test]
 fn strict_sections_declare_no_additional_properties() {
     let document = document();
@@ -179,7 +180,8 @@ fn strict_sections_declare_no_additional_properties() {
     });
 }
 
-/// For sections of Cloud Hypervisor, the description has exactly the fields that Foreshore adds.
+/// For Cloud Hypervisor's sections, the description contains exactly the fields that Foreshore
+/// adds.
 #[test]
 fn added_fields_are_described() {
     let document = document();
@@ -188,7 +190,7 @@ fn added_fields_are_described() {
             .unwrap();
     let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
     let info: VmInfo = serde_json::from_value(info).unwrap();
-    // A flattened section appears by its keys instead of its name.
+    // In place of a flattened section, its keys appear.
     let mut keys = fields(&config);
     assert!(keys.remove("switches"));
     keys.extend(SWITCHES.iter().map(|switch| switch.key.to_owned()));

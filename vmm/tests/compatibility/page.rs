@@ -1,4 +1,4 @@
-//! Tables of docs/reference/compatibility.md, which this test generates. The text above them is
+//! Tables in docs/reference/compatibility.md that this test generates. The text above the tables is
 //! written by hand.
 
 use std::fmt::Write;
@@ -12,12 +12,12 @@ use crate::verdict::Verdict;
 use crate::{fields, flags};
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/compatibility.md");
-/// Line above the generated part.
+/// Last line before the generated part.
 const MARK: &str =
     "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
 
-/// Schemas of unsupported calls and fields, with the name to which they belong. Once that is
-/// supported, its schemas need a place in `fields` or `calls`.
+/// Schemas of unsupported calls and fields, each with the call or field that it belongs to. Once
+/// that call or field is supported, its schemas need a place in `fields` or `calls`.
 const PARTS: &[(&str, &str)] = &[
     ("DebugConsoleConfig", "field VmConfig.debug_console"),
     ("DeviceConfig", "call PUT vm.add-device"),
@@ -84,7 +84,7 @@ fn table(page: &mut String, title: &str, mut rows: Rows) {
     write!(page, "\n## {title}\n\n| | | |\n|---|---|---|\n").unwrap();
     for (name, verdict) in rows {
         let (column, why) = verdict.columns();
-        // A line each, so that rows change independently.
+        // Each row is a line of its own, so that rows change independently.
         writeln!(page, "| `{name}` | {column} | {} |", why.replace('|', "\\|")).unwrap();
     }
 }

@@ -1,16 +1,16 @@
-//! Verdicts on features of Cloud Hypervisor.
+//! Verdicts on Cloud Hypervisor's features.
 
 use foreshore::config::CliError;
 use foreshore_config::{ConfigError, JsonError};
 
-/// Support for a feature.
+/// Level of support for a feature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Accepted and has an effect.
+    /// Accepted, and has an effect.
     Implemented,
     /// Accepted without an effect, for this reason.
     Neutral(String),
-    /// Refused with this reason.
+    /// Refused for this reason.
     Refused(String),
     NotThere(String),
 }
@@ -21,14 +21,14 @@ impl Verdict {
         Self::Neutral("it changes nothing".to_owned())
     }
 
-    /// Verdict from a warning, which reports that the value has no effect.
+    /// Verdict from a warning that the value has no effect.
     pub(crate) fn of_warnings(warnings: &[String], flag: &str) -> Option<Self> {
         let warning = warnings.iter().find(|warning| warning.starts_with(flag))?;
         let (_, text) = warning.split_once(": ").expect("a warning about a flag");
         Some(Self::Neutral(text.to_owned()))
     }
 
-    /// Columns of the page.
+    /// Columns for the table in the page.
     pub(crate) fn columns(&self) -> (&'static str, &str) {
         match self {
             Self::Implemented => ("implemented", ""),
@@ -38,7 +38,7 @@ impl Verdict {
         }
     }
 
-    /// Adds text to the reason of a refusal.
+    /// Appends text to the reason of a refusal.
     pub(crate) fn and(self, more: &str) -> Self {
         match self {
             Self::Refused(why) => Self::Refused(format!("{why}; {more}")),
@@ -47,8 +47,8 @@ impl Verdict {
     }
 }
 
-/// Verdict from an error about an unsupported or unknown feature. `None` for errors about the
-/// tested values.
+/// Verdict from an error about an unsupported or unknown feature. `None` if the error is about the
+/// sample values.
 pub(crate) fn of_error(error: &ConfigError) -> Option<Verdict> {
     match error {
         ConfigError::Unsupported { why, .. } | ConfigError::ForeignSection { why, .. } => {
@@ -62,7 +62,7 @@ pub(crate) fn of_error(error: &ConfigError) -> Option<Verdict> {
     }
 }
 
-/// Verdict from an error of the command line.
+/// Verdict from an error of the command line parser.
 pub(crate) fn of_cli_error(error: &CliError) -> Option<Verdict> {
     match error {
         CliError::Foreign { why, .. } => Some(Verdict::Refused((*why).to_owned())),
@@ -74,11 +74,11 @@ pub(crate) fn of_cli_error(error: &CliError) -> Option<Verdict> {
     }
 }
 
-/// Verdict from an error of JSON.
+/// Verdict from an error of the JSON parser.
 pub(crate) fn of_json_error(error: &JsonError) -> Option<Verdict> {
     match error {
         JsonError::Config(error) => of_error(error),
-        // The sample value is invalid.
+        // The error is about the sample value.
         JsonError::Field(_) => None,
     }
 }

@@ -1,4 +1,4 @@
-//! Invalid reports, floods, and agents that do not read.
+//! Tests with invalid reports, floods, and agents that do not read.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ fn report_of_more_memory_than_vm_can_have_is_refused() {
     let beside = Beside::default();
     f.core = f.core.with_beside(beside.clone());
     f.greet();
-    // The guest uses a volume as memory, and a DIMM was added.
+    // The guest uses a volume as memory, and a DIMM has been added.
     beside.mapped_bytes.store(512 * MIB, Ordering::Relaxed);
     beside.dimm_bytes.store(128 * MIB, Ordering::Relaxed);
     let most_bytes = BOOT_BYTES + (128 + 1024 + 512 + 128) * MIB;
@@ -71,8 +71,8 @@ fn change_of_online_policy_is_logged_once() {
     assert_eq!(said("offline"), ["WARN"]);
 }
 
-/// A flood costs the host a bounded number of lines per second, and the rest waits in the guest.
-/// Lines count even if the agent has closed its end.
+/// A flood costs the host a limited number of lines per second. The other lines wait in the guest.
+/// Lines are read and counted even if the agent has closed its end of the connection.
 #[test]
 fn rate_of_lines_is_bounded() {
     let Fixture { core, .. } = fixture("psi", true);
@@ -85,10 +85,11 @@ fn rate_of_lines_is_bounded() {
     assert_eq!(core.borrow().counters().refused.values().sum::<u64>(), 1_000);
 }
 
-/// A line that never ends is not counted as a line, but costs the host no more than lines do.
+/// A line that never ends is not counted as a line, but costs the host no more than many lines
+/// would.
 #[test]
 fn rate_of_bytes_of_endless_line_is_bounded() {
-    /// Bytes of 4 s. The bytes of the first second are accepted at once.
+    /// Number of bytes for 4 s. The bytes for the first second are accepted immediately.
     const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
     let core = RefCell::new(fixture("psi", true).core);
     let (mut agent, vmm) = connection();
@@ -104,7 +105,8 @@ fn rate_of_bytes_of_endless_line_is_bounded() {
     assert_eq!(core.borrow().counters().refused, BTreeMap::from([("too_long", 1)]));
 }
 
-/// Only the newest settings wait for such an agent, and its lines are still handled.
+/// For an agent that does not read, only the newest settings are queued. Its lines are still
+/// handled.
 #[test]
 fn lines_of_agent_that_does_not_read_are_handled() {
     use std::os::fd::AsRawFd;
@@ -115,7 +117,7 @@ fn lines_of_agent_that_does_not_read_are_handled() {
     let settings = Cell::new(Settings::with_watermark(0));
     let [agent, vmm] = {
         let (agent, vmm) = connection();
-        // Smallest buffer that Linux permits, for a few lines.
+        // Smallest buffer that Linux permits. It has room for a few lines.
         let bytes: libc::c_int = 1;
         // SAFETY: the socket is open, and `bytes` is an int that outlives the call.
         let result = unsafe {

@@ -1,4 +1,5 @@
-//! Sizes above the limit of all zones together, and both names of the size of policy `fixed`.
+//! Tests of sizes above the limit of all zones together, and of both names of the size for policy
+//! `fixed`.
 
 use serde_json::json;
 
@@ -33,7 +34,7 @@ fn error_of_unknown_parameter_lists_known_ones() {
             "parameter {name:?} is unknown; those of amf are watermark-scale, watermark-share, reclaim; those of the rules are {names}"
         )
     };
-    // A typo, a parameter of another policy, and a rule in the wrong place.
+    // A misspelled parameter, a parameter of another policy, and a rule in the wrong place.
     for name in ["cooldown", "idle", "ceiling"] {
         let refused = f.change(json!({"params": {name: "1G"}}));
         assert_eq!(refused, Err(expected(name)));
@@ -62,7 +63,7 @@ fn size_can_be_set_alone_with_policy_fixed() {
         f.core.tick(TimeMs(1_000));
         let requested = f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
         assert_eq!(requested, size_mib * MIB, "{json}");
-        // A reboot builds the next machine from this configuration.
+        // After a reboot, the next machine is built from this configuration.
         let change: PressureChange = serde_json::from_value(json.clone()).unwrap();
         change.apply(&mut config);
         let policy = config.policy(CALL).unwrap();

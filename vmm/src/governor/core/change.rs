@@ -1,4 +1,4 @@
-//! Changes of the governor by `vm.pressure`. Each changed value is logged.
+//! Changes to the governor by `vm.pressure`. Every changed value is logged.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use super::{CALL, Core, fit};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 
 impl Core {
-    /// Applies a change, and logs the changed values.
+    /// Applies a change, and logs each value that it changes.
     pub fn change(&mut self, change: &PressureChange, now: TimeMs) -> Result<(), GovernorError> {
         let before = Present::of(self.governor.controller());
         let change = self.check(change)?;
@@ -24,7 +24,7 @@ impl Core {
         Ok(())
     }
 
-    /// Checks all of a change, which is applied completely or not at all.
+    /// Validates a complete change. It is then applied as a whole or not at all.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
         let zone = change.zone.as_deref().map(|id| self.zones().find(id)).transpose()?;
         let controller = self.governor.controller();
@@ -73,7 +73,7 @@ impl Present {
         Self { status: controller.status(), policy, rules }
     }
 
-    /// Logs the differences between `self` and `now`. `id` returns the id of a zone.
+    /// Logs every difference between `self` and `now`. `id` returns the ID of a zone.
     fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
         for (what, from, to) in self.changes(now) {
             info!(what, from, to, "Changed a setting of the governor");
@@ -92,7 +92,7 @@ impl Present {
             ("dry_run", texts(on(self.status.dry_run), on(now.status.dry_run))),
             ("paused", texts(on(self.status.paused), on(now.status.paused))),
         ];
-        // Parameters of a new policy are compared with its defaults.
+        // The parameters of a new policy are compared with its defaults.
         let same = self.policy.name() == now.policy.name();
         let before =
             if same { Some(self.policy.clone()) } else { Policy::from_name(now.policy.name()) };
@@ -107,7 +107,7 @@ impl Present {
     }
 }
 
-/// Values of two sets of parameters that share a table.
+/// Names and values in two sets of parameters with the same table.
 fn parameters<'a>(
     from: &'a dyn Parameters,
     to: &'a dyn Parameters,
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
     }
 
-    /// The guest runs short of memory once, and follows the requests.
+    /// The guest becomes short of memory once, and follows all requests.
     #[test]
     fn lines_that_the_document_explains_are_logged() {
         const DOCUMENT: &str = include_str!("../../../../docs/reference/policies.md");
@@ -179,8 +179,8 @@ mod tests {
             f.report(20 + plugged_bytes / MIB);
             f.core.tick(TimeMs(1_300));
         });
-        // Rate-limited lines carry `times=`. They are counted over all tests, so this test may not
-        // see them.
+        // Rate-limited lines contain `times=`. They are counted over all tests, so they may not
+        // appear in this test.
         let said = lines.iter().map(|line| line.split_once(": ").unwrap().1);
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");

@@ -1,4 +1,4 @@
-//! State of the governor for the API and for metrics.
+//! State of the governor, for the API and for metrics.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
 
-/// State of the governor at one moment, for `vm.pressure`. Its conversion to text takes ten times
-/// as long as a decision, and longer with each decision shown. Therefore the caller converts it,
-/// and no decision waits for that.
+/// Snapshot of the governor's state for `vm.pressure`. Converting it to text takes ten times as
+/// long as a decision, and longer for each decision that it shows. Therefore the caller converts
+/// it, so that no decision is delayed.
 pub struct View {
     now: TimeMs,
     status: Status,
@@ -50,14 +50,14 @@ struct ViewedZone {
 }
 
 impl View {
-    /// Returns true if both share the memory of their decisions.
+    /// Returns true if both snapshots share the memory of their decisions.
     #[cfg(test)]
     pub fn shares_decisions_with(&self, other: &View) -> bool {
         let pairs = self.decisions.iter().zip(&other.decisions);
         !self.decisions.is_empty() && pairs.into_iter().all(|(one, other)| Arc::ptr_eq(one, other))
     }
 
-    /// Converts it to the answer of `vm.pressure`.
+    /// Converts the snapshot to the answer of `vm.pressure`.
     pub fn info(self) -> PressureInfo {
         let audited: Vec<_> = self
             .zones
@@ -118,26 +118,26 @@ impl View {
     }
 }
 
-/// Zone of `vm.memory`. The governor may not size it.
+/// Zone that `vm.memory` reports. The governor does not necessarily size it.
 pub struct ZoneQuery {
     pub id: String,
     pub guest_node: u32,
     pub boot_bytes: u64,
-    /// The zone grows by DIMMs, which the governor does not size.
+    /// True if the zone grows by DIMMs. The governor does not size such a zone.
     pub has_dimms: bool,
 }
 
-/// Governor's part of a zone in `vm.memory`.
+/// Information from the governor about a zone in `vm.memory`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ZoneState {
-    /// Hotplugged memory that is online, by the agent's last report.
+    /// Hotplugged memory that is online, according to the agent's last report.
     pub online_bytes: Option<u64>,
-    /// Present sizes and the progress of the last resize. `None` if the governor does not size the
+    /// Current sizes, and the progress of the last resize. `None` if the governor does not size the
     /// zone.
     pub resize: Option<ZoneResize>,
 }
 
-/// Sizes of a zone and the status that belongs to them.
+/// Sizes of a zone, and the resize status that matches them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ZoneResize {
     pub sizes: ZoneSizes,
@@ -145,7 +145,8 @@ pub struct ZoneResize {
 }
 
 impl Core {
-    /// State for `vm.pressure` with at most `decisions` of the last decisions. See [`View::info`].
+    /// Snapshot for `vm.pressure`, with at most `decisions` of the latest decisions. See
+    /// [`View::info`].
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
         let governor = &self.governor;
         let patience_ms = governor.controller().rules().progress_ms;
@@ -179,13 +180,13 @@ impl Core {
         }
     }
 
-    /// Answer of `vm.pressure` in one call, for tests.
+    /// Complete answer to `vm.pressure`, for tests.
     #[cfg(test)]
     pub fn info(&self, decisions: usize, now: TimeMs) -> PressureInfo {
         self.view(decisions, now).info()
     }
 
-    /// Tier and state of each zone.
+    /// Tier and state of each governed zone.
     fn governed_zones(&self) -> impl Iterator<Item = (&'static str, GovernedZoneInfo)> {
         let pinned = self.governor.controller().status().pinned;
         self.zones().iter().zip(0..).map(move |(zone, index)| {
@@ -198,7 +199,7 @@ impl Core {
         })
     }
 
-    /// States of `zones`, in their order. The sizes of each zone are read once.
+    /// States of `zones`, in the same order. The sizes of each zone are read only once.
     pub fn zone_states(&self, zones: &[ZoneQuery], now: TimeMs) -> Vec<ZoneState> {
         let sizes = self.zones().sizes();
         let state = |zone: &ZoneQuery| ZoneState {
@@ -211,8 +212,8 @@ impl Core {
         zones.iter().map(state).collect()
     }
 
-    /// Sizes of zone `id` out of `sizes`, and their status. A copy of the tracker observes the
-    /// sizes first, because they may have changed since the governor's last step.
+    /// Sizes of zone `id` from `sizes`, and the matching status. The sizes may have changed since
+    /// the governor's last step, so a copy of the tracker observes them first.
     fn zone_resize(&self, id: &str, sizes: &[ZoneSizes], now: TimeMs) -> Option<ZoneResize> {
         let (_, sizes) = self.zones().iter().zip(sizes).find(|(zone, _)| zone.id == id)?;
         let offline = self.node_blocks(sizes.guest_numa_node).map_or(0, |(_, offline)| offline);
@@ -223,14 +224,15 @@ impl Core {
         Some(ZoneResize { sizes: *sizes, status })
     }
 
-    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says
-    /// what they have together: then the first ones' memory counts first. None has more online
-    /// than it has plugged, whatever is said. `sizes` are those of all zones.
+    /// Online bytes in the hotplug part of zone `id`, according to the agent's last report. The
+    /// report has one sum for each node. If several zones are on one node, the sum is assigned to
+    /// them in order. No zone is assigned more than its plugged size, whatever the report contains.
+    /// `sizes` must contain the sizes of all zones.
     fn online_bytes(&self, id: &str, sizes: &[ZoneSizes]) -> Option<u64> {
         let zone = self.zones().iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
-        // The memory of the balloon zone is boot memory.
+        // The balloon zone is skipped, because its memory is boot memory.
         let is_neighbour = |(other, _): &(&GovernedZone, &ZoneSizes)| {
             other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE
         };
@@ -244,16 +246,17 @@ impl Core {
         None
     }
 
-    /// Online memory of a node beyond `boot_bytes` of boot memory, whose last block Linux counts as
-    /// whole. For a zone that the governor does not size and that is alone on its node.
+    /// Online memory on a node in addition to `boot_bytes` of boot memory. Linux counts the last
+    /// block of boot memory as whole. Used for a zone that the governor does not size and that is
+    /// alone on its node.
     pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
         let (online, _) = self.node_blocks(node)?;
         let (_, report) = self.governor.last_report()?;
         Some(online.saturating_sub(boot_bytes.next_multiple_of(report.blocks().block_bytes)))
     }
 
-    /// Online and offline bytes of a node, from the last report. `None` if that has no memory
-    /// blocks.
+    /// Online and offline bytes on a node, according to the last report. `None` if the report has
+    /// no memory blocks for the node.
     fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
         let (_, report) = self.governor.last_report()?;
         let blocks = report.blocks();

@@ -1,5 +1,5 @@
-//! Builds a machine from a configuration. This is the only place of composition: devices know
-//! neither each other nor the machine.
+//! Builds a machine from its configuration. All parts are connected only here: devices depend
+//! neither on each other nor on the machine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -59,15 +59,15 @@ use crate::vm::pm::volumes;
 use crate::vm::resources::Resources;
 use crate::vm::{named_twice, zones};
 
-/// Builds the machine of `config`, which has been validated. Its vCPUs are stopped.
+/// Builds a machine from a validated `config`. Its vCPUs are paused.
 pub(crate) fn build(
     config: &VmConfig,
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. Resources that may be missing or in use elsewhere, before anything is created. Pools are
-    //    last, because opening a pool marks memory that an earlier run left lent, and starts to
-    //    erase it.
+    // 1. 1. Resources that may be missing or in use by another process, before anything is created.
+    //    Pools are opened last, because opening a pool marks memory that an earlier run had lent,
+    //    and starts to erase it.
     named_twice::check(config)?;
     let config = &resources.with_one_path_for_each_pool(config);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
@@ -78,15 +78,15 @@ pub(crate) fn build(
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
     let steps = resources.open_pools(config)?;
-    // Dropped after all users of volumes.
+    // Dropped after everything that uses volumes.
     let mut created = CreatedVolumes::default();
-    // 2. Memory, because everything else is in it or accesses it.
+    // 2. 2. Memory, because all other parts use it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
-    // 3. The kernel, because the interface of a volume depends on it.
+    // 3. 3. The kernel, because the choice of a volume's interface depends on it.
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
-    // 4. Devices. Memory devices have an event loop of their own, because an unplug waits for
-    //    guards that other devices hold.
+    // 4. Devices. Memory devices have an event loop of their own, because an unplug waits until
+    //    other devices release their guards.
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let parts = machine_parts(config, &hypervisor, &memory, resources, &device_loop, events);
     let context = DeviceContext::new(parts).map_err(BuildError::device("the buses"))?;
@@ -103,7 +103,7 @@ pub(crate) fn build(
     let serial = devices::attach_serial(config, &mut files, &context)
         .map_err(BuildError::device("--serial"))?;
     devices::attach_fixed(config, &mut files, &context, &mut devices)?;
-    // The governor always listens, because a vsock device may be added later.
+    // The governor always listens for agents, because a vsock device may be added later.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     if let Some(vsock) = &config.vsock {
         devices.push(devices::build_vsock(vsock, &agents, &context)?);
@@ -128,7 +128,7 @@ pub(crate) fn build(
     if config.payload.firmware.is_some() {
         add_for_firmware(&context)?;
     }
-    // 5. The firmware tables, which describe all of the above.
+    // 5. 5. The firmware tables, which describe all parts above.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
@@ -140,10 +140,10 @@ pub(crate) fn build(
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 6. vCPUs, paused: the owner resumes all of them together.
+    // 6. 6. The vCPUs. They are paused, and the owner resumes all of them together.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
-    // 7. The governor is last, because it acts on the devices.
+    // 7. 7. The governor, which is last because it uses the devices.
     let beside = Beside {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
@@ -157,8 +157,8 @@ pub(crate) fn build(
         connections,
         &volumes.guest_btt,
     )?;
-    // 8. No later step depends on a resource, so the console files of an earlier VM may be
-    //    truncated.
+    // 8. 8. Console files of an earlier VM are truncated only now, because no later step can fail
+    //    for lack of a resource.
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
@@ -251,9 +251,8 @@ fn build_memory(
         .map_err(BuildError::device(flags))
 }
 
-/// Returns true if the host's kernel writes back the guest's stores to lent memory, as it does for
-/// dirty pages of its page cache. tmpfs has no disk behind the page cache, and DAX has no page
-/// cache.
+/// Returns true if the host's kernel writes back lent memory that the guest has changed, like dirty
+/// pages in the page cache. tmpfs has no disk to write to, and DAX has no page cache.
 fn is_written_back(durability: Durability) -> bool {
     match durability {
         Durability::PageCache => true,
@@ -277,17 +276,16 @@ fn load_kernel(
         kernel_share: KernelShare::of(topology.zones()),
     };
     let started = Instant::now();
-    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is
-    // anonymous, mapped shared, or of a file without data (`ZoneFile`).
+    // SAFETY: vCPUs and devices do not exist yet (`build`, steps 3, 4 and 6). Boot memory is
+    // anonymous, or mapped shared, or a mapping of a file without data (`ZoneFile`).
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
-    // Unpacking the kernel takes most of the time before the guest runs.
+    // Unpacking the kernel accounts for most of the time before the guest starts.
     let loading_ms = started.elapsed().as_millis();
     debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Loaded the kernel and the initramfs");
     Ok(boot)
 }
 
-/// Adds power management (shutdown and reset by the guest, and the power button) and the registers
-/// for hotplug.
+/// Adds power management (shutdown and reset by the guest, power button) and the hotplug registers.
 fn add_platform(
     context: &DeviceContext,
     cpus: Arc<CpuRegisters>,
@@ -306,7 +304,7 @@ fn add_platform(
     context.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
     let (pci, sender) = (Arc::clone(&context.pci), events.clone());
     let page = HotplugPage::new(move |slot| {
-        // The machine holds the device as well, so this drop does not end the device on the vCPU's
+        // The machine also holds the device, so this drop does not end the device on the vCPU's
         // thread.
         drop(pci.remove(slot));
         sender.send(MachineEvent::Ejected { slot });
@@ -316,21 +314,21 @@ fn add_platform(
     Ok((ged, page))
 }
 
-/// Adds the parts of a PC that firmware needs. A kernel that starts without firmware does not need
-/// them.
+/// Adds those parts of a PC that firmware needs. A kernel that is booted without firmware does not
+/// need them.
 fn add_for_firmware(context: &DeviceContext) -> Result<(), BuildError> {
     context.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
     context.pci.decode_memory();
     Ok(())
 }
 
-/// Creates the registers of vCPU hotplug.
+/// Creates the registers for vCPU hotplug.
 fn cpu_registers(config: &VmConfig, events: &EventSender) -> Arc<CpuRegisters> {
     let (plug, sender) = (Plug::new(config.cpus.boot_vcpus, config.cpus.max_vcpus), events.clone());
     Arc::new(CpuRegisters::new(plug, move |index| sender.send(MachineEvent::VcpuEjected { index })))
 }
 
-/// Builds the vCPUs that the guest boots with. Other vCPUs are created when they are added.
+/// Builds the vCPUs that are present at boot. Other vCPUs are created when they are added.
 fn build_vcpus(
     config: &VmConfig,
     topology: &Topology,
@@ -370,7 +368,7 @@ struct VcpuMaker {
 }
 
 impl VcpuMaker {
-    /// Starts the thread of a vCPU, and sets the vCPU's initial state.
+    /// Starts the thread of a vCPU, and sets the initial state of the vCPU.
     fn prepare(&self, index: u8, fd: &VcpuFd) -> Result<(VcpuThread, Option<Fresh>), CpuError> {
         let placement =
             Placement { host_cpus: self.cpus.host_cpus(index).to_vec(), cores: self.cores.clone() };
@@ -386,7 +384,7 @@ impl VcpuMaker {
         let error = |source| CpuError::Kvm { what: "set the CPUID of", index, source };
         fd.set_cpuid2(&leaves).map_err(error)?;
         state::initialise(fd, index)?;
-        // The boot vCPU is never ejected.
+        // The boot vCPU is never ejected, so it needs no saved state.
         let fresh = if index == 0 {
             state::enter_pvh(fd, index, &self.entry)?;
             None
@@ -399,7 +397,7 @@ impl VcpuMaker {
 
 impl Maker<Vcpu> for VcpuMaker {
     fn create(&self, index: u8) -> Result<VcpuFd, CpuError> {
-        // KVM uses this number as the APIC id. The vCPU with number 0 is the boot vCPU.
+        // KVM uses this number as the APIC ID. The vCPU with APIC ID 0 is the boot vCPU.
         let apic_id = self.places[usize::from(index)].apic_id;
         let error = |source| CpuError::Kvm { what: "create", index, source };
         self.hypervisor.vm.create_vcpu(u64::from(apic_id)).map_err(error)

@@ -1,4 +1,4 @@
-//! Factory of machines, and owner of the resources that outlive a machine.
+//! Factory of machines. It owns the resources that outlive a machine.
 
 use crate::config::{DeviceConfig, VmConfig};
 use crate::vm::build::builder;
@@ -6,7 +6,7 @@ use crate::vm::owner::{EventSender, Machine, MachineFactory};
 use crate::vm::request::VmError;
 use crate::vm::resources::{Resources, taps};
 
-/// Builds machines on KVM.
+/// Builds machines that run on KVM.
 pub(crate) struct KvmFactory {
     resources: Resources,
 }

@@ -1,5 +1,5 @@
-//! Attaches the devices of a machine in the order of their slots, and connects them to the
-//! governor. Each device is built in its own folder.
+//! Attaches the devices of a machine in the order of their PCI slots, and connects them to the
+//! governor. Each device is constructed by the code in its own folder.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,17 +31,17 @@ use crate::vm::error::BuildError;
 use crate::vm::resources::Resources;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 
-/// Registers of a 16550.
+/// Number of registers of a 16550 UART.
 const SERIAL_LEN: u64 = 8;
 
-/// COM1. Dropping it removes its port from the bus and undoes its registrations.
+/// Serial port COM1. When dropped, it removes its port from the bus and undoes its registrations.
 pub(in crate::vm) struct SerialPort {
     _ports: BusRange,
     _line: InterruptLine,
     _metrics: Registration,
 }
 
-/// Attaches COM1, unless it is off.
+/// Attaches COM1, unless it is switched off.
 pub(in crate::vm) fn attach_serial(
     config: &VmConfig,
     files: &mut ConsoleFiles,
@@ -50,7 +50,7 @@ pub(in crate::vm) fn attach_serial(
     let console = HostConsole::open(Port::Serial, &config.serial, files)?;
     let Some(mut console) = console else { return Ok(None) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
-        // The terminal has one keyboard, whose input goes to the console.
+        // A terminal has only one input, which goes to the console.
         console.input = None;
     }
     let (irq, _line) = context.line(SERIAL_GSI)?;
@@ -60,7 +60,7 @@ pub(in crate::vm) fn attach_serial(
     Ok(Some(SerialPort { _ports, _line, _metrics }))
 }
 
-/// Attaches the devices that stay as long as the machine.
+/// Attaches the devices that cannot be removed from a running machine.
 pub(in crate::vm) fn attach_fixed(
     config: &VmConfig,
     files: &mut ConsoleFiles,
@@ -80,9 +80,9 @@ pub(in crate::vm) fn attach_fixed(
     Ok(())
 }
 
-/// Attaches the devices that can be added and removed. Files of `--pmem` follow later, because
-/// their slots are behind those of volumes. `resources` keep the host's side of a network
-/// interface.
+/// Attaches the devices that can be added to and removed from a running machine. `--pmem` devices
+/// are attached later, because their slots follow those of volumes. `resources` keeps the host side
+/// of each network interface.
 pub(in crate::vm) fn attach_removable(
     config: &VmConfig,
     resources: &Resources,
@@ -99,7 +99,7 @@ pub(in crate::vm) fn attach_removable(
 }
 
 /// Attaches the files of `--pmem` in the order of the configuration, because the guest numbers them
-/// in the order of their slots.
+/// in the order of their PCI slots.
 pub(in crate::vm) fn attach_files(
     resources: &Resources,
     memory: &mut Memory,
@@ -129,21 +129,21 @@ pub(in crate::vm) fn build_net(
     net::build(config, tap, context).map_err(BuildError::device(flag))
 }
 
-/// Builds the vsock device. Connections to the agent's port end in this process.
+/// Builds the vsock device. The VMM itself accepts connections to the agent's port.
 pub(in crate::vm) fn build_vsock(
     config: &VsockConfig,
     agents: &Agents,
     context: &DeviceContext,
 ) -> Result<AttachedDevice, BuildError> {
     let mut ports = VsockPorts::new();
-    // Reports move memory, so they are accepted only from privileged ports: from the agent, not
-    // from every process in the guest.
+    // Reports cause memory to be moved. They are therefore accepted only from privileged ports,
+    // which the agent can use but not every process in the guest.
     let listening = ports.listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone());
     listening.map_err(BuildError::device("--vsock"))?;
     vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))
 }
 
-/// Builds the virtio balloon. `plugged` is notified of each change of its size.
+/// Builds the virtio balloon. `plugged` is notified of each change of the balloon's size.
 pub(in crate::vm) fn build_balloon(
     config: &BalloonConfig,
     memory: &Memory,
@@ -156,12 +156,12 @@ pub(in crate::vm) fn build_balloon(
         .map_err(BuildError::device("--balloon"))
 }
 
-/// Receivers of changes of zones.
+/// Receivers of changes to zones.
 #[derive(Clone)]
 pub(in crate::vm) struct MemorySignals {
-    /// Notified of each change.
+    /// Notified of each change of a plugged size.
     pub plugged: Arc<Notify>,
-    /// Receives events about the results of requests.
+    /// Receives events about the results of resize requests.
     pub events: Events,
 }
 
@@ -208,7 +208,7 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
     }
 }
 
-/// Attaches a virtio-mem device for each hotplug part.
+/// Attaches a virtio-mem device for the hotplug part of each zone.
 pub(in crate::vm) fn attach_memory(
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
@@ -266,7 +266,7 @@ mod tests {
             let observer =
                 MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
             observer("pm", MemEvent::DriverUnsupported);
-            // The governor is notified at once.
+            // The governor is notified immediately.
             plugged.notified().await;
             observer("pm", MemEvent::Withdrawn { requested_bytes: 0 });
             events.end();
@@ -294,9 +294,9 @@ mod tests {
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
         let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
         assert!((2..100).contains(&told), "{told}");
-        // Half of these events differ from the last emitted one, and are withheld.
+        // Half of these events differ from the event emitted last, and are withheld by the limit.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
-        // A later machine of the VM has no additional budget of events.
+        // A later machine of the same VM has no additional budget for events.
         for nth in 0..1000 {
             events.end_machine();
             reached(&observer(), nth);

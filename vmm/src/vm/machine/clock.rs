@@ -1,9 +1,9 @@
-//! The guest's clock (kvm-clock), which stops while the VM is paused.
+//! Clock of the guest (kvm-clock), which stops while the VM is paused.
 //!
-//! Otherwise, a guest that was paused for a minute would notice that a minute has passed. All its
-//! timers would be late, and its watchdogs would report a hang. So the clock is read when all vCPUs
-//! have left the guest, and set to that value when they resume. Each vCPU is also notified that it
-//! was stopped (`KVM_KVMCLOCK_CTRL`).
+//! Otherwise, a guest that was paused for a minute would see its clock jump by a minute. All its
+//! timers would be late, and its watchdogs would report a hang. Therefore the clock is read when
+//! all vCPUs have left the guest, and set to the same value when they resume. Each vCPU is also
+//! informed that it was stopped (`KVM_KVMCLOCK_CTRL`).
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use kvm_ioctls::VmFd;
 use parking_lot::Mutex;
 use tracing::debug;
 
-/// Clock of the guest, in nanoseconds.
+/// Access to the guest's clock, in nanoseconds.
 pub(in crate::vm) trait Source: Send + Sync {
     fn get_ns(&self) -> Result<u64, kvm_ioctls::Error>;
     fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error>;
@@ -29,9 +29,9 @@ impl Source for Arc<VmFd> {
 
 #[derive(Debug, Default)]
 struct Held {
-    /// Number of pauses and resumes, which identifies the present pause.
+    /// Number of pauses and resumes so far, which identifies the current pause.
     era: u64,
-    /// Value when all vCPUs had left the guest.
+    /// Value of the clock when all vCPUs had left the guest.
     ns: Option<u64>,
 }
 
@@ -40,7 +40,7 @@ pub(in crate::vm) struct GuestClock {
     held: Mutex<Held>,
 }
 
-/// Number of a requested pause.
+/// Number that identifies a requested pause.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) struct Pause(u64);
 
@@ -49,15 +49,15 @@ impl GuestClock {
         Self { source: Box::new(source), held: Mutex::default() }
     }
 
-    /// Starts a pause. The vCPUs are requested to leave the guest.
+    /// Starts a pause. Called when the vCPUs are requested to leave the guest.
     pub(in crate::vm) fn pause(&self) -> Pause {
         let mut held = self.held.lock();
         held.era += 1;
         Pause(held.era)
     }
 
-    /// Reads the clock. All vCPUs have left the guest for `pause`. Has no effect if they were
-    /// resumed or paused again since.
+    /// Reads the clock at a pause. Called once all vCPUs have left the guest for `pause`. Has no
+    /// effect if the VM was resumed or paused again in the meantime.
     pub(in crate::vm) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {
@@ -69,7 +69,7 @@ impl GuestClock {
         }
     }
 
-    /// Sets the clock to the value at the pause. The vCPUs are about to resume.
+    /// Sets the clock to its value at the pause. Called just before the vCPUs resume.
     pub(in crate::vm) fn release(&self) {
         let mut held = self.held.lock();
         held.era += 1;
@@ -87,7 +87,7 @@ pub(in crate::vm) mod tests {
 
     use super::*;
 
-    /// Clock that the test advances.
+    /// Fake clock, which the test advances.
     impl Source for Arc<AtomicU64> {
         fn get_ns(&self) -> Result<u64, kvm_ioctls::Error> {
             Ok(self.load(Ordering::Relaxed))
@@ -101,7 +101,7 @@ pub(in crate::vm) mod tests {
 
     fn clock() -> (GuestClock, impl Fn(u64) -> u64) {
         let now = Arc::new(AtomicU64::new(0));
-        // Advances the clock, and returns its value.
+        // Advances the fake clock, and returns its value.
         let pass = {
             let now = Arc::clone(&now);
             move |ns| now.fetch_add(ns, Ordering::Relaxed) + ns

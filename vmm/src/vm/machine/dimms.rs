@@ -1,4 +1,4 @@
-//! DRAM that grows by DIMMs, with ACPI.
+//! DRAM that grows by DIMMs, using ACPI.
 
 use foreshore_devices::events::Event;
 use foreshore_devices::memory::dimms::DimmError;
@@ -11,11 +11,11 @@ use crate::governor::{DESCRIPTOR_LACK, DescriptorLack};
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
-/// Kind of device in the metrics of hotplug.
+/// Kind of device in the hotplug metrics.
 const KIND: &str = "dimm";
 
-/// Reason why a DIMM is refused. Unlike a virtio-mem zone, which is plugged in steps while page
-/// descriptors lack room, a DIMM is added completely or not at all.
+/// Reason why a DIMM is refused. Virtio-mem memory is plugged in steps while there is little room
+/// for page descriptors. Unlike it, a DIMM is added completely or not at all.
 #[derive(Debug, Error)]
 enum Refusal {
     #[error(transparent)]
@@ -25,11 +25,11 @@ enum Refusal {
 }
 
 impl KvmMachine {
-    /// Returns the number of bytes to add for `size_bytes`. Fails if they cannot be added as one
-    /// DIMM.
+    /// Returns the number of bytes that must be added to reach `size_bytes`. Fails if they cannot
+    /// be added as a single DIMM.
     pub(in crate::vm) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
-        // The next boot has the requested size as boot memory. A guest that reboots into an
-        // impossible layout would end its VM.
+        // At the next boot, the requested size is boot memory. If that layout were impossible, a
+        // guest that reboots would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!(
                 "memory {}: the VM could not boot again: {err}",
@@ -55,7 +55,7 @@ impl KvmMachine {
         }
     }
 
-    /// Size of boot memory and all added DIMMs.
+    /// Total size of boot memory and all added DIMMs.
     fn dram_bytes(&self) -> u64 {
         self.memory.zones()[0].boot_bytes + self.dimm_bytes()
     }
@@ -84,8 +84,8 @@ impl KvmMachine {
         }
     }
 
-    /// Adds `more` bytes as one DIMM, so that the zone has `size_bytes`, and notifies the guest.
-    /// DIMMs cannot be removed, so a smaller size has no effect before the next boot.
+    /// Adds a DIMM of `more` bytes, so that the zone grows to `size_bytes`, and notifies the guest.
+    /// DIMMs cannot be removed, so a smaller size takes effect only at the next boot.
     pub(in crate::vm) fn grow_by_dimm(
         &mut self,
         size_bytes: u64,
@@ -99,8 +99,9 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room may have been used up since the plan was made. It is checked before the DIMM is
-        // populated, which may take long, and again when the DIMM is accounted for.
+        // The room for page descriptors may have been used since the plan was made. It is checked
+        // before the DIMM is populated, which may take long, and again when the DIMM is accounted
+        // for.
         let governor = &self.governor;
         let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
@@ -109,7 +110,7 @@ impl KvmMachine {
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.metrics.count(KIND, "add", "ok");
         self.hotplug.page.dimms(|registers| registers.put(dimm, node));
-        // Without the interrupt, the guest finds the DIMM at its next scan.
+        // If the interrupt fails, the guest finds the DIMM at its next scan.
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Memory) {
             warn!(%err, "Cannot notify the guest of the DIMM; it finds the DIMM at its next scan");
         }
@@ -240,7 +241,7 @@ mod tests {
 
     #[test]
     fn dimm_without_room_for_its_descriptors_is_refused() {
-        // The governor's guest has 384 MiB of boot memory, and no agent reports.
+        // The guest has 384 MiB of boot memory, and no agent sends reports.
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, _table) = growing(8192 * MIB);
         resize(&mut machine, 65 + 256).unwrap();
@@ -272,7 +273,7 @@ mod tests {
         let (mut machine, table) = growing(8192 * MIB);
         let plan = machine.plan_resize(&dram((65 + MOST_MIB) * MIB)).unwrap();
         machine.governor.call(|core, now| core.add_dimm(128 * MIB, now)).unwrap();
-        // KVM would refuse a slot, which a populated DIMM gets next.
+        // KVM refuses the slot, which is created after the DIMM is populated.
         *table.calls_left.lock() = Some(0);
         for step in plan {
             let error = machine.resize(step).unwrap_err();
@@ -287,7 +288,7 @@ mod tests {
         }
         *table.calls_left.lock() = None;
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
-        // The refused DIMM has used neither address space nor room for page descriptors.
+        // The refused DIMM uses neither address space nor room for page descriptors.
         resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
     }
 

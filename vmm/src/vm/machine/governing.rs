@@ -52,14 +52,14 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
     }
 }
 
-/// Memory of a machine that its governor sizes or counts.
+/// Memory of a machine that the governor sizes or counts.
 pub(in crate::vm) struct Governed<'a> {
-    /// Its virtio-mem devices.
+    /// Handles of the virtio-mem devices.
     pub(in crate::vm) handles: &'a [MemHandle],
     pub(in crate::vm) balloon: Option<&'a BalloonHandle>,
-    /// Memory that is added and not sized by the governor.
+    /// Memory that is added, but that the governor does not size.
     pub(in crate::vm) beside: Beside,
-    /// Notified when plugged memory changes.
+    /// Notified when the amount of plugged memory changes.
     pub(in crate::vm) plugged: Arc<Notify>,
 }
 
@@ -75,7 +75,7 @@ pub(in crate::vm) fn start(
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
-    // The balloon is first, because within a tier the first zone grows first and shrinks last.
+    // The balloon is the first zone. Within a tier, the first zone grows first and shrinks last.
     let mut zones: Vec<_> = balloon.map(governed_balloon).into_iter().collect();
     zones.extend(handles.iter().map(|handle| {
         let spec = handle.zone();
@@ -83,15 +83,15 @@ pub(in crate::vm) fn start(
             id: spec.id.clone(),
             tier: spec.tier,
             guest_numa_node: spec.guest_node,
-            // The guest reports the memory of a node, not of a zone.
+            // The guest reports memory by node, not by zone.
             boot_bytes: zones_of(spec.guest_node).map(|zone| zone.boot_bytes).sum(),
             device: Arc::new(handle.clone()),
         }
     }));
     let pool_free: PoolFree = match config.pm_memory.first() {
         Some(pm) => {
-            // Weak, because the governor's task ends slightly after the machine, and the next
-            // machine may open the pool again.
+            // A weak reference, because the governor's task ends slightly after the machine, and
+            // the next machine may open the pool again.
             let pool = Arc::downgrade(resources.pool(&pm.pool));
             Arc::new(move || pool.upgrade().map_or(0, |pool| pool.offered_bytes()))
         }
@@ -111,7 +111,8 @@ pub(in crate::vm) fn start(
         core = core.with_statistics(Arc::new(balloon.clone()), onlining(config));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
-            // A configured size counts as a resize by hand: it stays until a client changes it.
+            // A configured size is treated like a manual resize: it is not changed until a client
+            // changes it.
             let target = core.zones().target(BALLOON_ZONE, balloon_bytes - target_bytes);
             let resized = target.and_then(|target| core.resize(target, clock.now()));
             resized.map_err(BuildError::Pressure)?;
@@ -135,8 +136,8 @@ pub(in crate::vm) fn start(
         .map_err(BuildError::device("the governor"))
 }
 
-/// Records the input of the governor. After a reboot, a recording that cannot be opened is skipped,
-/// because the guest must keep running.
+/// Starts recording the input of the governor. If the recording cannot be opened after a reboot, it
+/// is skipped, because the guest must continue to run.
 fn record(
     core: Core,
     path: &Path,
@@ -163,8 +164,8 @@ fn record(
     }
 }
 
-/// Returns the component that decides how memory is onlined. A guest that boots by firmware has its
-/// own command line, so its agent decides, if it can connect by vsock.
+/// Returns which side decides how memory is onlined: the VMM or the agent. A guest that boots by
+/// firmware has its own command line. In that case the agent decides, if it can connect by vsock.
 fn onlining(config: &VmConfig) -> Onlining {
     if config.payload.firmware.is_some() && config.vsock.is_some() {
         Onlining::Agent
@@ -173,7 +174,8 @@ fn onlining(config: &VmConfig) -> Onlining {
     }
 }
 
-/// Returns the distances in the guest's tables, by which the policy orders the growth of zones.
+/// Returns the distances in the guest's firmware tables. The policy uses them to order the growth
+/// of zones.
 fn distances(topology: &Topology) -> Distances {
     let mut distances = Distances::default();
     let nodes = 0..topology.nodes().len() as u32;

@@ -1,27 +1,31 @@
 //! Devices that are added and removed while the guest runs.
 //!
-//! **Adding.** All checks precede the notification of the guest:
-//! 1. The owner checks the configuration, and that no device has the id.
-//! 2. The host's files are opened, and the device is created with its threads.
-//! 3. The device is attached to a free slot of the PCI bus, where a guest that scans the bus finds
-//!    it.
-//! 4. The device joins the machine's list, by which devices are paused, resized and counted.
-//! 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
+//! **Adding.** All checks are done before the guest is notified:
+//! 1. 1. The owner checks the configuration, and that no device has the same ID.
+//! 2. 2. The host files are opened, and the device is created with its threads.
+//! 3. 3. The device is attached to a free slot of the PCI bus. A guest that scans the bus can find
+//!    it from now on.
+//! 4. 4. The device is added to the machine's list of devices, so that it is paused, resized and
+//!    counted with the others.
+//! 5. 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
 //!
-//! **Removing.** The guest is requested to eject the device, and nothing waits for it:
-//! 1. The slot's bit is set, the interrupt is raised and the call is answered. The next boot has no
-//!    such device.
-//! 2. The guest's driver releases the device, and the firmware's method writes the eject register.
-//! 3. Within that exit the slot is emptied, because the guest reads it at once (`RootBus::remove`).
-//! 4. The owner is notified, and removes the device from the machine's list.
+//! **Removing.** The guest is requested to eject the device, and the VMM does not wait for the
+//! ejection:
+//! 1. The slot's bit is set, the interrupt is raised and the call is answered. At the next boot,
+//!    the device no longer exists.
+//! 2. 2. The guest's driver releases the device, and the guest's AML writes the eject register.
+//! 3. 3. During that exit the slot is emptied, because the guest reads it immediately afterwards
+//!    (`RootBus::remove`).
+//! 4. 4. The owner is notified, and removes the device from the machine's list of devices.
 //! 5. A separate thread stops the device, which may wait for a disk, and closes its files. The end
-//!    of the machine waits for it, because the next machine may have the same files.
+//!    of the machine waits for this thread, because the next machine may use the same files.
 //!
-//! A guest that does not react keeps its device until it reacts or ends.
+//! If the guest does not react, it keeps the device until it reacts or ends.
 //!
-//! **Replacing.** A client may remove a device and add another one on the same interface or file,
-//! which is in use until step 5 is done. After the ejection this takes a moment, and the addition
-//! waits for it. Before the ejection, the error names the device that the guest still has.
+//! **Replacing.** A client may remove a device and add another one with the same interface or file.
+//! Both are in use until step 5 is done. After the ejection, step 5 takes only a moment, and the
+//! addition waits for it. Before the ejection, the addition fails with an error that names the
+//! device still in use by the guest.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -44,8 +48,8 @@ use crate::vm::machine::lost;
 use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::vm::resources::{self, taps};
 
-/// Longest time that an addition waits for the ends of devices of the same kind. A disk may wait
-/// for its host forever.
+/// Maximum time that an addition waits until removed devices of the same kind have ended. A disk
+/// may wait for its host forever.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// PCI address (domain, bus, device, function) of the device in a slot.
@@ -53,7 +57,7 @@ pub(in crate::vm) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
-/// Hotplug by ACPI: notification of the guest, metrics, and ejected devices that are still ending.
+/// ACPI hotplug: notification of the guest, metrics, and ejected devices that have not ended yet.
 pub(in crate::vm) struct Hotplug {
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) page: Arc<HotplugPage>,
@@ -71,14 +75,15 @@ impl Hotplug {
     }
 }
 
-/// Devices that the guest has ejected. Each has a separate thread that stops it.
+/// Devices that the guest has ejected and that have not ended yet. Each is stopped by a separate
+/// thread.
 #[derive(Default)]
 pub(super) struct Leaving(Vec<Ending>);
 
 struct Ending {
     kind: &'static str,
     thread: JoinHandle<()>,
-    /// Disconnected once the device has ended.
+    /// Disconnected when the device has ended.
     is_over: mpsc::Receiver<()>,
 }
 
@@ -97,7 +102,7 @@ impl Leaving {
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
-            // The failed spawn dropped the closure, which ended the device on this thread.
+            // The failed spawn has dropped the closure, so the device was ended on this thread.
             Err(err) => warn!(
                 %err,
                 id,
@@ -106,7 +111,7 @@ impl Leaving {
         }
     }
 
-    /// Waits until all devices have ended.
+    /// Waits until all ejected devices have ended.
     pub(in crate::vm) fn wait(&mut self) {
         for ending in self.0.drain(..) {
             if ending.thread.join().is_err() {
@@ -115,11 +120,11 @@ impl Leaving {
         }
     }
 
-    /// Waits until all devices of this kind have ended, at most for `limit`.
+    /// Waits until all ejected devices of this kind have ended, but no longer than `limit`.
     fn wait_for(&self, kind: &str, limit: Duration) {
         let until = Instant::now() + limit;
         for ending in self.0.iter().filter(|ending| ending.kind == kind) {
-            // The wait ends when the sender is dropped, because nothing is sent.
+            // The channel never carries a message. The wait ends when the sender is dropped.
             let _ = ending.is_over.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
     }
@@ -130,20 +135,20 @@ impl Leaving {
 }
 
 impl KvmMachine {
-    /// Executes steps 2 to 5 of adding.
+    /// Executes steps 2 to 5 of adding a device.
     pub(in crate::vm) fn add(
         &mut self,
         id: &str,
         device: &DeviceConfig,
     ) -> Result<PciDeviceInfo, VmError> {
         if self.devices.iter().any(|attached| attached.id == id) {
-            // The guest was requested to eject that device, but has not ejected it yet.
+            // The guest was requested to eject the device with this ID, but has not ejected it yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
         let leaving = self.being_asked(kind);
         if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
-            // The configuration no longer has the other device, but the guest still has it.
+            // The other device has been removed from the configuration, but the guest still has it.
             self.hotplug.metrics.count(kind, "add", "error");
             return Err(VmError::DeviceLeaving {
                 reason: "a VM has one vsock device".to_owned(),
@@ -164,8 +169,8 @@ impl KvmMachine {
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
-    /// Ids of the devices of a kind that the guest was requested to eject and still has. Empty if
-    /// there are none.
+    /// IDs of devices of a kind that the guest was requested to eject and has not ejected yet.
+    /// Empty if there are no such devices.
     fn being_asked(&self, kind: &str) -> String {
         let attached = self.devices.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> = attached
@@ -175,8 +180,9 @@ impl KvmMachine {
         leaving.join(", ")
     }
 
-    /// Error of a failed addition. An interface or file in use is `DeviceLeaving` while a device of
-    /// the kind is being removed, because it may become free soon.
+    /// Error for an addition that failed. If an interface or file is in use while a device of the
+    /// kind is being removed, the error is `DeviceLeaving`, because the resource may become free
+    /// soon.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
@@ -185,13 +191,13 @@ impl KvmMachine {
         }
     }
 
-    /// Executes steps 2 to 4 of adding. Returns the slot.
+    /// Executes steps 2 to 4 of adding a device. Returns the device's slot.
     fn attach(&mut self, device: &DeviceConfig) -> Result<u8, BuildError> {
         let had_files = self.context.lost.has_files();
         let attached = self.build_device(device)?;
         let slot = attached.slot;
         if !had_files && self.context.lost.has_files() {
-            // The check of files starts with the first file.
+            // File lengths are checked from the first device with a file on.
             match lost::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(
@@ -207,7 +213,8 @@ impl KvmMachine {
         Ok(slot)
     }
 
-    /// Builds a device. On success, its interface or file is retained for the next boot.
+    /// Builds a device. If it succeeds, the device's interface or file stays open for the next
+    /// boot.
     fn build_device(&mut self, device: &DeviceConfig) -> Result<AttachedDevice, BuildError> {
         match device {
             DeviceConfig::Disk(config) => devices::build_disk(config, &self.context),
@@ -230,7 +237,7 @@ impl KvmMachine {
         }
     }
 
-    /// Executes step 1 of removing.
+    /// Executes step 1 of removing a device.
     pub(in crate::vm) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
         let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
@@ -244,7 +251,8 @@ impl KvmMachine {
         }
         let slot = attached.slot;
         if !attached.is_on_bus() {
-            // Step 3 is done, and step 4 will follow. Another device may be in the slot already.
+            // Step 3 is done, and step 4 will follow soon. The slot may already contain another
+            // device.
             return Ok(());
         }
         self.hotplug.page.slots(|slots| slots.ask(slot));
@@ -252,9 +260,9 @@ impl KvmMachine {
         Ok(())
     }
 
-    /// Executes steps 4 and 5 of removing.
+    /// Executes steps 4 and 5 of removing a device.
     pub(in crate::vm) fn let_go(&mut self, slot: u8) {
-        // Another device may be in the slot already, and its removal may have been requested as
+        // The slot may already contain another device, and its removal may have been requested as
         // well.
         let gone = self.devices.extract_if(.., |attached| {
             attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
@@ -271,7 +279,7 @@ impl KvmMachine {
         self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
     }
 
-    /// Notifies the guest of a change to `slot`. The guest reads the changes of all slots.
+    /// Notifies the guest of a change in `slot`. The guest then reads the changes of all slots.
     fn tell_slots(&self, slot: u8) {
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Pci) {
             warn!(
@@ -319,7 +327,7 @@ mod tests {
         machine: KvmMachine,
     }
 
-    /// State of all registries that devices use.
+    /// State of all registries that devices register with.
     #[derive(Clone, Debug, PartialEq)]
     struct Footprint {
         devices: usize,
@@ -337,7 +345,7 @@ mod tests {
         metrics: String,
     }
 
-    /// Id and configuration of a device, and a check that its file is free.
+    /// ID and configuration of a device, and a check that its file is no longer in use.
     type Sample = (&'static str, DeviceConfig, Box<dyn Fn() -> bool>);
 
     impl Rig {
@@ -366,7 +374,7 @@ mod tests {
             }
         }
 
-        /// Devices of all kinds that need no network interface of the host.
+        /// Devices of every kind that does not need a host network interface.
         fn kinds(&self) -> [Sample; 3] {
             let path = |name: &str| self.folder.path().join(name);
             File::create(path("pmem")).unwrap().set_len(FILE_LEN).unwrap();
@@ -397,7 +405,8 @@ mod tests {
             self.machine.add(name, &disk)
         }
 
-        /// Footprint after the device `id` of [`Self::kinds`] was added, before the guest uses it.
+        /// Expected footprint after device `id` from [`Self::kinds`] was added, before the guest
+        /// uses it.
         fn expected(&self, id: &str, before: &Footprint) -> Footprint {
             let files = usize::from(id == "pmem");
             let family = format!("foreshore_{id}_");
@@ -406,7 +415,7 @@ mod tests {
             Footprint {
                 devices: before.devices + 1,
                 pci_slots: before.pci_slots + 1,
-                // The vsock device works on the machine's thread.
+                // The vsock device has no thread of its own.
                 threads: before.threads + usize::from(id != "vsock"),
                 memory_slots: before.memory_slots + files,
                 file_bytes: before.file_bytes + files as u64 * FILE_LEN,
@@ -417,8 +426,8 @@ mod tests {
             }
         }
 
-        /// Acts as the driver of the virtio-pmem device in slot 1, until a flush has raised an
-        /// interrupt.
+        /// Acts as the guest's driver for the virtio-pmem device in slot 1, until a flush has
+        /// raised an interrupt.
         fn flush_pmem(&self) {
             let (mmio, memory) = (&self.machine.context.mmio, self.machine.memory.boot());
             let config = ECAM_START + (1 << 15);
@@ -433,7 +442,7 @@ mod tests {
             for status in [1u8, 3] {
                 write(0x14, &[status]);
             }
-            // VIRTIO_F_VERSION_1.
+            // Accept the feature VIRTIO_F_VERSION_1.
             write(0x08, &1u32.to_le_bytes());
             write(0x0c, &1u32.to_le_bytes());
             write(0x14, &[11]);
@@ -451,7 +460,7 @@ mod tests {
             for (register, at) in [(0x20, 0x1000u64), (0x28, 0x2000), (0x30, 0x3000)] {
                 write(register, &at.to_le_bytes());
             }
-            // A flush: a word that the device reads, and one that it writes.
+            // A flush request: one word that the device reads, and one that it writes.
             let chain = [
                 RawDescriptor::from(Descriptor::new(0x4000, 4, VRING_DESC_F_NEXT as u16, 1)),
                 RawDescriptor::from(Descriptor::new(0x4004, 4, VRING_DESC_F_WRITE as u16, 0)),
@@ -459,7 +468,7 @@ mod tests {
             for (nth, descriptor) in chain.into_iter().enumerate() {
                 memory.write_obj(descriptor, GuestAddress(0x1000 + 16 * nth as u64)).unwrap();
             }
-            // Flags 0, index 1, and the head of the chain.
+            // Available ring with flags 0, index 1, and the head of the chain.
             memory.write_obj([0u16, 1, 0], GuestAddress(0x2000)).unwrap();
             memory.write_obj([0u64; 2], GuestAddress(0x3000)).unwrap();
             write(0x1c, &1u16.to_le_bytes());
@@ -471,7 +480,7 @@ mod tests {
             }
         }
 
-        /// Ejects the device in a slot, as the guest does.
+        /// Ejects the device in a slot as a guest would.
         fn eject(&mut self, slot: u8) {
             drop(self.machine.context.pci.remove(slot));
             self.machine.let_go(slot);
@@ -485,7 +494,7 @@ mod tests {
             self.machine.devices.handles().map(BlockHandle::id).collect()
         }
 
-        /// Number of devices on the bus, of disks and of pending removals.
+        /// Number of devices on the bus, of disks, and of pending removals.
         fn counts(&self) -> (usize, usize, u64) {
             let pending = self.machine.hotplug.metrics.pending.load(Ordering::Relaxed);
             (self.machine.context.pci.used() - 1, self.disks().len(), pending)
@@ -503,7 +512,7 @@ mod tests {
             rig.machine.ask_to_let_go("a").unwrap();
             assert_eq!((rig.register(PCI_DOWN), rig.counts()), (1 << 1, (1, 1, 1)));
         }
-        // The id and the file of the device are in use until its ejection.
+        // The ID and the file of the device are in use until its ejection.
         assert!(matches!(rig.add("a"), Err(VmError::IdTaken { .. })));
         rig.eject(1);
         assert_eq!(rig.counts(), (0, 0, 0));
@@ -540,14 +549,14 @@ mod tests {
         let mut rig = Rig::new();
         rig.add("a").unwrap();
         rig.machine.ask_to_let_go("a").unwrap();
-        // The slot is empty before the owner is notified.
+        // The slot is empty, but the owner has not been notified yet.
         drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
-        // A repeated request to remove `a` does not affect `b`, which is in the slot now.
+        // A repeated request to remove `a` does not affect `b`, which is now in the slot.
         rig.machine.ask_to_let_go("a").unwrap();
         assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
         assert!(!rig.machine.hotplug.page.slots(|slots| slots.is_leaving(1)));
-        // The removal of `b` is requested as well, but the guest has not ejected it.
+        // The removal of `b` is requested too, but the guest has not ejected it.
         rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
         rig.machine.let_go(1);
@@ -576,7 +585,7 @@ mod tests {
             rig.eject(1);
             rig.machine.add("other", &other_id).unwrap();
             rig.machine.ask_to_let_go("other").unwrap();
-            // A pending removal does not change the error of an addition that fails for another
+            // While a removal is pending, an addition that fails for another reason reports that
             // reason.
             let missing = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
             assert!(matches!(rig.machine.add("a", &missing), Err(VmError::Failed(_))));
@@ -599,7 +608,7 @@ mod tests {
         rig.machine.ask_to_let_go("disk7").unwrap();
         rig.eject(8);
         assert_eq!(rig.machine.context.work.count(), before - 1);
-        // Its file and its slot are free.
+        // The file and the slot of the failed device are free.
         assert_eq!(rig.add("one-more").unwrap().bdf, "0000:00:08.0");
     }
 
@@ -608,19 +617,19 @@ mod tests {
         let mut rig = Rig::new();
         let before = rig.footprint();
         let kinds = rig.kinds();
-        // The file is missing, or a directory blocks the path of the socket.
+        // The file is missing, or a directory exists at the path of the socket.
         rig.folder = TempDir::new().unwrap();
         for (id, device, _) in &kinds {
             assert!(rig.machine.add(id, device).is_err(), "{id}");
             assert_eq!(rig.footprint(), before, "{id}");
         }
         let kinds = rig.kinds();
-        // KVM refuses the memory slot.
+        // KVM refuses a memory slot.
         *rig.fake.slots.calls_left.lock() = Some(0);
         assert!(rig.machine.add("pmem", &kinds[1].1).is_err());
         *rig.fake.slots.calls_left.lock() = None;
         assert!(rig.footprint() == before && kinds[1].2());
-        // The bus is full.
+        // The PCI bus is full.
         for nth in 0..31 {
             rig.add(&format!("disk{nth}")).unwrap();
         }
@@ -666,7 +675,8 @@ mod tests {
         let mut ejected = rig.machine.devices.pop().unwrap();
         ejected.eject();
         let footprint = rig.footprint();
-        // The guest has not reset the device, so its interrupt shows that it has not stopped.
+        // The guest has not reset the device. A new interrupt therefore shows that the device has
+        // not stopped.
         assert_eq!(
             (footprint.watched, footprint.memory_slots),
             (before.watched, before.memory_slots)

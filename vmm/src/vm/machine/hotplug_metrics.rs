@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 /// Kind, action and result.
 type What = (&'static str, &'static str, &'static str);
 
-/// Number of devices on the PCI bus, and of hotplug actions.
+/// Number of devices on the PCI bus, and numbers of hotplug actions.
 #[derive(Debug, Default)]
 pub(crate) struct HotplugMetrics {
-    /// Virtio devices on the bus.
+    /// Virtio devices on the PCI bus.
     pub devices: AtomicU64,
-    /// Devices that the guest was requested to eject and has not ejected yet.
+    /// Devices whose ejection was requested and that the guest has not ejected yet.
     pub pending: AtomicU64,
     done: Mutex<BTreeMap<What, u64>>,
 }

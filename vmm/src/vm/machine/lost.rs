@@ -1,4 +1,4 @@
-//! Watches all memory of the guest, and pauses the VM if a part of it is lost.
+//! Watches all memory of the guest, and pauses the VM if some of it is lost.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -19,13 +19,15 @@ use crate::vm::owner::{EventSender, MachineEvent};
 use crate::vm::resources::Resources;
 use crate::vm::zones;
 
-/// Interval of checks of file lengths. A vCPU may access truncated memory until the next check.
+/// Interval between checks of file lengths. If a file is truncated, vCPUs may access the lost
+/// memory until the next check.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 const LOST: u32 = 0;
 const LOOK: u32 = 1;
 
-/// Watches all zones. A PM zone may have any part of its pool, so the whole pool is watched.
+/// Adds all zones to the watched memory. A PM zone may use any part of its pool, so the whole pool
+/// is watched.
 pub(in crate::vm) fn watch_zones(
     config: &VmConfig,
     resources: &Resources,
@@ -46,7 +48,8 @@ pub(in crate::vm) fn watch_zones(
     Ok(())
 }
 
-/// Watches a part of a DRAM zone. It may be mapped from a file that can be truncated.
+/// Adds a part of a DRAM zone to the watched memory. It may be mapped from a file, and files can be
+/// truncated.
 fn watch_dram(
     memory: &Memory,
     reservation: &Reservation,
@@ -65,15 +68,15 @@ fn watch_dram(
 
 struct Watcher {
     memory: Arc<LostMemory>,
-    /// Timer of the checks, if there are files to check.
+    /// Timer for the checks, if there are files to check.
     timer: Option<TimerFd>,
     events: EventSender,
-    /// Last loss that the owner was notified of.
+    /// Most recent loss that the owner was notified of.
     told: Option<String>,
 }
 
-/// Pauses the VM when memory is lost, as long as the returned loop exists. The loop has its own
-/// thread, because other threads may wait for the lost memory.
+/// Pauses the VM when memory is lost, for as long as the returned loop exists. The loop has a
+/// thread of its own, because any other thread may wait for the lost memory.
 pub(in crate::vm) fn watch(
     memory: &Arc<LostMemory>,
     events: &EventSender,
@@ -105,12 +108,12 @@ impl MutEventSubscriber for Watcher {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // Each event is ready, unless it was read already.
+        // Each event source is ready, unless it has already been read.
         match (events.data(), &mut self.timer) {
             (LOOK, Some(timer)) => drop(timer.wait()),
             _ => drop(self.memory.event().read()),
         }
-        // `Brake` stops the guest before the owner is notified.
+        // The call stops the guest by `Brake` before the owner is notified.
         let reason = self.memory.look();
         if let Some(reason) = &reason
             && self.told.as_ref() != Some(reason)

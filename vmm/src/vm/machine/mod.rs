@@ -1,4 +1,4 @@
-//! Machine of a VM on KVM: its parts, and the order of its end.
+//! Machine of a VM on KVM: its parts, and the order in which they end.
 
 pub(super) mod clock;
 pub(super) mod dimms;
@@ -51,7 +51,7 @@ use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::vm::resources::OpenFiles;
 use crate::vm::resources::pools::OpenPool;
 
-/// Machine on KVM. The fields are dropped in their order.
+/// Machine that runs on KVM. The fields are dropped in the order of their declaration.
 pub(crate) struct KvmMachine {
     pub(in crate::vm) vcpus: Vcpus,
     pub(in crate::vm) clock: Arc<GuestClock>,
@@ -59,31 +59,32 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) devices: DeviceList,
     pub(in crate::vm) context: DeviceContext,
     pub(in crate::vm) _serial: Option<SerialPort>,
-    /// Registrations of metrics that exist as long as the machine.
+    /// Registrations of metrics that are exposed until the machine ends.
     pub(in crate::vm) _exposed: Vec<Registration>,
     pub(in crate::vm) hotplug: Hotplug,
-    /// Event loops of devices without their own threads, and of memory devices.
+    /// One event loop for devices without threads of their own, and one for memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
-    /// Watch for lost memory. It checks files only if there were files when it started.
+    /// Event loop that watches for lost memory. It checks file lengths only if the machine had
+    /// files when the loop started.
     pub(in crate::vm) lost_loop: EventLoop,
     pub(in crate::vm) events: EventSender,
-    /// Accepts connections of agents, also from a vsock device that is added later.
+    /// Accepts connections of agents, including those through a vsock device that is added later.
     pub(in crate::vm) agents: Agents,
     pub(in crate::vm) dimms: Option<Dimms>,
     pub(in crate::vm) open_files: OpenFiles,
     pub(in crate::vm) resident: Arc<Resident>,
     pub(in crate::vm) pm: PmStorage,
-    /// Dropped last, when nothing can access it any more.
+    /// Dropped last, when nothing accesses it any more.
     pub(in crate::vm) memory: Memory,
 }
 
 impl Drop for KvmMachine {
     /// Ends the machine in this order:
-    /// 1. All vCPUs are requested to leave the guest before the first one is waited for. Some may
-    ///    wait for devices, whose loops are released for that.
-    /// 2. Devices return their queues and stop their workers.
-    /// 3. Removed devices end, so that the next machine can have their files.
-    /// 4. The fields are dropped in their order, memory last.
+    /// 1. 1. All vCPUs are requested to leave the guest, before the first one is waited for. vCPUs
+    ///    that wait for devices can leave, because the event loops of the devices are released.
+    /// 2. 2. Devices return their queues and stop their worker threads.
+    /// 3. 3. Removed devices end, so that the next machine can use their files.
+    /// 4. 4. The fields are dropped in the order of their declaration, memory last.
     fn drop(&mut self) {
         drop(self.pause());
         self.context.emitter.silence();
@@ -102,12 +103,13 @@ impl Machine for KvmMachine {
         self.vcpus.resume();
     }
 
-    /// The devices stop after the vCPUs, because an exit may wait for a device's worker.
+    /// The devices are stopped after the vCPUs, because an exit may wait for a device's worker
+    /// thread.
     fn pause(&mut self) -> Standstill {
         let vcpus = self.vcpus.pause();
-        // This pause stops the vCPUs now, so the brake is not needed any more.
+        // This pause stops all vCPUs, so the brake is no longer needed.
         self.context.brake.release();
-        // No deadline passes while the guest is stopped.
+        // The governor's clock stops, so that no deadline passes while the guest is stopped.
         self.governor.clock().hold();
         let (work, since) = (Arc::clone(&self.context.work), self.context.work.releases());
         let (clock, pause) = (Arc::clone(&self.clock), self.clock.pause());
@@ -249,8 +251,8 @@ impl KvmMachine {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
 
-    /// All zones without their resident memory. One call of the governor's thread returns the state
-    /// of all of them, so that sizes and status belong together.
+    /// Information about all zones, without their resident memory. One call on the governor's
+    /// thread returns the state of all zones, so that sizes and status are consistent.
     fn zone_infos(&self) -> Vec<ZoneInfo> {
         let specs = self.memory.zones();
         let query = |spec: &ZoneSpec| ZoneQuery {
@@ -306,12 +308,13 @@ pub(in crate::vm) mod tests {
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
 
-    /// Machine without vCPUs and devices, with running event loops and a governor. Needs no KVM.
+    /// Machine for tests without vCPUs and devices, with running event loops and a governor. It
+    /// does not need KVM.
     pub(crate) fn machine() -> KvmMachine {
         machine_on(&FakeMachine::default())
     }
 
-    /// Like [`machine`], with a `fake` that records the registrations.
+    /// Same as [`machine`], but `fake` records the registrations.
     pub(crate) fn machine_on(fake: &FakeMachine) -> KvmMachine {
         let spec = ZoneSpec {
             id: DRAM_ZONE.to_owned(),
@@ -356,7 +359,7 @@ pub(in crate::vm) mod tests {
         }
     }
 
-    /// Waits for `span` on the host's clock.
+    /// Waits until `span` has elapsed on the host's clock.
     fn pass(span: Duration) {
         let begin = Instant::now();
         while begin.elapsed() < span {
@@ -370,7 +373,7 @@ pub(in crate::vm) mod tests {
         let mut machine = machine();
         machine.resume();
         let clock = machine.governor.clock().clone();
-        // A second pause behaves like the first.
+        // The second pause behaves like the first.
         for _ in 0..2 {
             let begin = clock.now();
             pass(SPAN);

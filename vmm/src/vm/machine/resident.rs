@@ -1,5 +1,5 @@
-//! Resident memory of a VM. Reading it is expensive, so a separate thread reads it at a limited
-//! rate.
+//! Resident memory of a VM. Reading it is expensive, so a separate thread reads it, and no more
+//! often than a limit permits.
 
 use std::io;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use tracing::warn;
 use crate::vm::owner::cached::Cached;
 use crate::vm::request::{Reply, ZoneInfo};
 
-/// Shortest interval of reads while the plugged sizes do not change. For each read, the kernel
-/// walks the page tables of all mappings, which takes milliseconds.
+/// Minimum time between reads while the plugged sizes do not change. For each read, the kernel
+/// walks the page tables of all mappings. This takes milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
-    /// Last value, by plugged sizes. Only the answering thread locks it.
+    /// Value read last, for these plugged sizes. Locked only by the answering thread.
     last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
 }
 
@@ -27,12 +27,12 @@ type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
 #[derive(Default)]
 struct Asked {
     waiting: Vec<Request>,
-    /// A thread is answering, and will answer all waiting requests.
+    /// True while a thread is answering. It will answer all waiting requests.
     is_answering: bool,
 }
 
 impl Resident {
-    /// `read` returns the resident bytes of each zone, in their order.
+    /// `read` returns the resident bytes of each zone, in the order of the zones.
     pub(crate) fn new(
         read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static,
     ) -> Arc<Self> {
@@ -40,10 +40,10 @@ impl Resident {
         Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
 
-    /// Answers with `zones` and their resident bytes, from a thread that may block. Returns at
-    /// once. Must be called in a runtime.
+    /// Answers with `zones` and their resident bytes, from a thread that may block. Returns
+    /// immediately. Must be called on a tokio runtime.
     ///
-    /// One thread answers all requests. Otherwise, many clients would block as many threads.
+    /// One thread answers all requests. Otherwise, each waiting client would block another thread.
     pub(crate) fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
             let mut asked = self.asked.lock();
@@ -65,7 +65,7 @@ impl Resident {
         }
     }
 
-    /// Takes the waiting requests. Without any, the next request starts a new thread.
+    /// Takes all waiting requests. If there are none, the next request starts a new thread.
     fn take_waiting(&self) -> Option<Vec<Request>> {
         let mut asked = self.asked.lock();
         let waiting = std::mem::take(&mut asked.waiting);
@@ -129,7 +129,7 @@ mod tests {
             let [(reply, answer), (reply_2, answer_2)] = [(), ()].map(|()| oneshot::channel());
             Arc::clone(&resident).answer(vec![zone()], reply);
             Arc::clone(&resident).answer(vec![zone()], reply_2);
-            // Sent from the calling thread, after `answer` has returned.
+            // The calling thread sends this after `answer` has returned.
             go_on.send(()).unwrap();
             for answer in [answer, answer_2] {
                 assert_eq!(answer.await.unwrap().unwrap()[0].resident_bytes, 4096);
@@ -141,7 +141,7 @@ mod tests {
     fn many_requests_are_answered_by_one_thread() {
         let (gate, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
-        // Blocks until the gate is dropped.
+        // The read blocks until the gate is dropped.
         let resident =
             Resident::new(move || match wait.lock().recv_timeout(Duration::from_secs(30)) {
                 Err(mpsc::RecvTimeoutError::Disconnected) => Ok(vec![4096]),
@@ -157,7 +157,7 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            // The second round shows that later requests are answered as well.
+            // The second round shows that later requests are answered too.
             for plugged_bytes in [0, 2 << 20] {
                 let answers = [(); 100].map(|()| {
                     let (reply, answer) = oneshot::channel();
@@ -170,7 +170,7 @@ mod tests {
                 }
             }
         });
-        // The second round may begin before the first thread is idle.
+        // The second round may start before the first thread is idle.
         let threads = threads.load(Ordering::Relaxed);
         assert!((1..=2).contains(&threads), "{threads} threads");
     }

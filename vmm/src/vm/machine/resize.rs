@@ -1,4 +1,5 @@
-//! Resizes of a running machine. The whole request is checked first, and then carried out in steps.
+//! Resizes of a running machine. A request is first checked as a whole, and then carried out in
+//! steps.
 
 use balloon::governor::{ResizeTarget, ResizeTargetError};
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
@@ -13,7 +14,8 @@ use crate::vm::resize_plan::{
 };
 
 impl KvmMachine {
-    /// Checks all of a request. The caller has checked that `desired_vcpus` is 1 to the maximum.
+    /// Checks a resize request as a whole. The caller has already checked that `desired_vcpus` is
+    /// between 1 and the maximum.
     pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let mut steps = Vec::new();
         match resize {
@@ -36,7 +38,7 @@ impl KvmMachine {
         Ok(ResizePlan(steps))
     }
 
-    /// Carries out a step. A zone or balloon that is resized stays pinned until the governor is
+    /// Carries out one step of a resize. A resized zone or balloon is pinned until the governor is
     /// resumed.
     pub(super) fn carry_out(&mut self, step: ResizeStep) -> Result<(), VmError> {
         match step.action {
@@ -91,8 +93,8 @@ impl KvmMachine {
         Ok(ResizeStep::of_zone(spec, *desired_ram, action))
     }
 
-    /// Checks that a zone can have `size_bytes`, boot part included. Errors begin with `name` and
-    /// the size.
+    /// Checks that a zone can be resized to `size_bytes`, including its boot part. Errors start
+    /// with `name` and the size.
     fn zone_action(
         &self,
         spec: &ZoneSpec,
@@ -109,7 +111,7 @@ impl KvmMachine {
             ))
         };
         let bytes = size_bytes.checked_sub(boot_bytes).ok_or_else(out_of_bounds)?;
-        // The governor has no zone without a hotplug part.
+        // The governor does not know zones without a hotplug part.
         if spec.hotplug_bytes == 0 {
             return if bytes == 0 { Ok(ZoneAction::None) } else { Err(out_of_bounds()) };
         }
@@ -131,8 +133,8 @@ impl KvmMachine {
         })
     }
 
-    /// Target for the balloon zone: the memory that a balloon of `size_bytes` leaves to the guest.
-    /// `None` without a balloon.
+    /// Target for the balloon zone: the memory that remains for the guest with a balloon of
+    /// `size_bytes`. `None` if there is no balloon.
     fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
         let refuse =
             |reason| VmError::BadRequest(format!("balloon {}: {reason}", Size(size_bytes)));
@@ -147,8 +149,8 @@ impl KvmMachine {
         })?;
         let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
         target.map(Some).map_err(|err| match err {
-            // The maximum is a multiple of the block size. If the rest is not a
-            // multiple, the requested size of the balloon is not one either.
+            // The maximum is a multiple of the block size. If the remaining size is not a multiple,
+            // the requested balloon size is not one either.
             GovernorError::NotResizable {
                 reason: ResizeTargetError::NotMultiple { block_bytes, .. },
                 ..
@@ -175,14 +177,14 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Memory of `zones` on a host with enough memory and slots.
+    /// Guest memory with `zones`, on a host with sufficient memory and slots.
     fn memory(zones: Vec<ZoneSpec>) -> Memory {
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         build(zones, Some(&pool), Arc::<FakeSlots>::default(), options).unwrap()
     }
 
-    /// A machine with 64 MiB of boot memory and a hotplug part.
+    /// Machine with 64 MiB of boot memory and a hotplug part.
     fn growing(hotplug_bytes: u64) -> KvmMachine {
         let mut machine = machine();
         let mut spec = machine.memory.zones()[0].clone();
@@ -236,7 +238,7 @@ mod tests {
         assert_eq!(error, format!("memory 66 MiB: {bounds}"));
     }
 
-    /// The balloon is the last part that is checked.
+    /// The balloon is checked last.
     #[test]
     fn plan_of_a_request_with_one_wrong_part_changes_nothing() {
         let machine = growing(128 * MIB);

@@ -1,7 +1,7 @@
-//! vCPUs of a machine: those in use, and parked ones that the guest may get again.
+//! vCPUs of a machine: those that the guest uses, and parked ones that can be added again.
 //!
-//! KVM cannot remove a vCPU. An ejected vCPU keeps its thread and does not run. When the guest gets
-//! it again, it starts as if it had never run.
+//! KVM cannot remove a vCPU. The thread of an ejected vCPU therefore still exists, but does not run
+//! the guest. When the vCPU is added again, it starts as if it had never run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,16 +21,16 @@ use crate::cpu::run::{Pausing, Vcpu};
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
-/// Kind of device in the metrics of hotplug.
+/// Kind of device in the hotplug metrics.
 const KIND: &str = "vcpu";
 
-/// Longest wait for the last exits of parked vCPUs before the guest gets them again. An exit may
-/// wait for a disk, and the disk for its host.
+/// Maximum time to wait until parked vCPUs have completed their last exits, before they are added
+/// again. An exit may wait for a disk, and the disk may wait for its host.
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Thread that runs a vCPU.
 pub(in crate::vm) trait Processor {
-    /// KVM's part of the vCPU.
+    /// vCPU as KVM created it, before it is completed.
     type Created;
 
     fn resume(&self);
@@ -65,36 +65,37 @@ impl Processor for Vcpu {
 }
 
 pub(in crate::vm) trait Maker<P: Processor>: Send {
-    /// Creates KVM's part, once for each index. KVM refuses a second vCPU with the same index as
-    /// long as the VM exists, even if the first one is closed. So a vCPU is lost if its `kvm_run`
-    /// cannot be mapped.
+    /// Creates the vCPU in KVM. Called once for each index. As long as the VM exists, KVM refuses a
+    /// second vCPU with the same index, even if the first one is closed. A vCPU is therefore lost
+    /// if its `kvm_run` page cannot be mapped.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
-    /// Completes a vCPU. On failure, returns KVM's part for another attempt.
+    /// Completes a vCPU that KVM has created. On failure, returns the created vCPU for another
+    /// attempt.
     fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
 }
 
 struct Made<P> {
     processor: P,
-    /// The guest does not have it, or has ejected it.
+    /// True if the vCPU is not in the guest or was ejected.
     is_parked: bool,
-    /// The guest has it, or had it before.
+    /// True if the vCPU is in the guest or was in the guest before.
     is_used: bool,
 }
 
 pub(in crate::vm) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
-    /// vCPUs that KVM has created, but that could not be completed.
+    /// vCPUs that were created in KVM, but could not be completed.
     unfinished: BTreeMap<u8, P::Created>,
     maker: Box<dyn Maker<P>>,
     registers: Arc<CpuRegisters>,
     metrics: Arc<VcpuMetrics>,
-    /// The vCPUs of the guest may run.
+    /// True if the guest's vCPUs may run.
     run: bool,
 }
 
 impl<P: Processor> Vcpus<P> {
-    /// Creates the vCPUs that the guest boots with, paused.
+    /// Creates the vCPUs that are present at boot. They are paused.
     pub(in crate::vm) fn new(
         maker: Box<dyn Maker<P>>,
         registers: Arc<CpuRegisters>,
@@ -114,7 +115,7 @@ impl<P: Processor> Vcpus<P> {
         Arc::clone(&self.metrics)
     }
 
-    /// Creates a parked vCPU, unless it exists.
+    /// Creates a parked vCPU, unless it already exists.
     fn make(&mut self, index: u8) -> Result<(), CpuError> {
         if self.made.contains_key(&index) {
             return Ok(());
@@ -160,7 +161,7 @@ impl<P: Processor> Vcpus<P> {
         self.running().for_each(P::resume);
     }
 
-    /// Requests that all vCPUs stop, including parked ones, which may still be in an exit.
+    /// Requests that all vCPUs stop, including parked vCPUs, which may still be in an exit.
     pub(in crate::vm) fn pause(&mut self) -> Vec<Pausing> {
         self.run = false;
         self.made.values().map(|made| made.processor.pause()).collect()
@@ -174,13 +175,13 @@ impl<P: Processor> Vcpus<P> {
         self.made.clear();
     }
 
-    /// Adds the vCPUs `come` to the guest: all of them or none.
+    /// Adds the vCPUs in `come` to the guest: all of them or none.
     ///
-    /// 1. The vCPUs are created. Those that the guest had before are reset, which drops a latched
-    ///    INIT and SIPI.
-    /// 2. They may run, which means that they wait for the guest to start them.
-    /// 3. The guest is notified, and sends INIT and SIPI. This follows step 1, because the reset
-    ///    would drop them.
+    /// 1. 1. The vCPUs are created if necessary. Those that were in the guest before are reset. A
+    ///    reset drops a latched INIT and SIPI.
+    /// 2. 2. The vCPUs may run. They then wait until the guest starts them.
+    /// 3. 3. The guest is notified, and sends INIT and SIPI. This must follow step 1, because a
+    ///    reset would drop both.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
@@ -197,8 +198,8 @@ impl<P: Processor> Vcpus<P> {
         Ok(())
     }
 
-    /// Parks a vCPU that the guest has ejected. Returns the number of vCPUs if no more ejections
-    /// are pending.
+    /// Parks a vCPU that the guest has ejected. Returns the number of present vCPUs if no further
+    /// ejection is pending.
     fn park(&mut self, index: u8) -> Option<u8> {
         let made = self.made.get_mut(&index).expect("a vCPU that the guest had");
         made.is_parked = true;
@@ -223,8 +224,8 @@ impl KvmMachine {
         })
     }
 
-    /// Executes the step to `desired` vCPUs. New vCPUs are added at once. For the others, the guest
-    /// is requested to eject them.
+    /// Executes the step towards `desired` vCPUs. New vCPUs are added immediately. If there are too
+    /// many vCPUs, the guest is requested to eject some.
     pub(in crate::vm) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
         match step {
@@ -300,9 +301,9 @@ mod tests {
         }
     }
 
-    /// Calls of vCPUs: index and name.
+    /// Calls to fake vCPUs: index and name of the call.
     type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
-    /// Index of the faulty vCPU, if any.
+    /// Index of the faulty vCPU, if there is one.
     type Index = Arc<Mutex<Option<u8>>>;
 
     struct Fake {
@@ -380,7 +381,7 @@ mod tests {
         told: Told,
         /// vCPU that cannot be completed.
         broken: Index,
-        /// vCPU that does not leave its exit.
+        /// vCPU that does not complete its exit.
         busy: Index,
     }
 
@@ -397,12 +398,12 @@ mod tests {
             Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken, busy }
         }
 
-        /// Calls since the last call of this function.
+        /// Returns the calls since this function was last called.
         fn told(&self) -> Vec<(u8, &'static str)> {
             mem::take(&mut *self.told.lock())
         }
 
-        /// Requests an ejection, which the guest executes, and parks the vCPU.
+        /// Requests the ejection of a vCPU, ejects it as a guest would, and parks it.
         fn take(&mut self, index: u8) -> Option<u8> {
             let registers = &self.vcpus.registers;
             registers.plug(|plug| plug.ask(index..index + 1));
@@ -452,7 +453,7 @@ mod tests {
             assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
             assert_eq!(rig.counts(), [2, 0, 2]);
         }
-        // It may also be added while the VM is paused.
+        // A vCPU may also be added while the VM is paused.
         rig.vcpus.pause();
         *rig.busy.lock() = None;
         rig.told();

@@ -1,4 +1,4 @@
-//! Sizes and states of zones, read at each scrape.
+//! Sizes and states of zones, which are read for each scrape.
 
 use balloon::DriverState;
 use foreshore_devices::metrics::{Expose, Exposition, Family, Labels, and, one};

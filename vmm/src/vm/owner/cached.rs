@@ -1,8 +1,8 @@
-//! Cache of a value that is expensive to read. The caller passes the time.
+//! Cache for a value that is expensive to read. The caller passes the current time.
 
 use std::time::{Duration, Instant};
 
-/// Value that is read again when it is too old or its key has changed.
+/// Cached value, which is read again when it is too old or when its key changes.
 #[derive(Debug)]
 pub(crate) struct Cached<K, T> {
     max_age: Duration,
@@ -10,7 +10,7 @@ pub(crate) struct Cached<K, T> {
 }
 
 impl<K: PartialEq, T> Cached<K, T> {
-    /// Creates an empty cache. Values are valid for `max_age`.
+    /// Creates an empty cache. A value is valid for `max_age`.
     pub(crate) fn new(max_age: Duration) -> Self {
         Self { max_age, last: None }
     }

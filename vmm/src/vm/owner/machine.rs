@@ -1,4 +1,4 @@
-//! Interface of a machine to its owner.
+//! Interface between a machine and its owner.
 
 use foreshore_devices::volume::kernel_gate::GuestKernel;
 
@@ -11,67 +11,72 @@ use crate::vm::request::{
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
-/// A machine. Dropping it stops vCPUs and devices, and returns memory.
+/// Machine of a VM. When it is dropped, vCPUs and devices are stopped, and memory is returned.
 pub trait Machine {
-    /// Lets the vCPUs run, initially or after a pause.
+    /// Starts the vCPUs, initially or after a pause.
     fn resume(&mut self);
-    /// Stops the vCPUs, then the devices. Returns a handle that blocks until all have stopped.
+    /// Stops the vCPUs, then the devices. Returns a handle that blocks until all of them have
+    /// stopped.
     #[must_use]
     fn pause(&mut self) -> Standstill;
-    /// Presses the guest's power button.
+    /// Presses the power button of the guest.
     fn press_power_button(&mut self);
     /// Sends a non-maskable interrupt to every vCPU.
     fn send_nmi(&mut self);
-    /// Boot memory and plugged memory of all zones, without ballooned memory.
+    /// Boot memory and plugged memory of all zones, without the memory in the balloon.
     fn memory_bytes(&self) -> u64;
-    /// Answers with the sizes of all zones, possibly later. Resident sizes may be 1 s old.
+    /// Answers with the sizes of all zones, possibly after this call returns. Resident sizes may be
+    /// up to 1 s old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     fn volumes(&self) -> Vec<VolumeInfo>;
-    /// Open pools.
+    /// Pools that the machine uses.
     fn pools(&self) -> Vec<PoolInfo>;
-    /// Kernel of the guest, as reported by its agent.
+    /// Kernel of the guest, according to its agent.
     fn guest_kernel(&self) -> Option<GuestKernel>;
-    /// Checks all of a resize. [`ResizePlan`] lists the reasons why a step can still fail.
+    /// Checks a resize request as a whole. [`ResizePlan`] lists the reasons for which a step can
+    /// still fail.
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
-    /// Executes a step of a plan. All steps of a plan must be executed or dropped before the next
+    /// Executes one step of a plan. All steps of a plan must be executed or dropped before the next
     /// plan is made.
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
-    /// Adds the parts of the configuration that only the machine knows, such as the path of a
+    /// Fills in those parts of the configuration that only the machine knows, such as the path of a
     /// pseudo terminal.
     fn complete(&self, _config: &mut VmConfig) {}
     /// Counters of the devices.
     fn counters(&self) -> Counters;
     fn balloon(&self) -> Option<BalloonInfo>;
-    /// Resizes a disk and notifies the guest.
+    /// Resizes a disk, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
-    /// Devices, including those that the guest has not released yet.
+    /// All devices, including removed devices that the guest has not released yet.
     fn devices(&self) -> Vec<PciDeviceInfo>;
-    /// Adds a device with an unused id, and notifies the guest.
+    /// Adds a device, whose ID must be unused, and notifies the guest.
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError>;
-    /// Requests that the guest releases a device. The device remains until then.
+    /// Requests that the guest release a device. The device is not removed before the guest has
+    /// released it.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
-    /// Removes the device in a PCI slot after its ejection.
+    /// Removes the device in a PCI slot after the guest has ejected it.
     fn ejected(&mut self, slot: u8);
-    /// Parks a vCPU after its ejection.
+    /// Parks a vCPU after the guest has ejected it.
     fn vcpu_ejected(&mut self, index: u8);
-    /// State of the governor, with at most `decisions` of its decisions.
+    /// State of the governor, with at most `decisions` of its latest decisions.
     fn pressure(&self, decisions: usize) -> PressureInfo;
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
 }
 
-/// Builds a machine for each boot and reboot.
+/// Builds a machine for each boot and each reboot.
 pub trait MachineFactory {
-    /// Builds a machine with stopped vCPUs.
+    /// Builds a machine with paused vCPUs.
     fn build(
         &mut self,
         config: &VmConfig,
         events: EventSender,
     ) -> Result<Box<dyn Machine>, VmError>;
-    /// Refuses a device whose files have the wrong type. Other errors are found when it is built.
+    /// Refuses a device if one of its files has the wrong type. Other errors are detected when the
+    /// device is built.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
-    /// Closes resources that were kept for the next machine and that `config` no longer uses. Must
-    /// be called without a machine.
+    /// Closes resources that stayed open for the next machine, but that `config` does not use. Must
+    /// be called while there is no machine.
     fn keep(&mut self, config: &VmConfig);
-    /// Closes all resources that outlive machines, after the deletion of the VM.
+    /// After the VM is deleted, closes all resources that outlive machines.
     fn release(&mut self);
 }

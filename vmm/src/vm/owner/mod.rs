@@ -1,4 +1,4 @@
-//! Task that owns the VM. It takes requests and events from queues and applies them one at a time,
+//! Task that owns the VM. It takes requests and events from queues and handles them one at a time,
 //! so the VM needs no locks.
 //!
 //! ```text
@@ -37,10 +37,10 @@ use crate::vm::request::{
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
 
-/// Waits until all parts of a machine have stopped, or the machine has been resumed or dropped.
+/// Blocks until all parts of a machine have stopped, or the machine has been resumed or dropped.
 pub type Standstill = Box<dyn FnOnce() + Send>;
 
-/// Event that a machine sends.
+/// Event from a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineEvent {
     /// The guest powered itself off (ACPI sleep state S5).
@@ -53,13 +53,13 @@ pub enum MachineEvent {
     Ejected { slot: u8 },
     /// The guest has ejected a vCPU.
     VcpuEjected { index: u8 },
-    /// A failure that cannot be reported to the guest, so the VM must be paused.
+    /// A failure occurred that cannot be reported to the guest, so the VM must be paused.
     MustPause { reason: String },
 }
 
 impl MachineEvent {
-    /// Returns true for an end of the guest that leads to a restart or a shutdown. Other events of
-    /// vCPUs end the VMM with an error.
+    /// Returns true if the guest has ended in a way that leads to a restart or a shutdown. Other
+    /// vCPU events end the VMM with an error.
     const fn ends_the_guest(&self) -> bool {
         matches!(
             self,
@@ -68,12 +68,13 @@ impl MachineEvent {
     }
 }
 
-/// Sends events of one machine. Events of a replaced machine are dropped.
+/// Sends the events of one machine to the owner. Events from a machine that has been replaced are
+/// dropped.
 #[derive(Clone, Debug)]
 pub struct EventSender {
     generation: u64,
     events: mpsc::UnboundedSender<(u64, MachineEvent)>,
-    /// The guest has powered itself off or requested a reset.
+    /// True once the guest has powered itself off or requested a reset.
     has_ended: Arc<AtomicBool>,
 }
 
@@ -82,32 +83,33 @@ impl EventSender {
         Self { generation, events, has_ended: Arc::default() }
     }
 
-    /// Sender whose events are dropped.
+    /// Sender that drops its events.
     #[cfg(test)]
     pub(crate) fn to_nobody() -> Self {
         Self::new(0, mpsc::unbounded_channel().0)
     }
 
-    /// Sends `event` to the owner, from any thread and without blocking.
+    /// Sends `event` to the owner without blocking. Any thread may call it.
     ///
-    /// The queue of a busy owner is bounded, because a guest cannot cause more events than these:
-    /// - Only the first power-off or reset of a machine is sent, because it ends the machine. It
-    ///   may be from a register or the watchdog.
-    /// - A vCPU that reports an event waits until the owner resumes or ends it.
-    /// - Each ejection follows one request of the owner (`PciSlots`, `Plug`).
-    /// - The sender of `MustPause` has stopped the vCPUs by the brake, so each vCPU sends at most
-    ///   the events of its exit.
+    /// The queue of a busy owner cannot grow without bound, because a guest can cause only the
+    /// following events:
+    /// - - Only the first power-off or reset of each machine is sent, because it ends the machine.
+    ///   A register or the watchdog can cause it.
+    /// - - A vCPU that has sent an event waits until the owner resumes or ends it.
+    /// - - Each ejection follows exactly one request of the owner (`PciSlots`, `Plug`).
+    /// - - The sender of `MustPause` has already stopped the vCPUs by the brake, so each vCPU sends
+    ///   at most the events of its current exit.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        // An error means that the owner has ended.
+        // An error means that the owner has already ended.
         let _ = self.events.send((self.generation, event));
     }
 }
 
-/// Failure that ends the run of a VMM.
+/// Failure that ends the VMM.
 #[derive(Debug, Error)]
 pub enum RunError {
     #[error("cannot boot the VM")]
@@ -117,7 +119,7 @@ pub enum RunError {
     #[error("the VM has ended: {event}, {count} times in a row soon after its start")]
     KeepsFaulting {
         event: VcpuEvent,
-        /// Number of these events.
+        /// Number of faults in a row.
         count: u32,
     },
 }
@@ -127,18 +129,18 @@ enum Flow {
     End(Result<(), RunError>),
 }
 
-/// Configuration of a VM, and its machine while there is one.
+/// Configuration of a VM, and its machine if there is one.
 struct Vm {
     config: VmConfig,
     state: VmState,
     machine: Option<Box<dyn Machine>>,
     started: Instant,
     restarts: RestartGuard,
-    /// Time of the delayed restart of a guest that has reset itself or has faulted.
+    /// Time of the delayed restart, after the guest has reset itself or a vCPU has faulted.
     restart_at: Option<Instant>,
-    /// Reason why the machine was paused after a failure. It must not be resumed.
+    /// Reason for a pause after a failure. The machine must not be resumed.
     failure: Option<String>,
-    /// End of the guest during a pause. It takes effect on resume.
+    /// Power-off or reset by the guest during a pause. It takes effect on resume.
     kept: Option<MachineEvent>,
 }
 
@@ -173,9 +175,9 @@ impl Vm {
         Ok(standstill)
     }
 
-    /// Checks that the VM may be resumed. After a failed flush it may not, because the data is
-    /// lost: the kernel reports a failed write of a page once and then drops the page. A retry is
-    /// impossible.
+    /// Checks that the VM may be resumed. After a failed flush it may not be, because data is lost:
+    /// the kernel reports a failed write of a page once, and then drops the page. The flush cannot
+    /// be retried.
     fn may_resume(&self) -> Result<VmState, VmError> {
         let next = state::next(self.state, Verb::Resume)?;
         match &self.failure {
@@ -186,7 +188,7 @@ impl Vm {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let next = self.may_resume()?;
-        // A guest that waits for its delayed restart stays stopped until then.
+        // A guest with a delayed restart remains stopped until the restart.
         if self.restart_at.is_none() {
             self.running()?.resume();
         }
@@ -198,7 +200,7 @@ impl Vm {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
         (self.failure, self.kept, self.restart_at) = (None, None, None);
-        // The client may have removed the cause of the restarts.
+        // The client may have fixed the cause of the restarts.
         self.restarts = RestartGuard::default();
         self.state = next;
         Ok(())
@@ -236,20 +238,20 @@ impl Vm {
         }
     }
 
-    /// Changes the governor, and stores the settings for the machine that a reboot builds.
+    /// Changes the governor, and stores the settings for the machine that the next reboot builds.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
         self.running()?.change_pressure(change)?;
         let before = self.config.governing();
         let mut pressure = before.clone();
         change.apply(&mut pressure);
-        // A change without effect does not add the section to the configuration.
+        // If a change has no effect, the section is not added to the configuration.
         if pressure != before {
             self.config.pressure = Some(pressure);
         }
         Ok(())
     }
 
-    /// Checks all of a resize of the machine, before its first step.
+    /// Checks a resize of the machine as a whole, before the first step.
     fn plan_resize(&mut self, resize: &Resize) -> Result<ResizePlan, VmError> {
         state::next(self.state, Verb::Change)?;
         if let Resize::Vm(ResizeRequest { desired_vcpus: Some(desired), .. }) = resize {
@@ -260,8 +262,8 @@ impl Vm {
         Ok(plan)
     }
 
-    /// Resizes the machine. Each step is stored for the next boot at once, without waiting for the
-    /// guest, and stays stored if a later step fails.
+    /// Resizes the machine. Each step is immediately stored for the next boot, without waiting for
+    /// the guest. It remains stored even if a later step fails.
     fn carry_out(&mut self, plan: ResizePlan) -> Result<(), VmError> {
         for step in plan {
             let next_boot = step.next_boot().clone();
@@ -271,9 +273,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Refuses a resize after which the VM could not boot. All parts are checked together, because
-    /// they depend on each other: a balloon that fits now may be too large for the next boot
-    /// memory, unless the same call deflates it.
+    /// Refuses a resize that would prevent the VM from booting. All parts are checked together,
+    /// because they depend on each other. A balloon that fits now may be too large for the next
+    /// boot memory, unless the same call deflates it.
     fn check_next_boot(&self, resize: &Resize, plan: &ResizePlan) -> Result<(), VmError> {
         let mut config = self.config.clone();
         plan.store(&mut config);
@@ -303,8 +305,8 @@ impl Vm {
         Ok(info)
     }
 
-    /// Removes a device. The configuration loses it at once, although the guest may release it
-    /// later.
+    /// Requests the removal of a device. It is removed from the configuration immediately, although
+    /// the guest may release it later.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
         if let Some(machine) = &mut self.machine {
             machine.remove_device(id)?;
@@ -317,7 +319,7 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration if the result is valid. The error shows the request `asked`.
+    /// Changes the configuration if the result is valid. An error mentions `asked`, the request.
     fn reconfigure(
         &mut self,
         asked: impl fmt::Display,
@@ -331,7 +333,7 @@ impl Vm {
     }
 }
 
-/// Owner of a VM. It has no VM at first.
+/// Task that owns a VM. Initially there is no VM.
 pub struct Owner<F> {
     factory: F,
     vm: Option<Vm>,
@@ -341,17 +343,18 @@ pub struct Owner<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
-    /// Number of resumes, reboots, shutdowns and deletions. A pause that completes after one of
-    /// them is over.
+    /// Number of resumes, reboots, shutdowns and deletions so far. If this number changes during a
+    /// pause, the pause is obsolete.
     pauses_over: u64,
-    /// Pauses in progress, each with `pauses_over` at its start and its reply.
+    /// Pauses in progress, each with the value of `pauses_over` at its start, and its reply.
     pauses: JoinSet<(u64, Reply<()>)>,
-    /// State of the VM while requests wait, for `vm.info`.
+    /// State of the VM while requests have to wait. It is used to answer `vm.info`.
     busy: watch::Sender<Option<VmInfo>>,
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// Creates an owner without a VM. It emits events and counts delayed restarts in `restarts`.
+    /// Creates an owner without a VM. It emits events to `events`, and counts delayed restarts in
+    /// `restarts`.
     pub fn new(
         factory: F,
         at_guest_shutdown: AtGuestShutdown,
@@ -376,7 +379,7 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Boots the VM of `config`, if any, and then serves requests until the VMM ends.
+    /// Boots the VM of `config` if there is one, and then serves requests until the VMM ends.
     pub async fn run(
         mut self,
         config: Option<VmConfig>,
@@ -387,13 +390,14 @@ impl<F: MachineFactory> Owner<F> {
             self.create(config).and_then(|()| self.busily(Self::boot)).map_err(RunError::Boot)?;
         }
         loop {
-            // Events are handled before requests, so that no answer shows an outdated state.
+            // Events are handled before requests, so that no answer contains an outdated state.
             let restart_at = self.restart_at();
             let flow = tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.handle_event(event),
                 Some(ended) = self.pauses.join_next() => {
-                    // After a panic, the dropped reply notifies the waiting client.
+                    // After a panic in the task, its reply is dropped, which informs the waiting
+                    // client.
                     let _ = ended.map(|(since, reply)| self.stands_still(since, reply));
                     Flow::Continue
                 }
@@ -409,8 +413,8 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Does work that may block: construction and end of a machine, or a wait for memory, a file or
-    /// a removed device. `vm.info` is answered meanwhile.
+    /// Runs work that may block: building or ending a machine, or waiting for memory, a file or a
+    /// removed device. `vm.info` is answered in the meantime.
     fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         self.busy.send_replace(self.vm.as_ref().map(Vm::info));
         let result = work(self);
@@ -427,13 +431,13 @@ impl<F: MachineFactory> Owner<F> {
             return Err(VmError::AlreadyCreated);
         }
         self.vm = Some(Vm::new(config));
-        // Cloud Hypervisor has no event for this.
+        // Cloud Hypervisor has no event for the creation of a VM.
         info!("The VM is created");
         Ok(())
     }
 
-    /// Ends the VM in any state, and closes its files, so that the next VM shares nothing with it.
-    /// Does nothing without a VM.
+    /// Ends the VM in any state, and closes its files, so that the next VM does not inherit them.
+    /// Has no effect if there is no VM.
     fn delete(&mut self) {
         let Some(vm) = self.vm.take() else { return };
         let ran = vm.machine.is_some();
@@ -469,8 +473,8 @@ impl<F: MachineFactory> Owner<F> {
         vm.resume()?;
         told.tell(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
-            // It is handled before the next request. Sending cannot fail, because the owner holds
-            // the receiver.
+            // The event is handled before the next request. Sending it cannot fail, because the
+            // owner holds the receiver.
             let _ = self.sender.send((self.generation, event));
         }
         Ok(())
@@ -483,14 +487,14 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Emits the events after the end of a machine whose VM remains.
+    /// Emits the events after the end of a machine if its VM remains.
     fn has_shut_down(&mut self) {
         self.told.end_machine();
         self.told.tell(Event::VmShutdown);
     }
 
-    /// Resizes the machine. Without one, resizes the configuration, which takes effect at the next
-    /// boot. Emits events only for a request that has passed its checks.
+    /// Resizes the machine. If there is no machine, changes the configuration, and the size takes
+    /// effect at the next boot. Emits events only if the request has passed all checks.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         let told = self.told.clone();
         let vm = self.vm()?;
@@ -519,13 +523,13 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Pauses the VM. [`Owner::stands_still`] sends the answer when all parts have stopped.
+    /// Pauses the VM. [`Owner::stands_still`] answers the request when all parts have stopped.
     fn pause(&mut self, reply: Reply<()>) {
         match self.vm().and_then(Vm::pause) {
             Ok(standstill) => {
                 self.told.tell(Event::VmPausing);
                 let since = self.pauses_over;
-                // On another thread, because a device may wait for a disk.
+                // The wait runs on another thread, because a device may wait for a disk.
                 self.pauses.spawn_blocking(move || {
                     standstill();
                     (since, reply)
@@ -535,9 +539,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Completes a pause that has stopped all parts. If the VM was resumed or ended meanwhile, the
-    /// pause is refused and no event is sent. This runs in the owner and not on the waiting thread,
-    /// so that nothing can happen between the check and the answer.
+    /// Completes a pause after all parts have stopped. If the VM was resumed or ended in the
+    /// meantime, the pause is refused and no event is emitted. This runs in the owner instead of on
+    /// the waiting thread, so that nothing can happen between the check and the answer.
     fn stands_still(&mut self, since: u64, reply: Reply<()>) {
         if since == self.pauses_over {
             self.told.tell(Event::VmPaused);
@@ -569,8 +573,8 @@ impl<F: MachineFactory> Owner<F> {
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
             return Flow::Continue;
         };
-        // An exit in progress or the watchdog may end the guest after a pause. The client was
-        // notified that the guest has stopped, so the VM stays paused.
+        // After a pause, the guest may still be ended by an exit in progress or by the watchdog.
+        // The client was informed that the guest is stopped, so the VM remains paused.
         if vm.state == VmState::Paused && event.ends_the_guest() {
             info!(?event, "The guest has ended during a pause; this is handled at resume");
             vm.kept.get_or_insert(event);
@@ -607,7 +611,8 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
-                // Also if the VM is paused already: the sending vCPU has pulled the brake again.
+                // The machine is paused even if the VM is already paused, because the vCPU that
+                // sent this event has pulled the brake again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
                     vm.state = VmState::Paused;
@@ -659,7 +664,8 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {
-                // The VM ends before the answer, so that the client may use its pool at once.
+                // The VM is deleted before the answer, so that the client can use its pool
+                // immediately.
                 self.busily(Self::delete);
                 answer(reply, Ok(()));
                 return Flow::End(Ok(()));

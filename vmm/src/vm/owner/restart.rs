@@ -1,4 +1,4 @@
-//! Restarts by the guest. Repeated restarts are delayed.
+//! Restarts caused by the guest. Repeated restarts are delayed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmError, VmStat
 use crate::cpu::run::VcpuEvent;
 use crate::vm::owner::state::{self, Restart, RestartGuard, Verb};
 
-/// Counters of delayed restarts. A restart does not reset them.
+/// Counters of delayed restarts. They continue across restarts.
 #[derive(Debug, Default)]
 pub struct RestartMetrics {
     delayed: AtomicU64,
@@ -47,7 +47,7 @@ impl Expose for RestartMetrics {
     }
 }
 
-/// Waits until the time of a restart, or forever if none is due.
+/// Waits until the time of a restart, or forever if no restart is due.
 pub(super) async fn due(at: Option<Instant>) {
     match at {
         Some(at) => sleep_until(at).await,
@@ -56,12 +56,12 @@ pub(super) async fn due(at: Option<Instant>) {
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// Time of the delayed restart, if any. A pause postpones it.
+    /// Time of the delayed restart, if there is one. A pause postpones it.
     pub(super) fn restart_at(&self) -> Option<Instant> {
         self.vm.as_ref().filter(|vm| vm.state == VmState::Running).and_then(|vm| vm.restart_at)
     }
 
-    /// Restarts a guest that has reset itself or has faulted, at once or after a delay.
+    /// Restarts a guest that has reset itself or has faulted, immediately or after a delay.
     pub(super) fn restart_by_guest(&mut self, event: MachineEvent) -> Flow {
         let vm = self.vm.as_mut().expect("a machine that sends events has a VM");
         let fault = match event {
@@ -90,7 +90,7 @@ impl<F: MachineFactory> Owner<F> {
         }
         self.restarts.count(delay);
         self.told.tell_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
-        // Other vCPUs of the guest may still run.
+        // Other vCPUs of the guest may still be running.
         if let Some(machine) = &mut vm.machine {
             tokio::task::spawn_blocking(machine.pause());
         }
@@ -106,9 +106,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Ends the machine and builds a new one from the present configuration. DRAM is requested as
-    /// before, and PM has been returned to its pool. `tell` emits the events, and limits their rate
-    /// for a reboot by the guest.
+    /// Ends the machine, and builds a new one from the current configuration. DRAM is requested
+    /// with the same size as before. PM has been returned to its pool. `tell` emits the events. It
+    /// limits their rate if the guest caused the reboot.
     pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;

@@ -1,23 +1,24 @@
-//! Tables of legal requests and of restart decisions, without side effects.
+//! Tables of permitted requests and of decisions about restarts, without side effects.
 
 use std::time::Duration;
 
 use crate::vm::request::{VmError, VmState};
 
-/// Request that concerns the whole VM.
+/// Request that affects the whole VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
-    /// Start the VM, or resume a paused one, as in Cloud Hypervisor 52. 53 returns an error.
+    /// Start the VM, or resume it if it is paused, as in Cloud Hypervisor 52. Version 53 returns an
+    /// error in the latter case.
     Boot,
-    /// Stop the vCPUs and keep the machine.
+    /// Stop the vCPUs, but keep the machine.
     Pause,
     /// Continue after a pause.
     Resume,
-    /// End the machine and keep its configuration.
+    /// End the machine, but keep its configuration.
     Shutdown,
-    /// End the machine and start it again.
+    /// End the machine, and start a new one.
     Reboot,
-    /// Change the VM or notify its guest. A paused guest notices on resume.
+    /// Change the VM, or notify its guest. A paused guest notices the change when it is resumed.
     Change,
 }
 
@@ -33,7 +34,7 @@ impl Verb {
         }
     }
 
-    /// States in which the request is legal, for the error text.
+    /// States in which the request is permitted, for the error text.
     const fn needs(self) -> &'static str {
         match self {
             Self::Boot => "not booted, or paused",
@@ -44,7 +45,7 @@ impl Verb {
     }
 }
 
-/// Returns the state after `verb`, or an error if `verb` is illegal in `state`.
+/// Returns the state after `verb`. Fails if `verb` is not permitted in `state`.
 pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     use VmState::{Created, Paused, Running};
     match (verb, state) {
@@ -57,19 +58,19 @@ pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     }
 }
 
-/// Decision on a guest that restarts itself.
+/// Decision about a restart that the guest caused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Restart {
-    /// Restart after this delay.
+    /// Restart the guest after this delay.
     After(Duration),
-    /// End the VM after [`RestartGuard::LIMIT`] early faults in a row.
+    /// End the VM, after [`RestartGuard::LIMIT`] early faults in a row.
     GiveUp,
 }
 
-/// Limits how often a restarting guest makes the host build a machine. Restarts by reset register,
-/// watchdog and triple fault all count. The first early restart is immediate, because installers
-/// and firmware restart on purpose. Later ones wait 1, 2, 4 s and so on. A guest that has run for a
-/// while restarts at once.
+/// Limits how often a guest that keeps restarting causes a machine to be built. Restarts by reset
+/// register, watchdog and triple fault are all counted. The first early restart is immediate,
+/// because installers and firmware restart on purpose. Later restarts are delayed by 1, 2, 4 s and
+/// so on. A guest that has run for a while restarts immediately.
 #[derive(Debug, Default)]
 pub(super) struct RestartGuard {
     early_restarts: u32,
@@ -79,12 +80,12 @@ pub(super) struct RestartGuard {
 impl RestartGuard {
     /// Number of early faults in a row that end the VM.
     pub(super) const LIMIT: u32 = 3;
-    /// A restart is early up to this time after the start.
+    /// A restart counts as early within this time after the start.
     pub(super) const EARLY: Duration = Duration::from_secs(10);
     pub(super) const MAX_DELAY: Duration = Duration::from_secs(30);
 
-    /// Decides on a restart `uptime` after the start. Only triple faults end the VM, because any
-    /// other restart can be intentional.
+    /// Decides about a restart at `uptime` after the start. Only triple faults can end the VM,
+    /// because any other restart may be intentional.
     pub(super) fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
         let is_early = uptime <= Self::EARLY;
         self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };
@@ -171,7 +172,8 @@ mod tests {
     fn resets_and_faults_both_count_as_restarts() {
         let mut guard = RestartGuard::default();
         for nth in 0..1000 {
-            // A reset between faults keeps the VM alive, but does not shorten the delay.
+            // A reset between two faults prevents the end of the VM, but does not shorten the
+            // delay.
             let decision = guard.decide(nth % 3 != 0, SOON);
             assert!(
                 matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY)

@@ -1,4 +1,4 @@
-//! The owner with fake machines that log the calls.
+//! Tests of the owner with fake machines that log each call.
 
 mod busy;
 mod devices;
@@ -25,13 +25,13 @@ use crate::vm::request::{
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
-/// Calls of all machines in their order.
+/// Calls of all machines, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
 
-/// Label of the resize step that fails because the host has no memory, if any.
+/// Label of the resize step that fails for lack of host memory, if any.
 type FailingStep = Arc<Mutex<Option<&'static str>>>;
 
-/// Calls that block until their sender is dropped.
+/// Calls of a machine that block until a sender is dropped.
 #[derive(Clone, Default)]
 struct Delays(Arc<Mutex<BTreeMap<&'static str, mpsc::Receiver<()>>>>);
 
@@ -43,15 +43,15 @@ impl Delays {
         sender
     }
 
-    /// Returns true until `what` begins.
+    /// Returns true until the call of `what` has started.
     fn has(&self, what: &str) -> bool {
         self.0.lock().contains_key(what)
     }
 
-    /// Blocks until the sender of `what` is dropped.
+    /// Blocks until the sender for `what` is dropped.
     fn wait(&self, what: &str) {
         let delay = self.0.lock().remove(what);
-        // An error means that the sender is dropped.
+        // An error means that the sender was dropped.
         let _ = delay.map(|delay| delay.recv());
     }
 }
@@ -172,7 +172,7 @@ impl Drop for FakeMachine {
 pub(crate) struct FakeFactory {
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
-    /// Governor's configuration of each machine.
+    /// Configuration of the governor in each machine.
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     fail_from: Option<usize>,
     delays: Delays,
@@ -230,8 +230,8 @@ struct Fixture {
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
-/// Starts an owner on the test's runtime. Its first machine is built on return, unless `fail_from`
-/// is 0.
+/// Starts an owner on the test's runtime. On return its first machine has been built, unless
+/// `fail_from` is 0.
 async fn start(fail_from: Option<usize>) -> Fixture {
     let fixture = serve(fail_from, Some(test_config()), AtGuestShutdown::End);
     if fail_from != Some(0) {
@@ -240,7 +240,7 @@ async fn start(fail_from: Option<usize>) -> Fixture {
     fixture
 }
 
-/// Starts an owner, with a VM if `config` is given.
+/// Starts an owner. It has a VM if `config` is given.
 fn serve(
     fail_from: Option<usize>,
     config: Option<VmConfig>,
@@ -277,8 +277,8 @@ impl Fixture {
         told
     }
 
-    /// Waits until `count` machines have been built. The clock advances to the next timer when all
-    /// tasks are idle.
+    /// Waits until `count` machines have been built. The clock is paused, and advances to the next
+    /// timer when all tasks are idle.
     async fn built(&self, count: usize) {
         while self.senders.lock().len() < count {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
@@ -314,7 +314,7 @@ fn reboot_drops_old_machine_before_building_new_one() {
     });
 }
 
-/// The reboot is requested by a client, so the VMM continues.
+/// A client requested the reboot, so the VMM continues to run.
 #[test]
 fn failed_reboot_shuts_vm_down() {
     run(async {
@@ -344,14 +344,14 @@ fn events_of_replaced_machine_are_dropped() {
     });
 }
 
-/// A guest can write a port in a loop while a machine is built or memory is populated.
+/// A guest can write a port in a loop while a machine is being built or memory is being populated.
 #[test]
 fn only_first_end_of_a_machine_is_sent() {
     let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
     for generation in 0..2 {
         let machine = EventSender::new(generation, sender.clone());
         for _ in 0..1000 {
-            // Each port and the watchdog have their own sender.
+            // Each port has its own sender, and so does the watchdog.
             machine.clone().send(MachineEvent::GuestReset);
             machine.clone().send(MachineEvent::GuestShutdown);
         }
@@ -387,7 +387,7 @@ fn governor_settings_survive_reboot_and_shutdown() {
         assert_eq!(shown().await, set);
         vm.send(0, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
-        // A pause outlives a reboot as well, until it is ended.
+        // A pause of the governor also lasts across reboots, until it is ended.
         let pause = |pause| PressureChange { pause: Some(pause), ..PressureChange::default() };
         change(pause(true)).await.unwrap();
         assert!(shown().await.paused);
@@ -400,7 +400,7 @@ fn governor_settings_survive_reboot_and_shutdown() {
         change(zone).await.unwrap();
         assert!(shown().await.paused);
         change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
-        // Parameters outlive a reboot, until the policy changes.
+        // Parameters last across reboots, until the policy changes.
         let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
         let params = serde_json::json!({"policy": "amf", "params": {"reclaim": 40}});
         change(named(params)).await.unwrap();
@@ -440,7 +440,7 @@ fn empty_change_of_governor_is_not_stored() {
         let said = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure;
         change(PressureChange::default()).await.unwrap();
         assert_eq!(said().await, None);
-        // Without PM memory the policy is `off`. It can be paused nevertheless.
+        // Without PM, the policy is `off`. It can be paused nevertheless.
         change(PressureChange { pause: Some(true), ..PressureChange::default() }).await.unwrap();
         let paused =
             PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
@@ -507,10 +507,11 @@ fn reset_loop_is_delayed_while_api_is_served() {
             vm.send(machine, MachineEvent::GuestReset);
             vm.built(machine + 2).await;
         }
-        // 0, 1, 2, 4, 8, 16, 30 and 30 s. Without delays, this takes some milliseconds.
+        // The delays are 0, 1, 2, 4, 8, 16, 30 and 30 s. Without delays, the restarts would take
+        // some milliseconds.
         let elapsed = begin.elapsed().as_secs();
         assert!((91..93).contains(&elapsed), "{elapsed}");
-        // A reboot by a client is not delayed.
+        // A reboot that a client requests is not delayed.
         vm.send(8, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         vm.send(8, triple_fault());
@@ -529,7 +530,7 @@ fn reset_loop_is_delayed_while_api_is_served() {
             delays += u32::from(event.event == "restart-delayed");
         }
         assert_eq!(delays, 8);
-        // The last delay is 30 s as well, but a client has ended it early.
+        // The last delay would also be 30 s, but a client has ended it early.
         assert_eq!((vm.restarts.delayed(), vm.restarts.delay().as_secs()), (8, 121));
     });
 }
@@ -592,13 +593,13 @@ fn vm_paused_by_failure_shows_reason_and_cannot_resume() {
             vm.send(0, MachineEvent::MustPause { reason: reason.to_owned() });
         }
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
-        // The first reason is shown, because later failures follow from it.
+        // The first failure is reported, because later failures follow from it.
         assert_eq!(info.pause_reason.unwrap(), "flush of data failed: no room");
         let refused = vm.handle.ask(VmRequest::Resume).await.unwrap_err();
         assert!(matches!(&refused, VmError::CannotResume { reason } if reason.contains("no room")));
         assert_eq!(vm.state().await, VmState::Paused);
         assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
-        // A new machine has not failed.
+        // A new machine starts without a failure.
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().pause_reason, None);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -675,11 +676,11 @@ fn vmm_without_vm_serves_create() {
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert!(matches!(create().await, Err(VmError::AlreadyCreated)));
-        // After the deletion, another VM can be created.
+        // Once the VM is deleted, another one can be created.
         vm.handle.ask(VmRequest::Delete).await.unwrap();
         assert!(matches!(vm.handle.ask(VmRequest::Info).await, Err(VmError::NotCreated)));
         create().await.unwrap();
-        // Events of the deleted VM are dropped.
+        // Events from the machine of the deleted VM are dropped.
         vm.send(0, MachineEvent::GuestShutdown);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         vm.send(0, triple_fault());

@@ -1,4 +1,4 @@
-//! Volumes of a machine, and their state for `vm.volumes`.
+//! Volumes of a machine, and their state in `vm.volumes`.
 
 use std::any::Any;
 use std::path::Path;
@@ -13,17 +13,18 @@ use crate::config::PmVolumeConfig;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
 
 pub(in crate::vm) struct Opened {
-    /// Size that the guest sees.
+    /// Size of the volume as the guest sees it.
     pub(in crate::vm) size_bytes: u64,
-    /// Number of pieces in the pool.
+    /// Number of extents in the pool.
     pub(in crate::vm) extents: usize,
     pub(in crate::vm) failure: FirstFailure,
-    /// Resources that the device does not hold: the open volume, and the mapping and the metrics of
-    /// an NVDIMM.
+    /// Resources that the device itself does not hold: the open volume, and for an NVDIMM also the
+    /// mapping and the metrics.
     pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
 }
 
-/// Volume of a machine. It is open, and locked against other users, as long as the machine exists.
+/// Volume that is attached to a machine. As long as the machine exists, the volume is open and
+/// locked against other users.
 pub(in crate::vm) struct AttachedVolume {
     config: PmVolumeConfig,
     interface: Chosen,
@@ -49,7 +50,8 @@ impl AttachedVolume {
         &self.config.name
     }
 
-    /// Returns the state for `vm.volumes`. `guest_btt` is the verdict on the guest's driver.
+    /// Returns the state that `vm.volumes` reports. `guest_btt` is the verdict on the BTT driver in
+    /// the guest.
     pub(in crate::vm) fn info(&self, guest_btt: Option<Verdict>) -> VolumeInfo {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
@@ -65,8 +67,8 @@ impl AttachedVolume {
     }
 }
 
-/// Status of a volume. `failure` is the reason why a flush of the volume failed. If another write
-/// to the pool has failed, the next flush will fail, too.
+/// Returns the status of a volume. `failure` is the reason for a failed flush of the volume. If any
+/// other write to the pool has failed, the next flush will fail too.
 fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
     match (failure, pool_has_failed) {
         (Some(reason), _) => VolumeStatus::Failed(format!("a flush has failed: {reason}")),

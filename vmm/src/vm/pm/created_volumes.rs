@@ -1,4 +1,4 @@
-//! Deletes the volumes that a failed start has created.
+//! Deletes the volumes that were created by a start that failed.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use tracing::{info, warn};
 
 use crate::config::PmVolumeConfig;
 
-/// Volumes that this start has created. Dropping this value deletes them, unless [`Self::keep`] was
+/// Volumes that were created by this start. When dropped, deletes them unless [`Self::keep`] was
 /// called.
 ///
-/// All users of these volumes must be dropped first.
+/// Everything that uses these volumes must be dropped first.
 #[derive(Default)]
 pub(in crate::vm) struct CreatedVolumes(Vec<Created>);
 
@@ -34,7 +34,7 @@ impl CreatedVolumes {
         Ok(())
     }
 
-    /// Keeps the volumes after a successful start.
+    /// Keeps the volumes, because the start has succeeded.
     pub(in crate::vm) fn keep(&mut self) {
         self.0.clear();
     }

@@ -14,7 +14,7 @@ use crate::vm::resources::pools::OpenPool;
 pub(super) struct PmStorage {
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) pools: Vec<OpenPool>,
-    /// Verdict on the guest's BTT driver, if it translates any volume.
+    /// Verdict on the BTT driver in the guest, if that driver is used for any volume.
     pub(super) guest_btt: Arc<GuestBtt>,
 }
 

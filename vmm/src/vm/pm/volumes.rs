@@ -1,4 +1,4 @@
-//! Opens volumes and attaches each of them by an interface that is safe for it.
+//! Opens volumes, and attaches each by an interface that is safe for it.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::resources::Resources;
 use crate::vm::zones;
 
-/// Attached volumes, and the data that other parts of the machine need.
+/// Attached volumes, and data about them for other parts of the machine.
 #[derive(Default)]
 pub(in crate::vm) struct Attached {
-    /// Entries for the firmware tables, in the order of their flush hint pages.
+    /// Entries in the firmware tables, in the order of the flush hint pages.
     pub(in crate::vm) nvdimms: Vec<Nvdimm>,
     pub(in crate::vm) volumes: Vec<AttachedVolume>,
-    /// Check of the guest's BTT driver, for the volumes whose sectors it translates.
+    /// Check of the guest's BTT driver, for volumes whose sectors that driver translates.
     pub(in crate::vm) guest_btt: Arc<GuestBtt>,
 }
 
-/// Attaches the volumes of `config`, and adds those on the PCI bus to `devices`.
+/// Attaches the volumes of `config`. Adds those that are PCI devices to `devices`.
 pub(in crate::vm) fn attach(
     config: &VmConfig,
     payload: Payload,
@@ -84,7 +84,7 @@ pub(in crate::vm) fn attach(
     Ok(attached)
 }
 
-/// Returns the interface of each volume, in the order of `config`.
+/// Returns the interface of each volume, in the order of the volumes in `config`.
 fn choose_all(
     config: &VmConfig,
     payload: Payload,
@@ -101,7 +101,7 @@ fn choose_all(
     Ok(chosen)
 }
 
-/// Creates the check of the guest's BTT driver, for the volumes whose sectors it translates.
+/// Creates the check of the guest's BTT driver, for volumes whose sectors that driver translates.
 fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
     let translated = config
         .pm_volumes
@@ -114,7 +114,7 @@ fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
     GuestBtt::new(translated.collect(), config.cpus.max_vcpus)
 }
 
-/// Returns the source of an NVDIMM's health, which the guest can read.
+/// Returns the source of the health state that the guest can read from an NVDIMM.
 fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     let pool = Arc::clone(pool);
     Box::new(move || match failure.reason().is_some() || pool.has_failed() {
@@ -123,10 +123,10 @@ fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     })
 }
 
-/// Executes the step of each volume of `config`, and opens it. Returns the volumes in the order of
-/// `config`.
+/// Executes the planned step for each volume in `config`, and opens the volume. Returns the volumes
+/// in the order of `config`.
 ///
-/// Existing volumes are opened first, then new ones are created, and then volumes grow, because a
+/// Existing volumes are opened first. Then new volumes are created. Volumes grow last, because a
 /// grow cannot be undone.
 fn open(
     config: &VmConfig,
@@ -155,8 +155,8 @@ fn open(
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }
 
-/// Grows a volume with `size=remaining`. If it cannot grow, it keeps its size, unless its pool has
-/// failed.
+/// Grows a volume that has `size=remaining`. If it cannot grow, its size does not change. That is
+/// an error only if the pool has failed.
 fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Result<(), PoolError> {
     let PmVolumeConfig { name, pool: path, .. } = volume;
     let (path, size) = (path.display(), Size(size_bytes));
@@ -189,7 +189,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Creates a pool of 128 MiB with these volumes, each of 20 MiB.
+    /// Creates a pool of 128 MiB with volumes of 20 MiB each, which have these names.
     fn pool_with(names: &[&str]) -> (TempDir, PathBuf) {
         pool_in(TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap(), names)
     }
@@ -225,7 +225,8 @@ mod tests {
         pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes / MIB)).collect()
     }
 
-    /// Opens the volumes of a start that succeeds or fails. Returns their sizes in MiB.
+    /// Opens the volumes for a start that succeeds or fails. Returns the sizes of the volumes in
+    /// MiB.
     fn start(config: &VmConfig, succeeds: bool) -> Result<Vec<u64>, BuildError> {
         let mut resources = resources();
         let steps = resources.open_pools(config)?;
@@ -253,7 +254,7 @@ mod tests {
             after,
             [("new".to_owned(), 20), ("old".to_owned(), 20), ("rest".to_owned(), 84)]
         );
-        // The second start creates none, so it deletes none.
+        // The second start creates no volumes, so it deletes none.
         assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
         assert_eq!(names_and_sizes(&path), after);
     }
@@ -271,8 +272,8 @@ mod tests {
             }
             assert_eq!(start(&config, true).unwrap(), [volume_mib], "in a pool of {pool_mib} MiB");
         }
-        // The zones need more memory than is left. The start is refused, because the volume does
-        // not shrink.
+        // The zones need more memory than remains in the pool. The start is refused, because a
+        // volume never shrinks.
         config.pm_memory[0].size = 66 * MIB;
         assert!(start(&config, true).is_err());
         assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);
@@ -293,7 +294,8 @@ mod tests {
         };
         let before = footprint(&machine);
         let (volume, pool) = (volumes.remove(0), resources.pool(&path));
-        // Only a page cache needs a flush hint, and the folder may be on tmpfs, which is volatile.
+        // Only a page cache requires flush hints. The folder may be on tmpfs, which is volatile and
+        // needs none.
         let hints = usize::from(pool.durability() == Durability::PageCache);
         let interface = Chosen::Nvdimm;
         let new = NewVolume { config: &config.pm_volumes[0], interface, pool, volume };
@@ -315,7 +317,8 @@ mod tests {
         assert_eq!(events_of_served_volume(&path), ["volume-replaced"]);
     }
 
-    /// Serves the volume `data` over virtio-blk. Returns the names of the events about volumes.
+    /// Serves the volume `data` over virtio-blk. Returns the names of the emitted events about
+    /// volumes.
     fn events_of_served_volume(pool: &Path) -> Vec<&'static str> {
         let config = config(pool, &["name=data,interface=virtio-blk"]);
         let mut resources = resources();

@@ -1,5 +1,5 @@
-//! Resources that outlive a machine. A reboot builds a new machine on the same pools, and metrics
-//! continue.
+//! Resources that outlive a machine. After a reboot, the new machine uses the same pools, and
+//! metrics continue.
 
 pub(crate) mod pools;
 pub(crate) mod taps;
@@ -30,10 +30,11 @@ use crate::vm::error::BuildError;
 use crate::vm::resources::pools::OpenPool;
 use crate::vm::resources::taps::Taps;
 
-/// Network interfaces, files and consoles that stay open for the next machine. Clones share them.
+/// Network interfaces, files and consoles that remain open for the next machine. Clones share the
+/// open files.
 #[derive(Clone, Default)]
 pub(crate) struct OpenFiles {
-    /// Interfaces of `--net`.
+    /// Network interfaces of `--net`.
     pub(crate) taps: Taps,
     /// Files of `--pmem`.
     pub(crate) pmem: PmemFiles,
@@ -41,11 +42,11 @@ pub(crate) struct OpenFiles {
     pub(crate) lines: Lines,
 }
 
-/// Resources of the VMM outside of its machine.
+/// Resources that the VMM keeps outside of its machine.
 pub(crate) struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// Maps each path of a pool in the VM's configuration to the path by which the configuration
-    /// first named that pool.
+    /// For each path of a pool in the VM's configuration, the path by which the configuration first
+    /// named the pool.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
@@ -55,7 +56,7 @@ pub(crate) struct Resources {
 }
 
 impl Resources {
-    /// Creates resources without open files.
+    /// Creates resources for the first VM. No files are open.
     pub(crate) fn new(metrics: Arc<Metrics>, events: Events) -> Self {
         let (pools, paths_of_pools, open_files, plug_budgets) = Default::default();
         Self { pools, paths_of_pools, open_files, plug_budgets, metrics, events, machines: 0 }
@@ -66,7 +67,7 @@ impl Resources {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
-    /// Files that stay open for the next machine.
+    /// Files that remain open for the next machine.
     pub(in crate::vm) fn open_files(&self) -> &OpenFiles {
         &self.open_files
     }
@@ -85,21 +86,21 @@ impl Resources {
         &mut self.plug_budgets
     }
 
-    /// Interfaces of `--net`.
+    /// Network interfaces of `--net`.
     pub(crate) fn taps(&self) -> &Taps {
         &self.open_files.taps
     }
 
-    /// Closes the interfaces and files that `config` no longer has. Must be called without a
-    /// machine.
+    /// Closes the interfaces and files that `config` no longer contains. Must be called while there
+    /// is no machine.
     pub(crate) fn retain(&self, config: &VmConfig) {
         self.open_files.taps.retain(config);
         self.open_files.pmem.retain(config);
     }
 
-    /// Returns `config` with one path for each pool: the path by which the VM's configuration first
-    /// named it. A path is looked up once in the life of a VM, so a link that changes later has no
-    /// effect.
+    /// Returns `config` with a single path for each pool: the path by which the VM's configuration
+    /// first named the pool. A path is resolved only once in the life of a VM, so later changes of
+    /// a link have no effect.
     pub(in crate::vm) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
         let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);
@@ -120,12 +121,12 @@ impl Resources {
         config
     }
 
-    /// Opens every pool of `config` that is not open yet. Pools stay open and locked as long as the
-    /// VMM runs. But a pool with a failed write refuses writes until it is opened again, so the
-    /// next machine opens it again.
+    /// Opens every pool in `config` that is not open yet. Pools remain open and locked until the
+    /// VMM exits. However, a pool refuses writes after a failed write until it is opened again, so
+    /// the next machine reopens it.
     ///
-    /// Returns the step for each volume of `config`, in its order. A pool is refused if it is too
-    /// small for the VM's volumes and the memory that its zones may need.
+    /// Returns the planned step for each volume, in the order of `config`. A pool is refused if it
+    /// is too small for the VM's volumes and for the memory that the zones may need.
     pub(in crate::vm) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();
@@ -141,7 +142,7 @@ impl Resources {
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {
-            // Another machine on the same pool may have another limit.
+            // The pool may have been opened by another machine with another limit.
             let bound = scrub_bound(config, path);
             if let Some(pool) = self.pools.get(path) {
                 pool.set_scrub_bandwidth(bound);
@@ -187,12 +188,12 @@ impl Resources {
     /// Returns a pool that [`Resources::open_pools`] has opened.
     ///
     /// # Panics
-    /// If the pool is not open. Both calls must use the same configuration.
+    /// Panics if the pool is not open. Both calls must be made with the same configuration.
     pub(crate) fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
         self.pools.get(path).expect("a pool that was opened")
     }
 
-    /// All pools, in the order of their paths.
+    /// All open pools, in the order of their paths.
     pub(in crate::vm) fn pools(&self) -> Vec<OpenPool> {
         self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
     }
@@ -210,34 +211,34 @@ impl Resources {
         &self.events
     }
 
-    /// Initial state of console files: empty for the first machine, continued for later ones.
+    /// How console files are opened: truncated by the first machine, continued by later machines.
     pub(crate) fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }
 
-    /// Number of machines built so far.
+    /// Number of machines that have been built so far.
     pub(crate) fn machines(&self) -> u64 {
         self.machines
     }
 
-    /// Counts a machine that was built.
+    /// Counts a machine that has been built.
     pub(crate) fn machine_built(&mut self) {
         self.machines += 1;
     }
 }
 
-/// Files of `--pmem`, in the order of the VM's configuration. Shared with the machine, which adds
+/// Files of `--pmem`, in the order of the VM's configuration. The machine shares the list, and adds
 /// and removes files.
 #[derive(Clone, Default)]
 pub(crate) struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
 
-/// File with its configuration.
+/// Open file with its configuration.
 pub(crate) type NamedFile = (PmemConfig, Arc<PmemFile>);
 
 impl PmemFiles {
-    /// Opens every file of `config`. Files stay open and locked as long as the VM has them, so that
-    /// a file without a name survives a reboot. A file with a name is opened again if a flush has
-    /// failed, as a pool is.
+    /// Opens every file in `config`. Files remain open and locked as long as the VM has them, so
+    /// that the contents of an unnamed file survive a reboot. A named file is opened again if a
+    /// flush has failed, as pools are.
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {
@@ -247,7 +248,7 @@ impl PmemFiles {
             }
             !failed
         });
-        // The earlier files stay open until all are open, because a file without a name must
+        // The earlier files remain open until all files are open, because an unnamed file must
         // survive a failed attempt.
         let mut earlier: Vec<_> = files.iter().collect();
         let mut opened = Vec::with_capacity(config.pmem.len());
@@ -263,17 +264,17 @@ impl PmemFiles {
         Ok(())
     }
 
-    /// Retains the file of an added device for the next machine.
+    /// Keeps the file of an added device open for the next machine.
     pub(crate) fn add(&self, config: &PmemConfig, file: Arc<PmemFile>) {
         self.0.lock().push((config.clone(), file));
     }
 
-    /// Releases the file of the device `id`. It closes once the device has ended.
+    /// Releases the file of the device `id`. The file is closed when the device has ended.
     pub(crate) fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the files that are not in `config`. Must be called without a machine.
+    /// Closes the files that are not in `config`. Must be called while there is no machine.
     fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }
@@ -287,13 +288,14 @@ pub(in crate::vm) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, Bui
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 
-/// Returns true if the file of a pool was truncated. The error of opening it names a remedy.
+/// Returns true if the file of a pool was truncated. If so, opening the pool again fails with an
+/// error that names a remedy.
 fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
     file.try_clone_to_owned()
         .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
 }
 
-/// Limit of the bandwidth for erasing a pool, from `--pm-memory`.
+/// Limit on the bandwidth for erasing a pool, from `--pm-memory`.
 fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
     match config.pm_memory.iter().find(|pm| pm.pool == pool) {
         Some(pm) => pm.scrub_bytes_per_s(),
@@ -347,14 +349,14 @@ mod tests {
         resources.pmem().open(&config).unwrap();
         let then = files(&resources);
         assert_eq!((then[0], then[2]), (first[0], first[2]));
-        // A file that cannot be opened does not affect the others.
+        // If one file cannot be opened, the other files are not affected.
         let mut with_one_more = config.clone();
         with_one_more
             .pmem
             .push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
         resources.pmem().open(&with_one_more).unwrap_err();
         assert_eq!(files(&resources), then);
-        // On tmpfs a flush cannot fail.
+        // A flush to tmpfs cannot fail.
         assert_eq!(
             failed,
             resources.pmem().list()[1].1.durability() == Some(Durability::PageCache)
@@ -492,10 +494,10 @@ mod tests {
         assert_eq!(paths, [&link, &other]);
         let steps = resources.open_pools(&named).unwrap();
         assert_eq!(resources.pools().len(), 2);
-        // Both zones count, in spite of their different paths.
+        // Both zones are counted, although their paths differ.
         let Step::Create(a) = &steps[0] else { panic!("{steps:?}") };
         assert_eq!(*a, resources.pool(&link).info().available_bytes() - 12 * MIB);
-        // The link changes before the next boot. The VM keeps its pool.
+        // The link is changed before the next boot. The VM still uses the same pool.
         std::fs::remove_file(&link).unwrap();
         std::os::unix::fs::symlink("other", &link).unwrap();
         assert_eq!(resources.with_one_path_for_each_pool(&config), named);

@@ -1,4 +1,4 @@
-//! Open pools of a machine, and their state for `pool.info`.
+//! Open pools of a machine, and their state in `pool.info`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use foreshore_devices::pool::PmPool;
 
 use crate::vm::request::{PoolInfo, PoolStatus};
 
-/// Pool with memory or a volume of the machine.
+/// Pool that contains memory or a volume of the machine.
 pub(in crate::vm) struct OpenPool {
     path: PathBuf,
     pool: Arc<dyn PmPool>,
@@ -18,7 +18,8 @@ impl OpenPool {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
     }
 
-    /// State for `pool.info`. Waits neither for the media nor for changes of the pool.
+    /// State that `pool.info` reports. Reading it waits neither for the media nor for changes of
+    /// the pool.
     pub(in crate::vm) fn info(&self) -> PoolInfo {
         let info = self.pool.info();
         PoolInfo {
@@ -26,7 +27,7 @@ impl OpenPool {
             uuid: info.uuid.to_string(),
             durability: info.durability.name().to_owned(),
             total_bytes: info.total_bytes,
-            // `strg_bytes` shows the part that is reserved for volumes.
+            // `strg_bytes` reports the part of the free bytes that is reserved for volumes.
             free_bytes: info.free_bytes,
             memory_bytes: info.memory_bytes,
             volume_bytes: info.volume_bytes,
@@ -54,7 +55,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Opens a pool of 64 MiB with 16 MiB reserved for volumes, on tmpfs if there is one.
+    /// Opens a pool of 64 MiB with 16 MiB reserved for volumes, on tmpfs if possible.
     fn open() -> (Arc<LocalPool>, OpenPool, TempDir) {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
@@ -99,7 +100,7 @@ mod tests {
         }
     }
 
-    /// Both commands use the same names, so that users learn only one set.
+    /// Both commands use the same field names, so that users need to learn only one set.
     #[test]
     fn pool_info_and_pmvol_info_share_names_and_values() {
         let (pool, open, _folder) = open();
@@ -109,12 +110,12 @@ mod tests {
         let theirs = object(serde_json::to_value(pool.pool().info()).unwrap());
         for (name, number) in &ours {
             match name.as_str() {
-                // pmvol adds `path`, and has `latched` instead of `status`.
+                // pmvol adds `path`, and has `latched` in place of `status`.
                 "path" | "status" => assert!(!theirs.contains_key(name)),
                 _ => assert_eq!(theirs.get(name), Some(number), "{name}"),
             }
         }
-        // `damaged_bytes` is always 0 for a VM, because a damaged pool is not opened.
+        // `damaged_bytes` would always be 0 for a VM, because a damaged pool cannot be opened.
         let missing: Vec<_> = theirs.keys().filter(|name| !ours.contains_key(*name)).collect();
         assert_eq!(missing, ["damaged_bytes", "format_version", "latched", "thin"]);
         assert_eq!(theirs["damaged_bytes"], 0);
@@ -123,7 +124,7 @@ mod tests {
     #[test]
     fn read_only_pool_shows_its_first_failure() {
         let (pool, open, folder) = open();
-        // The next write, to the table of chunks, is beyond the end of the file.
+        // The next write changes the table of chunks, which is now beyond the end of the file.
         File::options().write(true).open(folder.path().join("pool")).unwrap().set_len(0).unwrap();
         pool.alloc_memory(2 * MIB).unwrap_err();
         let PoolStatus::ReadOnly(reason) = open.info().status else { panic!("it takes writes") };

@@ -1,4 +1,4 @@
-//! Network interfaces of the host that a VM uses. They outlive its machines.
+//! Host network interfaces that a VM uses. They outlive the machines of the VM.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
 use crate::vm::error::BuildError;
 
-/// Interfaces of `--net`, in the order of the VM's configuration. Shared with the machine, which
+/// Interfaces of `--net`, in the order of the VM's configuration. The machine shares the list, and
 /// adds and removes interfaces.
 ///
-/// They stay open as long as the VM has them, because passed descriptors cannot be opened again.
-/// Also, an interface that this process created remains, for example, a port of its bridge across a
-/// reboot.
+/// They remain open as long as the VM has them, because inherited descriptors cannot be opened
+/// again. In addition, an interface created by this process survives a reboot, and remains for
+/// example a port of its bridge.
 #[derive(Clone, Default)]
 pub(crate) struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 
-/// Interface with its configuration.
+/// Open interface with its configuration.
 pub(crate) type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
-    /// Opens every interface of `config` that is not open yet. The previous machine has ended, so
-    /// it no longer reads from the retained interfaces.
+    /// Opens every interface in `config` that is not open yet. The previous machine has ended, so
+    /// it no longer reads from interfaces that remained open.
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
-        // Interfaces that are not in `config` are closed first, because a new one may have the same
-        // name. An interface that was deleted on the host is created again. Passed descriptors
-        // cannot be opened again, so they are retained.
+        // Interfaces that are not in `config` are closed first, because a new interface may have
+        // the same name. If an interface was deleted on the host, it is created again. Inherited
+        // descriptors cannot be opened again, so they remain open.
         taps.retain(|(earlier, tap)| {
             config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
         });
@@ -47,17 +47,18 @@ impl Taps {
         Ok(())
     }
 
-    /// Retains the interface of an added device for the next machine.
+    /// Keeps the interface of an added device open for the next machine.
     pub(crate) fn add(&self, config: &NetConfig, tap: Arc<Tap>) {
         self.0.lock().push((config.clone(), tap));
     }
 
-    /// Releases the interface of the device `id`. It closes once the device has ended.
+    /// Releases the interface of the device `id`. The interface is closed when the device has
+    /// ended.
     pub(crate) fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the interfaces that are not in `config`. Must be called without a machine.
+    /// Closes the interfaces that are not in `config`. Must be called while there is no machine.
     pub(crate) fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
@@ -89,21 +90,21 @@ fn numbers(config: &NetConfig) -> Vec<RawFd> {
     config.fds.iter().map(GivenFd::number).collect()
 }
 
-/// Refuses descriptors that a device could not use.
+/// Refuses descriptors that a network device cannot use.
 pub(crate) fn check(config: &NetConfig) -> Result<(), TapError> {
     check_given(&numbers(config)).map(drop)
 }
 
-/// Takes ownership of the descriptors from the command line. They are closed when the VM no longer
-/// has their interface.
+/// Takes ownership of the descriptors on the command line. They are closed when the VM no longer
+/// has the interface.
 pub(crate) fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
         for fd in net.fds.iter_mut().filter(|fd| !fd.is_held()) {
-            // No number is given twice (`NetConfig::validate`), and no other flag takes it
-            // (`parse_command_line`).
-            // SAFETY: `check` has seen a queue of a tap interface. This process has opened none
-            // yet, so the descriptor is inherited and has no other owner.
+            // No number occurs twice in the flag (`NetConfig::validate`) or in other flags
+            // (`parse_command_line`). SAFETY: `check` has verified that the descriptor is a queue
+            // of a tap interface. This process has not opened any tap queue yet, so the descriptor
+            // is inherited and has no other owner.
             let owned = unsafe { OwnedFd::from_raw_fd(fd.number()) };
             *fd = GivenFd::from(owned);
         }
@@ -111,10 +112,11 @@ pub(crate) fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     Ok(())
 }
 
-/// Returns a random, locally administered Ethernet address.
+/// Returns a random MAC address that is locally administered.
 pub(crate) fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
-    // getrandom(2) always fills up to 256 bytes, on every kernel that has KVM.
+    // On every kernel that has KVM, getrandom(2) always fills requests of up to 256 bytes
+    // completely.
     assert_eq!(getrandom(&mut bytes, GetRandomFlags::empty()), Ok(6));
     MacAddress::local(bytes)
 }
@@ -144,7 +146,8 @@ mod tests {
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("cannot set up --net id=n: fd "), "{message}");
         assert!(taps.list().is_empty());
-        // `open`, and not `Taps::open`, serves interfaces that are added to a running machine.
+        // Interfaces that are added to a running machine are opened by `open` instead of
+        // `Taps::open`.
         let added = open(&config.net[0]).unwrap_err();
         assert_eq!(foreshore_types::chain(&added), message);
     }

@@ -1,14 +1,14 @@
-//! Answers while the owner is busy.
+//! Tests of answers while the owner is busy.
 
 use super::*;
 use crate::config::{DiskConfig, PmMemoryConfig};
 
-/// Owner on its own thread, separate from that of the API.
+/// Owner on a thread of its own, separate from the thread of the API.
 struct Elsewhere {
     handle: VmHandle,
     delays: Delays,
     senders: Arc<Mutex<Vec<EventSender>>>,
-    /// Error of a request that has failed.
+    /// Error of the request that failed.
     refused: Arc<Mutex<Option<VmError>>>,
     thread: std::thread::JoinHandle<Result<(), RunError>>,
 }
@@ -29,8 +29,8 @@ impl Elsewhere {
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
 
-    /// Checks that `begin` leads to a call of `what` that blocks, and that `vm.info` shows the
-    /// state `meanwhile` until it returns.
+    /// Checks that `begin` causes a call of `what`, which blocks. Until it returns, `vm.info` must
+    /// report the state `meanwhile`.
     async fn check(&self, what: &'static str, meanwhile: VmState, begin: impl FnOnce(&Self)) {
         let delay = self.delays.add(what);
         begin(self);
@@ -43,11 +43,11 @@ impl Elsewhere {
             assert_eq!(self.handle.info().await.unwrap().state, meanwhile, "{what}");
         }
         drop(delay);
-        // The answer means that the work is done. An error means that the VMM has ended.
+        // An answer means that the work is done. An error means that the VMM has ended.
         let _ = self.handle.ask(VmRequest::Info).await;
     }
 
-    /// Sends a request without waiting for the answer.
+    /// Sends a request, but does not wait for the answer.
     fn ask<T: Send + 'static>(&self, request: impl FnOnce(Reply<T>) -> VmRequest + 'static) {
         let (handle, refused) = (self.handle.clone(), Arc::clone(&self.refused));
         drop(tokio::task::spawn_local(
@@ -92,7 +92,7 @@ fn info_is_answered_with_previous_state_while_owner_is_busy() {
         })
         .await;
         vm.check("drop", VmState::Running, |vm| vm.ask(VmRequest::Reboot)).await;
-        // Events of the guest.
+        // Returns a function that sends an event of the guest.
         let event = |event| move |vm: &Elsewhere| vm.senders.lock().last().unwrap().send(event);
         vm.check("build", VmState::Running, event(MachineEvent::GuestReset)).await;
         vm.check("drop", VmState::Running, event(MachineEvent::GuestShutdown)).await;
@@ -104,7 +104,7 @@ fn info_is_answered_with_previous_state_while_owner_is_busy() {
     vm.end();
 }
 
-/// A VM from the command line, whose end is also the end of the VMM.
+/// VM from the command line. When it ends, the VMM ends too.
 #[test]
 fn info_is_answered_during_initial_boot_and_final_shutdown() {
     let factory = FakeFactory::default();
@@ -130,8 +130,8 @@ fn pause_is_answered_after_standstill_without_delaying_others() {
         let moves = vm.delays.add("stand still");
         let handle = vm.handle.clone();
         let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-        // Requests are handled one at a time, so this answer means that the owner's part of the
-        // pause is done.
+        // Requests are handled one at a time, so an answer means that the owner has completed its
+        // part of the pause.
         while vm.state().await != VmState::Paused {}
         assert_eq!(vm.state().await, VmState::Paused);
         assert!(!pause.is_finished());

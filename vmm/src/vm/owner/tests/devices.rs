@@ -1,4 +1,4 @@
-//! Devices that are added and removed, before and after boot.
+//! Tests of adding and removing devices, before and after boot.
 
 use super::*;
 
@@ -33,12 +33,12 @@ fn devices_of_stopped_vm_are_in_its_configuration() {
         assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
         remove(&vm, "d").await.unwrap();
         assert_eq!(disk_ids(&vm).await, []);
-        // Its open files were closed.
+        // The open files of the device were closed.
         assert_eq!(vm.log(), ["keep"]);
     });
 }
 
-/// Interface with this end of a pipe as its only queue.
+/// Network interface with this end of a pipe as its only queue.
 fn net_of(text: &str, fd: std::os::fd::OwnedFd) -> Box<DeviceConfig> {
     let mut net = crate::config::NetConfig::parse(text).unwrap();
     net.fds = vec![fd.into()];
@@ -68,7 +68,7 @@ fn descriptors_of_interface_survive_reboot_and_close_on_removal() {
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         assert_eq!(net().await, given);
         assert!(is_open(&mut reader));
-        // Descriptors of a refused interface are closed.
+        // The descriptors of a refused interface are closed.
         let (mut other, writer) = std::io::pipe().unwrap();
         assert!(matches!(add("id=n", writer.into()).await, Err(VmError::Config(_))));
         assert!(!is_open(&mut other));
@@ -79,7 +79,7 @@ fn descriptors_of_interface_survive_reboot_and_close_on_removal() {
         remove(&vm, "n").await.unwrap();
         assert_eq!(net().await, []);
         assert!(!is_open(&mut reader));
-        // Descriptors of a deleted VM are closed as well.
+        // The descriptors of a deleted VM are closed too.
         let (mut reader, writer) = std::io::pipe().unwrap();
         assert!(add("", writer.into()).await.unwrap().is_some());
         assert!(is_open(&mut reader));
@@ -111,28 +111,30 @@ fn devices_added_to_running_vm_are_in_next_boot() {
         let vm = start(None).await;
         let info = add(&vm, "path=/d").await.unwrap().unwrap();
         assert_eq!(info, PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:05.0".to_owned() });
-        // A device that the machine refuses is not in the configuration either.
+        // A device that the machine refuses is not added to the configuration either.
         assert!(matches!(add(&vm, "path=/missing,id=m").await, Err(VmError::Failed(_))));
         assert!(matches!(add(&vm, "path=/e,id=_disk0").await, Err(VmError::Config(_))));
         assert_eq!(disk_ids(&vm).await, [Some("_disk0".to_owned())]);
-        // A paused VM accepts devices as well, and the configuration does not wait for the guest.
+        // A paused VM also accepts devices, and the configuration changes without waiting for the
+        // guest.
         let _ = vm.handle.ask(VmRequest::Pause).await;
         assert!(add(&vm, "path=/e,id=e").await.unwrap().is_some());
         remove(&vm, "_disk0").await.unwrap();
         assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
-        // The guest still has a removed device, so its id is not reused.
+        // The guest still has a removed device, so its ID is not reused.
         for id in ["_disk0", "_disk2"] {
             assert_eq!(add(&vm, "path=/f").await.unwrap().unwrap().id, id);
         }
         for id in ["_disk0", "_disk2"] {
             remove(&vm, id).await.unwrap();
         }
-        // A removal may be repeated until the device is gone, because the machine still knows it.
+        // A removal may be repeated until the device is gone, because the machine still has the
+        // device.
         remove(&vm, "_disk0").await.unwrap();
         assert!(matches!(remove(&vm, "nobody").await, Err(VmError::NoSuchDevice { .. })));
         vm.send(0, MachineEvent::Ejected { slot: 5 });
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // Event of a replaced machine.
+        // Event from a machine that has been replaced.
         vm.send(0, MachineEvent::Ejected { slot: 5 });
         assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
         assert_eq!(vm.log().iter().filter(|entry| **entry == "ejected").count(), 1);

@@ -1,4 +1,4 @@
-//! Events and requests during a pause: ends of the guest, and clients that end the pause.
+//! Tests of events and requests during a pause: guests that end, and clients that end the pause.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn end_of_paused_guest_takes_effect_on_resume() {
         for event in [MachineEvent::GuestReset, triple_fault()] {
             let vm = start(None).await;
             vm.handle.ask(VmRequest::Pause).await.unwrap();
-            // A second end of the guest has no further effect.
+            // If the guest ends again, there is no further effect.
             for _ in 0..2 {
                 vm.send(0, event.clone());
                 assert_eq!(vm.state().await, VmState::Paused);
@@ -50,13 +50,13 @@ fn kept_end_does_not_apply_to_next_machine() {
 }
 
 /// Pauses the VM, and calls `undo` before all parts have stopped. Returns the error of the pause,
-/// and the events since its start.
+/// and the events since the start of the pause.
 async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str>) {
     let vm = start(None).await;
     let moves = vm.delays.add("stand still");
     let handle = vm.handle.clone();
     let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-    // Ensures that this pause is delayed and not a later one.
+    // Wait until this pause is the delayed one, so that a later pause is not delayed.
     while vm.delays.has("stand still") {
         tokio::task::yield_now().await;
     }
@@ -93,7 +93,7 @@ fn pause_undone_before_standstill_is_refused() {
     });
 }
 
-/// The end of the first pause does not end the second one.
+/// The second pause is not ended by the end of the first pause.
 #[test]
 fn second_pause_is_independent_of_undone_one() {
     run(async {
@@ -104,7 +104,7 @@ fn second_pause_is_independent_of_undone_one() {
         .await;
         assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
         assert_eq!(told, ["pausing", "resuming", "resumed", "pausing", "paused"]);
-        // The pauses of another VM are separate.
+        // Pauses of another VM are independent.
         let (refused, told) = undone(async |vm| {
             vm.ask(VmRequest::Delete).await.unwrap();
             vm.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
@@ -126,7 +126,7 @@ fn boot_of_paused_vm_is_a_resume() {
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "pause", "resume"]);
-        // Also for a VM that must not be resumed.
+        // The same holds for a VM that must not be resumed.
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Resizes of memory and vCPUs, and their effect on the next boot.
+//! Tests of resizes of memory and vCPUs, and of their effect on the next boot.
 
 use super::*;
 use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig};
@@ -33,7 +33,7 @@ fn resize_of_stopped_vm_changes_its_configuration() {
         resize(more).await.unwrap();
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
         assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
-        // A resize is applied completely or not at all, and errors quote the request.
+        // A resize is applied completely or not at all, and its errors quote the request.
         for ((desired_vcpus, desired_ram, desired_balloon), told) in [
             ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
             ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
@@ -71,7 +71,7 @@ fn memory_added_by_acpi_is_boot_memory_of_next_boot() {
             resize(bytes).await.unwrap();
             assert_eq!(size().await, bytes);
         }
-        // A size that could not be booted is refused without a call of the machine.
+        // If the VM could not boot with a size, the size is refused without a call of the machine.
         assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
         assert_eq!(size().await, 256 << 20);
         assert_eq!(vm.log(), ["build", "resume", "resize dram", "resize dram"]);
@@ -118,7 +118,7 @@ fn configuration_stores_requested_vcpus() {
         assert_eq!(count().await, 4);
         vm.send(0, MachineEvent::VcpuEjected { index: 2 });
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // Event of a replaced machine.
+        // Event from a machine that has been replaced.
         vm.send(0, MachineEvent::VcpuEjected { index: 1 });
         assert_eq!(count().await, 4);
         let expected = "build, resume, resize vcpus, vcpu ejected, drop, build, resume";
@@ -154,8 +154,8 @@ fn resize_with_balloon_too_large_for_next_boot_is_refused() {
             desired_balloon: balloon_mib.map(|mib| mib << 20),
             ..ResizeRequest::default()
         };
-        // The guest keeps a quarter of its boot memory. Only the last request of each row is
-        // refused.
+        // The balloon leaves at least a quarter of the boot memory to the guest. Only the last
+        // request in each row is refused.
         let rows = [
             vec![wish(Some(256), Some(300))],
             vec![wish(Some(256), None), wish(None, Some(300))],
@@ -178,7 +178,7 @@ fn resize_with_balloon_too_large_for_next_boot_is_refused() {
             assert_eq!(after, before, "{row:?}");
             assert_eq!(after.validate(), Ok(()), "{row:?}");
         }
-        // A request may deflate the balloon and shrink the memory at once.
+        // One request may deflate the balloon and also shrink the memory.
         let vm = serve(None, Some(config()), AtGuestShutdown::End);
         for wish in [wish(None, Some(300)), wish(Some(256), Some(0))] {
             vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(wish), reply)).await.unwrap();

@@ -1,4 +1,4 @@
-//! Events of a VM.
+//! Tests of the events of a VM.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn events_are_emitted_in_order() {
         vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        // Refused requests emit no event.
+        // A refused request emits no event.
         assert!(vm.handle.ask(VmRequest::Pause).await.is_err());
         assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
         vm.handle.ask(VmRequest::Boot).await.unwrap();
@@ -24,7 +24,8 @@ fn events_are_emitted_in_order() {
             "booting booted failed shutdown deleted",
         ];
         assert_eq!(vm.told().await.join(" "), expected.join(" "));
-        // A failed boot emits only its first event. A guest that powers itself off deletes its VM.
+        // A failed boot emits only its first event. If the guest powers itself off, its VM is
+        // deleted.
         let vm = serve(Some(0), None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
@@ -54,8 +55,8 @@ fn refused_resize_emits_no_event() {
     });
 }
 
-/// A guest can restart at any rate, and events may be written to a file. Restarts by a client are
-/// always emitted.
+/// A guest can restart at any rate, and events may be written to a file. Restarts by a client
+/// always emit events.
 #[test]
 fn events_of_restart_loop_are_limited_but_last_state_is_emitted() {
     run(async {
@@ -73,7 +74,7 @@ fn events_of_restart_loop_are_limited_but_last_state_is_emitted() {
         let count = |name| told.iter().filter(|event| **event == name).count();
         assert!((101..150).contains(&count("rebooting")), "{told:?}");
         assert!(withheld > 900, "{withheld}");
-        // Before the client's first reboot, the completion of the guest's last restart is emitted.
+        // The completion of the guest's last restart is emitted before the client's first reboot.
         assert_eq!(
             &told[told.len() - 203..][..3],
             ["rebooted", "rebooting", "rebooted"],
