@@ -160,7 +160,7 @@ fn mode_opens_the_metrics_socket_to_others() {
     let begin = Instant::now();
     let open =
         || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
-    // The socket has its name slightly before it has its mode.
+    // The socket gets its name slightly before its mode is set.
     while open().is_empty() {
         assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
         std::thread::yield_now();

@@ -12,7 +12,7 @@ use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OF
 use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
 
 /// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 are clear: the machine has no legacy devices
-/// and no keyboard controller. Otherwise Linux would probe for them, which takes long.
+/// and no keyboard controller. Otherwise Linux would probe for them, which takes a long time.
 const VGA_NOT_PRESENT: u16 = 1 << 2;
 const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;

@@ -73,12 +73,12 @@ impl AcpiInput {
 pub(crate) enum AcpiError {
     #[error("the ACPI tables have {actual_bytes} bytes, and must have at most {limit_bytes}")]
     TooLarge { actual_bytes: usize, limit_bytes: usize },
-    /// If the range is empty, or its start or size is not a multiple of the page size.
+    /// The range of an NVDIMM is empty, or its start or size is not a multiple of the page size.
     #[error(
         "the size of the NVDIMM at {start:#x}, {size_bytes} bytes, is not a multiple of the page size"
     )]
     BadNvdimm { start: u64, size_bytes: u64 },
-    /// If guest memory ends below the address.
+    /// Guest memory ends below the address of the ACPI tables.
     #[error("cannot write the ACPI tables at {:#x}", RSDP_START.raw_value())]
     Write(#[from] vm_memory::GuestMemoryError),
 }
@@ -170,8 +170,8 @@ mod tests {
         table
     }
 
-    /// Signature and bytes of every table, found in the same order as by a guest: RSDP, XSDT, FADT,
-    /// DSDT.
+    /// Signature and bytes of every table. The tables are located in the same way as by a guest:
+    /// RSDP, XSDT, FADT, DSDT.
     fn walk(tables: &AcpiTables) -> Vec<(String, &[u8])> {
         let rsdp = &tables.bytes[..36];
         assert_eq!(&rsdp[..8], b"RSD PTR ");

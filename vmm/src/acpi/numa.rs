@@ -39,7 +39,7 @@ pub(crate) struct NumaNode {
     pub memory: Vec<NodeMemory>,
     /// Distance to each node, in order of index.
     pub distances: Vec<u8>,
-    /// Node whose vCPUs are attached to the same memory controller.
+    /// Node with the vCPUs that the memory controller is attached to.
     pub near: u32,
     /// Performance for each node with vCPUs, in order of index. The HMAT is omitted unless every
     /// node with memory has it.

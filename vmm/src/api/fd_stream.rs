@@ -194,8 +194,8 @@ mod tests {
         )
     }
 
-    /// Checks that no other process or thread keeps the descriptor that `send` receives open. Only
-    /// then does the reader of the pipe reach its end.
+    /// Checks that every other process and thread closes the descriptor that is passed to `send`.
+    /// Only then does the reader of the pipe reach its end.
     #[track_caller]
     fn assert_closed(send: impl FnOnce(&File)) {
         let (mut reader, writer) = std::io::pipe().unwrap();

@@ -30,7 +30,7 @@ use super::write_timeout::WriteTimeout;
 
 /// Size of a connection's buffer for unparsed bytes. The head of a request must fit into it.
 const BUFFER_BYTES: usize = 16 << 10;
-/// When the server stops, time limit for answers in progress.
+/// Time limit for answers in progress after the server is stopped.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for the head of a request. Clients send the whole head in one write.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -54,8 +54,8 @@ pub struct Limits {
     pub grace: Duration,
     /// Time limit from the first byte of a request to the end of its head.
     pub head: Duration,
-    /// Time limit of a connection without a whole head of a request, or `None` for no limit. HTTP
-    /// cannot distinguish a slow client from one that keeps its connection for later requests.
+    /// Maximum time until the next complete request head on a connection, or `None` for no limit.
+    /// HTTP cannot distinguish a slow client from one that keeps its connection for later requests.
     pub idle: Option<Duration>,
     /// Time limit for a client that reads nothing while its answer exceeds the buffers of the
     /// socket.
@@ -234,8 +234,8 @@ async fn serve_connection<A: Accepted>(
     let connection = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let result = tokio::select! {
-        // The end of the connection is checked first, so that no further request is served after it
-        // was chosen.
+        // The end of the connection is checked first, so that a connection chosen to be closed
+        // serves no further request.
         biased;
         is_dismissed = seat.has_to_go(limits.head) => {
             debug!(is_dismissed, "Closed a connection to make room, or because the head of its request was late");

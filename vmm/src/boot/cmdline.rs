@@ -13,7 +13,7 @@ const MAX_BYTES: usize = 2047;
 /// user take precedence.
 ///
 /// - Plugged memory can be unplugged again only if it is in ZONE_MOVABLE.
-/// - - If memory may appear above 4 GiB, x86 reserves 64 MiB of bounce buffers for devices that
+/// - If memory may appear above 4 GiB, x86 reserves 64 MiB of bounce buffers for devices that
 ///   cannot address it (arch/x86/kernel/pci-dma.c). Foreshore's devices do not need them, because
 ///   all support 64-bit addresses.
 const DEFAULTS: [(&str, &str); 2] =

@@ -360,7 +360,7 @@ impl Facts {
     /// In a segment with an alignment of 8, notes are aligned to 8 as well, according to binutils
     /// and glibc. Linux aligns its notes to 4 in every segment. Compilers add a property note,
     /// which changes the alignment of its segment to 8. For such a segment, the entry point is
-    /// therefore searched with both alignments.
+    /// therefore searched for with both alignments.
     fn read(&mut self, notes: &[u8], segment_align: u64) {
         let ways: &[usize] = if segment_align == 8 { &[8, 4] } else { &[4] };
         for &align in ways {
@@ -485,7 +485,7 @@ pub(super) mod tests {
         note(b"Linux\0", 0x100, b"6.12.0\0")
     }
 
-    /// Segment of a test kernel, with file bytes that are all `fill`.
+    /// Segment of a test kernel. All its file bytes are `fill`.
     #[derive(Clone, Debug)]
     pub(crate) struct Part {
         pub offset: usize,
@@ -664,7 +664,7 @@ pub(super) mod tests {
     #[test]
     fn notes_in_segment_aligned_to_8_are_read_with_both_alignments() {
         // The alignments round these lengths differently. The first note is .note.gnu.property,
-        // because of which the segment is aligned to 8.
+        // which changes the alignment of the segment to 8.
         let notes = |align| {
             let property = note_aligned(8, b"GNU\0", 5, &[7; 16]);
             let version = note_aligned(align, b"Linux\0", 0x100, b"6.12.0\0");

@@ -71,7 +71,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     let start = (IMAGE_START - window.start) as usize;
     let image = start..start + packed.unpacked_bytes();
     packed.unpack_into(&mut bytes[image.clone()])?;
-    // 3. 3. Move the segments into place.
+    // 3. Move the segments into place.
     let verified =
         elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
     if let Ok((segments, loaded)) = verified
@@ -80,7 +80,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         plan.carry_out(bytes);
         return Ok(Outcome::Loaded(loaded));
     }
-    // 4. 4. If that is not possible, move the image to a buffer outside guest memory.
+    // 4. If that is not possible, move the image to a buffer outside guest memory.
     let mut copy = Scratch::new(image.len()).map_err(|source| packed.no_memory(source))?;
     copy.bytes_mut().copy_from_slice(&bytes[image.clone()]);
     clear(&mut bytes[image]);
@@ -175,12 +175,12 @@ impl Plan {
         // A move must not overwrite a part that has yet to be moved. This holds because the order
         // of parts is the same in the image and in their places:
         //
-        // 1. 1. Parts that move down, in ascending order. Part i moves to d_i < s_i. Parts above it
+        // 1. Parts that move down, in ascending order. Part i moves to d_i < s_i. Parts above it
         //    start after the end of s_i, and so after the end of d_i. Parts below it that have yet
         //    to be moved will move up: part j ends at s_j + n_j <= d_j + n_j <= d_i.
-        // 2. 2. Parts that move up, in descending order. Part i moves to d_i > s_i. All parts above
-        //    it are already in place. Parts below it that have yet to be moved will move up, and
-        //    end at s_j + n_j < d_j + n_j <= d_i.
+        // 2. Parts that move up, in descending order. Part i moves to d_i > s_i. All parts above it
+        //    are already in place. Parts below it that have yet to be moved will move up, and end
+        //    at s_j + n_j < d_j + n_j <= d_i.
         //
         // A part that does not move is in place already, and no two places overlap.
         let down = parts.iter().filter(|part| part.to < part.from);
@@ -189,8 +189,8 @@ impl Plan {
         Some(Self { moves, rests: gaps(image, &destinations) })
     }
 
-    /// Extends the range to clear from the end of the image to the end of the host's huge page, so
-    /// that the whole page can be returned. The added bytes are already zero, unless a part moves
+    /// Extends the cleared range from the end of the image to the end of its huge page on the host.
+    /// The whole page can then be returned. The added bytes are already zero, unless a part moves
     /// there. In that case the page is in use, and the range is not extended.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
@@ -214,7 +214,7 @@ impl Plan {
     }
 }
 
-/// Subranges of `range` outside the ranges in `covered`, which are in ascending order.
+/// Parts of `range` that are outside the ranges in `covered`, which are in ascending order.
 fn gaps(range: &Range<usize>, covered: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut gaps = Vec::new();
     let mut at = range.start;
@@ -235,9 +235,9 @@ fn clear(bytes: &mut [u8]) {
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
         // After the call, the range reads as zeros in every mapping that `load` accepts. Anonymous
-        // memory is new, a shared mapping keeps its zeros, and a private mapping is of a file
-        // without data. SAFETY: the range is part of `bytes`, which is borrowed mutably. Its
-        // contents stay zero.
+        // memory is replaced by zeroed pages, a shared mapping keeps its zeros, and a private
+        // mapping is backed by a file without data. SAFETY: the range is part of `bytes`, which is
+        // borrowed mutably. Its contents stay zero.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }
 }

@@ -147,8 +147,8 @@ fn immovable_or_invalid_kernels_are_left_to_the_loader() {
     left(&kernel(&[a.clone(), b], 0));
     left(&kernel(&[a.clone(), part(0x1800, start + 0x8000, 0x1000, 2)], 0));
     left(&kernel(&[a.clone(), part(0x2000, start + 0x4800, 0x1000, 2)], 0));
-    // Refused are kernels without an entry point or with a segment outside memory, a file that is
-    // not ELF, and an empty file.
+    // These images are refused: one without an entry point, one with a segment outside memory, a
+    // file that is not ELF, and an empty file.
     left(&build_parts(std::slice::from_ref(&a), &linux_note(), 0));
     left(&kernel(&[part(0x1000, MEMORY_BYTES, 0x1000, 1)], 0));
     left(&[0xab; 100]);
@@ -324,8 +324,8 @@ fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
 
 const WINDOW: usize = 600;
 
-/// Image and parts that do not overlap and have the same ascending order in the image and in their
-/// places.
+/// An image and its parts. The parts do not overlap, and have the same order in the image as in
+/// their places.
 fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
     let parts = prop::collection::vec((0..20usize, 0..40usize, 1..30usize), 0..6);
     (0..60usize, 0..60usize, parts, 0..40usize).prop_map(|(start, mut to, sizes, tail)| {

@@ -199,7 +199,7 @@ fn load_image<M: GuestMemoryBackend>(
     elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory)
 }
 
-/// Describes a file that is not a kernel in an error message.
+/// Describes the type of a file that is not a kernel, for an error message.
 fn describe(head: &[u8]) -> String {
     const KNOWN: [(&[u8], &str); 8] = [
         (&[0x1f, 0x8b], "a gzip file"),

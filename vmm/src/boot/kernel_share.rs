@@ -95,7 +95,8 @@ pub(super) mod tests {
         }
     }
 
-    /// `movablecore` and the ratios, for sizes of boot memory, pluggable DRAM and PM in MiB.
+    /// Values of `movablecore` and of the ratios for these sizes of boot memory, pluggable DRAM and
+    /// PM, in MiB.
     fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
         let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
         let share = KernelShare::of(&zones).expect("there is PM");

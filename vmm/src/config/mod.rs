@@ -498,8 +498,8 @@ mod tests {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
-        // The zone has exactly the configured size, although a block is larger, and all messages
-        // show that size.
+        // The zone has exactly the configured size, although it is not a multiple of the block
+        // size. All messages show that size.
         let expected = "--pm-memory: size is 130 MiB, not a multiple of 128 MiB: Linux adds memory in such blocks, and the \
              last one takes page descriptors for all of its block";
         assert_eq!(config.warnings(), [expected]);

@@ -59,8 +59,8 @@ fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     is_about_key.then_some(error)
 }
 
-/// Values that are neither words nor numbers, paths, lists or names, and are too long. Every type
-/// refuses at least one of them.
+/// Invalid words, numbers, paths, lists and names, and a value that is too long. Every type refuses
+/// at least one of them.
 fn unreadable() -> [String; 5] {
     ["!", "\"\"", "a::b", "__a", &"x".repeat(1 << 10)].map(str::to_owned)
 }
@@ -111,7 +111,8 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
         let words_line = lines.iter().filter(|line| **line == words && !words.is_empty());
         let listed: Names =
             keys.chain(words_line.flat_map(|line| line.split('|')).map(str::to_owned)).collect();
-        // The first key is set, because a flag may begin with the value of a key without its name.
+        // The first key is set by name, because some flags accept the value of their first key
+        // without its name.
         let unknown = format!("{}=,no such key=1", table.names().next().unwrap());
         let parsed = match Options::parse(&table, &[], &unknown) {
             Err(ConfigError::UnknownKey { known, .. }) => names(known.split(", ")),

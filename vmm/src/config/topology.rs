@@ -95,8 +95,7 @@ impl Topology {
     fn set_distances(&mut self, config: &VmConfig) -> Result<(), ConfigError> {
         let given = given_distances(&config.numa, self.nodes.len() as u32)?;
         let said = |from, to| given.get(&(from, to)).or_else(|| given.get(&(to, from))).copied();
-        // 1. 1. Near node of PM: as configured, or otherwise the nearest by the configured
-        //    distances.
+        // 1. Near node of PM: as configured, or otherwise the nearest by the configured distances.
         let pm = |zone: &ZoneSpec| zone.tier == Tier::Pm;
         let pm_nodes: Vec<u32> =
             self.zones.iter().filter(|zone| pm(zone)).map(|zone| zone.guest_node).collect();
@@ -110,7 +109,7 @@ impl Topology {
             }
             self.nodes[node as usize].near = near;
         }
-        // 2. 2. Distances between all nodes.
+        // 2. Distances between all nodes.
         let anchor =
             |id: u32| if pm_nodes.contains(&id) { self.nodes[id as usize].near } else { id };
         let between_dram = |from, to| {
@@ -127,8 +126,8 @@ impl Topology {
         let count = self.nodes.len() as u32;
         let distances = (0..count).flat_map(|from| (0..count).map(move |to| (from, to)));
         self.distances = distances.map(|(from, to)| distance(from, to)).collect();
-        // 3. 3. Near node of DRAM nodes without vCPUs. If `near` is configured, it must be the
-        //    nearest node.
+        // 3. Near node of DRAM nodes without vCPUs. If `near` is configured, it must be the nearest
+        //    node.
         for node in 0..count {
             let nearest = self.initiators().min_by_key(|&id| (self.distance(id, node), id));
             let nearest = nearest.expect("a VM has vCPUs");

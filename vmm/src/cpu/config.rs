@@ -136,7 +136,7 @@ impl Item for CpuAffinity {
         let mut cpus = Vec::new();
         for part in unbracketed(host_cpus).split(',') {
             let (first, last) = digit_range::<usize>(part.trim())?;
-            // One more than the limit is enough, because `validate` refuses such a list.
+            // One CPU above the limit is enough, because `validate` then refuses the list.
             cpus.extend((first..=last).take(MAX_HOST_CPUS + 1));
         }
         Some(vec![Self { vcpu: digits(vcpu)?, host_cpus: cpus }])

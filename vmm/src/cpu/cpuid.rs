@@ -1,5 +1,5 @@
-//! CPUID leaves of the guest: the leaves that KVM supports, without features hidden from the guest,
-//! and with the place of each vCPU in the topology.
+//! CPUID leaves of the guest. They consist of the leaves that KVM supports, without features hidden
+//! from the guest, and with the place of each vCPU in the topology.
 //!
 //! KVM_GET_SUPPORTED_CPUID returns the host's topology as seen by the CPU that makes the call.
 //! Every field that contains an APIC ID or a number of cores must therefore be replaced. Otherwise
@@ -113,8 +113,8 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
 
 /// Extended topology: a subleaf for each level, followed by an empty subleaf.
 ///
-/// Each subleaf contains the number of threads in a unit of its level, and the shift that turns an
-/// APIC ID into an ID of the next level.
+/// Each subleaf contains the number of threads in a unit of its level. It also contains the shift
+/// that turns an APIC ID into an ID of the next level.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
     let (in_core, in_die) =
@@ -169,14 +169,14 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
             let cores = (1u32 << (package_shift - core_shift)).min(64);
             entry.eax = (entry.eax & 0x3fff) | sharing(entry.eax, shape) << 14 | (cores - 1) << 26;
         }
-        // Leaf of AMD: as above, but without the number of cores.
+        // AMD leaf: same as leaf 4, but without the number of cores.
         0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, shape) << 14,
-        // Leaf of AMD: number of threads in the package minus one (bits 7 to 0), and the size of a
-        // thread number in the APIC ID (bits 15 to 12).
+        // AMD leaf: number of threads in the package minus one (bits 7 to 0), and number of APIC ID
+        // bits that identify a thread (bits 15 to 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
-        // Leaf of AMD: extended APIC ID; core in the package, and number of threads in the core
-        // minus one (bits 15 to 8); node, and number of nodes in the package minus one (bits 10 to
-        // 8). AMD's term for a die is node.
+        // AMD leaf: extended APIC ID; core in the package, and number of threads in the core minus
+        // one (bits 15 to 8); node, and number of nodes in the package minus one (bits 10 to 8).
+        // AMD's term for a die is node.
         0x8000_001e => {
             let core = (apic_id & ((1 << package_shift) - 1)) >> core_shift;
             let dies = u32::from(shape.dies.count);

@@ -1,9 +1,8 @@
 //! vCPU thread, which runs the guest, handles exits, and stops on request.
 //!
 //! To stop a vCPU in the guest, two steps are needed in this order (KVM API, 5: `immediate_exit`):
-//! 1. 1. Set `immediate_exit` in the vCPU's shared page, so that a later KVM_RUN returns
-//!    immediately.
-//! 2. 2. Send the thread a signal, so that a KVM_RUN in progress returns with EINTR.
+//! 1. Set `immediate_exit` in the vCPU's shared page, so that a later KVM_RUN returns immediately.
+//! 2. Send the thread a signal, so that a KVM_RUN in progress returns with EINTR.
 //!
 //! Without the first step, a signal that arrives just before KVM_RUN would be lost.
 
@@ -36,8 +35,8 @@ pub enum VcpuEvent {
     /// The vCPU shut down because it could not deliver an exception.
     #[error("triple fault of vCPU {index} at RIP {rip:#x}")]
     TripleFault { index: u8, rip: u64 },
-    /// The guest accessed memory that is not plugged or not accessible in its slot. KVM_RUN then
-    /// fails with EFAULT. Linux 6.1 and 6.12 do not report the accessed address.
+    /// The guest accessed a part of a memory slot to which no accessible memory is mapped. KVM_RUN
+    /// then fails with EFAULT. Linux 6.1 and 6.12 do not report the accessed address.
     #[error("unplugged-access: vCPU {index} touched memory that is not plugged, at RIP {rip:#x}")]
     UnpluggedAccess {
         index: u8,
@@ -593,9 +592,9 @@ mod tests {
         while !brake.is_pulled() {
             thread::yield_now();
         }
-        // 1. 1. A thread that has not received the event requests that the vCPU run.
+        // 1. A thread that has not received the event requests that the vCPU run.
         shared.want(Wanted::Run);
-        // 2. 2. The owner handles the event. 3. It resumes the vCPU later.
+        // 2. The owner handles the event, and resumes the vCPU later.
         shared.want(Wanted::Pause);
         brake.release();
         shared.want(Wanted::Run);

@@ -137,13 +137,12 @@ impl Fresh {
     /// Resets `vcpu` so that it waits for INIT and SIPI as if it had never run. The instruction of
     /// its last exit must be complete.
     ///
-    /// 1. 1. Read the MP state. KVM then handles a latched INIT or SIPI, so that none remains
-    ///    pending.
-    /// 2. 2. Set the MP state, so that the vCPU does not run if a later step fails. Its reset
+    /// 1. Read the MP state. KVM then handles a latched INIT or SIPI, so that none remains pending.
+    /// 2. Set the MP state, so that the vCPU does not run if a later step fails. Its reset
     ///    registers point to memory that does not exist.
-    /// 3. 3. Restore the system registers before the APIC registers, because they select the APIC's
+    /// 3. Restore the system registers before the APIC registers, because they select the APIC's
     ///    addressing mode.
-    /// 4. 4. Set the MP state again, because the earlier steps may have changed it.
+    /// 4. Set the MP state again, because the earlier steps may have changed it.
     pub(crate) fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let waiting = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };

@@ -14,10 +14,10 @@ use tokio::net::unix::WriteHalf;
 /// Maximum number of bytes in one read from the socket.
 const READ_BYTES: usize = 8192;
 /// Maximum number of lines per second, over all connections. Each new connection also counts as a
-/// line. Further lines wait in the guest, at no cost for the host.
+/// line. Further lines wait in the guest, at no cost to the host.
 const MAX_LINES_PER_SECOND: usize = 200;
 /// Maximum number of bytes per second over all connections, enough for [`MAX_LINES_PER_SECOND`]. It
-/// also limits a line that never ends, because the limit on lines does not count such a line.
+/// also applies to a line that never ends, which the limit on lines does not count.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
 pub(super) type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;

@@ -75,7 +75,7 @@ fn guest_without_progress_is_reminded_and_status_is_stuck() {
     assert_eq!(f.core.zone_state("nvram", TimeMs(6000)).resize, None);
 }
 
-/// The sizes change between two steps of the governor, which observes sizes only in a step.
+/// The governor observes sizes only in its steps, and the sizes change between two steps.
 #[test]
 fn resize_status_belongs_to_the_sizes_that_it_is_shown_with() {
     let mut f = fixture("off", false);

@@ -77,7 +77,7 @@ pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Returns true for a pipe or a device, because it does not store what is written to it.
+/// Returns true for a pipe or a device. Neither stores what is written to it.
 fn is_stream(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| {
         let kind = metadata.file_type();

@@ -67,7 +67,8 @@ fn guest_clock_is_compared_with_time_including_host_sleep() {
         "{:?}",
         sample.refused_total
     );
-    // The age is measured by the clock without sleep, on which the report would be from the future.
+    // The age is measured on the clock that excludes sleep. On that clock, the report would be from
+    // the future.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
 }
 

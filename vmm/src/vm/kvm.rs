@@ -94,8 +94,8 @@ fn permit_amx() -> io::Result<()> {
 }
 
 /// Disables the emulation of performance counters. Returns true if KVM supports that (Linux 5.18
-/// and later). CPUID does not report any counters, but AMD processors have four that software may
-/// use without that. Must be called before the first vCPU is created.
+/// and later). CPUID then reports no counters, but AMD processors have four counters that software
+/// may use without a report. Must be called before the first vCPU is created.
 fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
     let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {

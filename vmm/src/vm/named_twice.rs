@@ -1,9 +1,9 @@
 //! Finds files, devices and sockets that are named more than once by the VM's configuration and the
 //! VMM's flags.
 //!
-//! Locks also refuse a second use of a disk or pool, but their error would name only the process
-//! that uses the file: the VMM itself. Output files have shared locks, so one flag could truncate
-//! the file of another.
+//! Locks also refuse a second use of a disk or pool. However, their error would name only the
+//! process that uses the file, which is the VMM itself. Output files have shared locks, so one flag
+//! could truncate the file of another.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -66,7 +66,7 @@ enum Kind {
     /// Log or events on the VMM's standard output or standard error. The user may have redirected
     /// both to the same file.
     Stream,
-    /// Socket of the vsock device. Each host port that a guest connects to adds a name.
+    /// Socket of the vsock device. Each port of the host adds the name of another socket.
     Vsock,
 }
 

@@ -10,10 +10,10 @@ use crate::vm::request::{VmError, hotplugged};
 /// Steps of a resize that has passed all checks. A step can still fail, because the guest and the
 /// host may change in the meantime:
 ///
-/// - - A vCPU that was removed earlier has not completed its last exit
+/// - A vCPU that was removed earlier has not completed its last exit
 ///   ([`CpuError::Busy`](crate::cpu::CpuError::Busy)).
-/// - - The host has too little memory, or cannot start a thread.
-/// - - The room for a DIMM's page descriptors has been used ([`VmError::NoRoomForDescriptors`]).
+/// - The host has too little memory, or cannot start a thread.
+/// - The room for a DIMM's page descriptors has been used ([`VmError::NoRoomForDescriptors`]).
 /// - The device has refused the driver of the zone or balloon
 ///   ([`UnsupportedDriver`](balloon::governor::ResizeTargetError::UnsupportedDriver)).
 #[derive(Debug)]
@@ -69,7 +69,8 @@ pub(in crate::vm) enum StepAction {
 
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) enum ZoneAction {
-    /// No change, because the zone has only boot memory, which has the requested size.
+    /// No change, because the zone has only boot memory, and its size is already the requested
+    /// size.
     None,
     /// New size of the hotplug part.
     Target(ResizeTarget),
@@ -100,7 +101,7 @@ pub enum NextBoot {
 }
 
 impl NextBoot {
-    /// Size that a zone has at the next boot after a resize to `size_bytes`, including boot memory.
+    /// Size of a zone at the next boot after a resize to `size_bytes`, including boot memory.
     /// Memory that grows by ACPI never shrinks while the guest runs, so the requested size becomes
     /// boot memory. A DRAM zone with virtio-mem boots with the requested size, even if the guest
     /// has not reached it yet. A PM zone is empty at boot, because its pool serves other VMs too.

@@ -1,4 +1,4 @@
-//! Tries the fields of a configuration on the JSON parser.
+//! Tests the JSON parser with the fields of a configuration.
 
 use foreshore::config::VmConfig;
 use foreshore_config::JsonError;

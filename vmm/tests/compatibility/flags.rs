@@ -1,4 +1,4 @@
-//! Tries flags and their keys on the command line parser.
+//! Tests the command line parser with all flags and their keys.
 
 use std::ffi::OsString;
 

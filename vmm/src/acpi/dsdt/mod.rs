@@ -63,7 +63,7 @@ pub(super) fn dsdt(input: &AcpiInput) -> Vec<u8> {
     table(*b"DSDT", REVISION, &body)
 }
 
-/// Node that devices are attached to if there are several: the first node with vCPUs.
+/// NUMA node of the devices if there are several nodes: the first node with vCPUs.
 fn home_node(input: &AcpiInput) -> Option<u32> {
     let home = input.nodes.iter().position(|node| !node.vcpus.is_empty())?;
     (input.nodes.len() > 1).then_some(home as u32)

@@ -329,7 +329,7 @@ fn resize_is_in_the_configuration_of_the_next_boot() {
         put("vm.resize", json!({"desired_ram": 512 * MIB}));
         assert_eq!(asked(), Value::Null);
 
-        // If the VM does not run, the sum is the same, and repeating the request has no effect.
+        // For a stopped VM, the total size is the same, and repeating the request has no effect.
         put("vm.resize", json!({"desired_ram": 640 * MIB}));
         put("vm.shutdown", Value::Null);
         for (desired, boot, hotplugged) in [

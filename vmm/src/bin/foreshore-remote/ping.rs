@@ -52,8 +52,8 @@ async fn wait(vmm: &Client, seconds: u32) -> Result<Vec<u8>> {
     }
 }
 
-/// Returns true for an error that disappears once the VMM has started: the socket does not exist
-/// yet, or was left behind by an earlier VMM.
+/// Returns true for an error that disappears once the VMM has started. The socket does not exist
+/// yet, or an earlier VMM left it behind.
 fn may_pass(error: &ClientError) -> bool {
     let ClientError::Connect { source, .. } = error else { return false };
     matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)

@@ -34,7 +34,7 @@ impl HostMemoryConfig {
         switches.into_iter().find_map(|(key, is_on)| is_on.then_some(key))
     }
 
-    /// Checks the page size, and that each of `sizes`, pairs of key and value, is a multiple of it.
+    /// Checks the page size, and that all `sizes` are multiples of it. Each is listed with its key.
     pub(super) fn validate(
         &self,
         flag: &'static str,

@@ -257,7 +257,7 @@ mod tests {
                 .contains("at least 64 MiB per second")
         );
         assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
-        // Kata sets the hotplug size by the host's memory, which can have any size.
+        // Kata sets the hotplug size to the size of the host's memory, which can be any number.
         assert_eq!(
             MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(),
             Ok(())

@@ -247,8 +247,8 @@ impl Core {
     }
 
     /// Online memory on a node in addition to `boot_bytes` of boot memory. Linux counts the last
-    /// block of boot memory as whole. Used for a zone that the governor does not size and that is
-    /// alone on its node.
+    /// memory block of boot memory as a whole block. Used for a zone that the governor does not
+    /// size and that is alone on its node.
     pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
         let (online, _) = self.node_blocks(node)?;
         let (_, report) = self.governor.last_report()?;

@@ -1,4 +1,4 @@
-//! Builds a machine from its configuration. All parts are connected only here: devices depend
+//! Builds a machine from its configuration. This is the only place of composition: devices depend
 //! neither on each other nor on the machine.
 
 use std::sync::Arc;
@@ -65,7 +65,7 @@ pub(crate) fn build(
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. 1. Resources that may be missing or in use by another process, before anything is created.
+    // 1. Resources that may be missing or in use by another process, before anything is created.
     //    Pools are opened last, because opening a pool marks memory that an earlier run had lent,
     //    and starts to erase it.
     named_twice::check(config)?;
@@ -80,9 +80,9 @@ pub(crate) fn build(
     let steps = resources.open_pools(config)?;
     // Dropped after everything that uses volumes.
     let mut created = CreatedVolumes::default();
-    // 2. 2. Memory, because all other parts use it.
+    // 2. Memory, because all other parts use it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
-    // 3. 3. The kernel, because the choice of a volume's interface depends on it.
+    // 3. The kernel, because the choice of a volume's interface depends on it.
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Memory devices have an event loop of their own, because an unplug waits until
@@ -128,7 +128,7 @@ pub(crate) fn build(
     if config.payload.firmware.is_some() {
         add_for_firmware(&context)?;
     }
-    // 5. 5. The firmware tables, which describe all parts above.
+    // 5. The firmware tables, which describe all parts above.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
@@ -140,10 +140,10 @@ pub(crate) fn build(
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 6. 6. The vCPUs. They are paused, and the owner resumes all of them together.
+    // 6. The vCPUs. They are paused, and the owner resumes all of them together.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
-    // 7. 7. The governor, which is last because it uses the devices.
+    // 7. The governor, which is last because it uses the devices.
     let beside = Beside {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
@@ -157,8 +157,8 @@ pub(crate) fn build(
         connections,
         &volumes.guest_btt,
     )?;
-    // 8. 8. Console files of an earlier VM are truncated only now, because no later step can fail
-    //    for lack of a resource.
+    // 8. Console files of an earlier VM are truncated only now, because no later step can fail for
+    //    lack of a resource.
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
@@ -251,8 +251,9 @@ fn build_memory(
         .map_err(BuildError::device(flags))
 }
 
-/// Returns true if the host's kernel writes back lent memory that the guest has changed, like dirty
-/// pages in the page cache. tmpfs has no disk to write to, and DAX has no page cache.
+/// Returns true if the host's kernel writes lent memory back to disk after the guest has changed
+/// it, as it does for dirty pages in the page cache. tmpfs has no disk to write to, and DAX has no
+/// page cache.
 fn is_written_back(durability: Durability) -> bool {
     match durability {
         Durability::PageCache => true,

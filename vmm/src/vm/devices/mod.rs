@@ -136,8 +136,8 @@ pub(in crate::vm) fn build_vsock(
     context: &DeviceContext,
 ) -> Result<AttachedDevice, BuildError> {
     let mut ports = VsockPorts::new();
-    // Reports cause memory to be moved. They are therefore accepted only from privileged ports,
-    // which the agent can use but not every process in the guest.
+    // Reports cause memory to be moved. They are therefore accepted only from privileged ports. The
+    // agent can use such ports, but other processes in the guest usually cannot.
     let listening = ports.listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone());
     listening.map_err(BuildError::device("--vsock"))?;
     vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))

@@ -28,8 +28,8 @@ impl KvmMachine {
     /// Returns the number of bytes that must be added to reach `size_bytes`. Fails if they cannot
     /// be added as a single DIMM.
     pub(in crate::vm) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
-        // At the next boot, the requested size is boot memory. If that layout were impossible, a
-        // guest that reboots would end its VM.
+        // At the next boot, the requested size is boot memory. If the VM could not boot with that
+        // layout, a reboot by the guest would end the VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!(
                 "memory {}: the VM could not boot again: {err}",
@@ -100,8 +100,8 @@ impl KvmMachine {
             return Ok(());
         };
         // The room for page descriptors may have been used since the plan was made. It is checked
-        // before the DIMM is populated, which may take long, and again when the DIMM is accounted
-        // for.
+        // before the DIMM is populated, which may take a long time, and again when the DIMM is
+        // accounted for.
         let governor = &self.governor;
         let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);

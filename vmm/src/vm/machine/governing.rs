@@ -164,7 +164,7 @@ fn record(
     }
 }
 
-/// Returns which side decides how memory is onlined: the VMM or the agent. A guest that boots by
+/// Returns which side decides how memory is onlined: the VMM or the agent. A guest that boots
 /// firmware has its own command line. In that case the agent decides, if it can connect by vsock.
 fn onlining(config: &VmConfig) -> Onlining {
     if config.payload.firmware.is_some() && config.vsock.is_some() {

@@ -1,22 +1,22 @@
 //! Devices that are added and removed while the guest runs.
 //!
 //! **Adding.** All checks are done before the guest is notified:
-//! 1. 1. The owner checks the configuration, and that no device has the same ID.
-//! 2. 2. The host files are opened, and the device is created with its threads.
-//! 3. 3. The device is attached to a free slot of the PCI bus. A guest that scans the bus can find
-//!    it from now on.
-//! 4. 4. The device is added to the machine's list of devices, so that it is paused, resized and
+//! 1. The owner checks the configuration, and that no device has the same ID.
+//! 2. The host files are opened, and the device is created with its threads.
+//! 3. The device is attached to a free slot of the PCI bus. A guest that scans the bus can find it
+//!    from now on.
+//! 4. The device is added to the machine's list of devices, so that it is paused, resized and
 //!    counted with the others.
-//! 5. 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
+//! 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
 //!
 //! **Removing.** The guest is requested to eject the device, and the VMM does not wait for the
 //! ejection:
 //! 1. The slot's bit is set, the interrupt is raised and the call is answered. At the next boot,
 //!    the device no longer exists.
-//! 2. 2. The guest's driver releases the device, and the guest's AML writes the eject register.
-//! 3. 3. During that exit the slot is emptied, because the guest reads it immediately afterwards
+//! 2. The guest's driver releases the device, and the guest's AML writes the eject register.
+//! 3. During that exit the slot is emptied, because the guest reads it immediately afterwards
 //!    (`RootBus::remove`).
-//! 4. 4. The owner is notified, and removes the device from the machine's list of devices.
+//! 4. The owner is notified, and removes the device from the machine's list of devices.
 //! 5. A separate thread stops the device, which may wait for a disk, and closes its files. The end
 //!    of the machine waits for this thread, because the next machine may use the same files.
 //!
@@ -181,8 +181,7 @@ impl KvmMachine {
     }
 
     /// Error for an addition that failed. If an interface or file is in use while a device of the
-    /// kind is being removed, the error is `DeviceLeaving`, because the resource may become free
-    /// soon.
+    /// same kind is being removed, the error is `DeviceLeaving`. The resource may become free soon.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
@@ -197,7 +196,7 @@ impl KvmMachine {
         let attached = self.build_device(device)?;
         let slot = attached.slot;
         if !had_files && self.context.lost.has_files() {
-            // File lengths are checked from the first device with a file on.
+            // File lengths are checked as soon as the first device with a file is added.
             match lost::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(

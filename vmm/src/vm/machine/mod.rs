@@ -80,11 +80,12 @@ pub(crate) struct KvmMachine {
 
 impl Drop for KvmMachine {
     /// Ends the machine in this order:
-    /// 1. 1. All vCPUs are requested to leave the guest, before the first one is waited for. vCPUs
-    ///    that wait for devices can leave, because the event loops of the devices are released.
-    /// 2. 2. Devices return their queues and stop their worker threads.
-    /// 3. 3. Removed devices end, so that the next machine can use their files.
-    /// 4. 4. The fields are dropped in the order of their declaration, memory last.
+    /// 1. All vCPUs are requested to leave the guest, before the first one is waited for. Some
+    ///    vCPUs may wait for devices. The event loops of the devices are released, so that these
+    ///    vCPUs can leave.
+    /// 2. Devices return their queues and stop their worker threads.
+    /// 3. Removed devices end, so that the next machine can use their files.
+    /// 4. The fields are dropped in the order of their declaration, memory last.
     fn drop(&mut self) {
         drop(self.pause());
         self.context.emitter.silence();

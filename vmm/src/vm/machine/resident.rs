@@ -1,5 +1,5 @@
-//! Resident memory of a VM. Reading it is expensive, so a separate thread reads it, and no more
-//! often than a limit permits.
+//! Resident memory of a VM. Reading it is expensive, so a separate thread reads it, at a limited
+//! rate.
 
 use std::io;
 use std::sync::Arc;

@@ -93,11 +93,11 @@ impl EventSender {
     ///
     /// The queue of a busy owner cannot grow without bound, because a guest can cause only the
     /// following events:
-    /// - - Only the first power-off or reset of each machine is sent, because it ends the machine.
-    ///   A register or the watchdog can cause it.
-    /// - - A vCPU that has sent an event waits until the owner resumes or ends it.
-    /// - - Each ejection follows exactly one request of the owner (`PciSlots`, `Plug`).
-    /// - - The sender of `MustPause` has already stopped the vCPUs by the brake, so each vCPU sends
+    /// - Only the first power-off or reset of each machine is sent, because it ends the machine. A
+    ///   register or the watchdog can cause it.
+    /// - A vCPU that has sent an event waits until the owner resumes or ends it.
+    /// - Each ejection follows exactly one request of the owner (`PciSlots`, `Plug`).
+    /// - The sender of `MustPause` has already stopped the vCPUs by the brake, so each vCPU sends
     ///   at most the events of its current exit.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
@@ -175,9 +175,9 @@ impl Vm {
         Ok(standstill)
     }
 
-    /// Checks that the VM may be resumed. After a failed flush it may not be, because data is lost:
-    /// the kernel reports a failed write of a page once, and then drops the page. The flush cannot
-    /// be retried.
+    /// Checks that the VM may be resumed. A VM must not be resumed after a failed flush, because
+    /// data is lost. The kernel reports a failed write of a page once, and then drops the page. The
+    /// flush cannot be retried.
     fn may_resume(&self) -> Result<VmState, VmError> {
         let next = state::next(self.state, Verb::Resume)?;
         match &self.failure {

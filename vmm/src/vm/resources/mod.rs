@@ -45,8 +45,8 @@ pub(crate) struct OpenFiles {
 /// Resources that the VMM keeps outside of its machine.
 pub(crate) struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// For each path of a pool in the VM's configuration, the path by which the configuration first
-    /// named the pool.
+    /// Maps each path of a pool in the VM's configuration to the path by which the configuration
+    /// first named the pool.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
@@ -142,7 +142,7 @@ impl Resources {
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {
-            // The pool may have been opened by another machine with another limit.
+            // An earlier machine may have opened the pool with another limit.
             let bound = scrub_bound(config, path);
             if let Some(pool) = self.pools.get(path) {
                 pool.set_scrub_bandwidth(bound);
@@ -211,7 +211,8 @@ impl Resources {
         &self.events
     }
 
-    /// How console files are opened: truncated by the first machine, continued by later machines.
+    /// Mode in which console files are opened: truncated by the first machine, continued by later
+    /// machines.
     pub(crate) fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }

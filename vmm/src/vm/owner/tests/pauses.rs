@@ -1,4 +1,4 @@
-//! Tests of events and requests during a pause: guests that end, and clients that end the pause.
+//! Tests of events and requests during a pause: the guest ends, or clients end the pause.
 
 use super::*;
 
@@ -56,7 +56,7 @@ async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str
     let moves = vm.delays.add("stand still");
     let handle = vm.handle.clone();
     let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-    // Wait until this pause is the delayed one, so that a later pause is not delayed.
+    // Wait until the delay applies to this pause, so that a later pause is not delayed.
     while vm.delays.has("stand still") {
         tokio::task::yield_now().await;
     }

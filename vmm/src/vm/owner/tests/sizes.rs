@@ -71,7 +71,7 @@ fn memory_added_by_acpi_is_boot_memory_of_next_boot() {
             resize(bytes).await.unwrap();
             assert_eq!(size().await, bytes);
         }
-        // If the VM could not boot with a size, the size is refused without a call of the machine.
+        // A size with which the VM could not boot is refused without a call to the machine.
         assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
         assert_eq!(size().await, 256 << 20);
         assert_eq!(vm.log(), ["build", "resume", "resize dram", "resize dram"]);
