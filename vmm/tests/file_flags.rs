@@ -101,7 +101,7 @@ impl Content {
             Self::PoolCopy => {
                 let pool = path.with_extension("pool");
                 drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
-                // Copies without extended attributes, as `fs::copy` does.
+                // Copies the file without extended attributes, as `fs::copy` does.
                 fs::copy(&pool, path).unwrap();
                 fs::remove_file(pool).unwrap();
             }

@@ -3,10 +3,10 @@
 //! Linux (drivers/acpi/nfit/core.c) accepts a DIMM only if its range, mapping, control region and
 //! child of the root device match. A structure of an unexpected length fails the whole table.
 //!
-//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs. Its only function is health. DIMMs
-//! have no labels: the `_DSM` has no label functions, and `_LSI` and `_LSR` are absent. Linux then
-//! creates a namespace of the whole range and finds the BTT in it. With uninitialized labels, the
-//! namespace would be empty.
+//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs. Its only function reports health.
+//! DIMMs have no labels: the `_DSM` has no label functions, and `_LSI` and `_LSR` are absent. Linux
+//! then creates a namespace of the whole range and finds the BTT in it. With uninitialized labels,
+//! the namespace would be empty.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{

@@ -35,8 +35,7 @@ mod live;
 mod pressure;
 mod values;
 
-/// Longer than any answer takes, so that only a failing test reaches it. Only a failing test
-/// reaches it.
+/// Longer than any answer takes, so that only a failing test reaches it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Fixture {

@@ -587,8 +587,7 @@ mod tests {
         let lines: Vec<_> = version.lines().collect();
         assert_eq!(lines[0], format!("cloud-hypervisor v54.0.0 (foreshore v{ours})"));
         assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
-        // libvirt parses the number after the `v`. libvirt parses the number after the `v`. None of
-        // its features requires more than 40.
+        // libvirt parses the number after the `v`. None of its features requires more than 40.
         let number =
             version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
         assert!(number.parse::<u32>().unwrap() >= 40);

@@ -210,7 +210,7 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
         // One leaf is Intel's, the other AMD's.
         0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
-        // Leaf of AMD: features of SVM.
+        // AMD leaf: features of SVM.
         0x8000_000a if !traits.nested => {
             (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
         }

@@ -91,8 +91,8 @@ fn single_vcpu_has_no_siblings() {
     assert_eq!(placed(0x4, 0, 0, 1).eax >> 26, 0);
 }
 
-/// Leaves from KVM on an Intel host whose topology includes dies. Every field has a value of the
-/// host.
+/// Leaves from KVM on an Intel host whose topology includes dies. Every field contains a value of
+/// the host.
 #[test]
 fn intel_guest_with_threads_cores_and_dies() {
     let supported = [

@@ -11,8 +11,7 @@ use tracing::{debug, warn};
 use super::CpuError;
 use super::config::CoreScheduling;
 
-/// Commands of prctl(2) since Linux 5.14, which some C libraries do not define. C libraries do not
-/// define all of them.
+/// Commands of prctl(2) since Linux 5.14, which some C libraries do not define.
 const PR_SCHED_CORE: libc::c_int = 62;
 const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
 const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;

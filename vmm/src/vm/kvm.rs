@@ -110,7 +110,8 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 impl Hypervisor {
     /// Opens KVM, and creates an empty VM with interrupt controllers in the kernel. If `amx` is
     /// true, its vCPUs may use AMX. The process requests this permission first, because the CPUID
-    /// that KVM reports as supported depends on it. The permission cannot be returned.
+    /// that KVM reports as supported depends on it. The process cannot give up the permission
+    /// again.
     pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
@@ -140,11 +141,12 @@ impl Hypervisor {
         let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
         let slot_limit = u32::try_from(kvm.get_nr_memslots()).unwrap_or(u32::MAX);
         let vm = kvm.create_vm().map_err(call("create a VM"))?;
-        // This may fail. Removing a memory slot then drops all page tables, which only costs time.
+        // Best effort: if this fails, removing a memory slot drops all page tables, which only
+        // costs time.
         if let Err(err) = disable_zap_all(&vm) {
             debug!(%err, "KVM drops all page tables when a memory slot is removed");
         }
-        // This may fail as well. The guest may then find counters that CPUID does not report.
+        // Best effort: if this fails, the guest may find counters that CPUID does not report.
         if let Err(err) = disable_performance_counters(&vm) {
             debug!(%err, "KVM emulates performance counters that the guest was not offered");
         }

@@ -45,8 +45,8 @@ pub struct VmInfo {
     pub state: VmState,
     /// Boot memory and plugged DRAM and PM, without the memory in the balloon, in bytes.
     pub memory_actual_size: u64,
-    /// Failure that caused the VM to be paused. It cannot be reported to the guest, so the VM cannot
-    /// be resumed.
+    /// Failure that caused the VM to be paused. It cannot be reported to the guest, so the VM
+    /// cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
     /// State of the balloon, if the VM has one.
@@ -387,7 +387,7 @@ pub struct PoolInfo {
 pub enum PoolStatus {
     Ok,
     /// After the first failed write, the pool refuses writes until it is opened again. Contains the
-    /// reason of the failure.
+    /// reason for the failure.
     ReadOnly(String),
 }
 

@@ -210,7 +210,7 @@ const ANSWERS: &[(&str, &str, &str, &str, &str)] = &[
     ("PciDeviceInfo", "PUT", "vm.add-disk", r#"{"path": "/d"}"#, ""),
 ];
 
-/// Verdict on a field in a body or an answer. `None` if the schema is neither.
+/// Verdict on a field in a body or an answer. `None` for a schema of neither kind.
 pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     if let Some((_, call, base)) = BODIES.iter().find(|(of, ..)| *of == schema) {

@@ -38,7 +38,7 @@ impl Verdict {
         }
     }
 
-    /// Appends text to the reason of a refusal.
+    /// Appends text to the reason for a refusal.
     pub(crate) fn and(self, more: &str) -> Self {
         match self {
             Self::Refused(why) => Self::Refused(format!("{why}; {more}")),

@@ -107,7 +107,7 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
         .with_state(vm)
 }
 
-/// Removes the reason phrase from the status line. It may be empty (RFC 9112, 4). Cloud
+/// Removes the reason phrase from the status line. The phrase may be empty (RFC 9112, 4). Cloud
 /// Hypervisor's server sends no reason phrase, and its client parses everything after the version
 /// as the status.
 async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
