@@ -134,3 +134,12 @@ fn manual_pages_of_client_and_vmm_need_no_vmm() {
     let refused = names.find(|name| name == "foreshore-remote-snapshot.1");
     assert_eq!(refused, None, "refused verbs are hidden");
 }
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    let full = std::fs::File::create("/dev/full").unwrap();
+    let output = remote(&["--help"], None).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.starts_with("foreshore-remote: cannot write the output"), "{error}");
+}

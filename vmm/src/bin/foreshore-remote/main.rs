@@ -232,11 +232,18 @@ struct ResizeZone {
 #[error("{0}")]
 struct WrongCommandLine(String);
 
+/// Writes the output. A buffered rest would be lost without an error at exit.
+fn print(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()
+}
+
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     foreshore_cli::answer_completion(manual::description);
     match run(std::env::args_os().collect()) {
-        Ok(text) => match io::stdout().write_all(text.as_bytes()) {
+        Ok(text) => match print(&text) {
             // The reader, for example `head`, may have closed the pipe.
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
                 let _ =
