@@ -49,7 +49,7 @@ pub enum MemoryError {
     #[error("zone {zone:?} is of PM and cannot have boot memory (size {size_bytes})")]
     PmBoot {
         zone: String,
-        /// Boot memory in the configuration.
+        /// Boot memory that the configuration requests.
         size_bytes: u64,
     },
     #[error("cannot bind zone {zone:?} to a host node")]
@@ -106,7 +106,7 @@ pub enum MemoryError {
     View(#[from] ViewError),
 }
 
-/// Hotplug part of a zone, for its virtio-mem device.
+/// Hotplug part of a zone. The zone's virtio-mem device plugs and unplugs it.
 pub struct HotplugPart {
     pub spec: ZoneSpec,
     pub range: GuestRange,
@@ -127,11 +127,11 @@ struct Part {
     file: Option<Arc<ZoneFile>>,
 }
 
-/// Memory of one VM. Drop it after the vCPUs have ended.
+/// Memory of one VM. Drop it only after all vCPU threads have ended.
 pub struct Memory {
     map: MemoryMap,
     zones: Vec<ZoneSpec>,
-    /// Host-virtual addresses and lengths of the parts of each zone.
+    /// Host-virtual address and length of each part, by zone.
     host_ranges: Vec<Vec<(u64, u64)>>,
     parts: Vec<Part>,
     boot: GuestMemoryMmap,
@@ -143,8 +143,8 @@ pub struct Memory {
     files: Arc<FileRanges>,
 }
 
-/// Builds the memory of `zones`: boot memory is mapped and has KVM slots, hotplug parts are
-/// reserved and empty.
+/// Builds the memory of `zones`. Boot memory is mapped and gets KVM slots. For hotplug parts, only
+/// address space is reserved.
 pub fn build(
     zones: Vec<ZoneSpec>,
     pool: Option<&Arc<dyn PmPool>>,
@@ -261,8 +261,8 @@ impl Memory {
         &self.zones
     }
 
-    /// Checks that the next boot could have `boot_bytes` of boot memory in the zone `nth`, with
-    /// everything else unchanged.
+    /// Checks that the VM could reboot with `boot_bytes` of boot memory in the zone with index
+    /// `nth`, if nothing else changes.
     pub fn could_boot_with(&self, nth: usize, boot_bytes: u64) -> Result<(), LayoutError> {
         let mut next = self.zones.clone();
         next[nth].boot_bytes = boot_bytes;
@@ -285,7 +285,8 @@ impl Memory {
         part.file.as_deref().map(|file| &**file.file())
     }
 
-    /// Allocates all pages of boot memory of zones with `prefault`. Contents are kept.
+    /// Allocates all pages of boot memory in zones with `prefault`. Existing contents are
+    /// preserved.
     pub fn prefault(&self) -> Result<(), MemoryError> {
         for part in self.parts.iter().filter(|part| part.prefault) {
             let zone = || self.zones[part.zone].id.clone();
@@ -299,8 +300,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Boot memory alone, for loaders. It needs no guard, because it is never unplugged. The result
-    /// must not outlive `self`.
+    /// Only the boot memory, for kernel loaders. Access needs no guard, because boot memory is
+    /// never unplugged. The result must not outlive `self`.
     pub fn boot(&self) -> &GuestMemoryMmap {
         &self.boot
     }
@@ -318,35 +319,35 @@ impl Memory {
         &self.budget
     }
 
-    /// Takes the hotplug parts, each for one virtio-mem device. Later calls return an empty list.
+    /// Returns the hotplug parts, one for each virtio-mem device. Later calls return an empty list.
     pub fn take_hotplug(&mut self) -> Vec<HotplugPart> {
         std::mem::take(&mut self.hotplug)
     }
 
-    /// Takes the zone that grows by DIMMs. Later calls return `None`.
+    /// Returns the DIMMs of the zone that grows by DIMMs. Later calls return `None`.
     pub fn take_dimms(&mut self) -> Option<Dimms> {
         self.dimms.take()
     }
 
-    /// Resident bytes of each zone, in their order. See [`resident_bytes`] for the cost.
+    /// Resident bytes of each zone, in the order of the zones. See [`resident_bytes`] for the cost.
     pub fn resident_bytes(&self) -> io::Result<Vec<u64>> {
         resident_bytes(&self.host_ranges)
     }
 
-    /// Addresses and lengths of each zone in this process, in their order, for a call of
-    /// [`resident_bytes`] on another thread.
+    /// Host-virtual addresses and lengths of all parts, by zone. Another thread can pass them to
+    /// [`resident_bytes`].
     pub fn host_ranges(&self) -> &[Vec<(u64, u64)>] {
         &self.host_ranges
     }
 
-    /// Counter of the bytes that are mapped by [`Self::add_file_range`].
+    /// Number of bytes that [`Self::add_file_range`] has mapped and that are still mapped.
     pub fn file_bytes(&self) -> Arc<AtomicU64> {
         self.files.bytes()
     }
 
-    /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The
-    /// guest sees the range. Devices access it through the view, because a guest may do I/O from
-    /// and to mapped PM.
+    /// Maps extents of `file` next to each other into a new range of guest memory, for a volume.
+    /// The guest and devices can access the range, because a guest may do I/O from and to mapped
+    /// PM.
     pub fn add_file_range(
         &mut self,
         file: BorrowedFd<'_>,
@@ -386,9 +387,9 @@ pub(super) fn reserve(
     range: GuestRange,
     node: Option<HostNode>,
 ) -> Result<Arc<Reservation>, MemoryError> {
-    // Guest and host addresses are both congruent to 0 modulo 1 GiB. Boot memory above the hole
-    // starts at such an address, too. The boot memory of a second zone may not: it then loses pages
-    // of 1 GiB, but keeps those of 2 MiB.
+    // Guest and host addresses are both multiples of 1 GiB. Boot memory above the hole also starts
+    // at a multiple of 1 GiB. Boot memory of a second zone may start elsewhere. It can then use
+    // pages of 2 MiB, but not of 1 GiB.
     let reservation = Reservation::new(range.len, HOTPLUG_ALIGN)
         .map_err(|source| MemoryError::Map { len: range.len, source })?;
     if let Some(node) = node {
@@ -406,8 +407,8 @@ pub(super) fn region(
         || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
     let len = usize::try_from(range.len).map_err(|_| too_large())?;
     let flags = libc::MAP_NORESERVE;
-    // SAFETY: the range is reserved. Each holder of the region (the view; loaders through
-    // `Memory::boot`) also keeps the reservation. The view guards the PROT_NONE parts.
+    // SAFETY: the range is reserved. The view and loaders (through `Memory::boot`) hold the region
+    // only while they also hold the reservation. The view guards the PROT_NONE parts.
     let mapping = unsafe {
         MmapRegion::build_raw(
             reservation.addr() as *mut u8,
@@ -472,7 +473,7 @@ mod tests {
         assert!(resident > 0 && resident <= 4 * MIB, "{resident}");
         drop((parts, memory));
         assert!(table.slots.lock().is_empty());
-        // The view keeps its memory for devices that end later.
+        // The view keeps the memory mapped for devices that stop later.
         assert_eq!(view.memory().read_obj::<u64>(GuestAddress(4 * GIB)).unwrap(), 7);
     }
 
@@ -560,7 +561,8 @@ mod tests {
         let has_file = |nth: usize| memory.file_of(&reservations[nth]).is_some();
         assert_eq!([0, 1, 2].map(has_file), [true, true, false]);
         drop((memory, reservations));
-        // Without `shared`, data that the guest left is an error. With it, the file is emptied.
+        // Without `shared`, a file that contains data of an earlier guest is refused. With
+        // `shared`, the file is emptied.
         let error = of(file.path(), false).err().unwrap();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert!(error.to_string().starts_with("zone \"dram\": file=/dev/shm/"), "{error}");
@@ -572,7 +574,7 @@ mod tests {
     #[test]
     fn missing_huge_pages_are_reported_with_their_size() {
         let host = HostMemory { pages: HostPages::Huge(2 * MIB), ..HostMemory::default() };
-        // More than the hosts that run this test reserve.
+        // More huge pages than any host that runs this test has reserved.
         let zones = vec![ZoneSpec { host, ..dram_zone(1 << 40, 0) }];
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let options = MemoryOptions { address_bits: 48, ..OPTIONS };
@@ -657,7 +659,7 @@ mod tests {
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
             assert_eq!(memory.slots().used(), used);
         }
-        // A range that KVM refuses is removed completely.
+        // If KVM refuses a range, the range is removed completely.
         *table.calls_left.lock() = Some(0);
         assert!(memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).is_err());
         *table.calls_left.lock() = None;
@@ -682,7 +684,8 @@ mod tests {
         );
         assert!(at(4 * GIB) && at(4 * GIB + 128 * MIB - 8) && !at(4 * GIB + 128 * MIB));
         assert!(table.covers(4 * GIB + 128 * MIB - 1) && !table.covers(4 * GIB + 128 * MIB));
-        // A DIMM that KVM refuses is removed completely, and the next DIMM gets its address.
+        // If KVM refuses a DIMM, the DIMM is removed completely, and the next DIMM uses its
+        // address.
         *table.calls_left.lock() = Some(0);
         let error = dimms.add(256 * MIB, accept).unwrap_err();
         assert!(error.is_the_hosts(), "{error}");

@@ -1,4 +1,5 @@
-//! Memory that is added by ACPI: DIMMs side by side in one range behind boot memory, never removed.
+//! Memory that is added by ACPI, as DIMMs. They are adjacent in one range above boot memory, and
+//! are never removed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +14,8 @@ use super::slots::{SlotError, Slots};
 use super::view::GuestView;
 use super::zone::ZoneSpec;
 
-/// Number of DIMM devices of the guest. The tables describe all of them, without memory.
+/// Number of DIMM devices of the guest. The ACPI tables describe all of them from boot, as empty
+/// devices.
 pub const MAX_DIMMS: usize = 64;
 
 #[derive(Debug, Error)]
@@ -45,25 +47,25 @@ pub enum DimmError {
 }
 
 impl DimmError {
-    /// Returns true if the request was valid, and the host failed.
+    /// Returns true if the request was valid but the host could not fulfill it.
     pub fn is_the_hosts(&self) -> bool {
         matches!(self, Self::Backing(_) | Self::Slot(_))
     }
 }
 
-/// Places DIMMs side by side in a range. Pure.
+/// Assigns adjacent addresses to DIMMs in a range, without side effects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DimmPlan {
     range: GuestRange,
-    /// Usable size of the range.
+    /// Usable bytes in the range.
     most_bytes: u64,
     block_bytes: u64,
     dimms: Vec<GuestRange>,
 }
 
 impl DimmPlan {
-    /// Plan for a guest whose boot memory ends at `boot_end`, on a host with pages of at most
-    /// `page_bytes`. `range` is rounded up; `most_bytes` of it may be used.
+    /// Creates a plan for a guest whose boot memory ends at `boot_end`, on a host with pages of at
+    /// most `page_bytes`. `range` is rounded up, but only `most_bytes` of it may be used.
     pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
         assert!(most_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
         let block_bytes = linux_block_bytes(boot_end).max(page_bytes);
@@ -79,7 +81,7 @@ impl DimmPlan {
         &self.dimms
     }
 
-    /// Range of the next DIMM for a `len` above 0.
+    /// Range of the next DIMM, which has `len` bytes. `len` must not be 0.
     pub fn place(&self, len: u64) -> Result<GuestRange, DimmError> {
         let used = self.used_bytes();
         let left_bytes = self.most_bytes - used;
@@ -109,13 +111,13 @@ pub struct Dimms {
     reservation: Arc<Reservation>,
     slots: Arc<Slots>,
     view: GuestView,
-    /// Refused DIMM whose addition could not be undone.
+    /// DIMM that could neither be added nor be removed again completely.
     unfinished: Option<Unfinished>,
     /// Bytes of all DIMMs, shared with other threads.
     came_bytes: Arc<AtomicU64>,
 }
 
-/// Memory of a DIMM that has not been added yet.
+/// Memory of a DIMM that is not added completely.
 struct Unfinished {
     offset: u64,
     len: u64,
@@ -123,7 +125,7 @@ struct Unfinished {
 }
 
 impl Dimms {
-    /// No DIMM yet. `view` must have the range as pluggable.
+    /// Creates an empty set of DIMMs. Their range must already be pluggable in `view`.
     pub(super) fn new(
         spec: ZoneSpec,
         plan: DimmPlan,
@@ -144,15 +146,16 @@ impl Dimms {
         &self.plan
     }
 
-    /// Counter of the bytes of all DIMMs. A DIMM counts before the guest is notified of it.
+    /// Counter of the bytes in all DIMMs. It includes a new DIMM before the guest is notified of
+    /// the DIMM.
     pub fn came_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.came_bytes)
     }
 
-    /// Adds a DIMM of `len` bytes: maps it, gives it a slot in KVM and makes it accessible to
-    /// devices. The guest is not notified yet. `accept` is called when nothing else can fail. If it
-    /// fails, the memory returns to the host. If that fails too, the next call retries it, because
-    /// the next DIMM has the same place.
+    /// Adds a DIMM of `len` bytes: maps it, adds a KVM slot for it and makes it accessible to
+    /// devices. The guest is not notified yet. `accept` is called as the last step that can fail.
+    /// If it fails, the memory is returned to the host. If that fails as well, the next call
+    /// retries it, because the next DIMM uses the same addresses.
     pub fn add<E: From<DimmError>>(
         &mut self,
         len: u64,
@@ -186,8 +189,8 @@ impl Dimms {
         Ok(dimm)
     }
 
-    /// Undoes the addition of a DIMM. The memory stays mapped as long as KVM keeps its slot,
-    /// because an access of the guest to an unmapped slot would end the VM.
+    /// Undoes the addition of a DIMM. The memory remains mapped until KVM has removed its slot,
+    /// because a guest access to an unmapped slot would end the VM.
     fn undo(&mut self) -> Result<(), DimmError> {
         let Some(unfinished) = &mut self.unfinished else { return Ok(()) };
         if let Some(slot) = unfinished.slot {
@@ -227,7 +230,7 @@ mod tests {
             plan.put(dimm);
         }
         assert_eq!((plan.used_bytes(), plan.dimms().len()), (GIB, 3));
-        // The rest is less than a block, although the range has been rounded up to one.
+        // Less than a block is left, although the range was rounded up to whole blocks.
         let error = plan.place(128 * MIB).unwrap_err();
         assert_eq!(
             error.to_string(),

@@ -1,4 +1,4 @@
-//! Files in guest memory outside of zones: volumes and the files of `--pmem`.
+//! Files that are mapped into guest memory outside of zones: volumes and the files of `--pmem`.
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -15,13 +15,13 @@ use super::slots::Slots;
 use super::view::GuestView;
 use crate::log::sparsely;
 
-/// State that all [`MappedRange`]s of a VM share.
+/// State that is shared by all [`MappedRange`]s of a VM.
 pub(super) struct FileRanges {
     view: GuestView,
     slots: Arc<Slots>,
-    /// Mapped bytes of all ranges.
+    /// Mapped bytes in all ranges.
     bytes: Arc<AtomicU64>,
-    /// Ranges that were removed since [`Self::take_removed`] was called last.
+    /// Ranges that were removed since the last call of [`Self::take_removed`].
     removed: Mutex<Vec<GuestRange>>,
 }
 
@@ -39,7 +39,8 @@ impl FileRanges {
         std::mem::take(&mut self.removed.lock())
     }
 
-    /// Maps extents of `file` side by side and shows them to the guest and to devices at `guest`.
+    /// Maps extents of `file` next to each other, and makes them accessible to the guest and to
+    /// devices at `guest`.
     pub(super) fn add(
         self: &Arc<Self>,
         guest: GuestRange,
@@ -80,13 +81,13 @@ impl FileRanges {
     }
 }
 
-/// File in guest memory. Dropping it removes the file from the memory of the guest and of devices,
-/// and waits for accesses of devices that are under way. The range stays mapped if KVM keeps its
-/// slot.
+/// File that is mapped into guest memory. Dropping it takes access from the guest and from devices,
+/// and waits for device accesses in progress. If KVM fails to remove the slot, the range remains
+/// mapped.
 pub struct MappedRange {
-    /// Addresses in the guest.
+    /// Guest-physical addresses.
     pub guest: GuestRange,
-    /// Addresses in this process.
+    /// Host-virtual addresses.
     pub reservation: Arc<Reservation>,
     slot: u32,
     files: Arc<FileRanges>,
@@ -95,8 +96,8 @@ pub struct MappedRange {
 impl Drop for MappedRange {
     fn drop(&mut self) {
         let Self { guest, reservation, slot, files } = self;
-        // 1. The guest loses the file, 2. devices lose it, 3. the addresses are free for the next
-        //    file.
+        // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
+        //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
             sparsely!(error, %err, "Cannot remove a file from guest memory");
             return;

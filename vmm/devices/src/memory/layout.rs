@@ -23,7 +23,7 @@ use crate::memory::zone::{Growth, ZoneSpec};
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
-/// End of low boot memory. The rest continues at [`HIGH_RAM_START`].
+/// End of low boot memory. Further boot memory starts at [`HIGH_RAM_START`].
 pub const LOW_RAM_END: u64 = 3 * GIB;
 /// Start of boot memory above the 32-bit devices.
 pub const HIGH_RAM_START: u64 = 4 * GIB;
@@ -33,12 +33,12 @@ pub const MMIO32_START: u64 = 0xc000_0000;
 pub const MMIO32_LEN: u64 = 0x2000_0000;
 /// PCI Express configuration space of segment 0 (PCI Firmware 3.3, 4.1.2).
 pub const ECAM_START: u64 = 0xe800_0000;
-/// One bus: 32 devices of 8 functions of 4 KiB.
+/// Size of one bus: 32 devices with 8 functions of 4 KiB each.
 pub const ECAM_LEN: u64 = MIB;
-/// First NVDIMM flush hint page. DIMM n has page n.
+/// First NVDIMM flush hint page. NVDIMM n uses page n.
 pub const FLUSH_HINT_START: u64 = 0xe900_0000;
 pub const FLUSH_HINT_LEN: u64 = 0x1000;
-/// Maximum number of NVDIMMs. Flush hint pages, health registers and tables have room for more.
+/// Maximum number of NVDIMMs. The flush hint pages, health registers and tables could hold more.
 pub const MAX_NVDIMMS: usize = 64;
 const _: () = assert!(FLUSH_HINT_START + MAX_NVDIMMS as u64 * FLUSH_HINT_LEN <= GED_START);
 /// I/O APIC registers.
@@ -71,37 +71,37 @@ pub const ACPI_PM_LEN: u16 = 3;
 pub const GED_START: u64 = 0xe910_0000;
 pub const GED_LEN: u64 = 0x1000;
 pub const GED_GSI: u32 = 5;
-/// NVDIMM health registers, 4 bytes each. DIMM n has the register at offset 4 n.
+/// NVDIMM health registers, 4 bytes each. NVDIMM n uses the register at offset 4 n.
 pub const NVDIMM_HEALTH_START: u64 = 0xe910_1000;
 pub const NVDIMM_HEALTH_LEN: u64 = 0x1000;
 pub const NVDIMM_HEALTH_REGISTER_LEN: u64 = 4;
 const _: () = assert!(NVDIMM_HEALTH_START >= GED_START + GED_LEN);
-/// Registers of hotplug.
+/// Hotplug registers.
 pub const HOTPLUG_START: u64 = 0xe910_2000;
 pub const HOTPLUG_LEN: u64 = 0x1000;
 const _: () = assert!(HOTPLUG_START >= NVDIMM_HEALTH_START + NVDIMM_HEALTH_LEN);
-/// Slots of the PCI bus. The host bridge has number 0.
+/// Number of slots on the PCI bus. The host bridge is in slot 0.
 pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
 /// First interrupt for PCI INTx or MSI routes. 0 to 23 are the pins of the I/O APIC.
 pub const FIRST_MSI_GSI: u32 = 24;
 
-/// Smallest blocks in which Linux adds memory. All guests but large ones use them: see
+/// Smallest size of the blocks in which Linux adds memory. All but large guests use it: see
 /// [`linux_block_bytes`].
 pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
-/// Largest blocks in which Linux adds memory.
+/// Largest size of the blocks in which Linux adds memory.
 pub const LINUX_LARGEST_BLOCK_BYTES: u64 = 2 * GIB;
-/// Guests with boot memory that ends here or beyond have larger blocks.
+/// Linux uses larger blocks if boot memory ends at this address or above.
 const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 
-/// Alignment of all ranges behind boot memory: the largest page with which host and guest may map
-/// them.
+/// Alignment of all ranges above boot memory: the largest page size with which host and guest may
+/// map them.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
-/// Alignment of the DIMMs' range for any block size of the guest.
+/// Alignment of the DIMMs' range. It suits every block size of the guest.
 pub const DIMM_ALIGN: u64 = LINUX_LARGEST_BLOCK_BYTES;
 
-/// Smallest boot memory. Less does not hold a kernel.
+/// Smallest boot memory. A kernel does not fit into less.
 pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
 
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -109,16 +109,16 @@ pub enum LayoutError {
     #[error("size {size_bytes} of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
     Unaligned {
         zone: String,
-        /// Size in the configuration.
+        /// Configured size.
         size_bytes: u64,
         unit_bytes: u64,
     },
     #[error("boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
     BootTooSmall {
-        /// Boot memory of all zones.
+        /// Total boot memory of all zones.
         size_bytes: u64,
     },
-    /// An additional range is empty or off the page grid, or its alignment is not a power of two.
+    /// An additional range is empty or not page-aligned, or its alignment is not a power of two.
     #[error("range of {len:#x} bytes aligned to {align:#x} is not a multiple of 4 KiB")]
     BadRange {
         /// Length in bytes.
@@ -145,7 +145,7 @@ pub struct GuestRange {
 }
 
 impl GuestRange {
-    /// First address behind the range.
+    /// First address after the range.
     pub fn end(&self) -> u64 {
         self.start + self.len
     }
@@ -155,8 +155,7 @@ impl GuestRange {
     }
 }
 
-/// Boot memory of all zones together: a part below the hole of the 32-bit devices, and a part above
-/// it.
+/// Boot memory of all zones: a part below the hole for 32-bit devices, and a part above it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BootMemory {
     low_bytes: u64,
@@ -183,8 +182,8 @@ impl BootMemory {
     /// of both parts.
     ///
     /// If a page of the zone would reach into the hole, the addresses between the last whole page
-    /// and 3 GiB stay unused. No later zone uses them, because it follows the part above the hole
-    /// without a gap.
+    /// and 3 GiB remain unused. Later zones do not use them either, because their memory starts
+    /// directly after this zone's part above the hole.
     fn add(&mut self, boot_bytes: u64, page_bytes: u64) -> (u64, u64) {
         let room_bytes = if self.high_bytes == 0 { LOW_RAM_END - self.low_bytes } else { 0 };
         let low_bytes = if boot_bytes <= room_bytes {
@@ -197,7 +196,7 @@ impl BootMemory {
         (low_bytes, boot_bytes - low_bytes)
     }
 
-    /// The first address behind the part below the hole.
+    /// First address after the part below the hole.
     pub fn low_end(&self) -> u64 {
         self.low_bytes
     }
@@ -207,7 +206,7 @@ impl BootMemory {
         HIGH_RAM_START.saturating_add(self.high_bytes)
     }
 
-    /// First address behind all boot memory.
+    /// First address after all boot memory.
     pub fn end(&self) -> u64 {
         if self.high_bytes == 0 { self.low_end() } else { self.high_end() }
     }
@@ -230,30 +229,31 @@ pub fn linux_block_bytes(boot_end: u64) -> u64 {
     (1u64 << boot_end.trailing_zeros()).clamp(LINUX_MEMORY_BLOCK_BYTES, LINUX_LARGEST_BLOCK_BYTES)
 }
 
-/// Location of the parts of one zone.
+/// Addresses of one zone's parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZonePlacement {
-    /// Boot part: no range, one range, or two ranges around the hole below 4 GiB.
+    /// Ranges of the boot part: none, one, or two around the hole below 4 GiB.
     pub boot: Vec<GuestRange>,
     /// Hotplug part: the pluggable memory, rounded up to [`linux_block_bytes`].
     pub hotplug: Option<GuestRange>,
 }
 
-/// Guest-physical map of one VM, computed from its zones. It then allocates additional ranges.
+/// Guest-physical map of one VM. It is computed from the VM's zones, and then allocates additional
+/// ranges.
 #[derive(Clone, Debug)]
 pub struct MemoryMap {
     zones: Vec<ZonePlacement>,
     boot: BootMemory,
     next_free: u64,
-    /// Additional ranges that were freed, in whole units of [`HOTPLUG_ALIGN`]. Adjacent ranges are
-    /// merged.
+    /// Additional ranges that were freed. They consist of whole units of [`HOTPLUG_ALIGN`], and
+    /// adjacent ranges are merged.
     given_back: Vec<GuestRange>,
     address_bits: u8,
 }
 
 impl MemoryMap {
-    /// Lays out `zones` for guest-physical addresses of `address_bits` bits, boot parts first and
-    /// in order.
+    /// Lays out `zones` in guest-physical addresses of `address_bits` bits. All boot parts precede
+    /// all hotplug parts, in the order of the zones.
     pub fn new(zones: &[ZoneSpec], address_bits: u8) -> Result<Self, LayoutError> {
         for zone in zones {
             let unit_bytes = match zone.growth {
@@ -294,7 +294,7 @@ impl MemoryMap {
             }
             if high > 0 {
                 let len = high;
-                // Side by side, as in the kernel's memory map.
+                // Adjacent, as in the kernel's memory map.
                 boot.push(
                     map.take(len, PAGE_BYTES, || format!("boot memory of zone {:?}", zone.id))?,
                 );
@@ -314,12 +314,12 @@ impl MemoryMap {
         Ok(map)
     }
 
-    /// Location of the zones' parts, in the order of the specifications.
+    /// Addresses of the zones' parts, in the order of the specifications.
     pub fn zones(&self) -> &[ZonePlacement] {
         &self.zones
     }
 
-    /// Allocates an additional range behind all others, for a volume or a file.
+    /// Allocates an additional range for a volume or a file, above the zones.
     pub fn allocate(&mut self, len: u64, align: u64) -> Result<GuestRange, LayoutError> {
         if len == 0 || !len.is_multiple_of(4096) || !align.is_power_of_two() {
             return Err(LayoutError::BadRange { len, align });
@@ -341,8 +341,7 @@ impl MemoryMap {
         self.take(len, align, || "an additional range".to_owned())
     }
 
-    /// Checks that a machine with zones `next` instead of `zones` has room for all additional
-    /// ranges.
+    /// Checks that all additional ranges still fit if the zones change from `zones` to `next`.
     pub fn has_room_for(&self, zones: &[ZoneSpec], next: &[ZoneSpec]) -> Result<(), LayoutError> {
         let behind_bytes = self.next_free - Self::new(zones, self.address_bits)?.next_free;
         let mut next = Self::new(next, self.address_bits)?;
@@ -363,7 +362,7 @@ impl MemoryMap {
         self.given_back.push(range);
     }
 
-    /// First address behind the last boot memory: end of the memory that SRAT describes as not
+    /// First address after all boot memory. The SRAT describes memory below it as not
     /// hot-pluggable.
     pub fn boot_end(&self) -> u64 {
         self.boot.end()
@@ -483,7 +482,7 @@ mod tests {
             map.zones().iter().map(|zone| zone.boot.clone()).collect::<Vec<_>>()
         };
         let dram = |boot_bytes| zone("dram", Tier::Dram, boot_bytes, 0);
-        // The hole splits the second zone, and the third is completely above the hole.
+        // The hole splits the second zone. The third zone is completely above the hole.
         assert_eq!(
             boot(&[dram(2 * GIB), dram(2 * GIB), dram(GIB)]),
             [
@@ -494,8 +493,8 @@ mod tests {
         );
         // The first zone ends where the hole begins.
         assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
-        // Boot parts are adjacent whatever their sizes, as in a kernel's memory map. Hotplug parts
-        // start at multiples of 1 GiB.
+        // Boot parts of any size are adjacent, as in a kernel's memory map. Hotplug parts start at
+        // multiples of 1 GiB.
         let zones = [
             zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB),
             zone("b", Tier::Dram, 6 * MIB, GIB),
@@ -525,7 +524,8 @@ mod tests {
             MemoryMap::new(zones, 40).unwrap().boot_ranges().collect::<Vec<_>>()
         };
         let high = HIGH_RAM_START;
-        // 2.5 GiB are left below the hole: two pages of 1 GiB, or all of it in pages of 2 MiB.
+        // 2.5 GiB are left below the hole. Pages of 1 GiB can use 2 GiB of it, and pages of 2 MiB
+        // can use all of it.
         assert_eq!(
             boot(&[small(512 * MIB), huge(3 * GIB, GIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB), range(high, GIB)]
@@ -534,7 +534,7 @@ mod tests {
             boot(&[small(512 * MIB), huge(3 * GIB, 2 * MIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 5 * GIB / 2), range(high, 512 * MIB)]
         );
-        // No page fits, a zone ends at the hole, and a zone ends before it.
+        // Three cases: no page fits, a zone ends at the hole, and a zone ends before the hole.
         assert_eq!(
             boot(&[small(3 * GIB - MIB), huge(GIB, GIB)]),
             [range(0, 3 * GIB - MIB), range(high, GIB)]
@@ -547,8 +547,8 @@ mod tests {
             boot(&[small(512 * MIB), huge(2 * GIB, GIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
         );
-        // The rest below the hole stays unused: boot memory above the hole begins with the zone
-        // that was split.
+        // The rest below the hole remains unused, because boot memory above the hole begins with
+        // the zone that was split.
         assert_eq!(
             boot(&[small(MIB), huge(3 * GIB, GIB), small(MIB)]),
             [range(0, MIB), range(MIB, 2 * GIB), range(high, GIB), range(high + GIB, MIB)]
@@ -582,8 +582,7 @@ mod tests {
                 let page_bytes = zone.boot_page_bytes();
                 prop_assert!(placed.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
             }
-            // Both parts have no gaps, and end at the addresses that loaders and the memory map
-            // use.
+            // Neither part has gaps. Both end at the addresses that loaders and the memory map use.
             for (start, end) in [(0, boot.low_end()), (HIGH_RAM_START, boot.high_end())] {
                 let inside = map.boot_ranges().filter(|range| (start..end).contains(&range.start));
                 let reached = inside.fold(start, |at, range| if range.start == at { range.end() } else { 0 });
@@ -622,7 +621,7 @@ mod tests {
 
     #[test]
     fn hotplug_parts_consist_of_whole_linux_blocks() {
-        // Boot memory ends 1 GiB (the hole) behind its size.
+        // Boot memory ends 1 GiB, the size of the hole, above its own size.
         for (boot_end, dram_start, dram_len, pm_start) in [
             (5 * GIB, 5 * GIB, 640 * MIB, 6 * GIB),
             (63 * GIB, 63 * GIB, 640 * MIB, 64 * GIB),
@@ -652,7 +651,7 @@ mod tests {
         let zones = |boot_bytes| [zone("dram", Tier::Dram, boot_bytes, 32 * GIB)];
         let mut map = MemoryMap::new(&zones(GIB), 36).unwrap();
         let next = |map: &MemoryMap, boot_bytes| map.has_room_for(&zones(GIB), &zones(boot_bytes));
-        // 64 GiB less 4 GiB (low memory and the hole) and the ranges behind boot memory.
+        // 64 GiB, less 4 GiB (low memory and the hole) and the ranges above boot memory.
         assert_eq!(next(&map, 31 * GIB), Ok(()));
         assert!(matches!(next(&map, 32 * GIB), Err(LayoutError::AddressSpace { .. })));
         map.allocate(4 * GIB, 4096).unwrap();

@@ -1,22 +1,22 @@
-//! Lost guest memory: the file behind it was truncated, its file system is full, or the memory is
-//! bad.
+//! Lost guest memory. Memory is lost if its file was truncated, if the file system is full, or if
+//! the hardware reports bad memory.
 //!
-//! Accessing such a page raises SIGBUS at best. The result depends on the accessing thread:
+//! An access to a lost page raises SIGBUS at best. The result depends on the thread:
 //!
-//! - **A device**, which is a thread of this process: the handler stops the guest and then maps
-//!   zeros in place of the page (`pmem_volume::media`, [`GuestRange::page_lost`]). The device
-//!   detects the loss before it uses the copied data ([`super::view::MappedMemory::check_whole`]).
-//! - **The guest, if the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
+//! - **A device thread of this process**: the SIGBUS handler stops the guest and then replaces the
+//!   page with zeros (`pmem_volume::media`, [`GuestRange::page_lost`]). The device checks for
+//!   losses before it uses data that it copied ([`super::view::MappedMemory::check_whole`]).
+//! - **A vCPU, if the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
 //!   arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same result.
-//! - **The guest, if there is no page**: KVM treats the page as one to be read from a disk and has
-//!   it fetched asynchronously. When that fails, the vCPU tries again, forever
-//!   (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit
-//!   reports this. The lengths of files are therefore checked regularly ([`LostMemory::look`]). If
-//!   the vCPU cannot wait because its interrupts are off, KVM_RUN fails with EFAULT, and the
-//!   lengths are checked at once.
+//! - **A vCPU, if there is no page**: KVM assumes that the page must be read from a disk, and
+//!   fetches it asynchronously. When that fails, the vCPU retries forever (virt/kvm/async_pf.c;
+//!   kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit reports this. The VMM
+//!   therefore checks the lengths of all files regularly ([`LostMemory::look`]). If the vCPU cannot
+//!   wait because its interrupts are off, KVM_RUN fails with EFAULT, and the VMM checks the lengths
+//!   immediately.
 //!
-//! Lost memory stays lost, even if the file gets its old length back, because the bytes were the
-//! guest's memory.
+//! Lost memory remains lost even if the file is extended to its old length, because the guest's
+//! data is gone.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,17 +35,18 @@ use super::backing::Reservation;
 use crate::brake::Brake;
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Data copied from guest memory may be zeros, and data copied to it may be lost.
+/// A page of guest memory was lost. Data copied from guest memory may be zeros, and data copied to
+/// it may be gone.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("guest memory is lost")]
 pub struct MemoryLost;
 
-/// Raised when a page is lost.
+/// Flag that is raised when a page is lost.
 #[derive(Clone, Debug, Default)]
 pub struct LossFlag(Arc<AtomicBool>);
 
 impl LossFlag {
-    /// Marks all later copies as invalid.
+    /// Raises the flag, which marks all later copies from guest memory as invalid.
     pub fn raise(&self) {
         self.0.store(true, Ordering::Release);
     }
@@ -71,26 +72,26 @@ pub enum Loss {
     CutShort {
         /// Length of the file when the loss was detected.
         file_bytes: u64,
-        /// Minimum length of the file when it was mapped.
+        /// Length that the file must at least have, determined when it was mapped.
         mapped_bytes: u64,
     },
     #[error("a page is bad, or its file system is full")]
     Page,
 }
 
-/// Watched range of guest memory, and its loss.
+/// Watched range of guest memory, with a record of its loss.
 #[derive(Debug)]
 pub struct GuestRange {
     name: String,
-    /// Minimum length of the file. 0 without a file.
+    /// Length that the file must at least have. 0 if there is no file.
     mapped_bytes: u64,
-    /// Length to which the file was cut, or [`WHOLE`].
+    /// Length to which the file was truncated, or [`WHOLE`].
     cut_to_bytes: AtomicU64,
     page_lost: AtomicBool,
     alarm: Arc<Alarm>,
 }
 
-/// Longer than any file.
+/// Marks a file that was not truncated. No file is this long.
 const WHOLE: u64 = u64::MAX;
 
 /// Immediate reaction to lost memory.
@@ -104,23 +105,23 @@ struct Alarm {
 impl Alarm {
     /// May be called in a signal handler.
     fn raise(&self) {
-        // 1. Devices discard data that they copy from now on.
+        // 1. Make devices discard data that they copy from now on.
         self.loss.raise();
-        // 2. The guest does not see zeros.
+        // 2. Stop the guest before it can read zeros.
         self.brake.stop();
-        // 3. The owner is notified. The write fails only if the counter is at its maximum, and the
+        // 3. Notify the owner. The write fails only if the counter is at its maximum, and the
         //    eventfd is then readable anyway.
         let _ = self.event.write(1);
     }
 }
 
 impl GuestRange {
-    /// Name of the range: the flag that created it.
+    /// Name of the range: the command-line flag that created it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Known loss of the range.
+    /// Loss of the range, if one was detected.
     pub fn loss(&self) -> Option<Loss> {
         match self.cut_to_bytes.load(Ordering::Acquire) {
             WHOLE => self.page_lost.load(Ordering::Acquire).then_some(Loss::Page),
@@ -138,13 +139,13 @@ impl OnPageLost for GuestRange {
 
 type Watched = (Arc<GuestRange>, Option<Arc<File>>);
 
-/// All memory of one VM that can be lost.
+/// Watches all memory of one VM that can be lost.
 pub struct LostMemory {
     alarm: Arc<Alarm>,
     ranges: Mutex<Vec<Watched>>,
 }
 
-/// Range that is watched until this is dropped.
+/// Watched range. Dropping it ends the watch.
 pub struct WatchedRange {
     lost: Arc<LostMemory>,
     range: Arc<GuestRange>,
@@ -158,7 +159,7 @@ impl Drop for WatchedRange {
 
 impl Expose for LostMemory {
     fn expose(&self, out: &mut Exposition) {
-        // A zone has several ranges with the same name.
+        // Several ranges of one zone have the same name.
         let mut lost = BTreeMap::new();
         for (range, _) in &*self.ranges.lock() {
             *lost.entry(range.name().to_owned()).or_insert(false) |= range.loss().is_some();
@@ -169,19 +170,21 @@ impl Expose for LostMemory {
 }
 
 impl LostMemory {
-    /// No watched memory. A later loss stops the vCPUs through `brake`, and raises the flag.
+    /// Creates a watch without ranges. A later loss stops the vCPUs through `brake`, and raises
+    /// `loss`.
     pub fn new(brake: Arc<Brake>, loss: LossFlag) -> Result<Self, WatchError> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(WatchError::Event)?;
         let alarm = Arc::new(Alarm { loss, brake, event });
         Ok(Self { alarm, ranges: Mutex::default() })
     }
 
-    /// Watches anonymous memory, which can turn bad.
+    /// Watches anonymous memory. It is lost only if the hardware reports it as bad.
     pub fn watch(&self, name: String, reservation: &Reservation) -> Result<(), WatchError> {
         self.add(name, reservation, None).map(drop)
     }
 
-    /// Watches memory of a file or device whose first `mapped_bytes` must exist.
+    /// Watches memory that is mapped from a file or device. The first `mapped_bytes` of the file
+    /// must exist.
     pub fn watch_file(
         &self,
         name: String,
@@ -229,7 +232,7 @@ impl LostMemory {
         &self.alarm.event
     }
 
-    /// Every range, for metrics.
+    /// All watched ranges, for metrics.
     pub fn ranges(&self) -> Vec<Arc<GuestRange>> {
         self.ranges.lock().iter().map(|(range, _)| Arc::clone(range)).collect()
     }
@@ -239,17 +242,17 @@ impl LostMemory {
         self.ranges.lock().iter().any(|(_, file)| file.as_deref().is_some_and(is_regular))
     }
 
-    /// Checks the length of every file. If memory is lost, now or before, stops the guest and
-    /// returns the reason.
+    /// Checks the length of every file. If this or an earlier check found lost memory, stops the
+    /// guest and returns the reason.
     pub fn look(&self) -> Option<String> {
-        // No lock is held during the checks and while waiting for vCPUs, because vCPUs call this,
-        // too.
+        // The checks and the wait for vCPUs run without the lock, because vCPUs also call this
+        // function.
         let ranges = self.ranges.lock().clone();
         for (range, file) in &ranges {
             if let Some(file_bytes) =
                 file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
             {
-                // Only the first detected length is stored.
+                // Stores only the first length that was detected.
                 let _ = range.cut_to_bytes.compare_exchange(
                     WHOLE,
                     file_bytes,
@@ -266,8 +269,8 @@ impl LostMemory {
         reason
     }
 
-    /// Checks if a loss caused a vCPU's access fault. If so, the guest is stopped and the owner
-    /// notified.
+    /// Checks whether lost memory caused a vCPU's access fault. If so, stops the guest and notifies
+    /// the owner.
     pub fn explains_a_fault(&self) -> bool {
         let lost = self.look().is_some();
         if lost {
@@ -277,22 +280,23 @@ impl LostMemory {
     }
 }
 
-/// Devices keep their length, or report errors.
+/// Other files need no checks. Devices keep their length, or report errors.
 fn is_regular(file: &File) -> bool {
     file.metadata().is_ok_and(|metadata| metadata.is_file())
 }
 
-/// Length of a file that is shorter than `mapped_bytes`. `None` if its length cannot be read.
+/// Length of a file that is shorter than `mapped_bytes`. `None` if the file is not shorter, or if
+/// its length cannot be read.
 pub fn cut_to_bytes(file: &File, mapped_bytes: u64) -> Option<u64> {
     let metadata = file.metadata().ok()?;
     (metadata.is_file() && metadata.len() < mapped_bytes).then_some(metadata.len())
 }
 
-/// Reason for pausing the VM, if any.
+/// Reason for pausing the VM, if memory is lost.
 fn reason<'a>(ranges: impl Iterator<Item = (&'a str, Option<Loss>)>) -> Option<String> {
     let mut lost: Vec<_> =
         ranges.filter_map(|(name, loss)| loss.map(|loss| format!("{name}: {loss}"))).collect();
-    // A zone has several parts.
+    // Several parts of one zone have the same name.
     lost.dedup();
     (!lost.is_empty()).then(|| format!("guest memory is lost: {}", lost.join("; ")))
 }
@@ -338,7 +342,8 @@ mod tests {
         assert_eq!(lost.look(), None);
         assert!(!brake.is_pulled() && !flag.is_raised() && lost.event().read().is_err());
         file.set_len(MIB).unwrap();
-        // SAFETY: mapped, to the file or to its replacement by the handler.
+        // SAFETY: the page is mapped, either to the file or to the zeros that the handler put in
+        // its place.
         assert_eq!(unsafe { byte(&reservation, MIB).read_volatile() }, 0);
         assert!(brake.is_pulled() && flag.is_raised());
         assert_eq!(lost.event().read().unwrap(), 1);
@@ -357,7 +362,8 @@ mod tests {
         entered.recv_timeout(Duration::from_secs(20)).unwrap();
         file.set_len(0).unwrap();
         assert!(brake.is_any_in_guest());
-        // SAFETY: mapped, to the file or to its replacement by the handler.
+        // SAFETY: the page is mapped, either to the file or to the zeros that the handler put in
+        // its place.
         assert_eq!(unsafe { byte(&reservation, 0).read_volatile() }, 0);
         assert!(!brake.is_any_in_guest());
         assert_eq!(vcpu.join().unwrap(), 1);
@@ -378,7 +384,7 @@ mod tests {
             "guest memory is lost: data: its file was truncated to 1 MiB, but the guest has mapped 2 MiB"
         );
         assert!(brake.is_pulled() && flag.is_raised());
-        // The old length does not bring the content back.
+        // Restoring the old length does not restore the content.
         file.set_len(2 * MIB).unwrap();
         assert_eq!(lost.look().unwrap(), reason);
         brake.release();

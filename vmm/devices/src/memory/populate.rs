@@ -1,4 +1,4 @@
-//! Allocates pages of guest memory before the first access, on several CPUs.
+//! Allocation of guest memory pages before the first access, on several CPUs.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,15 +7,16 @@ use std::thread;
 use super::backing::Reservation;
 use super::layout::MIB;
 
-/// More threads are no faster: the memory itself then limits the speed.
+/// Maximum number of threads. More threads are not faster, because memory bandwidth limits the
+/// speed.
 const MAX_THREADS: usize = 16;
-/// Bytes of one step of a thread, and the smallest size that gets a second thread: as much as Linux
-/// plugs at once. If a huge page is larger than a step, the first thread allocates all of it while
-/// the others wait.
+/// Bytes that a thread allocates in one step: the size that Linux plugs in one request. Larger
+/// sizes use a second thread. If a huge page is larger than a step, the first thread allocates all
+/// of the page while the others wait.
 const STEP_BYTES: u64 = 128 * MIB;
 
-/// Allocates pages for `len` mapped bytes of `reservation` from `offset`. Contents are kept. On an
-/// error, some pages may have been allocated.
+/// Allocates pages for `len` mapped bytes at `offset` in `reservation`. Existing contents are
+/// preserved. On an error, some pages may have been allocated.
 pub(super) fn populate(reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     populate_in_steps(reservation, offset, len, STEP_BYTES, cpus.min(MAX_THREADS))
@@ -39,7 +40,7 @@ fn populate_in_steps(
             }
             reservation.populate(offset + start, step_bytes.min(len - start)).inspect_err(
                 |_| {
-                    // The other threads can stop.
+                    // Makes the other threads stop.
                     next.store(steps, Ordering::Relaxed);
                 },
             )?;

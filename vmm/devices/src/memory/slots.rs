@@ -1,9 +1,9 @@
 //! KVM memory slots.
 //!
-//! Boot memory and volumes have one permanent slot for each range. A hotplug part is divided into
-//! slots of 128 MiB, which are added with their first block and removed with their last. The guest
-//! cannot access memory without a slot. Unplugged memory therefore costs no page tables or dirty
-//! logs.
+//! Each range of boot memory and each volume has one permanent slot. A hotplug part is divided into
+//! slots of 128 MiB. Plugging the first block of a slot adds the slot, and unplugging the last
+//! block removes it. The guest cannot access memory without a slot. Unplugged memory therefore
+//! needs no page tables and no dirty log.
 
 use std::io;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ use tracing::error;
 use super::backing::{Access, Reservation};
 use super::layout::{GuestRange, MIB};
 
-/// Size of a slot of a hotplug part.
+/// Size of the slots in a hotplug part.
 pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;
 
-/// Delay after the last unplug before empty slots are removed. Removing a slot may cost every vCPU
-/// its page tables.
+/// Delay between the last unplug and the removal of empty slots. Removing a slot may destroy the
+/// page tables of every vCPU.
 pub const QUIET_TIME: Duration = Duration::from_secs(1);
 
 /// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux
@@ -52,24 +52,24 @@ pub enum SlotError {
     Kvm {
         slot: u32,
         start: u64,
-        /// Length. 0 when the slot is removed.
+        /// Length in bytes. 0 for a slot to be removed.
         len: u64,
         #[source]
         source: io::Error,
     },
 }
 
-/// Upper limit of the memory that KVM allocates with the slots of `guest_bytes`: a pointer for each
-/// page (Linux arch/x86/kvm/x86.c, memslot_rmap_alloc). The TDP MMU uses less, unless the guest has
-/// guests of its own.
+/// Upper limit of the memory that KVM allocates for slots with `guest_bytes` in total: a pointer
+/// for each page (Linux arch/x86/kvm/x86.c, memslot_rmap_alloc). The TDP MMU uses less, unless the
+/// guest runs guests of its own.
 fn kvms_own_bytes(guest_bytes: u64) -> u64 {
     guest_bytes / PAGE_BYTES * size_of::<u64>() as u64
 }
 
-/// Checks that KVM can take slots for `ranges` on a host with `host_bytes` of memory.
+/// Checks that KVM can allocate slots for `ranges` on a host with `host_bytes` of memory.
 ///
-/// The check comes before the first slot, because KVM allocates memory for each slot that it
-/// accepts, and Linux kills processes if that memory is short.
+/// Call this before adding the first slot. KVM allocates memory for each slot that it accepts, and
+/// Linux kills processes if it runs out of memory.
 pub fn check_ranges(
     ranges: impl Iterator<Item = GuestRange>,
     host_bytes: u64,
@@ -98,12 +98,12 @@ pub fn host_bytes() -> u64 {
     u64::try_from(pages).unwrap_or(0).saturating_mul(PAGE_BYTES)
 }
 
-/// KVM's slots, or a fake of them.
+/// Slots of KVM, or a fake for tests.
 pub trait SlotTable: Send + Sync {
     /// KVM_SET_USER_MEMORY_REGION: adds the slot, or removes it if its size is 0.
     ///
     /// # Safety
-    /// The host-virtual range must stay reserved for the guest until the slot is removed, because
+    /// The host-virtual range must remain reserved for the guest until the slot is removed, because
     /// the guest can access all memory mapped there.
     unsafe fn set_user_memory_region(&self, region: kvm_userspace_memory_region) -> io::Result<()>;
 }
@@ -115,8 +115,8 @@ impl SlotTable for VmFd {
     }
 }
 
-/// Makes KVM keep the page tables of other slots when one is removed, if it can (Linux 6.12 and
-/// later). Returns false if it cannot.
+/// Makes KVM keep the page tables of other slots when one slot is removed. Returns false if KVM
+/// does not support this (before Linux 6.12).
 pub fn disable_zap_all(vm: &VmFd) -> io::Result<bool> {
     let quirks = vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS2.into());
     if quirks < 0 || quirks as u32 & KVM_X86_QUIRK_SLOT_ZAP_ALL == 0 {
@@ -143,13 +143,13 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// No slots yet. `limit` is KVM_CAP_NR_MEMSLOTS.
+    /// Creates an empty set of slots. `limit` is KVM_CAP_NR_MEMSLOTS.
     pub fn new(table: Arc<dyn SlotTable>, limit: u32) -> Self {
         Self { table, entries: Mutex::default(), limit }
     }
 
-    /// Makes all present and later mappings at `offset` of `reservation` accessible to the guest at
-    /// `guest`. Returns the slot's number.
+    /// Adds a slot that makes present and later mappings at `offset` in `reservation` accessible to
+    /// the guest at `guest`. Returns the slot's number.
     pub fn add(
         &self,
         guest: GuestRange,
@@ -226,8 +226,8 @@ impl Slots {
 }
 
 impl Drop for Slots {
-    /// Runs before the reservations are dropped, because a vCPU's file descriptor may keep KVM
-    /// alive.
+    /// Removes all slots before the reservations are dropped, because the file descriptor of a vCPU
+    /// may keep the VM in KVM alive.
     fn drop(&mut self) {
         let count = self.entries.get_mut().len() as u32;
         for slot in 0..count {
@@ -235,8 +235,8 @@ impl Drop for Slots {
                 continue;
             }
             if let Err(err) = self.remove(slot) {
-                // Leaks the reservation, because it must not be unmapped under a slot that KVM
-                // keeps.
+                // Leaks the reservation, because memory must not be unmapped while KVM still has a
+                // slot for it.
                 error!(%err, "Cannot remove a memory slot");
                 std::mem::forget(self.entries.get_mut()[slot as usize].take());
             }
@@ -244,26 +244,26 @@ impl Drop for Slots {
     }
 }
 
-/// Piece of a hotplug part that has a slot of its own.
+/// Piece of a hotplug part that has its own slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct Part {
     slot: Option<u32>,
     plugged_bytes: u64,
 }
 
-/// Slots of one hotplug part. Offsets count from its start.
+/// Slots of one hotplug part. Offsets are relative to the start of the part.
 pub struct HotplugSlots {
     slots: Arc<Slots>,
     range: GuestRange,
     reservation: Arc<Reservation>,
     slot_bytes: u64,
     parts: Vec<Part>,
-    /// Time when a part last became empty, while there are empty parts.
+    /// Time when a slot last became empty. `None` if there are no empty slots.
     emptied: Option<Instant>,
 }
 
 impl HotplugSlots {
-    /// Slots of `slot_bytes` for `range`, without plugged memory.
+    /// Divides `range` into slots of `slot_bytes`. No memory is plugged yet.
     pub fn new(
         slots: Arc<Slots>,
         range: GuestRange,
@@ -275,8 +275,8 @@ impl HotplugSlots {
         Self { slots, range, reservation, slot_bytes, parts, emptied: None }
     }
 
-    /// Adds the missing slots for `offset..offset + len`, which is about to be plugged. On an
-    /// error, none is added.
+    /// Adds the missing slots for `offset..offset + len` before this range is plugged. On an error,
+    /// no slot is added.
     pub fn acquire(&mut self, offset: u64, len: u64) -> Result<(), SlotError> {
         let pieces = self.pieces(offset, len);
         let mut added = Vec::new();
@@ -304,13 +304,13 @@ impl HotplugSlots {
         Ok(())
     }
 
-    /// Adds the next slot ahead of the request that will need it, if the present slots have no room
-    /// for another `wanted_bytes`. Returns true if it added one.
+    /// Adds the next slot before a request needs it, if the existing slots have no room for another
+    /// `wanted_bytes`. Returns true if it added a slot.
     ///
     /// Adding a slot waits until no vCPU uses the old set of slots. This takes longer than the rest
-    /// of a plug, and the driver need not wait for it. A slot alone gives the guest no access,
-    /// because unplugged memory is PROT_NONE. A sweep removes the slot like any empty one, unless
-    /// blocks are plugged into it.
+    /// of a plug, and adding the slot early saves the driver from waiting. A slot alone gives the
+    /// guest no access, because unplugged memory is PROT_NONE. A sweep removes the slot if no
+    /// blocks have been plugged into it by then.
     pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
         let room = |part: &Part| {
             part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes))
@@ -339,17 +339,17 @@ impl HotplugSlots {
         }
     }
 
-    /// Time of the next [`HotplugSlots::sweep`].
+    /// Time when [`HotplugSlots::sweep`] should be called next.
     pub fn sweep_due(&self) -> Option<Instant> {
         self.emptied.map(|at| at + QUIET_TIME)
     }
 
-    /// Removes empty slots if the quiet time is over. Returns their number.
+    /// Removes empty slots if the quiet time has passed. Returns the number of removed slots.
     pub fn sweep(&mut self, now: Instant) -> usize {
         if self.sweep_due().is_none_or(|due| now < due) { 0 } else { self.remove_empty() }
     }
 
-    /// Removes empty slots now. Returns their number.
+    /// Removes empty slots now. Returns the number of removed slots.
     fn remove_empty(&mut self) -> usize {
         self.emptied = None;
         let empty: Vec<_> = (0..self.parts.len())
@@ -382,14 +382,16 @@ impl HotplugSlots {
                 true
             }
             Err(err) => {
-                // A remaining slot gives the guest no access, because all of it is PROT_NONE.
+                // The remaining slot gives the guest no access, because all of its memory is
+                // PROT_NONE.
                 error!(%err, "Cannot remove an empty memory slot");
                 false
             }
         }
     }
 
-    /// Divides a range at slot boundaries into indexes of parts and bytes in each.
+    /// Divides a range at slot boundaries. Returns the index of each slot and the bytes of the
+    /// range in it.
     fn pieces(&self, offset: u64, len: u64) -> Vec<(usize, u64)> {
         assert!(len > 0 && offset + len <= self.range.len);
         let (first, last) = (offset / self.slot_bytes, (offset + len - 1) / self.slot_bytes);
@@ -405,7 +407,7 @@ impl HotplugSlots {
 
 #[cfg(any(test, feature = "testing"))]
 pub mod fake {
-    //! Slots that follow KVM's rules without KVM (Documentation/virt/kvm/api.rst, 4.35).
+    //! Fake slots that follow KVM's rules (Documentation/virt/kvm/api.rst, 4.35).
 
     use std::collections::BTreeMap;
 
@@ -414,7 +416,7 @@ pub mod fake {
     #[derive(Default)]
     pub struct FakeSlots {
         pub slots: Mutex<BTreeMap<u32, kvm_userspace_memory_region>>,
-        /// Number of calls that succeed before calls fail with ENOMEM.
+        /// Number of calls that succeed before all calls fail with ENOMEM.
         pub calls_left: Mutex<Option<usize>>,
     }
 
@@ -454,8 +456,8 @@ pub mod fake {
                     .ok_or(io::Error::from_raw_os_error(libc::EINVAL));
             }
             if slots.contains_key(&region.slot) {
-                // An existing slot may be moved or get flags, but cannot be resized. The VMM does
-                // neither.
+                // KVM can move an existing slot or change its flags, but cannot resize it. The VMM
+                // does none of these.
                 return fail(libc::EINVAL);
             }
             let end = region.guest_phys_addr + region.memory_size;
@@ -507,7 +509,7 @@ mod tests {
         );
     }
 
-    /// KVM allocated 24 GiB for these two ranges, and Linux killed processes.
+    /// Without the check, KVM allocated 24 GiB for these two ranges, and Linux killed processes.
     #[test]
     fn boot_memory_is_refused_if_kvms_own_data_would_exceed_the_host() {
         const TIB: u64 = 1 << 40;
@@ -525,7 +527,7 @@ mod tests {
             error,
             "12 TiB of guest memory can make KVM allocate 24 GiB for itself, but the host has only 23 GiB of memory"
         );
-        // The last range is checked before a slot is added for the first.
+        // All ranges are checked before the first slot is added.
         assert!(
             check(&[TIB, 9 * TIB], 1024).unwrap_err().starts_with("9 TiB at 0x10100000000 exceeds")
         );
@@ -541,7 +543,7 @@ mod tests {
         assert!(slots.prepare(SLOT, now).unwrap());
         assert!(table.covers(START + SLOT) && !table.covers(START + 2 * SLOT));
         assert!(!slots.prepare(SLOT, now).unwrap(), "a slot already exists for the requested size");
-        // Plugged blocks keep a slot. A slot that stays empty is removed.
+        // A slot with plugged blocks is kept. A slot that remains empty is removed.
         slots.acquire(SLOT, 2 * MIB).unwrap();
         assert!(slots.prepare(SLOT, now).unwrap());
         assert_eq!(slots.sweep(now + QUIET_TIME), 1);

@@ -1,10 +1,10 @@
 //! View through which all threads of the VMM access guest memory.
 //!
-//! A descriptor may refer to a block that is unplugged, or that another thread is unplugging at
-//! this moment. Unplugged blocks are PROT_NONE on the host, so an unchecked access would end the
-//! VMM with SIGSEGV. The view therefore checks every range against the plugged blocks, and gives
-//! access to memory under a read guard. An unplug takes the write guard, and thus waits for all
-//! accesses in flight.
+//! A descriptor may refer to a block that is unplugged or is just being unplugged by another
+//! thread. Unplugged blocks are PROT_NONE on the host, so an unchecked access would kill the VMM
+//! with SIGSEGV. The view therefore checks every range against the plugged blocks, and gives access
+//! to memory under a read guard. An unplug takes the write guard, and thus waits for all accesses
+//! in flight.
 
 use std::io;
 use std::ops::Deref;
@@ -25,7 +25,7 @@ use super::lost::{LossFlag, MemoryLost};
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ViewError {
-    /// Empty, off the block grid, or ending beyond the address space.
+    /// The range is empty, not block-aligned, or ends beyond the address space.
     #[error(
         "pluggable range {start:#x}+{len:#x} is not a multiple of the block size {block_size:#x}"
     )]
@@ -43,7 +43,7 @@ pub enum ViewError {
     },
 }
 
-/// Range with one plugged bit for each block.
+/// Pluggable range, with one bit for each block that is set while the block is plugged.
 #[derive(Debug)]
 struct PluggableRange {
     start: u64,
@@ -82,29 +82,30 @@ impl PluggableRange {
 /// Regions of guest memory, with the reservations that keep them mapped.
 #[derive(Clone, Debug)]
 pub struct Regions {
-    /// Address map. It does not distinguish plugged from unplugged memory. It is for users that
-    /// rely on the host's page tables, in which unplugged memory is inaccessible.
+    /// Address map of plugged and unplugged memory. It suits users that rely on the host's page
+    /// tables, in which unplugged memory is inaccessible.
     pub memory: GuestMemoryMmap,
     pub reservations: Vec<Arc<Reservation>>,
 }
 
-/// User of guest memory that bypasses the view and accesses it by addresses of this process, as the
-/// host's kernel does.
+/// User of guest memory that bypasses the view and uses host-virtual addresses, for example the
+/// host's kernel.
 pub trait RegionWatcher: Send + Sync {
-    /// Notifies the watcher of changed regions. When this returns, it accesses only these.
+    /// Notifies the watcher that the regions have changed. When this returns, the watcher accesses
+    /// only the new regions.
     fn regions_changed(&self, regions: &Regions);
 }
 
 /// Guest memory at one moment, accessible through a guard of [`GuestView`].
 ///
-/// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it. An access to
-/// unplugged memory fails like an access to an address without memory.
+/// It implements [`GuestMemory`], so that queues, descriptor readers and `Bytes` can use it. An
+/// access to unplugged memory fails in the same way as an access to an address without memory.
 #[derive(Debug)]
 pub struct MappedMemory {
     regions: GuestMemoryMmap,
     pluggable: Vec<PluggableRange>,
-    /// Start and end addresses of ranges that are mapped read-only on the host. A store there would
-    /// be a SIGSEGV, too.
+    /// Start and end addresses of ranges that are mapped read-only on the host. A store to them
+    /// would also raise SIGSEGV.
     read_only: Vec<(u64, u64)>,
     reservations: Vec<Arc<Reservation>>,
     loss: LossFlag,
@@ -138,8 +139,8 @@ impl MappedMemory {
         !forbidden && self.pluggable.iter().all(|range| range.allows(start, end))
     }
 
-    /// Adds a region that points into `reservation`. All of it is accessible until it is declared
-    /// pluggable.
+    /// Adds a region that points into `reservation`. All of the region is accessible until it is
+    /// declared pluggable.
     pub fn add_region(
         &mut self,
         region: Arc<GuestRegionMmap>,
@@ -151,7 +152,7 @@ impl MappedMemory {
         Ok(())
     }
 
-    /// Removes all of a region that [`Self::add_region`] added.
+    /// Removes a complete region that [`Self::add_region`] added.
     ///
     /// # Panics
     /// If there is no such region.
@@ -163,29 +164,30 @@ impl MappedMemory {
         self.tell_watchers();
     }
 
-    /// Keeps the reservation of regions that [`GuestView::new`] received, as long as the view
-    /// exists.
+    /// Keeps the reservation of regions that were passed to [`GuestView::new`] until the view is
+    /// dropped.
     pub fn keep(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
     }
 
-    /// Checks that no page was lost so far. A device must call this after each copy from or to
-    /// guest memory, before it uses the copy, because a lost page reads as zeros.
+    /// Checks that no page has been lost. A device must call this after each copy from or to guest
+    /// memory, before it uses the copy, because a lost page reads as zeros.
     pub fn check_whole(&self) -> Result<(), MemoryLost> {
         if self.loss.is_raised() { Err(MemoryLost) } else { Ok(()) }
     }
 
-    /// Wraps `reader`, a reader of guest memory, which then fails if a page was lost.
+    /// Wraps a reader of guest memory. The result fails if a page was lost.
     pub fn whole<R: io::Read>(&self, reader: R) -> impl io::Read {
         Whole { reader, memory: self }
     }
 
-    /// Rejects writes to `start..start + len`.
+    /// Makes later writes to `start..start + len` fail.
     pub fn forbid_writes(&mut self, start: u64, len: u64) {
         self.read_only.push((start, start.saturating_add(len)));
     }
 
-    /// Adds a range without plugged blocks. It must lie in regions that were added before.
+    /// Adds a pluggable range in which no block is plugged. The regions that contain it must have
+    /// been added before.
     pub fn add_pluggable(
         &mut self,
         start: GuestAddress,
@@ -207,11 +209,11 @@ impl MappedMemory {
         Ok(())
     }
 
-    /// Marks `start..start+len` plugged or unplugged.
+    /// Marks `start..start+len` as plugged or unplugged.
     ///
     /// # Panics
-    /// If the range does not consist of whole blocks of one pluggable range. The caller must have
-    /// validated the guest's request against its own region.
+    /// If the range does not consist of whole blocks of one pluggable range. The caller must
+    /// validate the guest's request first.
     pub fn set_plugged(&mut self, start: GuestAddress, len: u64, plugged: bool) {
         let start = start.raw_value();
         let range = self
@@ -267,16 +269,17 @@ impl GuestMemory for MappedMemory {
         Ok(slices)
     }
 
-    // `physical_memory` stays `None`, because it would bypass the check.
+    // `physical_memory` keeps its default, `None`, because it would bypass the check.
 }
 
-/// Handle of guest memory, cheap to clone.
+/// Handle to guest memory. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct GuestView {
     memory: Arc<RwLock<MappedMemory>>,
 }
 
-/// Keeps all memory plugged and mapped that is plugged when the guard is acquired.
+/// Read guard. Memory that is plugged when the guard is acquired remains plugged and mapped until
+/// the guard is dropped.
 #[derive(Clone)]
 pub struct ViewGuard(Arc<ArcRwLockReadGuard<RawRwLock, MappedMemory>>);
 
@@ -289,7 +292,7 @@ impl Deref for ViewGuard {
 }
 
 impl GuestView {
-    /// View of `regions`. All of it is accessible until ranges are declared pluggable.
+    /// Creates a view of `regions`. All memory is accessible until ranges are declared pluggable.
     pub fn new(regions: GuestMemoryMmap) -> Self {
         let memory = MappedMemory {
             regions,
@@ -312,7 +315,7 @@ impl GuestView {
         self.memory.write()
     }
 
-    /// Returns true if a thread has or waits for exclusive access.
+    /// Returns true if a thread holds exclusive access or waits for it.
     #[cfg(test)]
     pub(crate) fn is_awaited(&self) -> bool {
         self.memory.try_read().is_none()
@@ -323,8 +326,8 @@ impl GuestAddressSpace for GuestView {
     type M = MappedMemory;
     type T = ViewGuard;
 
-    /// Acquires a guard. A thread that holds one must not acquire a second one: another thread may
-    /// have started to wait for exclusive access in between, and both would wait forever.
+    /// Acquires a guard. A thread that already holds a guard must not acquire another: if a second
+    /// thread has started to wait for exclusive access in between, both threads would wait forever.
     fn memory(&self) -> ViewGuard {
         ViewGuard(Arc::new(self.memory.read_arc()))
     }

@@ -15,18 +15,18 @@ pub enum HostPages {
     #[default]
     Transparent,
     Small,
-    /// Huge pages that are reserved on the host, of the host's default size.
+    /// Huge pages of the host's default size, which the host has reserved.
     HugeAsUsual,
-    /// Huge pages of this size in bytes, reserved on the host.
+    /// Huge pages of this size in bytes, which the host has reserved.
     Huge(u64),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Growth {
-    /// By virtio-mem blocks, which are plugged and unplugged.
+    /// Grows and shrinks by virtio-mem blocks.
     #[default]
     VirtioMem,
-    /// By DIMMs, which ACPI announces. They are never removed.
+    /// Grows by DIMMs, which are announced through ACPI and never removed.
     Dimms,
 }
 
@@ -34,12 +34,12 @@ pub enum Growth {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
     pub pages: HostPages,
-    /// Other processes can map it.
+    /// Other processes can map the memory.
     pub shared: bool,
     /// Pages are allocated when memory is plugged, not when it is first touched.
     pub prefault: bool,
-    /// Memory counts as committed when it is mapped. The mapping fails if the host has too little
-    /// memory.
+    /// Memory counts as committed when it is mapped, so that mapping fails if the host has too
+    /// little memory.
     pub reserve: bool,
     /// KSM may merge pages of equal content.
     pub mergeable: bool,

@@ -1,4 +1,5 @@
-//! Volume of a PM pool as a disk: sectors of the VMM's own BTT engine, at the speed of memory.
+//! Volume of a PM pool as a disk. The VMM's own BTT engine serves the sectors at the speed of
+//! memory.
 
 use std::io;
 use std::ops::Range;
@@ -10,14 +11,14 @@ use pmem_volume::{Durability, Volume};
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
 
-/// Unit that partitions and file systems align to, also on volumes with small sectors.
+/// Alignment for partitions and file systems, even on volumes with smaller sectors.
 const PAGE_BYTES: u32 = 4096;
 
 fn sector_of(engine: &Engine<Volume>, offset_bytes: u64) -> u64 {
     offset_bytes / u64::from(engine.sector_bytes())
 }
 
-/// Ranges consist of whole blocks, which are sectors here.
+/// Converts a range to sectors. Ranges consist of whole blocks, and a block is a sector here.
 fn sectors_of(engine: &Engine<Volume>, range: DiskRange) -> Range<u64> {
     let end_bytes = range.offset_bytes() + range.len_bytes();
     sector_of(engine, range.offset_bytes())..sector_of(engine, end_bytes)
@@ -31,7 +32,7 @@ fn io_error(err: EngineError) -> io::Error {
     }
 }
 
-/// Refusal to resize a volume that a VM uses.
+/// Error for a request to resize a volume that a VM uses.
 pub(super) fn resized_elsewhere() -> ResizeError {
     ResizeError::NotHere("resize a volume with pmvol while no VM uses its pool".to_owned())
 }
@@ -44,7 +45,7 @@ impl BlockDevice for Engine<Volume> {
             physical_block_bytes: block_bytes.max(PAGE_BYTES),
             read_only: false,
             discard: true,
-            // A volume has room for all of its sectors.
+            // A volume always has blocks for all of its sectors, so nothing can be deallocated.
             unmap: false,
         }
     }
@@ -73,7 +74,7 @@ impl BlockDevice for Engine<Volume> {
         Engine::discard(self, sectors_of(self, range)).map_err(io_error)
     }
 
-    /// In both cases, the sectors keep their blocks.
+    /// The sectors keep their blocks, whether or not the driver allows deallocation.
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
         BlockDevice::discard(self, range)
     }

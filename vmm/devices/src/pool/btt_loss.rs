@@ -1,14 +1,14 @@
-//! Causes for serving a BTT volume without its BTT.
+//! Reasons for serving a BTT volume without its BTT.
 
-/// Cause for showing the bytes of a volume, read-only, instead of the sectors of its BTT.
+/// Reason for serving a volume's raw bytes, read-only, instead of the sectors of its BTT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BttLoss {
-    /// Content of the guest in place of the BTT.
+    /// The guest has overwritten the BTT with other content.
     Replaced {
-        /// Difference from a BTT.
+        /// Description of how the content differs from a BTT.
         reason: String,
     },
-    /// Damage of an arena behind the first one, whose end is unknown.
+    /// An arena after the first one is damaged, and its end is unknown.
     Damaged {
         /// Damaged arena, and the kind of the damage.
         reason: String,

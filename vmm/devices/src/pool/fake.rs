@@ -1,4 +1,5 @@
-//! Pool in a temporary file, for tests of pool users. It checks that they follow the contract.
+//! Pool in a temporary file, for tests of the pool's users. It checks that they follow the contract
+//! of [`PmPool`].
 
 use std::fs::File;
 use std::io;
@@ -19,7 +20,7 @@ use super::{
 #[derive(Debug)]
 pub struct FakePool {
     file: File,
-    /// True for chunks that are memory.
+    /// True for each chunk that is lent as memory.
     used: Mutex<Vec<bool>>,
     erased_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
@@ -34,12 +35,12 @@ impl FakePool {
         Self { file, used, erased_bytes: AtomicU64::new(0), fail_free: AtomicBool::new(false) }
     }
 
-    /// Bytes that the file uses in its file system.
+    /// Bytes that the file occupies in its file system.
     pub fn blocks(&self) -> u64 {
         self.file.metadata().unwrap().blocks() * 512
     }
 
-    /// Bytes of free chunks that are not zero, and that another guest would see.
+    /// Number of nonzero bytes in free chunks. Another guest could read these bytes.
     pub fn dirty_free_bytes(&self) -> usize {
         let mut chunk = vec![0; CHUNK_BYTES as usize];
         let used = self.used.lock();
@@ -164,7 +165,7 @@ impl PmPool for FakePool {
     }
 }
 
-/// Information about a pool without any bytes, for tests that set the fields they read.
+/// Information about an empty pool, for tests that set only the fields they need.
 pub fn empty_info() -> PoolInfo {
     PoolInfo {
         uuid: Uuid::nil(),

@@ -1,4 +1,4 @@
-//! Pool that this process has opened itself.
+//! Pool that this process has opened.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -25,16 +25,16 @@ use crate::pool::btt_loss::BttLoss;
 
 /// Pool of the crate `pmem-volume`, and the thread that erases returned memory.
 pub struct LocalPool {
-    // First field, because it must end, and on tmpfs return memory to the host, before the pool is
-    // closed.
+    // First field, because the scrubber must stop before the pool is closed. On tmpfs, it first
+    // returns memory to the host.
     scrubber: Scrubber,
     pool: Arc<Pool>,
 }
 
 impl LocalPool {
-    /// Opens the pool at `path` for writing. Chunks that an earlier VM left lent are queued for
-    /// erasure. This uses at most `scrub_bytes_per_s` of the media's bandwidth, unless it only
-    /// punches holes. `None`: no limit.
+    /// Opens the pool at `path` for writing. Chunks that an earlier VM has not returned are queued
+    /// for erasure. Erasure uses at most `scrub_bytes_per_s` of the media's bandwidth, except where
+    /// it only punches holes. `None` means no limit.
     pub fn open(
         path: &Path,
         scrub_bytes_per_s: Option<NonZeroU64>,
@@ -50,7 +50,8 @@ impl LocalPool {
     }
 }
 
-/// Warns of blocks that the file had lost. The pool has new ones by now, but the cause may recur.
+/// Warns of blocks that the pool's file had lost. The pool has already allocated new blocks, but
+/// the cause may recur.
 fn warn_of_blocks(pool: &Pool) {
     let path = pool.path().display();
     for finding in pool.findings_at_open() {
@@ -124,7 +125,7 @@ impl PmPool for LocalPool {
     }
 
     fn has_failed(&self) -> bool {
-        // The pool was opened for writing.
+        // The pool was opened for writing, so it is read-only only after a failure.
         !self.pool.is_writable()
     }
 
@@ -146,16 +147,16 @@ impl PoolVolume for Volume {
         Volume::extents(self).iter().map(|extent| extent.run.byte_range()).collect()
     }
 
-    /// Completes the recovery of the BTT. Words of the map that the engine has stored need not be
-    /// durable. The engine redoes them from the log, or persists them before the log forgets them
-    /// (`pmem_volume::btt`). A guest's driver does not handle them, and continues with the log.
-    /// After a power cut, two sectors would then share a block. Recovery, which persists the map,
-    /// therefore comes first.
+    /// Completes the recovery of the BTT. Map entries that the engine has stored need not be
+    /// durable yet. The engine can redo them from the log, and persists them before it overwrites
+    /// their log entries (`pmem_volume::btt`). A guest's driver does neither, and overwrites log
+    /// entries. After a power cut, two sectors would then share a block. Recovery, which persists
+    /// the map, must therefore run before the guest's driver.
     fn settle(&self) -> Result<(), EngineError> {
         let name = &self.info().name;
-        // If the guest has replaced the BTT, the engine would use the backup of the old info block
-        // and overwrite the guest's new content. The guest's driver finds no BTT, so no recovery is
-        // needed.
+        // If the guest has replaced the BTT, the engine would use the backup copy of the old info
+        // block and overwrite the guest's new content. The guest's driver finds no BTT, so recovery
+        // is not needed.
         let is_replaced = |place: &Place| matches!(place, Ok((_, InfoSource::Second)));
         if let Some(arena) = arenas(self).iter().position(is_replaced) {
             warn!(
@@ -175,7 +176,7 @@ impl PoolVolume for Volume {
                 err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
             ) => Err(err),
             Err(err) => {
-                // The guest may want to write another BTT.
+                // The guest may be about to write a new BTT.
                 let error = foreshore_types::chain(&err);
                 warn!(
                     volume = name,
@@ -202,12 +203,12 @@ impl PoolVolume for Volume {
 }
 
 /// Returns the reason why the BTT engine must not serve a volume. `None` if it can, or if reading
-/// the media fails. A guest can cause each of these reasons, so none may prevent the start of the
-/// VMM.
+/// the media fails. A guest can cause each of these reasons, so none of them may prevent the start
+/// of the VMM.
 fn btt_loss(volume: &Volume) -> Option<BttLoss> {
     match Engine::check_servable(&volume) {
         Err(err) if is_of_media(&err) => None,
-        // With a first info block, the BTT still exists.
+        // If the first info block is intact, the BTT still exists.
         Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
             let remedy = "`pmvol btt export` copies the readable sectors";
             Some(BttLoss::Damaged { reason: format!("{err}; {remedy}") })
@@ -262,7 +263,7 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
 
 impl Persist for Volume {
     fn persist(&self) -> Result<(), PersistError> {
-        // After a failure, the kernel may report the next write-back as a success, although the
+        // After a failed write-back, the kernel may report the next one as successful, although the
         // content is not durable.
         if !self.pool().is_writable() {
             return Err(PersistError::ReadOnly);
@@ -272,10 +273,11 @@ impl Persist for Volume {
     }
 }
 
-/// Chunk numbers of an extent.
+/// Converts an extent to chunk numbers.
 ///
 /// # Panics
-/// If the extent is not from a pool. All callers pass extents that they received here.
+/// If the extent is not from a pool. Callers pass only extents that they have received from the
+/// pool.
 fn run(extent: &Range<u64>) -> Run {
     let chunk = |at: u64| {
         assert!(at.is_multiple_of(CHUNK_BYTES), "{extent:?}");
@@ -300,7 +302,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Pool of 64 MiB, 16 MiB of them for volumes, on tmpfs if there is one.
+    /// Creates a pool of 64 MiB, with 16 MiB reserved for volumes, on tmpfs if available.
     fn pool() -> (Arc<LocalPool>, PathBuf, TempDir) {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
@@ -332,7 +334,7 @@ mod tests {
         assert!(extents.iter().all(|extent| extent.start.is_multiple_of(len(extent))));
         assert_eq!(pool.info().memory_bytes, 16 * MIB);
         assert_eq!(states(&pool.info()), before.total_bytes);
-        // Three chunks of one extent: not a power of two.
+        // Frees three chunks of one extent, which is not a power of two.
         assert!(len(&extents[0]) >= 8 * MIB, "{extents:?}");
         let start = extents[0].start + 2 * MIB;
         let part = start..start + 6 * MIB;
@@ -374,8 +376,9 @@ mod tests {
         assert_eq!(volumes(), [raw]);
     }
 
-    /// Offset of the only changed word without changed neighbors, and its two values. The data of a
-    /// sector changes a long run of words, and its log entry changes two.
+    /// Returns the offset of the only changed word whose neighbors are unchanged, with its old and
+    /// new value. This is the map entry: the data of a sector changes a long run of words, and a
+    /// log entry changes two.
     fn lone_word(before: &[u8], after: &[u8]) -> (u64, [u8; 8], [u8; 8]) {
         let pairs = before.as_chunks::<8>().0.iter().zip(after.as_chunks::<8>().0);
         let words: Vec<_> = pairs.enumerate().filter(|(_, (old, new))| old != new).collect();
@@ -401,7 +404,7 @@ mod tests {
             word
         };
         assert_eq!(word(), new);
-        // State after a power cut: the log has the write, but the map does not.
+        // State after a power cut: the log contains the write, but the map does not.
         file.write_all_at(&old, at).unwrap();
         let volume = pool.open_volume("data").unwrap();
         assert_eq!(word(), old, "opening the volume changed the word");
@@ -419,15 +422,15 @@ mod tests {
             bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block")
                 * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        // As after `ndctl create-namespace -m fsdax` in the guest, which then uses all of the
-        // volume.
+        // Same content as after `ndctl create-namespace -m fsdax` in the guest, which then uses the
+        // whole volume.
         file.write_all_at(b"NVDIMM_PFN_INFO\0", at as u64).unwrap();
         let map_at = at as u64 + 16 * MIB;
         file.write_all_at(&[0x55; 4096], map_at).unwrap();
         let before = fs::read(&path).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
         assert!(fs::read(&path).unwrap() == before, "the guest's bytes were changed");
-        // As a disk, at any number of boots.
+        // The volume opens as a disk, on every boot.
         for _ in 0..2 {
             check_bytes_as_disk(&pool, &path, at - 4096);
         }
@@ -439,8 +442,8 @@ mod tests {
         disk.device.write(7 * 4096, &[1; 4096]).unwrap();
     }
 
-    /// Checks that the volume `data`, which lies at `start` of the pool's file, is a disk that
-    /// shows its bytes and changes none.
+    /// Checks that the volume `data`, which starts at offset `start` of the pool's file, opens as a
+    /// disk that serves the raw bytes and changes none.
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
         let VolumeDisk { device, btt_loss } =
@@ -502,13 +505,14 @@ mod tests {
         assert!(reason.contains("arena 1") && reason.contains("pmvol btt export"), "{reason}");
         assert_eq!(device.write(0, &[1; 4096]).unwrap_err().to_string(), reason);
         drop(device);
-        // As after `mkfs` on all of the volume: only the copy of the first info block is left.
+        // Same content as after `mkfs` on the whole volume: only the copy of the first info block
+        // is left.
         file.write_all_at(&[0x55; 4096], first).unwrap();
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         assert!(matches!(disk.btt_loss, Some(BttLoss::Replaced { .. })));
     }
 
-    /// The media error is reported at the start, because no guest causes it.
+    /// A media error is reported at the start, because no guest can cause it.
     #[test]
     fn volume_with_unreadable_arena_of_unknown_end_is_refused() {
         let (pool, path, _folder) = pool();
@@ -533,7 +537,7 @@ mod tests {
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         assert_eq!(disk.btt_loss, None);
         drop(disk);
-        // Neither info block is whole, with and without signatures.
+        // Both info blocks are damaged, first with and then without signatures.
         for (offset, bytes) in [(4088, &[0xff; 4096][..8]), (0, &[0x55; 4096][..])] {
             for at in [first, second] {
                 file.write_all_at(bytes, at + offset).unwrap();
@@ -547,7 +551,7 @@ mod tests {
         let (pool, path, _folder) = pool();
         let err = LocalPool::open(&path, None).err().unwrap().to_string();
         assert!(err.contains("in use"), "{err}");
-        // No thread of the scrubber holds the pool.
+        // The scrubber's thread does not keep the pool open.
         drop(pool);
         LocalPool::open(&path, None).unwrap();
     }

@@ -1,14 +1,14 @@
-//! Volume with a BTT that cannot be served, shown as a disk.
+//! Disk with the raw bytes of a volume whose BTT cannot be served.
 //!
 //! A guest that translates sectors itself can write anything to its volume, for example a file
-//! system without a BTT. If the volume is then shown by virtio-blk, the old BTT's copy of its info
-//! block may still be whole. The engine must not use it, because recovery and writes would
-//! overwrite the guest's new content at the places of the old map and blocks. The disk shows the
-//! bytes of the volume, as the guest left them. It refuses writes, because the BTT may have been
-//! lost by accident, and `pmvol btt repair` then restores it.
+//! system without a BTT. If the volume is later presented as a virtio-blk disk, the second info
+//! block of the old BTT may still be intact. The engine must not use it, because recovery and
+//! writes would overwrite the guest's new content where the old map and blocks were. Instead, the
+//! disk contains the bytes of the volume as the guest left them. It refuses writes, because the BTT
+//! may have been lost by accident, and `pmvol btt repair` can then restore it.
 //!
-//! The bytes are also shown if the end of a damaged arena is unknown, and with it the numbers of
-//! the sectors behind it.
+//! The raw bytes are also served if the end of a damaged arena is unknown. The numbers of the
+//! sectors after this arena are then unknown, too.
 
 use std::io;
 
@@ -21,17 +21,17 @@ use crate::pool::block_device::resized_elsewhere;
 
 /// Logical block of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
-/// Unit that partitions and file systems align to.
+/// Alignment for partitions and file systems.
 const PAGE_BYTES: u32 = 4096;
 
-/// Bytes of a volume as a device that can only be read.
+/// Raw bytes of a volume as a read-only device.
 pub(super) struct LostBtt {
     volume: Volume,
     reason: String,
 }
 
 impl LostBtt {
-    /// The bytes of `volume`. Writes fail with `reason`.
+    /// Creates a device with the bytes of `volume`. Writes fail with `reason`.
     pub(super) fn new(volume: Volume, reason: String) -> Self {
         Self { volume, reason }
     }

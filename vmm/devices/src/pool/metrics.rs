@@ -10,7 +10,7 @@ use crate::metrics::{Expose, Exposition, Family, and, one};
 /// Metrics of an open pool. They do not keep it open.
 #[derive(Clone, Debug)]
 pub struct PoolMetrics {
-    /// Path of the pool, which is its name.
+    /// Path of the pool, used as its name.
     pub pool: String,
     pub source: Weak<dyn PmPool>,
 }
@@ -22,7 +22,7 @@ impl PoolMetrics {
     }
 }
 
-/// Bytes of the pool by state, without its metadata.
+/// Bytes of the pool in each state, without its metadata.
 fn states(info: &PoolInfo) -> [(&'static str, u64); 5] {
     [
         ("free-storage", info.free_storage_bytes()),

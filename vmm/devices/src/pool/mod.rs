@@ -1,4 +1,4 @@
-//! The PM pool behind a trait, so that tests of its users need no pool on the media.
+//! Interface of PM pools. It is a trait, so that tests of the pool's users need no real pool.
 
 mod block_device;
 pub mod btt_loss;
@@ -23,18 +23,18 @@ use crate::disk::BlockDevice;
 use crate::persist::Persist;
 use crate::pool::btt_loss::BttLoss;
 
-/// Open volume, which has no other users until it is dropped.
+/// Open volume. It has no other users until it is dropped.
 pub trait PoolVolume: Persist {
     fn size_bytes(&self) -> u64;
 
     /// Extents of the volume in the pool's file ([`PmPool`]), in logical order and without gaps.
     fn extents(&self) -> Vec<Range<u64>>;
 
-    /// Completes, durably, a recovery that an earlier user of the BTT may have left. Call it before
-    /// the guest gets access to the media.
+    /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the
+    /// result durable. Call this before the guest can access the media.
     fn settle(&self) -> Result<(), EngineError>;
 
-    /// Serves the volume to a guest without access to the media.
+    /// Converts the volume to a disk, for a guest without direct access to the media.
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError>;
 }
 
@@ -42,32 +42,32 @@ pub trait PoolVolume: Persist {
 pub struct VolumeDisk {
     /// Sectors of its BTT, or the bytes of the volume.
     pub device: Arc<dyn BlockDevice>,
-    /// Cause for serving the bytes, without writes. `None`: the BTT is served.
+    /// Reason for serving the raw bytes, read-only. `None` if the BTT is served.
     pub btt_loss: Option<BttLoss>,
 }
 
 /// Interface of a pool to the VMM.
 ///
-/// An extent is a byte range of one file, which the VMM maps itself. Both of its ends are multiples
-/// of [`CHUNK_BYTES`].
+/// An extent is a byte range of the pool's file, which the VMM maps. Its start and end are
+/// multiples of [`CHUNK_BYTES`].
 pub trait PmPool: Debug + Send + Sync {
     /// File that contains the extents.
     fn file(&self) -> BorrowedFd<'_>;
 
-    /// Allocates `len` bytes, a power-of-two number of chunks, as memory. Uses as few extents as
-    /// possible, largest first. Each is a power of two of chunks and aligned to its own length in
-    /// the file. The extents read as zeros. On file systems that can run full, they have blocks, so
-    /// that a store cannot fail for lack of space.
+    /// Allocates `len` bytes, a power-of-two number of chunks, as memory. Returns as few extents as
+    /// possible, largest first. The length of each extent is a power-of-two number of chunks, and
+    /// the extent is aligned to its length in the file. The extents read as zeros. On file systems
+    /// that can run full, their blocks are allocated, so that a store cannot fail for lack of
+    /// space.
     fn alloc_memory(&self, len: u64) -> Result<Vec<Range<u64>>, PoolError>;
 
-    /// Takes memory back and queues it for erasure. The erasure is invisible to later users.
-    /// Extents may be any whole chunks of a result of [`PmPool::alloc_memory`], and must be
-    /// unmapped everywhere. On an error, no memory is taken back, and the caller may try again. A
-    /// [`LocalPool`] refuses this after a failed write, and erases the memory when it is opened
-    /// again.
+    /// Frees memory and queues it for erasure, which completes before the memory is reused. Extents
+    /// may be any whole chunks that [`PmPool::alloc_memory`] has returned, and must not be mapped
+    /// anywhere. On an error, no memory is freed, and the caller may retry. A [`LocalPool`] refuses
+    /// this after a failed write, and erases the memory when it is opened again.
     fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError>;
 
-    /// All volumes of the pool, by name.
+    /// All volumes in the pool, sorted by name.
     fn volumes(&self) -> Vec<VolumeInfo>;
 
     /// Creates a volume and formats it.
@@ -86,20 +86,20 @@ pub trait PmPool: Debug + Send + Sync {
 
     fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError>;
 
-    /// Limits the media's bandwidth for background erasing, in bytes per second. `None`: no limit.
-    /// Holes, on tmpfs and in thin pools, are never limited.
+    /// Limits the media bandwidth for background erasure, in bytes per second. `None` means no
+    /// limit. Punching holes, on tmpfs and in thin pools, is never limited.
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
-    /// Bytes by state.
+    /// Size of the pool, and its bytes in each state.
     fn info(&self) -> PoolInfo;
 
-    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free.
+    /// Bytes that may still be lent as memory. 0 after a failed write, even if chunks are free.
     fn offered_bytes(&self) -> u64;
 
     /// Bytes erased since the pool was opened.
     fn scrubbed_bytes(&self) -> u64;
 
-    /// Returns true after a failed write, which makes the pool read-only. Does not block on
+    /// Returns true after a failed write, which makes the pool read-only. Does not wait for
     /// operations in progress.
     fn has_failed(&self) -> bool;
 

@@ -1,4 +1,4 @@
-//! Builds the devices that show volumes and files of persistent memory to the guest.
+//! Builds the devices through which the guest accesses volumes and persistent-memory files.
 
 use std::slice::from_ref;
 use std::sync::Arc;
@@ -27,11 +27,11 @@ use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::virtio::{new_device, new_device_with_id};
 
-/// Upper limit of the queues of a volume that is shown as a disk.
+/// Maximum number of queues for a volume that is presented as a disk.
 const QUEUES_MAX: u16 = 16;
 const QUEUE_SIZE: u16 = 128;
 
-/// Builds the device of `--pmem` for an open file. The configuration has an id.
+/// Builds the `--pmem` device for an open file. The configuration must contain an id.
 pub fn build_file(
     config: &PmemConfig,
     file: &Arc<PmemFile>,
@@ -57,7 +57,7 @@ pub fn build_file(
     Ok(new.exposing(Arc::new(source)).mapping(mapped).attach(context)?)
 }
 
-/// Open volume and its interface.
+/// Open volume with the interface that was chosen for it.
 pub struct NewVolume<'a> {
     pub config: &'a PmVolumeConfig,
     pub interface: Chosen,
@@ -65,31 +65,31 @@ pub struct NewVolume<'a> {
     pub volume: Box<dyn PoolVolume>,
 }
 
-/// Properties of the machine that matter for a volume.
+/// Properties of the machine that building a volume's device depends on.
 pub struct VolumePlace {
     pub boot_vcpus: u8,
-    /// NUMA node of an NVDIMM.
+    /// NUMA node for an NVDIMM.
     pub node: u32,
-    /// Number of NVDIMMs before this one.
+    /// Number of NVDIMMs that were built before this one.
     pub nvdimms: usize,
 }
 
 /// Volume with its device.
 pub struct BuiltVolume {
-    /// Size as the guest sees it.
+    /// Size that the guest sees.
     pub size_bytes: u64,
-    /// Number of its pieces in the pool.
+    /// Number of the volume's extents in the pool.
     pub extents: usize,
     pub failure: FirstFailure,
     pub device: VolumeDevice,
-    /// Keeps the volume open, unless its device does.
+    /// Keeps the volume open. `None` if the device keeps it open.
     pub volume: Option<Arc<dyn PoolVolume>>,
 }
 
-/// Device that shows a volume.
+/// Device through which the guest accesses a volume.
 pub enum VolumeDevice {
     Pci(AttachedDevice),
-    /// Range in the firmware's tables, with its flush hint, its mapping and its metrics.
+    /// NVDIMM in the firmware tables, with its flush hint, its mapping and its metrics.
     Nvdimm(Nvdimm, (Option<BusRange>, MappedFile, Registration)),
 }
 
@@ -111,19 +111,20 @@ pub fn build_volume(
 struct MappedVolume<'a> {
     config: &'a PmVolumeConfig,
     volume: Arc<dyn PoolVolume>,
-    /// Makes it durable, and keeps the first failure.
+    /// Flushes the volume, and records the first failure.
     watched: Arc<Watched>,
     mapped: MappedFile,
-    /// The VMM must see each flush of the guest.
+    /// Set if the VMM must execute each flush of the guest.
     flushes: bool,
 }
 
 impl<'a> MappedVolume<'a> {
     fn new(new: NewVolume<'a>, memory: &mut Memory, context: &DeviceContext) -> SetupResult<Self> {
         let NewVolume { config, pool, volume, .. } = new;
-        // An earlier user of the BTT may have left an unfinished recovery. It is completed even for
-        // a read-only volume: the guest's driver could not store its result, and would serve
-        // sectors from blocks that already belong to other sectors.
+        // An earlier user of the BTT may have left its recovery unfinished. The VMM completes the
+        // recovery even for a read-only volume, because the guest's driver could not store the
+        // result. The driver would then read sectors from blocks that already belong to other
+        // sectors.
         if config.format == VolumeFormat::Btt {
             volume.settle()?;
         }
@@ -140,7 +141,7 @@ impl<'a> MappedVolume<'a> {
         metrics(self.config, self.volume.size_bytes(), self.watched.failure(), counters)
     }
 
-    /// Finishes the volume with the device that holds its mapping.
+    /// Combines the volume with the device that holds its mapping.
     fn built(
         self,
         device: impl FnOnce(MappedFile) -> SetupResult<VolumeDevice>,
@@ -170,8 +171,9 @@ fn metrics(
     })
 }
 
-/// Returns how a volume is mapped, and whether the VMM must see its flushes. A fence is enough on a
-/// volatile pool, where nothing survives the host, and on PM that is mapped with MAP_SYNC.
+/// Returns the access for mapping a volume, and true if the VMM must execute its flushes. A fence
+/// is enough on a volatile pool, whose content does not survive the host, and on PM that is mapped
+/// with MAP_SYNC.
 fn mapping(readonly: bool, durability: Durability) -> (Access, bool) {
     match (readonly, durability) {
         (true, _) => (Access::Read, false),
@@ -187,8 +189,8 @@ fn build_nvdimm(
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
     let (pause, brake) = (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.brake));
-    // A store to the hint cannot report a failure to the guest. The vCPU therefore stops before its
-    // next instruction, and the other vCPUs stop when the owner handles the event.
+    // A store to the flush hint cannot report a failure to the guest. The vCPU therefore stops
+    // before its next instruction. The other vCPUs stop when the owner handles the event.
     let on_failure = Box::new(move |reason| {
         brake.pull();
         pause(reason);
@@ -229,8 +231,8 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
     new.built(|mapped| Ok(VolumeDevice::Pci(device.mapping(mapped).attach(context)?)))
 }
 
-/// Builds a disk with a queue for each vCPU, because the media are as fast as memory and serve all
-/// queues at once.
+/// Builds a disk with one queue for each vCPU, because the media are as fast as memory and serve
+/// all queues in parallel.
 fn build_virtio_blk(
     new: NewVolume<'_>,
     boot_vcpus: u8,

@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 words! {
-    /// Interface of a volume to the guest.
+    /// Interface through which the guest accesses a volume.
     pub enum VolumeInterface {
         /// The safest interface that the guest can use.
         Auto = "auto" "auto",
@@ -17,24 +17,25 @@ words! {
         Nvdimm = "nvdimm" "nvdimm",
         /// A virtio-pmem device.
         VirtioPmem = "virtio-pmem" "virtio-pmem",
-        /// A virtio-blk disk. The VMM translates its sectors.
+        /// A virtio-blk disk. The VMM translates the sectors.
         VirtioBlk = "virtio-blk" "virtio-blk",
     }
 }
 
-/// Size of a volume. In JSON, a number of bytes or `"remaining"`, as in the flag.
+/// Size of a volume. In JSON, it is a number of bytes or `"remaining"`, as in the flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
     Existing,
     Bytes(u64),
-    /// Rest of the pool after the other volumes and the VM's `--pm-memory`, computed at each boot.
+    /// All of the pool that the other volumes and the VM's `--pm-memory` leave. It is computed at
+    /// each boot.
     Remaining,
 }
 
 /// Word in the flag and in JSON.
 const REMAINING: &str = "remaining";
 
-/// Completes "must be" in an error about JSON.
+/// Text after "must be" in an error about JSON.
 const BYTES_OR_REMAINING: &str = "a whole number of bytes, or \"remaining\"";
 
 impl Serialize for VolumeSize {
@@ -105,13 +106,13 @@ section! {
 }
 
 impl PmVolumeConfig {
-    /// Flag and the properties by which errors identify the device.
+    /// Flag with the properties that identify the volume in errors.
     pub fn flag(&self) -> String {
         format!("{} pool={},name={}", Self::FLAG, self.pool.display(), self.name)
     }
 
-    /// Checks that the pool accepts the name, that the size is within its limits, and that no keys
-    /// contradict each other.
+    /// Checks that the name is valid in a pool, that the size is within its limits, and that no
+    /// keys contradict each other.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let name = self.name.parse::<VolumeName>();
@@ -191,7 +192,7 @@ mod tests {
         let raw = PmVolumeConfig::parse("pool=/p,name=a,size=2M,create=on,format=raw").unwrap();
         assert_eq!(raw.format, VolumeFormat::Raw);
         assert!(raw.validate().is_ok());
-        // The key may be missing in JSON, as from older clients.
+        // The key may be missing in JSON from older clients.
         let json: PmVolumeConfig = serde_json::from_str(r#"{"pool": "/p", "name": "a"}"#).unwrap();
         assert_eq!(json.format, VolumeFormat::Btt);
         let json = serde_json::to_value(&raw).unwrap();

@@ -1,4 +1,5 @@
-//! File or device of the host that a guest sees unchanged, without a pool, for `--pmem`.
+//! Files and devices of the host for `--pmem`. The guest accesses their bytes directly, without a
+//! pool.
 
 use std::fs::File;
 use std::io;
@@ -41,14 +42,14 @@ pub enum PmemFileError {
     DeviceInUse { by: String },
     #[error(transparent)]
     Pool(#[from] GuestFileError),
-    /// A new file has no size of its own.
+    /// A new file has no existing size to use.
     #[error("it is a directory, in which a new file is created; set the file's size with size=")]
     DirectoryWithoutSize,
     #[error(
         "it is a directory, in which an empty file is created; with discard_writes=on the guest could only read zeros"
     )]
     DirectoryWithoutWrites,
-    /// The guest would access bytes beyond the end.
+    /// The guest would access bytes beyond the end of the file.
     #[error("its size {} is below the {} of size=", Size(*file_bytes), Size(*wanted_bytes))]
     Short {
         file_bytes: u64,
@@ -60,17 +61,17 @@ pub enum PmemFileError {
         Size(*file_bytes), Size(UNIT_BYTES)
     )]
     Uneven { file_bytes: u64 },
-    /// For example, files in /proc cannot be mapped.
+    /// Some files cannot be mapped, for example those in /proc.
     #[error("cannot map it")]
     Media(#[from] MediaError),
 }
 
-/// Open and locked file, so that no other VM and no pool uses it.
+/// Open file. It is locked, so that no other VM and no pool uses it.
 pub struct PmemFile {
     contents: Contents,
     len_bytes: u64,
     has_name: bool,
-    /// Set after a failed flush. All later flushes fail, because the content of the disk is
+    /// Set after a failed flush. All later flushes then fail, because the content of the disk is
     /// unknown.
     failed: Arc<AtomicBool>,
 }
@@ -79,12 +80,12 @@ pub struct PmemFile {
 enum Contents {
     /// The file.
     Shared(FileMedia),
-    /// Memory of this VM, which is lost at its end. The file is open for reading.
+    /// Memory of this VM. Writes are lost when the VM ends. The file is open for reading only.
     Private(File),
 }
 
 impl PmemFile {
-    /// Opens the file of a validated `config`. On an error, no existing data has changed.
+    /// Opens the file of a validated `config`. On an error, no existing data was changed.
     pub fn open(config: &PmemConfig) -> Result<Self, PmemFileError> {
         let is_directory = config.file.is_dir();
         let file = match (is_directory, config.size) {
@@ -105,8 +106,8 @@ impl PmemFile {
             true => Contents::Private(file),
             false => {
                 let media = FileMedia::new(file, len_bytes, true)?;
-                // A flush may have failed in an earlier VM. The guest's file system must then be
-                // checked against the disk.
+                // A flush may have failed in an earlier VM. The guest's file system check must then
+                // read the disk instead of the page cache.
                 media.forget_clean_pages();
                 if !is_directory {
                     guest_file::mark(media.file(), &config.file);
@@ -117,7 +118,7 @@ impl PmemFile {
         Ok(Self { contents, len_bytes, has_name: !is_directory, failed: Arc::default() })
     }
 
-    /// File that is mapped into the guest.
+    /// File to map into the guest.
     pub fn file(&self) -> BorrowedFd<'_> {
         match &self.contents {
             Contents::Shared(media) => media.file().as_fd(),
@@ -130,8 +131,8 @@ impl PmemFile {
         self.len_bytes
     }
 
-    /// Returns true if a flush has failed or the file was truncated, and a new start can reopen the
-    /// file. An unnamed file would be lost.
+    /// Returns true if a flush has failed or the file was truncated, and the next start should open
+    /// the file again. Returns false for an unnamed file, which would be lost.
     pub fn wants_to_be_opened_anew(&self) -> bool {
         let file = match &self.contents {
             Contents::Shared(media) => media.file(),
@@ -141,12 +142,12 @@ impl PmemFile {
         self.has_name && (is_cut || self.failed.load(Ordering::Relaxed))
     }
 
-    /// Flag that is set after a failed flush. Holding it does not keep the file open.
+    /// Flag that is set after a failed flush. Holding the flag does not keep the file open.
     pub fn failure(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.failed)
     }
 
-    /// Access for the guest's mapping.
+    /// Access with which to map the file into the guest.
     pub fn access(&self) -> Access {
         match self.durability() {
             None => Access::ReadWritePrivate,
@@ -165,8 +166,7 @@ impl PmemFile {
 }
 
 impl Persist for PmemFile {
-    /// As for a volume, the guest has written back its caches before the request (virtio 1.3,
-    /// 5.19.6.2).
+    /// As for a volume, the guest writes back its caches before the request (virtio 1.3, 5.19.6.2).
     fn persist(&self) -> Result<(), PersistError> {
         let Contents::Shared(media) = &self.contents else { return Ok(()) };
         let result = match media.durability() {
@@ -174,7 +174,7 @@ impl Persist for PmemFile {
             Durability::DaxSync => media.persist(&[]),
             Durability::PageCache => media.persist_range(0..self.len_bytes),
         };
-        // The causes are included, because the error is logged in one line.
+        // The text includes all causes, because the error is logged in one line.
         result.map_err(|err| {
             self.failed.store(true, Ordering::Relaxed);
             PersistError::Backing(foreshore_types::chain(&err).into())
@@ -182,7 +182,7 @@ impl Persist for PmemFile {
     }
 }
 
-/// Creates an unnamed file, which disappears with its last user.
+/// Creates an unnamed file, which disappears when it is closed and unmapped.
 fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     let mut options = File::options();
     let file = options
@@ -196,7 +196,8 @@ fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     Ok(file)
 }
 
-/// Opens and locks a file. Pools use the same kind of lock, so a VM and a pool exclude each other.
+/// Opens and locks a file. Pools use the same kind of lock, so a VM and a pool cannot use one file
+/// at the same time.
 fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
     // Opening a FIFO would wait for its other end. A FIFO has no size anyway.
     claim(path, writable, libc::O_NONBLOCK).map_err(|error| match error {
@@ -207,7 +208,7 @@ fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
     })
 }
 
-/// Number of bytes that are shown.
+/// Number of bytes that the guest can access.
 fn shown_bytes(file: &File, wanted: Option<u64>) -> Result<u64, PmemFileError> {
     let file_bytes = media::len_bytes(file).map_err(PmemFileError::Length)?;
     match wanted {
@@ -323,7 +324,7 @@ mod tests {
         assert!(error(&config(&path, "")).contains("in use"));
         drop(pool);
         assert!(error(&config(&path, "")).contains("--pm-volume pool="));
-        // A pool with lost superblocks is refused as well, because it can be repaired.
+        // A pool whose superblocks are lost is refused as well, because it can be repaired.
         let mut bytes = fs::read(&path).unwrap();
         bytes[..4096].fill(0);
         bytes[(2 << 20) - 4096..2 << 20].fill(0);
@@ -342,7 +343,7 @@ mod tests {
         assert_eq!(mark(), None);
         drop(PmemFile::open(&config(&path, "")).unwrap());
         assert_eq!(mark(), Some(Mark::Disk));
-        // The guest writes a pool, and its next start succeeds.
+        // After the guest has written a pool to its file, the next start succeeds.
         fs::write(&path, fs::read(&pool).unwrap()).unwrap();
         PmemFile::open(&config(&path, "")).unwrap();
     }
@@ -352,8 +353,8 @@ mod tests {
         let file = File::open(path).unwrap();
         let len = file.metadata().unwrap().len() as usize;
         let mut resident = vec![0u8; len.div_ceil(4096)];
-        // SAFETY: a new mapping of the test's own file. It is passed only to mincore(), with a byte
-        // for each page, and then unmapped.
+        // SAFETY: the mapping is new and of the test's own file. It is passed only to mincore(),
+        // with a byte for each page, and then unmapped.
         unsafe {
             let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
             let at =
@@ -386,7 +387,7 @@ mod tests {
         let folder = folder();
         let path = folder.path().join("fifo");
         let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-        // SAFETY: creates a node from a valid name.
+        // SAFETY: the name is a valid C string.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         for options in [",size=2M", ",size=2M,discard_writes=on"] {
             assert!(error(&config(&path, options)).contains("cannot determine"));

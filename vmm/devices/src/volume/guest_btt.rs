@@ -1,5 +1,5 @@
-//! Verdict on the guest's BTT driver by [`kernel_gate`](super::kernel_gate), from the kernel that
-//! the agent reports. It is logged once and can be queried at any time.
+//! Verdict on the guest's BTT driver. [`kernel_gate`](super::kernel_gate) derives it from the
+//! kernel that the agent reports. The verdict is logged once and can be queried at any time.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,21 +12,21 @@ use super::interface::Chosen;
 use super::kernel_gate::{GuestKernel, Verdict, judge};
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Identity of a volume. Names are unique within a pool only.
+/// Identity of a volume. A name is unique only within its pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeKey {
     pub pool: PathBuf,
     pub name: String,
 }
 
-/// BTT driver of the guest, if it translates any volume.
+/// BTT driver of the guest, with the volumes that it translates.
 #[derive(Debug, Default)]
 pub struct GuestBtt {
     /// Volumes whose sectors the guest translates.
     volumes: Vec<(VolumeKey, Chosen)>,
     max_vcpus: u8,
     said: Mutex<Said>,
-    /// Counts of the verdicts, in the order of [`Verdict::LABELS`].
+    /// Number of verdicts of each kind, in the order of [`Verdict::LABELS`].
     verdicts: [AtomicU64; Verdict::LABELS.len()],
 }
 
@@ -37,13 +37,13 @@ struct Said {
 }
 
 impl GuestBtt {
-    /// Driver for `volumes` that a guest with up to `max_vcpus` translates itself.
+    /// Creates the record for `volumes`, which a guest with up to `max_vcpus` translates itself.
     pub fn new(volumes: Vec<(VolumeKey, Chosen)>, max_vcpus: u8) -> Self {
         Self { volumes, max_vcpus, ..Self::default() }
     }
 
-    /// Records the kernel from an agent's hello. Returns true if it logs a warning. This happens
-    /// once for each machine, so that an agent that reconnects, or changes its report, does not
+    /// Records the kernel from an agent's hello message. Returns true if it logs a warning. It logs
+    /// only once for each machine, so that an agent that reconnects or changes its report does not
     /// fill the log.
     pub fn hello(&self, hello: &Hello) -> bool {
         let kernel = GuestKernel {
@@ -80,7 +80,7 @@ impl GuestBtt {
         first
     }
 
-    /// Kernel of the guest in the last report. `None` before the first.
+    /// Guest kernel in the agent's last report. `None` before the first report.
     pub fn kernel(&self) -> Option<GuestKernel> {
         self.said.lock().kernel.clone()
     }
@@ -92,13 +92,13 @@ impl GuestBtt {
             self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
         match self.kernel() {
             Some(kernel) => Some(judge(&kernel, *interface, self.max_vcpus)),
-            // A fault of every kernel is known before the report.
+            // Faults that all kernels have are known before the report.
             None => Some(judge(&GuestKernel::default(), *interface, self.max_vcpus))
                 .filter(|verdict| matches!(verdict, Verdict::Unsafe(_))),
         }
     }
 
-    /// Counts of the verdicts, if the guest translates any volume.
+    /// Number of verdicts of each kind. Empty if the guest translates no volume.
     pub fn verdicts_total(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.verdicts.iter().map(|count| count.load(Ordering::Relaxed));
         Verdict::LABELS.into_iter().zip(counts).filter(|_| !self.volumes.is_empty())
@@ -164,7 +164,7 @@ mod tests {
     fn worst_verdict_of_several_volumes_counts_once() {
         let volumes = vec![(key("a"), Chosen::Nvdimm), (key("b"), Chosen::VirtioPmem)];
         let btt = GuestBtt::new(volumes, 2);
-        // A fault of every kernel.
+        // A fault that all kernels have.
         assert_eq!(verdict(&btt, "b").unwrap().label(), "unsafe");
         assert!(btt.hello(&hello("6.12.117", "voluntary")));
         assert_eq!(totals(&btt), [0, 0, 0, 1]);

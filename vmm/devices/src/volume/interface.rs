@@ -1,4 +1,4 @@
-//! Choice of a volume's interface: pure, one table.
+//! Choice of a volume's interface, by one table and without side effects.
 //!
 //! | format | interface | translation | safe with |
 //! |---|---|---|---|
@@ -29,7 +29,7 @@ pub enum Chosen {
 }
 
 impl Chosen {
-    /// Returns true if the guest's driver, and not the VMM, translates the sectors of a BTT.
+    /// Returns true if the guest's driver translates the sectors of a BTT instead of the VMM.
     pub const fn guest_translates(self) -> bool {
         match self {
             Self::Nvdimm | Self::VirtioPmem => true,
@@ -56,7 +56,7 @@ impl Chosen {
     }
 }
 
-/// Kind of the payload.
+/// Kind of the boot payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
     /// Recognized Linux kernel.
@@ -66,8 +66,8 @@ pub enum Payload {
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum InterfaceError {
-    /// The guest's BTT driver flushes under a spinlock. With several vCPUs, the answer of a
-    /// virtio-pmem device cannot arrive in time.
+    /// The guest's BTT driver flushes while it holds a spinlock. With several vCPUs, the response
+    /// of a virtio-pmem device would come too late.
     #[error(
         "--pm-volume name={name}: interface=virtio-pmem is unsafe with more than one possible vCPU (max={max_vcpus}): \
          the guest's BTT driver flushes under a spinlock, where it must not sleep; use interface=nvdimm, \
@@ -78,24 +78,24 @@ pub enum InterfaceError {
         /// Maximum number of vCPUs.
         max_vcpus: u8,
     },
-    /// Raw bytes lack the guarantees of a disk.
+    /// Raw bytes do not have the guarantees of a disk.
     #[error(
         "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, but the volume has format=raw; use \
          interface=virtio-pmem"
     )]
     RawBlocks { name: String },
-    /// The API could not distinguish two devices. The guest could not distinguish two disks,
-    /// because the id is their serial number.
+    /// Two devices have the same id, so the API could not distinguish them. The guest could not
+    /// distinguish two such disks either, because the id is the serial number.
     #[error(
         "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
          give the other another id="
     )]
     SameId {
         name: String,
-        /// ID of its device.
+        /// ID of the volume's device.
         id: String,
     },
-    /// Flush hint pages and health registers are limited.
+    /// The number of flush hint pages and health registers is limited.
     #[error(
         "--pm-volume: {count} volumes would be NVDIMMs, but a guest can have at most {MAX_NVDIMMS}; choose another \
          interface for the rest"
@@ -104,8 +104,7 @@ pub enum InterfaceError {
         /// Number of volumes with this interface.
         count: usize,
     },
-    /// Programs in the guest would use a fence as a flush, and a power loss would destroy their
-    /// data.
+    /// Programs in the guest would rely on a fence to flush, and would lose data on a power loss.
     #[error(
         "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: the guest allows MAP_SYNC \
          on an NVDIMM and treats a fence as a flush, but this pool needs an explicit flush; use \
@@ -119,7 +118,7 @@ pub enum InterfaceError {
     },
 }
 
-/// Chooses the volume's interface, or returns the reason for refusing the requested one.
+/// Chooses the volume's interface. If the requested interface is unsafe, returns the reason.
 pub fn choose(
     volume: &PmVolumeConfig,
     max_vcpus: u8,
@@ -141,7 +140,7 @@ fn choose_for_btt(
         (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => {
             Ok(Chosen::Nvdimm)
         }
-        // Payloads without an NVDIMM driver, such as firmware, have a virtio-blk driver.
+        // Payloads without an NVDIMM driver, such as firmware, do have a virtio-blk driver.
         (VolumeInterface::VirtioBlk, _) | (VolumeInterface::Auto, Payload::Unknown) => {
             Ok(Chosen::VirtioBlk)
         }
@@ -152,8 +151,8 @@ fn choose_for_btt(
     }
 }
 
-/// virtio-pmem is safe on every pool. Linux also creates its struct pages, without which there is
-/// no DAX. For an NVDIMM, ndctl has to create them first.
+/// virtio-pmem is safe on every pool. Linux also creates the struct pages that DAX requires. For an
+/// NVDIMM, ndctl must create these first.
 fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
     match volume.interface {
         VolumeInterface::Auto | VolumeInterface::VirtioPmem => Ok(Chosen::VirtioPmem),
@@ -168,8 +167,8 @@ pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
-/// Refuses volumes with equal device ids. An id derives from the volume's name, which is unique
-/// within a pool only. `others` are the ids of all other devices.
+/// Refuses volumes with equal device ids. The id is derived from the volume's name, which is unique
+/// only within its pool. `others` contains the ids of all other devices.
 pub fn check_ids<'a>(
     volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
     others: impl IntoIterator<Item = String>,
@@ -185,11 +184,11 @@ pub fn check_ids<'a>(
     Ok(())
 }
 
-/// Refuses an interface that does not suit the pool. This is known only when the pool is open.
+/// Refuses an interface that is unsafe on the pool. This is known only after the pool was opened.
 ///
-/// The BTT driver flushes by hints, and so do file systems. But Linux treats every NVDIMM in the
+/// The BTT driver and file systems flush through flush hints. But Linux treats every NVDIMM in the
 /// NFIT as memory that is durable after a fence. It lets programs map a raw NVDIMM with MAP_SYNC,
-/// and these flush only cache lines.
+/// and such programs flush only cache lines.
 pub fn check_pool(
     volume: &PmVolumeConfig,
     chosen: Chosen,

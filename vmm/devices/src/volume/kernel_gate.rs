@@ -1,4 +1,5 @@
-//! Verdict on the trustworthiness of a guest's BTT driver for a volume: pure, one table.
+//! Verdict on whether a guest's BTT driver is safe for a volume, by one table and without side
+//! effects.
 //!
 //! Linux's drivers/nvdimm has two known faults, which a VMM cannot work around:
 //!
@@ -7,7 +8,7 @@
 //! | lanes are shared by mistake (CVE-2026-74365; since 36c75ce3bd29, fixed by 8d4b989d9c9a) | [`LANES_SHARED`] | the guest preempts fully | silent corruption, by any interface with translation in the guest |
 //! | virtio-pmem's flush sleeps under BTT's spinlock | all | more than one vCPU | "scheduling while atomic", and writers die |
 //!
-//! An agent's report may be false. It affects only a warning and a metric.
+//! An agent may report a false kernel. The report affects only a warning and a metric.
 
 use std::fmt;
 
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::interface::Chosen;
 
-/// Kernel version that determines the included fixes: `6.12.117`.
+/// Kernel version, for example `6.12.117`. It determines which fixes the kernel includes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct KernelVersion {
     major: u16,
@@ -35,11 +36,11 @@ impl fmt::Display for KernelVersion {
     }
 }
 
-/// Kernels in which two writers may get the same lane if one preempts the other: the first affected
-/// version and the first fixed version of each series.
+/// Kernels in which two writers may use the same lane if one preempts the other. Each entry is the
+/// first affected version and the first fixed version of a series.
 ///
-/// The ranges are those of the kernel's own record of the CVE, unless noted otherwise. 6.1 and 6.12
-/// are Debian's: its updates went from a version before the fix directly to these.
+/// The ranges are from the kernel's own CVE record. 6.1 and 6.12 are exceptions: their first fixed
+/// versions are Debian's, whose updates skipped the versions in between.
 pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
     (KernelVersion::new(4, 19, 299), KernelVersion::new(4, 20, 0)),
     (KernelVersion::new(5, 4, 261), KernelVersion::new(5, 5, 0)),
@@ -52,21 +53,21 @@ pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
     (KernelVersion::new(6, 19, 0), KernelVersion::new(7, 1, 5)),
 ];
 
-/// Preemption of tasks in the kernel.
+/// Preemption model of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preemption {
     /// `preempt=full`, or a real-time kernel.
     Full,
-    /// `none`, `voluntary`, or a kernel without the choice.
+    /// `none`, `voluntary`, or a kernel without preemption models.
     Not,
-    /// The kernel can be either, and the agent does not know the current model. Or the model is
-    /// unknown here.
+    /// The kernel can switch models and the agent does not know the current one, or this program
+    /// does not know the model.
     Unknown,
 }
 
 impl Preemption {
-    /// Parses `preemption` of a hello. `lazy` preempts at once for real-time tasks, and otherwise
-    /// at the next tick: anywhere.
+    /// Parses `preemption` of a hello message. `lazy` counts as full preemption: it preempts
+    /// immediately for real-time tasks and at the next tick for others, at any point in the kernel.
     pub fn parse(text: &str) -> Self {
         match text {
             "full" | "lazy" | "rt" => Self::Full,
@@ -76,22 +77,22 @@ impl Preemption {
     }
 }
 
-/// Kernel that a guest reports.
+/// Guest kernel, as the agent reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestKernel {
     /// `uname -r`.
     pub release: String,
-    /// `uname -v`. Empty for older agents.
+    /// `uname -v`. Empty from older agents.
     pub version: String,
     /// Preemption model, as named by the agent.
     pub preemption: String,
 }
 
 impl GuestKernel {
-    /// Version that determines the included fixes, if known.
+    /// Version that determines which fixes the kernel includes, if known.
     ///
-    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which fixes do
-    /// not change. In `uname -v`, the version follows the name Debian: `#1 SMP PREEMPT_DYNAMIC
+    /// Debian and Ubuntu name their kernels by an ABI number, `6.1.0-56-cloud-amd64`, which fixes
+    /// do not change. In `uname -v`, the version follows the word "Debian": `#1 SMP PREEMPT_DYNAMIC
     /// Debian 6.1.192-2 (2026-11-14)`.
     pub fn fixes(&self) -> Option<KernelVersion> {
         let words = self.version.split_ascii_whitespace();
@@ -100,7 +101,7 @@ impl GuestKernel {
             return Some(version);
         }
         let version = parse_version(&self.release)?;
-        // `6.1.0-56`: an ABI number of a kernel with its own fixes.
+        // `6.1.0-56` is an ABI number. Such a kernel has its distribution's own fixes.
         let is_abi =
             version.patch == 0 && self.release.split('-').nth(1).is_some_and(starts_with_digit);
         (!is_abi).then_some(version)
@@ -111,7 +112,7 @@ fn starts_with_digit(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_digit())
 }
 
-/// Parses the two or three numbers at the start.
+/// Parses two or three numbers at the start of the text.
 fn parse_version(text: &str) -> Option<KernelVersion> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let mut numbers =
@@ -125,21 +126,21 @@ fn parse_version(text: &str) -> Option<KernelVersion> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "verdict", content = "reason")]
 pub enum Verdict {
-    /// Without known faults.
+    /// The driver has no known faults.
     Safe,
     /// Neither the kernel's fixes nor its preemption are known. Most such kernels are not affected.
     Unknown,
-    /// Possibly unsafe, but a decisive fact is unknown.
+    /// The driver may be unsafe, but a decisive fact is unknown.
     Suspect(String),
-    /// Can corrupt the volume, or break the guest.
+    /// The driver can corrupt the volume or break the guest.
     Unsafe(String),
 }
 
 impl Verdict {
-    /// Labels of the metric, which shows all of them from the start.
+    /// Labels of the metric. The metric has a sample for each from the start.
     pub const LABELS: [&'static str; 4] = ["safe", "unknown", "suspect", "unsafe"];
 
-    /// Index in [`Verdict::LABELS`], which are sorted by severity.
+    /// Severity: the index in [`Verdict::LABELS`].
     pub fn severity(&self) -> usize {
         match self {
             Self::Safe => 0,
@@ -165,7 +166,8 @@ impl Verdict {
 /// Judges the BTT driver of `kernel` for a volume with this `interface` in a guest with up to
 /// `max_vcpus`.
 ///
-/// Applies only to volumes that the guest translates itself: format btt by nvdimm or virtio-pmem.
+/// Applies only to volumes that the guest translates itself: format btt with interface nvdimm or
+/// virtio-pmem.
 pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
     if interface == Chosen::VirtioPmem && max_vcpus > 1 {
         return Verdict::Unsafe(format!(
@@ -294,7 +296,8 @@ mod tests {
         assert_eq!(debian("6.12.117+deb12-cloud-amd64", "6.12.117-1~deb12u1", "full"), "safe");
         assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "full"), "unsafe");
         assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "voluntary"), "safe");
-        // The build takes precedence over the name. An invalid build is ignored.
+        // The version in `uname -v` takes precedence over the release. An invalid version is
+        // ignored.
         assert_eq!(debian("6.12.57+deb13-amd64", "bookworm", "full"), "unsafe");
     }
 
@@ -314,7 +317,8 @@ mod tests {
             assert_eq!(label(release, "voluntary"), "safe", "{release}");
             assert_eq!(label(release, "dynamic"), "unknown", "{release}");
         }
-        // A self-built kernel, and the first version of a series.
+        // Kernels that are named by their version: a release candidate, the first version of a
+        // series, and Fedora's.
         assert_eq!(label("6.8.0-rc1", "full"), "unsafe");
         assert_eq!(label("6.8.0", "full"), "unsafe");
         assert_eq!(label("6.8.12-200.fc39.x86_64", "full"), "unsafe");

@@ -1,7 +1,7 @@
 //! Metrics of volumes.
 //!
-//! The guest accesses a mapped volume without the VMM, which sees only flushes. All requests to a
-//! volume with interface virtio-blk go through the VMM.
+//! The guest accesses a mapped volume directly, so the VMM can count only its flushes. All requests
+//! to a volume with interface virtio-blk go through the VMM.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -25,9 +25,9 @@ pub enum VolumeCounters {
     VirtioBlk {
         /// Counters of the device.
         disk: Arc<BlockMetrics>,
-        /// Content of the disk, while it is open.
+        /// Content of the disk. Does not keep the volume open.
         device: Weak<dyn BlockDevice>,
-        /// Cause for serving the bytes of the volume instead of its BTT.
+        /// Reason for serving the volume's raw bytes instead of its BTT.
         btt_loss: Option<BttLoss>,
     },
 }
@@ -35,12 +35,12 @@ pub enum VolumeCounters {
 /// Volume with its counters.
 #[derive(Clone, Debug)]
 pub struct VolumeMetrics {
-    /// Path of the pool, which is its name.
+    /// Path of the pool, used as its name.
     pub pool: String,
     /// Name of the volume.
     pub volume: String,
     pub size_bytes: u64,
-    /// First failure of a flush.
+    /// Reason of the first failed flush, if any.
     pub failure: FirstFailure,
     pub counters: VolumeCounters,
 }
@@ -82,7 +82,7 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns the number of read-only arenas. `None` if the VMM does not translate sectors.
+    /// Returns the number of read-only BTT arenas. `None` if the VMM does not translate sectors.
     fn read_only_arenas(&self) -> Option<usize> {
         match &self.counters {
             VolumeCounters::VirtioBlk { device, .. } => Some(device.upgrade()?.read_only_arenas()),
@@ -90,8 +90,8 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns true if `is_lost` holds for the loss of the BTT. `None` if the VMM does not
-    /// translate.
+    /// Returns true if the BTT is lost and `is_lost` returns true for the loss. `None` if the VMM
+    /// does not translate sectors.
     fn btt_loss(&self, is_lost: impl Fn(&BttLoss) -> bool) -> Option<bool> {
         match &self.counters {
             VolumeCounters::VirtioBlk { device, btt_loss, .. } => {

@@ -1,4 +1,5 @@
-//! Volumes of PM pools in a VM: choice of safe interfaces, mapping of chunks, and durability.
+//! Volumes of PM pools in a VM: the choice of a safe interface, the mapping into guest memory, and
+//! durability.
 
 pub mod build;
 pub mod config;

@@ -1,14 +1,14 @@
-//! Sizes of a VM's volumes in one pool, decided before anything in the pool changes.
+//! Sizes of a VM's volumes in one pool. They are decided before the pool is changed.
 //!
-//! Fixed sizes come first, whatever the order of the flags. A volume with `size=remaining` gets the
-//! rest:
+//! Volumes of fixed sizes are allocated first, regardless of the order of the flags. A volume with
+//! `size=remaining` uses the rest:
 //!
 //! ```text
 //! usable = the pool - its own data - bad media
 //! rest   = usable - all other volumes - sizes of the zones of --pm-memory
 //! ```
 //!
-//! The reserve for volumes (STRG) is never lent as memory, so the zones must fit into
+//! The pool never lends its reserve for volumes (STRG) as memory, so the zones must fit into
 //! `usable - max(STRG, all volumes)`.
 
 use foreshore_types::size::Size;
@@ -39,7 +39,7 @@ pub enum PlanError {
     VolumeSize {
         name: String,
         size_bytes: u64,
-        /// The size in the configuration.
+        /// Configured size.
         wanted_bytes: u64,
     },
     #[error(
@@ -48,7 +48,7 @@ pub enum PlanError {
     VolumeFormat {
         name: String,
         found: VolumeFormat,
-        /// The format in the configuration.
+        /// Configured format.
         wanted: VolumeFormat,
     },
     #[error(
@@ -56,7 +56,7 @@ pub enum PlanError {
     )]
     TwoRemaining {
         name: String,
-        /// The volume before it in the configuration.
+        /// Name of the earlier volume in the configuration.
         first: String,
     },
     #[error(
@@ -66,7 +66,7 @@ pub enum PlanError {
     NoRoom {
         name: String,
         wanted_bytes: u64,
-        /// Free bytes that no volume before it takes.
+        /// Free bytes that remain after all volumes before this one.
         left_bytes: u64,
     },
     #[error(
@@ -77,14 +77,14 @@ pub enum PlanError {
     RemainingTooSmall {
         name: String,
         remaining_bytes: u64,
-        /// The smallest volume of its format.
+        /// Smallest size of a volume in this format.
         least_bytes: u64,
-        /// Free bytes after all volumes of a fixed size are created.
+        /// Free bytes that remain after all volumes of fixed sizes were created.
         free_bytes: u64,
-        /// Sum of the zones' sizes.
+        /// Total size of the zones.
         memory_bytes: u64,
     },
-    /// The pool can never lend as much as the zones may need.
+    /// The pool can never lend as much memory as the zones may need.
     #[error(
         "zones may need {}, but the pool can lend at most {} of its {}: {} are metadata, and {} are reserved for \
          volumes (its reserve is {}, and all volumes have {})",
@@ -93,20 +93,20 @@ pub enum PlanError {
         Size(*volume_bytes)
     )]
     Promise {
-        /// Sum of the zones' sizes.
+        /// Total size of the zones.
         memory_bytes: u64,
         /// Size of the pool.
         total_bytes: u64,
         /// Size of the pool without its own data.
         usable_bytes: u64,
         strg_bytes: u64,
-        /// Sum of all volumes' sizes, with those that would be created.
+        /// Total size of all volumes, including those that would be created.
         volume_bytes: u64,
     },
 }
 
 impl PlanError {
-    /// The refused volume. `None` if the zones are refused.
+    /// Name of the refused volume. `None` if the zones are refused.
     pub fn volume(&self) -> Option<&str> {
         match self {
             Self::NoVolume { name }
@@ -130,8 +130,8 @@ impl PlanError {
     }
 }
 
-/// Decides the step of each of `volumes`, in their order. `pool` and `stored` describe the pool of
-/// all of them. `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
+/// Returns the step for each of `volumes`, in their order. `pool` and `stored` describe the pool
+/// that contains all of them. `memory_bytes` is the total size of the VM's zones in this pool.
 pub fn plan(
     volumes: &[&PmVolumeConfig],
     stored: &[VolumeInfo],
@@ -163,7 +163,7 @@ pub fn plan(
             volume_bytes,
         });
     }
-    // Memory of an earlier machine may still be lent, so less may be free now than later.
+    // Memory of an earlier machine may still be lent, so fewer bytes may be free now than later.
     let rest_bytes =
         usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
     let rest = Rest { rest_bytes: rest_bytes - rest_bytes % CHUNK_BYTES, free_bytes, memory_bytes };
@@ -183,7 +183,7 @@ fn check_one_remaining(volumes: &[&PmVolumeConfig]) -> Result<(), PlanError> {
     }
 }
 
-/// Step of a volume that does not depend on the others. `None`: its size is the rest.
+/// Step for a volume whose size does not depend on the others. `None` for `size=remaining`.
 fn step(volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Option<Step>, PlanError> {
     let name = || volume.name.clone();
     let Some(found) = stored.iter().find(|stored| stored.name == volume.name) else {
@@ -206,7 +206,7 @@ fn step(volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Option<Step>, 
     }
 }
 
-/// Bytes for the volume with `size=remaining`.
+/// Bytes that the volume with `size=remaining` may use.
 struct Rest {
     rest_bytes: u64,
     free_bytes: u64,
@@ -248,7 +248,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A pool of 1 GiB with a reserve of 128 MiB, in which volumes have `volume_bytes`.
+    /// A pool of 1 GiB with a reserve of 128 MiB, in which volumes use `volume_bytes`.
     fn pool(volume_bytes: u64) -> PoolInfo {
         PoolInfo {
             total_bytes: 1024 * MIB,
@@ -270,7 +270,7 @@ mod tests {
         VolumeInfo { name, uuid, format, size_bytes, allocated_bytes: size_bytes, extents: 1 }
     }
 
-    /// Plans `volumes` beside zones of `memory_bytes` in a pool that has `stored` already.
+    /// Plans `volumes` and zones of `memory_bytes` in a pool that already contains `stored`.
     fn planned(
         volumes: &[&str],
         stored: &[VolumeInfo],
@@ -286,7 +286,7 @@ mod tests {
         let rest = "name=rest,size=remaining,create=on";
         assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![Step::Create(508 * MIB)]));
         assert_eq!(planned(&[rest], &[], 0), Ok(vec![Step::Create(1020 * MIB)]));
-        // The second boot finds the volume, and has no space to grow it.
+        // On the second boot, the volume exists, and there is no space to grow it.
         let found = [stored("rest", VolumeFormat::Btt, 508 * MIB)];
         for rest in [rest, "name=rest,size=remaining"] {
             assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Open]));
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn zones_and_volumes_of_any_kind_must_fit_together() {
-        // Existing volumes, volumes to create, and the unused part of the reserve.
+        // Counts existing volumes, volumes to create, and the unused part of the reserve.
         let other = [stored("other", VolumeFormat::Raw, 508 * MIB)];
         assert!(planned(&[], &other, 512 * MIB).is_ok());
         assert!(matches!(planned(&[], &other, 514 * MIB), Err(PlanError::Promise { .. })));

@@ -17,10 +17,10 @@ section! {
 }
 
 impl PmemConfig {
-    /// Kind of the device in one word, for ids and metrics.
+    /// Kind of the device, one word for ids and metrics.
     pub const KIND: &'static str = "pmem";
 
-    /// Flag and the properties by which errors identify the device.
+    /// Flag with the properties that identify the device in errors.
     pub fn flag(&self) -> String {
         format!("{} file={}", Self::FLAG, self.file.display())
     }
@@ -32,13 +32,14 @@ impl PmemConfig {
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 
-    /// Name of the `nth` device: its own, or otherwise Cloud Hypervisor's.
+    /// Name of the `nth` device: its configured id, or otherwise the name that Cloud Hypervisor
+    /// would assign.
     pub fn name(&self, nth: usize) -> String {
         self.id.clone().unwrap_or_else(|| format!("_pmem{nth}"))
     }
 }
 
-/// Checks each device, and that their names are unique.
+/// Checks each device, and checks that all names are unique.
 pub fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmemConfig::FLAG, reason });
     for (nth, device) in devices.iter().enumerate() {
@@ -79,7 +80,7 @@ mod tests {
         assert_eq!((least.size, least.discard_writes), (None, false));
         assert!(least.validate().is_ok());
         assert_eq!(least.name(3), "_pmem3");
-        // Keys of the API are Cloud Hypervisor's.
+        // The API uses Cloud Hypervisor's keys.
         let json = serde_json::json!({"file": "/img", "size": 1 << 30, "discard_writes": true, "id": "root"});
         assert_eq!(serde_json::to_value(&pmem).unwrap(), json);
         assert_eq!(serde_json::from_str::<PmemConfig>(r#"{"file": "/img"}"#).unwrap(), least);

@@ -1,4 +1,4 @@
-//! DRAM of the host.
+//! Backing memory in the DRAM of the host.
 
 use std::io;
 use std::ops::Range;
@@ -11,8 +11,8 @@ use super::segments::{Ledger, Source};
 use super::source::DramSource;
 use super::{Backing, BackingError, MappingBudget, Reservation};
 
-/// Bytes that one call examines for pages: as much as Linux unplugs at once, with a byte for each
-/// page.
+/// Bytes that one call checks for present pages: the size that Linux unplugs in one request. The
+/// result has a byte for each page.
 const LOOK_BYTES: u64 = 128 << 20;
 
 /// DRAM behind a reservation.
@@ -21,12 +21,12 @@ pub struct DramBacking {
     reservation: Arc<Reservation>,
     ledger: Ledger,
     source: DramSource,
-    /// Ranges of a file that are unmapped but not yet released.
+    /// Ranges of the file that are unmapped but not yet released.
     detached: Vec<Range<u64>>,
 }
 
 impl DramBacking {
-    /// Backs `reservation`, in which nothing is mapped yet.
+    /// Creates a backing for `reservation`, which has no mappings yet.
     pub fn new(
         reservation: Arc<Reservation>,
         budget: Arc<MappingBudget>,
@@ -37,7 +37,7 @@ impl DramBacking {
         Self { reservation, ledger, source, detached: Vec::new() }
     }
 
-    /// Releases detached ranges. A range whose release fails stays detached.
+    /// Releases detached ranges. If a release fails, the range remains detached.
     fn give_back(&mut self) -> io::Result<()> {
         while let Some(range) = self.detached.last() {
             self.source.give_back(range.start, range.end - range.start)?;
@@ -49,7 +49,7 @@ impl DramBacking {
 
 impl Backing for DramBacking {
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
-        // Detached ranges become holes first, so that plugged memory reads as zeros.
+        // First punches holes for detached ranges, so that plugged memory reads as zeros.
         self.give_back().map_err(|source| BackingError::Map { offset, len, source })?;
         let (reservation, source) = (&self.reservation, &self.source);
         let plugged = self.ledger.map(1, |segments| {
@@ -59,7 +59,7 @@ impl Backing for DramBacking {
             segments.set(offset, len, of);
             Ok(())
         });
-        // On an error, pages that were already allocated are still in the file.
+        // On an error, the file still contains the pages that were already allocated.
         if plugged.is_err() && self.source.in_file(offset).is_some() {
             self.detached.push(offset..offset + len);
             if let Err(err) = self.give_back() {
@@ -86,7 +86,7 @@ impl Backing for DramBacking {
         Ok(())
     }
 
-    /// Anonymous memory was released by unmapping it.
+    /// Only files need this. Anonymous memory was already released when it was unmapped.
     fn free_detached(&mut self) -> Result<(), BackingError> {
         let Some(Range { start: offset, end }) = self.detached.last().cloned() else {
             return Ok(());
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(populated(&backing, 0..8 * MIB), [false, true, true, false]);
         assert_eq!(populated(&backing, 4 * MIB..6 * MIB), [true]);
         assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 2 * MIB + 1)), (0xa5, 0));
-        // Unplugged memory gets no pages.
+        // No pages are allocated for unplugged memory.
         assert!(backing.populate(6 * MIB, 4 * MIB).is_err());
         assert_eq!(populated(&backing, 8 * MIB..10 * MIB), [false]);
     }
@@ -186,12 +186,12 @@ mod tests {
             DramSource::anonymous(false),
         );
         backing.plug(0, BLOCKS * 2 * MIB).unwrap();
-        // At the boundary of two calls of `pages`, and at the end.
+        // Blocks at the boundary between two calls of `pages`, and at the end.
         let touched = [1, BLOCKS / 2 - 2, BLOCKS / 2 - 1, BLOCKS - 4, BLOCKS - 3, BLOCKS - 1];
         for block in touched {
             fill(&reservation, block * 2 * MIB, 1, 0xa5);
         }
-        // Not the first page of a block: the other pages are not examined.
+        // Touches a page that is not the first of its block. Only first pages are examined.
         fill(&reservation, 3 * 2 * MIB + MIB, 1, 0xa5);
         for first in [0, 1, 5] {
             let populated = backing.populated_blocks(&(first * 2 * MIB..BLOCKS * 2 * MIB), 2 * MIB);
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(budget.used(), 1);
         backing.plug(12 * MIB, 2 * MIB).unwrap();
     }
-    /// Backing of a file, as for shared memory.
+    /// Backing with a file, as for shared memory.
     fn shared() -> (DramBacking, Arc<Reservation>) {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let host = HostMemory { shared: true, ..HostMemory::default() };
@@ -262,7 +262,7 @@ mod tests {
         );
         backing.plug(2 * MIB, 40 * MIB).unwrap();
         assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 42 * MIB)), (0, 0xa5));
-        // Pages in a balloon leave the file, too.
+        // Pages that a balloon takes are also removed from the file.
         let before = file_bytes();
         reservation.discard(42 * MIB, 4 * MIB).unwrap();
         assert_eq!((before - file_bytes(), byte_at(&reservation, 42 * MIB)), (4 * MIB, 0));
@@ -276,7 +276,7 @@ mod tests {
         let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
         let mut backing = DramBacking::new(reservation, Arc::new(MappingBudget::new(100)), source);
         let file = Arc::clone(backing.source.file().unwrap());
-        // Beyond the end of the file, allocation fails after the pages before it were allocated.
+        // Allocation fails at the end of the file, after it has allocated the pages before the end.
         file.set_len(4 * MIB).unwrap();
         backing.plug(0, 8 * MIB).unwrap_err();
         assert_eq!(file.metadata().unwrap().blocks(), 0);
@@ -361,7 +361,7 @@ mod tests {
             error(2 * MIB, 3 * MIB),
             "size 3 MiB is not a multiple of the huge page size 2 MiB"
         );
-        // More than the hosts that run this test reserve.
+        // More huge pages than any host that runs this test has reserved.
         let len = 64 << 30;
         let reservation = Arc::new(Reservation::new(len, 2 * MIB).unwrap());
         let source = DramSource::of_hotplug(&huge(2 * MIB), len, 2 * MIB).unwrap();

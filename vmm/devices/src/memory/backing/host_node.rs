@@ -1,13 +1,13 @@
-//! NUMA nodes of the host, and binding of memory to one of them.
+//! NUMA nodes of the host, and functions that bind memory to a node.
 
 use std::fs;
 use std::io;
 
 use thiserror::Error;
 
-/// List of the nodes that have memory, for example `0-1,3`.
+/// File that lists the nodes with memory, for example `0-1,3`.
 const HAS_MEMORY: &str = "/sys/devices/system/node/has_memory";
-/// Upper limit of the number of nodes in any kernel (CONFIG_NODES_SHIFT is at most 10).
+/// Maximum number of nodes in any kernel (CONFIG_NODES_SHIFT is at most 10).
 const MAX_NODES: usize = 1024;
 const WORD_BITS: usize = u64::BITS as usize;
 
@@ -18,7 +18,7 @@ pub enum HostNodeError {
     )]
     NoSuchNode {
         node: u32,
-        /// Nodes of the host, as the kernel lists them.
+        /// Nodes of the host, in the kernel's format.
         known: String,
     },
     #[error("host_numa_node={node}: the host's kernel does not list its nodes in {HAS_MEMORY}")]
@@ -34,7 +34,7 @@ pub enum HostNodeError {
 pub struct HostNode(u32);
 
 impl HostNode {
-    /// Finds the host's node of that number.
+    /// Finds the host node with the given number.
     pub fn find(node: u32) -> Result<Self, HostNodeError> {
         let list = fs::read_to_string(HAS_MEMORY)
             .map_err(|source| HostNodeError::Unknown { node, source })?;
@@ -53,17 +53,17 @@ impl HostNode {
         Err(HostNodeError::NoSuchNode { node, known: list.to_owned() })
     }
 
-    /// Restricts later pages of `addr..addr + len` to this node (MPOL_BIND).
+    /// Restricts pages that are allocated later in `addr..addr + len` to this node (MPOL_BIND).
     ///
     /// # Safety
     /// The range must be mapped and belong to the caller.
     pub(super) unsafe fn bind(self, addr: usize, len: usize) -> io::Result<()> {
         let mut mask = [0u64; MAX_NODES / WORD_BITS];
         mask[self.0 as usize / WORD_BITS] = 1 << (self.0 as usize % WORD_BITS);
-        // The kernel uses one bit less than it is given.
+        // The kernel uses one bit less than the number that is passed.
         let bits = MAX_NODES + 1;
-        // SAFETY: the policy affects later pages of the caller's own range. The mask has as many
-        // bits as the kernel reads.
+        // SAFETY: the policy affects only later pages in the caller's own range. The mask has as
+        // many bits as the kernel reads.
         let result = unsafe {
             libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0)
         };
@@ -75,7 +75,8 @@ impl HostNode {
 pub(crate) mod tests {
     use super::*;
 
-    /// Policy of the page at `addr`, and its nodes below 64 (get_mempolicy(2)).
+    /// Returns the memory policy at `addr`, and a mask of the policy's nodes below 64
+    /// (get_mempolicy(2)).
     pub(crate) fn policy_at(addr: u64) -> (libc::c_int, u64) {
         let (mut mode, mut mask) = (-1, [0u64; MAX_NODES / WORD_BITS]);
         /// From <linux/mempolicy.h>, because libc lacks it.

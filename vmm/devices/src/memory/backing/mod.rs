@@ -1,4 +1,4 @@
-//! Memory behind guest memory.
+//! Host memory that backs guest memory.
 
 mod dram;
 mod host_node;
@@ -28,7 +28,8 @@ pub use zone_file::{ZoneFile, ZoneFileError};
 
 use crate::pool::PoolError;
 
-/// Failure to back a run of blocks with memory. The host is the cause, so the guest receives BUSY.
+/// Failure to back a run of blocks with memory. The cause is on the host, so the guest receives
+/// BUSY.
 #[derive(Debug, Error)]
 pub enum BackingError {
     #[error("mapping budget is used up: {used} of {limit} in use")]
@@ -48,7 +49,7 @@ pub enum BackingError {
     HugePages {
         wanted_bytes: u64,
         page_bytes: u64,
-        /// Bytes of free huge pages that are not reserved.
+        /// Bytes in huge pages that are free and not reserved.
         available_bytes: u64,
         #[source]
         source: io::Error,
@@ -63,28 +64,29 @@ pub enum BackingError {
     Pool(#[from] PoolError),
 }
 
-/// Memory behind one hotplug part. Offsets count from its start. The caller has validated them.
+/// Memory that backs one hotplug part. Offsets are relative to the start of the part, and the
+/// caller has validated them.
 pub trait Backing: Debug + Send {
-    /// Puts zeroed memory behind the unplugged range `offset..offset + len`. On an error, none is
-    /// plugged, and memory that may still be mapped here is not released.
+    /// Backs the unplugged range `offset..offset + len` with zeroed memory. On an error, the range
+    /// remains unplugged. Memory that may still be mapped in it is then not released.
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
 
-    /// Makes the plugged range `offset..offset + len` inaccessible, or changes nothing. The memory
-    /// stays allocated until [`Backing::free_detached`] releases it.
+    /// Makes the plugged range `offset..offset + len` inaccessible. On an error, nothing has
+    /// changed. The memory remains allocated until [`Backing::free_detached`] releases it.
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
 
-    /// Releases detached memory, which is scrubbed before reuse. Memory whose release fails stays
-    /// detached, and the next call tries again, because pools can recover from a failure.
+    /// Releases detached memory, which is scrubbed before reuse. If the release fails, the memory
+    /// remains detached, and the next call retries, because pools can recover from a failure.
     fn free_detached(&mut self) -> Result<(), BackingError>;
 
-    /// For each block of the plugged range `run`: true if its first page is populated. Backings
-    /// with memory that is cheap to allocate on the first access need not implement this.
+    /// Returns true for each block of the plugged range `run` whose first page is populated.
+    /// Backings whose memory is cheap to allocate on first access need not implement this.
     fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
         vec![false; ((run.end - run.start) / block_bytes) as usize]
     }
 
     /// Allocates the memory of the plugged range `offset..offset + len` before the first access.
-    /// Contents are kept.
+    /// Existing contents are preserved.
     fn populate(&mut self, _offset: u64, _len: u64) -> io::Result<()> {
         Ok(())
     }

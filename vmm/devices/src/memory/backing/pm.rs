@@ -1,4 +1,4 @@
-//! Chunks of a PM pool.
+//! Backing memory in chunks of a PM pool.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,25 +9,25 @@ use super::segments::{Ledger, Source};
 use super::{Access, Backing, BackingError, MappingBudget, Reservation};
 use crate::pool::{CHUNK_BYTES, PmPool, PoolError};
 
-/// Largest extent that is requested: 2^10 chunks.
+/// Maximum size of a requested extent: 2^10 chunks.
 const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
 
-/// Chunks of a pool behind a reservation.
+/// Chunks of a pool that back a reservation.
 ///
-/// A chunk returns to the pool only when it is mapped nowhere. Otherwise another VM would share it
-/// with this guest. Chunks that cannot be unmapped stay in the ledger until a later plug of the
-/// same range or the end of the VM unmaps them.
+/// A chunk is returned to the pool only when it is no longer mapped. Otherwise this guest could
+/// access memory of another VM. Chunks that cannot be unmapped are kept in the ledger, until a
+/// later plug of the same range or the end of the VM unmaps them.
 #[derive(Debug)]
 pub struct PmBacking {
     pool: Arc<dyn PmPool>,
     reservation: Arc<Reservation>,
     ledger: Ledger,
-    /// Extents that are unmapped but not yet returned to the pool.
+    /// Extents that are unmapped, but not yet returned to the pool.
     detached: Vec<Range<u64>>,
 }
 
 impl PmBacking {
-    /// Backs `reservation`, in which nothing is mapped yet.
+    /// Creates a backing for `reservation`, which has no mappings yet.
     pub fn new(
         pool: Arc<dyn PmPool>,
         reservation: Arc<Reservation>,
@@ -37,16 +37,16 @@ impl PmBacking {
         Self { pool, reservation, ledger, detached: Vec::new() }
     }
 
-    /// Allocates chunks for `offset..offset + len`. Extents are as large as their place in the zone
-    /// and the pool allow, so that host and guest can map them with huge pages.
+    /// Allocates chunks for `offset..offset + len`. Extents are as large as the pool and their
+    /// alignment in the zone allow, so that host and guest can map them with huge pages.
     fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Range<u64>>, BackingError> {
         let mut extents = Vec::new();
         let mut at = offset;
         while at < offset + len {
             let piece = largest_aligned(at, offset + len - at);
             match self.pool.alloc_memory(piece) {
-                // Extents are powers of two, largest first, so that each has its alignment in the
-                // file.
+                // Extents are powers of two, largest first, so that each is aligned to its size in
+                // the file.
                 Ok(mut taken) => extents.append(&mut taken),
                 Err(err) => {
                     self.give_back(extents);
@@ -64,8 +64,8 @@ impl PmBacking {
         Ok(extents)
     }
 
-    /// Maps `extents` side by side at `offset`. On an error, extents that may still be mapped are
-    /// in the ledger, and those that are mapped nowhere stay in `extents`.
+    /// Maps `extents` next to each other at `offset`. On an error, extents that may still be mapped
+    /// are in the ledger, and extents that are not mapped remain in `extents`.
     fn map(
         &mut self,
         offset: u64,
@@ -105,7 +105,7 @@ impl PmBacking {
         })
     }
 
-    /// Unmaps the rest of an earlier failed plug in `offset..offset + len`.
+    /// Unmaps what an earlier failed plug has left mapped in `offset..offset + len`.
     fn clear(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
         let before = self.ledger.segments().in_range(offset, len);
         if before.iter().all(|segment| segment.source == Source::Nothing) {
@@ -116,7 +116,8 @@ impl PmBacking {
         Ok(())
     }
 
-    /// Returns chunks after a failed plug. Those that the pool refuses stay detached.
+    /// Returns chunks to the pool after a failed plug. Chunks that the pool refuses remain
+    /// detached.
     fn give_back(&mut self, extents: Vec<Range<u64>>) {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
@@ -168,7 +169,8 @@ impl Backing for PmBacking {
 }
 
 impl Drop for PmBacking {
-    /// Returns the chunks, which would otherwise stay allocated until the pool is opened again.
+    /// Returns the chunks to the pool. They would otherwise remain allocated until the pool is
+    /// opened again.
     fn drop(&mut self) {
         let result =
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
@@ -179,8 +181,7 @@ impl Drop for PmBacking {
     }
 }
 
-/// Largest power of two that is at most `left` and the largest extent, and to which `at` is
-/// aligned.
+/// Largest power of two that divides `at` and exceeds neither `left` nor [`MAX_EXTENT_BYTES`].
 fn largest_aligned(at: u64, left: u64) -> u64 {
     let aligned = if at == 0 { MAX_EXTENT_BYTES } else { 1 << at.trailing_zeros() };
     let fits = 1 << left.ilog2();
@@ -266,7 +267,7 @@ mod tests {
             fill(&reservation, 0, 32 * MIB);
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [32 * MIB]);
             assert!(blocks() >= at_rest + 32 * MIB);
-            // Six chunks from the middle, then the rest at once.
+            // Detaches six chunks in the middle, and then the rest in one call.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
             backing.free_detached().unwrap();
             assert_eq!(
@@ -299,7 +300,7 @@ mod tests {
     #[test]
     fn plug_that_fails_halfway_returns_all_chunks() {
         let (mut backing, pool, reservation) = backing(16, 64);
-        // Two extents: the first is mapped, the second fails, and all is unmapped.
+        // Two extents. The first is mapped, mapping the second fails, and unmapping succeeds.
         reservation.script([true, false, true]);
         let err = backing.plug(2 * MIB, 6 * MIB).unwrap_err();
         assert!(matches!(err, BackingError::Map { offset, .. } if offset == 4 * MIB), "{err}");
@@ -313,7 +314,7 @@ mod tests {
         let (mut backing, pool, reservation) = backing(16, 64);
         reservation.script([true, false, false]);
         backing.plug(2 * MIB, 6 * MIB).unwrap_err();
-        // The extent that was never mapped has returned to the pool, the other one has not.
+        // The extent that was never mapped was returned to the pool. The other one was not.
         assert_eq!(pool.info().memory_bytes, 2 * MIB);
         fill(&reservation, 2 * MIB, 2 * MIB);
         backing.free_detached().unwrap();

@@ -8,25 +8,25 @@ use pmem_volume::media::{OnPageLost, TooManyRanges, Watch};
 
 use super::HostNode;
 
-/// Range of addresses that belongs to one part of guest memory during the VM's life.
+/// Address range that belongs to one part of guest memory for the lifetime of the VM.
 ///
-/// Unmapped parts are PROT_NONE, never free address space: another mapping of the process could
-/// otherwise use the hole, and KVM would expose it to the guest. No Rust references point into the
-/// range, because guest memory is accessed through the view by volatile accesses.
+/// Unmapped parts are PROT_NONE instead of free address space. Otherwise another mapping of the
+/// process could use the hole, and KVM would expose it to the guest. No Rust references point into
+/// the range, because guest memory is accessed through the view by volatile accesses.
 #[derive(Debug)]
 pub struct Reservation {
     addr: usize,
     len: usize,
     watch: OnceLock<Watch>,
-    /// Host node from which memory is allocated.
+    /// Host node on which memory is allocated.
     host_node: OnceLock<HostNode>,
     /// Set if mapped memory counts as committed.
     set_aside: OnceLock<()>,
-    /// Set if mapped memory is a file that other processes may map.
+    /// Set if mapped memory belongs to a file that other processes may map.
     shared: OnceLock<()>,
     /// Size of hugetlb pages, if any.
     huge_page_bytes: OnceLock<u64>,
-    /// Results of the next calls that map or unmap. Later calls succeed.
+    /// Scripted results of the next calls that map or unmap. Later calls succeed.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
 }
@@ -34,15 +34,15 @@ pub struct Reservation {
 /// Access rights of the process to mapped pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read only. A store raises SIGSEGV in this process. The guest's slot is read-only, too, and a
-    /// store of the guest causes an exit that is ignored.
+    /// Read only. A store raises SIGSEGV in this process. The guest's slot is also read-only, and a
+    /// store by the guest causes an exit that is ignored.
     Read,
     ReadWrite,
-    /// Read and write. A page becomes writable only when the metadata of the file system for it is
-    /// durable (MAP_SYNC). A store is then durable once it has left the CPU's caches. Fails without
-    /// DAX.
+    /// Read and write. A page becomes writable only when the file system's metadata for it is
+    /// durable (MAP_SYNC). A store is then durable as soon as it has left the CPU caches. Mapping
+    /// fails without DAX.
     ReadWriteSync,
-    /// Read and write, but written pages stay in this process (MAP_PRIVATE).
+    /// Read and write, but written pages are private to this process (MAP_PRIVATE).
     ReadWritePrivate,
 }
 
@@ -53,7 +53,8 @@ impl Reservation {
         assert!(align.is_power_of_two() && align >= 4096 && len > 0 && len.is_multiple_of(4096));
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let (len, align) = (usize::try_from(len).map_err(|_| invalid())?, align as usize);
-        // mmap returns addresses aligned to 4 KiB, so this maps more than needed and trims it.
+        // mmap returns addresses aligned to only 4 KiB, so this maps more than needed and trims the
+        // excess.
         let padded = len
             .checked_add(align)
             .and_then(|sum| sum.checked_add(GUARD_BYTES))
@@ -93,7 +94,7 @@ impl Reservation {
         self.len as u64
     }
 
-    /// Notifies `on_lost` of lost pages in any later mapping. Lost pages read as zeros.
+    /// Notifies `on_lost` of lost pages in all later mappings. Lost pages then read as zeros.
     ///
     /// # Panics
     /// If the reservation is already watched.
@@ -106,7 +107,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// Allocates memory of later mappings from `node`.
+    /// Allocates the memory of later mappings on `node`.
     ///
     /// # Panics
     /// If it was called before.
@@ -119,19 +120,20 @@ impl Reservation {
         let _ = self.set_aside.set(());
     }
 
-    /// Records that later mappings are of a file that serves as memory. A discard then also removes
-    /// pages from the file.
+    /// Records that later mappings belong to a file that serves as memory. A discard then also
+    /// removes pages from the file.
     pub fn share(&self) {
         let _ = self.shared.set(());
     }
 
-    /// Records that memory mapped from now on consists of hugetlb pages. The host takes back only
+    /// Records that memory mapped from now on consists of hugetlb pages. The host can reclaim only
     /// whole pages of these.
     pub fn has_huge_pages(&self, page_bytes: u64) {
         let _ = self.huge_page_bytes.set(page_bytes);
     }
 
-    /// Unit in which the host takes memory back, in bytes. Transparent huge pages are split.
+    /// Smallest unit in which the host can reclaim memory, in bytes. The host splits transparent
+    /// huge pages.
     pub fn discard_unit_bytes(&self) -> u64 {
         self.huge_page_bytes.get().copied().unwrap_or(PAGE_BYTES as u64)
     }
@@ -145,7 +147,7 @@ impl Reservation {
     /// Binds the new mapping at `offset` to the host node, if one is set.
     fn bind(&self, offset: u64, len: u64) -> io::Result<()> {
         let Some(node) = self.host_node.get() else { return Ok(()) };
-        // A policy belongs to a mapping, so each new mapping needs it again.
+        // A policy belongs to a mapping, so each new mapping must be bound again.
         let addr = self.checked(offset, len);
         // SAFETY: just mapped, inside the reservation.
         let bound = unsafe { node.bind(addr, len as usize) };
@@ -209,15 +211,15 @@ impl Reservation {
         Ok(())
     }
 
-    /// Sets the results of the next calls that map or unmap, because a test cannot make the kernel
-    /// fail.
+    /// Sets the results of the next calls that map or unmap, because a test cannot make these
+    /// kernel calls fail.
     #[cfg(test)]
     pub(crate) fn script<const N: usize>(&self, works: [bool; N]) {
         *self.script.lock() = works.into();
     }
 
-    /// Advises the kernel to use huge pages at `offset`. A failure is harmless, and not every
-    /// kernel has them.
+    /// Advises the kernel to use huge pages at `offset`. A failure is harmless, because not every
+    /// kernel supports huge pages.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_HUGEPAGE) {
             tracing::debug!(%err, "Cannot enable transparent huge pages");
@@ -249,8 +251,8 @@ impl Reservation {
         }
     }
 
-    /// Allocates pages for the mapping at `offset` now, as a store would. Contents are kept. Linux
-    /// 5.14 and later.
+    /// Allocates pages for the mapping at `offset` now, as a store would. Existing contents are
+    /// preserved. Requires Linux 5.14.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // SAFETY: a range inside the reservation (checked above). Faults are handled, contents stay
@@ -265,7 +267,7 @@ impl Reservation {
     /// again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // Pages of a shared file stay in it unless they are removed from the file.
+        // Pages of a shared file remain allocated unless they are removed from the file.
         let advice =
             if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         // SAFETY: a range inside the reservation (checked above). Guest memory is reached by
@@ -276,8 +278,8 @@ impl Reservation {
         }
     }
 
-    /// One byte for each page from `offset`, which must be page-aligned. Bit 0 is set if the page
-    /// is present (mincore(2)).
+    /// Returns one byte for each page from `offset`, which must be page-aligned. Bit 0 is set if
+    /// the page is present (mincore(2)).
     pub fn pages(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
         let addr = self.checked(offset, len);
         let mut pages = vec![0u8; (len as usize).div_ceil(PAGE_BYTES)];
@@ -308,13 +310,13 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         drop(self.watch.take());
         // SAFETY: the range belongs to this reservation. All users of its addresses (view, slots,
-        // backings) share ownership of the reservation, so none is left.
+        // backings) share ownership of the reservation, so no user is left.
         unsafe { libc::munmap(self.addr as *mut _, self.len + GUARD_BYTES) };
     }
 }
 
-/// A page behind each reservation stays PROT_NONE. Mappings of two reservations therefore never
-/// merge, and /proc/self/smaps lists them separately.
+/// The page after each reservation is always PROT_NONE. Mappings of two reservations therefore
+/// never merge, and /proc/self/smaps lists them separately.
 const GUARD_BYTES: usize = PAGE_BYTES;
 
 /// Small page of x86-64.

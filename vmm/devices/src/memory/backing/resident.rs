@@ -1,14 +1,15 @@
-//! Amount of guest memory that is in the host's RAM or mapped for the guest.
+//! Resident size of guest memory.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
-/// Resident bytes of each zone, which is given as host-virtual ranges (address, length). The source
-/// is /proc/self/smaps: pages in this process's page tables, both DRAM and mapped PM.
+/// Returns the resident bytes of each zone. A zone is given as host-virtual ranges (address,
+/// length). The source is /proc/self/smaps, which counts pages in this process's page tables, both
+/// DRAM and mapped PM.
 ///
-/// The kernel walks page tables for this, so one pass covers all zones. Call it about once a second
-/// at most. A mapping that overlaps a range counts completely, because no mapping with pages
-/// extends beyond its reservation.
+/// The kernel walks page tables for this, so one pass covers all zones. Call this at most about
+/// once a second. A mapping that overlaps a range is counted completely, because no mapping with
+/// pages extends beyond its reservation.
 pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64>> {
     resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), zones)
 }
@@ -21,7 +22,7 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
     zones: &[R],
 ) -> io::Result<Vec<u64>> {
     let mut totals = vec![0; zones.len()];
-    // Zone of the current mapping.
+    // Index of the zone that contains the current mapping.
     let mut inside = None;
     for line in smaps.lines() {
         let line = line?;

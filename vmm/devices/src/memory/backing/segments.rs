@@ -1,8 +1,8 @@
-//! Mappings in a reservation, and their number, which the process limits.
+//! Mappings in a reservation, and the budget that limits their number.
 //!
 //! Linux allows a process 65,530 mappings (vm.max_map_count). A fragmented PM zone can need one for
-//! each 2 MiB. At the limit, every mmap fails, including those of an allocator. Each backing
-//! therefore counts its mappings and reserves them from a budget first.
+//! each 2 MiB. At the limit, every mmap fails, including those of the memory allocator. Each
+//! backing therefore counts its mappings and reserves them from a budget first.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::{fs, io};
 use super::BackingError;
 use crate::metrics::{Expose, Exposition, Family};
 
-/// Memory behind a segment of a reservation.
+/// Memory that backs a segment of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     Nothing,
@@ -24,7 +24,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Source at `bytes` behind the start of a segment of this source.
+    /// Source of the memory `bytes` after the start of a segment with this source.
     fn at(self, bytes: u64) -> Self {
         match self {
             Self::File { offset } => Self::File { offset: offset + bytes },
@@ -33,7 +33,7 @@ impl Source {
     }
 }
 
-/// Part of a reservation that the kernel keeps as one mapping.
+/// Part of a reservation that is one mapping in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
     /// Offset in the reservation.
@@ -50,7 +50,7 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// Segments of a reservation of `len` bytes without mappings.
+    /// Creates the segments for a reservation of `len` bytes without mappings.
     pub(super) fn new(len: u64) -> Self {
         Self { by_start: BTreeMap::from([(0, (len, Source::Nothing))]), len }
     }
@@ -109,7 +109,7 @@ impl Segments {
     }
 }
 
-/// Number of mappings that all zones of the process may have together.
+/// Number of mappings that all zones of the process may use in total.
 #[derive(Debug)]
 pub struct MappingBudget {
     limit: usize,
@@ -138,8 +138,8 @@ impl MappingBudget {
         Self { limit, used: AtomicUsize::new(0) }
     }
 
-    /// Budget of this host: its limit less an eighth for the rest of the process, such as
-    /// libraries, threads and volumes.
+    /// Budget for this host: the kernel's limit, less an eighth for the rest of the process, such
+    /// as libraries, threads and volumes.
     pub fn of_host() -> Self {
         let max = read_max_map_count().unwrap_or_else(|err| {
             tracing::warn!(%err, "Cannot read vm.max_map_count; using its default");
@@ -156,7 +156,7 @@ impl MappingBudget {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Reserves `count` mappings. Returns false if fewer are left.
+    /// Reserves `count` mappings. Returns false and reserves none if fewer are left.
     fn reserve(&self, count: usize) -> bool {
         let add = |used: usize| used.checked_add(count).filter(|used| *used <= self.limit);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
@@ -181,7 +181,7 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// Ledger of a reservation of `len` bytes without mappings.
+    /// Creates the ledger for a reservation of `len` bytes without mappings.
     pub(super) fn new(len: u64, budget: Arc<MappingBudget>) -> Self {
         budget.take(1);
         Self { segments: Segments::new(len), budget }
@@ -197,7 +197,7 @@ impl Ledger {
         pieces: usize,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
     ) -> Result<T, BackingError> {
-        // A piece in the middle of a segment makes three of it.
+        // A piece in the middle of a segment splits it into three.
         if !self.budget.reserve(2 * pieces) {
             return Err(BackingError::MappingBudget {
                 limit: self.budget.limit,
@@ -207,8 +207,8 @@ impl Ledger {
         self.settle(2 * pieces, change)
     }
 
-    /// Runs `change`, which unmaps one piece and may need two more mappings. It is never refused:
-    /// the eighth that the budget leaves has room for them, and unmapping makes room again.
+    /// Runs `change`, which unmaps one piece and may need two more mappings. The budget never
+    /// refuses this, because the eighth outside of the budget has room for these mappings.
     pub(super) fn unmap<T>(
         &mut self,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
@@ -286,7 +286,7 @@ mod tests {
     }
 
     proptest! {
-        /// The oracle stores the source of every byte separately.
+        /// Compares the segments with a model that stores the source of every byte separately.
         #[test]
         fn segments_match_an_array_of_bytes(
             ops in prop::collection::vec((0u64..16, 1u64..16, source()), 1..40),

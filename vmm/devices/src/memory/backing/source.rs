@@ -1,8 +1,8 @@
 //! Source of a part of DRAM: anonymous memory of this process, an unnamed file, or a file of the
 //! user.
 //!
-//! An unnamed file is always mapped shared. A private mapping would use two pages for one of the
-//! guest's: the page of the file, which a fault finds first, and the written copy.
+//! An unnamed file is always mapped shared. A private mapping would use two pages for each page of
+//! the guest: the page in the file, which a fault finds first, and the written copy.
 
 use std::fs::{self, File};
 use std::io;
@@ -55,7 +55,8 @@ pub struct DramSource {
     mergeable: bool,
 }
 
-/// File that is mapped at offset 0 of the reservation from its `offset`.
+/// File that is mapped into the reservation. Offset 0 of the reservation maps to `offset` in the
+/// file.
 #[derive(Clone, Debug)]
 struct Mapped {
     file: Arc<File>,
@@ -77,8 +78,8 @@ impl DramSource {
         Self { file: None, pages, prefault: false, reserve: false, mergeable: false }
     }
 
-    /// Source according to `host` for a boot part of `len` bytes. `file` is the zone's file, if it
-    /// has one, and the part's offset in it.
+    /// Source that `host` describes, for a boot part of `len` bytes. `file` is the zone's file, if
+    /// it has one, with the part's offset in the file.
     pub fn of_boot(
         host: &HostMemory,
         len: u64,
@@ -98,7 +99,8 @@ impl DramSource {
         Ok(Self { file: Some(mapped), pages, ..source })
     }
 
-    /// Source for a hotplug part of `len` bytes with blocks of `block_bytes`, all unplugged.
+    /// Source for a hotplug part of `len` bytes with blocks of `block_bytes`. All blocks are still
+    /// unplugged.
     pub fn of_hotplug(host: &HostMemory, len: u64, block_bytes: u64) -> Result<Self, DramError> {
         let source = Self::new(host, len)?;
         match source.huge_page_bytes() {
@@ -143,7 +145,7 @@ impl DramSource {
         Ok(Self { file, pages, prefault, reserve, mergeable })
     }
 
-    /// Size of reserved huge pages, if it uses them.
+    /// Size of the reserved huge pages, if the source uses these.
     pub fn huge_page_bytes(&self) -> Option<u64> {
         match self.pages {
             Pages::Huge(page_bytes) => Some(page_bytes),
@@ -157,8 +159,8 @@ impl DramSource {
         if is_shared {
             reservation.share();
         }
-        // Huge pages are always reserved, because a missing one is a SIGBUS for the guest, not a
-        // wait.
+        // Huge pages are always reserved, because a missing huge page would raise SIGBUS in the
+        // guest instead of delaying it.
         if self.reserve || self.huge_page_bytes().is_some() {
             reservation.set_aside();
         }
@@ -193,7 +195,7 @@ impl DramSource {
         })
     }
 
-    /// Converts `err` of mapping the memory at `offset`.
+    /// Converts `err`, which mapping the memory at `offset` returned.
     pub(super) fn refusal(&self, offset: u64, len: u64, err: io::Error) -> BackingError {
         let lacks_pages = err.raw_os_error() == Some(libc::ENOMEM);
         match self.huge_page_bytes().filter(|_| lacks_pages) {
@@ -207,7 +209,7 @@ impl DramSource {
         }
     }
 
-    /// Offset in the file of `offset` in the reservation, if there is a file.
+    /// Converts `offset` in the reservation to an offset in the file, if there is a file.
     pub(super) fn in_file(&self, offset: u64) -> Option<u64> {
         self.file.as_ref().map(|mapped| mapped.offset + offset)
     }
@@ -217,8 +219,8 @@ impl DramSource {
         self.file.as_ref().map(|mapped| &mapped.file)
     }
 
-    /// Punches a hole in the file for an unmapped range of the reservation. It then reads as zeros
-    /// and uses no memory. Other memory was released by unmapping it.
+    /// Punches a hole in the file for an unmapped range of the reservation, which then reads as
+    /// zeros and uses no memory. Memory of other sources was already released when it was unmapped.
     pub(super) fn give_back(&self, offset: u64, len: u64) -> io::Result<()> {
         match &self.file {
             Some(Mapped { file, offset: at, .. }) => punch_hole(file, at + offset, len),
@@ -227,20 +229,20 @@ impl DramSource {
     }
 }
 
-/// Creates an unnamed file in memory.
+/// Creates an unnamed in-memory file.
 fn memory_file(len: u64, flags: libc::c_uint) -> io::Result<File> {
     // SAFETY: the name ends with a zero.
     let fd = unsafe { libc::memfd_create(c"foreshore-dram".as_ptr(), libc::MFD_CLOEXEC | flags) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just opened, without other users.
+    // SAFETY: the descriptor was just opened and has no other users.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(len)?;
     Ok(file)
 }
 
-/// Removes the pages of `offset..offset + len` from a file.
+/// Removes the pages in `offset..offset + len` from a file.
 pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
     let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
     let (offset, len) = (offset.try_into().map_err(invalid)?, len.try_into().map_err(invalid)?);
@@ -268,12 +270,12 @@ fn usual_huge_page_bytes() -> io::Result<u64> {
     Ok(kib * 1024)
 }
 
-/// Number of free huge pages of that size on the host, if known.
+/// Number of huge pages of this size on the host that are free and not reserved, if known.
 fn free_huge_pages(page_bytes: u64) -> Option<u64> {
     let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes / 1024);
     let read = |name: &str| {
         fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok()
     };
-    // Reserved pages are among the free ones.
+    // The number of free pages includes reserved pages.
     read("free_hugepages")?.checked_sub(read("resv_hugepages")?)
 }

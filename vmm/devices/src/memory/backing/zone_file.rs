@@ -1,4 +1,4 @@
-//! File of `--memory-zone file=` as the boot memory of a zone.
+//! File of `--memory-zone file=`, which provides the boot memory of a zone.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -43,7 +43,7 @@ pub enum ZoneFileError {
     Empty(#[source] io::Error),
 }
 
-/// Open file whose first bytes read as zeros.
+/// Open file. The bytes that the zone uses read as zeros.
 #[derive(Debug)]
 pub struct ZoneFile {
     file: Arc<File>,
@@ -52,10 +52,10 @@ pub struct ZoneFile {
 }
 
 impl ZoneFile {
-    /// Opens `path` for a zone of `size_bytes`. For a directory, an unnamed file is created, which
-    /// disappears with its last mapping. It has no other users, so it need not be mapped privately.
-    /// A `shared` file is emptied, and the guest writes to it. Other files are only read, and the
-    /// guest's writes stay in memory.
+    /// Opens `path` for a zone of `size_bytes`. If `path` is a directory, creates an unnamed file,
+    /// which disappears with its last mapping. It has no other users, so it need not be mapped
+    /// privately. A `shared` file is emptied, and the guest writes to it. Other files are only
+    /// read, and the guest's writes remain in memory.
     pub fn open(path: &Path, size_bytes: u64, shared: bool) -> Result<Self, ZoneFileError> {
         let kind = path.metadata().map_err(ZoneFileError::Open)?.file_type();
         let what = [
@@ -71,8 +71,8 @@ impl ZoneFile {
         if kind.is_dir() {
             options.custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE);
         } else {
-            // The file may have been replaced meanwhile, for example by a pipe, whose open must not
-            // block.
+            // The file may have been replaced since the check, for example by a pipe. Opening a
+            // pipe must not block.
             options.custom_flags(libc::O_NONBLOCK);
         }
         let file = options.open(path).map_err(ZoneFileError::Open)?;
@@ -81,8 +81,8 @@ impl ZoneFile {
         }
         let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {
-            // hugetlbfs has no other lengths. The caller checks the length against the zone and the
-            // page size.
+            // hugetlbfs supports only multiples of its page size. The caller checks the length
+            // against the zone and the page size.
             let len = size_bytes.next_multiple_of(huge_page_bytes.unwrap_or(1));
             file.set_len(len).map_err(ZoneFileError::Open)?;
         } else {
@@ -107,10 +107,11 @@ impl ZoneFile {
                 None => Ok(()),
             };
         }
-        // Released with the file of the last mapping, at the end of the machine.
+        // The lock is released when the last mapping of the file is removed, at the end of the
+        // machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
-        // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no
-        // marks.
+        // The contents of an earlier guest's memory may be discarded. Files on hugetlbfs only serve
+        // as memory and need no mark.
         if huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_none() {
             let content = content_lost_to(Mark::Memory, file, path).map_err(ZoneFileError::Open)?;
             if let Some(content) = content {
@@ -135,20 +136,20 @@ impl ZoneFile {
         self.access
     }
 
-    /// Size of its pages, if it is on hugetlbfs.
+    /// Page size of the file, if it is on hugetlbfs.
     pub fn huge_page_bytes(&self) -> Option<u64> {
         self.huge_page_bytes
     }
 }
 
-/// Offset of the first data in a file.
+/// Offset of the first data in a file. `None` if the file has only holes.
 fn first_data(file: &File) -> io::Result<Option<u64>> {
     // SAFETY: no memory is passed; the file is open.
     let at = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_DATA) };
     match u64::try_from(at) {
         Ok(at) => Ok(Some(at)),
         Err(_) => match io::Error::last_os_error() {
-            // No data.
+            // The file has no data.
             err if err.raw_os_error() == Some(libc::ENXIO) => Ok(None),
             err => Err(err),
         },
@@ -221,7 +222,7 @@ mod tests {
         let memory = folder.path().join("memory");
         File::create(&memory).unwrap().set_len(SIZE).unwrap();
         drop(ZoneFile::open(&memory, SIZE, true).unwrap());
-        // The guest had a pool in its memory.
+        // Memory of a guest that contained a pool.
         std::fs::write(&memory, &before).unwrap();
         ZoneFile::open(&memory, SIZE, true).unwrap();
         assert!(std::fs::read(&memory).unwrap()[..SIZE as usize].iter().all(|byte| *byte == 0));
