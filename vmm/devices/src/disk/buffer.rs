@@ -1,15 +1,15 @@
-//! Memory of the VMM between guest memory and the disk.
+//! Buffers of the VMM between guest memory and the disk.
 //!
-//! A disk may be slow, and a plug waits until no thread of the VMM uses guest memory. No guard is
-//! therefore held while a disk works, and the disk uses these buffers. They have the alignment that
-//! O_DIRECT requires, which the guest's buffers may lack. The guest cannot change their content
-//! during a check.
+//! A disk may be slow, and a memory plug waits until no thread of the VMM uses guest memory. Disk
+//! I/O therefore uses these buffers, and holds no guard of guest memory. The buffers are aligned
+//! for O_DIRECT, and the guest's own buffers may not be. In addition, the guest cannot change the
+//! content of these buffers during a check.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const PAGE_BYTES: usize = 4096;
-/// Maximum number of buffers kept for later requests. Their reuse avoids the allocator, which
-/// zeroes new buffers.
+/// Maximum number of buffers that are kept for later requests. Reusing a buffer avoids allocating
+/// and zeroing a new one.
 const KEPT_MAX: usize = 32;
 /// Maximum number of pages in all kept buffers.
 const KEPT_PAGES_MAX: usize = 2048;
@@ -18,7 +18,7 @@ const KEPT_PAGES_MAX: usize = 2048;
 #[repr(C, align(4096))]
 struct Page([u8; PAGE_BYTES]);
 
-/// Bytes that start at a page boundary.
+/// Page-aligned bytes.
 pub struct Buffer {
     pages: Vec<Page>,
     len: usize,
@@ -54,7 +54,7 @@ impl Buffers {
     /// data of another request.
     pub fn take(&mut self, len: usize) -> Buffer {
         let count = len.div_ceil(PAGE_BYTES);
-        // The smallest sufficient buffer, so that large ones remain for large requests.
+        // Chooses the smallest sufficient buffer, so that large buffers remain for large requests.
         let fitting = self.free.iter().enumerate().filter(|(_, pages)| pages.len() >= count);
         let best = fitting.min_by_key(|(_, pages)| pages.len()).map(|(at, _)| at);
         let pages = match best {
@@ -68,7 +68,7 @@ impl Buffers {
         Buffer { pages, len }
     }
 
-    /// Takes a buffer back for reuse.
+    /// Keeps a buffer for reuse.
     pub fn put(&mut self, buffer: Buffer) {
         let pages = buffer.pages.len();
         if self.free.len() < KEPT_MAX && self.free_pages + pages <= KEPT_PAGES_MAX {

@@ -1,15 +1,15 @@
 //! O_DIRECT transfers of any alignment.
 //!
-//! A host accepts direct transfers in units, mostly of 512 bytes, or of 4096 on media with such
-//! sectors. The unit is found by test reads, because statx() reports the unit that is fast and not
-//! the smallest that works. For example, XFS reports 4096 for a file that shares blocks with a copy
-//! (`cp --reflink`), and still serves 512. The unit may also grow while the file is open: ext4
-//! reads a hole at any alignment, and refuses unaligned transfers after data has been written
-//! there.
+//! A host accepts direct transfers only in whole units, mostly of 512 bytes, or of 4096 on media
+//! with such sectors. Test reads determine the unit, because statx() reports the unit that is fast
+//! instead of the smallest that works. For example, XFS reports 4096 for a file that shares blocks
+//! with a copy (`cp --reflink`), although 512 works. The unit may also grow while the file is open:
+//! ext4 reads a hole at any alignment, but refuses unaligned transfers after data was written to
+//! it.
 //!
-//! A transfer that is not whole units is widened to whole units in a buffer of its own. A write
-//! first reads the units at its edges, under an exclusive lock. The bytes after the last whole unit
-//! of a file are transferred through the page cache only.
+//! A transfer that does not consist of whole units is widened to whole units in a separate buffer.
+//! A widened write first reads the units at its edges, under an exclusive lock. The bytes after the
+//! last whole unit of a file are always transferred through the page cache.
 
 use std::fs::File;
 use std::io;
@@ -26,10 +26,10 @@ use super::range_locks::{Access, RangeGuard, RangeLocks};
 use crate::disk::buffer::Buffers;
 use crate::disk::range::SECTOR_BYTES;
 
-/// The largest unit that is tried.
+/// Largest unit that is tried.
 pub(super) const UNIT_BYTES_MAX: u64 = 64 << 10;
 
-/// Reads and writes at offsets, as [`FileExt`] does.
+/// Reads and writes at offsets, like [`FileExt`].
 pub(super) trait ReadWriteAt {
     /// Reads up to `data.len()` bytes.
     fn read_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<usize>;
@@ -55,10 +55,11 @@ impl ReadWriteAt for File {
     }
 }
 
-/// A file through the page cache. It is opened on first use, because most files are whole units.
+/// File that is accessed through the page cache. It is opened on first use, because most files
+/// consist of whole units.
 #[derive(Debug)]
 struct Buffered {
-    /// The file that was opened with O_DIRECT. The image's lock belongs to its open file
+    /// The file that was opened with O_DIRECT. The image's lock belongs to this open file
     /// description.
     file: File,
     writable: bool,
@@ -92,19 +93,20 @@ impl Buffered {
     }
 }
 
-/// Alignment of an image that is open with O_DIRECT.
+/// Direct I/O of any alignment to an image that is open with O_DIRECT.
 #[derive(Debug)]
 pub(super) struct DirectIo {
-    /// The image, for the log.
+    /// Path of the image, for log lines.
     path: PathBuf,
-    /// `None` for a block device, whose size is whole units.
+    /// `None` for a block device, which always consists of whole units.
     buffered: Option<Buffered>,
     unit_bytes: AtomicU64,
     locks: Arc<RangeLocks>,
 }
 
 impl DirectIo {
-    /// Probes the unit of `file`, which was opened at `path` with O_DIRECT and has `size_bytes`.
+    /// Determines the unit of `file`, which was opened from `path` with O_DIRECT and has
+    /// `size_bytes`.
     pub(super) fn new(
         path: &Path,
         file: &File,
@@ -121,12 +123,12 @@ impl DirectIo {
         Self { path, buffered, unit_bytes: AtomicU64::new(unit_bytes), locks: Arc::default() }
     }
 
-    /// Known unit of direct transfers.
+    /// Unit of direct transfers, as far as it is known.
     pub(super) fn unit_bytes(&self) -> u64 {
         self.unit_bytes.load(Ordering::Relaxed)
     }
 
-    /// Checks that the host accepts a transfer without widening, by the known unit.
+    /// Returns true if a transfer consists of whole units, so that it needs no widening.
     pub(super) fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         (offset_bytes | len_bytes).is_multiple_of(self.unit_bytes())
     }
@@ -136,7 +138,7 @@ impl DirectIo {
         self.unit_bytes.store(unit_bytes, Ordering::Relaxed);
     }
 
-    /// Locks of ranges that are being changed.
+    /// Locks of the ranges that are being written.
     pub(super) fn locks(&self) -> &Arc<RangeLocks> {
         &self.locks
     }
@@ -165,7 +167,7 @@ impl DirectIo {
         }
     }
 
-    /// Writes `data` to `offset_bytes` of `file`. Waits for other changes of the same blocks.
+    /// Writes `data` to `offset_bytes` of `file`. Waits for other writes to the same blocks.
     pub(super) fn write(
         &self,
         file: &impl ReadWriteAt,
@@ -184,7 +186,7 @@ impl DirectIo {
         self.write_locked(file, offset_bytes, data)
     }
 
-    /// Writes `data`, while the caller holds [`DirectIo::lock_exclusive`] or an exclusive lock of
+    /// Writes `data`. The caller must hold [`DirectIo::lock_exclusive`], or an exclusive lock of
     /// [`widest_range`].
     pub(super) fn write_locked(
         &self,
@@ -199,8 +201,8 @@ impl DirectIo {
         }
     }
 
-    /// Tries `transfer` with larger and larger units while the host refuses it, and keeps the first
-    /// unit that the host accepts.
+    /// Retries `transfer` with larger units while the host refuses it, and records the first unit
+    /// that the host accepts.
     fn with_growing_unit(&self, mut transfer: impl FnMut(u64) -> io::Result<()>) -> io::Result<()> {
         let mut unit_bytes = self.unit_bytes();
         loop {
@@ -283,8 +285,8 @@ impl DirectIo {
         }
     }
 
-    /// Part of a transfer that lies before the end of the last whole unit of the file. The rest is
-    /// not written in whole units, because that would extend the file.
+    /// Part of a transfer up to the end of the file's last whole unit. The rest is not written in
+    /// whole units, because that would extend the file.
     fn direct_part(
         &self,
         offset_bytes: u64,
@@ -300,24 +302,24 @@ impl DirectIo {
     }
 }
 
-/// Range that a widened write may touch, whatever the unit turns out to be.
+/// Range that a widened write may touch with any unit.
 pub(super) fn widest_range(offset_bytes: u64, len_bytes: u64) -> Range<u64> {
     widened(&(offset_bytes..offset_bytes + len_bytes), UNIT_BYTES_MAX)
 }
 
-/// Smallest range of whole units around `range`.
+/// Smallest range of whole units that contains `range`.
 fn widened(range: &Range<u64>, unit_bytes: u64) -> Range<u64> {
     range.start - range.start % unit_bytes..range.end.next_multiple_of(unit_bytes)
 }
 
-/// EINVAL, by which the kernel refuses the alignment of a direct transfer.
+/// Returns true for EINVAL, with which the kernel refuses the alignment of a direct transfer.
 pub(super) fn is_refusal(result: &io::Result<()>) -> bool {
     matches!(result, Err(err) if err.raw_os_error() == Some(libc::EINVAL))
 }
 
-/// The smallest unit in which the host reads an image of `size_bytes`: at its start, its middle and
-/// its end, each time at an odd multiple of the unit. Errors other than a refusal do not concern
-/// alignment.
+/// Smallest unit in which the host reads an image of `size_bytes`. Reads at the start, in the
+/// middle and at the end of the image, each time at an odd multiple of the unit. Errors other than
+/// EINVAL are not caused by alignment.
 fn probe(file: &impl ReadWriteAt, size_bytes: u64) -> u64 {
     let mut buffer = Buffers::default().take(UNIT_BYTES_MAX as usize);
     let mut takes = |unit_bytes: u64| {

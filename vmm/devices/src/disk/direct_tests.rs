@@ -4,8 +4,8 @@ use super::*;
 
 const SIZE: u64 = 256 << 10;
 
-/// Media that refuse transfers of parts of a unit. The unit can grow, and reads and writes can have
-/// different units.
+/// Fake media that refuse transfers of partial units. The unit can grow, and the units of reads and
+/// writes can differ.
 struct Media {
     bytes: Mutex<Vec<u8>>,
     read_unit: AtomicU64,
@@ -54,7 +54,7 @@ impl ReadWriteAt for Media {
     }
 }
 
-/// Transfers at all kinds of edges of units of up to 64 KiB, in bytes.
+/// Offsets and lengths of transfers that start and end around the edges of units of up to 64 KiB.
 fn transfers() -> Vec<(u64, u64)> {
     let edges = [0, 512, 3584, 4096, 4608, 65024, 65536, 66048, SIZE - 4096, SIZE - 512, SIZE];
     let pairs = edges.iter().flat_map(|from| edges.iter().map(move |to| (*from, *to)));
@@ -98,7 +98,7 @@ fn unit_grows_when_the_host_begins_to_refuse() {
     assert_served(&direct, &media);
     assert_eq!(direct.unit_bytes(), 4096);
     assert!(!direct.is_aligned(512, 4096) && direct.is_aligned(4096, 8192));
-    // A probe reads, so it does not see that writes are refused.
+    // The probe only reads, so it does not detect that writes are refused.
     let media = Media::new(SIZE, 512, 4096);
     let direct = DirectIo::with_unit(None, probe(&media, SIZE));
     assert_eq!(direct.unit_bytes(), 512);
@@ -119,7 +119,7 @@ fn refusals_for_other_reasons_stay_errors_and_change_nothing() {
 
 #[test]
 fn probe_reads_more_than_the_start() {
-    /// Refuses small reads in its second half.
+    /// Fake media that refuse small reads in the second half.
     struct Grown;
     impl ReadWriteAt for Grown {
         fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<usize> {
@@ -137,7 +137,7 @@ fn probe_reads_more_than_the_start() {
         }
     }
     assert_eq!(probe(&Grown, SIZE), 4096);
-    // Images of a few sectors, and errors of the media.
+    // Images of a few sectors, and media errors.
     assert_eq!(probe(&Media::new(512, 512, 512), 512), 512);
     assert_eq!(probe(&Media::new(512, 4096, 4096), 512), 4096);
 }
@@ -147,7 +147,7 @@ fn partial_unit_at_the_end_of_a_file_is_served_and_keeps_its_size() {
     let size = SIZE + 512;
     let file = tempfile::tempfile().unwrap();
     FileExt::write_all_at(&file, &pattern(size as usize), 0).unwrap();
-    // Media that end with the last whole unit: a direct transfer of the rest would fail.
+    // Media that end with the last whole unit, so that a direct transfer of the rest would fail.
     let media = Media::new(SIZE, 4096, 4096);
     let direct = DirectIo::with_unit(Some(Buffered::new(&file, true).unwrap()), 4096);
     let mut data = Buffers::default().take(1024);
@@ -168,7 +168,7 @@ fn partial_unit_at_the_end_of_a_file_is_served_and_keeps_its_size() {
     assert!(is_open());
 }
 
-/// Without the lock, cycles of neighboring sectors lose each other's writes.
+/// Without the lock, concurrent read-modify-write cycles of neighboring sectors lose writes.
 #[test]
 fn concurrent_writes_of_neighboring_sectors_are_all_kept() {
     let media = Media::new(4096, 4096, 4096);

@@ -24,11 +24,11 @@ use crate::disk::buffer::Buffers;
 use crate::disk::range::{DiskRange, SECTOR_BYTES, Unmap};
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 
-/// Block size of file systems and media if no other is known.
+/// Block size of file systems and media if the real size is unknown.
 const PAGE_BYTES: u32 = 4096;
-/// Upper limit of physical blocks. With larger ones, file systems would leave gaps.
+/// Maximum physical block size. With larger blocks, file systems would leave gaps.
 const PHYSICAL_BLOCK_BYTES_MAX: u32 = 1 << 20;
-/// Zeros in one write, if zeros must be written.
+/// Bytes of zeros in one write, if zeros must be written.
 const ZEROS_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,10 +38,10 @@ pub struct ImageOptions {
     pub direct: bool,
     /// Return the blocks of discarded ranges to the file system.
     pub sparse: bool,
-    /// The host's user has declared a raw image, so content of another format causes no warning.
+    /// The user has declared the image as raw, so content of another format causes no warning.
     pub is_called_raw: bool,
-    /// Size of the guest's logical blocks. `None`: 512 bytes for a file, the block size of a
-    /// device.
+    /// Size of the guest's logical blocks. `None` means 512 bytes for a file, and the logical block
+    /// size of the device for a block device.
     pub guest_block_bytes: Option<u32>,
 }
 
@@ -56,7 +56,7 @@ pub enum ImageError {
     },
     #[error("{path:?} is neither a file nor a block device")]
     Kind {
-        /// Path of a file of another type.
+        /// Path of a file that is neither a regular file nor a block device.
         path: PathBuf,
     },
     #[error("{path:?} is in use by {holder}; only readonly=on images are shared")]
@@ -75,7 +75,7 @@ pub struct RawImage {
     path: PathBuf,
     file: File,
     geometry: Geometry,
-    /// A file can grow, but a device cannot.
+    /// True for a regular file, which can grow. A block device cannot.
     is_file: bool,
     size_bytes: AtomicU64,
     /// `None` without O_DIRECT, because the page cache accepts transfers of any alignment.
@@ -88,15 +88,14 @@ impl RawImage {
     /// Opens and locks the image at `path`.
     pub fn open(path: &Path, options: ImageOptions) -> Result<Arc<Self>, ImageError> {
         let error = |done| move |source| ImageError::Io { path: path.to_owned(), done, source };
-        // 1. Check the type of the file, because opening another kind of file may have side
-        //    effects.
+        // 1. Check the file type, because opening other types of files may have side effects.
         let is_image = |kind: fs::FileType| kind.is_file() || kind.is_block_device();
         let refuse_others = |metadata: fs::Metadata| match is_image(metadata.file_type()) {
             true => Ok(metadata.file_type()),
             false => Err(ImageError::Kind { path: path.to_owned() }),
         };
         refuse_others(fs::metadata(path).map_err(error("examined"))?)?;
-        // 2. Open it as it will be used, and lock it. All later checks use this open file.
+        // 2. Open the image with its final flags, and lock it. All later checks use this open file.
         let flags = if options.direct { libc::O_DIRECT } else { 0 };
         let file =
             claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
@@ -165,13 +164,13 @@ impl RawImage {
         &self.file
     }
 
-    /// Returns true if zeros may be made by freeing blocks. If the image must stay allocated, they
-    /// may not.
+    /// Returns true if a range may be zeroed by freeing its blocks. This is not allowed if the
+    /// image must remain allocated.
     pub(super) fn unmaps(&self, unmap: Unmap) -> bool {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
 
-    /// Checks that the kernel accepts a step without widening, by the known units.
+    /// Returns true if a step consists of whole units, so that it needs no widening.
     pub(super) fn is_aligned(&self, step: &Step) -> bool {
         let is_transfer_aligned = |offset, len| {
             self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64))
@@ -187,21 +186,21 @@ impl RawImage {
         }
     }
 
-    /// Checks that EINVAL, as an answer to this step, may be about its alignment.
+    /// Checks whether misalignment could have caused EINVAL for this step.
     pub(super) fn may_refuse(&self, step: &Step) -> bool {
         self.direct.is_some()
             && matches!(step, Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..))
     }
 
-    /// Makes the image treat every transfer as aligned, as before its host began to refuse some.
+    /// Makes the image treat every transfer as aligned, as if the host had not refused any yet.
     #[cfg(test)]
     pub fn forget_unit(&self) {
         self.direct.iter().for_each(|direct| direct.set_unit(SECTOR_BYTES));
     }
 
     /// Locks the range that an aligned step changes while the step is in flight. Locks nothing if
-    /// the image needs no locks. The device's thread must not block, so `event` is raised when a
-    /// step that holds the range has ended.
+    /// the image needs no locks. The device's thread must not block. If the range is already
+    /// locked, `event` is raised when the conflicting step has ended.
     pub(super) fn lock_aligned(
         &self,
         step: &Step,
@@ -215,7 +214,7 @@ impl RawImage {
         direct.locks().try_lock(range, Access::Shared, event).map(Some).ok_or(RangeInUse)
     }
 
-    /// Carries out a step of any alignment. Returns `None` if a step in flight changes the same
+    /// Executes a step of any alignment. Returns `None` if a step in flight changes the same
     /// blocks. `event` is then raised when such a step has ended.
     pub(super) fn carry_out_unaligned(
         &self,
@@ -236,12 +235,13 @@ impl RawImage {
         })
     }
 
-    /// Locks the range that a step of any alignment changes. Waits for other steps that change it.
+    /// Locks the range that a step of any alignment changes. Waits for other steps that change the
+    /// range.
     pub(super) fn lock_unaligned(&self, offset_bytes: u64, len_bytes: u64) -> Option<RangeGuard> {
         self.direct.as_ref().map(|direct| direct.lock_exclusive(offset_bytes, len_bytes))
     }
 
-    /// Writes, while the caller has the blocks locked.
+    /// Writes `data`. The caller must have locked the blocks.
     fn write_locked(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
         match &self.direct {
             Some(direct) => direct.write_locked(&self.file, offset_bytes, data),
@@ -249,7 +249,7 @@ impl RawImage {
         }
     }
 
-    /// Makes a range read as zeros, while the caller has the blocks locked.
+    /// Makes a range read as zeros. The caller must have locked the blocks.
     fn write_zeroes_locked(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
         let modes: &[FallocateFlags] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
         let (whole, end) = (self.whole_units(range), range.offset_bytes() + range.len_bytes());
@@ -266,8 +266,8 @@ impl RawImage {
         self.write_out_zeroes(range.offset_bytes()..end)
     }
 
-    /// Largest part of a range that a device accepts for `fallocate`, or an empty range at its
-    /// start.
+    /// Largest part of a range that a block device accepts in `fallocate`. If there is none,
+    /// returns an empty range at the start of `range`.
     fn whole_units(&self, range: DiskRange) -> Range<u64> {
         let (start, end) = (range.offset_bytes(), range.offset_bytes() + range.len_bytes());
         let (first, last) =
@@ -275,7 +275,7 @@ impl RawImage {
         if first < last { first..last } else { start..start }
     }
 
-    /// Calls `fallocate`, whose errors the caller distinguishes.
+    /// Calls `fallocate`. Returns its error unchanged, because callers distinguish the causes.
     fn allocate(&self, mode: FallocateFlags, range: &Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -283,7 +283,7 @@ impl RawImage {
         Ok(fallocate(&self.file, mode, range.start, range.end - range.start)?)
     }
 
-    /// Writes zeros, for file systems without a better method, such as tmpfs.
+    /// Writes zeros. Used for file systems without a faster method, such as tmpfs.
     fn write_out_zeroes(&self, range: Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -298,7 +298,7 @@ impl RawImage {
     }
 }
 
-/// Another step changes the same blocks.
+/// Error if another step is changing the same blocks.
 #[derive(Debug)]
 pub(super) struct RangeInUse;
 
@@ -345,8 +345,9 @@ impl BlockDevice for RawImage {
         self.file.sync_data()
     }
 
-    /// If the file system cannot free the blocks, they stay, because a discard is a hint (5.2.6.2).
-    /// For the same reason, partial blocks of a device at the edges of a range stay.
+    /// If the file system cannot free the blocks, they remain allocated, because a discard is only
+    /// a hint (5.2.6.2). For the same reason, partial blocks at the edges of a range on a block
+    /// device remain allocated.
     fn discard(&self, range: DiskRange) -> io::Result<()> {
         match self.allocate(PUNCH, &self.whole_units(range)) {
             Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
@@ -381,7 +382,8 @@ impl BlockDevice for RawImage {
         }
         let failed = |source| ResizeError::Io { wanted_bytes, source };
         let now_bytes = (&self.file).seek(SeekFrom::End(0)).map_err(failed)?;
-        // The image may have been resized already, and this call only announces it.
+        // Another program may have resized the image already. This call then only announces the new
+        // size.
         if now_bytes < wanted_bytes {
             if !self.is_file {
                 let reason = format!("the device has {now_bytes} bytes, not {wanted_bytes}");
@@ -397,11 +399,10 @@ impl BlockDevice for RawImage {
     }
 }
 
-/// Warns of an image that looks like another format, although it is served as a raw image. It is
-/// not refused, because a guest can write such bytes to a raw image, and these must not prevent the
-/// start of its VMM.
+/// Warns if an image that is served as raw contains another format. The image is not refused,
+/// because a guest can write such bytes to a raw image, and this must not prevent its next start.
 fn warn_of_format(file: &File, path: &Path) {
-    // A page at a page boundary, because O_DIRECT may accept no smaller transfer.
+    // Reads a whole aligned page, because O_DIRECT may refuse smaller transfers.
     let mut head = Buffers::default().take(PAGE_BYTES as usize);
     let format =
         file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
@@ -430,14 +431,14 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
     }
 }
 
-/// Logical block size of a device. Its partition table counts in these blocks.
+/// Logical block size of a block device, which is the unit of its partition table.
 fn device_block_bytes(file: &File) -> u32 {
     let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
     ioctl_blksszget(file).ok().filter(usable).unwrap_or(PAGE_BYTES)
 }
 
-/// Physical block size for the alignment of partitions and file systems, from that of the device.
-/// At least a page, the unit of the host's cache.
+/// Converts a device's physical block size to the size that partitions and file systems should
+/// align to. It is at least a page, the unit of the host's page cache.
 fn usable_physical_bytes(bytes: u32) -> u32 {
     if bytes.is_power_of_two() {
         bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX)

@@ -11,7 +11,8 @@ const IMAGE_BYTES: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES;
 const BLOCK: u64 = 4096;
 
-/// Image on a host that accepts only blocks of 4096 bytes. `None` without O_DIRECT.
+/// Image on a fake host that accepts only blocks of 4096 bytes. `None` if O_DIRECT is not
+/// supported.
 fn direct_image() -> Option<(tempfile::TempDir, Arc<RawImage>)> {
     let folder = tempfile::TempDir::new().unwrap();
     let path = folder.path().join("image");
@@ -35,7 +36,7 @@ fn data(len: u64) -> Buffer {
     buffer
 }
 
-/// Steps that change a block or a sector.
+/// Steps of each kind that change the given range.
 fn changes(offset_bytes: u64, len_bytes: u64) -> [(&'static str, Step); 3] {
     [
         ("a write", Step::Write(offset_bytes, data(len_bytes))),
@@ -44,8 +45,8 @@ fn changes(offset_bytes: u64, len_bytes: u64) -> [(&'static str, Step); 3] {
     ]
 }
 
-/// A cycle of the first sector rewrites the block that contains it, so no other step may change the
-/// block.
+/// A read-modify-write cycle of the first sector rewrites the whole block, so no other step may
+/// change the block.
 #[test]
 fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     let Some((_folder, image)) = direct_image() else { return };
@@ -59,7 +60,8 @@ fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     }
     drop(cycle);
     assert!(event.read().is_ok(), "the release did not raise the event");
-    // The unit may grow during a cycle, so the cycle also locks the neighboring blocks.
+    // The unit may grow during a read-modify-write cycle, so the cycle also locks the neighboring
+    // blocks.
     for (whole_name, whole) in changes(BLOCK, BLOCK) {
         let guard = image.lock_aligned(&whole, &event).unwrap();
         assert!(guard.is_some(), "{whole_name}");

@@ -1,4 +1,5 @@
-//! Disk content: a device that executes requests by calls, or a ring that executes them together.
+//! Disk content, accessed either through a device with blocking calls or through a ring that
+//! executes several requests concurrently.
 
 pub mod buffer;
 mod direct;
@@ -21,19 +22,19 @@ use self::range::{DiskRange, Unmap};
 pub struct Geometry {
     /// Unit of all requests.
     pub block_bytes: u32,
-    /// Unit of the media, to which partitions and file systems align.
+    /// Unit of the media. Partitions and file systems align to it.
     pub physical_block_bytes: u32,
-    /// Writes are refused.
+    /// The device refuses writes.
     pub read_only: bool,
-    /// Ranges can be discarded.
+    /// The device supports discards.
     pub discard: bool,
-    /// Zeroed ranges are deallocated if the driver allows it.
+    /// Zeroed ranges are deallocated if the driver allows this.
     pub unmap: bool,
 }
 
 #[derive(Debug, Error)]
 pub enum ResizeError {
-    /// Shrinking would lose data that the guest may still use.
+    /// A disk cannot shrink, because the guest may still use the data that would be lost.
     #[error("cannot shrink from {size_bytes} to {wanted_bytes} bytes")]
     Shrinks {
         size_bytes: u64,
@@ -46,7 +47,7 @@ pub enum ResizeError {
         wanted_bytes: u64,
         block_bytes: u32,
     },
-    /// The image is resized by other means.
+    /// The disk must be resized in another way.
     #[error("{0}")]
     NotHere(String),
     #[error("cannot resize its file to {wanted_bytes} bytes: {source}")]
@@ -57,27 +58,28 @@ pub enum ResizeError {
     },
 }
 
-/// Content of a disk. All queues use it at once. Each call returns when it is done.
+/// Content of a disk. All queues use it concurrently. Each call blocks until the operation is
+/// complete.
 ///
-/// Offsets and lengths are whole blocks inside the device.
+/// Offsets and lengths are multiples of the block size, and ranges are within the device.
 pub trait BlockDevice: Send + Sync {
     /// Properties of the disk, apart from its size.
     fn geometry(&self) -> Geometry;
 
     fn size_bytes(&self) -> u64;
 
-    /// True if reads and writes never wait for more than memory.
+    /// Returns true if reads and writes only access memory and never wait for a disk.
     fn is_memory(&self) -> bool {
         false
     }
 
-    /// Fills `data` from an offset.
+    /// Fills `data` with the bytes at an offset.
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()>;
 
     /// Writes `data` to an offset.
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()>;
 
-    /// Makes everything written durable.
+    /// Makes all completed writes durable.
     fn flush(&self) -> io::Result<()>;
 
     fn discard(&self, range: DiskRange) -> io::Result<()>;
@@ -87,25 +89,25 @@ pub trait BlockDevice: Send + Sync {
 
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
-    /// Starts a ring for one queue, which never has more than `depth` steps in flight. `None`: the
-    /// calls of this trait are the only or the better way.
+    /// Starts a ring for one queue, which never has more than `depth` steps in flight. Returns
+    /// `None` if the calls of this trait are better, or if a ring is not available.
     fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
         None
     }
 
-    /// Number of BTT arenas that take no writes because of an error.
+    /// Number of BTT arenas that refuse writes because of an error.
     fn read_only_arenas(&self) -> usize {
         0
     }
 }
 
-/// Step of a request, which the media execute at once.
+/// Step of a request: one operation on the media.
 pub enum Step {
-    /// Fills the buffer from an offset in bytes.
+    /// Fills the buffer with the bytes at this offset.
     Read(u64, Buffer),
-    /// Writes the buffer to an offset in bytes.
+    /// Writes the buffer to this offset in bytes.
     Write(u64, Buffer),
-    /// Makes everything written durable.
+    /// Makes all completed writes durable.
     Flush,
     /// Deallocates a range.
     Discard(DiskRange),
@@ -125,7 +127,7 @@ impl Step {
         }
     }
 
-    /// Returns the buffer of a step that is done.
+    /// Returns the buffer of a completed step.
     pub fn into_buffer(self) -> Option<Buffer> {
         match self {
             Self::Read(_, buffer) | Self::Write(_, buffer) => Some(buffer),
@@ -138,38 +140,39 @@ impl Step {
 pub struct Done {
     /// Token that was passed with the step.
     pub token: usize,
-    /// The step. Its buffer is filled if it was a read without an error.
+    /// The step itself. After a successful read, its buffer contains the data.
     pub step: Step,
     pub result: io::Result<()>,
 }
 
-/// Ring that executes the steps of one queue together. After drop, no step is in flight.
+/// Ring that executes the steps of one queue concurrently. Dropping it waits until no step is in
+/// flight.
 pub trait Executor: Send {
-    /// Queues a step and returns at once. A token must be unique among the steps in flight.
+    /// Queues a step without waiting. The token must be unique among the steps in flight.
     fn add(&mut self, token: usize, step: Step);
 
-    /// Starts all queued steps. Returns true if steps are left that must be executed by calls: each
-    /// call of this function executes one of them.
+    /// Starts all queued steps. Steps that the ring cannot execute are executed by blocking calls,
+    /// one on each call of this function. Returns true if such steps are left.
     fn begin(&mut self) -> bool;
 
-    /// Takes a completed step.
+    /// Returns a completed step, if any.
     fn next_done(&mut self) -> Option<Done>;
 
-    /// Makes later completions raise the event until more steps are started. Returns true if there
-    /// are completed steps already.
+    /// Makes later completions raise the event until more steps are started. Returns true if steps
+    /// have already completed.
     fn arm(&mut self) -> bool;
 
     /// Event that [`Executor::arm`] raises.
     fn event(&self) -> &EventFd;
 
-    /// Number of steps that should be added before they are started together.
+    /// Recommended number of steps to add before [`Executor::begin`] is called.
     fn batch(&self) -> usize;
 
-    /// Returns true if the kernel accepts no more steps from the ring, and system calls execute
-    /// them.
+    /// Returns true if the kernel no longer accepts steps from the ring. Steps are then executed by
+    /// system calls.
     fn is_given_up(&self) -> bool;
 
-    /// Waits for the steps in flight and returns their results. Steps that have not begun are
+    /// Waits for the steps in flight and returns their results. Steps that have not started are
     /// dropped, except flushes, which are all executed.
     fn drain(&mut self) -> Vec<Done>;
 }

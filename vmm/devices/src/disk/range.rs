@@ -1,9 +1,9 @@
 //! Ranges of a disk.
 
-/// Unit of a request's address and of the capacity, independent of the block size (5.2.6).
+/// Unit of request addresses and of the capacity, independent of the block size (5.2.6).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// Part of the disk: whole blocks within its capacity.
+/// Range of the disk. It consists of whole blocks within the capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRange {
     offset_bytes: u64,
@@ -11,14 +11,15 @@ pub struct DiskRange {
 }
 
 impl DiskRange {
-    /// Range of `len_bytes` from an offset. The caller has checked that it consists of whole blocks
-    /// of the disk.
+    /// Creates a range of `len_bytes` at an offset. The caller must have checked that it consists
+    /// of whole blocks of the disk.
     pub fn at(offset_bytes: u64, len_bytes: u64) -> Self {
         Self { offset_bytes, len_bytes }
     }
 
-    /// Piece of the range behind its first `skip_bytes`, up to the next multiple of `piece_bytes`.
-    /// This must be a multiple of all block sizes, because file systems deallocate whole blocks.
+    /// Piece of the range that starts after the first `skip_bytes` and ends at the next multiple of
+    /// `piece_bytes`, or at the end of the range. `piece_bytes` must be a multiple of all block
+    /// sizes, because file systems deallocate only whole blocks.
     pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {
         let skip_bytes = skip_bytes.min(self.len_bytes);
         let offset_bytes = self.offset_bytes + skip_bytes;
@@ -39,6 +40,6 @@ impl DiskRange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmap {
     Allowed,
-    /// The blocks must stay allocated, so that a later write does not fail for lack of space.
+    /// The blocks must remain allocated, so that a later write cannot fail for lack of space.
     Forbidden,
 }

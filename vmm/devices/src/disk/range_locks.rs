@@ -1,10 +1,11 @@
-//! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of
-//! the same blocks.
+//! Locks of byte ranges. They prevent a read-modify-write cycle from overwriting a concurrent
+//! change of the same blocks.
 //!
-//! Transfers that need no widening hold a shared lock, because the guest has to order its own
-//! overlapping writes. A cycle holds an exclusive lock. A ring does not block on a lock, because
-//! its thread serves other requests. Instead, an event notifies it. A call may block on an
-//! exclusive lock until transfers in flight are done, including those of rings.
+//! Transfers that need no widening hold a shared lock, because the guest must order its own
+//! overlapping writes. A read-modify-write cycle holds an exclusive lock. A ring never blocks on a
+//! lock, because its thread must serve other requests. An event notifies the ring instead. A
+//! blocking call may wait for an exclusive lock until transfers in flight are complete, including
+//! those of rings.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,12 +15,12 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Kind of a lock.
+/// Kind of lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
-    /// Compatible with other shared locks.
+    /// Compatible with other shared locks of overlapping ranges.
     Shared,
-    /// Compatible with no other lock of an overlapping range.
+    /// Incompatible with every other lock of an overlapping range.
     Exclusive,
 }
 
@@ -35,13 +36,13 @@ struct State {
     next: u64,
     shared: BTreeMap<u64, Range<u64>>,
     exclusive: BTreeMap<u64, Range<u64>>,
-    /// Calls of [`RangeLocks::lock`] that wait.
+    /// Number of waiting calls of [`RangeLocks::lock`].
     waiters: usize,
     /// Events to raise at the next release.
     waiting: Vec<Arc<EventFd>>,
 }
 
-/// A locked range, unlocked on drop.
+/// Locked range. Dropping it unlocks the range.
 pub(super) struct RangeGuard {
     locks: Arc<RangeLocks>,
     id: u64,
@@ -66,7 +67,7 @@ impl State {
 }
 
 impl RangeLocks {
-    /// Locks `range`, after all conflicting locks are released.
+    /// Locks `range`. Waits until all conflicting locks are released.
     pub(super) fn lock(self: &Arc<Self>, range: Range<u64>, access: Access) -> RangeGuard {
         let mut state = self.state.lock();
         state.waiters += 1;
@@ -80,7 +81,8 @@ impl RangeLocks {
         self.state.lock().waiters > 0
     }
 
-    /// Locks `range`, or returns `None` and raises `event` at the next release of any range.
+    /// Locks `range` if there is no conflict. Otherwise returns `None`, and raises `event` when any
+    /// range is released.
     pub(super) fn try_lock(
         self: &Arc<Self>,
         range: Range<u64>,
@@ -106,7 +108,7 @@ impl Drop for RangeGuard {
         }
         self.locks.released.notify_all();
         for event in state.waiting.drain(..) {
-            // Fails only if the counter is full, and then the event is raised already.
+            // The write fails only if the counter is full, and the event is then already raised.
             let _: io::Result<()> = event.write(1);
         }
     }

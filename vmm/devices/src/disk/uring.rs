@@ -1,4 +1,4 @@
-//! Raw images by io_uring: several steps are in flight while the thread continues.
+//! I/O to raw images through io_uring. Several steps are in flight while the thread continues.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,66 +19,68 @@ use super::{Done, Executor, Step};
 use crate::disk::buffer::{Buffer, Buffers};
 use crate::disk::range::DiskRange;
 
-/// Steps that are queued before the kernel is notified. It accepts all of them in one call.
+/// Number of steps that are queued before one system call submits all of them to the kernel.
 const BATCH: usize = 64;
-/// Zeros in one write, if zeros must be written.
+/// Bytes of zeros in one write, if zeros must be written.
 const ZEROS_BYTES: usize = 1 << 20;
-/// Consecutive submissions that the kernel may refuse before the ring is given up.
+/// Number of consecutive submissions that the kernel may refuse before the ring is abandoned.
 const SUBMITS_MAX: u32 = 1000;
-/// Times that the kernel may defer one step.
+/// Maximum number of retries of one step that the kernel defers.
 const RETRIES_MAX: u32 = 100;
 
-/// Method of zeroing a range. The supported one is found by trying.
+/// Method of zeroing a range. The VMM tries the methods in turn, because support depends on the
+/// file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// Deallocate its blocks.
+    /// Deallocate the blocks of the range.
     Punch,
     /// The file system marks the blocks as zero.
     Zero,
     Write,
 }
 
-/// Step that the kernel executes.
+/// Step that was passed to the kernel.
 struct Running {
     step: Step,
-    /// Completed bytes of the step, because files may transfer less than requested.
+    /// Completed bytes of the step. A transfer may be shorter than requested.
     done: usize,
-    /// Method, if the step writes zeros.
+    /// Method of zeroing, for a step that writes zeros.
     way: Way,
     retries: u32,
-    /// Lock of the range that the step changes, against unaligned steps.
+    /// Lock of the range that the step changes. It excludes unaligned steps.
     guard: Option<RangeGuard>,
 }
 
 /// Ring for a raw image.
 pub struct Uring {
     ring: IoUring,
-    /// Raised on completions while it is armed.
+    /// Raised on completions while the ring is armed.
     event: Arc<EventFd>,
     image: Arc<RawImage>,
-    /// Steps in flight, by token. The kernel has the addresses of their buffers, which stay here
-    /// until the steps are completed.
+    /// Steps in flight, by token. The kernel uses their buffers, so the steps are kept here until
+    /// they are completed.
     running: Vec<Option<Running>>,
     under_way: usize,
-    /// Set if the kernel has not been notified of all of them.
+    /// Set if some of these steps were not submitted to the kernel yet.
     untold: bool,
     /// Set if completions raise the event.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps that are executed by calls, one for each call of `begin`: unaligned steps, steps whose
-    /// range another step changes, and all steps once the ring is given up.
+    /// Steps to be executed by blocking calls, one on each call of `begin`. These are unaligned
+    /// steps, steps whose range another step is changing, and all steps after the ring was
+    /// abandoned.
     deferred: VecDeque<(usize, Step)>,
-    /// Source of written zeros, allocated on first use.
+    /// Buffer of zeros to write, allocated on first use.
     zeros: Option<Buffer>,
-    /// The kernel accepts no more steps from the ring.
+    /// Set if the kernel no longer accepts steps from the ring.
     is_given_up: bool,
-    /// Number of the next completions of flushes that the test replaces with EINTR.
+    /// Number of flush completions whose result a test replaces with EINTR.
     #[cfg(test)]
     interruptions: u32,
 }
 
 impl Uring {
-    /// Ring for up to `depth` steps in flight.
+    /// Creates a ring for up to `depth` steps in flight.
     pub fn new(image: Arc<RawImage>, depth: u16) -> io::Result<Self> {
         let mut ring = IoUring::builder().build(u32::from(depth))?;
         let mut probe = Probe::new();
@@ -109,7 +111,7 @@ impl Uring {
         })
     }
 
-    /// Puts a step, or the rest of it, into the ring.
+    /// Adds a step, or the rest of a step, to the ring.
     fn push(&mut self, token: usize, mut running: Running) {
         if !self.image.is_aligned(&running.step) {
             self.deferred.push_back((token, running.step));
@@ -133,15 +135,15 @@ impl Uring {
         self.running[token] = Some(running);
         self.under_way += 1;
         self.untold = true;
-        // SAFETY: the entry points into a buffer in `running`, which stays there until its
-        // completion, or to the zeros in `self`. Dropping `self` waits for completions. The heap
-        // memory of both does not move.
+        // SAFETY: the entry points either into a buffer in `running`, which is kept until the step
+        // is completed, or into the zeros in `self`. Dropping `self` waits for all completions.
+        // Both are on the heap and do not move.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // The ring has room for every token.
         pushed.expect("room for as many entries as there are tokens");
     }
 
-    /// Ring entry for the rest of a step. `None` if there is no rest.
+    /// Ring entry for the rest of a step. `None` if the step is complete.
     fn entry(&mut self, running: &mut Running) -> Option<squeue::Entry> {
         let file = types::Fd(self.image.file().as_raw_fd());
         let done = running.done;
@@ -168,7 +170,7 @@ impl Uring {
                 Way::Punch => allocate(range, PUNCH),
                 Way::Zero => allocate(range, ZERO),
                 Way::Write => {
-                    // New memory is zeroed, and is never written.
+                    // A new buffer is zeroed, and this one is never written to.
                     let zeros =
                         self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
                     let len = (range.len_bytes() - done as u64).min(ZEROS_BYTES as u64);
@@ -180,8 +182,8 @@ impl Uring {
         }
     }
 
-    /// Notifies the kernel. After an error, the entries stay in the ring, and the next call submits
-    /// them. EBUSY and EAGAIN mean that completions must be reaped first.
+    /// Submits all entries to the kernel. After an error, the entries remain in the ring, and the
+    /// next call submits them again. EBUSY and EAGAIN mean that completions must be reaped first.
     fn submit(&mut self) {
         for _ in 0..SUBMITS_MAX {
             match self.ring.submit() {
@@ -194,7 +196,7 @@ impl Uring {
         self.give_up();
     }
 
-    /// Continues without the ring, which is never entered again.
+    /// Abandons the ring. No later call uses it.
     fn give_up(&mut self) {
         warn!("io_uring failed; this disk queue transfers one request at a time from now on");
         // 1. Wait for the steps that the kernel has accepted, and process their results.
@@ -212,8 +214,8 @@ impl Uring {
                 }
             }
         }
-        // 2. Steps that the kernel has not accepted will never start. They are executed by calls,
-        //    from their beginning.
+        // 2. Defer the steps that the kernel has not accepted, because it will never start them.
+        //    Blocking calls execute them from their beginning.
         for (token, slot) in self.running.iter_mut().enumerate() {
             if let Some(running) = slot.take() {
                 self.deferred.push_back((token, running.step));
@@ -222,8 +224,8 @@ impl Uring {
         (self.under_way, self.untold, self.is_given_up) = (0, false, true);
     }
 
-    /// Executes one deferred step, unless another step changes the same blocks. Returns true if
-    /// more steps can be executed.
+    /// Executes one deferred step, unless another step is changing the same blocks. Returns true if
+    /// more deferred steps can be executed.
     fn carry_out_deferred(&mut self) -> bool {
         let Some((_, step)) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
@@ -232,12 +234,12 @@ impl Uring {
         !self.deferred.is_empty()
     }
 
-    /// Checks that a step may succeed with another alignment.
+    /// Returns true if a step failed but may succeed with another alignment.
     fn is_refused(&self, step: &Step, result: &io::Result<()>) -> bool {
         is_refusal(result) && self.image.may_refuse(step)
     }
 
-    /// Takes the steps that the kernel has completed.
+    /// Returns the steps that the kernel has completed.
     fn completed(&mut self) -> Vec<(usize, Running, i32)> {
         let completions = self.ring.completion();
         let running = &mut self.running;
@@ -260,8 +262,8 @@ impl Uring {
         for (token, mut running, result) in completed {
             match running.advance(result) {
                 None => self.push(token, running),
-                // The whole step is repeated, because the content of its blocks is undefined for
-                // the guest before the answer.
+                // Repeats the whole step. The content of its blocks is undefined for the guest
+                // until the request is complete.
                 Some(result) if self.is_refused(&running.step, &result) => {
                     self.deferred.push_back((token, running.step));
                 }
@@ -291,7 +293,7 @@ impl Running {
                 self.retries += 1;
                 if self.retries < RETRIES_MAX { None } else { error() }
             }
-            // A discard is a hint (5.2.6.2), but zeroing is mandatory.
+            // Ignoring a discard is allowed, because it is a hint (5.2.6.2). Zeroing is mandatory.
             (Step::Discard(_), result) if result == -libc::EOPNOTSUPP => Some(Ok(())),
             (Step::WriteZeroes(..), result)
                 if result == -libc::EOPNOTSUPP && self.way != Way::Write =>
@@ -302,7 +304,7 @@ impl Running {
             (_, ..0) => error(),
             (Step::Flush | Step::Discard(_), _) => Some(Ok(())),
             (Step::WriteZeroes(..), _) if self.way != Way::Write => Some(Ok(())),
-            // The file has become shorter, or has no space.
+            // The file was truncated, or its file system is full.
             (Step::Read(..), 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
             (Step::Write(..) | Step::WriteZeroes(..), 0) => {
                 Some(Err(io::ErrorKind::WriteZero.into()))
@@ -328,7 +330,8 @@ impl Executor for Uring {
 
     fn begin(&mut self) -> bool {
         if std::mem::take(&mut self.untold) {
-            // Steps that complete at once, for example reads from the page cache, need no event.
+            // Steps that complete immediately, for example reads from the page cache, need no
+            // event.
             if std::mem::take(&mut self.armed) {
                 self.ring.completion().disable_eventfd();
             }
@@ -339,7 +342,7 @@ impl Executor for Uring {
 
     fn next_done(&mut self) -> Option<Done> {
         while self.done.is_empty() && self.reap() {
-            // Repeats steps that the kernel refused, and continues partially completed ones.
+            // Repeats steps that the kernel refused, and continues partially completed steps.
             self.begin();
         }
         self.done.pop_front()
@@ -349,10 +352,10 @@ impl Executor for Uring {
         if !self.armed && self.under_way > 0 {
             self.ring.completion().enable_eventfd();
             self.armed = true;
-            // Ensures that completions without an event are seen below.
+            // Ensures that the check below sees completions that raised no event.
             fence(Ordering::SeqCst);
         }
-        // A step that has to wait for others has registered the event.
+        // A deferred step that must wait for other steps has registered the event.
         self.carry_out_deferred();
         !self.done.is_empty() || !self.ring.completion().is_empty()
     }
@@ -371,13 +374,13 @@ impl Executor for Uring {
 
     /// Completes all steps, because the kernel may still write to their buffers.
     fn drain(&mut self) -> Vec<Done> {
-        // 1. Steps that were added but not started must be started, because they cannot be removed
-        //    from the ring.
+        // 1. Start the steps that were added but not started, because they cannot be removed from
+        //    the ring.
         if !self.is_given_up {
             self.begin();
         }
         while self.under_way > 0 {
-            // Submits repeated flushes. Gives the ring up if the kernel refuses them.
+            // Submits repeated flushes. Abandons the ring if the kernel refuses them.
             self.submit();
             if self.under_way == 0 {
                 break;
@@ -387,9 +390,8 @@ impl Executor for Uring {
             {
                 std::thread::yield_now();
             }
-            // 2. The rest of a partially completed step is dropped. But an interrupted flush is
-            //    repeated, because its result concerns all queues, and an interruption is not a
-            //    media failure.
+            // 2. Drop the rest of a partially completed step. Repeat an interrupted flush, because
+            //    its result matters to all queues, and an interruption is not a media failure.
             for (token, mut running, result) in self.completed() {
                 let result = match running.advance(result) {
                     None if matches!(running.step, Step::Flush) => {
@@ -401,8 +403,8 @@ impl Executor for Uring {
                 self.done.push_back(Done { token, step: running.step, result });
             }
         }
-        // 3. A flush may have been deferred after an interruption. It never waits for other steps,
-        //    because it changes no blocks.
+        // 3. Execute flushes that were deferred after an interruption. They never wait for other
+        //    steps, because a flush changes no blocks.
         self.deferred.retain(|(_, step)| matches!(step, Step::Flush));
         while self.carry_out_deferred() {}
         self.done.drain(..).collect()

@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const IMAGE_BYTES: u64 = 8 * MIB;
 const NAME: &CStr = c"image";
 
-/// Image in memory, on a file system that can punch holes but not mark blocks as zero.
+/// In-memory image, on a file system that can punch holes but cannot mark blocks as zero.
 fn image() -> (File, Arc<RawImage>) {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
     let file = File::from(memfd_create(NAME, flags).unwrap());
@@ -24,7 +24,8 @@ fn image() -> (File, Arc<RawImage>) {
     (file, image)
 }
 
-/// Returns `None` and prints the reason if the kernel refuses a ring, as in many containers.
+/// Creates a ring. Returns `None` and prints the reason if the kernel refuses a ring, as in many
+/// containers.
 fn ring(image: &Arc<RawImage>) -> Option<Uring> {
     Uring::new(Arc::clone(image), 16)
         .inspect_err(|err| eprintln!("skipped: io_uring is not available: {err}"))
@@ -37,7 +38,7 @@ fn buffer(len: u64, byte: u8) -> Buffer {
     buffer
 }
 
-/// Steps of every kind on separate parts of the image, so that they can run together.
+/// Steps of every kind on separate parts of the image, so that they can run concurrently.
 fn steps() -> Vec<Step> {
     vec![
         Step::Write(0, buffer(MIB, 1)),
@@ -65,7 +66,7 @@ fn carry_out(ring: &mut Uring, steps: Vec<Step>) -> Vec<Done> {
     all
 }
 
-/// Checks the image after these steps, if it was filled with sevens.
+/// Checks the image after these steps. Before them, it must have been filled with sevens.
 fn assert_done(file: &File, done: &[Done]) {
     for Done { token, step, result } in done {
         assert!(result.is_ok(), "step {token}: {result:?}");
@@ -97,7 +98,8 @@ fn ring_executes_steps_of_all_kinds() {
 /// Replaces the descriptor of the ring, so that every later system call on the ring fails.
 fn take_away(ring: &Uring) {
     let null = File::open("/dev/null").unwrap();
-    // SAFETY: both are open. The ring's memory stays mapped, and the kernel no longer reads it.
+    // SAFETY: both descriptors are open. The ring's memory remains mapped, and the kernel no longer
+    // reads it.
     assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
 }
 
@@ -110,7 +112,7 @@ fn steps_are_executed_by_calls_after_the_ring_fails() {
     let done = carry_out(&mut ring, steps());
     assert!(ring.is_given_up());
     assert_done(&file, &done);
-    // Later steps are executed by calls, too.
+    // Later steps are also executed by blocking calls.
     let done = carry_out(&mut ring, vec![Step::Write(0, buffer(512, 3)), Step::Flush]);
     assert!(done.iter().all(|done| done.result.is_ok()));
 }
