@@ -22,13 +22,13 @@ words! {
     pub enum ConsoleMode {
         /// No device.
         Off = "Off" "off",
-        /// Output is discarded.
+        /// Device whose output is discarded.
         Null = "Null" "null",
-        /// Standard input and output.
+        /// Standard input and output of the VMM.
         Tty = "Tty" "tty",
         /// A pseudo terminal.
         Pty = "Pty" "pty",
-        /// A file, for output.
+        /// A file for output. The guest gets no input.
         File = "File" "file",
         /// A socket that clients connect to.
         Socket = "Socket" "socket",
@@ -53,35 +53,36 @@ section! {
     parse own;
 }
 
-/// Limits of a console's file. `None` is no limit.
+/// Limits of a console's output file. `None` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileLimits {
     pub max_bytes: Option<u64>,
-    /// Rate beyond the burst.
+    /// Rate at which the guest may write after the burst.
     pub bytes_per_s: Option<NonZeroU64>,
 }
 
-/// Largest size of a console's file if the user gives none.
+/// Default size limit of a console's output file.
 pub const DEFAULT_MAX_SIZE: u64 = 64 << 20;
 
-/// Lowest limit: smaller files are renamed with nearly every write.
+/// Smallest size limit. With a smaller limit, nearly every write would rename the file.
 const LEAST_MAX_SIZE: u64 = 64 << 10;
 
-/// Largest rate of a console's file if the user gives none, in bytes per second. A guest that never
-/// stops writes 84 GiB a day at this rate.
+/// Default rate limit of a console's output file, in bytes per second. A guest that never stops
+/// writing can write 84 GiB a day at this rate.
 pub const DEFAULT_MAX_RATE: u64 = 1 << 20;
 
-/// Lowest rate in bytes per second. A guest waits until a write of 64 KiB is allowed, and Linux
-/// spins meanwhile with interrupts disabled (__send_to_port in drivers/char/virtio_console.c).
+/// Lowest rate limit in bytes per second. A guest waits until a write of 64 KiB is allowed.
+/// Meanwhile, Linux spins with interrupts disabled (__send_to_port in
+/// drivers/char/virtio_console.c).
 pub const LEAST_MAX_RATE: u64 = 1 << 20;
 
 impl ConsoleConfig {
-    /// COM1 without a flag: a device whose output is discarded.
+    /// Default for COM1: a device whose output is discarded.
     pub fn default_serial() -> Self {
         Self { mode: ConsoleMode::Null, ..Self::default() }
     }
 
-    /// hvc0 without a flag: the terminal.
+    /// Default for hvc0: the terminal.
     pub fn default_console() -> Self {
         Self { mode: ConsoleMode::Tty, ..Self::default() }
     }
@@ -114,7 +115,7 @@ impl ConsoleConfig {
         Ok(console)
     }
 
-    /// Checks that there is a file or socket if and only if the mode needs it.
+    /// Checks that a file or socket is given if and only if the mode needs it.
     pub fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
         let file_fits = (self.mode == ConsoleMode::File) == self.file.is_some()
             || self.mode == ConsoleMode::Pty;
@@ -194,7 +195,7 @@ mod tests {
         assert!(socket.validate("--serial").is_ok());
         let json = |text| serde_json::from_str::<ConsoleConfig>(text).unwrap();
         assert_eq!(json(r#"{"mode":"Socket","socket":"/s"}"#), socket);
-        // As shown while the VM runs.
+        // The form in which the API returns a console while the VM runs.
         assert!(json(r#"{"mode":"Pty","file":"/dev/pts/3"}"#).validate("--serial").is_ok());
         assert_eq!(json(r#"{"mode":"Pty"}"#), serial("pty"));
     }

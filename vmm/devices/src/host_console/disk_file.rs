@@ -1,5 +1,5 @@
-//! Console file on a disk. A thread of its own writes it, because a disk may block a writer for any
-//! time.
+//! Console output to a file on a disk. A separate thread writes the file, because a disk may block
+//! a writer for any length of time.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -14,24 +14,24 @@ use super::Lost;
 use super::config::LEAST_MAX_RATE;
 use super::file_rate::{BURST_BYTES, FileThrottle};
 
-/// Capacity of the queue: more than the output of a boot.
+/// Capacity of the queue in bytes: more than the output of a boot.
 const LEN_MAX: usize = 1 << 20;
-/// Upper limit of one write.
+/// Maximum number of bytes in one write.
 const STEP_LEN_MAX: usize = 64 << 10;
-/// Time that a guest with a full queue waits for the disk before the disk counts as stalled. Linux
-/// delays a process that writes too fast by a fifth of a second at a time (MAX_PAUSE in
-/// mm/page-writeback.c).
+/// Time that a guest waits for the disk when the queue is full. After it, the disk counts as
+/// stalled. Linux delays a process that writes too fast by a fifth of a second at a time (MAX_PAUSE
+/// in mm/page-writeback.c).
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time that the end of a VM waits for a disk that makes no progress.
+/// Time that the VM's shutdown waits for a disk that makes no progress.
 const LINGER: Duration = Duration::from_secs(10);
 
-// A wait for the rate must not be mistaken for a stalled disk.
+// Waiting for the rate limit must not look like a stalled disk.
 const _: () =
     assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
-// A bucket never has the tokens for a longer step.
+// The token bucket could never allow a longer step.
 const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 
-/// File and its thread. Drop waits until all output is written.
+/// File with the thread that writes it. Dropping it waits until all output is written.
 #[derive(Debug)]
 pub(super) struct DiskFile {
     shared: Arc<Shared>,
@@ -44,7 +44,7 @@ struct Shared {
     queue: Mutex<Queue>,
     /// Notified when bytes are queued or the queue is closed.
     sent: Condvar,
-    /// Notified when the thread has taken bytes or has ended.
+    /// Notified when the thread has removed bytes from the queue or has ended.
     taken: Condvar,
     /// Notified when the queue is closed.
     closed: Condvar,
@@ -53,18 +53,18 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Queue {
     bytes: VecDeque<u8>,
-    /// A sender has timed out, and the disk has made no progress since.
+    /// Set if a sender has timed out and the disk has made no progress since.
     is_stalled: bool,
-    /// Lost output that is not reported yet.
+    /// Lost output that was not reported yet.
     untold: Lost,
-    /// The queue receives no more bytes.
+    /// Set if no more bytes will be queued.
     is_closed: bool,
-    /// All output is written.
+    /// Set if all output is written.
     is_done: bool,
 }
 
 impl DiskFile {
-    /// Starts the thread that writes to `file`, as fast as `throttle` allows.
+    /// Starts the thread that writes to `file` at the rate that `throttle` allows.
     pub(super) fn start(
         file: impl Write + Send + 'static,
         throttle: Option<FileThrottle>,
@@ -77,11 +77,12 @@ impl DiskFile {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Queues `data`, and returns the losses since the last call.
+    /// Queues `data`, and returns the output that was lost since the last call.
     ///
-    /// A file should be complete, so a sender that is faster than the disk waits while the disk
-    /// makes progress. A stalled disk blocks the guest, and the devices on the console's thread,
-    /// for a second once. Later output that does not fit into the queue is lost.
+    /// A file should be complete, so a sender that is faster than the disk waits as long as the
+    /// disk makes progress. A stalled disk blocks the guest, and other devices on the console's
+    /// thread, only once and for one second. After that, output that does not fit into the queue is
+    /// lost.
     pub(super) fn send(&self, data: &[u8]) -> Lost {
         let Shared { queue, sent, taken, .. } = &*self.shared;
         let (mut queue, mut rest) = (queue.lock(), data);
@@ -94,21 +95,22 @@ impl DiskFile {
                 break;
             }
             let in_vain = taken.wait_for(&mut queue, PATIENCE).timed_out();
-            // The disk may have made progress at the last moment.
+            // The disk may have made progress just before the timeout.
             queue.is_stalled = in_vain && queue.bytes.len() == LEN_MAX;
         }
         let untold = std::mem::take(&mut queue.untold);
         Lost { len: untold.len + rest.len(), error: untold.error }
     }
 
-    /// True if [`Self::send`] may have to wait.
+    /// Returns true if [`Self::send`] may have to wait.
     pub(super) fn is_full(&self) -> bool {
         self.shared.queue.lock().bytes.len() > LEN_MAX - STEP_LEN_MAX
     }
 }
 
 impl Drop for DiskFile {
-    /// Waits for the guest's last output, but a stalled disk must not keep the VM alive.
+    /// Waits until the guest's last output is written, but not for a stalled disk, which must not
+    /// keep the VM alive.
     fn drop(&mut self) {
         let mut queue = self.shared.queue.lock();
         queue.is_closed = true;
@@ -125,7 +127,7 @@ impl Drop for DiskFile {
         }
         drop(queue);
         if let Some(thread) = self.thread.take() {
-            // It has nothing left to do.
+            // The thread has no work left.
             let _ = thread.join();
         }
     }
@@ -158,7 +160,7 @@ impl Shared {
         }
     }
 
-    /// Waits for bytes to write. Returns `None` at the end.
+    /// Waits for bytes to write. Returns `None` after the queue was closed.
     fn take(&self) -> Option<Vec<u8>> {
         let mut queue = self.queue.lock();
         while queue.bytes.is_empty() && !queue.is_closed {
@@ -171,8 +173,8 @@ impl Shared {
         Some(data).filter(|data| !data.is_empty())
     }
 
-    /// Waits until the rate allows the next step, and returns its length. The end of the VM ends
-    /// the wait, because the rest is short and the next VM may need the file.
+    /// Waits until the rate limit allows the next write, and returns its length. The VM's shutdown
+    /// ends the wait, because little output is left and the next VM may need the file.
     fn wait_for_rate(&self, queue: &mut MutexGuard<'_, Queue>) -> usize {
         let step_len = |queue: &Queue| queue.bytes.len().min(STEP_LEN_MAX);
         let Some(throttle) = &self.throttle else { return step_len(queue) };
@@ -206,7 +208,7 @@ mod tests {
     use super::*;
     use crate::throttle::TokenBucket;
 
-    /// Disk that writes once for each permission, and reports each write.
+    /// Fake disk that needs the test's permission for each write, and reports each write.
     struct Disk {
         lets: Receiver<io::Result<()>>,
         written: Sender<Vec<u8>>,
@@ -214,7 +216,7 @@ mod tests {
 
     impl Write for Disk {
         fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-            // Writes without a permission after the test has dropped its end.
+            // After the test has dropped its end, no permission is needed.
             self.lets.recv().unwrap_or(Ok(()))?;
             // The test may have dropped its end.
             let _ = self.written.send(data.to_vec());
@@ -232,7 +234,7 @@ mod tests {
         (hold, seen, DiskFile::start(Disk { lets, written }, None).unwrap())
     }
 
-    /// A disk that is always ready, behind a rate limit.
+    /// Creates a file with a rate limit, on a disk that is always ready.
     fn throttled(
         burst: u64,
         bytes_per_s: u64,
@@ -253,7 +255,7 @@ mod tests {
     fn stalled_disk_delays_once_and_losses_are_counted() {
         let (hold, seen, file) = disk();
         assert_eq!(file.send(b"x").len, 0);
-        // The first byte may be in the queue or already at the disk.
+        // The first byte may still be in the queue, or may have been passed to the disk.
         let sent = text(LEN_MAX + STEP_LEN_MAX + 2);
         let lost = file.send(&sent).len;
         assert!((1..=STEP_LEN_MAX + 3).contains(&lost), "{lost}");
@@ -309,7 +311,7 @@ mod tests {
 
     #[test]
     fn output_beyond_the_burst_waits_for_the_rate_until_the_file_is_closed() {
-        // A rate that adds nothing while the test runs.
+        // A rate that is too low to refill tokens during the test.
         const BURST: usize = 2 * STEP_LEN_MAX;
         let (metrics, seen, file) = throttled(BURST as u64, 1);
         let sent = text(BURST + LEN_MAX / 2);

@@ -1,4 +1,4 @@
-//! Rate limit of a console's file.
+//! Rate limit of a console's output file.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -12,13 +12,13 @@ use super::config::DEFAULT_MAX_SIZE;
 use super::rotated_file::ConsoleFileMetrics;
 use crate::throttle::{ThrottleMetrics, TokenBucket};
 
-/// Output that a console may write without a delay. No boot writes that much, and a log that
-/// averages less than the rate hardly uses it, so only a flood is delayed. It is the default size
-/// limit, so a flood fills one file before it is delayed.
+/// Number of bytes that a console may write without delay. No boot writes that much. A log whose
+/// average is below the rate hardly uses the burst, so only a flood of output is delayed. The burst
+/// equals the default size limit, so a flood fills one file before it is delayed.
 pub(super) const BURST_BYTES: u64 = DEFAULT_MAX_SIZE;
 
-/// Rate limits of a VM's consoles. They outlive a machine, so that a guest gains nothing by a
-/// reboot.
+/// Rate limits of a VM's consoles. They are kept across reboots, so that a guest cannot reset them
+/// by rebooting.
 #[derive(Debug, Default)]
 pub(super) struct FileRates(BTreeMap<Port, FileRate>);
 
@@ -29,7 +29,8 @@ struct FileRate {
 }
 
 impl FileRates {
-    /// The bucket of `port`; a full one if the port has none or another rate.
+    /// Returns the token bucket of `port`. Creates a full bucket if the port has none, or if its
+    /// rate has changed.
     pub(super) fn bucket(
         &mut self,
         port: Port,
@@ -47,7 +48,7 @@ impl FileRates {
     }
 }
 
-/// Delays the output to a file, and counts the delays.
+/// Delays output to a file, and counts the delays.
 #[derive(Debug)]
 pub(super) struct FileThrottle {
     bucket: Arc<Mutex<TokenBucket>>,
@@ -59,8 +60,8 @@ impl FileThrottle {
         Self { bucket, metrics }
     }
 
-    /// Takes a token for each of `len` bytes. If there are too few, takes none and returns the time
-    /// after which to try again.
+    /// Takes one token for each of `len` bytes. If there are too few, takes none and returns the
+    /// time to wait before the next attempt.
     pub(super) fn take(&self, len: usize, now: Instant) -> Result<(), Duration> {
         let mut bucket = self.bucket.lock();
         bucket.refill(now);
@@ -72,7 +73,7 @@ impl FileThrottle {
         Ok(())
     }
 
-    /// Takes the available tokens for `len` bytes that are not delayed.
+    /// Takes up to `len` tokens, for bytes that are written without delay.
     pub(super) fn take_available(&self, len: usize, now: Instant) {
         let mut bucket = self.bucket.lock();
         bucket.refill(now);
@@ -115,7 +116,7 @@ mod tests {
         let wait = Duration::from_millis(1000) / 16;
         assert_eq!(throttle.take(step, now), Err(wait));
         assert_eq!(throttle.take(step, now + wait), Ok(()));
-        // Output that is not delayed takes the available tokens, so the next output is delayed.
+        // Output without delay takes the available tokens, so the next output is delayed.
         throttle.take_available(step, now + wait * 3 / 2);
         assert_eq!(throttle.take(step, now + wait * 3 / 2), Err(wait));
     }

@@ -1,4 +1,4 @@
-//! Files to which consoles write. A VM that cannot be built leaves them unchanged.
+//! Files to which consoles write. They remain unchanged if the VM cannot be built.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,18 +15,17 @@ use super::rotated_file::{ConsoleFileSource, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
 use crate::output_file::{admit, lock};
 
-/// Treatment of an existing file.
+/// Action for a file that already exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileStart {
     /// Empty the file, for a new VM.
     Empty,
-    /// Continue the file, for the same VM after a reboot.
+    /// Append to the file, for the same VM after a reboot.
     Continue,
 }
 
-/// Console files of a VM that is being built. If this is dropped before [`Self::begin`] has
-/// succeeded, new files are removed. If it is dropped before `begin` is called, no existing file is
-/// emptied.
+/// Console files of a VM that is being built. Dropping this before [`Self::begin`] has succeeded
+/// removes files that were created. Existing files are not emptied before `begin`.
 pub struct ConsoleFiles {
     start: FileStart,
     opened: Vec<Opened>,
@@ -38,13 +37,13 @@ pub struct ConsoleFiles {
 struct Opened {
     path: PathBuf,
     file: File,
-    /// Path of a file that was created for this VM, without links if possible.
+    /// Path of a file that was created for this VM, with symbolic links resolved if possible.
     made: Option<PathBuf>,
 }
 
 impl ConsoleFiles {
-    /// No files yet. Pseudo terminals and sockets are in `lines` and stay there, even if the VM
-    /// cannot be built.
+    /// Creates an empty set of files. Pseudo terminals and sockets are in `lines` and remain there
+    /// even if the VM cannot be built.
     pub fn new(start: FileStart, lines: Lines) -> Self {
         Self { start, opened: Vec::new(), limited: Vec::new(), lines }
     }
@@ -53,8 +52,8 @@ impl ConsoleFiles {
         &self.lines
     }
 
-    /// Opens a file for appending, because the serial port and the virtio console may share it, and
-    /// logs may be truncated while they grow.
+    /// Opens a file in append mode, because the serial port and the virtio console may share it,
+    /// and because log files may be truncated while the VM runs.
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let (file, is_made) = match options.append(true).open(path) {
@@ -63,7 +62,8 @@ impl ConsoleFiles {
             }
             result => (result?, false),
         };
-        // Recorded before any other step can fail, so that a created file is always removed again.
+        // Records the created file before any other step can fail, so that it is always removed
+        // again.
         let made = is_made.then(|| path.to_owned());
         let opened = self.opened.push_mut(Opened { path: path.to_owned(), file, made });
         if is_made {
@@ -71,7 +71,8 @@ impl ConsoleFiles {
         }
         match self.start {
             FileStart::Empty => admit(&opened.file, path)?,
-            // At a reboot the content belongs to the guest, so it is not checked.
+            // After a reboot, the file contains the guest's own output, so its content is not
+            // checked.
             FileStart::Continue => lock(&opened.file, path)?,
         }
         opened.file.try_clone()
@@ -112,10 +113,11 @@ impl ConsoleFiles {
         })
     }
 
-    /// Empties the files if the VM is new. Call it after the VM has been built, before it writes.
+    /// Empties the files if the VM is new. Call this after the VM was built and before it writes
+    /// output.
     pub fn begin(mut self) -> Result<(), ConsoleError> {
         if self.start == FileStart::Empty {
-            // An emptied file stays empty if another one cannot be emptied.
+            // If one file cannot be emptied, files that were already emptied remain empty.
             self.opened.iter().try_for_each(Opened::empty)?;
         }
         // The files now belong to the VM and are not removed.
@@ -139,7 +141,7 @@ impl Drop for ConsoleFiles {
 impl Opened {
     fn empty(&self) -> Result<(), ConsoleError> {
         let empty = || {
-            // A pipe or a terminal cannot be emptied and need not be.
+            // Pipes and terminals cannot be emptied, and need not be.
             if self.file.metadata()?.is_file() { self.file.set_len(0) } else { Ok(()) }
         };
         empty().map_err(|source| ConsoleError::Empty { path: self.path.clone(), source })
@@ -244,7 +246,7 @@ mod tests {
 
     #[test]
     fn new_file_with_an_unknown_path_is_removed() {
-        // Folder with a path longer than the kernel reports.
+        // Folder whose path is longer than the kernel can report.
         let folder = tempfile::tempdir().unwrap();
         let mut deep = File::open(folder.path()).unwrap();
         for _ in 0..=libc::PATH_MAX / 200 {
@@ -271,7 +273,7 @@ mod tests {
         assert!(error.contains("holds a pool"), "{error}");
         drop(console);
         assert!(fs::read(&path).unwrap() == before);
-        // A guest may write the same content to its own serial port, and its next VMM still starts.
+        // A guest may write such content to its own serial port. Its next VMM still starts.
         let serial = folder.path().join("serial");
         drop(files(FileStart::Empty).open(&serial).unwrap());
         let mut console = files(FileStart::Empty);
@@ -315,7 +317,7 @@ mod tests {
     fn reboot_does_not_refill_the_bucket_of_a_console() {
         let (_folder, path) = folder_with("console", "");
         let lines = Lines::default();
-        // A rate that refills nothing while the test runs.
+        // A rate that is too low to refill tokens during the test.
         let bytes_per_s = NonZeroU64::new(1).unwrap();
         let limits = FileLimits { max_bytes: None, bytes_per_s: Some(bytes_per_s) };
         for start in [FileStart::Empty, FileStart::Continue] {

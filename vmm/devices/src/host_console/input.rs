@@ -1,4 +1,4 @@
-//! Standard input as a guest's keyboard.
+//! Standard input as keyboard input of a guest.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -15,9 +15,9 @@ use super::readiness::ready;
 /// Result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// Number of bytes.
+    /// Number of bytes that were read.
     Bytes(usize),
-    /// No bytes at present.
+    /// No bytes are available now.
     Nothing,
     End,
 }
@@ -25,14 +25,16 @@ pub enum Read {
 /// Input that supports epoll and reads without blocking.
 #[derive(Debug)]
 pub struct ConsoleInput {
-    /// Restores the terminal. First field, because it must be dropped before the file is closed.
+    /// Restores the terminal when dropped. First field, because this must happen before the file is
+    /// closed.
     _raw: Option<RawMode>,
     file: File,
 }
 
 impl ConsoleInput {
-    /// Standard input: a terminal, which is set to raw mode, or a pipe or socket. `None` for other
-    /// files, and for a terminal of another process group, because access to it would stop the VMM.
+    /// Opens standard input: a terminal, which is set to raw mode, or a pipe or socket. Returns
+    /// `None` for other files. Also returns `None` for a terminal of another foreground process
+    /// group, because access to it would stop the VMM.
     pub fn stdin() -> io::Result<Option<Self>> {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         if isatty(&file) {
@@ -59,11 +61,11 @@ impl ConsoleInput {
     }
 }
 
-/// Checks that `terminal` belongs to the process group of this process.
+/// Returns true if this process is in the terminal's foreground process group.
 ///
-/// Inside a PID namespace a group from outside has the number 0, for example under
-/// `unshare --pid --fork`. The calls are libc's because the `Pid` of rustix cannot be 0: its
-/// `tcgetpgrp` fails, and its `getpgrp` is undefined behavior.
+/// Inside a PID namespace, a process group from outside has the number 0, for example under
+/// `unshare --pid --fork`. This uses libc, because `Pid` in rustix cannot be 0: `tcgetpgrp` would
+/// fail, and `getpgrp` would be undefined behavior.
 fn is_in_foreground(terminal: &File) -> bool {
     // SAFETY: both calls take and return numbers.
     let [foreground, own] = unsafe { [libc::tcgetpgrp(terminal.as_raw_fd()), libc::getpgrp()] };
@@ -90,7 +92,8 @@ mod tests {
 
     use super::*;
 
-    /// Environment variable of the process that runs the test once more inside a PID namespace.
+    /// Environment variable that marks the process in which the test runs again, inside a PID
+    /// namespace.
     const IN_NAMESPACE: &str = "FORESHORE_TEST_IN_PID_NAMESPACE";
 
     #[test]

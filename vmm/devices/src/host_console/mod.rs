@@ -1,4 +1,5 @@
-//! Host side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or none.
+//! Host side of a guest's console: a file, the VMM's terminal, a pseudo terminal, a socket, or
+//! nothing.
 
 pub mod config;
 mod disk_file;
@@ -57,7 +58,7 @@ pub enum ConsoleError {
     Socket(#[from] UnixSocketError),
     #[error("cannot open a pseudo terminal")]
     Pty(#[source] io::Error),
-    /// No pipe or eventfd for a pseudo terminal or socket.
+    /// A pipe or eventfd for a pseudo terminal or socket could not be created.
     #[error("cannot set up a console for clients")]
     Line(#[source] io::Error),
     #[error("cannot start the thread of console clients")]
@@ -66,13 +67,13 @@ pub enum ConsoleError {
     Terminal(#[source] io::Error),
 }
 
-/// Output and input of a console on the host.
+/// Host side of a console: its output, input and window size.
 pub struct HostConsole {
     /// Output of the guest.
     pub output: ConsoleOutput,
     /// Input to the guest.
     pub input: Option<ConsoleInput>,
-    /// Size of the terminal, if the console is one.
+    /// Window size, if the console is a terminal.
     pub window: Option<Arc<Window>>,
 }
 
@@ -109,7 +110,8 @@ impl HostConsole {
         Self { output, input, window: None }
     }
 
-    /// Console for a test, which receives the writer of its input and the reader of its output.
+    /// Creates a console for a test. Returns it with the writer of its input and the reader of its
+    /// output.
     #[cfg(any(test, feature = "testing"))]
     pub fn pipes() -> (Self, io::PipeWriter, io::PipeReader) {
         let (input, keyboard) = io::pipe().unwrap();

@@ -15,27 +15,29 @@ use super::line::ring::Ring;
 use super::readiness::ready;
 use super::rotated_file::RotatedFile;
 
-/// Upper limit of the output that waits for a slow reader. More is lost, because a guest's thread,
-/// or the thread of all devices, does not wait for a reader.
+/// Maximum number of bytes that are kept for a slow reader. Further output is lost, because neither
+/// a vCPU thread nor the devices' thread may wait for a reader.
 const BACKLOG_LEN_MAX: usize = 256 << 10;
-/// Time that the end of a VM waits for a slow reader.
+/// Time that the VM's shutdown waits for a slow reader.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A pipe that is ready has room for one page (pipe_poll in Linux), a socket for more.
+/// Bytes that a ready pipe or socket accepts. A ready pipe has room for one page (pipe_poll in
+/// Linux), and a socket has room for more.
 const PIPE_STEP_LEN: usize = 4096;
-/// A ready pseudo terminal has room for 256 bytes, the unit in which Linux extends its buffer.
+/// Bytes that are written to a ready terminal in one step. A ready pseudo terminal has room for 256
+/// bytes, the unit in which Linux extends its buffer.
 const TERMINAL_STEP_LEN: usize = 128;
 
-/// Output to a file, standard output, a client, or none. Sending does not wait, except for a disk
+/// Output to a file, to standard output, to a client, or to nothing. Sending waits only for a disk
 /// that is slower than the guest but makes progress.
 #[derive(Debug)]
 pub struct ConsoleOutput {
     end: End,
-    /// Output that is not written yet.
+    /// Output that was not written yet.
     backlog: VecDeque<u8>,
 }
 
-/// Lost output.
+/// Amount of lost output, and the cause of the loss.
 #[derive(Debug, Default)]
 pub struct Lost {
     /// Number of lost bytes.
@@ -44,7 +46,7 @@ pub struct Lost {
     pub error: Option<io::Error>,
 }
 
-/// Other end of the output.
+/// Destination of the output.
 #[derive(Debug)]
 enum End {
     Nobody,
@@ -73,8 +75,8 @@ impl Kind {
         match self {
             Self::Pipe => data.len().min(PIPE_STEP_LEN),
             Self::Terminal => {
-                // Linux writes these one by one, and checks for room before each (n_tty_write). The
-                // first may use up the room for which the second then waits.
+                // Linux writes these characters one by one, and checks for room before each
+                // (n_tty_write). The first may use up the room, and the second would then block.
                 let special =
                     data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
                 special.unwrap_or(data.len()).clamp(1, TERMINAL_STEP_LEN)
@@ -100,8 +102,8 @@ impl Target {
             match self.file.write(&data[..self.kind.step_len(data)]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => drop(backlog.drain(..written)),
-                // Another user of a non-blocking file may have been faster. Signals also come
-                // first.
+                // Another user of a non-blocking file may have filled it first, or a signal may
+                // have interrupted the write.
                 Err(err)
                     if matches!(
                         err.kind(),
@@ -122,12 +124,12 @@ impl ConsoleOutput {
         Self::new(End::Nobody)
     }
 
-    /// Output to a line, which keeps the newest bytes until a client reads them.
+    /// Creates output to a line, which keeps the newest bytes until a client reads them.
     pub(super) fn line(ring: Arc<Ring>) -> Self {
         Self::new(End::Line(ring))
     }
 
-    /// Output to the other end of `file`, or to a regular file.
+    /// Creates output to the other end of `file`, or to a regular file.
     pub fn to(file: File) -> io::Result<Self> {
         // poll(2) always reports a regular file as ready, even if its disk is about to block.
         Ok(Self::new(match file.metadata()?.is_file() {
@@ -136,7 +138,7 @@ impl ConsoleOutput {
         }))
     }
 
-    /// Output to a file of limited size and rate.
+    /// Creates output to a file of limited size and rate.
     pub(super) fn to_rotated(
         file: RotatedFile,
         throttle: Option<FileThrottle>,
@@ -144,13 +146,13 @@ impl ConsoleOutput {
         Ok(Self::new(End::DiskFile(DiskFile::start(file, throttle)?)))
     }
 
-    /// Output that is full, because its file takes nothing until the returned sender is dropped.
+    /// Creates output that is full. Its file accepts nothing until the returned sender is dropped.
     #[cfg(test)]
     pub fn stalled() -> (std::sync::mpsc::Sender<()>, Self) {
         struct Stalled(std::sync::mpsc::Receiver<()>);
         impl Write for Stalled {
             fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-                // The sender sends nothing, so only its end is received.
+                // Waits until the sender is dropped. It never sends anything.
                 let _ = self.0.recv();
                 Ok(data.len())
             }
@@ -165,7 +167,7 @@ impl ConsoleOutput {
         (hold, output)
     }
 
-    /// Standard output, without the buffer of the standard library.
+    /// Creates output to standard output, without the buffer of the standard library.
     pub fn stdout() -> io::Result<Self> {
         Self::to(File::from(io::stdout().as_fd().try_clone_to_owned()?))
     }
@@ -178,8 +180,8 @@ impl ConsoleOutput {
         Self { end, backlog: VecDeque::new() }
     }
 
-    /// Writes as much of the backlog and `data` as possible without blocking. Keeps the rest if it
-    /// fits into the backlog. Returns the losses.
+    /// Writes as much of the backlog and `data` as possible without blocking. Keeps the rest in the
+    /// backlog if it fits. Returns the lost output.
     pub fn send(&mut self, data: &[u8]) -> Lost {
         match &self.end {
             End::Nobody => return Lost::default(),
@@ -198,7 +200,7 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes as much of the backlog as possible without blocking. Returns the losses.
+    /// Writes as much of the backlog as possible without blocking. Returns the lost output.
     pub fn flush(&mut self) -> Lost {
         let End::Reader(target) = &mut self.end else { return Lost::default() };
         let result = target.take(&mut self.backlog);
@@ -234,8 +236,8 @@ impl ConsoleOutput {
 }
 
 impl Drop for ConsoleOutput {
-    /// Waits briefly for the guest's last output, but a stopped terminal must not keep the VM
-    /// alive.
+    /// Waits briefly until the guest's last output is written, because a stopped terminal must not
+    /// keep the VM alive.
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
         while self.is_behind() {
@@ -262,7 +264,7 @@ mod tests {
 
     use super::*;
 
-    /// Linux's default, and more.
+    /// Capacity of a pipe on Linux by default.
     const PIPE_LEN: usize = 64 << 10;
 
     fn pipe() -> (PipeReader, ConsoleOutput) {
@@ -301,7 +303,7 @@ mod tests {
     fn stopped_terminal_does_not_block() {
         let (master, slave) = crate::host_console::testing::terminal();
         let mut output = ConsoleOutput::to(File::from(slave)).unwrap();
-        // Newlines become two bytes, which may be too many for a terminal with little room.
+        // Each newline becomes two bytes, which may not fit into a terminal with little room.
         let mut lost = 0;
         while lost == 0 {
             lost += output.send(b"a line\tof a table\n\n").len;

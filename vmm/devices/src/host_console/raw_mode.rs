@@ -1,4 +1,4 @@
-//! Raw mode of the terminal: the guest receives every key and echoes it.
+//! Raw mode of the terminal, in which the guest receives and echoes every key.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,21 +7,20 @@ use std::sync::Once;
 use parking_lot::Mutex;
 use rustix::termios::{InputModes, LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 
-/// Terminal and its state to restore. Global, because a process may also end without dropping
-/// anything.
+/// Terminal, with the state to restore. It is global, because a process may also exit without
+/// dropping anything.
 static ORIGINAL: Mutex<Option<(OwnedFd, Termios)>> = Mutex::new(None);
 
-/// Keeps the terminal raw. There is one console on the terminal at a time.
+/// Guard that keeps the terminal in raw mode. Only one console uses the terminal at a time.
 #[derive(Debug)]
 pub(super) struct RawMode(());
 
 impl RawMode {
-    /// Makes `terminal` raw until the guard is dropped, or until the process exits, whichever comes
-    /// first.
+    /// Sets `terminal` to raw mode until the guard is dropped or the process exits.
     pub(super) fn enter(terminal: &impl AsFd) -> io::Result<Option<Self>> {
         let original = tcgetattr(terminal)?;
         let mut raw = original.clone();
-        // Output stays cooked: the VMM's own messages go to the same terminal.
+        // Output processing stays on, because the VMM's own messages go to the same terminal.
         raw.input_modes -= InputModes::ICRNL
             | InputModes::INLCR
             | InputModes::IXON
@@ -34,9 +33,9 @@ impl RawMode {
         Self::hold((held, original), || tcsetattr(terminal, OptionalActions::Now, &raw))
     }
 
-    /// Stores `original` and then makes the terminal raw. If that fails, dropping the guard clears
-    /// the stored state, which would otherwise prevent storing the state of the next terminal.
-    /// Returns no guard while another guard exists, which restores its own state.
+    /// Stores `original`, and then sets the terminal to raw mode. If this fails, dropping the guard
+    /// clears the stored state, because stored state prevents later calls from storing theirs.
+    /// Returns no guard while another guard exists.
     fn hold(
         original: (OwnedFd, Termios),
         make_raw: impl FnOnce() -> rustix::io::Result<()>,
@@ -60,7 +59,7 @@ impl Drop for RawMode {
 
 fn restore() {
     if let Some((terminal, termios)) = ORIGINAL.lock().take() {
-        // An error means that the terminal is gone.
+        // An error means that the terminal no longer exists.
         let _ = tcsetattr(&terminal, OptionalActions::Now, &termios);
     }
 }
@@ -73,7 +72,7 @@ fn restore_at_exit() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         // SAFETY: the function exists until the process ends, has no arguments and does not unwind.
-        // If no slot is left for it, the dropped guard still restores the terminal.
+        // If registration fails, dropping the guard still restores the terminal.
         let _ = unsafe { libc::atexit(restore_hook) };
     });
 }
@@ -95,7 +94,7 @@ mod tests {
         let raw = RawMode::enter(&slave).unwrap();
         let changed = LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
         assert!(!local_modes().intersects(changed));
-        // A later call, whether it fails or not, leaves the terminal to the guard.
+        // Later calls, successful or not, do not affect the first guard.
         let again = || (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
         assert!(RawMode::hold(again(), || Err(rustix::io::Errno::IO)).is_err());
         assert!(RawMode::hold(again(), || Ok(())).unwrap().is_none());

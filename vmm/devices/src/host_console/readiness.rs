@@ -1,8 +1,7 @@
-//! Checks that a file can be read or written without blocking.
+//! Check for whether a file can be read or written without blocking.
 //!
-//! Files of a console stay in blocking mode, because that mode belongs to the open file, which
-//! standard input, standard output and the shell may share. Each transfer checks readiness first
-//! instead.
+//! Console files remain in blocking mode, because the mode belongs to the open file, which standard
+//! input, standard output and the shell may share. Instead, each transfer checks readiness first.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,8 +10,8 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// Waits at most `patience` until one of `events` (POLLIN, POLLOUT), the end of the file or an
-/// error is ready. A signal counts as not ready.
+/// Waits at most `patience` for one of `events` (POLLIN, POLLOUT), for the end of the file or for
+/// an error. Returns false if a signal interrupts the wait.
 pub(super) fn ready(fd: BorrowedFd<'_>, events: PollFlags, patience: Duration) -> io::Result<bool> {
     let patience = Timespec::try_from(patience).ok();
     match poll(&mut [PollFd::from_borrowed_fd(fd, events)], patience.as_ref()) {

@@ -1,7 +1,7 @@
 //! A console's output file of limited size.
 //!
-//! A guest can write any amount of output. When the file has reached its limit, it is renamed to
-//! `PATH.1` and replaces an older `PATH.1`, and output continues in a new file. If that is not
+//! A guest can write any amount of output. When the file reaches its size limit, it is renamed to
+//! `PATH.1`, which replaces an older `PATH.1`. Output continues in a new file. If that is not
 //! possible, for example because `PATH.1` belongs to another program, the file is emptied instead,
 //! so that the limit always holds.
 
@@ -31,20 +31,20 @@ use crate::throttle::ThrottleMetrics;
 
 /// Suffix of a file that has reached its limit.
 const OLDER: &str = ".1";
-/// Name of the new file until the old one has been renamed.
+/// Suffix of the new file until the old file was renamed.
 const NEWER: &str = ".new";
-/// Part of the limit after which the length of the file is read again. It is not read at each
-/// write, because fstat takes longer than the write of a short line.
+/// The file's length is read again after this fraction of the limit was written. It is not read on
+/// each write, because fstat takes longer than writing a short line.
 const UNREAD_PART: u64 = 64;
 
 /// Counters of a console's file.
 #[derive(Debug, Default)]
 pub struct ConsoleFileMetrics {
-    /// Times that the file has reached its limit.
+    /// Number of times that the file has reached its limit.
     pub rotations: AtomicU64,
-    /// Bytes of earlier output that were removed for it.
+    /// Bytes of earlier output that were removed to keep the limit.
     pub discarded_bytes: AtomicU64,
-    /// Writes that exceeded the rate.
+    /// Writes that were delayed because they exceeded the rate limit.
     pub throttled: ThrottleMetrics,
 }
 
@@ -56,7 +56,7 @@ enum KeepError {
     NoPath,
     #[error("{0:?} was replaced by another file")]
     Replaced(PathBuf),
-    /// Not output of a VMM.
+    /// The file is not the output of a VMM.
     #[error("{0:?} exists and is not the output of a VMM")]
     NotOutput(PathBuf),
     #[error("{0:?} is in use")]
@@ -86,16 +86,18 @@ pub(super) fn id_of(metadata: &Metadata) -> FileId {
     (metadata.dev(), metadata.ino())
 }
 
-/// A console's file. Clones write to the same file: a serial port and a console may share one.
+/// Output file of a console. Clones write to the same file, because a serial port and a console may
+/// share one.
 #[derive(Clone, Debug)]
 pub(super) struct RotatedFile {
     current: Arc<Mutex<Current>>,
     metrics: Arc<ConsoleFileMetrics>,
 }
 
-/// Names that the file at `path` and its successor get when it has reached its limit.
+/// Additional paths that rotation of the file at `path` uses: the renamed file, and the new file
+/// before it is renamed.
 pub fn names_beside(path: &Path) -> [PathBuf; 2] {
-    // Links are followed when the file is opened or created.
+    // Resolves links, because opening or creating the file follows them.
     let target = fs::canonicalize(path).ok().or_else(|| link_target(path));
     let path = target.unwrap_or_else(|| path.to_owned());
     [OLDER, NEWER].map(|suffix| with_suffix(&path, suffix))
@@ -104,11 +106,11 @@ pub fn names_beside(path: &Path) -> [PathBuf; 2] {
 #[derive(Debug)]
 struct Current {
     file: File,
-    /// Path without links, if it is known.
+    /// Path with symbolic links resolved, if it is known.
     path: Option<PathBuf>,
     max_bytes: Option<u64>,
-    /// The file that was renamed last, if it has no mark. It is held open so that no other file
-    /// gets its inode number.
+    /// The file that was last renamed, if it has no mark. It is kept open so that its inode number
+    /// is not reused.
     older: Option<File>,
     length: Length,
 }
@@ -117,7 +119,7 @@ struct Current {
 #[derive(Debug)]
 struct Length {
     bytes: u64,
-    /// Bytes that were written since the length was read.
+    /// Bytes that were written since the length was last read.
     unread_bytes: u64,
 }
 
@@ -125,7 +127,7 @@ impl Length {
     const UNKNOWN: Self = Self { bytes: 0, unread_bytes: u64::MAX };
     const EMPTY: Self = Self { bytes: 0, unread_bytes: 0 };
 
-    /// Returns the length. Reads it again before the file counts as full.
+    /// Returns the length of the file. Reads it again if the file seems to be full.
     fn of(&mut self, file: &File, max_bytes: u64) -> io::Result<u64> {
         if self.bytes >= max_bytes || self.unread_bytes >= max_bytes / UNREAD_PART {
             *self = Self { bytes: file.metadata()?.len(), unread_bytes: 0 };
@@ -147,7 +149,7 @@ impl RotatedFile {
         Self { current: Arc::new(Mutex::new(current)), metrics: Arc::default() }
     }
 
-    /// Returns the same file for another console. The lower limit applies.
+    /// Returns the same file for another console. The lower of the two limits applies.
     pub(super) fn share(&self, max_bytes: Option<u64>) -> Self {
         let mut current = self.current.lock();
         current.max_bytes = current.max_bytes.into_iter().chain(max_bytes).min();
@@ -158,7 +160,7 @@ impl RotatedFile {
         Arc::clone(&self.metrics)
     }
 
-    /// True for the file that is written now.
+    /// Returns true if `id` is the file that is currently written to.
     pub(super) fn is(&self, id: FileId) -> io::Result<bool> {
         Ok(id_of(&self.current.lock().file.metadata()?) == id)
     }
@@ -185,7 +187,7 @@ impl Write for RotatedFile {
 }
 
 impl Current {
-    /// Continues with an empty file.
+    /// Continues with an empty file, either a new one or the same one.
     fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
         if let Err(err) = self.rename_by(metrics, |from, to| fs::rename(from, to)) {
             sparsely!(
@@ -200,7 +202,7 @@ impl Current {
         Ok(())
     }
 
-    /// Renames the file by `rename` and begins another. Counts the bytes of the files that are
+    /// Renames the file with `rename` and starts another. Counts the bytes in files that are
     /// removed or replaced.
     fn rename_by(
         &mut self,
@@ -210,7 +212,7 @@ impl Current {
         let path = self.path.clone().ok_or(KeepError::NoPath)?;
         let (older, newer) = (with_suffix(&path, OLDER), with_suffix(&path, NEWER));
         let ours = self.file.metadata().map_err(failed("fstat"))?;
-        // The last rotation could not rename the new file to PATH.
+        // The last rotation could not rename the new file to `PATH`.
         if is_free(&path) && is_at(&newer, &ours) {
             rename(&newer, &path).map_err(failed("rename"))?;
         }
@@ -218,19 +220,20 @@ impl Current {
             return Err(KeepError::Replaced(path));
         }
         let older_bytes = replaceable_bytes(&older, self.older.as_ref())?;
-        // An earlier VMM may have left it behind, while another program had the path.
+        // An earlier VMM may have left `PATH.new` behind because another program had taken the
+        // path.
         let newer_bytes = replaceable_bytes(&newer, self.older.as_ref())?;
         if fs::remove_file(&newer).is_ok() {
             metrics.discard(newer_bytes);
         }
-        // Created before the renames: if it cannot be, neither file is touched.
+        // Creates the new file before the renames, so that neither file is changed if this fails.
         let file = create_like(&newer, &ours)?;
         rename(&path, &older).map_err(|err| {
             let _ = fs::remove_file(&newer);
             failed("rename")(err)
         })?;
         metrics.discard(older_bytes);
-        // The earlier output is PATH.1 now, so this file must not be written or emptied any more.
+        // The earlier output is now `PATH.1`, so this file must no longer be written or emptied.
         self.older = hold_unmarked(mem::replace(&mut self.file, file));
         if let Err(err) = rename(&newer, &path) {
             sparsely!(warn, %err, "Console file reached its limit and continues as {newer:?}");
@@ -239,8 +242,8 @@ impl Current {
     }
 }
 
-/// Renames `PATH.new`, which an earlier VMM has left behind, to `path`, unless that exists. `path`
-/// may be a symbolic link to the missing file.
+/// Renames `PATH.new`, if an earlier VMM has left it behind, to `path`, unless `path` exists.
+/// `path` may be a symbolic link to the missing file.
 pub(super) fn adopt_newer(path: &Path) {
     let Some(path) = link_target(path) else { return };
     let newer = with_suffix(&path, NEWER);
@@ -254,26 +257,27 @@ pub(super) fn adopt_newer(path: &Path) {
     }
 }
 
-/// Returns a file that a later rotation cannot recognize by a mark. Others are closed, so that
-/// their removal frees their space.
+/// Returns `file` if it has no mark by which a later rotation could recognize it. Otherwise closes
+/// it, so that removing the file frees its space.
 fn hold_unmarked(file: File) -> Option<File> {
     if has_mark(&file) {
         return None;
     }
-    // A held lock would look like that of another VMM.
+    // If the lock remained, it would look like a lock of another VMM.
     match flock(&file, FlockOperation::Unlock) {
         Ok(()) => Some(file),
         Err(_) => None,
     }
 }
 
-/// True for the output of a VMM. File systems without attributes have no marks.
+/// Returns true if a mark shows that the file is the output of a VMM. File systems without extended
+/// attributes have no marks.
 fn has_mark(file: &File) -> bool {
     matches!(Mark::of(file), Ok(Some(Mark::Output)))
 }
 
-/// Checks that the file at `path` may be replaced, because it is the output of a VMM or the file
-/// `known`. Returns its size, or 0 if there is no file.
+/// Checks that the file at `path` is the output of a VMM or the file `known`, so that it may be
+/// replaced. Returns its size, or 0 if there is no file.
 fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError> {
     let named = match fs::symlink_metadata(path) {
         Ok(named) => named,
@@ -305,17 +309,17 @@ fn is_free(path: &Path) -> bool {
     fs::symlink_metadata(path).is_err_and(|err| err.kind() == io::ErrorKind::NotFound)
 }
 
-/// True if `path` names this file itself.
+/// Returns true if `path` is `file` itself, and not a link to it.
 fn is_at(path: &Path, file: &Metadata) -> bool {
     fs::symlink_metadata(path).is_ok_and(|named| id_of(&named) == id_of(file))
 }
 
-/// Creates a file that the users of another one can read.
+/// Creates a file with the owner, group and mode of `other`, so that the same users can read it.
 fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
     let mut options = OpenOptions::new();
     options.append(true).create_new(true).mode(PRIVATE_MODE);
     let file = options.open(path).map_err(failed("open"))?;
-    // A group that the VMM is not in cannot be set; then the file stays private.
+    // Setting a group fails if the VMM is not a member. The file then remains private.
     if fchown(&file, Some(other.uid()), Some(other.gid())).is_ok() {
         file.set_permissions(other.permissions()).map_err(failed("fchmod"))?;
     }
@@ -323,7 +327,7 @@ fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
     Ok(file)
 }
 
-/// File of a console with its counters.
+/// Counters of a console's output file.
 #[derive(Debug)]
 pub struct ConsoleFileSource {
     /// Name of the console.
@@ -403,7 +407,7 @@ mod tests {
             file.write_all(part).unwrap();
             assert!(folder_bytes(folder.path()) <= 2 * MAX);
         }
-        // The last bytes are there, in order.
+        // The files contain the last bytes, in order.
         let kept = [fs::read(older(&path)).unwrap(), fs::read(&path).unwrap()].concat();
         assert!(kept.len() as u64 > MAX && text.ends_with(&kept));
         assert_eq!(counts(&file), (99, text.len() as u64 - kept.len() as u64));
@@ -456,7 +460,7 @@ mod tests {
         assert_eq!(counts(&file), (2, 100));
     }
 
-    /// Renames a file, unless it is the new one of a rotation.
+    /// Renames a file, but fails for the new file of a rotation.
     fn rename_but_newer(from: &Path, to: &Path) -> io::Result<()> {
         match from.ends_with("serial.log.new") {
             true => Err(io::ErrorKind::StorageFull.into()),
@@ -494,13 +498,13 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), [b'x'; 50]);
         assert!(!folder.path().join("serial.log.new").exists());
         assert_eq!(counts(&file), (1, 0));
-        // The file is continued and can be renamed later.
+        // Output continues in the file, which can be renamed later.
         file.write_all(&[b'y'; 100]).unwrap();
         assert_eq!(fs::read(older(&path)).unwrap(), [[b'x'; 50], [b'y'; 50]].concat());
         assert_eq!(fs::read(&path).unwrap(), [b'y'; 50]);
     }
 
-    /// Makes a file look as on a file system without attributes.
+    /// Removes a file's mark, as if the file system did not support extended attributes.
     fn remove_mark(path: &Path) {
         rustix::fs::removexattr(path, c"user.foreshore").unwrap();
     }
@@ -513,7 +517,7 @@ mod tests {
         remove_mark(&path);
         file.write_all(&[b'y'; 100]).unwrap();
         assert_eq!(fs::read(older(&path)).unwrap(), [[b'x'; 50], [b'y'; 50]].concat());
-        // Another file without a mark gets its name.
+        // Replaces the file with another file without a mark.
         let other = folder.path().join("other");
         fs::write(&other, "precious").unwrap();
         fs::rename(&other, older(&path)).unwrap();
@@ -521,7 +525,7 @@ mod tests {
         assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
     }
 
-    /// True if this process has the file open, so that its inode number is not reused.
+    /// Returns true if this process has the file open, so that its inode number is not reused.
     fn is_held(id: FileId) -> bool {
         let descriptors = fs::read_dir("/proc/self/fd").unwrap();
         descriptors
@@ -540,7 +544,7 @@ mod tests {
         assert!(is_held(unmarked));
         file.write_all(&[b'y'; 100]).unwrap();
         assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
-        // A file with a mark is not held open, so its removal frees its space.
+        // A file with a mark is not kept open, so removing it frees its space.
         fs::remove_file(older(&path)).unwrap();
         file.write_all(&[b'z'; 100]).unwrap();
         let marked = id_of(&fs::metadata(older(&path)).unwrap());
@@ -556,7 +560,7 @@ mod tests {
             file.current.lock().rename_by(&file.metrics, rename_but_newer).unwrap_err();
         }
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
-        // Another program has taken the path. The limit holds.
+        // Even if another program has taken the path, the limit is observed.
         fs::write(&path, "another").unwrap();
         file.write_all(&[b'y'; 1000]).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "another");
@@ -577,7 +581,7 @@ mod tests {
             if is_link {
                 symlink("serial.log", &named).unwrap();
             }
-            // Another VMM still writes it.
+            // Another VMM is still writing to the file.
             adopt_newer(&named);
             assert!(newer.exists() && !path.exists());
             drop(file);
@@ -621,19 +625,20 @@ mod tests {
         let path = folder.path().join("serial.log");
         let mut file = RotatedFile::new(open(&path), &path, Some(MAX));
         let len = || fs::metadata(&path).unwrap().len();
-        // Another program empties the file: it is not full yet.
+        // After another program has emptied the file, it is not full.
         file.write_all(&[b'x'; MAX as usize - 1]).unwrap();
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
         file.write_all(&[b'y'; 50]).unwrap();
         assert_eq!((len(), counts(&file)), (50, (0, 0)));
-        // It has just been read, and seems full: it is read again.
+        // The length was just read and the file seems to be full, so the length is read again.
         file.write_all(&vec![b'y'; MAX as usize - 100]).unwrap();
         file.write_all(&[b'y'; 50]).unwrap();
         assert_eq!((len(), file.current.lock().length.unread_bytes), (MAX, 50));
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
         file.write_all(&[b'y'; 50]).unwrap();
         assert_eq!((len(), counts(&file)), (50, (0, 0)));
-        // Another program appends to it: it is full earlier, up to the part that is not read.
+        // After another program has appended to the file, it is full earlier, within the precision
+        // of `UNREAD_PART`.
         let mut other = File::options().append(true).open(&path).unwrap();
         while counts(&file).0 == 0 {
             other.write_all(&[b'z'; 50]).unwrap();

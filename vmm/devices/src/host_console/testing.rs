@@ -1,4 +1,4 @@
-//! Terminals for tests.
+//! Pseudo terminals for tests.
 
 use std::os::fd::OwnedFd;
 

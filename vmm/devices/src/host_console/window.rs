@@ -9,26 +9,26 @@ use rustix::termios::tcgetwinsize;
 use signal_hook_registry::{SigId, register, unregister};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Size in characters. Zeros if unknown.
+/// Window size in characters. Zero if unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WindowSize {
     pub columns: u16,
     pub rows: u16,
 }
 
-/// Size of a terminal, with notification of changes.
+/// Window size of a terminal, with notification of changes.
 #[derive(Debug)]
 pub struct Window {
     terminal: OwnedFd,
     seen: Mutex<WindowSize>,
     changed: EventFd,
-    /// Handler of SIGWINCH, for the VMM's own terminal.
+    /// Registered handler of SIGWINCH, for the VMM's own terminal.
     signal: Option<SigId>,
 }
 
 impl Window {
-    /// Terminal of the VMM, if it has one: standard output, or otherwise standard input, for
-    /// example in `foreshore | tee log`.
+    /// Window of the VMM's own terminal, if it has one. This is standard output, or otherwise
+    /// standard input, for example in `foreshore | tee log`.
     pub(super) fn of_the_vmm() -> io::Result<Option<Self>> {
         let terminal = if io::stdout().is_terminal() {
             io::stdout().as_fd().try_clone_to_owned()?
@@ -49,8 +49,8 @@ impl Window {
         Ok(window)
     }
 
-    /// Pseudo terminal, by its master side. Linux does not notify the master of a new size, so the
-    /// caller must [poll](Self::look).
+    /// Window of a pseudo terminal, given its master side. Linux does not notify the master of a
+    /// new size, so the caller must [poll](Self::look).
     pub(super) fn of_pty(master: &File) -> io::Result<Self> {
         Self::new(master.as_fd().try_clone_to_owned()?)
     }
@@ -70,7 +70,7 @@ impl Window {
         )
     }
 
-    /// Notifies of a size that differs from the last one.
+    /// Raises the notification if the size has changed since the last call.
     pub(super) fn look(&self) {
         let mut seen = self.seen.lock();
         let now = self.size();
@@ -96,7 +96,7 @@ impl Drop for Window {
 
 #[cfg(test)]
 impl Window {
-    /// Terminal of a test, and its other side.
+    /// Window of a terminal for a test, with the terminal's other side.
     pub fn of_test() -> (Self, OwnedFd) {
         use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
@@ -107,7 +107,7 @@ impl Window {
     }
 }
 
-/// Sets the size of a terminal, as its user does.
+/// Sets the size of a terminal, as its user would.
 #[cfg(test)]
 pub fn resize(terminal: &impl AsFd, columns: u16, rows: u16) {
     let size =

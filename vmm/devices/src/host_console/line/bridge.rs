@@ -1,4 +1,4 @@
-//! Connection between a guest's console and its client: at most one at a time, and sometimes none.
+//! Connection between a guest's console and its client. There is at most one client at a time.
 
 use std::fs::File;
 use std::io::{self, PipeWriter, Read, Write};
@@ -28,24 +28,24 @@ const OUTPUT: u32 = 3;
 const ROOM: u32 = 4;
 const AGAIN: u32 = 5;
 
-/// Upper limit of one write.
+/// Maximum number of bytes in one write.
 const OUTPUT_LEN_MAX: usize = 16 << 10;
-/// Upper limit of one read: PIPE_BUF, which a pipe accepts completely or not at all (pipe(7)). A
-/// pipe that is ready has room for it.
+/// Maximum number of bytes in one read: PIPE_BUF. A pipe accepts this much completely or not at all
+/// (pipe(7)), and a pipe that is ready has room for it.
 const INPUT_LEN_MAX: usize = 4096;
-/// Reads or writes before other subscribers of the event loop have their turn.
+/// Maximum number of reads or writes before other subscribers of the event loop run.
 const BATCH: usize = 16;
-/// Delay before new clients are accepted again after a failure, for example because no descriptors
-/// were left.
+/// Delay after a failed accept before clients are accepted again. An accept fails, for example, if
+/// no file descriptors are left.
 const AGAIN_DELAY: Duration = Duration::from_secs(1);
-/// Time that the end of a VM waits for a slow reader.
+/// Time that the VM's shutdown waits for a slow reader.
 const LINGER: Duration = Duration::from_secs(1);
 
 pub(super) enum End {
     Pty(Pty),
     Socket {
         listener: UnixListener,
-        /// After the listener, because a path must not exist without a listener.
+        /// Dropped after the listener.
         _file: SocketFile,
     },
 }
@@ -54,27 +54,28 @@ pub(super) enum End {
 pub(super) struct Bridge {
     peer: Option<Peer>,
     ring: Arc<Ring>,
-    /// Output that was taken from the ring and is not written yet.
+    /// Output that was taken from the ring, but not written yet.
     said: Vec<u8>,
-    /// Write end of the guest's input.
+    /// Write end of the pipe that carries the guest's input.
     typing: PipeWriter,
-    /// Input that was read and is not passed to the guest yet.
+    /// Input that was read, but not passed to the guest yet.
     typed: Vec<u8>,
     room: Interest,
     end: End,
     listening: Interest,
     again: TimerFd,
-    /// Checked at each event, because a client that changes the size soon sends or receives data.
+    /// Window size of a pseudo terminal. It is checked on each event, because a client that changes
+    /// the size also sends or receives data soon.
     window: Option<Arc<Window>>,
 }
 
 struct Peer {
-    /// Duplicates of one file, so that each can be registered separately.
+    /// `reader` and `writer` are duplicates of one file, so that each can be registered separately.
     reader: File,
     writer: File,
     reading: Interest,
     writing: Interest,
-    /// The client has closed its sending half.
+    /// Set if the client has closed its sending side.
     is_silent: bool,
 }
 
@@ -113,7 +114,7 @@ impl Bridge {
         }
     }
 
-    /// Handles a possible new client.
+    /// Checks for a new client, and connects it.
     fn look(&mut self, ops: &mut EventOps) {
         match self.newcomer() {
             Ok(Some(files)) => {
@@ -125,7 +126,8 @@ impl Bridge {
             Ok(None) => {}
             Err(err) => {
                 sparsely!(warn, %err, "Cannot accept a console client");
-                // The client is still pending, and would keep the loop busy.
+                // Stops listening. The pending client would otherwise wake the loop again and
+                // again.
                 self.listen(false, ops);
                 if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
                     warn!(%err, "Console accepts no further clients");
@@ -134,7 +136,7 @@ impl Bridge {
         }
     }
 
-    /// Files of a new client, if there is one.
+    /// Returns the files of a new client, if there is one.
     fn newcomer(&mut self) -> io::Result<Option<[File; 2]>> {
         match &mut self.end {
             End::Pty(pty) => match pty.look()? && self.peer.is_none() {
@@ -143,7 +145,8 @@ impl Bridge {
             },
             End::Socket { listener, .. } => {
                 let mut newest = None;
-                // The last client wins, because a user may reconnect after losing a terminal.
+                // If several clients are waiting, connects the last one, because a user may
+                // reconnect after losing a terminal.
                 for _ in 0..BATCH {
                     match listener.accept() {
                         Ok((stream, _)) => newest = Some(stream),
@@ -159,7 +162,7 @@ impl Bridge {
         }
     }
 
-    /// Handles the end of a client.
+    /// Handles the disconnection of a client.
     fn leave(&mut self, ops: &mut EventOps) {
         if let Some(mut peer) = self.peer.take() {
             peer.forget(ops);
@@ -214,7 +217,7 @@ impl Bridge {
         }
     }
 
-    /// Passes input to the guest. Returns false if there is no room, because the guest does not
+    /// Passes input to the guest. Returns false if the pipe is full because the guest does not
     /// read.
     fn pass_on(&mut self, ops: &mut EventOps) -> bool {
         while !self.typed.is_empty() {
@@ -279,7 +282,7 @@ impl MutEventSubscriber for Bridge {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             FILLED => {
-                // Several notifications count as one.
+                // One read clears all pending notifications.
                 let _ = self.ring.filled().read();
                 self.serve_output(ops);
             }
@@ -299,8 +302,8 @@ impl MutEventSubscriber for Bridge {
 }
 
 impl Drop for Bridge {
-    /// Waits briefly for the last output, but a client that does not read must not keep the VM
-    /// alive.
+    /// Waits briefly until the last output is written, because a client that does not read must not
+    /// keep the VM alive.
     fn drop(&mut self) {
         let Some(peer) = &mut self.peer else { return };
         let deadline = Instant::now() + LINGER;

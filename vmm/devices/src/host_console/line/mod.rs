@@ -1,5 +1,5 @@
-//! Consoles with clients that connect and disconnect: pseudo terminals and sockets. They outlive
-//! machines, so that clients stay connected over a reboot.
+//! Console lines: pseudo terminals and sockets, whose clients connect and disconnect. Lines are
+//! kept across reboots, so that clients remain connected.
 //!
 //! ```text
 //!  device ── output ──► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
@@ -61,16 +61,15 @@ impl Port {
     }
 }
 
-/// State of a VM's consoles that lasts as long as the VM: its lines, and the rate limits of its
-/// files.
+/// State of a VM's consoles that is kept across reboots: lines, and rate limits of output files.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Open>>);
 
 #[derive(Default)]
 struct Open {
-    /// First field, because dropping a line removes its bridge from the loop.
+    /// Dropped before the event loop, because dropping a line removes its bridge from the loop.
     lines: BTreeMap<Port, Line>,
-    /// Started with the first line.
+    /// Event loop, which is started with the first line.
     event_loop: Option<EventLoop>,
     file_rates: FileRates,
 }
@@ -81,14 +80,14 @@ struct Line {
     path: Option<PathBuf>,
     ring: Arc<Ring>,
     keyboard: PipeReader,
-    /// Size of a pseudo terminal, for the device that reports it.
+    /// Window size of a pseudo terminal, which virtio-console reports to the guest.
     window: Option<Arc<Window>>,
     event_loop: EventLoopHandle,
     bridge: SubscriberId,
 }
 
 impl Lines {
-    /// Opens the line for `config` unless it is already open. Returns the machine's end.
+    /// Opens the line for `config` unless it is already open. Returns the device's end of the line.
     pub(super) fn open(
         &self,
         port: Port,
@@ -97,7 +96,7 @@ impl Lines {
         let mut open = self.0.lock();
         let open = &mut *open;
         if open.lines.get(&port).is_none_or(|line| !line.is_of(config)) {
-            // The old line is closed first, because it may use the same path.
+            // Closes the old line before the new one is opened, because both may use the same path.
             open.lines.remove(&port);
             if open.event_loop.is_none() {
                 open.event_loop = Some(EventLoop::spawn("_console").map_err(ConsoleError::Worker)?);
@@ -109,7 +108,7 @@ impl Lines {
         line.machines_end().map_err(ConsoleError::Line)
     }
 
-    /// The token bucket of a console's file.
+    /// Token bucket that limits the rate of a console's output file.
     pub(super) fn rate_bucket(
         &self,
         port: Port,
@@ -164,8 +163,8 @@ impl Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        // Dropping the bridge writes the remaining output. The loop may have ended and dropped it
-        // before.
+        // Dropping the bridge writes the remaining output. If the loop has already ended, it has
+        // dropped the bridge.
         let _ = self.event_loop.remove(self.bridge);
     }
 }

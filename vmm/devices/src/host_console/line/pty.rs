@@ -1,4 +1,4 @@
-//! Pseudo terminal, with detection of its clients.
+//! Pseudo terminal that detects when a client opens or closes it.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,22 +17,23 @@ use tracing::debug;
 
 use super::super::Window;
 
-/// Interval of checks if the kernel has no inotify watch left.
+/// Interval of checks for clients if no inotify watch is available.
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
-/// Master side of a pseudo terminal, and the path of the other side.
+/// Master side of a pseudo terminal, with the path of the slave side.
 #[derive(Debug)]
 pub(super) struct Pty {
     master: File,
     path: PathBuf,
-    /// Readable when a client may have opened or closed the terminal, for example `stty -F` after
-    /// it has set a size. Linux does not wake waiters on the master then. Reads do not block.
+    /// Readable when a client may have opened or closed the terminal. For example, `stty -F` closes
+    /// the terminal after it has set a size, and Linux does not wake waiters on the master then.
+    /// Reads do not block.
     arrivals: File,
 }
 
 impl Pty {
-    /// New pseudo terminal without a client. It is raw, because the guest has its own line
-    /// discipline.
+    /// Opens a new pseudo terminal, which has no client yet. It is in raw mode, because the guest
+    /// has its own line discipline.
     pub(super) fn open() -> io::Result<Self> {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         grantpt(&master)?;
@@ -40,8 +41,8 @@ impl Pty {
         let path = PathBuf::from(
             String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref(),
         );
-        // After this descriptor is closed, the master reports a hang-up, which does not trigger the
-        // watch. Settings are kept.
+        // Closing this descriptor makes the master report a hang-up, but does not trigger the
+        // inotify watch. The terminal keeps its settings.
         let peer = ioctl_tiocgptpeer(
             &master,
             OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC,
@@ -59,17 +60,17 @@ impl Pty {
         &self.path
     }
 
-    /// Non-blocking master side, for reading or writing.
+    /// Duplicate of the master side in non-blocking mode, for reading or writing.
     pub(super) fn side(&self) -> io::Result<File> {
         self.master.try_clone()
     }
 
-    /// Size, which the client sets. The caller must poll it.
+    /// Window size, which the client sets. The caller must poll it.
     pub(super) fn window(&self) -> io::Result<Window> {
         Window::of_pty(&self.master)
     }
 
-    /// Descriptor to wait for before calling [`Self::look`].
+    /// Descriptor that becomes readable when [`Self::look`] should be called.
     pub(super) fn arrivals(&self) -> RawFd {
         self.arrivals.as_raw_fd()
     }
@@ -94,7 +95,7 @@ impl Pty {
     }
 }
 
-/// Uses an inotify watch, or a timer if the user has no watch left.
+/// Creates an inotify watch, or a timer if the user has reached the limit of watches.
 fn arrivals_at(path: &Path) -> io::Result<File> {
     let arrivals = watch(path).or_else(|err| {
         debug!(%err, "No inotify watch for a pseudo terminal; polling it instead");
@@ -117,7 +118,7 @@ fn ticks() -> io::Result<OwnedFd> {
     Ok(timer)
 }
 
-/// Returns true if the other end of a terminal or socket is closed.
+/// Returns true if the peer of a terminal or socket has closed its end.
 pub(super) fn is_hung_up(file: &impl AsFd) -> io::Result<bool> {
     let mut end = [PollFd::new(file, PollFlags::empty())];
     poll(&mut end, Some(&Timespec::default()))?;

@@ -1,4 +1,4 @@
-//! Newest output of a guest that is not read yet.
+//! Newest output of a guest that no client has read yet.
 
 use std::collections::VecDeque;
 use std::io;
@@ -6,11 +6,11 @@ use std::io;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Output that is kept for a client that connects late. The oldest bytes are dropped, because users
-/// need the present state.
+/// Maximum number of bytes that are kept for a client that connects later. The oldest bytes are
+/// dropped first, because users need the latest output.
 pub(in crate::host_console) const LEN_MAX: usize = 256 << 10;
 
-/// A device fills it without ever blocking, and the bridge drains it.
+/// Ring buffer. A device adds output without ever blocking, and the bridge takes it.
 #[derive(Debug)]
 pub(in crate::host_console) struct Ring {
     kept: Mutex<Kept>,
@@ -20,12 +20,13 @@ pub(in crate::host_console) struct Ring {
 #[derive(Debug, Default)]
 struct Kept {
     bytes: VecDeque<u8>,
-    /// Number of lost bytes that are not reported yet.
+    /// Number of lost bytes that were not reported yet.
     untold_len: usize,
 }
 
 impl Kept {
-    /// Makes room for `len` more bytes, at most [`LEN_MAX`].
+    /// Drops the oldest bytes if necessary to make room for `len` more bytes. `len` is at most
+    /// [`LEN_MAX`].
     fn make_room(&mut self, len: usize) {
         let excess = (self.bytes.len() + len).saturating_sub(LEN_MAX);
         self.bytes.drain(..excess);
@@ -49,21 +50,21 @@ impl Ring {
         let lost_len = too_much.len() + std::mem::take(&mut kept.untold_len);
         drop(kept);
         if is_filled {
-            // The write fails only if the counter is full, and the bridge is then notified already.
+            // The write fails only if the counter is full, and the bridge is then already notified.
             let _ = self.filled.write(1);
         }
         lost_len
     }
 
-    /// Takes at most `len_max` of the oldest bytes.
+    /// Removes and returns at most `len_max` of the oldest bytes.
     pub(super) fn take(&self, len_max: usize) -> Vec<u8> {
         let mut kept = self.kept.lock();
         let len = kept.bytes.len().min(len_max);
         kept.bytes.drain(..len).collect()
     }
 
-    /// Puts back bytes that were taken and not delivered. The oldest ones are dropped if there is
-    /// no room.
+    /// Puts back bytes that were taken but not delivered. Drops the oldest of them if there is no
+    /// room.
     pub(super) fn put_back(&self, taken: &[u8]) {
         let mut kept = self.kept.lock();
         let room = LEN_MAX - kept.bytes.len();

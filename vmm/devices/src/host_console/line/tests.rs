@@ -1,4 +1,4 @@
-//! A machine at one end, a client at the other.
+//! Tests of a line with a machine at one end and a client at the other.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -16,7 +16,7 @@ use super::super::{ConsoleFiles, FileStart, Read, WindowSize, resize};
 use super::ring::LEN_MAX;
 use super::*;
 
-/// Limit for immediate results. A longer wait is a failure.
+/// Time limit for results that should be immediate. A longer wait fails the test.
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn pty() -> ConsoleConfig {
@@ -45,7 +45,7 @@ fn sit_down_at(path: &Path) -> File {
     File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path).unwrap()
 }
 
-/// Reads until `end`.
+/// Reads from `from` until the data ends with `end`.
 fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
     let mut got = Vec::new();
     while !got.ends_with(end) {
@@ -57,7 +57,7 @@ fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
     got
 }
 
-/// Input that the guest reads, until `end`.
+/// Reads the guest's input until it ends with `end`.
 fn typed(console: &mut HostConsole, end: &[u8]) -> Vec<u8> {
     let input = console.input.as_mut().unwrap();
     let (mut got, since) = (Vec::new(), Instant::now());
@@ -108,7 +108,7 @@ fn output_without_a_client_is_kept_except_the_oldest() {
         drop(somebody);
         console.output.send(b"without a client.");
     }
-    // The last output can be read once.
+    // The last output can be read only once.
     let somebody = sit_down(&lines);
     read_to(&somebody, b"without a client.");
     assert!(!ready(somebody.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
@@ -157,7 +157,7 @@ fn size_of_a_pseudo_terminal_is_reported_on_input_or_close() {
     typed(&mut console, b"x");
     is_told();
     assert_eq!(window.size(), WindowSize { columns: 100, rows: 30 });
-    // As `stty -F` does, while another client is connected.
+    // Sets the size as `stty -F` does, while another client is connected.
     let other = sit_down_at(&lines.path(Port::Console).unwrap());
     resize(&other, 80, 24);
     drop(other);
@@ -185,7 +185,7 @@ fn new_client_of_a_socket_replaces_the_old_one() {
     console.output.send(b"hello.");
     assert_eq!(read_to(&second, b"."), b"hello.");
     drop(second);
-    // Input of a later client is not lost with the disconnected one.
+    // Input from a later client is not lost when the earlier client disconnects.
     let mut third = UnixStream::connect(&path).unwrap();
     third.write_all(b"three\n").unwrap();
     assert_eq!(typed(&mut console, b"\n"), b"three\n");
@@ -257,7 +257,7 @@ fn client_that_does_not_read_does_not_block() {
     while lost == 0 {
         lost += console.output.send(&[b'y'; 1000]).len;
     }
-    // The end does not wait, either.
+    // Dropping the console does not wait either.
     drop(console);
     drop(lines);
 }
