@@ -1,4 +1,4 @@
-//! Brake of a VM, which keeps the guest from running on.
+//! Brake of a VM. While it is pulled, no vCPU can enter the guest.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -7,15 +7,16 @@ use rustix::thread::{Timespec, gettid, nanosleep};
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
-/// Number of checks by which [`Brake::stop`] waits for vCPUs to leave the guest, and their
-/// interval: a second in total. A vCPU that stays longer in the host's kernel, for example to wait
-/// for a disk, does not run the guest meanwhile.
+/// Number and interval of the checks with which [`Brake::stop`] waits until vCPUs have left the
+/// guest: one second in total. A vCPU that spends more time in the host's kernel, for example to
+/// wait for a disk, does not run the guest meanwhile.
 const LOOKS: usize = 10_000;
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
 
 extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-/// Makes the signal with which [`Brake::stop`] interrupts a vCPU harmless. Later calls do nothing.
+/// Installs a handler for the signal with which [`Brake::stop`] interrupts vCPUs, so that the
+/// signal is harmless. Later calls do nothing.
 pub fn install_handler() -> Result<(), errno::Error> {
     static INSTALLED: Once = Once::new();
     let mut result = Ok(());
@@ -23,16 +24,16 @@ pub fn install_handler() -> Result<(), errno::Error> {
     result
 }
 
-/// Keeps a vCPU from entering the guest again after a failure in its exit.
+/// Prevents vCPUs from entering the guest again after one of them has detected a failure.
 ///
-/// The owner of the VM receives an event and pauses every vCPU, but later and on another thread.
-/// The vCPU that pulled the brake in its exit would meanwhile continue, and a failed flush would
-/// look successful. The order is therefore:
-/// 1. The brake is pulled, then the event is sent, then the exit ends. The owner cannot release the
-///    brake before it is pulled.
-/// 2. A vCPU does not enter the guest while the brake is pulled, whatever else is requested.
-/// 3. The owner pauses every vCPU, and only then releases the brake. From then on, the owner
-///    decides.
+/// After a failure, the owner of the VM receives an event and pauses every vCPU, but later and on
+/// another thread. Without the brake, the vCPU that detected the failure would meanwhile continue,
+/// and a failed flush would look successful. The order is therefore:
+/// 1. The vCPU pulls the brake, then sends the event, and then completes its exit. The owner
+///    therefore cannot release the brake before it is pulled.
+/// 2. While the brake is pulled, no vCPU enters the guest, regardless of other requests.
+/// 3. The owner pauses every vCPU, and then releases the brake. From then on, the owner decides
+///    when vCPUs run.
 #[derive(Debug, Default)]
 pub struct Brake {
     pulled: AtomicBool,
@@ -48,7 +49,7 @@ struct Seat {
 }
 
 impl Brake {
-    /// Released brake of a VM with `vcpus` vCPUs.
+    /// Creates the brake of a VM with `vcpus` vCPUs. It is released.
     pub fn new(vcpus: u8) -> Self {
         Self {
             pulled: AtomicBool::new(false),
@@ -56,7 +57,8 @@ impl Brake {
         }
     }
 
-    /// Prevents vCPUs from entering the guest. vCPUs in the guest stay there until they are paused.
+    /// Prevents vCPUs from entering the guest. vCPUs that are in the guest continue until they are
+    /// paused.
     pub fn pull(&self) {
         self.pulled.store(true, Ordering::SeqCst);
     }
@@ -70,7 +72,8 @@ impl Brake {
             let mut are_out = true;
             for seat in self.seats.iter().filter(|seat| seat.in_guest.load(Ordering::SeqCst)) {
                 let thread = seat.thread.load(Ordering::Relaxed);
-                // A vCPU with this thread has left the guest, but has not recorded it yet.
+                // Skips the vCPU of the calling thread. It has left the guest, but has not recorded
+                // this yet.
                 if thread != this {
                     are_out = false;
                     interrupt(thread);
@@ -79,13 +82,13 @@ impl Brake {
             if are_out {
                 return;
             }
-            // A signal handler may make this call: rustix enters the kernel directly, without libc,
-            // and does not change errno.
+            // This call is allowed in a signal handler, because rustix enters the kernel directly,
+            // without libc, and does not change errno.
             let _ = nanosleep(&LOOK_INTERVAL);
         }
     }
 
-    /// Releases the brake after all vCPUs were requested to pause.
+    /// Releases the brake. Call this after all vCPUs were requested to pause.
     pub fn release(&self) {
         self.pulled.store(false, Ordering::SeqCst);
     }
@@ -94,11 +97,11 @@ impl Brake {
         self.pulled.load(Ordering::SeqCst)
     }
 
-    /// Records that the vCPU of this thread is about to enter the guest. Returns false, and records
-    /// nothing, if it must not.
+    /// Records that the vCPU of this thread is about to enter the guest. If the vCPU must not
+    /// enter, returns false and records nothing.
     ///
-    /// The record is set before the brake is checked. Therefore either the vCPU sees the pulled
-    /// brake, or the thread that pulls it sees the vCPU in the guest.
+    /// The record is set before the brake is checked. Therefore, either the vCPU sees that the
+    /// brake is pulled, or the thread that pulls the brake sees that the vCPU is in the guest.
     pub fn enter(&self, vcpu: u8) -> bool {
         let seat = &self.seats[usize::from(vcpu)];
         seat.thread.store(this_thread(), Ordering::Relaxed);
@@ -143,8 +146,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Thread that runs a guest: a system call that only a signal ends. It sends a message each
-    /// time before it begins.
+    /// Thread that simulates a running guest by a system call that only a signal ends. It sends a
+    /// message before each such call.
     pub(crate) fn vcpu(
         brake: &Arc<Brake>,
         index: u8,
@@ -172,8 +175,8 @@ pub(crate) mod tests {
         for (_, entered) in &vcpus {
             entered.recv_timeout(Duration::from_secs(20)).unwrap();
         }
-        // The third vCPU made this call itself, as in a device's register or a signal handler, so
-        // `stop` does not wait for it.
+        // The third vCPU calls `stop` itself, as an access to a device register or a signal handler
+        // would. `stop` therefore does not wait for this vCPU.
         assert!(brake.enter(2));
         brake.stop();
         for (index, (thread, _)) in vcpus.into_iter().enumerate() {

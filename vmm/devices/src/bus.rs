@@ -14,19 +14,20 @@ use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// Device that responds to accesses of vCPUs.
 ///
-/// Both calls run on vCPU threads, several at once. Implementations lock as needed, and never block
-/// on I/O unless the guest is meant to wait (a synchronous flush).
+/// vCPU threads make both calls, concurrently. Implementations lock as needed, and block on I/O
+/// only if the guest is meant to wait (a synchronous flush).
 pub trait BusDevice: Send + Sync {
-    /// Fills `data` from `offset`, counted from the start of the inserted range.
+    /// Fills `data` from `offset`, relative to the start of the inserted range.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// Receives `data` at `offset`, counted from the start of the inserted range.
+    /// Receives `data` at `offset`, relative to the start of the inserted range.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
-/// Registers ioeventfds: eventfds that KVM raises when a vCPU writes to an address, without an
-/// exit. Tests implement it with a recorder.
+/// Registers ioeventfds. KVM raises such an eventfd when a vCPU writes to an address, without an
+/// exit to the VMM. Tests use an implementation that records calls.
 pub trait IoEvents: Send + Sync {
-    /// Registers `event` to be raised by a write of any width at guest-physical `address`.
+    /// Registers `event`. KVM then raises it on each write of any width to guest-physical
+    /// `address`.
     fn register(&self, event: &EventFd, address: u64) -> io::Result<()>;
     /// Undoes [`Self::register`].
     fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()>;
@@ -56,7 +57,7 @@ pub enum BusError {
         base: u64,
         /// Length in bytes.
         len: u64,
-        /// First address of the overlapped range.
+        /// First address of the existing range that overlaps.
         other: u64,
     },
 }
@@ -66,7 +67,8 @@ struct Entry {
     device: Arc<dyn BusDevice>,
 }
 
-/// Range of a device that may be dropped before its bus. Dropping it takes the range off the bus.
+/// Range of a device that may be removed before the bus is dropped. Dropping this removes the range
+/// from the bus.
 #[must_use = "dropping this removes the range from the bus"]
 pub struct BusRange {
     bus: Arc<Bus>,
@@ -79,7 +81,7 @@ impl Drop for BusRange {
     }
 }
 
-/// Counters of accesses without a device.
+/// Counters of accesses to addresses without a device.
 #[derive(Debug, Default)]
 pub struct BusMetrics {
     /// Reads, which return ones.
@@ -88,8 +90,8 @@ pub struct BusMetrics {
     pub unanswered_writes: AtomicU64,
 }
 
-/// Set of disjoint ranges. Lookups share a read lock. Ranges change only at build time, when the
-/// guest moves a BAR, and at hotplug.
+/// Address space: a set of disjoint ranges. Lookups share a read lock. Ranges change only when the
+/// machine is built, when the guest moves a BAR, and on hotplug.
 #[derive(Default)]
 pub struct Bus {
     ranges: RwLock<BTreeMap<u64, Entry>>,
@@ -97,7 +99,7 @@ pub struct Bus {
 }
 
 impl Bus {
-    /// Puts `device` at `base` until the returned range is dropped.
+    /// Inserts `device` at `base`. Dropping the returned range removes it.
     pub fn attach(
         self: &Arc<Self>,
         base: u64,
@@ -108,7 +110,7 @@ impl Bus {
         Ok(BusRange { bus: Arc::clone(self), base })
     }
 
-    /// Puts `device` at `base`, where it stays until [`Self::remove`].
+    /// Inserts `device` at `base`. [`Self::remove`] removes it.
     pub fn insert(&self, base: u64, len: u64, device: Arc<dyn BusDevice>) -> Result<(), BusError> {
         let last = match len.checked_sub(1).and_then(|n| base.checked_add(n)) {
             Some(last) => last,
@@ -127,7 +129,7 @@ impl Bus {
     /// Removes the range that starts at `base`. Returns false if there is none.
     pub fn remove(&self, base: u64) -> bool {
         let removed = self.ranges.write().remove(&base);
-        // The removed device is dropped after the lock is released, because its drop may wait for
+        // Drops the removed device after the lock is released, because dropping it may wait for
         // work in progress.
         removed.is_some()
     }
@@ -146,14 +148,14 @@ impl Bus {
         let ranges = self.ranges.read();
         let (&base, entry) = ranges.range(..=address).next_back()?;
         let offset = address - base;
-        // An access must be within one range. Hardware would split it, but no driver relies on
-        // that.
+        // An access must be within one range. Hardware would split an access across ranges, but no
+        // driver relies on this.
         let end = offset.checked_add(len as u64)?;
         (end <= entry.len).then(|| (offset, Arc::clone(&entry.device)))
     }
 
-    /// Reads at `address`. Without a device, returns false, and the guest reads ones, as on a PCI
-    /// bus.
+    /// Reads at `address`. If there is no device, fills `data` with ones, as on a PCI bus, and
+    /// returns false.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         match self.find(address, data.len()) {
             Some((offset, device)) => {
@@ -183,7 +185,7 @@ impl Bus {
     }
 }
 
-/// Address space with its counters.
+/// Counters of an address space, with its name.
 #[derive(Debug)]
 pub struct AddressSpaceMetrics {
     /// Name of the address space.

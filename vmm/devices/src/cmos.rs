@@ -1,8 +1,8 @@
-//! Real-time clock of a PC, ports 0x70 and 0x71, from which firmware reads the time (Motorola
-//! MC146818A).
+//! Real-time clock of a PC (Motorola MC146818A), on ports 0x70 and 0x71. Firmware reads the time
+//! from it.
 //!
-//! It shows the host's time at each read in UTC, in 24-hour mode and BCD. It cannot be set, because
-//! guest kernels have better clocks.
+//! Each read returns the host's current time in UTC, in 24-hour mode and BCD. The clock cannot be
+//! set, because guest kernels have better clocks.
 
 use std::time::SystemTime;
 
@@ -13,10 +13,11 @@ use parking_lot::Mutex;
 use crate::bus::BusDevice;
 
 pub const CMOS_PORT: u64 = 0x70;
-/// Number of ports: register number, and data.
+/// Number of ports: one for the register number and one for data.
 pub const CMOS_LEN: u64 = 2;
 
-/// Mask without bit 7, which masks non-maskable interrupts in other hardware.
+/// Mask of the register number. It excludes bit 7, which masks non-maskable interrupts on real
+/// hardware.
 const REGISTER: u8 = 0x7f;
 /// Time base of 32,768 Hz. Bit 7 would report an update in progress.
 const STATUS_A: u8 = 0x26;
@@ -36,7 +37,7 @@ pub struct Cmos {
 }
 
 impl Cmos {
-    /// Clock that shows `now`.
+    /// Creates a clock that returns the time of `now`.
     pub fn new(now: fn() -> Timestamp) -> Self {
         Self { register: Mutex::new(0), now }
     }
@@ -84,7 +85,7 @@ impl BusDevice for Cmos {
 mod tests {
     use super::*;
 
-    /// From the century to the second.
+    /// Registers of the time, from the century to the second.
     const TIME: [u8; 8] = [0x32, 0x09, 0x08, 0x07, 0x06, 0x04, 0x02, 0x00];
 
     fn read(cmos: &Cmos, register: u8) -> u8 {

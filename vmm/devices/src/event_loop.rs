@@ -1,4 +1,4 @@
-//! Thread that waits for file descriptors of devices.
+//! Event loop: a thread that waits for file descriptors of devices.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -36,44 +36,46 @@ pub enum EventLoopError {
     Ended(#[source] event_manager::Error),
 }
 
-/// Event loop with its thread. Dropping it ends the thread and drops all subscribers.
+/// Event loop with its own thread. Dropping it ends the thread and drops all subscribers.
 pub struct EventLoop {
     handle: EventLoopHandle,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Adds and removes subscribers, and holds the loop, from any thread except the loop's own.
+/// Handle to an event loop. It adds and removes subscribers, and holds the loop. Any thread except
+/// the loop's own may use it.
 #[derive(Clone)]
 pub struct EventLoopHandle {
     endpoint: RemoteEndpoint<Subscriber>,
     gate: Arc<Gate>,
 }
 
-/// Helper of a loop's subscriber that is not a thread of this process, for example a driver in the
-/// host's kernel. It stops while the loop is held. Both calls run on the loop's thread.
+/// Helper of a subscriber that is not a thread of this process, for example a driver in the host's
+/// kernel. The helper is stopped while the loop is held. Both functions are called on the loop's
+/// thread.
 pub trait Helper: Send + Sync {
-    /// Stops the helper. When this returns, it is idle.
+    /// Stops the helper. When this returns, the helper is idle.
     fn stand_still(&self);
     /// Resumes the helper.
     fn go_on(&self);
 }
 
-/// Point between two events at which a loop's thread stops while it is held.
+/// Gate at which a loop's thread stops, between two events, while the loop is held.
 #[derive(Default)]
 pub struct Gate {
-    /// The thread waits at the gate, or has ended.
+    /// Set if the thread waits at the gate or has ended.
     is_held: Mutex<bool>,
     changed: Condvar,
     is_closed: AtomicBool,
     is_busy: AtomicBool,
-    /// Subscribers are being removed, and no other work may start.
+    /// Set if subscribers are being removed. No other work may start then.
     is_dismissed: AtomicBool,
     helpers: Mutex<Vec<Weak<dyn Helper>>>,
 }
 
 impl Gate {
-    /// Stops `helper` together with the loop, until it is dropped.
+    /// Adds a helper, which is stopped together with the loop until it is dropped.
     pub fn add_helper(&self, helper: Weak<dyn Helper>) {
         let mut helpers = self.helpers.lock();
         helpers.retain(|known| known.strong_count() > 0);
@@ -84,13 +86,13 @@ impl Gate {
         self.helpers.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Returns true if the loop is requested to stop. Work that is started now delays this.
+    /// Returns true if the loop was requested to stop. Starting new work would delay the stop.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// Records that the loop's subscriber has work in progress that must end before the loop stops.
-    /// Called on the loop's thread.
+    /// Records whether the subscriber has work in progress that must end before the loop stops.
+    /// Call this on the loop's thread.
     pub fn set_busy(&self, is_busy: bool) {
         self.is_busy.store(is_busy, Ordering::Relaxed);
     }
@@ -133,7 +135,7 @@ impl Gate {
             self.changed.notify_all();
             self.changed.wait(&mut is_held);
         }
-        // A loop that ends does not resume its helpers.
+        // If the loop ends, its helpers remain stopped.
         if !self.is_over(stop) {
             standing.iter().for_each(|helper| helper.go_on());
         }
@@ -152,7 +154,7 @@ impl Drop for HeldForGood {
 }
 
 impl EventLoop {
-    /// Starts a thread. The kernel shows at most 15 bytes of its `name`.
+    /// Starts a loop on a new thread. The kernel keeps at most 15 bytes of the thread's `name`.
     pub fn spawn(name: &str) -> Result<Self, EventLoopError> {
         let create = |source| EventLoopError::Create { name: name.to_owned(), source };
         let mut manager = EventManager::<Subscriber>::new().map_err(create)?;
@@ -166,8 +168,7 @@ impl EventLoop {
                 while !stopped.load(Ordering::Acquire) {
                     gate.pass(&stopped);
                     if let Err(err) = manager.run() {
-                        // Subscribers handle their own errors, so this is a failure of epoll
-                        // itself.
+                        // Subscribers handle their own errors, so this is an error of epoll itself.
                         error!(%err, "Event loop failed to wait for events");
                         break;
                     }
@@ -186,7 +187,7 @@ impl Drop for EventLoop {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.handle.release();
-        // A failed kick means that the thread has ended already.
+        // A failed kick means that the thread has already ended.
         let _ = self.handle.endpoint.kick();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -197,15 +198,15 @@ impl Drop for EventLoop {
 }
 
 impl EventLoopHandle {
-    /// Stops the loop before its next event, after work in progress has ended. Until it is
-    /// released, no thread may wait for it to add or remove subscribers.
+    /// Stops the loop before its next event, after work in progress has ended. Do not add or remove
+    /// subscribers until the loop is released, because this would wait for the loop.
     pub fn hold(&self) {
         self.gate.set_closed(true);
         // A failed kick means that the thread has ended.
         let _ = self.endpoint.kick();
     }
 
-    /// Waits until the loop has stopped or was released.
+    /// Waits until the loop is held or was released.
     pub fn wait_until_held(&self) {
         let mut is_held = self.gate.is_held.lock();
         while self.gate.is_closed() && !*is_held {
@@ -218,22 +219,23 @@ impl EventLoopHandle {
         self.gate.set_closed(false);
     }
 
-    /// Resumes the loop for good, so that its subscribers can be removed. Its helpers stay stopped.
+    /// Resumes the loop permanently, so that its subscribers can be removed. Its helpers remain
+    /// stopped.
     pub fn dismiss(&self) {
         self.gate.dismiss();
     }
 
-    /// Returns true if both handles are of one loop.
+    /// Returns true if both handles belong to the same loop.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.gate, &other.gate)
     }
 
-    /// Gate of the loop, for subscribers with work in progress after they return.
+    /// Gate of the loop, for subscribers whose work continues after they return.
     pub fn gate(&self) -> Arc<Gate> {
         Arc::clone(&self.gate)
     }
 
-    /// Registers `subscriber`. Its `init` has run when this returns. Must not be called on the
+    /// Registers `subscriber`. When this returns, its `init` has run. Must not be called on the
     /// loop's thread.
     pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
         self.endpoint
@@ -243,8 +245,8 @@ impl EventLoopHandle {
             .map_err(EventLoopError::Ended)
     }
 
-    /// Removes and returns a subscriber, which the loop then no longer uses. Must not be called on
-    /// the loop's thread.
+    /// Removes and returns a subscriber. The loop no longer uses it. Must not be called on the
+    /// loop's thread.
     pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
         self.endpoint
             .call_blocking::<_, _, event_manager::Error>(move |manager| {
@@ -254,18 +256,19 @@ impl EventLoopHandle {
     }
 }
 
-/// File for which a subscriber waits only at times. Otherwise a ready file would keep the loop
-/// busy.
+/// File that a subscriber waits for only at times. If it always waited, a ready file would keep the
+/// loop busy.
 pub struct Interest {
     what: &'static str,
     data: u32,
     set: EventSet,
-    /// The file is registered.
+    /// Set if the file is registered.
     on: bool,
 }
 
 impl Interest {
-    /// Interest in `set`, which is reported as `data`. Log lines call the file `what`.
+    /// Creates an unregistered interest in the events `set`, which are reported with `data`. Log
+    /// lines refer to the file as `what`.
     pub fn new(what: &'static str, data: u32, set: EventSet) -> Self {
         Self { what, data, set, on: false }
     }
@@ -274,9 +277,9 @@ impl Interest {
         self.on
     }
 
-    /// Registers or unregisters `file`, which must stay the same until it is unregistered. If
-    /// registration fails, the next call tries again. If unregistration fails, the file counts as
-    /// unregistered: epoll does not know it, and a caller that assumes otherwise would wait
+    /// Registers or unregisters `file`. It must be the same file until it is unregistered. If
+    /// registration fails, the next call retries. If unregistration fails, epoll does not know the
+    /// file, so the file counts as unregistered. A caller that assumed otherwise would wait
     /// forever.
     pub fn set(&mut self, on: bool, file: &impl AsRawFd, ops: &mut EventOps) {
         if on == self.on {
@@ -323,7 +326,7 @@ mod tests {
         }
     }
 
-    /// Runs a function with its event operations, once.
+    /// Subscriber that calls a function once, with event operations.
     struct Once<F>(F);
 
     impl<F: FnMut(&mut EventOps)> MutEventSubscriber for Once<F> {
@@ -354,7 +357,7 @@ mod tests {
         assert_eq!(seen, [false, true, false]);
     }
 
-    /// Slow subscriber: it reports an event, and waits until it may continue.
+    /// Slow subscriber. It reports each event, and then waits for permission to continue.
     struct Slow {
         fd: EventFd,
         gate: Arc<Gate>,
@@ -365,7 +368,7 @@ mod tests {
         fn init(&mut self, ops: &mut EventOps) {
             ops.add(Events::new(&self.fd, EventSet::IN)).unwrap();
         }
-        /// An event of 2 is the first half of an operation, and one of 1 the second.
+        /// An event with value 2 starts an operation, and an event with value 1 ends it.
         fn process(&mut self, _: Events, _: &mut EventOps) {
             let count = self.fd.read().unwrap();
             self.steps.send(()).unwrap();
@@ -385,13 +388,13 @@ mod tests {
         let (steps, seen) = mpsc::sync_channel(0);
         let slow = Slow { fd: fd.try_clone().unwrap(), gate: handle.gate(), steps };
         handle.add(Box::new(slow)).unwrap();
-        // 1. The loop is handling an event when it is held.
+        // 1. Hold the loop while it handles an event.
         fd.write(2).unwrap();
         seen.recv().unwrap();
         handle.hold();
         assert!(!is_held(&handle));
         seen.recv().unwrap();
-        // 2. The event has started an operation, whose end is another event.
+        // 2. The event has started an operation, which another event ends.
         fd.write(1).unwrap();
         seen.recv().unwrap();
         assert!(!is_held(&handle));
@@ -404,7 +407,7 @@ mod tests {
         seen.recv().unwrap();
         seen.recv().unwrap();
         assert!(!is_held(&handle));
-        // 4. Waiting for a loop that is not held, or has ended, returns at once.
+        // 4. Waiting for a loop that is not held or has ended returns immediately.
         handle.wait_until_held();
         handle.hold();
         drop(event_loop);
@@ -477,8 +480,8 @@ mod tests {
         assert_eq!(counts.recv().unwrap(), 3);
         drop(event_loop.handle().remove(id).unwrap());
         fd.write(1).unwrap();
-        // The subscriber owned the only sender. Its end proves that the event cannot be handled any
-        // more.
+        // The subscriber owned the only sender. The closed channel proves that the event can no
+        // longer be handled.
         assert!(counts.recv().is_err());
         assert!(event_loop.handle().remove(id).is_err());
     }

@@ -1,4 +1,4 @@
-//! Identity of files and devices: one object may have several paths.
+//! Identity of files and devices, which may have several paths.
 
 use std::fs::{self, File, Metadata};
 use std::iter;
@@ -9,17 +9,17 @@ use std::path::{Path, PathBuf};
 /// Identity of a file or device on this host, independent of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FileId {
-    /// A file: its file system and its inode. Hard links, symbolic links and bind mounts lead to
-    /// the same inode.
+    /// A file, identified by its file system and its inode. Hard links, symbolic links and bind
+    /// mounts lead to the same inode.
     Inode {
         /// `st_dev`.
         device: u64,
         /// `st_ino`.
         inode: u64,
     },
-    /// A block device, which may have several nodes.
+    /// A block device, identified by its number. It may have several device nodes.
     Block(u64),
-    /// A character device, for example devdax.
+    /// A character device, for example a devdax device.
     Character(u64),
 }
 
@@ -49,27 +49,27 @@ impl From<&Metadata> for FileId {
     }
 }
 
-/// Most symbolic links that the kernel follows (path_resolution(7)).
+/// Maximum number of symbolic links that the kernel follows (path_resolution(7)).
 const MAX_LINKS: usize = 40;
 
-/// `path`, and the targets of the symbolic links at its end.
+/// Returns `path`. If it is a symbolic link, also returns the link's target, and so on.
 pub fn links_of(path: &Path) -> impl Iterator<Item = PathBuf> {
     let next = |path: &PathBuf| Some(folder_of(path).join(fs::read_link(path).ok()?));
     iter::successors(Some(path.to_owned()), next).take(1 + MAX_LINKS)
 }
 
-/// Path of the file that opening `path` would create: `path` without symbolic links at its end.
-/// `None` if there are too many links.
+/// Path of the file that opening `path` would create: `path`, or the target if it is a symbolic
+/// link. `None` if there are too many links.
 pub fn link_target(path: &Path) -> Option<PathBuf> {
     links_of(path).last().filter(|path| !path.is_symlink())
 }
 
-/// Folder of `path`, the working directory for a bare name.
+/// Folder that contains `path`. For a bare name, this is the working directory.
 pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Tests whether two paths lead to one object.
+/// Returns true if both paths lead to the same object.
 pub fn is_same(a: &Path, b: &Path) -> bool {
     a == b || FileId::of(a).is_some_and(|id| FileId::of(b) == Some(id))
 }
@@ -119,7 +119,7 @@ mod tests {
         for path in [&other, &missing] {
             assert!(!is_same(&file, path), "{}", path.display());
         }
-        // Two missing files are not one object, but one path is.
+        // Two different missing files are not the same object, but two equal paths are.
         assert!(!is_same(&missing, &folder.path().join("./missing2")));
         assert!(is_same(&missing, &missing));
         assert!(is_same(Path::new("/dev/null"), Path::new("/dev/../dev/null")));

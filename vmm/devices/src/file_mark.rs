@@ -6,10 +6,10 @@ use std::path::Path;
 use pmem_volume::pool::mark::{Mark, MarkError};
 use tracing::{debug, warn};
 
-/// Marks a file that a VM is about to use. The mark replaces that of an earlier use.
+/// Marks a file that a VM is about to use. The mark replaces the mark of an earlier use.
 ///
-/// Without the mark, content that the guest writes to the file is examined at the next start and
-/// may prevent it.
+/// Without the mark, the next start would examine the content that the guest has written, and might
+/// refuse the file.
 pub(crate) fn set(mark: Mark, file: &File, path: &Path) {
     let Err(err) = mark.set(file) else { return };
     if needs_warning(&err, file.metadata().is_ok_and(|metadata| metadata.is_file())) {
@@ -23,8 +23,9 @@ pub(crate) fn set(mark: Mark, file: &File, path: &Path) {
     }
 }
 
-/// No warning is needed for other types of files and on file systems without attributes, because
-/// these never have marks. docs/reference/disks.md describes the consequences.
+/// Returns true if a failure to set a mark needs a warning. Other types of files, and files on file
+/// systems without extended attributes, never have marks and need no warning.
+/// docs/reference/disks.md describes the consequences.
 fn needs_warning(error: &MarkError, is_file: bool) -> bool {
     is_file && !matches!(error, MarkError::Unsupported)
 }

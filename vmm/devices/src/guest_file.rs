@@ -1,11 +1,11 @@
-//! Files that a guest writes: disks and pmem devices. The VMM never gives a guest write access to a
-//! pool.
+//! Checks of files that a guest can write: disks and pmem devices. The VMM never gives a guest
+//! write access to a pool.
 //!
-//! A guest can write the bytes of a pool to its disk, and that must not prevent a later start. So
-//! the VMM marks the files that guests write, and does not examine the bytes of a file with the
-//! mark of a disk. A file with the mark of another use is served, with a warning if it holds a
-//! pool. A file without a mark that holds a pool is a copy of a pool, or a copy of a disk whose
-//! guest has written one. Only the host's user can tell them apart.
+//! A guest can write the bytes of a pool to its disk, and this must not prevent a later start. The
+//! VMM therefore marks files that guests write, and does not examine the bytes of a file that is
+//! marked as a disk. A file that is marked for another use is served, with a warning if it contains
+//! a pool. An unmarked file that contains a pool is a copy of a pool, or a copy of a disk to which
+//! a guest has written a pool. Only the user of the host can distinguish the two.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub enum GuestFileError {
         path.display()
     )]
     MarkedPool { path: PathBuf },
-    /// A pool without the host's mark, for example a copy of a pool's file.
+    /// A file without a mark that contains a pool, for example a copy of a pool's file.
     #[error(
         "{path:?} holds a pool and is not marked as a disk; attach its volumes with \
          --pm-volume pool={}; if a guest wrote the pool to this disk, allow it with \
@@ -42,9 +42,9 @@ pub enum GuestFileError {
 /// Use of a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GuestAccess {
-    /// The guest's writes go to the file.
+    /// Set if the guest's writes go to the file.
     pub is_writable: bool,
-    /// The host's user has declared a raw image.
+    /// Set if the user has declared the file as a raw image.
     pub is_declared_raw: bool,
 }
 
@@ -52,16 +52,16 @@ pub(crate) struct GuestAccess {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Decision {
     Serve,
-    /// The file holds a pool, and its bytes are served.
+    /// The file contains a pool. Serve its bytes, with a warning.
     ServePool,
     RefuseMarked,
-    /// Served nevertheless if the file cannot be marked.
+    /// The file contains a pool and has no mark. It is served nevertheless if it cannot be marked.
     RefuseUnmarked,
 }
 
-/// Decides on a file by its mark and, unless the host's user has attached it as a disk, by its
-/// `content`. Only a regular file is refused without a mark, because marks on other files do not
-/// last. For example, the host creates the node of a block device again at each boot.
+/// Decides on a file by its mark. Also considers its `content`, unless the file is marked as a disk
+/// or declared as a raw image. Only regular files are refused because they have no mark. Marks on
+/// other files do not last, for example because the host recreates device nodes at each boot.
 fn decide(
     mark: Option<Mark>,
     is_file: bool,
@@ -74,7 +74,7 @@ fn decide(
     }
     match content() {
         PoolContent::NoPool => Decision::Serve,
-        // Its bytes may be a pool's, and then the guest would destroy it.
+        // The file may still contain the pool, and the guest would destroy it.
         _ if is_marked_pool => Decision::RefuseMarked,
         PoolContent::Unreadable => Decision::Serve,
         PoolContent::Pool if mark.is_none() && is_file && access.is_writable => {
@@ -84,10 +84,10 @@ fn decide(
     }
 }
 
-/// Checks that `file`, which was opened as `path`, may be attached to a guest. A file that cannot
-/// be marked is not refused because it has no mark.
+/// Checks that `file`, which was opened from `path`, may be attached to a guest. If a file cannot
+/// be marked, it is not refused for having no mark.
 pub(crate) fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
-    // A mark that cannot be read protects nothing, so a pool is refused as one without a mark.
+    // If the mark cannot be read, a file that contains a pool is refused as if it had no mark.
     let mark = Mark::of(file).unwrap_or(None);
     let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
     match decide(mark, is_file, access, || pool_content(file, path)) {
@@ -107,8 +107,8 @@ pub(crate) fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(),
     Ok(())
 }
 
-/// Returns true for a file that was attached as a disk before. The guest may have written any bytes
-/// to it.
+/// Returns true if the file was attached as a disk before. A guest may have written any bytes to
+/// such a file.
 pub(crate) fn is_marked(file: &File) -> bool {
     matches!(Mark::of(file), Ok(Some(Mark::Disk)))
 }
@@ -131,7 +131,7 @@ mod tests {
     const READABLE: GuestAccess = GuestAccess { is_writable: false, ..WRITABLE };
     const RAW: GuestAccess = GuestAccess { is_declared_raw: true, ..WRITABLE };
 
-    /// A pool and a copy of it without its mark.
+    /// Creates a pool, and a copy of it without the mark.
     fn pool_and_copy(folder: &Path) -> [PathBuf; 2] {
         let [pool, copy] = ["pool", "copy"].map(|name| folder.join(name));
         drop(Pool::create(&pool, 16 << 20, 0).unwrap());
@@ -169,7 +169,8 @@ mod tests {
         }
     }
 
-    /// Checks decisions for every mark and content. The columns are those of [`CONTENTS`].
+    /// Checks the decisions for every mark and content. The columns of the table correspond to
+    /// [`CONTENTS`].
     fn check_decisions(decide: fn(Case) -> Decision) -> Result<(), String> {
         use Decision::{RefuseMarked, RefuseUnmarked, Serve, ServePool};
         let expected = |mark, is_file, access: GuestAccess| match (mark, access.is_writable) {
@@ -248,7 +249,7 @@ mod tests {
         for access in [WRITABLE, RAW] {
             assert!(check_path(&pool, access).unwrap_err().contains("is marked as a pool"));
         }
-        // The check leaves no mark, so the second attempt fails as well.
+        // The check does not mark the file, so the second attempt fails as well.
         for _ in 0..2 {
             let error = check_path(&copy, WRITABLE).unwrap_err();
             assert!(error.contains("setfattr -n user.foreshore -v disk \"/"), "{error}");
@@ -266,7 +267,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [_, copy] = pool_and_copy(folder.path());
         let bytes = fs::read(&copy).unwrap();
-        // A file that was a pool before the host's user has emptied it, and files of other uses.
+        // Tests a file that was a pool until the user emptied it, and files that were marked for
+        // other uses.
         for before in [None, Some(Mark::Pool), Some(Mark::Output), Some(Mark::Memory)] {
             let disk = folder.path().join("disk");
             let file = File::create(&disk).unwrap();
@@ -275,7 +277,7 @@ mod tests {
             mark(&file, &disk);
             fs::write(&disk, &bytes).unwrap();
             check_path(&disk, WRITABLE).unwrap();
-            // A pool that the host opens is a pool again.
+            // Opening the file as a pool on the host marks it as a pool again.
             drop(Pool::open(&disk, OpenMode::ReadWrite).unwrap());
             check_path(&disk, WRITABLE).unwrap_err();
             fs::remove_file(&disk).unwrap();
@@ -292,7 +294,7 @@ mod tests {
             if is_removed {
                 fs::remove_file(&disk).unwrap();
             }
-            // The file keeps its mark unless it is a new one.
+            // Writing to an existing file keeps its mark. A new file has no mark.
             fs::write(&disk, fs::read(&pool).unwrap()).unwrap();
             assert_eq!(check_path(&disk, WRITABLE).is_err(), is_removed);
             drop(Pool::open(&disk, OpenMode::ReadWrite).unwrap());
@@ -316,7 +318,8 @@ mod tests {
     fn file_that_cannot_be_marked_is_served() {
         let folder = tempfile::tempdir().unwrap();
         let [_, copy] = pool_and_copy(folder.path());
-        // Descriptors of O_PATH give no access to attributes, as if the file system had none.
+        // An O_PATH descriptor gives no access to extended attributes, as if the file system did
+        // not support them.
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(&copy).unwrap();
         mark(&file, &copy);
         check(&file, &copy, WRITABLE).unwrap();

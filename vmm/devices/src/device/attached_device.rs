@@ -1,4 +1,4 @@
-//! Devices on the PCI bus.
+//! Lifecycle of devices on the PCI bus.
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -22,13 +22,13 @@ pub struct NewDevice {
 }
 
 impl NewDevice {
-    /// Creates a device that exists as long as the machine. `loops` run on its own threads.
+    /// Creates a device that users cannot remove. `loops` are the event loops of its own threads.
     pub fn new(id: &str, device: Arc<dyn PciDevice>, loops: Vec<EventLoopHandle>) -> Self {
         let (slot, removable, source, handle, mapping) = Default::default();
         Self { id: id.to_owned(), device, loops, slot, removable, source, handle, mapping }
     }
 
-    /// Allows users to remove the device. Metrics and events name its `kind`.
+    /// Allows users to remove the device. `kind` names the device in metrics and events.
     pub fn removable(self, kind: &'static str) -> Self {
         Self { removable: Some(kind), ..self }
     }
@@ -38,7 +38,7 @@ impl NewDevice {
         Self { slot, ..self }
     }
 
-    /// Exposes the counters of `source` while the guest has the device.
+    /// Exposes the metrics of `source` while the device is attached.
     pub fn exposing(self, source: Arc<dyn Expose>) -> Self {
         Self { source: Some(source), ..self }
     }
@@ -48,14 +48,14 @@ impl NewDevice {
         Self { handle: Some(Box::new(handle)), ..self }
     }
 
-    /// Holds the mapping that the device shows. It is dropped when the guest has ejected the
-    /// device, otherwise after the device has stopped.
+    /// Stores the mapping through which the guest accesses the device's memory. The mapping is
+    /// dropped when the guest ejects the device, or otherwise after the device has stopped.
     pub fn mapping(self, mapping: impl Any + Send) -> Self {
         Self { mapping: Some(Box::new(mapping)), ..self }
     }
 
-    /// Puts the device on the bus and registers it. If the bus refuses it, the device stops before
-    /// its mapping is dropped.
+    /// Adds the device to the bus and registers it. If the bus refuses the device, the device is
+    /// stopped before its mapping is dropped.
     pub fn attach(self, context: &DeviceContext) -> Result<AttachedDevice, PciError> {
         let slot = context.pci.add(self.slot, Arc::clone(&self.device))?;
         let Self { id, device, loops, removable, source, handle, mapping, .. } = self;
@@ -76,15 +76,16 @@ impl NewDevice {
     }
 }
 
-/// Device on the PCI bus. Dropping it takes it off the bus, stops it, and then drops its mapping,
-/// because its threads may use the mapping until they have stopped.
+/// Device on the PCI bus. Dropping it removes the device from the bus, stops it, and then drops its
+/// mapping. The order matters, because the device's threads may use the mapping until they have
+/// stopped.
 pub struct AttachedDevice {
     /// Id in the API.
     pub id: String,
     pub slot: u8,
-    /// Kind in metrics, if it can be removed.
+    /// Kind in metrics and events. `None` if users cannot remove the device.
     pub removable: Option<&'static str>,
-    /// The guest was requested to eject it.
+    /// Set if the guest was requested to eject the device.
     pub is_leaving: bool,
     device: Arc<dyn PciDevice>,
     loops: Vec<EventLoopHandle>,
@@ -97,12 +98,12 @@ pub struct AttachedDevice {
 }
 
 impl AttachedDevice {
-    /// Counters for `vm.counters`.
+    /// Counters for the API call `vm.counters`.
     pub fn counters(&self) -> Option<DeviceCounters> {
         self.handle.as_ref()?.counters()
     }
 
-    /// Handle for the API, if the device has one of this type.
+    /// Handle of type `T` for the API, if the device has one.
     pub fn handle<T: DeviceHandle>(&self) -> Option<&T> {
         let handle: &dyn Any = &**self.handle.as_ref()?;
         handle.downcast_ref()
@@ -113,9 +114,9 @@ impl AttachedDevice {
         self.pci.has(self.slot, &*self.device)
     }
 
-    /// Unregisters a device that the guest has ejected. Releases its mapping before its threads
-    /// have stopped, because a loss of the file no longer concerns the guest. The threads stop when
-    /// the device is dropped, which may wait for a disk.
+    /// Unregisters a device that the guest has ejected. Drops its mapping before its threads have
+    /// stopped, because losing the file no longer affects the guest. The threads stop when the
+    /// device is dropped, which may wait for a disk.
     pub fn eject(&mut self) {
         self.unregister();
         self.mapping = None;
@@ -151,16 +152,16 @@ impl DeviceList {
     /// Adds a device.
     ///
     /// # Panics
-    /// If another device has the same id, because a removal could then reach the wrong one. Callers
-    /// prevent this: a configuration with two devices of one id is refused, and so is an added
-    /// device whose id is taken.
+    /// If another device has the same id, because a removal could then affect the wrong device.
+    /// Callers prevent this: a configuration in which two devices share an id is refused, and so is
+    /// a new device whose id is in use.
     pub fn push(&mut self, device: AttachedDevice) {
         let id = &device.id;
         assert!(self.0.iter().all(|attached| attached.id != *id), "id {id} is used by two devices");
         self.0.push(device);
     }
 
-    /// Returns the handles of this type, in the order of their devices.
+    /// Returns all handles of type `T`, in the order of their devices.
     pub fn handles<T: DeviceHandle>(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter_map(AttachedDevice::handle)
     }

@@ -26,30 +26,30 @@ const PCI_CONFIG_LEN: u64 = 8;
 pub struct MachineParts {
     pub io_events: Arc<dyn IoEvents>,
     pub interrupts: Arc<dyn MsiController>,
-    /// Upper limit of the number of vCPUs.
+    /// Maximum number of vCPUs.
     pub max_vcpus: u8,
     pub view: GuestView,
-    /// Event loop of devices without their own threads.
+    /// Event loop for devices that have no threads of their own.
     pub event_loop: EventLoopHandle,
     pub events: Events,
     pub metrics: Arc<Metrics>,
-    /// Restarts the guest as if it had requested that.
+    /// Restarts the guest, as if the guest had requested this.
     pub reset_guest: Arc<dyn Fn() + Send + Sync>,
-    /// Requests that the owner pause the VM, for the reason that is passed.
+    /// Requests that the owner pauses the VM. The argument is the reason.
     pub pause_guest: Arc<dyn Fn(String) + Send + Sync>,
 }
 
-/// Parts of a machine that its devices use, and with which they are registered.
+/// Parts of a machine that its devices use and register themselves with.
 pub struct DeviceContext {
     pub ports: Arc<Bus>,
     pub mmio: Arc<Bus>,
     pub pci: Arc<RootBus>,
     pub router: Arc<MsiRouter>,
-    /// For devices that cannot report a failure to the guest.
+    /// Brake for devices that cannot report a failure to the guest.
     pub brake: Arc<Brake>,
-    /// Watch for memory that may be lost.
+    /// Watch of memory that may be lost.
     pub lost: Arc<LostMemory>,
-    /// Threads of devices.
+    /// Threads on which devices work.
     pub work: Arc<DeviceWork>,
     pub emitter: EventEmitter,
     pub machine: MachineParts,
@@ -75,14 +75,15 @@ impl DeviceContext {
         })
     }
 
-    /// Returns a function that sets the level of the interrupt `gsi` of the I/O APIC. The level
-    /// persists while the guest masks the pin.
+    /// Returns a function that sets the level of interrupt `gsi` at the I/O APIC. The level is kept
+    /// while the guest masks the pin.
     pub fn level(&self, gsi: u32) -> impl Fn(bool) -> io::Result<()> + Send + Sync + use<> {
         let interrupts = Arc::clone(&self.machine.interrupts);
         move |high| interrupts.set_line(gsi, high)
     }
 
-    /// Creates an event that raises the interrupt `gsi` of the I/O APIC until the line is dropped.
+    /// Creates an event that raises interrupt `gsi` at the I/O APIC. Dropping the returned line
+    /// disconnects the event.
     pub fn line(&self, gsi: u32) -> io::Result<(EventFd, InterruptLine)> {
         let raised = EventFd::new(EFD_NONBLOCK)?;
         let (event, interrupts) = (raised.try_clone()?, Arc::clone(&self.machine.interrupts));
@@ -102,7 +103,7 @@ pub struct InterruptLine {
 
 impl Drop for InterruptLine {
     fn drop(&mut self) {
-        // This fails only if the VM itself is gone.
+        // This fails only if the VM no longer exists.
         let _ = self.interrupts.unregister_irqfd(&self.event, self.gsi);
     }
 }

@@ -6,39 +6,39 @@ use parking_lot::Mutex;
 
 use crate::event_loop::EventLoopHandle;
 
-/// Threads on which devices work. They stop while the VM is paused.
+/// Event loops on whose threads devices work. They are held while the VM is paused.
 pub struct DeviceWork {
     state: Mutex<State>,
 }
 
 struct State {
     loops: Vec<EventLoopHandle>,
-    /// Number of resumes of the VM. A pause that holds the loops late finds that the VM was
-    /// resumed.
+    /// Number of times that the VM was resumed. By this number, a pause that is late to hold the
+    /// loops detects that the VM was resumed in the meantime.
     releases: u64,
 }
 
 impl DeviceWork {
-    /// Creates the set of these loops.
+    /// Creates a set of event loops.
     pub fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
         Arc::new(Self { state: Mutex::new(State { loops, releases: 0 }) })
     }
 
-    /// Adds the loops of another device. They need no hold while the VM is paused, because the
+    /// Adds the loops of another device. If the VM is paused, they need not be held, because the
     /// driver of the device cannot run.
     pub fn add(&self, loops: &[EventLoopHandle]) {
         self.state.lock().loops.extend_from_slice(loops);
     }
 
-    /// Removes the loops of a device that the guest has ejected, and releases them for good.
-    /// Stopping the device waits for them, even while the VM is paused.
+    /// Removes the loops of a device that the guest has ejected, and releases them permanently.
+    /// Stopping the device waits for its loops, even while the VM is paused.
     pub fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
         loops.iter().for_each(EventLoopHandle::dismiss);
     }
 
-    /// Releases all loops for good, because the machine ends.
+    /// Releases all loops permanently. Called when the machine ends.
     pub fn dismiss(&self) {
         let mut state = self.state.lock();
         state.releases += 1;
@@ -51,13 +51,13 @@ impl DeviceWork {
         self.state.lock().loops.len()
     }
 
-    /// Number of resumes of the VM.
+    /// Number of times that the VM was resumed.
     pub fn releases(&self) -> u64 {
         self.state.lock().releases
     }
 
-    /// Holds all loops and waits until they have stopped, unless the VM was resumed after `since`
-    /// resumes.
+    /// Holds all loops and waits until they have stopped. Does nothing if the VM was resumed since
+    /// [`Self::releases`] returned `since`.
     pub fn hold(&self, since: u64) {
         let loops = {
             let state = self.state.lock();
@@ -91,7 +91,7 @@ mod tests {
         assert!(stays.handle().gate().is_closed() && goes.handle().gate().is_closed());
         work.remove(&[goes.handle()]);
         assert!(stays.handle().gate().is_closed() && !goes.handle().gate().is_closed());
-        // The removed loop is not held any more.
+        // The removed loop is no longer held.
         work.hold(work.releases());
         assert!(!goes.handle().gate().is_closed());
         work.release();

@@ -1,12 +1,12 @@
-//! Events of a machine's devices.
+//! Reporting of events by a machine's devices.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::events::{Event, Events};
 
-/// Emits events of a machine's devices. Silent once the machine ends, because the machine resets
-/// the devices then, not their drivers.
+/// Emits events of a machine's devices. It emits nothing after the machine has begun to end,
+/// because from then on the machine resets the devices instead of their drivers.
 #[derive(Clone)]
 pub struct EventEmitter {
     events: Events,
@@ -18,7 +18,7 @@ impl EventEmitter {
         Self { events, is_silent: Arc::default() }
     }
 
-    /// Emits no further event.
+    /// Stops emitting events.
     pub fn silence(&self) {
         self.is_silent.store(true, Ordering::Relaxed);
     }

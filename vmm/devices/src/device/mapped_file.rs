@@ -1,4 +1,4 @@
-//! Files in guest memory.
+//! Files that are mapped into guest memory.
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -9,17 +9,17 @@ use crate::memory::layout::GuestRange;
 use crate::memory::lost::WatchedRange;
 use crate::memory::{MappedRange, Memory};
 
-/// File in guest memory, or a part of one. Dropping it removes the file from guest memory. Take the
-/// device that shows the file off the bus first.
+/// File, or part of a file, that is mapped into guest memory. Dropping it removes the file from
+/// guest memory. Remove the device from the bus first.
 pub struct MappedFile {
-    // Dropped first: a range that the guest no longer has cannot be lost.
+    // Dropped first, because a range that is being unmapped must not be reported as lost.
     _watched: WatchedRange,
     range: MappedRange,
 }
 
 impl MappedFile {
-    /// Maps `extents` of `file` side by side and watches the file. `name` names the range in
-    /// reports of lost memory.
+    /// Maps `extents` of `file` next to each other and watches the file for truncation. Reports of
+    /// lost memory identify the range by `name`.
     pub fn new(
         name: &str,
         (file, extents): (BorrowedFd<'_>, &[Range<u64>]),
@@ -28,7 +28,7 @@ impl MappedFile {
         context: &DeviceContext,
     ) -> SetupResult<Self> {
         let range = memory.add_file_range(file, extents, access)?;
-        // A loss behind the last extent does not concern the device.
+        // Losing bytes after the last extent does not affect the device.
         let end = extents.iter().map(|extent| extent.end).max().unwrap_or(0);
         let _watched = context.lost.watch_mapped(name, &range.reservation, file, end)?;
         Ok(Self { _watched, range })

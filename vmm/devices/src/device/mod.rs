@@ -1,9 +1,9 @@
-//! Devices as units that register and unregister themselves.
+//! Devices, which register and unregister themselves with the machine.
 //!
-//! A device's folder has a function `build`. It takes the device's configuration and a
-//! [`DeviceContext`], and returns an [`AttachedDevice`], which the guest finds on the PCI bus.
-//! Dropping that removes the device and everything that was registered for it. vmm/src/vm/devices
-//! calls these functions.
+//! The folder of each device contains a function `build`, which vmm/src/vm/devices calls. It takes
+//! the device's configuration and a [`DeviceContext`], and returns an [`AttachedDevice`], which the
+//! guest finds on the PCI bus. Dropping the [`AttachedDevice`] removes the device and everything
+//! that was registered for it.
 
 mod attached_device;
 mod context;
@@ -24,24 +24,25 @@ pub use self::event_emitter::EventEmitter;
 pub use self::mapped_file::MappedFile;
 pub use self::switch::Switch;
 
-/// Error of a device that cannot be built: the error of its folder, of its transport or of the bus.
+/// Error from building a device. The cause is in the device itself, in its transport or on the bus.
 pub type SetupError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Result of a device's `build`.
 pub type SetupResult<T = AttachedDevice> = Result<T, SetupError>;
 
-/// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
-/// read them as signed numbers.
+/// Counters of a device, by Cloud Hypervisor's names. Each value is at most `i64::MAX`, because
+/// clients parse them as signed numbers.
 pub type DeviceCounters = BTreeMap<&'static str, u64>;
 
-/// Collects counters and limits each to `i64::MAX`.
+/// Collects counters, and limits each value to `i64::MAX`.
 pub fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
     counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
 }
 
-/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns it by its type.
+/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns the handle of a
+/// given type.
 pub trait DeviceHandle: Any + Send {
-    /// Returns the counters for `vm.counters`, if the device has some.
+    /// Returns the counters for the API call `vm.counters`, if the device has any.
     fn counters(&self) -> Option<DeviceCounters> {
         None
     }

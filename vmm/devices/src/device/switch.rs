@@ -3,14 +3,15 @@
 use super::{DeviceContext, SetupResult};
 use crate::events::DeviceEvent;
 
-/// Description of a device without options, in the folder of the device. The flag, the JSON key and
-/// the help follow from it. config/switches.rs lists all of them, in the order of their PCI slots.
+/// Description of a device without options. The flag, the JSON key and the help are derived from
+/// it. Each device defines its description in its own folder, and config/switches.rs lists them in
+/// the order of their PCI slots.
 pub struct Switch {
-    /// Name of the flag, without its dashes, and of the JSON key.
+    /// Name of the flag (without dashes) and of the JSON key.
     pub key: &'static str,
     /// Description in the help.
     pub about: &'static str,
-    /// Events that the folder defines.
+    /// Events that the device defines.
     pub events: &'static [DeviceEvent],
     pub build: fn(&DeviceContext) -> SetupResult,
 }

@@ -16,7 +16,7 @@ use crate::memory::slots::fake::FakeSlots;
 use crate::memory::view::GuestView;
 use crate::metrics::Metrics;
 
-/// Registered ioeventfds by their addresses.
+/// Registered ioeventfds, by address.
 #[derive(Default)]
 pub struct FakeIoEvents {
     pub registered: Mutex<BTreeMap<u64, EventFd>>,
@@ -35,7 +35,7 @@ impl IoEvents for FakeIoEvents {
     }
 }
 
-/// Parts of a machine that records ioeventfds and interrupts.
+/// Fake machine that records ioeventfds and interrupts.
 pub struct FakeMachine {
     pub io_events: Arc<FakeIoEvents>,
     pub interrupts: Arc<FakeController>,
@@ -57,7 +57,7 @@ impl Default for FakeMachine {
 }
 
 impl FakeMachine {
-    /// Context whose devices work on `event_loop` and reach the memory of `view`.
+    /// Creates a context. Its devices work on `event_loop` and access the memory of `view`.
     pub fn context(&self, view: GuestView, event_loop: EventLoopHandle) -> DeviceContext {
         let machine = MachineParts {
             io_events: self.io_events.clone(),

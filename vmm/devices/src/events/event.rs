@@ -1,13 +1,13 @@
-//! All events.
+//! All events that the VMM can report.
 
 use std::collections::BTreeMap;
 
 use super::limiter::Source;
 
-/// Longest text in an event, in characters.
+/// Maximum length of a text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
-/// Event that is defined in the folder of a device.
+/// Event that a device defines in its own folder.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceEvent {
     pub source: &'static str,
@@ -16,16 +16,16 @@ pub struct DeviceEvent {
     pub properties: &'static [&'static str],
 }
 
-/// Events. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
+/// Events. Names and properties are those of Cloud Hypervisor, unless the source is `foreshore`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
     /// The VMM has read its command line.
     VmmStarting,
-    /// The VMM ends. Always the last event.
+    /// The VMM is about to exit. This is always the last event.
     VmmShutdown,
     /// The VM is being built.
     VmBooting,
-    /// The vCPUs run. Other events report the guest's state.
+    /// The vCPUs have started. Other events report the state of the guest.
     VmBooted,
     /// A pause has begun.
     VmPausing,
@@ -34,7 +34,7 @@ pub enum Event<'a> {
     /// A resume has begun.
     VmResuming,
     VmResumed,
-    /// The VM has ended, and its configuration is kept.
+    /// The VM has ended. Its configuration is kept.
     VmShutdown,
     /// The VM is about to be rebuilt.
     VmRebooting,
@@ -53,25 +53,26 @@ pub enum Event<'a> {
     DeviceReset {
         id: &'a str,
     },
-    /// The guest has not pinged its watchdog in time, and is restarted.
+    /// The guest has not pinged its watchdog in time, so the VMM restarts it.
     WatchdogExpired,
-    /// Event that a device defines, with the values of its properties.
+    /// Event that a device defines in its own folder, with the values of the properties.
     OfDevice {
         event: &'a DeviceEvent,
         values: &'a [&'a str],
     },
-    /// The guest restarts repeatedly, and its next start is delayed.
+    /// The guest restarts too often, so its next start is delayed.
     RestartDelayed {
         delay_ms: u64,
     },
-    /// The guest has replaced the BTT of a volume, which is therefore shown as a read-only disk.
+    /// The guest has overwritten the BTT of a volume. The volume is therefore presented as a
+    /// read-only disk.
     VolumeReplaced {
         /// Path of the pool.
         pool: &'a str,
         /// Name of the volume.
         volume: &'a str,
     },
-    /// The BTT of a volume is damaged, and the volume is therefore shown as a read-only disk.
+    /// The BTT of a volume is damaged. The volume is therefore presented as a read-only disk.
     VolumeDamaged {
         /// Path of the pool.
         pool: &'a str,
@@ -86,12 +87,12 @@ pub enum Event<'a> {
         /// Address on the PCI bus.
         bdf: &'a str,
     },
-    /// The guest has ejected a device, and its files are closed.
+    /// The guest has ejected a device, and the device's files are closed.
     DeviceRemoved {
         id: &'a str,
         bdf: &'a str,
     },
-    /// The guest has the requested number of vCPUs.
+    /// The guest has reached the requested number of vCPUs.
     VcpusResized {
         vcpus: u8,
     },
@@ -99,7 +100,7 @@ pub enum Event<'a> {
     Failed {
         reason: &'a str,
     },
-    /// A zone has the requested size.
+    /// A zone has reached the requested size.
     MemoryReached {
         zone: &'a str,
         /// Plugged size.
@@ -109,10 +110,10 @@ pub enum Event<'a> {
     MemoryRefused {
         zone: &'a str,
         reason: &'a str,
-        /// Size that is requested now.
+        /// Size that is currently requested.
         requested_bytes: u64,
     },
-    /// The device of a zone has refused the guest's driver.
+    /// The virtio-mem device of a zone has refused the guest's driver.
     MemoryDriverUnsupported {
         /// Id of the zone.
         zone: &'a str,
@@ -155,7 +156,7 @@ impl Event<'_> {
         }
     }
 
-    /// Source whose rate limit applies if a guest can repeat the event.
+    /// Source whose rate limit applies if the guest can repeat the event.
     pub(super) fn concerns(&self) -> Source {
         match self {
             Self::DeviceActivated { id } | Self::DeviceReset { id } => {
@@ -211,8 +212,8 @@ impl Event<'_> {
     }
 }
 
-/// Replaces braces, because libvirt counts all braces, including those in texts, to find the end of
-/// an event. Long texts are cut, so that a FIFO takes an event in one write.
+/// Replaces braces in a text, because libvirt counts all braces to find the end of an event, even
+/// those in texts. Truncates long texts, so that an event fits into one write to a FIFO.
 fn without_braces(text: &str) -> String {
     text.chars().take(MAX_TEXT).collect::<String>().replace('{', "(").replace('}', ")")
 }

@@ -1,41 +1,42 @@
-//! Rate limit of events that a guest can repeat. Decisions without I/O.
+//! Rate limit of events that a guest can repeat. This module only makes decisions and does no I/O.
 //!
 //! A guest may restart, reset its devices, and plug and unplug memory at any rate. Each event may
 //! end up in a file on the host. Each source (a device, a zone, or the VM itself) therefore has an
-//! allowance, which outlives machines: a restart does not renew it. Of the events beyond the
-//! allowance, only the last is kept, because it shows the present state. It is sent as soon as the
-//! allowance permits.
+//! allowance. A restart of the VM does not renew it. Of the events that exceed the allowance, only
+//! the last is kept, because it shows the current state. It is sent as soon as the allowance
+//! permits.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Source of events, which has one allowance.
+/// Source of events. Each source has its own allowance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Source {
     /// Restarts of the VM.
     Vm,
-    /// Device, by its id. Its driver may activate and reset it.
+    /// Device, by its id. Its events report that the driver has activated or reset it.
     Device(String),
     /// Events of one kind, by source and name, that a guest can cause without a restart, such as
     /// reports of a panic.
     Kind(&'static str, &'static str),
-    /// Memory zone, by its id, that has the requested size or cannot have it. An event that equals
-    /// the last one sent is not sent again.
+    /// Memory zone, by its id. Its events report that the zone has reached the requested size or
+    /// cannot reach it. An event that equals the last one sent is not sent again.
     Zone(String),
 }
 
 /// Allowance of each source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
-    /// Number of events that may be sent at once.
+    /// Number of events that may be sent without delay.
     pub burst: u32,
-    /// After the burst, one event is sent in each span.
+    /// After the burst, one event may be sent in each span.
     pub span: Duration,
 }
 
 impl Bounds {
-    /// Bounds of a VMM. Events come in groups: resizes by clients and by the governor, and driver
-    /// activity while a guest is installed. The bounds limit a source to about 300 kB a day.
+    /// Bounds that the VMM uses. The burst suits groups of events: resizes by clients and by the
+    /// governor, and driver activity while a guest is being installed. The bounds limit a source to
+    /// about 300 kB a day.
     pub(super) const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
 }
 
@@ -44,7 +45,7 @@ pub(super) enum Verdict {
     Tell,
     /// The event equals the last one that was sent or withheld.
     Known,
-    /// The allowance is used up. The event is sent later unless another one replaces it.
+    /// The allowance is used up. The event is sent later, unless another event replaces it.
     Withhold,
 }
 
@@ -57,25 +58,25 @@ pub(super) struct Limiter<E> {
 
 #[derive(Debug)]
 struct Account<E> {
-    /// Remaining allowance.
+    /// Number of events that may still be sent.
     left: u32,
-    /// The next event is free, because a client requested it.
+    /// The next event does not use the allowance, because a client requested the change.
     is_asked: bool,
-    /// Start of the current span. `left` grows at its end.
+    /// Start of the current span. At the end of the span, `left` increases by one.
     since: Instant,
-    /// Last event that was sent, if this is a zone.
+    /// Last event that was sent. Stored only for zones.
     last: Option<E>,
-    /// Last event that was not sent.
+    /// Last event that was withheld.
     withheld: Option<E>,
 }
 
 impl<E: Clone + PartialEq> Limiter<E> {
-    /// No events so far.
+    /// Creates a limiter that has seen no events.
     pub(super) fn new(bounds: Bounds) -> Self {
         Self { bounds, accounts: BTreeMap::new() }
     }
 
-    /// Decides on an event. If the verdict is `Tell`, the event counts as sent.
+    /// Decides whether to send an event. If the verdict is `Tell`, the event counts as sent.
     pub(super) fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
         let (bounds, is_zone) = (self.bounds, matches!(source, Source::Zone(_)));
         let account = self.account(source, now);
@@ -108,7 +109,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
         withheld.map(|account| account.since + self.bounds.span).min()
     }
 
-    /// Takes the withheld events that may be sent now. They count as sent.
+    /// Removes and returns the withheld events that may be sent now. They count as sent.
     pub(super) fn release(&mut self, now: Instant) -> Vec<E> {
         let mut released = Vec::new();
         for (source, account) in &mut self.accounts {
@@ -124,19 +125,19 @@ impl<E: Clone + PartialEq> Limiter<E> {
         released
     }
 
-    /// Takes the withheld event of one source. It is sent before the source's next event, which is
-    /// unintelligible without it.
+    /// Removes and returns the withheld event of one source. It must be sent before the source's
+    /// next event, which would be unintelligible without it.
     pub(super) fn release_of(&mut self, source: &Source) -> Option<E> {
         self.accounts.get_mut(source)?.withheld.take()
     }
 
-    /// Takes all withheld events, because no event follows.
+    /// Removes and returns all withheld events. Called when no further event follows.
     pub(super) fn release_all(&mut self) -> Vec<E> {
         self.accounts.values_mut().filter_map(|account| account.withheld.take()).collect()
     }
 
-    /// Records the end of a machine. The state of its devices and memory is no longer relevant, and
-    /// that of the next machine is new. Used allowances stay used.
+    /// Records the end of a machine. Events about the state of its devices and memory are dropped,
+    /// because the next machine starts with new state. Allowances are not renewed.
     pub(super) fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Kind(..)) {
@@ -148,7 +149,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     fn account(&mut self, source: Source, now: Instant) -> &mut Account<E> {
         let bounds = self.bounds;
         if !self.accounts.contains_key(&source) {
-            // Devices can be removed, so accounts without any state are dropped.
+            // Drops accounts without any state, because devices can be removed.
             self.accounts.retain(|_, account| !account.is_as_new(bounds, now));
         }
         self.accounts.entry(source).or_insert_with(|| Account {
@@ -169,7 +170,8 @@ impl<E: PartialEq> Account<E> {
         }
         let is_known = self.last.as_ref() == Some(event);
         if is_known {
-            // The state has changed back, so the withheld event is obsolete.
+            // The state has returned to that of the last event sent, so the withheld event is
+            // obsolete.
             self.withheld = None;
         }
         is_known
@@ -179,7 +181,7 @@ impl<E: PartialEq> Account<E> {
         let spans = now.saturating_duration_since(self.since).as_nanos() / bounds.span.as_nanos();
         let spans = u32::try_from(spans).unwrap_or(u32::MAX);
         self.left = self.left.saturating_add(spans).min(bounds.burst);
-        // A span that has begun continues, unless the allowance is full.
+        // The current span continues, unless the allowance is full.
         self.since = if self.left == bounds.burst { now } else { self.since + bounds.span * spans };
     }
 

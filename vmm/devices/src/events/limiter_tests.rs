@@ -1,4 +1,4 @@
-//! Tests of the limiter, and of the checks with faulty limiters.
+//! Tests of the limiter. Faulty limiters show that the checks find faults.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ fn device(id: u32) -> Source {
     Source::Device(id.to_string())
 }
 
-/// Passes a hundred events at once, 0 to 99.
+/// Passes the events 0 to 99 to the limiter at the same time.
 fn hear_hundred(limiter: &mut Limiter<u64>, source: &Source, now: Instant) {
     for event in 0..100 {
         limiter.hear(source.clone(), &event, now);
@@ -35,7 +35,7 @@ fn repeated_event_of_a_zone_is_not_sent() {
     ] {
         assert_eq!(limiter.hear(zone(), &event, now), verdict, "{event}");
     }
-    // Repeated events of a device are separate occurrences.
+    // Repeated events of a device are all sent, because each is a separate occurrence.
     assert!((0..3).all(|_| limiter.hear(device(1), &0, now) == Verdict::Tell));
 }
 
@@ -47,7 +47,7 @@ fn one_event_per_span_is_sent_after_a_burst() {
     assert_eq!(told(start), 4);
     assert_eq!(told(start + BOUNDS.span - SECOND), 0);
     assert_eq!(told(start + BOUNDS.span), 1);
-    // An event that is withheld does not restart the current span.
+    // Withholding an event does not restart the current span.
     assert_eq!(told(start + BOUNDS.span * 2 - SECOND), 0);
     assert_eq!(told(start + BOUNDS.span * 2 + SECOND), 1);
     assert_eq!(told(start + BOUNDS.span * 3), 1);
@@ -69,7 +69,7 @@ fn last_withheld_event_is_sent_at_the_end_of_its_span() {
     assert_eq!(limiter.due(), None);
     hear_hundred(&mut limiter, &zone(), start);
     assert_eq!((limiter.due(), limiter.release(start)), (Some(start + BOUNDS.span), vec![]));
-    // The withheld event will be sent, so a repetition is not new.
+    // The withheld event will still be sent, so repeating it is not new.
     assert_eq!(limiter.hear(zone(), &99, start), Verdict::Known);
     assert_eq!(limiter.release(start + BOUNDS.span), [99]);
     assert_eq!((limiter.due(), limiter.release(start + BOUNDS.span * 9)), (None, vec![]));
@@ -102,7 +102,7 @@ fn result_of_a_request_is_sent_beyond_the_allowance() {
         (limiter.hear(zone(), &1, now), limiter.due()),
         (Verdict::Withhold, Some(now + BOUNDS.span))
     );
-    // A request frees the next event, not one that was withheld before.
+    // A request exempts the next event from the limit, but not an event that is already withheld.
     limiter.ask(zone(), now);
     assert_eq!((limiter.due(), limiter.release(now)), (Some(now + BOUNDS.span), vec![]));
     assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell, "withheld or not");
@@ -118,7 +118,7 @@ fn end_of_a_machine_drops_withheld_events_except_those_of_the_vm() {
     limiter.end_machine();
     assert_eq!((limiter.release_of(&zone()), limiter.release_of(&device(1))), (None, None));
     assert_eq!(limiter.release_of(&Source::Vm), Some(99));
-    // The memory of the next machine may have the same state as the last one's.
+    // The memory of the next machine may reach the same state as that of the last one.
     let later = now + BOUNDS.span;
     assert_eq!(limiter.hear(zone(), &3, later), Verdict::Tell);
 }
@@ -194,17 +194,17 @@ impl Rule for OnlyRepetitions {
     fn end_machine(&mut self) {}
 }
 
-/// Step of a test, some seconds after the previous one.
+/// Step of a test. Each step follows the previous one after some seconds.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// Event of the source.
+    /// The source reports this event.
     Event(u64),
     EndMachine,
 }
 
-/// Executes the steps and returns a violated rule, if any. A source never sends more than a burst
-/// and one event for each span that has begun. In the end, a watcher has the last event, unless the
-/// machine has ended.
+/// Executes the steps and returns an error if a rule is violated. Rule 1: a source never sends more
+/// events than the burst, plus one for each span that has begun. Rule 2: in the end, a watcher has
+/// received the last event, unless the machine has ended.
 fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<(), String> {
     let start = Instant::now();
     let (mut told, mut seen, mut happened, mut now) = (0, None, None, start);

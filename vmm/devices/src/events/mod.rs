@@ -1,8 +1,9 @@
-//! Events of the VM and the VMM for watchers: a file or FIFO (`--event-monitor`), and clients of
-//! `vmm.events`.
+//! Events of the VM and the VMM. Watchers receive them: a file or FIFO (`--event-monitor`), and
+//! clients of `vmm.events`.
 //!
-//! Senders never wait. A watcher that is too slow loses events, which are counted. [`limiter`]
-//! restricts the rate of events that a guest causes. docs/reference/events.md lists every event.
+//! Senders never wait. A watcher that is too slow loses events, and the lost events are counted.
+//! [`limiter`] limits the rate of events that a guest causes. docs/reference/events.md lists every
+//! event.
 
 mod event;
 mod limiter;
@@ -26,10 +27,11 @@ pub use self::monitor::{Monitor, MonitorError};
 pub use self::target::EventMonitor;
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
-/// Number of events that may wait for a watcher. A boot sends about 20.
+/// Maximum number of events that are queued for a watcher. A boot sends about 20 events.
 const QUEUED: usize = 1024;
 
-/// Event as it is written. Field names and their order are Cloud Hypervisor's.
+/// Event in the form in which it is written. Names and order of the fields are those of Cloud
+/// Hypervisor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Told {
     /// Time since the VMM's start.
@@ -41,11 +43,11 @@ pub struct Told {
     pub properties: Option<BTreeMap<&'static str, String>>,
 }
 
-/// Sender of events, for any thread. Cheap to clone.
+/// Sender of events. Any thread may use it. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Events {
     start: Instant,
-    /// `None` is the end.
+    /// `None` marks the end of the stream.
     queue: broadcast::Sender<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
     /// Held while a limited event is sent, so that events are sent in the order in which they
@@ -55,7 +57,7 @@ pub struct Events {
     withheld: Arc<Notify>,
 }
 
-/// Event without its time.
+/// Event without a timestamp.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Message {
     source: &'static str,
@@ -63,9 +65,9 @@ struct Message {
     properties: Option<BTreeMap<&'static str, String>>,
 }
 
-/// Event that is in the queue but not yet in the log. Writing the log may block on its reader. The
-/// event is therefore logged after the limiter is unlocked. Otherwise a vCPU's thread with an event
-/// of its own would wait for the log.
+/// Event that was queued, but not logged yet. Writing to the log may block on the log's reader, so
+/// the event is logged after the limiter is unlocked. Otherwise a vCPU thread that sends an event
+/// would wait for the log.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 struct Sent {
@@ -106,12 +108,12 @@ impl EventCounters {
         self.told.lock().clone()
     }
 
-    /// Number of events that all watchers together have lost.
+    /// Total number of events that watchers have lost.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Number of events that were not sent at once, because the guest caused too many.
+    /// Number of events that were not sent immediately, because the guest caused too many.
     pub fn withheld(&self) -> u64 {
         self.withheld.load(Ordering::Relaxed)
     }
@@ -136,13 +138,13 @@ impl Expose for EventCounters {
     }
 }
 
-/// Watcher of all events from its creation on.
+/// Watcher. It receives all events that are sent after its creation.
 pub struct Watcher {
     queue: broadcast::Receiver<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
 }
 
-/// Next item of a watcher.
+/// Next item that a watcher receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     Event(Arc<Told>),
@@ -151,7 +153,7 @@ pub enum Seen {
 }
 
 impl Events {
-    /// Starts the clock. There are no watchers yet.
+    /// Creates a sender without watchers, and starts the clock for timestamps.
     pub fn start() -> Self {
         Self::start_within(Bounds::USUAL)
     }
@@ -169,8 +171,8 @@ impl Events {
     /// Sends an event that a client requested, or that happens once. Never waits.
     pub fn tell(&self, event: Event<'_>) {
         let mut limiter = self.limiter.lock();
-        // Withheld events of the same source go first. Before the last event, all withheld events
-        // are sent.
+        // Withheld events of the same source are sent first. Before the last event of all, all
+        // withheld events are sent.
         let before = match event {
             Event::VmmShutdown => limiter.release_all(),
             _ => limiter.release_of(&event.concerns()).into_iter().collect(),
@@ -182,8 +184,8 @@ impl Events {
         sent.log();
     }
 
-    /// Sends an event that a guest can repeat: now, later, or never if another one replaces it.
-    /// Never waits.
+    /// Sends an event that a guest can repeat. If the limiter withholds the event, it is sent
+    /// later, or never if another event replaces it. Never waits.
     pub fn tell_of_guest(&self, event: Event<'_>) {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
@@ -201,8 +203,8 @@ impl Events {
         }
     }
 
-    /// Records that a client requested another size of a zone. The result is sent even if it
-    /// repeats the last event.
+    /// Records that a client requested a new size for a zone. The result is sent even if it equals
+    /// the last event.
     pub fn expect_of_zone(&self, zone: &str) {
         self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
     }
@@ -213,14 +215,14 @@ impl Events {
         self.limiter.lock().end_machine();
     }
 
-    /// Sends withheld events as soon as the limiter permits. Never returns.
+    /// Task that sends withheld events as soon as the limiter permits. Never returns.
     pub async fn tell_what_was_withheld(self) {
         loop {
             let due = self.limiter.lock().due();
             match due {
                 None => self.withheld.notified().await,
                 Some(due) => {
-                    // An event of another source may be withheld meanwhile, and be due earlier.
+                    // Meanwhile, an event of another source may be withheld that is due earlier.
                     let _ = tokio::time::timeout_at(due.into(), self.withheld.notified()).await;
                 }
             }
@@ -263,7 +265,7 @@ impl Watcher {
         self.seen(received)
     }
 
-    /// As [`Self::next`], on a thread that may block.
+    /// Same as [`Self::next`], for a thread that may block.
     fn next_blocking(&mut self) -> Option<Seen> {
         let received = self.queue.blocking_recv();
         self.seen(received)
@@ -322,7 +324,7 @@ mod tests {
             while let Some(seen) = watcher.next().await {
                 left += usize::from(matches!(seen, Seen::Event(_)));
             }
-            // The end has replaced one event.
+            // The end marker has displaced one event.
             assert_eq!(left, QUEUED - 1);
             assert_eq!(events.counters().lost(), 8);
             assert_eq!(events.counters().told()[&("vm", "resizing")], QUEUED as u64 + 7);
@@ -349,7 +351,7 @@ mod tests {
             for plugged_bytes in 0..100 {
                 events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
-            // On a slow machine, some of the events in between are sent as well.
+            // On a slow machine, some of the other events are sent as well.
             loop {
                 let Some(Seen::Event(told)) = watcher.next().await else {
                     panic!("no event was expected")
@@ -387,7 +389,7 @@ mod tests {
         });
     }
 
-    /// Log that checks, for each line, that another thread can send events meanwhile.
+    /// Log writer for tests. On each line, it checks that another thread can still send events.
     struct Log {
         events: Events,
         lines: Arc<AtomicU64>,
@@ -420,7 +422,7 @@ mod tests {
             for plugged_bytes in 0..3 {
                 events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
-            // With the event that was withheld before it.
+            // The event that was withheld is sent before this one.
             events.tell(Event::VmmShutdown);
         });
         assert_eq!(lines.load(Ordering::Relaxed), 4);
@@ -437,7 +439,7 @@ mod tests {
             let told = || events.counters().told()[&("foreshore", "memory-reached")];
             (0..1000).for_each(|nth| reached(nth % 2));
             assert_eq!(told(), 4);
-            // The same state as in the last event.
+            // Reports the same state as the last event.
             events.expect_of_zone("pm");
             reached(1);
             assert_eq!(told(), 5);

@@ -24,15 +24,15 @@ pub struct MonitorError {
     source: io::Error,
 }
 
-/// Writes every event, on a thread of its own.
+/// Writer of events, with its own thread.
 #[derive(Debug)]
 pub struct Monitor {
     thread: JoinHandle<()>,
 }
 
 impl Monitor {
-    /// Starts to write events. Waits until a FIFO has a reader: libvirt opens its end once the VMM
-    /// runs.
+    /// Starts to write events to `target`. If it is a FIFO, waits until the FIFO has a reader.
+    /// libvirt opens its end after it has started the VMM.
     pub fn start(target: &EventMonitor, events: &Events) -> Result<Self, MonitorError> {
         let failed = |source| MonitorError { target: target.clone(), source };
         let file = open(target).map_err(failed)?;
@@ -71,14 +71,14 @@ fn open(target: &EventMonitor) -> io::Result<File> {
             if unsafe { libc::fcntl(*fd, libc::F_GETFD) } < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: the descriptor is open (above). It was inherited for this purpose, so no
-            // other code uses it.
+            // SAFETY: the descriptor is open (checked above). It was inherited for this purpose, so
+            // no other code uses it.
             Ok(unsafe { OwnedFd::from_raw_fd(*fd) }.into())
         }
     }
 }
 
-/// A FIFO without a reader must not block the end of the VMM.
+/// Makes writes non-blocking, because a FIFO that is not read must not block the exit of the VMM.
 fn set_nonblocking(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
@@ -97,8 +97,8 @@ fn write_all(mut file: File, mut watcher: Watcher) {
     }
 }
 
-/// Writes an event at once: a FIFO accepts up to PIPE_BUF bytes completely or not at all (pipe(7)),
-/// and events have a few hundred bytes.
+/// Writes an event with one system call. A FIFO accepts up to PIPE_BUF bytes completely or not at
+/// all (pipe(7)), and an event has a few hundred bytes.
 fn write(file: &mut File, told: &Told) -> io::Result<()> {
     let mut text = serde_json::to_string_pretty(told)?;
     text.push_str("\n\n");
@@ -124,7 +124,7 @@ mod tests {
         path
     }
 
-    /// Finds the end of an event by its braces, as libvirt does.
+    /// Splits `text` into events by counting braces, as libvirt does.
     fn events_in(text: &str) -> Vec<String> {
         let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
         for (at, character) in text.char_indices() {
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(events_in(&reader.join().unwrap()), ["starting"]);
     }
 
-    /// Opens the reading end without waiting for a writer.
+    /// Opens the read end of a FIFO without waiting for a writer.
     fn open_without_reading(path: &Path) -> File {
         use std::os::unix::fs::OpenOptionsExt;
         OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
@@ -201,10 +201,10 @@ mod tests {
         let events = Events::start();
         let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
         let reason = "x".repeat(400);
-        // Four times the capacity of a FIFO.
+        // Sends four times the capacity of a FIFO.
         for told in 0..640 {
             events.tell(Event::Failed { reason: &reason });
-            // A watcher that lags would lose events in its queue instead.
+            // Waits for the watcher, which would otherwise lose events in its queue instead.
             while told % 256 == 255 && !events.queue.is_empty() {
                 std::thread::yield_now();
             }
@@ -213,11 +213,11 @@ mod tests {
         monitor.finish();
         let lost = events.counters().lost();
         assert!(lost > 300, "{lost}");
-        // The received events are complete.
+        // All received events are complete.
         let mut text = String::new();
         reader.read_to_string(&mut text).unwrap();
         assert_eq!(events_in(&text).len() as u64, 640 - lost);
-        // The reader has closed the FIFO.
+        // The reader has already closed the FIFO.
         let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
         drop(reader);
         events.tell(Event::VmBooted);

@@ -17,16 +17,16 @@ section! {
 /// Destination of the events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EventMonitor {
-    /// File, which is created or truncated, or FIFO.
+    /// Path of a FIFO, or of a file that is created or truncated.
     Path(PathBuf),
-    /// Inherited descriptor.
+    /// Number of an inherited descriptor.
     Fd(RawFd),
 }
 
 impl EventMonitor {
     pub const TABLE: Table = Table::of::<Keys>();
 
-    /// Reads the flag's value.
+    /// Parses the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let flag = Keys::FLAG;
         match Keys::parse(text)? {

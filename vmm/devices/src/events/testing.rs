@@ -1,10 +1,10 @@
-//! Comparison of all events with their documentation.
+//! Test that compares all events with their documentation.
 
 use super::event::{DeviceEvent, Event};
 
 const DOCUMENT: &str = include_str!("../../../../docs/reference/events.md");
 
-/// One event of each kind.
+/// An example of each event.
 const ALL: [Event<'_>; 27] = [
     Event::VmmStarting,
     Event::VmmShutdown,
@@ -35,8 +35,8 @@ const ALL: [Event<'_>; 27] = [
     Event::MemoryDriverUnsupported { zone: "z", reason: "r" },
 ];
 
-/// Checks that docs/reference/events.md lists every event with its properties, those of devices
-/// included, and no other.
+/// Checks that docs/reference/events.md lists exactly the existing events with their properties,
+/// including events of devices.
 pub fn check_document<'a>(of_devices: impl Iterator<Item = &'a DeviceEvent>) {
     let names = |cell: &str| -> Vec<String> {
         cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
