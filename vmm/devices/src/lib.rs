@@ -30,6 +30,6 @@ pub mod unix_socket;
 pub mod virtio;
 pub mod volume;
 
-// The macro of [`log`] names it by this path, so its callers need not depend on `tracing`.
+// A macro in [`log`] uses this path, so that its callers need not depend on `tracing`.
 #[doc(hidden)]
 pub use tracing;

@@ -29,13 +29,15 @@ pub enum LogError {
 pub struct LogConfig {
     /// File, or standard error if `None`.
     pub file: Option<PathBuf>,
-    /// Number of `-v`: warnings, then information, debugging, everything.
+    /// Number of `-v` flags. 0 logs warnings, 1 also information, 2 also debugging, and 3
+    /// everything.
     pub verbosity: u8,
 }
 
-/// Sends log lines to the destination in `config`. Call it once.
+/// Starts logging to the destination in `config`. Call this only once.
 ///
-/// Lines are written at once, without a buffer, so that the lines before a crash are not lost.
+/// Each line is written immediately and without a buffer, so that the last lines before a crash are
+/// not lost.
 pub fn start(config: &LogConfig) -> Result<(), LogError> {
     let lines = tracing_subscriber::fmt()
         .with_max_level(level(config.verbosity))
@@ -67,18 +69,18 @@ fn level(verbosity: u8) -> LevelFilter {
     }
 }
 
-/// Runs `act` with a subscriber of its own, which receives the lines of this thread.
+/// Runs `act` with a separate subscriber, which receives the log lines of this thread.
 ///
-/// Another subscriber exists meanwhile. If there is only one, tracing decides about a new call site
-/// by the subscriber of the thread that reaches it first, which may be another test's
-/// (tracing-core, `has_just_one` in callsite.rs).
+/// Another subscriber exists at the same time. If there were only one, tracing would decide about
+/// each new call site by the subscriber of the thread that reaches it first, and this thread may
+/// belong to another test (tracing-core, `has_just_one` in callsite.rs).
 #[cfg(any(test, feature = "testing"))]
 pub fn with_subscriber<T>(subscriber: impl Into<tracing::Dispatch>, act: impl FnOnce() -> T) -> T {
     let _other = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::new());
     tracing::dispatcher::with_default(&subscriber.into(), act)
 }
 
-/// Counts the occasions of a log line.
+/// Counts how often a log line was due.
 #[doc(hidden)]
 #[derive(Default)]
 pub struct Occasions(AtomicU64);
@@ -88,7 +90,7 @@ impl Occasions {
         Self(AtomicU64::new(0))
     }
 
-    /// Counts an occasion. Returns the total if it is the first, second, fourth, eighth, and so on.
+    /// Adds one to the count. Returns the count if it is a power of two: 1, 2, 4, 8 and so on.
     pub fn another(&self) -> Option<u64> {
         let times = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         times.is_power_of_two().then_some(times)
@@ -96,9 +98,9 @@ impl Occasions {
 }
 
 /// Logs an event that a guest can repeat: `sparsely!(warn, fields, "message")`. The line is logged
-/// the first, second, fourth, eighth time and so on, with the count. A guest can thus neither fill
-/// the host's disk nor be slowed down by the host's log. Each call site counts separately, for all
-/// devices together. Metrics have exact numbers.
+/// the first, second, fourth, eighth time and so on, with the count. The guest therefore cannot
+/// fill the host's disk, and the host's log cannot slow the guest down. Each call site has its own
+/// count for all devices. Metrics provide exact numbers.
 #[macro_export]
 macro_rules! sparsely {
     ($level:ident, $($line:tt)+) => {{

@@ -1,7 +1,7 @@
-//! Port 0x61, by which a PC reports the cause of a non-maskable interrupt.
+//! Port 0x61, at which a PC reports the cause of a non-maskable interrupt.
 //!
 //! A port without a device reads as ones, which means a memory parity error and an I/O check. Linux
-//! would then report one of these as the cause of the NMI of `vm.nmi` (arch/x86/kernel/nmi.c,
+//! would then report one of these as the cause of an NMI from `vm.nmi` (arch/x86/kernel/nmi.c,
 //! default_do_nmi). This device never reports a cause. Bit 5, the output of timer 2, is set:
 //! otherwise a kernel that waits for it without a timer (arch/x86/kernel/tsc.c,
 //! pit_hpet_ptimer_calibrate_cpu) would wait forever.
@@ -13,7 +13,7 @@ pub const NMI_STATUS_LEN: u64 = 1;
 
 const TIMER_2_OUTPUT: u8 = 1 << 5;
 
-/// Device of the port, without state.
+/// Device on the port. It has no state.
 #[derive(Debug)]
 pub struct NmiStatus;
 
@@ -22,7 +22,7 @@ impl BusDevice for NmiStatus {
         data.fill(TIMER_2_OUTPUT);
     }
 
-    /// The device has no causes that could be enabled or cleared.
+    /// Ignores writes, because the device has no causes that could be enabled or cleared.
     fn write(&self, _offset: u64, _data: &[u8]) {}
 }
 

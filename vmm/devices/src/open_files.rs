@@ -4,8 +4,9 @@ use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit to the hard one. The soft limit is low for programs that use select(2),
-/// which does not support descriptors above 1023 (getrlimit(2)). This program does not use it.
+/// Raises the soft limit to the hard limit. The default soft limit is low for the sake of programs
+/// that use select(2), which does not support descriptors above 1023 (getrlimit(2)). This program
+/// does not use select.
 pub fn raise_limit() -> io::Result<()> {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {
@@ -14,7 +15,7 @@ pub fn raise_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
 }
 
-/// Number of files that the process may have open now.
+/// Current limit of the number of open files.
 pub fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }

@@ -1,9 +1,9 @@
-//! Files that the VMM writes: consoles, events and the log. Output never goes into a file that
-//! holds a pool, a file system, a partition table or a disk image.
+//! Output files of the VMM: consoles, events and the log. The VMM never writes output to a file
+//! that contains a pool, a file system, a partition table or a disk image.
 //!
-//! Content is checked when the host's user names a file for output for the first time. The file is
-//! then marked, and its content is not checked any more. Otherwise a guest that writes a file
-//! system to its serial port would prevent the next start of its VMM.
+//! The content of a file is checked only when the user specifies it for output for the first time.
+//! The file is then marked, and its content is not checked again. Otherwise, a guest that writes a
+//! file system to its serial port would prevent the next start of its VMM.
 
 use std::fs::File;
 use std::io;
@@ -44,14 +44,14 @@ impl From<OutputFileError> for io::Error {
     }
 }
 
-/// Locks an output file, so that no disk or pool can use it as long as it is open. Pipes and
+/// Locks an output file, so that it cannot be used as a disk or pool while it is open. Pipes and
 /// terminals are not locked.
 pub(crate) fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     if !file.metadata().map_err(failed)?.is_file() {
         return Ok(());
     }
-    // Shared, because a serial port and a console may have one file.
+    // The lock is shared, because a serial port and a console may write to the same file.
     match try_lock(file, LockKind::Shared).map_err(failed)? {
         Ok(()) => Ok(()),
         Err(holder) => Err(OutputFileError::InUse { path: path.to_owned(), holder }),
@@ -98,7 +98,7 @@ mod tests {
         assert!(error.contains("holds an ext2, ext3 or ext4 file system"), "{error}");
         fs::remove_file(&path).unwrap();
         admit(&append(&path), &path).unwrap();
-        // The guest writes the same to its serial port, and the next VMM starts.
+        // A guest may write the same content to its serial port, and its next VMM still starts.
         fs::write(&path, &disk).unwrap();
         admit(&append(&path), &path).unwrap();
         fs::write(&path, "[    0.000000] Linux version").unwrap();

@@ -1,8 +1,9 @@
-//! The VMM's own standard output and error as the files of flags: `--log-file /dev/stderr`.
+//! Use of the VMM's own standard output and error as files in flags, for example `--log-file
+//! /dev/stderr`.
 //!
-//! `>all 2>&1` merges the log and the events into one file on purpose. Opening `/dev/stderr`
-//! creates a file description with an offset of its own, which begins at 0. So every writer has to
-//! append, or it overwrites the output of the others.
+//! Users merge the log and the events into one file by `>all 2>&1`. Opening `/dev/stderr` creates a
+//! new file description, whose offset starts at 0. Every writer must therefore append, or it would
+//! overwrite the output of the others.
 
 use std::fs;
 use std::io::{self, stderr, stdout};
@@ -13,8 +14,8 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 
 use crate::file_id::{folder_of, links_of};
 
-/// True if `path` leads through the VMM's standard output or error, for example `/dev/stdout` or
-/// `/proc/self/fd/2`.
+/// Returns true if `path` refers to the descriptor of the VMM's standard output or error, for
+/// example `/dev/stdout` or `/proc/self/fd/2`.
 pub fn is_at(path: &Path) -> bool {
     let Ok(descriptors) = fs::canonicalize("/proc/self/fd") else { return false };
     links_of(path).any(|path| {
@@ -23,14 +24,15 @@ pub fn is_at(path: &Path) -> bool {
     })
 }
 
-/// Makes standard output and error append if `path` leads through one of them. A stream that is not
-/// a regular file stays unchanged. Returns false if `path` leads through neither.
+/// Sets standard output and error to append if `path` refers to the descriptor of one of them. A
+/// stream that is not a regular file is not changed. Returns false if `path` refers to neither.
 ///
-/// Both are set, because each may be the same file: errors and the output of a `tty` console go
-/// there without a flag.
+/// Both streams are set, because both may be the same file. Errors and the output of a `tty`
+/// console are written to them even without a flag.
 ///
-/// The flag changes for every process that shares the file description, as after `>>` instead of
-/// `>`. GNU make does the same, so that parallel jobs do not overwrite each other's output.
+/// This affects every process that shares the file description, as if the shell had used `>>`
+/// instead of `>`. GNU make does the same, so that parallel jobs do not overwrite each other's
+/// output.
 pub fn append_at(path: &Path) -> io::Result<bool> {
     if !is_at(path) {
         return Ok(false);

@@ -1,5 +1,4 @@
-//! Limits of the rate of requests and output. The functions read no clock; the caller passes the
-//! time.
+//! Rate limits for requests and output. The functions read no clock. The caller passes the time.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +11,7 @@ pub(crate) const NANOS_PER_S: u128 = 1_000_000_000;
 pub(crate) struct TokenBucket {
     capacity: u64,
     rate_per_s: NonZeroU64,
-    /// Billionths of a token, so that a refill is exact however often it happens.
+    /// Level in billionths of a token, so that refills at any interval are exact.
     pub(crate) level: u128,
     refilled: Instant,
 }
@@ -29,7 +28,7 @@ impl TokenBucket {
         self.refilled = self.refilled.max(now);
     }
 
-    /// Time from the last refill until there are `tokens`.
+    /// Time from the last refill until `tokens` are available.
     pub(crate) fn wait(&self, tokens: u64) -> Duration {
         assert!(tokens <= self.capacity, "{tokens} tokens of a bucket of {}", self.capacity);
         let missing = (u128::from(tokens) * NANOS_PER_S).saturating_sub(self.level);
@@ -37,18 +36,18 @@ impl TokenBucket {
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
-    /// Takes tokens. There must be enough of them.
+    /// Takes tokens. Enough tokens must be available.
     pub(crate) fn take(&mut self, tokens: u64) {
         self.level -= u128::from(tokens) * NANOS_PER_S;
     }
 
-    /// Takes tokens, or all if there are fewer.
+    /// Takes tokens, or all available tokens if there are fewer.
     pub(crate) fn take_available(&mut self, tokens: u64) {
         self.level = self.level.saturating_sub(u128::from(tokens) * NANOS_PER_S);
     }
 }
 
-/// Requests that were delayed because they exceeded a budget.
+/// Counters of requests that were delayed because they exceeded a rate limit.
 #[derive(Debug, Default)]
 pub struct ThrottleMetrics {
     requests: AtomicU64,
@@ -65,12 +64,12 @@ impl ThrottleMetrics {
         self.nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Number of delayed requests, including the one that waits now.
+    /// Number of delayed requests, including one that is waiting now.
     pub fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Sum of the delays that have ended.
+    /// Total length of all delays that have ended.
     pub fn delay(&self) -> Duration {
         Duration::from_nanos(self.nanos.load(Ordering::Relaxed))
     }
@@ -90,12 +89,12 @@ mod tests {
         let mut bucket = TokenBucket::full(10, rate(3), start);
         bucket.take(10);
         assert_eq!(bucket.wait(1), Duration::from_nanos(333_333_334));
-        // A refill at every millisecond rounds nothing away.
+        // Refilling every millisecond loses nothing by rounding.
         for ms in 1..=1000 {
             bucket.refill(start + Duration::from_millis(ms));
         }
         assert_eq!((bucket.wait(3), bucket.level), (Duration::ZERO, 3 * NANOS_PER_S));
-        // A clock that stands still, or goes back, adds nothing.
+        // A clock that stops or goes back adds no tokens.
         bucket.refill(start);
         bucket.refill(start + Duration::from_secs(1));
         assert_eq!(bucket.level, 3 * NANOS_PER_S);

@@ -37,15 +37,16 @@ impl MsiController for VmFd {
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
         let (address_lo, address_hi) = halves(message.address);
         let msi = kvm_msi { address_lo, address_hi, data: message.data, ..Default::default() };
-        // 0 means that the guest blocks the interrupt, which is not an error.
+        // A result of 0 means that the guest blocks the interrupt. This is not an error.
         VmFd::signal_msi(self, msi)?;
         Ok(())
     }
 }
 
-/// Routes of all pins of the I/O APIC. KVM's own routes also connect the first 16 to its emulated
-/// 8259s. Guests do not mask these, because no table describes them (MADT without PCAT_COMPAT).
-/// Until a guest has masked LINT0, they would raise vectors that belong to exceptions.
+/// Routes for all pins of the I/O APIC. KVM's default routes also connect the first 16 interrupts
+/// to emulated 8259 controllers. Guests do not mask these controllers, because no table describes
+/// them (MADT without PCAT_COMPAT). Until a guest has masked LINT0, the controllers would raise
+/// vectors that belong to exceptions.
 fn fixed_routes() -> Vec<kvm_irq_routing_entry> {
     (0..FIRST_MSI_GSI).map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi)).collect()
 }

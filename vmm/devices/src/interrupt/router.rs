@@ -1,4 +1,4 @@
-//! Delivers MSI messages to KVM: by an irqfd with a route of its own, or directly.
+//! Delivery of MSI messages through KVM, either by an irqfd with its own route or directly.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,7 @@ use super::MsiController;
 use crate::memory::layout::FIRST_MSI_GSI;
 use crate::pci::msix::MsiMessage;
 
-/// Upper limit of KVM's routes (KVM_MAX_IRQ_ROUTES). Each GSI needs one.
+/// Maximum number of routes in KVM (KVM_MAX_IRQ_ROUTES). Each GSI needs one route.
 const GSI_END: u32 = 4096;
 
 #[derive(Debug, Error)]
@@ -40,11 +40,11 @@ pub enum RouteError {
 }
 
 struct Routes {
-    /// Messages by GSI.
+    /// Message of each GSI.
     messages: BTreeMap<u32, MsiMessage>,
-    /// GSIs that were freed.
+    /// GSIs that were freed and can be reused.
     free: Vec<u32>,
-    /// First GSI that was never allocated.
+    /// Smallest GSI that was never allocated.
     next: u32,
 }
 
@@ -55,7 +55,7 @@ pub struct MsiRouter {
 }
 
 impl MsiRouter {
-    /// A router without routes.
+    /// Creates a router without routes.
     pub fn new(controller: Arc<dyn MsiController>) -> Arc<Self> {
         let routes = Routes { messages: BTreeMap::new(), free: Vec::new(), next: FIRST_MSI_GSI };
         Arc::new(Self { controller, routes: Mutex::new(routes) })
@@ -71,7 +71,7 @@ impl MsiRouter {
         self.connect_irqfd(|| EventFd::new(EFD_NONBLOCK), message)
     }
 
-    /// As [`Self::connect`], with a copy of an event that another component raises as well.
+    /// Same as [`Self::connect`], but uses a copy of an event that another component also raises.
     pub fn connect_event(
         self: &Arc<Self>,
         event: &EventFd,
@@ -93,7 +93,7 @@ impl MsiRouter {
     ) -> Result<MsiLine, RouteError> {
         let mut line = MsiLine::allocate(self, irqfd)?;
         let gsi = line.gsi;
-        // The route comes first, because the registration of an irqfd looks it up.
+        // The route must exist first, because registering an irqfd looks it up.
         self.route(gsi, message)?;
         line.message = message;
         self.controller
@@ -107,7 +107,7 @@ impl MsiRouter {
         let mut routes = self.routes.lock();
         let before = routes.messages.insert(gsi, message);
         self.controller.set_msi_routes(&routes.messages).map_err(|source| {
-            // KVM keeps its old table, so the entry is restored.
+            // After a failure, KVM keeps its old table, so the entry here is restored as well.
             match before {
                 Some(before) => routes.messages.insert(gsi, before),
                 None => routes.messages.remove(&gsi),
@@ -117,7 +117,7 @@ impl MsiRouter {
     }
 }
 
-/// GSI with its irqfd. Both are freed on drop.
+/// GSI with its irqfd. Dropping it frees both.
 pub struct MsiLine {
     router: Arc<MsiRouter>,
     gsi: u32,
@@ -149,15 +149,15 @@ impl MsiLine {
         Ok(Self { router: Arc::clone(router), gsi, irqfd, message, registered: false })
     }
 
-    /// Raises the interrupt. If the guest has changed the message since the last call, the route is
-    /// updated first. A change alone is free, because guests change messages far more often than
-    /// they use them.
+    /// Raises the interrupt. If the guest has changed the message since the last call, updates the
+    /// route first. The update is deferred until then, because guests change messages far more
+    /// often than they use them.
     pub fn signal(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         self.follow(message)?;
         self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi: self.gsi, source })
     }
 
-    /// Delivers this message from now on, also when another component raises the event.
+    /// Sets the message to deliver from now on, even when another component raises the event.
     pub fn follow(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         if message != self.message {
             self.router.route(self.gsi, message)?;
@@ -170,7 +170,7 @@ impl MsiLine {
 impl Drop for MsiLine {
     fn drop(&mut self) {
         if self.registered {
-            // It fails only if the VM itself is gone.
+            // This fails only if the VM no longer exists.
             let _ = self.router.controller.unregister_irqfd(&self.irqfd, self.gsi);
         }
         // Without an irqfd, the route is unused, and the next table omits it.
@@ -242,7 +242,7 @@ mod tests {
         assert!(line.signal(message(3)).is_err());
         controller.refuse(false);
         controller.take_calls();
-        // The old route is still in use, so the old message needs no new table.
+        // The old route is still in the table, so the old message needs no new table.
         line.signal(message(2)).unwrap();
         assert_eq!(controller.take_calls(), []);
         assert_eq!(controller.count_of(24), 1);

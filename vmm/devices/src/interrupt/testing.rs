@@ -1,4 +1,4 @@
-//! Interrupt controller that records calls.
+//! Fake interrupt controller that records calls.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -16,7 +16,7 @@ pub enum Call {
     Routes(Vec<(u32, MsiMessage)>),
     /// Registration of an irqfd for this GSI.
     Register(u32),
-    /// Its removal.
+    /// Removal of the irqfd for this GSI.
     Unregister(u32),
     /// New level of this GSI's line: true for high.
     Line(u32, bool),
@@ -34,17 +34,17 @@ struct State {
 pub struct FakeController(Mutex<State>);
 
 impl FakeController {
-    /// Controller without irqfds.
+    /// Creates a controller without irqfds.
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Takes the calls since the last time.
+    /// Returns the calls that were recorded since the last call of this function.
     pub fn take_calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.0.lock().calls)
     }
 
-    /// Number of times that the irqfd of `gsi` was raised since the last call.
+    /// Number of times that the irqfd of `gsi` was raised since the last call of this function.
     pub fn count_of(&self, gsi: u32) -> u64 {
         self.0.lock().irqfds.get(&gsi).map_or(0, |irqfd| irqfd.read().unwrap_or(0))
     }

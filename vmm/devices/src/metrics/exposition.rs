@@ -1,7 +1,8 @@
-//! Metric families, collected from all sources of a scrape.
+//! Metric families, collected from all sources on each scrape.
 //!
-//! The families of a format are contiguous, and several sources have samples of one family, such as
-//! two disks. Sources add samples in any order, and a family is encoded once, with all of them.
+//! The format requires that all samples of a family are contiguous, but several sources, such as
+//! two disks, have samples in one family. Sources therefore add samples in any order, and then each
+//! family is encoded once, with all its samples.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,12 +23,12 @@ pub trait Expose: Send + Sync {
 /// Label names with values.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// Returns a set with one label.
+/// Returns labels with one entry.
 pub fn one(name: &'static str, value: &str) -> Labels {
     vec![(name, value.to_owned())]
 }
 
-/// Returns `labels` with one more.
+/// Returns `labels` with one more entry.
 pub fn and(labels: &Labels, name: &'static str, value: &str) -> Labels {
     labels.iter().cloned().chain([(name, value.to_owned())]).collect()
 }
@@ -36,14 +37,14 @@ pub fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-/// Family of metrics: its name without prefix, unit and `_total`, its description and its unit.
+/// Family of metrics: its name (without prefix, unit and `_total`), its description and its unit.
 pub struct Family(pub &'static str, pub &'static str, pub Option<Unit>);
 
-/// Value of a sample. Its kind is the type of its family.
+/// Value of a sample. The variant is the metric type of the family.
 #[derive(Debug)]
 enum Value {
     Gauge(f64),
-    /// Whole numbers of bytes stay exact and readable.
+    /// A separate variant, so that whole numbers of bytes are exact and readable.
     Bytes(u64),
     Counter(u64),
     SecondsTotal(f64),
@@ -62,7 +63,7 @@ impl Value {
     fn encode(&self, encoder: &mut MetricEncoder<'_>) -> fmt::Result {
         match self {
             Self::Gauge(value) => encoder.encode_gauge(value),
-            // No size here comes near 2^63.
+            // No size reaches 2^63.
             Self::Bytes(bytes) => encoder.encode_gauge(&i64::try_from(*bytes).unwrap_or(i64::MAX)),
             Self::Counter(count) => encoder.encode_counter::<NoLabelSet, _, u64>(count, None),
             Self::SecondsTotal(seconds) => {
@@ -94,17 +95,17 @@ struct Samples {
 pub struct Exposition(BTreeMap<&'static str, Samples>);
 
 impl Exposition {
-    /// Adds values that rise and fall.
+    /// Adds values that can increase and decrease.
     pub fn gauges(&mut self, family: Family, samples: impl IntoIterator<Item = (Labels, f64)>) {
         self.add(family, samples, Value::Gauge);
     }
 
-    /// Adds states: 1 for true.
+    /// Adds states. True is encoded as 1.
     pub fn flags(&mut self, family: Family, samples: impl IntoIterator<Item = (Labels, bool)>) {
         self.add(family, samples, |is_set| Value::Gauge(f64::from(u8::from(is_set))));
     }
 
-    /// Adds sizes in bytes that rise and fall.
+    /// Adds sizes in bytes that can increase and decrease.
     pub fn bytes(
         &mut self,
         name: &'static str,
@@ -114,12 +115,12 @@ impl Exposition {
         self.add(Family(name, help, Some(Unit::Bytes)), samples, Value::Bytes);
     }
 
-    /// Adds whole numbers that only grow.
+    /// Adds whole numbers that only increase.
     pub fn counters(&mut self, family: Family, samples: impl IntoIterator<Item = (Labels, u64)>) {
         self.add(family, samples, Value::Counter);
     }
 
-    /// Adds seconds that only grow.
+    /// Adds numbers of seconds that only increase.
     pub fn seconds_total(
         &mut self,
         name: &'static str,
@@ -145,7 +146,7 @@ impl Exposition {
         value: impl Fn(V) -> Value,
     ) {
         let family = self.0.entry(name).or_insert(Samples { help, unit, samples: Vec::new() });
-        // In release builds, the first description stays, because a scrape must not end a guest.
+        // Release builds use the first description, because a scrape must not end a guest.
         debug_assert_eq!(family.help, help, "two descriptions of {name}");
         family.samples.extend(samples.into_iter().map(|(labels, sample)| (labels, value(sample))));
     }

@@ -1,10 +1,10 @@
-//! Histograms of durations, counted without a lock.
+//! Lock-free histograms of durations.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Upper bounds of the buckets: from a flush of one cache line to a guest that takes a minute. One
-/// more bucket counts longer durations.
+/// Upper bounds of the buckets. They range from a flush of one cache line to a response of a guest
+/// after a minute. One more bucket counts longer durations.
 pub const LATENCY_BOUNDS_NS: [u64; 16] = [
     1_000,
     5_000,
@@ -26,7 +26,7 @@ pub const LATENCY_BOUNDS_NS: [u64; 16] = [
 
 const BUCKETS: usize = LATENCY_BOUNDS_NS.len() + 1;
 
-/// Histogram of durations. Each observation is two additions.
+/// Histogram of durations. Recording an observation costs two additions.
 #[derive(Debug, Default)]
 pub struct LatencyHistogram {
     buckets: [AtomicU64; BUCKETS],
@@ -55,12 +55,12 @@ impl LatencyHistogram {
     }
 }
 
-/// Histogram at one moment.
+/// Snapshot of a histogram.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LatencySample {
     /// Observations in each bucket, not cumulative. The last bucket has no upper bound.
     pub buckets: [u64; BUCKETS],
-    /// Sum of all observations.
+    /// Sum of all observed durations.
     pub sum_ns: u64,
 }
 
@@ -70,7 +70,7 @@ impl LatencySample {
         self.buckets.iter().sum()
     }
 
-    /// Upper bounds in seconds, with the observations in each bucket.
+    /// Upper bounds in seconds, with the number of observations in each bucket.
     pub(super) fn seconds(&self) -> Vec<(f64, u64)> {
         let bounds = LATENCY_BOUNDS_NS.iter().map(|ns| *ns as f64 / 1e9).chain([f64::INFINITY]);
         bounds.zip(self.buckets).collect()

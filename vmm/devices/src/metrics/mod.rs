@@ -1,10 +1,10 @@
-//! Metrics: the registry of their sources, and their exposition in OpenMetrics text.
+//! Metrics: a registry of sources, and their exposition as OpenMetrics text.
 //!
-//! Devices and other sources count in plain atomics or in their own state. Each implements
-//! [`Expose`] beside its counters, and the code that attaches it registers it. A scrape reads each
-//! source once, so that nothing is counted twice. Costly values, such as the resident bytes of a
-//! zone, are computed only then. docs/reference/metrics.md lists every metric, and a test compares
-//! the two.
+//! Devices and other sources keep their counters in atomics or in their own state. Each source
+//! implements [`Expose`] next to its counters, and the code that attaches a source registers it. A
+//! scrape reads each source once, so that nothing is counted twice. Costly values, such as the
+//! resident bytes of a zone, are computed only during a scrape. docs/reference/metrics.md lists
+//! every metric, and a test compares this list with the code.
 
 mod exposition;
 mod latency;
@@ -36,7 +36,8 @@ impl Sources {
         id
     }
 
-    /// Returns the sources without the lock, because a source may take locks of its own.
+    /// Returns copies of the sources, so that they are read without the lock. A source may acquire
+    /// its own locks.
     fn all(&self) -> Vec<Arc<dyn Expose>> {
         self.registered.lock().values().cloned().collect()
     }
@@ -48,7 +49,7 @@ impl fmt::Debug for Sources {
     }
 }
 
-/// Registration of a source. Dropping it removes the source from the exposition.
+/// Registration of a source. Dropping it removes the source.
 #[derive(Debug)]
 #[must_use = "dropping this removes the source"]
 pub struct Registration {
@@ -58,7 +59,8 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // The source is dropped after the lock is released, because its last owner may close files.
+        // Drops the source after the lock is released, because dropping its last reference may
+        // close files.
         let source = self.sources.registered.lock().remove(&self.id);
         drop(source);
     }
@@ -72,7 +74,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Creates metrics without a source, labeled with the name of the VM.
+    /// Creates metrics without sources, labeled with the name of the VM.
     pub fn new(vm: &str) -> Self {
         Self { vm: vm.to_owned(), sources: Arc::default() }
     }
@@ -92,7 +94,8 @@ impl Metrics {
         Registration { id: self.sources.add(source), sources: Arc::clone(&self.sources) }
     }
 
-    /// Encodes all sources in OpenMetrics text. `once` is another source, for this scrape only.
+    /// Encodes all sources as OpenMetrics text. `once` is an additional source for this scrape
+    /// only.
     pub fn encode(&self, once: &dyn Expose) -> Result<String, fmt::Error> {
         let mut exposition = Exposition::default();
         once.expose(&mut exposition);

@@ -1,23 +1,23 @@
-//! Health of NVDIMMs: a page with a register for each, which the `_DSM` of its device reads
-//! (acpi/nfit.rs).
+//! Health of NVDIMMs. A page contains one register for each NVDIMM, which the `_DSM` method of the
+//! ACPI device reads (acpi/nfit.rs).
 
 use std::fmt;
 
 use crate::bus::BusDevice;
 use crate::memory::layout::NVDIMM_HEALTH_REGISTER_LEN;
 
-/// Reliability of an NVDIMM for the guest.
+/// Health of an NVDIMM, as reported to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
     /// Flushes are durable.
     Ok,
-    /// A flush, or another write to the pool, has failed.
+    /// A flush or another write to the pool has failed.
     NotDurable,
 }
 
 impl Health {
-    /// Bits of Get Health Information ("_DSM for Virtual NVDIMMs", function 1). ndctl shows each of
-    /// the first two as "critical".
+    /// Bits that Get Health Information returns ("_DSM for Virtual NVDIMMs", function 1). ndctl
+    /// reports each of the first two bits as "critical".
     fn register(self) -> u32 {
         match self {
             Self::Ok => 0,
@@ -29,11 +29,11 @@ impl Health {
 /// Returns the current health of one NVDIMM.
 pub type Source = Box<dyn Fn() -> Health + Send + Sync>;
 
-/// Registers in the order of the NVDIMMs.
+/// Health registers, in the order of the NVDIMMs.
 pub struct HealthRegisters(Vec<Source>);
 
 impl HealthRegisters {
-    /// Registers that call `sources` when they are read.
+    /// Creates registers that call `sources` when they are read.
     pub fn new(sources: Vec<Source>) -> Self {
         Self(sources)
     }
@@ -53,7 +53,7 @@ impl BusDevice for HealthRegisters {
             (Ok(register), Some(source)) if is_register => {
                 *register = source().register().to_le_bytes()
             }
-            // Not a whole register, which drivers do not read.
+            // The access is not of a whole register. Drivers make no such accesses.
             _ => data.fill(0),
         }
     }
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!([read(0), read(4)], [0, 0]);
         failed[1].store(true, Ordering::Relaxed);
         assert_eq!([read(0), read(4)], [0, 1]);
-        // Behind the last register, between two, and at arbitrary offsets.
+        // Offsets after the last register, between two registers, and elsewhere.
         for offset in [8, 2, 5, 0xffc, u64::MAX] {
             assert_eq!(read(offset), 0, "{offset:#x}");
         }

@@ -1,10 +1,10 @@
-//! NVDIMMs described by ACPI NFIT (ACPI 6.5, 5.2.26): PM that the guest's own drivers map and
-//! translate.
+//! NVDIMMs that the ACPI NFIT describes (ACPI 6.5, 5.2.26). The guest's drivers map them and
+//! translate sectors.
 //!
-//! The guest flushes by a store to a flush hint address (5.2.26.9). The page behind it has no
-//! memory, so the store causes an exit of the vCPU. The backing is durable before the guest's next
-//! instruction. If a fence is enough, because the backing is volatile or mapped with MAP_SYNC, no
-//! hint is declared, and there are no exits.
+//! The guest flushes by a store to a flush hint address (5.2.26.9). There is no memory at this
+//! address, so the store causes an exit of the vCPU. The backing is durable before the guest
+//! executes its next instruction. If a fence is enough, because the backing is volatile or mapped
+//! with MAP_SYNC, the NFIT declares no hint, and no exits occur.
 
 pub mod health;
 
@@ -22,25 +22,26 @@ use crate::memory::layout::{
 use crate::metrics::LatencyHistogram;
 use crate::persist::Persist;
 
-/// NVDIMM as described in ACPI tables.
+/// NVDIMM, as the ACPI tables describe it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nvdimm {
     pub start: u64,
     pub size_bytes: u64,
     pub node: u32,
-    /// True if a flush is a write to its flush hint page. Otherwise, a fence is enough.
+    /// True if a flush requires a write to the flush hint page. Otherwise, a fence is enough.
     pub flush_hint: bool,
     /// True if the guest may only read.
     pub read_only: bool,
 }
 
 impl Nvdimm {
-    /// Flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
+    /// Address of the flush hint page of NVDIMM `index`. An 8-byte write anywhere in the page is a
+    /// flush.
     pub fn flush_hint_address(index: usize) -> u64 {
         FLUSH_HINT_START + index as u64 * FLUSH_HINT_LEN
     }
 
-    /// Health register of NVDIMM `index`.
+    /// Address of the health register of NVDIMM `index`.
     pub fn health_address(index: usize) -> u64 {
         NVDIMM_HEALTH_START + index as u64 * NVDIMM_HEALTH_REGISTER_LEN
     }
@@ -51,13 +52,14 @@ impl Nvdimm {
 pub struct FlushHintMetrics {
     /// Flushes that made the backing durable.
     pub flushes: AtomicU64,
-    /// Failed flushes, after which the VM was paused.
+    /// Failed flushes. Each one pauses the VM.
     pub flush_failures: AtomicU64,
     /// Durations of all flushes.
     pub persists: LatencyHistogram,
 }
 
-/// Called with the reason when a flush fails. It must prevent the guest from running on.
+/// Function that is called with the reason when a flush fails. It must prevent the guest from
+/// continuing.
 pub type OnFailure = Box<dyn Fn(String) + Send + Sync>;
 
 /// Flush hint page of one NVDIMM.
@@ -65,13 +67,14 @@ pub struct FlushHint {
     name: String,
     backing: Arc<dyn Persist>,
     on_failure: OnFailure,
-    /// Serializes flushes, because two would slow each other down, and the second has less to do.
+    /// Serializes flushes. Concurrent flushes would slow each other down, and the second of two
+    /// consecutive flushes has less to do.
     flushing: Mutex<()>,
     metrics: Arc<FlushHintMetrics>,
 }
 
 impl FlushHint {
-    /// Hint page of the NVDIMM `name`.
+    /// Creates the flush hint page of the NVDIMM `name`.
     ///
     /// A store cannot report an error. A failed flush therefore always calls `on_failure` before
     /// the vCPU continues.

@@ -1,11 +1,11 @@
 //! Configuration space of a function with a type 0 header (PCI Local Bus 3.0, 6.1).
 
-/// Configuration space of a function without extended capabilities. The rest of its ECAM page reads
-/// as zero.
+/// Size of the configuration space of a function without extended capabilities. The rest of its
+/// ECAM page reads as zero.
 const SIZE: usize = 256;
-/// Capabilities follow the header.
+/// Offset of the first capability, directly after the header.
 const FIRST_CAPABILITY: usize = 0x40;
-/// BARs of a type 0 header.
+/// Number of BARs in a type 0 header.
 const BARS: usize = 6;
 
 const VENDOR_ID: usize = 0x00;
@@ -27,14 +27,14 @@ const COMMAND_BUS_MASTER: u16 = 1 << 2;
 const COMMAND_INTX_DISABLE: u16 = 1 << 10;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 
-/// End of the header registers that determine the addresses of BARs.
+/// End of the header registers that affect the addresses of BARs.
 pub(super) const BARS_END: u16 = (BAR0 + 4 * BARS) as u16;
 
-/// Identification of a function.
+/// Identification registers of a function.
 #[derive(Clone, Copy, Debug)]
 pub struct FunctionIds {
     pub vendor: u16,
-    /// Device number of that vendor.
+    /// Device ID, which is unique for the vendor.
     pub device: u16,
     pub revision: u8,
     /// Base class, subclass, programming interface: 24 bits.
@@ -43,29 +43,29 @@ pub struct FunctionIds {
     pub subsystem: u16,
 }
 
-/// Memory BAR at the address that the guest has set.
+/// Memory BAR, with the address that the guest has set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarRange {
-    /// Index in the header.
+    /// Index of the BAR in the header.
     pub bar: u8,
     pub base: u64,
     /// Length in bytes, a power of two.
     pub len: u64,
 }
 
-/// Registers, with a mask of the bits that the guest may change.
+/// Registers of a function, with a mask of the bits that the guest may change.
 pub struct ConfigSpace {
     bytes: [u8; SIZE],
     writable: [u8; SIZE],
     bar_len: [Option<u32>; BARS],
-    /// Offset of the link to the next capability.
+    /// Offset of the last link, where the offset of the next capability will be stored.
     last_link: usize,
-    /// Offset of the next capability.
+    /// Offset at which the next capability will be added.
     free: usize,
 }
 
 impl ConfigSpace {
-    /// Function without BARs and capabilities.
+    /// Creates the configuration space of a function without BARs and capabilities.
     pub fn new(ids: &FunctionIds) -> Self {
         let mut this = Self {
             bytes: [0; SIZE],
@@ -82,7 +82,8 @@ impl ConfigSpace {
         this.set(SUBSYSTEM_ID, &ids.subsystem.to_le_bytes());
         let command = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_INTX_DISABLE;
         this.allow(COMMAND, &command.to_le_bytes());
-        // Without effect, but software expects to read back the written values.
+        // These registers have no effect, but software expects to read back the values that it
+        // writes.
         this.allow(CACHE_LINE_SIZE, &[0xff]);
         this.allow(LATENCY_TIMER, &[0xff]);
         this.allow(INTERRUPT_LINE, &[0xff]);
@@ -96,7 +97,7 @@ impl ConfigSpace {
     pub fn add_bar(&mut self, bar: u8, len: u32) {
         assert!(len.is_power_of_two() && len >= 16, "{len:#x} bytes are not a valid BAR size");
         assert!(self.bar_len[usize::from(bar)].replace(len).is_none(), "BAR {bar} was added twice");
-        // Address bits below the size are wired to zero, by which software determines the size.
+        // Address bits below the size are always zero. Software uses this to determine the size.
         self.allow(BAR0 + 4 * usize::from(bar), &(!(len - 1)).to_le_bytes());
     }
 
@@ -125,7 +126,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Changes the bits that the guest may change.
+    /// Writes to the bits that the guest may change.
     pub fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, new) in (usize::from(offset)..SIZE).zip(data) {
             let mask = self.writable[at];
@@ -133,7 +134,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Memory BARs, if memory decoding is on.
+    /// Memory BARs. Empty if memory decoding is off.
     pub fn decoded_bars(&self) -> Vec<BarRange> {
         if u16::from_le_bytes(self.get(COMMAND)) & COMMAND_MEMORY == 0 {
             return Vec::new();

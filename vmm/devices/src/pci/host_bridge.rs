@@ -1,4 +1,4 @@
-//! Host bridge: a function in slot 0 without BARs, by which Linux recognizes a PCI bus.
+//! Host bridge: a function without BARs in slot 0. Linux recognizes a PCI bus by it.
 
 use super::{BarRange, ConfigSpace, FunctionIds, PciDevice};
 
@@ -31,7 +31,8 @@ impl PciDevice for HostBridge {
         self.0.read(offset, data);
     }
 
-    /// All registers are read-only, because the bridge has no BARs and is not a bus master.
+    /// Ignores writes. All registers are read-only, because the bridge has no BARs and is not a bus
+    /// master.
     fn write_config(&self, _offset: u16, _data: &[u8]) {}
 
     fn decoded_bars(&self) -> Vec<BarRange> {

@@ -10,7 +10,7 @@ pub(crate) use root_bus::{PciError, RootBus};
 
 /// Function in a slot of the root bus.
 ///
-/// All calls run on vCPU threads, several at once. Implementations must not call the bus. It calls
+/// vCPU threads make all calls, concurrently. Implementations must not call the bus. The bus calls
 /// [`Self::decoded_bars`] after every write to the header.
 pub trait PciDevice: Send + Sync {
     /// Reads configuration space from `offset`. `offset` and the end of `data` are within 4096
@@ -19,7 +19,7 @@ pub trait PciDevice: Send + Sync {
 
     fn write_config(&self, offset: u16, data: &[u8]);
 
-    /// Memory BARs that the function currently decodes. None while memory decoding is off.
+    /// Memory BARs that the function currently decodes. Empty while memory decoding is off.
     fn decoded_bars(&self) -> Vec<BarRange>;
 
     /// Reads from BAR `bar`.
@@ -31,6 +31,6 @@ pub trait PciDevice: Send + Sync {
     /// Notifies the function that BAR `bar` is now accessible at `base`, or no longer accessible.
     fn bar_moved(&self, _bar: u8, _base: Option<u64>) {}
 
-    /// Stops the function, because the VM ends or the guest has ejected it.
+    /// Stops the function. Called when the VM ends or the guest has ejected the function.
     fn stop(&self) {}
 }

@@ -1,25 +1,27 @@
-//! MSI-X (PCI Local Bus 3.0, 6.8.2): capability, table and pending bits, without delivery.
+//! MSI-X (PCI Local Bus 3.0, 6.8.2): capability, table and pending bits. This module does not
+//! deliver messages.
 
 pub(crate) const CAPABILITY_ID: u8 = 0x11;
 /// Offset of message control in the capability.
 pub(crate) const CONTROL_OFFSET: u16 = 2;
 /// Size of a table entry in bytes.
 pub(crate) const ENTRY_LEN: u64 = 16;
-/// Maximum number of vectors, which the 11-bit size field can hold.
+/// Maximum number of vectors that the 11-bit size field can express.
 pub(crate) const MAX_VECTORS: u16 = 2048;
 
 const CONTROL_FUNCTION_MASK: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
 const VECTOR_MASKED: u32 = 1;
 
-/// Memory write that raises an interrupt.
+/// Message: a memory write that raises an interrupt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
     pub address: u64,
     pub data: u32,
 }
 
-/// Returns the capability behind its ID and link, and a mask of the bits that the guest may change.
+/// Returns the body of the capability, which follows its ID and link, and a mask of the bits that
+/// the guest may change.
 ///
 /// Table and pending bits are in BAR `bar`, at offsets that are multiples of 8.
 pub(crate) fn capability(
@@ -55,7 +57,7 @@ impl Entry {
 
     fn set_dword(&mut self, index: u64, value: u32) {
         match index {
-            // Messages are dwords, so the two lowest address bits are wired to zero.
+            // Messages are dwords, so the two lowest address bits are always zero.
             0 => self.address = self.address & !0xffff_ffff | u64::from(value & !3),
             1 => self.address = self.address & 0xffff_ffff | u64::from(value) << 32,
             2 => self.data = value,
@@ -64,7 +66,7 @@ impl Entry {
     }
 }
 
-/// Vectors of a function: messages, masks and pending bits.
+/// Vectors of a function, with their messages, masks and pending bits.
 pub(crate) struct MsixTable {
     entries: Vec<Entry>,
     pending: Vec<u64>,
@@ -74,7 +76,7 @@ pub(crate) struct MsixTable {
 }
 
 impl MsixTable {
-    /// Table of `vectors` masked vectors, as after a reset.
+    /// Creates a table of `vectors` masked vectors, which is the state after a reset.
     pub(crate) fn new(vectors: u16) -> Self {
         let entry = Entry { address: 0, data: 0, control: VECTOR_MASKED };
         Self {
@@ -91,14 +93,15 @@ impl MsixTable {
         self.enabled
     }
 
-    /// Sets message control to the guest's value. Afterwards, deliver [`Self::take_ready`].
+    /// Sets message control to the guest's value. The caller must then deliver the messages of
+    /// [`Self::take_ready`].
     pub(crate) fn set_control(&mut self, control: u16) {
         self.enabled = control & CONTROL_ENABLE != 0;
         self.function_masked = control & CONTROL_FUNCTION_MASK != 0;
     }
 
-    /// Sets the bus master bit, because a message is a memory write (6.8.3). Afterwards, deliver
-    /// [`Self::take_ready`].
+    /// Sets the bus master bit. It matters because a message is a memory write (6.8.3). The caller
+    /// must then deliver the messages of [`Self::take_ready`].
     pub(crate) fn set_bus_master(&mut self, bus_master: bool) {
         self.bus_master = bus_master;
     }
@@ -110,7 +113,7 @@ impl MsixTable {
         }
     }
 
-    /// Writes the table. Afterwards, deliver [`Self::take_ready`].
+    /// Writes to the table. The caller must then deliver the messages of [`Self::take_ready`].
     ///
     /// Software must write aligned dwords or qwords (6.8.2). All other writes are ignored.
     pub(crate) fn write_table(&mut self, offset: u64, data: &[u8]) {
@@ -132,8 +135,8 @@ impl MsixTable {
         }
     }
 
-    /// Raises `vector`. Returns the message to send now. `None` if the vector is now pending, MSI-X
-    /// is off, or the vector does not exist.
+    /// Raises `vector`. Returns the message to send now, or `None` if the vector is now pending,
+    /// MSI-X is off, or the vector does not exist.
     pub(crate) fn raise(&mut self, vector: u16) -> Option<MsiMessage> {
         if !self.enabled || usize::from(vector) >= self.entries.len() {
             return None;
@@ -145,13 +148,13 @@ impl MsixTable {
         Some(self.message(vector))
     }
 
-    /// Message for `vector`, if it may be sent now.
+    /// Message of `vector`, if it may be sent now.
     pub(crate) fn deliverable(&self, vector: u16) -> Option<MsiMessage> {
         let exists = self.enabled && usize::from(vector) < self.entries.len();
         (exists && !self.is_masked(vector)).then(|| self.message(vector))
     }
 
-    /// Takes the pending vectors that are no longer masked, with their messages.
+    /// Removes and returns the pending vectors that are no longer masked, with their messages.
     pub(crate) fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
         if !self.enabled || self.pending.iter().all(|word| *word == 0) {
             return Vec::new();
@@ -187,7 +190,7 @@ mod tests {
 
     const MESSAGE: MsiMessage = MsiMessage { address: 0x1_fee0_1004, data: 0x4023 };
 
-    /// Three masked vectors. Vector 1 has a message.
+    /// Table with three masked vectors. Vector 1 has a message.
     fn table() -> MsixTable {
         let mut table = MsixTable::new(3);
         table.set_bus_master(true);
@@ -273,7 +276,8 @@ mod tests {
             operations in prop::collection::vec((0..5u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
         ) {
             let mut table = MsixTable::new(3);
-            // Oracle: while MSI-X is on, each raise without a message must be delivered later.
+            // Oracle: while MSI-X is on, each raise that returned no message must be delivered
+            // later.
             let mut owed = [false; 3];
             for (kind, offset, mut data) in operations {
                 match kind {

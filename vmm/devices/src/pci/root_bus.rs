@@ -1,4 +1,5 @@
-//! Root bus: slots, access to configuration space, and BARs at the addresses that the guest sets.
+//! Root bus with its slots. It gives access to configuration space, and maps BARs at the addresses
+//! that the guest sets.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,12 +17,12 @@ use crate::log::sparsely;
 use crate::memory::layout::{MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
 const SLOTS: usize = PCI_SLOTS as usize;
-/// Registers of the BARs of a type 0 header.
+/// Offsets of the BARs in a type 0 header.
 const BAR_REGISTERS: [u16; 6] = [0x10, 0x14, 0x18, 0x1c, 0x20, 0x24];
 /// Command register and its memory space bit, which enables memory BARs (PCI Local Bus 3.0, 6.2.2).
 const COMMAND: u16 = 4;
 const COMMAND_MEMORY: u16 = 1 << 1;
-/// Smallest alignment, so that a BAR does not share a page with its neighbor.
+/// Minimum alignment, so that no two BARs share a page.
 const BAR_ALIGN_MIN: u64 = 0x1000;
 
 #[derive(Debug, Error)]
@@ -48,24 +49,24 @@ pub enum PciError {
 
 struct Slot {
     device: Arc<dyn PciDevice>,
-    /// Initial addresses of its BARs. They stay allocated until the slot is removed, even if the
+    /// Initial addresses of the BARs. They remain allocated until the slot is removed, even if the
     /// guest moves the BARs.
     given: Vec<RangeInclusive>,
-    /// Held while BARs move. A device may have to finish a flush first, and KVM is slow for each
-    /// ioeventfd. Other slots are not blocked by this.
+    /// Locked while BARs move. This can take long, because a device may have to finish a flush
+    /// first, and KVM is slow to move each ioeventfd. Other slots are not blocked meanwhile.
     mapped: Mutex<Mapped>,
-    /// Set if a BAR of the slot may overlap another one. It is set before the insertion into the
-    /// memory bus. A thread that frees an address there therefore either sees the flag, or has
-    /// freed the address in time.
+    /// Set if a BAR of the slot may wait for an address that another BAR uses. The flag is set
+    /// before the BAR is inserted into the memory bus. A thread that frees an address therefore
+    /// either sees the flag, or has freed the address before the insertion.
     waits: AtomicBool,
 }
 
-/// BARs of a slot that are on the memory bus.
+/// BARs of a slot that are mapped on the memory bus.
 #[derive(Default)]
 struct Mapped {
     ranges: Vec<BarRange>,
-    /// The slot has been removed, so concurrent writes that found it before must not map BARs
-    /// again.
+    /// Set if the slot was removed. Concurrent writes that found the slot before must not map its
+    /// BARs again.
     is_removed: bool,
 }
 
@@ -77,21 +78,22 @@ impl Slot {
 
 struct Slots {
     slots: [Option<Arc<Slot>>; SLOTS],
-    /// Slots that are not chosen as the first free one.
+    /// Slots that are never chosen automatically.
     reserved: [bool; SLOTS],
     addresses: AddressAllocator,
 }
 
 /// Bus 0 of segment 0.
 pub struct RootBus {
-    /// Bus for BARs. Weak, because it holds this bus through its ECAM.
+    /// Memory bus, on which BARs are mapped. The reference is weak, because the memory bus refers
+    /// to this bus through the ECAM.
     memory: Weak<Bus>,
-    /// Held only while a slot is looked up, not during calls of its device.
+    /// Locked only while a slot is looked up, not while its device is called.
     slots: Mutex<Slots>,
 }
 
 impl RootBus {
-    /// Bus with a host bridge only. BARs will be inserted into `memory`.
+    /// Creates a bus with only a host bridge. BARs will be mapped on `memory`.
     pub fn new(memory: &Arc<Bus>) -> Arc<Self> {
         let addresses =
             AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
@@ -101,15 +103,15 @@ impl RootBus {
         Arc::new(Self { memory: Arc::downgrade(memory), slots: Mutex::new(slots) })
     }
 
-    /// Reserves `slot` for a device with an explicit slot.
+    /// Reserves `slot` for a device that requests this slot explicitly.
     pub fn reserve(&self, slot: u8) {
         if let Some(reserved) = self.slots.lock().reserved.get_mut(usize::from(slot)) {
             *reserved = true;
         }
     }
 
-    /// Puts `device` into `slot`, or into the first free one, and returns the slot. Assigns
-    /// addresses to its BARs, because there is no firmware to do so.
+    /// Adds `device` in `slot`, or in the first free slot, and returns the slot. Assigns addresses
+    /// to its BARs, because there is no firmware to do this.
     pub fn add(&self, slot: Option<u8>, device: Arc<dyn PciDevice>) -> Result<u8, PciError> {
         let mut slots = self.slots.lock();
         let slot = match slot {
@@ -130,9 +132,9 @@ impl RootBus {
         Ok(slot)
     }
 
-    /// Removes the function from `slot`. The slot and its addresses are then free. An access in
-    /// progress may still reach the function until it is dropped. Do not drop it on a vCPU's
-    /// thread, because that may take time. Returns `None` for an empty slot and for the host
+    /// Removes the function from `slot`, and returns it. The slot and its addresses are then free.
+    /// Accesses in progress may still reach the function until it is dropped. Do not drop it on a
+    /// vCPU thread, because this may take time. Returns `None` for an empty slot and for the host
     /// bridge.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn PciDevice>> {
         let removed = {
@@ -146,9 +148,9 @@ impl RootBus {
         Some(Arc::clone(&removed.device))
     }
 
-    /// Enables memory decoding in every function, as firmware would. Kernels do this themselves.
-    /// They disable decoding while they determine the sizes of BARs, which is cheaper if the BARs
-    /// are not mapped yet.
+    /// Enables memory decoding in every function, as firmware would. Kernels enable it themselves
+    /// and need no call. They first disable decoding to determine the sizes of BARs, and disabling
+    /// is cheaper if the BARs are not mapped yet.
     pub fn decode_memory(&self) {
         for slot in 1..PCI_SLOTS {
             let command = FunctionAddress { slot, function: 0, register: COMMAND };
@@ -171,12 +173,12 @@ impl RootBus {
         self.slots.lock().slots.iter().flatten().count()
     }
 
-    /// Configuration space of PCI Express, for the memory bus at ECAM_START.
+    /// PCI Express configuration space (ECAM), to be inserted into the memory bus at ECAM_START.
     pub fn ecam(self: &Arc<Self>) -> Arc<dyn BusDevice> {
         Arc::new(Ecam(Arc::clone(self)))
     }
 
-    /// Legacy access, for the port bus at 0xcf8, 8 ports.
+    /// Legacy access to configuration space, to be inserted into the port bus: 8 ports at 0xcf8.
     pub fn ports(self: &Arc<Self>) -> Arc<dyn BusDevice> {
         Arc::new(Ports { bus: Arc::clone(self), address: Mutex::new(0) })
     }
@@ -202,9 +204,9 @@ impl RootBus {
         }
     }
 
-    /// Updates the memory bus to the BARs of `slot`, and then to BARs of other slots that wait for
-    /// a free address. A guest that moves several BARs one by one may put one at an address that
-    /// another still has.
+    /// Updates the mappings of the BARs in `slot`, and then of BARs in other slots that wait for a
+    /// free address. A guest that moves several BARs one by one may move a BAR to an address that
+    /// another BAR still uses.
     fn follow(&self, slot: &Slot) {
         let mut freed = self.remap(slot);
         while freed {
@@ -226,18 +228,18 @@ impl RootBus {
             .collect()
     }
 
-    /// Updates the memory bus to the BARs of `slot`. Returns true if an address has become free.
-    /// The slot is locked throughout, so that the last of two concurrent writes wins. If two slots
-    /// move to one address at once, the memory bus accepts the first.
+    /// Updates the mappings of the BARs in `slot`. Returns true if an address has become free. The
+    /// slot is locked throughout, so that the last of two concurrent writes wins. If BARs of two
+    /// slots move to the same address concurrently, the memory bus accepts the first.
     fn remap(&self, slot: &Slot) -> bool {
         let Some(memory) = self.memory.upgrade() else { return false };
         let mut mapped = slot.mapped.lock();
         let mut freed = false;
         let decoded = if mapped.is_removed { Vec::new() } else { slot.device.decoded_bars() };
         let wanted: Vec<BarRange> = decoded.into_iter().filter(in_window).collect();
-        // Old ranges are removed first, because a BAR may move onto its own old range.
+        // Removes old ranges first, because the new range of a BAR may overlap its old range.
         for gone in mapped.ranges.extract_if(.., |range| !wanted.contains(range)) {
-            // The range is free only after the device has released it.
+            // The range becomes free only after the device has released it.
             slot.device.bar_moved(gone.bar, None);
             memory.remove(gone.base);
             freed = true;
@@ -267,13 +269,14 @@ impl RootBus {
     }
 }
 
-/// The bridge forwards only its window, so a BAR outside of it is unreachable.
+/// Returns true if a BAR is in the host bridge's window. A BAR outside of it is unreachable,
+/// because the bridge does not forward accesses to it.
 fn in_window(range: &BarRange) -> bool {
     range.base >= MMIO32_START && range.base + range.len <= MMIO32_START + MMIO32_LEN
 }
 
-/// Determines the BARs by their size bits and assigns an address to each. Assigns none if one does
-/// not fit.
+/// Finds the BARs by their size bits, and assigns an address to each. Assigns no addresses if one
+/// BAR does not fit.
 fn place_bars(
     device: &dyn PciDevice,
     addresses: &mut AddressAllocator,
@@ -308,7 +311,7 @@ fn free(addresses: &mut AddressAllocator, given: &[RangeInclusive]) {
     }
 }
 
-/// Register of a function of this bus.
+/// Address of a register in a function on this bus.
 #[derive(Clone, Copy)]
 struct FunctionAddress {
     slot: u8,
@@ -317,13 +320,13 @@ struct FunctionAddress {
 }
 
 impl FunctionAddress {
-    /// Returns true if an access of `len` bytes stays within the function's 4 KiB.
+    /// Returns true if an access of `len` bytes is within the function's 4 KiB.
     fn holds(self, len: usize) -> bool {
         usize::from(self.register) + len <= 0x1000
     }
 }
 
-/// PCI Express 5.0, 7.2.2: the address consists of bus, device, function and register.
+/// ECAM (PCI Express 5.0, 7.2.2). An address consists of bus, device, function and register.
 struct Ecam(Arc<RootBus>);
 
 impl Ecam {
@@ -346,7 +349,7 @@ impl BusDevice for Ecam {
     }
 }
 
-/// CONFIG_ADDRESS and CONFIG_DATA (PCI Local Bus 3.0, 3.2.2.3.2).
+/// Ports CONFIG_ADDRESS and CONFIG_DATA (PCI Local Bus 3.0, 3.2.2.3.2).
 struct Ports {
     bus: Arc<RootBus>,
     address: Mutex<u32>,
@@ -356,7 +359,7 @@ const CONFIG_ENABLE: u32 = 1 << 31;
 const CONFIG_WRITABLE: u32 = 0x80ff_fffc;
 
 impl Ports {
-    /// Register that an access to CONFIG_DATA at port `offset` reaches.
+    /// Register that an access to port `offset` of CONFIG_DATA refers to.
     fn target(&self, offset: u64, len: usize) -> Option<FunctionAddress> {
         let address = *self.address.lock();
         let on_bus_0 = address & CONFIG_ENABLE != 0 && address >> 16 & 0xff == 0;
@@ -389,7 +392,7 @@ impl BusDevice for Ports {
     }
 }
 
-/// BAR on the memory bus.
+/// BAR that is mapped on the memory bus.
 struct BarWindow {
     device: Arc<dyn PciDevice>,
     bar: u8,

@@ -1,4 +1,4 @@
-//! Root bus with functions that only record their addresses.
+//! Tests of the root bus, with functions that only record their addresses.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -175,7 +175,7 @@ fn overlapping_bar_is_mapped_when_the_other_moves() {
     }
     let is_at = |function: usize, base: u32| *functions[function].base.lock() == Some(base.into());
     let [first, second, third] = [1, 2, 3].map(|slot| machine.read(slot, 0x10));
-    // Each to the place of the next one, and the last one elsewhere.
+    // Moves each BAR to the address of the next one, and the last one elsewhere.
     machine.write(1, 0x10, second);
     machine.write(2, 0x10, third);
     assert!(is_at(0, second) && functions[1].base.lock().is_none() && is_at(2, third));
@@ -184,7 +184,7 @@ fn overlapping_bar_is_mapped_when_the_other_moves() {
     for base in [first, second, third] {
         assert!(machine.answers(base.into()), "{base:#x}");
     }
-    // Two swap. A BAR that no longer waits for a place does not get it.
+    // Two BARs swap addresses. A BAR that no longer waits for an address is not moved to it.
     machine.write(1, 0x10, third);
     machine.write(2, 0x10, second);
     assert!(is_at(0, third) && is_at(1, second));
@@ -192,7 +192,7 @@ fn overlapping_bar_is_mapped_when_the_other_moves() {
     machine.write(1, 4, 0);
     machine.write(2, 4, 0);
     assert!(!machine.answers(second.into()) && !machine.answers(third.into()));
-    // Switching decoding off also frees a place.
+    // Disabling decoding also frees an address.
     machine.write(1, 4, 2);
     machine.write(2, 4, 2);
     assert!(is_at(0, second) && functions[1].base.lock().is_none());
@@ -200,7 +200,8 @@ fn overlapping_bar_is_mapped_when_the_other_moves() {
     assert!(is_at(1, second));
 }
 
-/// A write that frees a place sees the waiting BAR, or the waiting BAR finds the place free.
+/// Either the write that frees an address sees the waiting BAR, or the waiting BAR finds that the
+/// address is free.
 #[test]
 fn concurrent_swap_maps_both_bars() {
     const PLACES: [u32; 2] = [0xd000_0000, 0xd000_2000];
@@ -212,7 +213,7 @@ fn concurrent_swap_maps_both_bars() {
     }
     let start = std::sync::Barrier::new(2);
     std::thread::scope(|scope| {
-        // Asserts nothing, because the other thread would then wait forever.
+        // Contains no assertions, because the other thread would wait forever after a failure.
         let moves = |slot: usize| {
             let mut wrong = 0;
             for _ in 0..2_000 {
@@ -243,7 +244,7 @@ fn sizing_by_a_driver_finds_the_length() {
     assert!(machine.answers(base.into()));
 }
 
-/// Function with a BAR that moves only with permission of the test.
+/// Function with a BAR. The test must permit each move of the BAR.
 struct Slow {
     function: Arc<Function>,
     moving: mpsc::SyncSender<()>,
@@ -288,7 +289,7 @@ fn slow_move_of_a_bar_blocks_no_other_slot() {
             answer.send(machine.answers(machine.read(2, 0x10).into())).unwrap();
         });
         let other = answered.recv_timeout(Duration::from_secs(30));
-        // A failing test must end, too.
+        // A failing test must also end.
         drop(go_on);
         assert_eq!(other, Ok(true));
     });
@@ -304,7 +305,7 @@ proptest! {
         machine.root.add(None, Function::new(1)).unwrap();
         machine.root.add(None, Function::new(2)).unwrap();
         for (by_ports, write, offset, mut data) in accesses {
-            // Mostly registers that exist.
+            // Most accesses are to registers that exist.
             let offset = if offset % 4 == 0 { offset } else { offset & 0x1_80ff };
             let (bus, at) = if by_ports { (&machine.ports, 0xcf8 + offset % 8) } else { (&machine.memory, ECAM_START + offset) };
             if write { bus.write(at, &data); } else { bus.read(at, &mut data); }
@@ -329,7 +330,7 @@ fn removed_function_frees_slot_and_addresses() {
     assert_eq!((machine.read(3, 0), *function.base.lock()), (u32::MAX, None));
     assert!(!machine.answers(base.into()));
     assert_eq!(Arc::strong_count(&function), 1, "a reference to the removed function remains");
-    // The next function gets the slot and the address.
+    // The next function uses the same slot and address.
     machine.root.add(Some(3), Function::new(8)).unwrap();
     assert_eq!((machine.read(3, 0) >> 16, machine.read(3, 0x10)), (8, base));
 }
@@ -349,7 +350,7 @@ fn address_of_a_removed_function_goes_to_a_waiting_bar() {
     assert_eq!(*functions[1].base.lock(), Some(place.into()));
 }
 
-/// A thread that found the slot before its removal may write to it later.
+/// A thread that found a slot before its removal may write to it after the removal.
 #[test]
 fn late_write_to_a_removed_function_maps_no_bar() {
     let machine = Machine::new();
@@ -366,7 +367,7 @@ fn late_write_to_a_removed_function_maps_no_bar() {
 fn function_that_does_not_fit_allocates_nothing() {
     let machine = Machine::new();
     let large = |bars: &[u32]| Arc::new(Tagged::new(9, bars));
-    // Two of the three fit, and are freed again.
+    // Two of the three BARs fit. Their addresses are freed again.
     for _ in 0..3 {
         let error = machine.root.add(None, large(&[0x1000_0000, 0x1000_0000, 0x1000])).unwrap_err();
         assert!(matches!(error, PciError::NoAddress { len: 0x1000, .. }), "{error}");
@@ -374,7 +375,8 @@ fn function_that_does_not_fit_allocates_nothing() {
     machine.root.add(None, large(&[0x1000_0000, 0x1000_0000])).unwrap();
 }
 
-/// Function with several BARs that read as its number, and that records their addresses.
+/// Function with several BARs, which read as the function's number. It records the addresses of its
+/// BARs.
 struct Tagged {
     number: u8,
     config: Mutex<ConfigSpace>,
@@ -417,16 +419,17 @@ impl PciDevice for Tagged {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Add to a slot, or to the first free one.
+    /// Add a function to a slot, or to the first free one.
     Add(Option<u8>, Vec<u32>),
     Remove(u8),
-    /// Switch decoding on or off.
+    /// Enable or disable decoding.
     Decode(u8, bool),
-    /// Move a BAR to the n-th of 128 places of 4 MiB.
+    /// Move a BAR to the n-th of 128 addresses, which are 4 MiB apart.
     Move(u8, u8, u8),
 }
 
-/// Largest BAR, so that 31 functions with two BARs always fit, whatever was removed before.
+/// Size of the largest BAR. With this limit, 31 functions with two BARs always fit, regardless of
+/// earlier removals.
 const LARGEST: u32 = 4 << 20;
 
 fn step() -> impl Strategy<Value = Step> {
@@ -442,8 +445,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 type Remove = fn(&RootBus, u8) -> Option<Arc<dyn PciDevice>>;
 
-/// Executes `steps` and compares the bus with a simple model after each. Then fills and empties the
-/// bus a few times.
+/// Executes `steps`, and compares the bus with a simple model after each step. Then fills and
+/// empties the bus several times.
 fn bus_gives_back(steps: &[Step], remove: Remove) -> Result<(), String> {
     let machine = Machine::new();
     let mut model: BTreeMap<u8, Arc<Tagged>> = BTreeMap::new();
@@ -528,8 +531,8 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
             return Err(format!("slot {slot} decodes nothing and has {claims} BARs on the bus"));
         }
     }
-    // A function with a place answers there. A function without one only lacks it because another
-    // one is there.
+    // A BAR with an address responds at this address. A BAR without an address lacks one only
+    // because another BAR uses it.
     for (base, (len, number)) in &claimed {
         let mut answer = [0];
         machine.memory.read(base + len - 1, &mut answer);

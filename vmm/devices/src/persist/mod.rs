@@ -1,4 +1,4 @@
-//! Content that can be made durable, and the record of a failure.
+//! Content that can be made durable, and a record of the first failure.
 
 mod watched;
 
@@ -12,7 +12,7 @@ pub enum PersistError {
     /// reopened.
     #[error("pool is read-only since a persist failed")]
     ReadOnly,
-    /// The guest may only read the volume, and its stores were discarded.
+    /// The guest may only read the volume, so its stores were discarded.
     #[error("volume is read-only")]
     ReadOnlyVolume,
     #[error("cannot make the backing durable: {0}")]
@@ -21,8 +21,8 @@ pub enum PersistError {
 
 /// Volume that the guest may only read.
 ///
-/// virtio-pmem cannot report this (virtio 1.3, 5.19), so the driver assumes that it can write.
-/// Flushes therefore fail, so that no write appears durable.
+/// virtio-pmem cannot report that a device is read-only (virtio 1.3, 5.19), so the driver assumes
+/// that it can write. Flushes therefore fail, so that no write appears to be durable.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadOnly;
 
@@ -34,7 +34,7 @@ impl Persist for ReadOnly {
 
 /// Content that can be made durable.
 pub trait Persist: Send + Sync {
-    /// Makes all earlier stores durable, to the degree of the pool's durability class (`pmvol
-    /// info`).
+    /// Makes all earlier stores durable, as far as the pool's durability class guarantees it
+    /// (`pmvol info`).
     fn persist(&self) -> Result<(), PersistError>;
 }

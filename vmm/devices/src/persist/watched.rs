@@ -1,37 +1,37 @@
-//! Flushes of a volume, with a record of the first failure.
+//! Wrapper that records the first failed flush of a volume.
 
 use std::sync::{Arc, OnceLock};
 
 use super::{Persist, PersistError};
 
-/// Reason of the first failed flush.
+/// Record of the reason why the first flush failed.
 ///
-/// After it, the volume is not durable until the pool is opened again (docs/design/durability.md).
-/// The first reason is therefore the relevant one and is kept. Holding it does not keep the volume
-/// open.
+/// After a failed flush, the volume is not durable until the pool is opened again
+/// (docs/design/durability.md). Only the first reason is kept, because it is the relevant one.
+/// Holding this record does not keep the volume open.
 #[derive(Clone, Debug, Default)]
 pub struct FirstFailure(Arc<OnceLock<String>>);
 
 impl FirstFailure {
-    /// Records the reason, unless there is one already.
+    /// Records the reason, unless one is already recorded.
     pub fn record(&self, reason: &dyn std::fmt::Display) {
         self.0.get_or_init(|| reason.to_string());
     }
 
-    /// The reason, if a flush has failed.
+    /// Reason of the first failed flush, if any.
     pub fn reason(&self) -> Option<&str> {
         self.0.get().map(String::as_str)
     }
 }
 
-/// Content that can be made durable, with the first failure.
+/// Content that can be made durable, with a record of the first failure.
 pub struct Watched {
     backing: Arc<dyn Persist>,
     failure: FirstFailure,
 }
 
 impl Watched {
-    /// Watches `backing`, without failures yet.
+    /// Wraps `backing`. No failure is recorded yet.
     pub fn new(backing: Arc<dyn Persist>) -> Arc<Self> {
         Arc::new(Self { backing, failure: FirstFailure::default() })
     }
@@ -46,7 +46,7 @@ impl Persist for Watched {
     fn persist(&self) -> Result<(), PersistError> {
         let result = self.backing.persist();
         match &result {
-            // A read-only volume has nothing to lose.
+            // On a read-only volume, no write can be lost.
             Ok(()) | Err(PersistError::ReadOnlyVolume) => {}
             Err(err) => self.failure.record(err),
         }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use crate::persist::ReadOnly;
 
-    /// Returns each of its results once.
+    /// Fake content. Each flush returns the next of these results.
     struct Script(Mutex<Vec<Result<(), PersistError>>>);
 
     impl Persist for Script {

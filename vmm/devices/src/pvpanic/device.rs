@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 use super::PvPanicMetrics;
 use crate::pci::{BarRange, ConfigSpace, FunctionIds, PciDevice};
 
-/// pci.ids 1b36:0011, a system peripheral without a more specific class.
+/// PCI IDs of pvpanic (pci.ids 1b36:0011). The class is a system peripheral without a more specific
+/// type.
 const IDS: FunctionIds = FunctionIds {
     vendor: 0x1b36,
     device: 0x0011,
@@ -17,30 +18,30 @@ const IDS: FunctionIds = FunctionIds {
     subsystem: 0,
 };
 
-/// Index of the BAR with the one register, which has one byte.
+/// Index of the BAR. It contains a single register of one byte.
 const BAR: u8 = 0;
-/// Length of that BAR, the smallest of a memory BAR (PCI Local Bus 3.0, 6.2.5.1).
+/// Length of the BAR. This is the minimum for a memory BAR (PCI Local Bus 3.0, 6.2.5.1).
 const BAR_LEN: u32 = 16;
 
-/// Bit of a panic that the host should process.
+/// Bit for a panic that the host should handle.
 const PANICKED: u8 = 1 << 0;
-/// Bit of a panic that a crash kernel in the guest processes.
+/// Bit for a panic that a crash kernel in the guest handles.
 const CRASH_LOADED: u8 = 1 << 1;
 
-/// Report of a guest's kernel.
+/// Report from a guest's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestPanic {
     Panicked,
-    /// The kernel panicked, and starts its crash kernel.
+    /// The kernel has panicked, and is starting its crash kernel.
     CrashLoaded,
-    /// Bits that the device does not offer.
+    /// The guest set bits that the device does not offer.
     Unknown,
 }
 
 impl GuestPanic {
     pub const ALL: [Self; 3] = [Self::Panicked, Self::CrashLoaded, Self::Unknown];
 
-    /// Name in events and metrics, as Cloud Hypervisor has it.
+    /// Name in events and metrics. It is the same as in Cloud Hypervisor.
     pub fn label(self) -> &'static str {
         match self {
             Self::Panicked => "panic",
@@ -58,7 +59,8 @@ impl GuestPanic {
     }
 }
 
-/// Receiver of reports. It runs on the vCPU's thread, and a guest can call it at any rate.
+/// Function that receives reports. It is called on the vCPU's thread, and a guest can cause calls
+/// at any rate.
 type OnPanic = Box<dyn Fn(GuestPanic) + Send + Sync>;
 
 pub struct PvPanic {

@@ -16,7 +16,7 @@ impl PvPanicMetrics {
         self.reports[report as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Number of reports of a kind.
+    /// Number of reports of the given kind.
     pub fn reports(&self, report: GuestPanic) -> u64 {
         self.reports[report as usize].load(Ordering::Relaxed)
     }

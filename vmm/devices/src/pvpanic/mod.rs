@@ -1,4 +1,4 @@
-//! pvpanic: a PCI function by which a guest's kernel reports that it has panicked.
+//! pvpanic: a PCI function through which a guest's kernel reports a panic.
 //!
 //! QEMU's docs/specs/pvpanic.rst describes it; the driver in Linux is drivers/misc/pvpanic.
 
@@ -20,7 +20,7 @@ pub const SWITCH: Switch = Switch {
     build,
 };
 
-/// Event for a panic that the guest's kernel reports.
+/// Event that is emitted when the guest's kernel reports a panic.
 const PANIC: DeviceEvent = DeviceEvent { source: "guest", name: "panic", properties: &["event"] };
 
 fn build(context: &DeviceContext) -> SetupResult {

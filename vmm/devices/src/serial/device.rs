@@ -1,4 +1,4 @@
-//! COM1's port range, and the lifetime of its parts.
+//! COM1 as a device on the port bus, which owns the UART and its worker.
 
 use std::io;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub enum SerialError {
     Worker(#[from] EventLoopError),
 }
 
-/// Raises the UART's interrupt line: an irqfd.
+/// Irqfd that raises the UART's interrupt.
 pub(super) struct Irq(EventFd);
 
 impl Trigger for Irq {
@@ -37,10 +37,10 @@ impl Trigger for Irq {
     }
 }
 
-/// Reports of the UART, made while it is locked.
+/// Notifications from the UART. The UART is locked during the calls.
 pub(super) struct Reports {
     metrics: Arc<SerialMetrics>,
-    /// The worker waits until the guest has read all input.
+    /// Set if the worker waits until the guest has read all input.
     pub(super) waiting: AtomicBool,
     pub(super) drained: EventFd,
 }
@@ -60,13 +60,13 @@ impl SerialEvents for Reports {
 
     fn in_buffer_empty(&self) {
         if self.waiting.swap(false, Ordering::AcqRel) {
-            // Fails only if the counter is full, and the worker is then notified already.
+            // The write fails only if the counter is full, and the worker is then already notified.
             let _ = self.drained.write(1);
         }
     }
 }
 
-/// UART, shared by vCPUs and the worker.
+/// UART, which vCPUs and the worker share.
 pub(super) type SharedUart = Arc<Mutex<Uart<Irq, Reports, LineWriter>>>;
 
 /// COM1, for the port bus.
@@ -78,8 +78,8 @@ pub struct Serial {
 }
 
 impl Serial {
-    /// Serial port that raises `irq`, which the caller has connected to its interrupt. `console` is
-    /// its other end.
+    /// Creates a serial port that raises `irq`. The caller must have connected `irq` to an
+    /// interrupt. `console` is the other end of the line.
     pub fn new(
         console: HostConsole,
         irq: EventFd,
@@ -107,7 +107,7 @@ impl Serial {
 
 impl BusDevice for Serial {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        // The registers have one byte. Wider accesses read ones, as on an ISA bus without a device.
+        // Each register has one byte. Wider accesses read ones, as on an ISA bus without a device.
         match data {
             [byte] => *byte = self.uart.lock().read(offset as u8),
             _ => data.fill(0xff),
@@ -116,7 +116,8 @@ impl BusDevice for Serial {
 
     fn write(&self, offset: u64, data: &[u8]) {
         if let [byte] = data {
-            // The writer never fails. A failure to interrupt cannot be reported to the guest.
+            // The writer never fails. A failure to raise the interrupt cannot be reported to the
+            // guest.
             let _ = self.uart.lock().write(offset as u8, *byte);
         }
     }
@@ -124,7 +125,7 @@ impl BusDevice for Serial {
 
 impl Drop for Serial {
     fn drop(&mut self) {
-        // Restores the terminal. The loop may have ended and dropped the worker before.
+        // Restores the terminal. If the loop has already ended, it has dropped the worker.
         let _ = self.event_loop.remove(self.worker);
     }
 }

@@ -1,5 +1,5 @@
-//! Worker on the event loop: writes unfinished lines, and passes input as fast as the guest reads
-//! it.
+//! Worker of the serial port on the event loop. It writes unfinished lines, and passes input to the
+//! guest as fast as the guest reads it.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
@@ -18,11 +18,11 @@ const INPUT: u32 = 2;
 
 pub(super) struct Worker {
     uart: SharedUart,
-    /// Timer of the writer in the UART.
+    /// Timer of the UART's line writer.
     timer: RawFd,
     drained: EventFd,
     input: Option<ConsoleInput>,
-    /// Disabled while the guest's buffer is full.
+    /// Interest in input. Disabled while the guest's buffer is full.
     waiting: Interest,
 }
 
@@ -37,7 +37,7 @@ impl Worker {
         Self { uart, timer, drained, input, waiting }
     }
 
-    /// Passes as much input to the guest as its buffer accepts.
+    /// Passes as much input to the guest as the UART's buffer accepts.
     fn pump(&mut self, ops: &mut EventOps) {
         let Some(input) = &mut self.input else { return };
         let mut uart = self.uart.lock();
@@ -94,7 +94,7 @@ impl MutEventSubscriber for Worker {
                 let _ = self.uart.lock().writer_mut().timer_rang();
             }
             DRAINED => {
-                // Several notifications count as one.
+                // One read clears all pending notifications.
                 let _ = self.drained.read();
                 self.pump(ops);
             }
@@ -132,7 +132,7 @@ mod tests {
         fn new() -> Self {
             let event_loop = EventLoop::spawn("test").unwrap();
             let (console, keyboard, screen) = HostConsole::pipes();
-            // Blocking, so that the test can wait for the interrupt.
+            // The eventfd is blocking, so that the test can wait for the interrupt.
             let irq = EventFd::new(0).unwrap();
             let serial =
                 Serial::new(console, irq.try_clone().unwrap(), &event_loop.handle()).unwrap();

@@ -1,5 +1,5 @@
-//! Buffers output by lines, because a UART sends single bytes, and a system call for each would be
-//! most of the cost.
+//! Line buffer for output. A UART sends single bytes, and a system call for each byte would
+//! dominate the cost.
 
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,20 +13,21 @@ use super::metrics::SerialMetrics;
 use crate::host_console::ConsoleOutput;
 use crate::log::sparsely;
 
-/// Longer lines are written in parts.
+/// Maximum length of a line that is buffered. Longer lines are written in parts.
 const LINE_LEN_MAX: usize = 512;
-/// Delay of an unfinished line, because prompts end without a newline. It is also the interval of
-/// retries for a slow reader.
+/// Delay after which an unfinished line is written, because prompts end without a newline. This is
+/// also the interval of retries for a slow reader.
 const PART_DELAY: Duration = Duration::from_millis(10);
 
-/// Delays an unfinished line until its end or a short timeout. Writing never blocks and never
-/// fails. Losses are counted and logged here, because the guest cannot be notified.
+/// Writer that delays an unfinished line until the line ends or a short timeout expires. Writing
+/// never blocks and never fails. Lost output is counted and logged, because the guest cannot be
+/// notified.
 pub(super) struct LineWriter {
     output: ConsoleOutput,
     line: Vec<u8>,
     timer: TimerFd,
-    /// The timer runs. It is not stopped at the end of a line, so that it expires once for all
-    /// lines in its interval.
+    /// Set if the timer is running. The end of a line does not stop it, so that it expires only
+    /// once for all lines in its interval.
     armed: bool,
     losing: bool,
     metrics: Arc<SerialMetrics>,
@@ -39,7 +40,7 @@ impl LineWriter {
         Ok(Self { output, line, timer, armed: false, losing: false, metrics })
     }
 
-    /// Timer to wait for. When it is readable, call [`Self::timer_rang`].
+    /// Timer that becomes readable when [`Self::timer_rang`] should be called.
     pub(super) fn timer(&self) -> RawFd {
         self.timer.as_raw_fd()
     }
@@ -57,13 +58,14 @@ impl LineWriter {
         self.line.clear();
         self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
         if lost.len > 0 && !self.losing {
-            // Limited, because with a slow reader, a guest can cause losses at any rate.
+            // The log line is limited, because a guest with a slow reader can cause losses at any
+            // rate.
             sparsely!(warn, err = ?lost.error, "Output of the serial port lost");
         }
-        // A loss ends when the reader has caught up, not with each line that is accepted.
+        // A loss ends only when the reader has caught up, not when a line is accepted again.
         self.losing = lost.len > 0 || self.losing && self.output.is_behind();
         if self.output.is_behind() {
-            // Without a timer, the next line tries again.
+            // If the timer cannot be started, the next line retries.
             self.arm();
         }
     }
@@ -85,13 +87,14 @@ impl Write for LineWriter {
         if data.contains(&b'\n') || self.line.len() >= LINE_LEN_MAX {
             self.drain();
         } else if !self.arm() {
-            // Without a timer, output must not be delayed.
+            // If the timer is not running, output must not be delayed.
             self.drain();
         }
         Ok(data.len())
     }
 
-    /// Does nothing, because the UART flushes after every byte, which this type avoids.
+    /// Does nothing, because the UART flushes after every byte, and this writer exists to avoid
+    /// that.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -118,7 +121,7 @@ mod tests {
         (reader, LineWriter::new(output, Arc::default()).unwrap())
     }
 
-    /// Result of one write into the pipe.
+    /// Reads the bytes of one write to the pipe.
     fn read(reader: &mut PipeReader) -> String {
         let mut data = [0; 2 * LINE_LEN_MAX];
         let len = reader.read(&mut data).unwrap();

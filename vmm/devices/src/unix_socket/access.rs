@@ -1,4 +1,4 @@
-//! Access to a Unix socket, and the length limit of its path.
+//! Access permissions of a Unix socket, and the maximum length of its path.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -7,7 +7,8 @@ use foreshore_config::{ConfigError, Label, section, text_value};
 use pmem_volume::file_mode::PRIVATE_MODE;
 use serde::Serialize;
 
-/// Longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
+/// Maximum length of a path in a `sockaddr_un`, whose 108 bytes include a terminating zero
+/// (unix(7)).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 section! {
@@ -35,7 +36,8 @@ text_value!(
 );
 
 impl SocketAccess {
-    /// Refuses both keys. `reason` is a clause about the socket, which has no file of this process.
+    /// Refuses both keys for a socket whose file does not belong to this process. `reason` is a
+    /// clause about the socket.
     pub fn check_absent(&self, flag: &'static str, reason: &str) -> Result<(), ConfigError> {
         if *self == Self::default() {
             return Ok(());

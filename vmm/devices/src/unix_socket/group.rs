@@ -1,9 +1,9 @@
-//! Groups of the host, by name or number.
+//! Lookup of the host's groups by name or number.
 
 use std::fs;
 use std::io;
 
-/// Finds the number of a group. Names are read from /etc/group, because a static binary has no
+/// Returns the number of a group. Names are looked up in /etc/group, because a static binary has no
 /// other source.
 pub(super) fn id_of(group: &str) -> io::Result<u32> {
     match group.parse() {
@@ -13,7 +13,7 @@ pub(super) fn id_of(group: &str) -> io::Result<u32> {
     }
 }
 
-/// Finds a group in the text of group(5): `name:password:number:members`.
+/// Returns the number of a group in text in the format of group(5): `name:password:number:members`.
 fn find(text: &str, group: &str) -> Option<u32> {
     text.lines().find_map(|line| {
         let mut fields = line.split(':');

@@ -1,7 +1,7 @@
 //! Unix sockets on which the VMM listens. Each path has one owner.
 //!
-//! The stale socket of a killed VMM is replaced, a socket in use is not. The VMM removes its own
-//! sockets at its end.
+//! The VMM replaces a stale socket of a killed VMM, but not a socket that is in use. On exit, it
+//! removes its own sockets.
 
 mod access;
 mod group;
@@ -23,12 +23,12 @@ use thiserror::Error;
 pub use self::access::{MAX_SOCKET_PATH_BYTES, SocketAccess, SocketMode, check_path};
 use self::path_lock::PathLock;
 
-/// Largest number of clients that wait to be accepted, the same as in the standard library.
+/// Maximum number of clients that wait to be accepted, the same as in the standard library.
 const BACKLOG: i32 = 128;
 
 #[derive(Debug, Error)]
 pub enum UnixSocketError {
-    /// Another process listens there, or is about to.
+    /// Another process listens on the path or is about to.
     #[error("{flag}: {path:?} is in use: another process {what}")]
     InUse { flag: &'static str, path: PathBuf, what: &'static str },
     #[error("{flag}: {path:?} exists and is not a socket")]
@@ -42,7 +42,7 @@ pub enum UnixSocketError {
     },
 }
 
-/// Listens on `path`, which `flag` names, and returns a non-blocking listener. `access` defines
+/// Listens on `path`, the value of `flag`, and returns a non-blocking listener. `access` defines
 /// which users may connect. Dropping the returned [`SocketFile`] removes the file. Drop it after
 /// the listener.
 pub fn listen(
@@ -65,14 +65,14 @@ pub fn listen(
         }
     }
     let (listener, file) = bind(path, lock).map_err(fail)?;
-    // If the access cannot be set, dropping `file` removes the socket again.
+    // If setting the access fails, dropping `file` removes the socket again.
     open_to(path, access).map_err(fail)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
     Ok((listener, file))
 }
 
-/// Binds a socket to `path`. Only its owner may connect, whatever the umask is, because the kernel
-/// gives the file the mode of the socket, less the umask (unix_bind_bsd in Linux
+/// Binds a socket to `path`. Only its owner may connect, regardless of the umask, because the
+/// kernel gives the file the mode of the socket, less the umask (unix_bind_bsd in Linux
 /// net/unix/af_unix.c).
 fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -82,8 +82,8 @@ fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
 }
 
-/// Sets group and mode of the socket at `path`. Uses a descriptor, so that the group and mode of
-/// another file that takes the path meanwhile do not change.
+/// Sets group and mode of the socket at `path`. Uses a descriptor, so that another file is not
+/// changed if it replaces the socket at `path` meanwhile.
 fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if *access == SocketAccess::default() {
         return Ok(());
@@ -106,11 +106,11 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
     Free,
-    /// Socket in use.
+    /// A socket in use.
     Used,
-    /// Stale socket.
+    /// A stale socket.
     LeftBehind,
-    /// File, folder or link.
+    /// A file, folder or link.
     SomethingElse,
 }
 
@@ -121,12 +121,12 @@ fn what_is_at(path: &Path) -> io::Result<Place> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Place::Free),
         Err(error) => return Err(error),
     }
-    // Non-blocking, because a listener that accepts nothing would block the call.
+    // The socket is non-blocking, because a listener that accepts no clients would block the call.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     for kind in [SocketType::STREAM, SocketType::SEQPACKET, SocketType::DGRAM] {
         let socket = socket_with(AddressFamily::UNIX, kind, flags, None)?;
         match connect(&socket, &SocketAddrUnix::new(path)?) {
-            // The socket is of another kind (unix(7)).
+            // The socket at the path is of another type (unix(7)).
             Err(Errno::PROTOTYPE) => {}
             Err(Errno::CONNREFUSED) => return Ok(Place::LeftBehind),
             Ok(()) | Err(Errno::AGAIN) => return Ok(Place::Used),
@@ -136,13 +136,13 @@ fn what_is_at(path: &Path) -> io::Result<Place> {
     Ok(Place::Used)
 }
 
-/// File of a socket. It is removed on drop, unless another file has replaced it.
+/// File of a socket. Dropping it removes the file, unless another file has replaced it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
-    /// Held until the file is removed.
+    /// Lock of the path, held until the file is removed.
     _lock: PathLock,
 }
 
@@ -246,7 +246,7 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
         assert!(error().ends_with("is not a socket") && elsewhere.exists());
         fs::remove_file(&path).unwrap();
-        // 2. Sockets: one that accepts nothing, one with a full queue, one of another kind.
+        // 2. Sockets: one that accepts no clients, one with a full queue, one of another type.
         let listener = UnixListener::bind(&path).unwrap();
         assert!(error().ends_with("is in use: another process listens on it"), "{}", error());
         // SAFETY: a system call on an open descriptor.

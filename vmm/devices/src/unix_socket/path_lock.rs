@@ -1,8 +1,9 @@
 //! Exclusive ownership of a path on which a process listens.
 //!
-//! The socket of a killed owner stays in the file system, and looks like one on which a process is
-//! about to listen. The lock distinguishes them, because it ends with its holder. It is a lock of
-//! the open file (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as in Cloud Hypervisor.
+//! The socket of a killed owner remains in the file system, and looks like a socket on which a
+//! process is about to listen. A lock distinguishes the two, because the kernel releases it when
+//! its holder ends. It is a lock of the open file description (fcntl(2), F_OFD_SETLK) on
+//! `PATH.lock`, as in Cloud Hypervisor.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 
-/// Lock of a path. Its file is removed with it.
+/// Lock of a path. Dropping it removes the lock file.
 #[derive(Debug)]
 pub(super) struct PathLock {
     path: PathBuf,
@@ -21,23 +22,23 @@ pub(super) struct PathLock {
 }
 
 impl PathLock {
-    /// Takes the lock. Returns `None` if another process holds it.
+    /// Acquires the lock. Returns `None` if another process holds it.
     pub(super) fn take(path: &Path) -> io::Result<Option<Self>> {
         let path = lock_path(path);
         loop {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(false).mode(PRIVATE_MODE);
             let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
-            // A lock file is empty. A file with content belongs to another program and must stay,
-            // whereas dropping the lock removes its file.
+            // Lock files are empty. A file with content belongs to another program and must be
+            // kept, but dropping a lock would remove it.
             if file.metadata()?.len() > 0 {
                 return Err(io::Error::other(format!("lock file {path:?} is not empty")));
             }
             if !try_lock(&file)? {
                 return Ok(None);
             }
-            // The previous holder may have removed the file since it was opened here. Such a file
-            // locks nothing.
+            // The previous holder may have removed the file after it was opened here. A lock on a
+            // removed file has no effect.
             if is_at(&file, &path)? {
                 return Ok(Some(Self { path, _file: file }));
             }
@@ -46,7 +47,7 @@ impl PathLock {
 }
 
 impl Drop for PathLock {
-    /// The file is removed before the lock is released, so that a waiting process opens a new file.
+    /// Removes the file before the lock is released, so that a waiting process opens a new file.
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::debug!(path = ?self.path, %error, "Cannot remove the lock file");
@@ -98,7 +99,7 @@ mod tests {
         assert!(PathLock::take(&path).unwrap().is_none());
         drop(first);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        // An unlocked lock file does not matter.
+        // A lock file without a lock does not matter.
         fs::write(lock_path(&path), "").unwrap();
         assert!(PathLock::take(&path).unwrap().is_some());
         fs::write(lock_path(&path), "somebody's").unwrap();
