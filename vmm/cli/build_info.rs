@@ -1,8 +1,8 @@
-//! Commit and date of a build, for line 2 of `--version`. Included by the build scripts of the
-//! programs.
+//! Commit and date of a build, for line 2 of `--version`. The build scripts of the programs include
+//! this file.
 //!
-//! A script runs again when a source of its program changes, but not when a commit changes
-//! documents: a program is linked again only if it differs.
+//! A build script runs again when a source file of its program changes, but not when a commit
+//! changes only documents. A program is therefore linked again only if it differs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -10,13 +10,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Length of a commit's hash. A length chosen by git would depend on the other commits of a clone.
+/// Number of digits of a commit hash. A length that git chooses would depend on the other commits
+/// in a clone.
 const HASH_DIGITS: usize = 12;
-/// Variable of reproducible builds with the date in seconds since 1970.
+/// Environment variable that reproducible builds set to a date, in seconds since 1970.
 const EPOCH: &str = "SOURCE_DATE_EPOCH";
 const SECONDS_PER_DAY: i64 = 24 * 60 * 60;
 
-/// Sets the environment variable `FORESHORE_BUILD` of the compiler.
+/// Sets the environment variable `FORESHORE_BUILD` for the compiler.
 #[cfg_attr(test, expect(dead_code, reason = "build scripts call it"))]
 pub(crate) fn emit() {
     let package = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
@@ -31,7 +32,7 @@ pub(crate) fn emit() {
     println!("cargo::rustc-env=FORESHORE_BUILD={}", description(root, &sources, epoch.as_deref()));
 }
 
-/// Commit and date, or `unknown` if the sources are not in a git repository of their own.
+/// Returns commit and date, or `unknown` if the sources are not in their own git repository.
 fn description(root: &Path, sources: &BTreeSet<PathBuf>, epoch: Option<&str>) -> String {
     let commit = commit(root);
     let date = epoch.and_then(|seconds| seconds.parse().ok()).map(date);
@@ -48,9 +49,9 @@ fn description(root: &Path, sources: &BTreeSet<PathBuf>, epoch: Option<&str>) ->
     text
 }
 
-/// Hash and date of the checked-out commit.
+/// Returns the hash and date of the checked-out commit.
 fn commit(root: &Path) -> Option<(String, String)> {
-    // The sources may be in the repository of another project.
+    // The sources may be in the git repository of another project.
     let top = git(root, &["rev-parse", "--show-toplevel"])?;
     if fs::canonicalize(top).ok()? != fs::canonicalize(root).ok()? {
         return None;
@@ -67,14 +68,14 @@ fn is_changed(root: &Path, sources: &BTreeSet<PathBuf>) -> bool {
 }
 
 fn git(root: &Path, arguments: &[&str]) -> Option<String> {
-    // No lock: another git may be at work in the checkout.
+    // Runs git without locks, because another git process may be working in the checkout.
     let mut git = Command::new("git");
     git.arg("--no-optional-locks").args(arguments).current_dir(root);
     let output = git.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }
 
-/// Sources of a package and of the packages of the workspace that it depends on.
+/// Returns the sources of a package, and of all packages in the workspace that it depends on.
 fn sources(root: &Path, package: &Path) -> BTreeSet<PathBuf> {
     let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
     // Lines such as `balloon = { path = "balloon" }`.
@@ -99,9 +100,9 @@ fn sources(root: &Path, package: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// Date in UTC of a time in seconds since 1970.
+/// Converts a time in seconds since 1970 to a UTC date.
 fn date(seconds: i64) -> String {
-    // The algorithm of Howard Hinnant's `civil_from_days`: years start in March, eras of 400 years
+    // Howard Hinnant's algorithm `civil_from_days`. Years start in March, and all eras of 400 years
     // have the same number of days.
     let days = seconds.div_euclid(SECONDS_PER_DAY) + 719_468;
     let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(described(None), format!("commit {hash}, 2026-03-01"));
         write(root, "tide/src/new.rs", "");
         assert_eq!(described(None), format!("commit {hash} with changes, 2026-03-01"));
-        // The repository of another project says nothing about these sources.
+        // A commit in the repository of another project does not describe these sources.
         assert_eq!(description(&root.join("moon"), &sources, None), "commit unknown");
     }
 

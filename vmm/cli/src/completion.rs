@@ -1,8 +1,8 @@
-//! Completion by the shell.
+//! Shell completion.
 //!
-//! The script of a shell calls a program at each request, with the words of the command line after
-//! `--`. The program completes them from the description that parses them, so values can depend on
-//! the state of the host.
+//! On each completion request, the shell's completion script calls the program and passes the words
+//! of the command line after `--`. The program completes them with the same clap description that
+//! parses the command line. Values can therefore depend on the state of the host.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -15,11 +15,12 @@ use clap_complete::engine::{
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
 
-/// Environment variable that the script sets to the name of the shell. Programs with clap's usual
-/// name, `COMPLETE`, would react to a variable of the user.
+/// Environment variable that the script sets to the name of the shell. With clap's default name,
+/// `COMPLETE`, programs would react to a variable that the user has set for another purpose.
 const VARIABLE: &str = "FORESHORE_COMPLETE";
 
-/// Script that lets `shell` complete the command line of `program` by calls of `completer`.
+/// Returns a script for `shell` that completes the command line of `program` by calling
+/// `completer`.
 pub fn completion_script(shell: Shell, program: &str, completer: &str) -> io::Result<Vec<u8>> {
     let (name, shells) = (shell.to_string(), Shells::builtins());
     let missing = || io::Error::other(format!("no completion for {name}"));
@@ -29,8 +30,8 @@ pub fn completion_script(shell: Shell, program: &str, completer: &str) -> io::Re
     Ok(script)
 }
 
-/// Answers a request of a script and ends the process, or returns if there is no request.
-/// `describe` returns the description of the program with the given name.
+/// Answers a completion request and exits. Returns if there is no request. `describe` returns the
+/// clap description of the program with the given name.
 pub fn answer_completion(describe: impl Fn(&str) -> Command) {
     let words = words();
     let program = words.first().and_then(|program| Path::new(program).file_name());
@@ -38,12 +39,12 @@ pub fn answer_completion(describe: impl Fn(&str) -> Command) {
     CompleteEnv::with_factory(|| describe(&name)).var(VARIABLE).complete();
 }
 
-/// Words of the command line that a script has passed, the program's name first.
+/// Words of the command line that the script has passed. The first is the program's name.
 fn words() -> Vec<OsString> {
     std::env::args_os().skip_while(|word| word != "--").skip(1).collect()
 }
 
-/// Completer of values that may depend on the words of the command line.
+/// Creates a completer for values that may depend on the words of the command line.
 pub fn complete_values(
     values: impl Fn(&[OsString]) -> Vec<String> + Send + Sync + 'static,
 ) -> ArgValueCompleter {
@@ -54,8 +55,8 @@ pub fn complete_values(
     })
 }
 
-/// Completer of options that are separated by commas. `options` returns each with its `=`, or with
-/// each of its values. A value with a slash is a path.
+/// Creates a completer for options that are separated by commas. `options` returns each option with
+/// its `=`, or once for each of its values. A value that contains a slash is completed as a path.
 pub fn complete_options(
     options: impl Fn() -> Vec<String> + Send + Sync + 'static,
 ) -> ArgValueCompleter {

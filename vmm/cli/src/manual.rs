@@ -1,4 +1,5 @@
-//! Manual pages from the description that parses the command line, so that they agree with it.
+//! Manual pages. They are generated from the clap description that parses the command line, so that
+//! the two always agree.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -10,7 +11,7 @@ use clap::builder::Resettable;
 use clap_mangen::Man;
 use thiserror::Error;
 
-/// All users of the host may read the documentation.
+/// File mode of a manual page. All users of the host may read it.
 const PAGE_MODE: u32 = 0o644;
 
 #[derive(Debug, Error)]
@@ -25,23 +26,24 @@ pub enum ManualError {
     },
 }
 
-/// Manual of a program.
+/// Generator of a program's manual pages.
 pub struct Manual {
     command: Command,
     exit_status: &'static str,
 }
 
 impl Manual {
-    /// Manual of `command`, which has no man pages for `help` of a command: it shows the same.
+    /// Creates the manual of `command`. There is no page for `help` subcommands, because they show
+    /// the same text.
     pub fn new(command: Command, exit_status: &'static str) -> Self {
         let mut command = without_help(command).long_version(Resettable::Reset);
-        // Names the subcommands in full.
+        // Gives subcommands their full names.
         command.build();
         Self { command, exit_status }
     }
 
-    /// Returns the main page of the program, or writes a page for each command into a folder, which
-    /// is created if it is missing, and returns an empty text.
+    /// Without a folder, returns the program's main page. With a folder, writes a page for each
+    /// command into it and returns an empty text. The folder is created if it does not exist.
     pub fn page_or_write(&self, folder: Option<&Path>) -> Result<String, ManualError> {
         let Some(folder) = folder else {
             return self.render(&Man::new(self.command.clone())).map_err(ManualError::Render);
@@ -63,8 +65,8 @@ impl Manual {
         fs::set_permissions(&path, Permissions::from_mode(PAGE_MODE))
     }
 
-    /// Page with the sections of man-pages(7) that clap_mangen lacks: it calls the text after the
-    /// help EXTRA, and does not know the exit status.
+    /// Renders a page with sections of man-pages(7) that clap_mangen does not support. clap_mangen
+    /// puts the text after the help into a section EXTRA, and has no section for the exit status.
     fn render(&self, man: &Man) -> io::Result<String> {
         let mut page = Vec::new();
         man.render(&mut page)?;

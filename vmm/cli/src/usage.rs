@@ -5,16 +5,16 @@ use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue};
 
-/// Exit code for a command line that is refused, as with clap and Cloud Hypervisor.
+/// Exit code for a refused command line. It is the same in clap and Cloud Hypervisor.
 pub const WRONG_COMMAND_LINE: u8 = 2;
 
-/// Start of an error as clap renders it.
+/// Prefix of an error that clap renders.
 const CLAP_PREFIX: &str = "error: ";
 
-/// Prints the help or the version, or an error with the name of the program in front. Returns the
-/// exit code.
+/// Prints the help, the version, or an error that is prefixed with the name of the program. Returns
+/// the exit code.
 pub fn report(program: &str, error: &clap::Error) -> ExitCode {
-    // Output that cannot be printed leaves nothing to do.
+    // If the output cannot be printed, there is nothing left to do.
     if !error.use_stderr() {
         let _ = error.print();
         return ExitCode::SUCCESS;
@@ -28,10 +28,10 @@ fn message(program: &str, error: &clap::Error) -> String {
     format!("{program}: {}", text.strip_prefix(CLAP_PREFIX).unwrap_or(&text))
 }
 
-/// Describes in one line a command line that clap refuses, with clap's suggestion.
+/// Returns a one-line description of why clap refuses a command line, with clap's suggestion.
 pub fn usage_line(error: &clap::Error) -> String {
     let rendered = error.render().to_string();
-    // Takes the first paragraph. Its further lines list missing arguments.
+    // Uses the first paragraph. The lines after its first line list missing arguments.
     let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     let text = text.strip_prefix(CLAP_PREFIX).unwrap_or(&text);

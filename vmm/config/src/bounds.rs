@@ -6,7 +6,7 @@ use super::FlagValue;
 use crate::error::ConfigError;
 use foreshore_types::size::Size;
 
-/// Value that is a number or a size, or an option of one.
+/// Number or size, or an `Option` of one.
 pub trait Numeric<T> {
     fn number(&self) -> Option<T>;
 }
@@ -51,7 +51,7 @@ pub fn check_range<T: FlagValue + Copy + Into<u64>>(
     }
 }
 
-/// Bounds for the help, of a key of type `V`.
+/// Text of the bounds for the help. `V` is the type of the key.
 pub fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
     let [least, most] = [range.start(), range.end()].map(|bound| bound.show().unwrap_or_default());
     format!("{least} to {most}")
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
     use crate::text_value;
 
-    /// Number of 64 bits that is not a size.
+    /// 64-bit number that is not a size.
     #[derive(Clone, Copy)]
     struct Count(u64);
 

@@ -1,4 +1,4 @@
-//! Errors about a configuration.
+//! Errors in a configuration.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 use foreshore_types::size::{Size, SizeError};
 use thiserror::Error;
 
-/// Forms of a flag that accepts a path or a descriptor.
+/// The forms of a flag that accepts either a path or a descriptor.
 pub const PATH_OR_FD: &str = "path=PATH and fd=N";
 
-/// Error of a rule that only one section has. Two errors are equal if their texts are.
+/// Error from a rule of a single section. Two errors are equal if their texts are equal.
 #[derive(Clone, Debug)]
 pub struct SectionError(Arc<dyn StdError + Send + Sync>);
 
@@ -41,8 +41,7 @@ impl PartialEq for SectionError {
 
 impl Eq for SectionError {}
 
-/// Error about a configuration. Every message is one line and names the flag, the value and the
-/// bound.
+/// Error in a configuration. Each message is one line, and names the flag, the value and the bound.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
     #[error(transparent)]
@@ -59,14 +58,14 @@ pub enum ConfigError {
     Unsupported {
         flag: &'static str,
         key: &'static str,
-        /// Its value after a `=`, if there is one.
+        /// `=` and the value of the key, if it has one.
         value: String,
         why: &'static str,
     },
     /// A section of Cloud Hypervisor's configuration that Foreshore does not support.
     #[error("{flag} is not supported by foreshore: {why}")]
     ForeignSection {
-        /// Flag that fills the section.
+        /// Flag that sets the section.
         flag: &'static str,
         why: &'static str,
     },
@@ -74,13 +73,13 @@ pub enum ConfigError {
     Duplicate { flag: &'static str, key: String },
     #[error("{flag}: {key}= is missing")]
     Missing { flag: &'static str, key: &'static str },
-    /// A parameter of a policy, or of the rules above every policy.
+    /// Error in a parameter of a policy, or in a parameter of the rules for all policies.
     #[error("{flag}: {error}")]
     Parameter { flag: &'static str, error: SectionError },
     #[error("{flag} is missing: {why}")]
     MissingFlag {
         flag: &'static str,
-        /// Reason for which the flag is needed.
+        /// Reason why the flag is needed.
         why: &'static str,
     },
     #[error("{flag}: {key}={value:?} is not {expected}")]
@@ -91,7 +90,7 @@ pub enum ConfigError {
         /// Accepted values.
         expected: String,
     },
-    /// The value matches none of the forms, or several.
+    /// The value matches none of the forms, or more than one.
     #[error("{flag}: {text:?} is not one of {forms}")]
     NotOneOf { flag: &'static str, text: String, forms: &'static str },
     #[error("{flag}: {key}={error}")]
@@ -112,14 +111,14 @@ pub enum ConfigError {
         key: &'static str,
         value: Size,
         most: Size,
-        /// Reason for the bound: empty, or text that begins with a comma.
+        /// Reason for the bound. Either empty, or text that begins with a comma.
         because: &'static str,
     },
     #[error("{flag}: {key} is {value}, which is not a multiple of {unit}")]
     NotMultiple { flag: &'static str, key: &'static str, value: Size, unit: Size },
     #[error("{flag}: {key} is {value}, and must be {}", bounds(*.least, *.most))]
     OutOfRange { flag: &'static str, key: &'static str, value: u64, least: u64, most: u64 },
-    /// More queues than there are vCPUs, or none.
+    /// The number of queues is 0 or exceeds the number of vCPUs.
     #[error("{flag}: num_queues is {value}, and must be {}: {why}", bounds(*.least, *.most))]
     QueueCount {
         flag: &'static str,
@@ -129,22 +128,22 @@ pub enum ConfigError {
         /// Reason for the upper bound.
         why: String,
     },
-    /// A path that does not fit into a socket's address.
+    /// The path does not fit into the address of a Unix socket.
     #[error("{flag}: {path:?} has {len} bytes, but the path of a Unix socket has at most {most}")]
     SocketPath { flag: &'static str, path: String, len: usize, most: usize },
-    /// An ID that is in use.
+    /// The ID is already in use.
     #[error("{flag}: the id {id} is already in use")]
     IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {
         /// Flag that has to change.
         flag: &'static str,
-        /// Conflict, and how to resolve it.
+        /// Description of the conflict, and how to resolve it.
         reason: String,
     },
 }
 
-/// Formats bounds as a range, or as a number if they are equal.
+/// Formats bounds as a range, or as a single number if they are equal.
 pub fn bounds<T: PartialEq + fmt::Display>(least: T, most: T) -> String {
     if least == most { least.to_string() } else { format!("{least} to {most}") }
 }

@@ -1,8 +1,8 @@
-//! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
+//! Parses flags in Cloud Hypervisor's syntax: `key=value,key=value`. Some keys have no value.
 //!
-//! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate.
+//! As in Cloud Hypervisor's parser, a comma within double quotes or brackets is not a separator.
 //! Quotes are removed, values are trimmed, and a key with an empty value counts as not given. If a
-//! flag begins with a value without its key, that value is literal up to the next key.
+//! flag begins with a value without its key, this value extends unchanged up to the next key.
 
 use std::net::IpAddr;
 use std::os::fd::RawFd;
@@ -17,25 +17,25 @@ use crate::error::ConfigError;
 use crate::text_value;
 
 pub trait FlagValue: JsonValue {
-    /// True for a size in bytes. Errors about its bounds have units.
+    /// True for a size in bytes. Errors then show its bounds with units.
     const IS_SIZE: bool = false;
 
-    /// Form of the value in the help.
+    /// Form of the value, for the help.
     fn syntax() -> String;
 
-    /// Text that completes "is not" in an error.
+    /// Text after "is not" in an error.
     fn expected() -> String;
 
     /// Parses the trimmed value.
     fn read(text: &str) -> Option<Self>;
 
-    /// Error for a value that cannot be parsed.
+    /// Returns the error for a value that cannot be parsed.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
         let (key, value, expected) = (key.to_owned(), text.to_owned(), Self::expected());
         ConfigError::BadValue { flag, key, value, expected }
     }
 
-    /// Value in the help, if it is a default.
+    /// Formats the value as a default, for the help. `None` if the help shows no default.
     fn show(&self) -> Option<String> {
         None
     }
@@ -82,9 +82,9 @@ impl FlagValue for bool {
     }
 }
 
-/// Values of a switch that is off.
+/// Values that turn a switch off.
 pub const OFF: &[&str] = &["off", "false"];
-/// Values of a switch that is on.
+/// Values that turn a switch on.
 pub(crate) const ON: &[&str] = &["on", "true"];
 
 macro_rules! number_value {
@@ -111,7 +111,7 @@ macro_rules! number_value {
 
 number_value!(u8 u16 u32);
 
-/// A size in bytes. Keys that count something have types with fewer bits.
+/// A `u64` is a size in bytes. Keys that are counts use smaller types.
 impl FlagValue for u64 {
     const IS_SIZE: bool = true;
 
@@ -127,7 +127,7 @@ impl FlagValue for u64 {
         size::parse(text).ok()
     }
 
-    /// Error with the reason, for example both readings of `64MB`.
+    /// Returns an error with the reason, for example both possible meanings of `64MB`.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
         let error = size::parse(text).expect_err("an invalid size");
         ConfigError::NotASize { flag, key, error }
@@ -183,7 +183,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// Splits a flag's value into keys and values. `more` are accepted keys outside the table.
+    /// Splits a flag's value into keys and values. `more` lists keys that are accepted in addition
+    /// to the table.
     pub fn parse(table: &Table, more: &[&'static str], text: &str) -> Result<Self, ConfigError> {
         let flag = table.flag;
         let in_table = (table.keys)();
@@ -230,17 +231,18 @@ impl Options {
         Ok(options)
     }
 
-    /// Given keys without a value.
+    /// Keys without a value that were given.
     pub fn words(&self) -> &[&'static str] {
         &self.words
     }
 
-    /// Given keys with their values.
+    /// Keys with a value that were given, with their values.
     pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.given.iter().map(|(key, value)| (*key, value.as_str()))
     }
 
-    /// Value of a key, if it is given. Values of a repeated key are joined by commas.
+    /// Parses the value of a key, if the key is given. Values of a repeated key are joined by
+    /// commas.
     pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
         let given = self.given().filter(|(given, _)| *given == key);
         let values: Vec<_> = given.map(|(_, value)| value).collect();
@@ -251,13 +253,14 @@ impl Options {
         T::read(&value).map(Some).ok_or_else(|| T::error(self.flag, key, &value))
     }
 
-    /// Value of a key that is not given and has no default.
+    /// Returns the value for a key that is not given and has no default.
     pub fn absent<T: JsonValue>(&self, key: &'static str) -> Result<T, ConfigError> {
         T::absent().ok_or(ConfigError::Missing { flag: self.flag, key })
     }
 }
 
-/// Returns the error for a key that is unknown, or that lacks a value or must not have one.
+/// Returns the error for a key that is unknown, that lacks its value, or that must not have a
+/// value.
 fn unknown(
     flag: &'static str,
     key: &str,
@@ -279,7 +282,7 @@ fn unknown(
     ConfigError::UnknownKey { flag, key, known: known.join(", ") }
 }
 
-/// Splits off the first value of a flag, if it has no key.
+/// Splits off the first value of a flag if this value has no key.
 fn split_bare<'a>(keys: &[Key], text: &'a str) -> (Option<(&'static str, String)>, &'a str) {
     let begins = |key: &Key| text.starts_with(&format!("{}=", key.name));
     let Some(bare) = keys.iter().find(|key| key.is_bare) else { return (None, text) };
@@ -291,7 +294,8 @@ fn split_bare<'a>(keys: &[Key], text: &'a str) -> (Option<(&'static str, String)
     (Some((bare.name, value.trim().to_owned())), rest)
 }
 
-/// Splits at separators outside quotes and brackets. The error names the one that is not closed.
+/// Splits at separators that are outside of quotes and brackets. The error names an unclosed quote
+/// or bracket.
 pub(super) fn split<'a>(text: &'a str, separators: &[char]) -> Result<Vec<&'a str>, &'static str> {
     let (mut parts, mut start, mut depth, mut quoted) = (Vec::new(), 0, 0u32, false);
     for (at, c) in text.char_indices() {
@@ -315,7 +319,7 @@ pub(super) fn split<'a>(text: &'a str, separators: &[char]) -> Result<Vec<&'a st
     }
 }
 
-/// Removes quotes. Two quotes in a row within quotes stand for one quote.
+/// Removes quotes. Within quotes, two consecutive quotes stand for one quote.
 fn unquoted(value: &str) -> String {
     let (mut text, mut quoted, mut previous) = (String::new(), false, None);
     for c in value.chars() {
@@ -332,7 +336,7 @@ fn unquoted(value: &str) -> String {
     text
 }
 
-/// Last descriptor of the standard streams.
+/// Highest descriptor of the standard streams.
 const STANDARD_ERROR: RawFd = 2;
 
 /// Number of an inherited descriptor.
@@ -343,7 +347,7 @@ text_value!(InheritedFd, "N", "the number of an inherited file descriptor, 3 and
     text.parse().ok().filter(|fd| *fd > STANDARD_ERROR).map(InheritedFd)
 });
 
-/// Any name without control characters.
+/// Name without control characters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Label(pub String);
 

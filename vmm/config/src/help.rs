@@ -1,4 +1,4 @@
-//! Help for a flag, generated from its table.
+//! Help for a flag. It is generated from the table of the flag's keys.
 
 use std::fmt::Write;
 
@@ -25,7 +25,7 @@ impl Table {
         format!("{}: {}{defaults}", forms.join(","), self.about)
     }
 
-    /// Description of the flag, with a line for each key.
+    /// Description of the flag, followed by a line for each key.
     pub fn listing(&self) -> String {
         let mut text = self.about.to_owned();
         if !self.words.is_empty() {
@@ -57,7 +57,7 @@ impl Key {
     }
 }
 
-/// `a`, `a or b`, `a, b or c`.
+/// Joins words: `a`, `a or b`, `a, b or c`.
 pub fn one_of(words: &[&str]) -> String {
     match words {
         [] => String::new(),

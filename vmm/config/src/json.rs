@@ -1,4 +1,4 @@
-//! Parsing of JSON into sections, with errors that name the field, its value and the expected form.
+//! Parses JSON into sections. Errors name the field, its value and the expected form.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,50 +16,50 @@ use crate::error::ConfigError;
 /// Error about a value in JSON. The text is one line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FieldError {
-    /// Text that is not JSON, or that has a key twice.
+    /// The text is not JSON, or contains a key twice.
     #[error("{0}")]
     Syntax(String),
     #[error("{path} is missing")]
     Missing { path: String },
-    /// A value of the wrong kind, or outside the range of its type.
+    /// A value has the wrong type, or is outside the range of its type.
     #[error("{} is {value}, and must be {expected}", if .path.is_empty() { "it" } else { .path })]
     Wrong {
-        /// Field; empty for the whole body.
+        /// Path of the field. Empty for the whole body.
         path: String,
         value: String,
-        /// Form or range of the right values.
+        /// Form or range of valid values.
         expected: String,
     },
 }
 
-/// Error about a body in JSON.
+/// Error in a JSON body.
 #[derive(Debug, PartialEq, Eq, Error)]
 pub enum JsonError {
     #[error(transparent)]
     Field(#[from] FieldError),
-    /// A field is not supported, or the configuration is not valid.
+    /// A field is not supported, or the configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
 }
 
 pub trait JsonValue: Sized {
-    /// Parses the value, which is not null.
+    /// Parses a value that is not null.
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError>;
 
-    /// Value of a key that is not given. `None` if the key is required.
+    /// Value for a key that is not given. `None` if the key is required.
     fn absent() -> Option<Self> {
         None
     }
 
-    /// Returns true if the key is omitted when JSON is written.
+    /// Returns true if a key with this value is omitted when JSON is written.
     fn is_absent(&self) -> bool {
         false
     }
 }
 
-/// Object with a table of keys.
+/// JSON object with a table of keys.
 pub trait Object: JsonValue {
-    /// Flag or call that errors name.
+    /// Flag or API call that errors name.
     const FLAG: &'static str;
     /// True to refuse unknown keys instead of ignoring them.
     const STRICT: bool = false;
@@ -68,14 +68,14 @@ pub trait Object: JsonValue {
 
     fn names() -> Vec<&'static str>;
 
-    /// Removes the keys from an object and parses them.
+    /// Removes the section's keys from an object and parses them.
     fn take(object: &mut Map<String, Value>, walk: &mut Walk) -> Result<Self, JsonError>;
 
-    /// Writes the keys into an object.
+    /// Writes the section's keys into an object.
     fn write<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error>;
 }
 
-/// Path to the value that is being parsed, and collected warnings.
+/// State of a parser: the path to the current value, and the collected warnings.
 #[derive(Debug, Default)]
 pub struct Walk {
     path: String,
@@ -86,12 +86,13 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Walk over an answer of a VMM. A newer VMM may send unknown fields.
+    /// Creates a parser state for a response of a VMM. A newer VMM may send unknown fields, which
+    /// cause no warnings.
     pub fn of_answer() -> Self {
         Self { is_answer: true, ..Self::default() }
     }
 
-    /// Parses the values of an object whose keys are names. Null counts as not given.
+    /// Parses all values of an object whose keys are arbitrary names. Null counts as not given.
     pub fn entries<T>(
         &mut self,
         json: Value,
@@ -169,7 +170,7 @@ impl Walk {
         Ok(value)
     }
 
-    /// Parses with `flag` in errors, instead of that of the type.
+    /// Calls `read`. Meanwhile, errors name `flag` instead of the type's own flag.
     pub fn named<T>(&mut self, flag: &'static str, read: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.flag.replace(flag);
         let value = read(self);
@@ -177,19 +178,19 @@ impl Walk {
         value
     }
 
-    /// Adds a warning unless it has been added before.
+    /// Adds a warning unless the same warning was added before.
     pub fn warn(&mut self, warning: &str) {
         if !self.warnings.iter().any(|other| other == warning) {
             self.warnings.push(warning.to_owned());
         }
     }
 
-    /// Warnings, beginning with those about unknown fields.
+    /// Returns all warnings. Those about unknown fields are first.
     pub fn into_warnings(self) -> Vec<String> {
         self.unknown.warning().into_iter().chain(self.warnings).collect()
     }
 
-    /// Error for a value at the current path.
+    /// Returns the error for a wrong value at the current path.
     pub fn wrong(&self, json: &Value, expected: impl Into<String>) -> JsonError {
         let value = match json {
             Value::Array(_) => "a list".to_owned(),
@@ -200,12 +201,12 @@ impl Walk {
         FieldError::Wrong { path: self.path.clone(), value, expected: expected.into() }.into()
     }
 
-    /// Value of a key that is not given and has no default.
+    /// Returns the value for a key that is not given and has no default.
     pub fn absent<T: JsonValue>(&self, name: &'static str) -> Result<T, JsonError> {
         T::absent().ok_or_else(|| self.missing(name))
     }
 
-    /// Error for a required key that is not given.
+    /// Returns the error for a required key that is not given.
     pub fn missing(&self, name: &'static str) -> JsonError {
         FieldError::Missing { path: Step::Key(name).after(&self.path) }.into()
     }
@@ -297,7 +298,7 @@ impl JsonValue for PathBuf {
     }
 }
 
-/// An object that is parsed later.
+/// Keeps an object unparsed, so that it can be parsed later.
 impl JsonValue for Map<String, Value> {
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
         match json {
@@ -307,7 +308,7 @@ impl JsonValue for Map<String, Value> {
     }
 }
 
-/// Parses a body, and returns it with warnings about it.
+/// Parses a JSON body. Returns the value with warnings about the body.
 pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
     let body: Body =
         serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
@@ -316,7 +317,7 @@ pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonErr
     Ok((value, walk.into_warnings()))
 }
 
-/// JSON without duplicate keys. `Value` would keep the last one.
+/// JSON value that refuses duplicate keys. `Value` would keep the last duplicate.
 struct Body(Value);
 
 impl<'de> Deserialize<'de> for Body {

@@ -1,9 +1,10 @@
-//! Configuration keys of Foreshore. One table per section defines the struct, the flag, JSON, the
-//! help and the errors.
+//! Configuration keys of Foreshore. One table per section defines the struct, the flag, the JSON
+//! format, the help and the errors.
 //!
-//! [`section`] generates a section from its table, [`words`] an enum of option words. The type of a
-//! key defines the format of its value: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]
-//! splits a flag's value. [`Walk`] parses JSON and keeps the path of the current field.
+//! [`section`] generates a section from its table, and [`words`] generates an enum of option words.
+//! The type of a key defines the format of its value: [`FlagValue`] in a flag, [`JsonValue`] in
+//! JSON. [`Options`] splits the value of a flag. [`Walk`] parses JSON and tracks the path of the
+//! current field.
 
 #![forbid(unsafe_code)]
 
@@ -22,7 +23,7 @@ mod unknown;
 mod volume_format;
 mod word;
 
-// Used by the macros, so that callers need not depend on these crates.
+// The macros use these paths, so that callers need not depend on these crates.
 #[doc(hidden)]
 pub use {serde, serde_json};
 
@@ -41,9 +42,9 @@ pub use self::word::{Word, Words};
 #[derive(Clone, Debug)]
 pub struct Key {
     pub name: &'static str,
-    /// Form of its value.
+    /// Form of the value, for the help.
     pub syntax: fn() -> String,
-    /// Default in the syntax of the flag.
+    /// Default value in the syntax of the flag.
     pub default: Option<String>,
     pub range: Option<String>,
     /// True if the flag may begin with its value, without the key.
@@ -53,30 +54,30 @@ pub struct Key {
     pub about: &'static str,
 }
 
-/// Section that a flag fills.
+/// Section of the configuration that a flag sets.
 pub trait Section: Object {
     /// Description for the help.
     const ABOUT: &'static str;
-    /// Keys of the flag without a value.
+    /// Keys of the flag that have no value.
     const WORDS: &'static [&'static str] = &[];
 
     /// Keys of the flag that have a value.
     fn keys() -> Vec<Key>;
 
-    /// Reads the section's keys from those of a flag.
+    /// Parses the section from the keys of a flag.
     fn from_options(options: &Options) -> Result<Self, ConfigError>;
 }
 
-/// Table of a section, without its type.
+/// Table of a section, independent of the section's type.
 #[derive(Clone, Copy, Debug)]
 pub struct Table {
     /// Flag that errors name.
     pub flag: &'static str,
     /// Description for the help.
     pub about: &'static str,
-    /// Keys that have a value.
+    /// Function that returns the keys that have a value.
     pub keys: fn() -> Vec<Key>,
-    /// Keys without a value.
+    /// Keys that have no value.
     pub words: &'static [&'static str],
     /// Keys that are refused unless their value is neutral.
     pub refused: &'static [&'static [Refused]],
@@ -87,7 +88,7 @@ impl Table {
         Self { flag: T::FLAG, about: T::ABOUT, keys: T::keys, words: T::WORDS, refused: T::REFUSED }
     }
 
-    /// Table of another flag with the same keys.
+    /// Returns the table for another flag with the same keys.
     pub const fn named(self, flag: &'static str, about: &'static str) -> Self {
         Self { flag, about, ..self }
     }

@@ -6,12 +6,12 @@ use super::JsonValue;
 use super::flag::{FlagValue, split};
 
 pub trait Item: JsonValue {
-    /// Form of a list in the help.
+    /// Form of a list, for the help.
     const SYNTAX: &'static str;
-    /// Text that completes "is not" in an error.
+    /// Text after "is not" in an error.
     const EXPECTED: &'static str;
 
-    /// Parses an item: one value, or the values of a range.
+    /// Parses an item, which is one value or a range of values.
     fn read_item(text: &str) -> Option<Vec<Self>>;
 }
 
@@ -52,12 +52,12 @@ impl Item for String {
     }
 }
 
-/// Text between the brackets of a list, or the whole text if it has none.
+/// Text between the brackets of a list, or the whole text if it has no brackets.
 pub fn unbracketed(text: &str) -> &str {
     text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text)
 }
 
-/// Items of a list. `None` if brackets in it are not balanced.
+/// Items of a list. `None` if the list contains unbalanced brackets.
 pub fn items(text: &str) -> Option<Vec<&str>> {
     match unbracketed(text) {
         "" => Some(Vec::new()),

@@ -1,6 +1,6 @@
-//! Grammar of the tables.
+//! Macros that generate code from the tables of keys.
 
-/// Generates a section from its table: a struct, its flag, its JSON.
+/// Generates a section from its table: a struct, the parser of its flag, and its JSON format.
 ///
 /// ```text
 /// section! {
@@ -14,15 +14,15 @@
 /// }
 /// ```
 ///
-/// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
-/// `strict true`, unknown keys in JSON are refused. With `defaults true`, the section has a
-/// `Default` with the defaults of the table. Use `parse own` for a section that parses its flag
-/// itself, and `parse none` for one that is only part of others. Without the text after the flag,
-/// there is no flag, and the object exists in JSON only.
+/// `words` lists keys of the flag that have no value. `refused` lists tables of refused keys.
+/// `strict true` refuses unknown keys in JSON. `defaults true` implements `Default` with the
+/// defaults of the table. Use `parse own` for a section that parses its flag itself, and `parse
+/// none` for a section that is only part of other sections. If the text after the flag is omitted,
+/// there is no flag, and the object exists only in JSON.
 ///
-/// A key without a default is required, unless its type has an absent value, as `Option` has. A
-/// section with such a key has no `Default`. A default may use the keys above it. Options of a key,
-/// in parentheses:
+/// A key without a default is required, unless its type has a value for absent keys, such as
+/// `Option`. A section with a required key has no `Default`. A default may refer to keys above it.
+/// A key can have these options, in parentheses:
 ///
 /// | option | meaning |
 /// |---|---|
@@ -41,7 +41,7 @@
 /// | `flatten` | a section whose keys are added to these |
 #[macro_export]
 macro_rules! section {
-    // Option lookups test one option after the other.
+    // Lookups of an option. They test one option after the other.
     (@flag_name [flag $name:literal $($rest:tt)*] $field:ident) => { $name };
     (@flag_name [$other:tt $($rest:tt)*] $field:ident) => {
         $crate::section!(@flag_name [$($rest)*] $field)
@@ -86,7 +86,7 @@ macro_rules! section {
     (@range [$other:tt $($rest:tt)*] $ty:ty) => { $crate::section!(@range [$($rest)*] $ty) };
     (@range [] $ty:ty) => { None };
 
-    // Keys with bounds are collected. If a section has some and does not check them, the compiler
+    // Collects keys with bounds. If a section has such keys but does not check them, the compiler
     // reports an unused method.
     (
         @ranges $Name:ident [$($found:tt)*]
@@ -162,7 +162,7 @@ macro_rules! section {
         }
     };
 
-    // Defaults without any key given.
+    // Default values if no key is given.
     (@impl_default $Name:ident [] $fields:tt) => {};
     (@impl_default $Name:ident [true] {
         $($field:ident $options:tt $ty:ty [$($default:expr)?])*
@@ -266,7 +266,7 @@ macro_rules! section {
         }
 
         impl $Name {
-            /// Name of the section in errors: its flag, or its call.
+            /// Name of the section in errors: its flag or its API call.
             #[allow(dead_code, reason = "not every section is used outside of its table")]
             $vis const FLAG: &'static str = $flag;
         }
@@ -370,14 +370,14 @@ macro_rules! section {
     (@parse $vis:vis $Name:ident [$by:ident]) => {};
 }
 
-/// Generates an enum of option words. Each variant has its name in JSON, in parentheses alternative
-/// names in JSON, its word in the flag, and alternative words in the flag:
+/// Generates an enum of option words. Each variant has a name in JSON, alternative names in JSON
+/// (in parentheses), a word in the flag, and alternative words in the flag:
 ///
 /// ```text
 /// FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
 /// ```
 ///
-/// A variant that ends with `hidden` is accepted, but not named in the help and in errors.
+/// A variant that ends with `hidden` is accepted, but not listed in the help and in errors.
 #[macro_export]
 macro_rules! words {
     (
@@ -419,8 +419,8 @@ macro_rules! words {
     (@shown hidden) => { false };
 }
 
-/// Implements [`crate::JsonValue`] and [`crate::FlagValue`] for a type that is a string in both.
-/// The function at the end parses it.
+/// Implements [`crate::JsonValue`] and [`crate::FlagValue`] for a type that is a string in both
+/// formats. The function at the end parses the string.
 #[macro_export]
 macro_rules! text_value {
     ($Type:ty, $form:literal, $expected:expr, $read:expr) => {

@@ -1,8 +1,8 @@
-//! Names of devices. They appear in logs, in metric labels and in the API, but never in a path.
+//! Names of devices. They are used in logs, in metric labels and in the API, but never in a path.
 
 use crate::error::ConfigError;
 
-/// Prefix of the IDs that Foreshore assigns to devices of which a VM has only one.
+/// Prefix of the IDs that Foreshore assigns to devices that a VM can have only once.
 const OURS: &str = "__";
 
 /// Checks that `name` is a valid name.

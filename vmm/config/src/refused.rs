@@ -1,4 +1,4 @@
-//! Keys of Cloud Hypervisor that Foreshore refuses, unless their value is neutral.
+//! Keys of Cloud Hypervisor that Foreshore refuses unless their value is neutral.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use crate::error::ConfigError;
 pub struct Refused {
     /// Name in the flag and in JSON.
     pub key: &'static str,
-    /// Values that request nothing, regardless of case.
+    /// Neutral values, which request nothing. Case is ignored.
     pub neutral: &'static [&'static str],
     pub why: &'static str,
 }
@@ -19,7 +19,7 @@ impl Refused {
         tables.iter().copied().flatten().find(|refused| refused.key == key)
     }
 
-    /// Returns true if the value of a flag's key is neutral. An empty value counts as not given.
+    /// Returns true if a value in a flag is neutral. An empty value counts as not given.
     pub fn is_neutral_text(&self, value: &str) -> bool {
         value.is_empty() || self.neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(value))
     }
@@ -29,14 +29,15 @@ impl Refused {
         asks_for_nothing(value, self.neutral)
     }
 
-    /// Returns the error for a value. It begins with `=` unless the key has no value.
+    /// Returns the error for a key with this value. `value` begins with `=`, or is empty if the key
+    /// has no value.
     pub fn error(&self, flag: &'static str, value: String) -> ConfigError {
         ConfigError::Unsupported { flag, key: self.key, value, why: self.why }
     }
 }
 
-/// Returns true for `neutral` values and empty ones. If there are no neutral values, `false` is
-/// neutral as well.
+/// Returns true if `value` is empty or one of `neutral`. If `neutral` is empty, `false` is also
+/// neutral.
 pub fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
     match value {
         Value::Null => true,

@@ -2,19 +2,19 @@
 
 use crate::{OFF, Refused};
 
-/// Keys of devices on the PCI bus.
+/// Refused keys of devices on the PCI bus.
 pub const PCI: &[Refused] = &[
     Refused { key: "iommu", neutral: OFF, why: "a virtual IOMMU is not implemented" },
     Refused { key: "pci_segment", neutral: &["0"], why: "the VM has one PCI segment" },
 ];
 
-/// Keys of devices whose PCI slot cannot be chosen.
+/// Refused keys of devices whose PCI slot cannot be chosen.
 pub const SLOT: &[Refused] =
     &[Refused { key: "pci_device_id", neutral: &[], why: "slots are assigned in order" }];
 
 pub const NO_VHOST_USER: &str = "vhost-user is not implemented";
 
-/// Keys of devices that another process could serve.
+/// Refused keys that would let another process serve the device.
 pub const VHOST_USER: &[Refused] = &[
     Refused { key: "vhost_user", neutral: OFF, why: NO_VHOST_USER },
     Refused { key: "socket", neutral: &[], why: NO_VHOST_USER },
@@ -23,7 +23,7 @@ pub const VHOST_USER: &[Refused] = &[
 
 const NO_RATE_LIMITS: &str = "rate limits are not implemented; limit disks with io.max of the VMM's cgroup, and networks with tc on the tap";
 
-/// Keys of devices with rate limits in Cloud Hypervisor.
+/// Refused keys of devices that have rate limits in Cloud Hypervisor.
 pub const RATE_LIMITS: &[Refused] = &[
     Refused { key: "rate_limit_group", neutral: &[], why: NO_RATE_LIMITS },
     Refused { key: "rate_limiter_config", neutral: &[], why: NO_RATE_LIMITS },

@@ -1,21 +1,21 @@
-//! Common bounds of sizes in a configuration.
+//! Bounds that several sizes in a configuration share.
 
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
 use crate::error::ConfigError;
 
-/// Largest size in a flag: x86-64 has at most 52 physical address bits. A guest may have fewer,
-/// which is checked when the VM is built.
+/// Largest size in a flag: x86-64 has at most 52 physical address bits. A guest may have fewer.
+/// This is checked when the VM is built.
 pub const MAX_BYTES: u64 = 1 << 52;
 
-/// Checks a size of memory: a multiple of [`UNIT_BYTES`], greater than 0, and at most
-/// [`MAX_BYTES`].
+/// Checks a memory size: a multiple of [`UNIT_BYTES`], greater than 0, and at most [`MAX_BYTES`].
 pub fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, UNIT_BYTES)
 }
 
-/// Checks a size of memory that is never plugged or unplugged: a multiple of a page.
+/// Checks the size of memory that is never plugged or unplugged. It must be a multiple of the page
+/// size.
 pub fn check_pages(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, PAGE_BYTES)
 }

@@ -41,7 +41,7 @@ section! {
 }
 
 section! {
-    /// Part that is only in JSON.
+    /// Section that exists only in JSON.
     pub(crate) struct Part: "--thing" {
         name: String => "Name",
         width (json_required): u16 = 0 => "Width",
@@ -51,7 +51,7 @@ section! {
 }
 
 section! {
-    /// Section without required keys.
+    /// Section in which all keys are optional.
     pub(crate) struct Whole: "--whole" "things that may be left out" {
         count: u8 = 3 => "Number",
         most (derived): u8 = count => "Largest number",
@@ -114,7 +114,7 @@ fn defaults_are_those_of_the_table_everywhere() {
     assert_eq!(read_body::<Whole>(b"{}").unwrap().0, expected);
 }
 
-/// Cloud Hypervisor's parser does the same.
+/// Cloud Hypervisor's parser behaves in the same way.
 #[test]
 fn values_are_trimmed_and_an_empty_one_is_not_given() {
     assert_eq!(thing(" path=/a , size= 8M ,count= "), thing("path=/a,size=8M"));
@@ -328,7 +328,7 @@ fn json_errors_name_field_value_and_bound() {
     }
 }
 
-/// A client must accept the answers of a newer VMM.
+/// A client must accept responses of a newer VMM.
 #[test]
 fn unknown_fields_of_an_answer_are_ignored() {
     let part =

@@ -1,15 +1,15 @@
 //! Unknown fields in JSON.
 //!
 //! Unknown fields are ignored, as in Cloud Hypervisor, so that clients of a later version continue
-//! to work (docs/design/decisions/0019). Because a mistyped field is ignored as well, the warning
-//! names the fields.
+//! to work (docs/design/decisions/0019). A mistyped field is ignored as well, so a warning names
+//! the unknown fields.
 
-/// Upper limit of names in a warning, because a client may send thousands of fields.
+/// Maximum number of names in a warning, because a client may send thousands of fields.
 const MOST_NAMES: usize = 8;
-/// Upper limit of characters of a name in a warning.
+/// Maximum length of a name in a warning, in characters.
 const MOST_CHARS: usize = 64;
 
-/// Names of unknown fields.
+/// Names of unknown fields in a JSON body.
 #[derive(Debug, Default)]
 pub struct Unknown {
     names: Vec<String>,
@@ -17,7 +17,7 @@ pub struct Unknown {
 }
 
 impl Unknown {
-    /// Adds a field of the object at `path`, which is empty for the whole body.
+    /// Adds the field `key` of the object at `path`. `path` is empty for the body itself.
     pub fn add(&mut self, path: &str, key: &str) {
         self.count += 1;
         if self.names.len() < MOST_NAMES {
@@ -28,7 +28,7 @@ impl Unknown {
         }
     }
 
-    /// Warning in one line, if there are any.
+    /// Returns a warning in one line if there are unknown fields.
     pub fn warning(&self) -> Option<String> {
         let more = match self.count - self.names.len() {
             0 => String::new(),

@@ -1,4 +1,4 @@
-//! Option words of volume formats.
+//! Volume formats as option words.
 
 use foreshore_types::VolumeFormat;
 

@@ -1,4 +1,4 @@
-//! Enums of option words.
+//! Enums whose variants are option words.
 
 use serde_json::Value;
 
@@ -12,18 +12,19 @@ pub struct Word<T: 'static> {
     pub json_aliases: &'static [&'static str],
     /// Word in the flag.
     pub flag: &'static str,
-    /// Alternative words in the flag, in addition to the name in JSON.
+    /// Alternative words in the flag. The name in JSON is also accepted.
     pub flag_aliases: &'static [&'static str],
-    /// True if the help and errors name it.
+    /// True if the help and errors list the word.
     pub is_shown: bool,
 }
 
-/// Enum of option words. Names in JSON are exact. Flags also have words, and ignore case.
+/// Enum whose variants are option words. JSON accepts only the exact names. Flags also accept other
+/// words, and ignore case.
 pub trait Words: Copy + PartialEq + 'static {
-    /// Names of every variant.
+    /// Names and words of each variant.
     const WORDS: &'static [Word<Self>];
 
-    /// Names of this variant.
+    /// Names and words of this variant.
     fn word(self) -> &'static Word<Self> {
         Self::WORDS.iter().find(|word| word.value == self).expect("every variant has a word")
     }
@@ -38,7 +39,7 @@ pub trait Words: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(has).map(|word| word.value)
     }
 
-    /// Words of the flag that the help and errors name.
+    /// Words of the flag that the help and errors list.
     fn flag_words() -> Vec<&'static str> {
         Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.flag).collect()
     }

@@ -1,18 +1,19 @@
-//! Sizes in bytes, with one syntax and format for flags, parameters and output.
+//! Sizes in bytes. Flags, parameters and output use the same syntax and format.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Syntax of a size in errors.
+/// Description of a size's syntax, for errors.
 pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
 
-/// Syntax of a size in `--help`.
+/// Description of a size's syntax, for `--help`.
 pub const HELP: &str = "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
 
-/// Significant digits after the decimal point. A multiple of 2^-40 has at most 40. Cutting a number
-/// after them therefore does not change its number of whole bytes, in T or in a smaller unit.
+/// Maximum number of significant digits after the decimal point. A multiple of 2^-40 has at most 40
+/// such digits. Truncating a number after them therefore does not change its number of whole bytes,
+/// in T or in a smaller unit.
 const FRACTION_DIGITS: usize = 40;
 
 /// Unit of a size: 1024 to the power of `power`.
@@ -48,10 +49,11 @@ pub enum SizeError {
     Malformed { text: String },
     #[error("{text:?} is not a whole number of bytes")]
     NotWhole { text: String },
-    /// The number of bytes exceeds 64 bits.
+    /// The number of bytes does not fit into 64 bits.
     #[error("{text:?} is more than {most_bytes} bytes")]
     TooLarge { text: String, most_bytes: u64 },
-    /// KB, MB, GB or TB, which are powers of 1000 to some and of 1024 to others.
+    /// The unit is KB, MB, GB or TB. Some users mean powers of 1000 by these, others powers of
+    /// 1024.
     #[error(
         "{text:?} could be {decimal_bytes} or {binary_bytes} bytes; \
          use {0}, {0}iB or the number of bytes",
@@ -59,9 +61,9 @@ pub enum SizeError {
     )]
     Ambiguous {
         text: String,
-        /// Whole bytes if the unit is a power of 1000.
+        /// Number of whole bytes if the unit is a power of 1000.
         decimal_bytes: u64,
-        /// Whole bytes if the unit is a power of 1024.
+        /// Number of whole bytes if the unit is a power of 1024.
         binary_bytes: u64,
     },
 }
@@ -73,8 +75,8 @@ fn without_b(text: &str) -> String {
 
 /// Parses a size and returns its number of bytes.
 ///
-/// The units are K, M, G and T in either case, and KiB, MiB, GiB and TiB; all are powers of 1024.
-/// The number may have a fraction if the size is a whole number of bytes.
+/// The units are K, M, G and T, in upper or lower case, and KiB, MiB, GiB and TiB. All are powers
+/// of 1024. The number may have a fraction if the size is a whole number of bytes.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     let malformed = || SizeError::Malformed { text: text.to_owned() };
     let too_large = || SizeError::TooLarge { text: text.to_owned(), most_bytes: u64::MAX };
@@ -109,7 +111,8 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     }
 }
 
-/// Digits before and after the decimal point. A point has digits on both sides.
+/// Splits a number into the digits before and after the decimal point. A point must have digits on
+/// both sides.
 fn split_number(number: &str) -> Option<(&str, &str)> {
     let (integer, fraction) = match number.split_once('.') {
         Some((_, "")) => return None,
@@ -123,8 +126,9 @@ fn find_unit(letter: char) -> Option<Unit> {
     UNITS.into_iter().find(|unit| unit.letter.eq_ignore_ascii_case(&letter))
 }
 
-/// Computes `integer.fraction` times `base` to the power of `exponent`. Returns the whole part, and
-/// `true` if there is no fraction. All arguments are bounded by `T`, so nothing overflows.
+/// Computes `integer.fraction` times `base` to the power of `exponent`. Returns the integer part,
+/// and true if the result is an integer. No argument exceeds what the unit T needs, so nothing
+/// overflows.
 fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) {
     let (kept, rest) = fraction.split_at(fraction.len().min(FRACTION_DIGITS));
     let mut digits: Vec<u8> = kept.bytes().map(|digit| digit - b'0').collect();
@@ -142,12 +146,12 @@ fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) 
     (whole, is_whole)
 }
 
-/// Size in bytes. Displayed in the largest unit that divides it: `512 MiB`.
+/// Size in bytes. It is displayed in the largest unit that divides it, for example `512 MiB`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Size(pub u64);
 
 impl Size {
-    /// Text that [`parse`] accepts, in the largest unit that divides the size: `512M`.
+    /// Formats the size for [`parse`], in the largest unit that divides it, for example `512M`.
     pub fn compact(self) -> String {
         match self.unit() {
             Some(unit) => format!("{}{}", self.0 / unit.bytes(), unit.letter),
@@ -155,8 +159,9 @@ impl Size {
         }
     }
 
-    /// Short text. Exact if a unit divides the size and leaves at most five digits, otherwise with
-    /// one decimal. It is rounded down, so that it never shows more free space than there is.
+    /// Formats the size as short text. The text is exact if a unit divides the size and the result
+    /// has at most five digits. Otherwise it has one decimal and is rounded down, so that it never
+    /// shows more free space than there is.
     pub fn rounded(self) -> String {
         let bytes = self.0;
         let fits = |unit: &Unit| bytes >= unit.bytes();
@@ -164,7 +169,8 @@ impl Size {
         if let Some(unit) = UNITS.iter().find(|unit| fits(unit) && is_exact(unit)) {
             return format!("{} {}", bytes / unit.bytes(), unit.name);
         }
-        // A few tebibytes are shown in gibibytes: 2047.9 GiB of 2 TiB are free, not 1.9 TiB.
+        // A few tebibytes are shown in gibibytes: just below 2 TiB, the text is 2047.9 GiB instead
+        // of 1.9 TiB.
         let [tib, gib, ..] = UNITS;
         let unit = UNITS
             .iter()
@@ -178,7 +184,7 @@ impl Size {
         }
     }
 
-    /// Largest unit that divides the size. None divides 0.
+    /// Largest unit that divides the size. `None` for 0 and if no unit divides the size.
     fn unit(self) -> Option<Unit> {
         UNITS.into_iter().find(|unit| self.0 != 0 && self.0.is_multiple_of(unit.bytes()))
     }

@@ -8,9 +8,10 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum VolumeFormat {
-    /// A Block Translation Table: a disk whose sectors do not tear.
+    /// A Block Translation Table. The volume is a disk whose sectors cannot be torn by a power
+    /// loss.
     Btt,
-    /// Bytes that programs in the guest may map (DAX). Sectors may tear.
+    /// Raw bytes. Programs in the guest may map them (DAX), and a power loss may tear sectors.
     Raw,
 }
 

@@ -44,7 +44,7 @@ fn fractions_of_a_unit_are_exact() {
         ("0.5K", 512),
         ("1.0", 1),
         ("1.500000000000000000000000000000000000000000000000M", 3 * MIB / 2),
-        // 1 byte is 2^-40 T, which needs all 40 digits.
+        // 1 byte is 2^-40 T, which has 40 digits after the decimal point.
         ("0.0000000000009094947017729282379150390625T", 1),
         // Doubles have 53 bits, and this size needs 64.
         ("16777215.9999999999990905052982270717620849609375T", u64::MAX),
@@ -189,7 +189,7 @@ fn rounded_text_is_never_larger_than_the_size() {
     }
 }
 
-/// Sizes of every magnitude, whole in every unit.
+/// Sizes of every magnitude, including multiples of every unit.
 fn bytes() -> impl Strategy<Value = u64> {
     (any::<u64>(), 0u32..64, 0u32..64).prop_map(|(bits, right, left)| (bits >> right) << left)
 }
