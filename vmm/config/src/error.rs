@@ -50,7 +50,7 @@ pub enum ConfigError {
     UnknownKey {
         flag: &'static str,
         key: String,
-        /// Accepted keys.
+        /// Keys that are accepted.
         known: String,
     },
     /// A key of Cloud Hypervisor that Foreshore does not support.
@@ -87,7 +87,7 @@ pub enum ConfigError {
         flag: &'static str,
         key: String,
         value: String,
-        /// Accepted values.
+        /// Values that are accepted.
         expected: String,
     },
     /// The value matches none of the forms, or more than one.
@@ -136,7 +136,7 @@ pub enum ConfigError {
     IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {
-        /// Flag that has to change.
+        /// Flag that must change to resolve the conflict.
         flag: &'static str,
         /// Description of the conflict, and how to resolve it.
         reason: String,

@@ -13,7 +13,7 @@ use thiserror::Error;
 use super::{Refused, Unknown};
 use crate::error::ConfigError;
 
-/// Error about a value in JSON. The text is one line.
+/// Error in a JSON value. The text is one line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FieldError {
     /// The text is not JSON, or contains a key twice.

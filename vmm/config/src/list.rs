@@ -1,4 +1,5 @@
-//! Lists in a flag: `[a,b]`, `a:b` as in older versions of Cloud Hypervisor, or a single item.
+//! Lists in a flag. The form is `[a,b]`, `a:b` (as in older versions of Cloud Hypervisor), or a
+//! single item.
 
 use std::str::FromStr;
 

@@ -32,7 +32,7 @@
 /// | `syntax ("FORM")` | form of the value in the help, instead of that of the type |
 /// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
 /// | `usually (value)` | default in the help for an `Option` that stays `None` if absent |
-/// | `derived` | the default follows from other keys, and is not in the help |
+/// | `derived` | the default depends on other keys and is not shown in the help |
 /// | `json_only` | not a key of the flag, where it has its default |
 /// | `json_required` | required in JSON, although it has a default in the flag |
 /// | `with function` | function that parses the value in JSON |

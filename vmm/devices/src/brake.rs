@@ -44,7 +44,7 @@ pub struct Brake {
 #[derive(Debug, Default)]
 struct Seat {
     in_guest: AtomicBool,
-    /// Kernel's ID of its thread.
+    /// Kernel ID of the vCPU's thread.
     thread: AtomicI32,
 }
 
@@ -123,8 +123,8 @@ fn this_thread() -> libc::pid_t {
     gettid().as_raw_nonzero().get()
 }
 
-/// Interrupts KVM_RUN by a signal. The caller repeats this, because a signal just before KVM_RUN
-/// would be lost.
+/// Interrupts KVM_RUN with a signal. The caller must repeat this, because a signal that arrives
+/// just before KVM_RUN is lost.
 fn interrupt(thread: libc::pid_t) {
     // SAFETY: a system call with integers. If the thread has ended meanwhile, the call fails or
     // reaches another thread of this process, on which the signal has no effect.

@@ -84,9 +84,9 @@ impl Drop for BusRange {
 /// Counters of accesses to addresses without a device.
 #[derive(Debug, Default)]
 pub struct BusMetrics {
-    /// Reads, which return ones.
+    /// Reads from addresses without a device. They return ones.
     pub unanswered_reads: AtomicU64,
-    /// Writes, which are discarded.
+    /// Writes to addresses without a device. They are discarded.
     pub unanswered_writes: AtomicU64,
 }
 

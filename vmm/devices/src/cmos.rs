@@ -21,13 +21,13 @@ pub const CMOS_LEN: u64 = 2;
 const REGISTER: u8 = 0x7f;
 /// Time base of 32,768 Hz. Bit 7 would report an update in progress.
 const STATUS_A: u8 = 0x26;
-/// 24-hour mode.
+/// Bit for 24-hour mode.
 const STATUS_B: u8 = 1 << 1;
-/// The time is valid.
+/// Bit that shows that the time is valid.
 const STATUS_D: u8 = 1 << 7;
 
 pub fn wall_clock() -> Timestamp {
-    // Fails if the host's clock is beyond the year 9999.
+    // The conversion fails if the host's clock is beyond the year 9999.
     Timestamp::try_from(SystemTime::now()).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 

@@ -34,12 +34,12 @@ pub enum GuestFileError {
     )]
     UnmarkedPool {
         path: PathBuf,
-        /// Extended attribute for the mark.
+        /// Name of the extended attribute for the mark.
         attribute: &'static str,
     },
 }
 
-/// Use of a file.
+/// Access to a file by a guest.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GuestAccess {
     /// Set if the guest's writes go to the file.
@@ -154,7 +154,7 @@ mod tests {
     const CONTENTS: [PoolContent; 3] =
         [PoolContent::NoPool, PoolContent::Pool, PoolContent::Unreadable];
 
-    /// Input of a decision.
+    /// Input of a decision in a test.
     #[derive(Clone, Copy, Debug)]
     struct Case {
         mark: Option<Mark>,

@@ -17,7 +17,7 @@ pub const UNIT_BYTES: u64 = 2 << 20;
 /// Unit of boot memory and of memory that ACPI adds: a page.
 pub const PAGE_BYTES: u64 = 4 << 10;
 
-/// Text of an error with all its causes, in one line.
+/// Returns one line with the text of an error and of all its causes.
 pub fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")

@@ -33,7 +33,7 @@ impl NewDevice {
         Self { removable: Some(kind), ..self }
     }
 
-    /// Requests a slot instead of the first free one.
+    /// Requests the given slot instead of the first free one.
     pub fn at(self, slot: Option<u8>) -> Self {
         Self { slot, ..self }
     }

@@ -1,4 +1,4 @@
-//! Parts of a machine that its devices use.
+//! Parts of a machine that are available to its devices.
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::memory::view::GuestView;
 use crate::metrics::Metrics;
 use crate::pci::RootBus;
 
-/// Legacy access to PCI configuration space: address and data, 4 ports each.
+/// First port for legacy access to PCI configuration space. Address and data use 4 ports each.
 const PCI_CONFIG_PORT: u64 = 0xcf8;
 const PCI_CONFIG_LEN: u64 = 8;
 
@@ -92,7 +92,7 @@ impl DeviceContext {
     }
 }
 
-/// Registration of an event that raises an interrupt of the I/O APIC. Dropping it unregisters the
+/// Registration of an event that raises an interrupt at the I/O APIC. Dropping it unregisters the
 /// event.
 #[must_use = "dropping this unregisters the interrupt"]
 pub struct InterruptLine {

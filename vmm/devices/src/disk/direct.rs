@@ -143,12 +143,12 @@ impl DirectIo {
         &self.locks
     }
 
-    /// Locks a range for a change that needs no widening.
+    /// Locks a range for a write that needs no widening.
     fn lock_shared(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
         self.locks.lock(offset_bytes..offset_bytes + len_bytes, Access::Shared)
     }
 
-    /// Locks a range for a change of any alignment.
+    /// Locks a range for a write of any alignment.
     pub(super) fn lock_exclusive(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
         self.locks.lock(widest_range(offset_bytes, len_bytes), Access::Exclusive)
     }

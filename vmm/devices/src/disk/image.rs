@@ -288,7 +288,7 @@ impl RawImage {
         if range.is_empty() {
             return Ok(());
         }
-        // New memory is zeroed.
+        // A new buffer is zeroed.
         let zeros = Buffers::default().take(ZEROS_BYTES);
         for offset in range.clone().step_by(ZEROS_BYTES) {
             let len = (range.end - offset).min(ZEROS_BYTES as u64) as usize;

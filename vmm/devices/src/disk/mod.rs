@@ -116,7 +116,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Executes the step by calls of `device`.
+    /// Executes the step by blocking calls to `device`.
     pub fn execute(&mut self, device: &(impl BlockDevice + ?Sized)) -> io::Result<()> {
         match self {
             Self::Read(offset, buffer) => device.read(*offset, buffer.bytes_mut()),

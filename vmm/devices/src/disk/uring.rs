@@ -34,7 +34,7 @@ const RETRIES_MAX: u32 = 100;
 enum Way {
     /// Deallocate the blocks of the range.
     Punch,
-    /// The file system marks the blocks as zero.
+    /// Let the file system mark the blocks as zero.
     Zero,
     Write,
 }
@@ -63,7 +63,7 @@ pub struct Uring {
     under_way: usize,
     /// Set if some of these steps were not submitted to the kernel yet.
     untold: bool,
-    /// Set if completions raise the event.
+    /// Set if completions currently raise the event.
     armed: bool,
     done: VecDeque<Done>,
     /// Steps to be executed by blocking calls, one on each call of `begin`. These are unaligned

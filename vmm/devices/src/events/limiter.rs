@@ -103,7 +103,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
         (account.is_asked, account.last) = (true, None);
     }
 
-    /// Time when the next withheld event may be sent, if any.
+    /// Time when the next withheld event may be sent. `None` if no event is withheld.
     pub(super) fn due(&self) -> Option<Instant> {
         let withheld = self.accounts.values().filter(|account| account.withheld.is_some());
         withheld.map(|account| account.since + self.bounds.span).min()

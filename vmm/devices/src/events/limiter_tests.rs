@@ -181,7 +181,7 @@ impl Rule for ForgetsTheLast {
     }
 }
 
-/// Faulty: every event that is not a repetition is sent.
+/// Faulty: only repeated events are suppressed, and the rate of other events is not limited.
 struct OnlyRepetitions(Option<u64>);
 
 impl Rule for OnlyRepetitions {
@@ -279,7 +279,7 @@ fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
         .count();
     assert_eq!(told, Bounds::USUAL.burst as usize);
     assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
-    // The panic of a machine that has ended is still sent.
+    // A panic is still sent after its machine has ended.
     limiter.end_machine();
     assert_eq!(limiter.release_of(&Source::Kind("foreshore", "panic")), Some(999));
 }

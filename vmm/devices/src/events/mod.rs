@@ -50,8 +50,8 @@ pub struct Events {
     /// `None` marks the end of the stream.
     queue: broadcast::Sender<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
-    /// Held while a limited event is sent, so that events are sent in the order in which they
-    /// occurred.
+    /// Locked while a rate-limited event is sent, so that events are sent in the order in which
+    /// they occurred.
     limiter: Arc<Mutex<Limiter<Message>>>,
     /// Notified when an event is withheld.
     withheld: Arc<Notify>,
@@ -76,7 +76,7 @@ struct Sent {
 }
 
 impl Sent {
-    /// Logs an event that a client requested, or that happens once.
+    /// Logs an event that a client caused, or that occurs only once.
     fn log(self) {
         tracing::info!(source = self.source, event = self.event, "Event");
     }
@@ -168,7 +168,7 @@ impl Events {
         }
     }
 
-    /// Sends an event that a client requested, or that happens once. Never waits.
+    /// Sends an event that a client caused, or that occurs only once. Never waits.
     pub fn tell(&self, event: Event<'_>) {
         let mut limiter = self.limiter.lock();
         // Withheld events of the same source are sent first. Before the last event of all, all
@@ -259,7 +259,7 @@ impl Events {
 }
 
 impl Watcher {
-    /// Waits for the next event. Returns `None` at the end.
+    /// Waits for the next event. Returns `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<Seen> {
         let received = self.queue.recv().await;
         self.seen(received)
@@ -331,7 +331,7 @@ mod tests {
         });
     }
 
-    /// Names of all events until the end.
+    /// Names of all events until the end of the stream.
     async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
         events.end();
         let mut names = Vec::new();

@@ -59,7 +59,7 @@ fn open(target: &EventMonitor) -> io::Result<File> {
             let file =
                 OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
             admit(&file, path)?;
-            // The log may use the same standard stream.
+            // The log may be written to the same standard stream.
             let is_shared = standard_stream::append_at(path)?;
             if !is_shared && file.metadata()?.is_file() {
                 file.set_len(0)?;

@@ -278,7 +278,7 @@ mod tests {
         });
         let mut written = Vec::new();
         while written.len() < sent.len() {
-            // The test may end before the disk has received this.
+            // Sending fails if the disk's thread has already ended.
             let _ = hold.send(Ok(()));
             written.extend(seen.recv().unwrap());
         }

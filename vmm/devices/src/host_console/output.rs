@@ -220,8 +220,8 @@ impl ConsoleOutput {
         !self.backlog.is_empty()
     }
 
-    /// Returns true if [`Self::send`] may have to wait, because the file is written more slowly
-    /// than output arrives.
+    /// Returns true if [`Self::send`] may have to wait, because output arrives faster than the file
+    /// is written.
     pub fn is_full(&self) -> bool {
         matches!(&self.end, End::DiskFile(file) if file.is_full())
     }
@@ -284,7 +284,7 @@ mod tests {
         for part in text.chunks(1000) {
             lost += output.send(part).len;
         }
-        // Small writes do not fill the pages of a pipe completely.
+        // Small writes do not completely fill the pages of a pipe.
         assert!((PIPE_LEN..2 * PIPE_LEN).contains(&lost), "{lost}");
         assert_eq!(output.backlog.len(), BACKLOG_LEN_MAX);
         let mut got = vec![0; text.len() - lost];

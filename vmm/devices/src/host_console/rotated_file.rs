@@ -79,7 +79,7 @@ fn failed(call: &'static str) -> impl FnOnce(io::Error) -> KeepError {
     move |source| KeepError::Io { call, source }
 }
 
-/// Identity of a file, independent of its names.
+/// Identity of a file, independent of its path.
 pub(super) type FileId = (u64, u64);
 
 pub(super) fn id_of(metadata: &Metadata) -> FileId {
@@ -479,7 +479,7 @@ mod tests {
         assert!(!path.exists());
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
         assert_eq!(fs::read(&newer).unwrap(), [b'y'; 100]);
-        // The next rotation gives both files their names.
+        // The next rotation renames both files.
         file.write_all(&[b'z'; 50]).unwrap();
         assert_eq!(fs::read(older(&path)).unwrap(), [b'y'; 100]);
         assert_eq!(fs::read(&path).unwrap(), [b'z'; 50]);

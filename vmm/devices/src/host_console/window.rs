@@ -63,7 +63,7 @@ impl Window {
     }
 
     pub fn size(&self) -> WindowSize {
-        // A closed terminal has no size.
+        // A closed terminal has no window size.
         tcgetwinsize(&self.terminal).map_or_else(
             |_| WindowSize::default(),
             |size| WindowSize { columns: size.ws_col, rows: size.ws_row },

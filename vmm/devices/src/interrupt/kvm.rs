@@ -79,7 +79,7 @@ mod tests {
         let chips: Vec<_> = fixed_routes()
             .iter()
             .map(|route| {
-                // SAFETY: all of these entries are of the irqchip kind.
+                // SAFETY: all of these entries are of type irqchip.
                 let chip = unsafe { route.u.irqchip };
                 (route.gsi, chip.irqchip, chip.pin)
             })

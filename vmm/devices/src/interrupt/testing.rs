@@ -18,7 +18,7 @@ pub enum Call {
     Register(u32),
     /// Removal of the irqfd for this GSI.
     Unregister(u32),
-    /// New level of this GSI's line: true for high.
+    /// New level of this GSI's line. True means high.
     Line(u32, bool),
     Signal(MsiMessage),
 }

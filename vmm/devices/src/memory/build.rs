@@ -33,7 +33,7 @@ pub const BLOCK_BYTES: u64 = 2 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryOptions {
-    /// Width of guest-physical addresses, as CPUID reports it to the guest.
+    /// Width of guest-physical addresses, which CPUID reports to the guest.
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
@@ -97,7 +97,7 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
-    /// vm-memory rejects a region.
+    /// The vm-memory crate rejects a region.
     #[error("cannot combine the regions of guest memory")]
     Regions(#[from] GuestRegionCollectionError),
     #[error(transparent)]
@@ -516,8 +516,8 @@ mod tests {
         let mut memory = build(zones(0), None, table(), OPTIONS).unwrap();
         memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
         let policy = |nth: usize| policy_at(memory.parts[nth].reservation.addr());
-        // Order of parts: boot part of the first zone, boot part of the second, hotplug part of the
-        // first.
+        // The order of parts is: boot part of the first zone, boot part of the second zone, hotplug
+        // part of the first zone.
         assert_eq!(
             [0, 1, 2].map(policy),
             [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0), (libc::MPOL_BIND, 1)]

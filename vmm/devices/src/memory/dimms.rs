@@ -97,13 +97,13 @@ impl DimmPlan {
         Ok(GuestRange { start: self.range.start + used, len })
     }
 
-    /// Records the DIMM that was placed.
+    /// Records a DIMM at the range that [`Self::place`] returned.
     fn put(&mut self, dimm: GuestRange) {
         self.dimms.push(dimm);
     }
 }
 
-/// The DIMMs of a zone.
+/// DIMMs of a zone.
 pub struct Dimms {
     spec: ZoneSpec,
     plan: DimmPlan,

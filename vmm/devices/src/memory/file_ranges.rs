@@ -34,7 +34,7 @@ impl FileRanges {
         Arc::clone(&self.bytes)
     }
 
-    /// Returns removed ranges, whose addresses are free again.
+    /// Returns the removed ranges. Their addresses are free again.
     pub(super) fn take_removed(&self) -> Vec<GuestRange> {
         std::mem::take(&mut self.removed.lock())
     }

@@ -2,7 +2,7 @@
 //!
 //! | range | use |
 //! |---|---|
-//! | 0 to 640 KiB, 1 MiB to 3 GiB | boot memory, low part; with huge pages it ends earlier if one would reach beyond 3 GiB |
+//! | 0 to 640 KiB, 1 MiB to 3 GiB | low part of boot memory; it ends earlier if a huge page would extend beyond 3 GiB |
 //! | 0x9_fc00 to 1 MiB | EBDA and ACPI tables, reserved in the memory map |
 //! | 0xc000_0000 to 0xe000_0000 | 32-bit BARs |
 //! | 0xe800_0000, 1 MiB per bus | ECAM, one bus |
@@ -11,7 +11,7 @@
 //! | 0xe910_1000, 4 KiB | NVDIMM health registers |
 //! | 0xe910_2000, 4 KiB | hotplug registers |
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
-//! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB or to Linux's memory block |
+//! | 4 GiB and up | high part of boot memory; then hotplug parts and volumes, each aligned to 1 GiB or to Linux's memory block |
 
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
@@ -54,7 +54,7 @@ pub const EBDA_START: u64 = 0x9_fc00;
 pub const RSDP_START: GuestAddress = GuestAddress(0xa_0000);
 /// End of the ACPI tables, below the page of the reset vector.
 pub const ACPI_END: u64 = MIB - 0x1000;
-/// FFFF:0000 in real mode, the entry point of a BIOS.
+/// Address FFFF:0000 in real mode, the entry point of a BIOS.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of memory above the legacy hole.
 pub const HIMEM_START: GuestAddress = GuestAddress(MIB);
@@ -83,7 +83,7 @@ const _: () = assert!(HOTPLUG_START >= NVDIMM_HEALTH_START + NVDIMM_HEALTH_LEN);
 /// Number of slots on the PCI bus. The host bridge is in slot 0.
 pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
-/// First interrupt for PCI INTx or MSI routes. 0 to 23 are the pins of the I/O APIC.
+/// First interrupt number for PCI INTx or MSI routes. Numbers 0 to 23 are the pins of the I/O APIC.
 pub const FIRST_MSI_GSI: u32 = 24;
 
 /// Smallest size of the blocks in which Linux adds memory. All but large guests use it: see
@@ -218,7 +218,7 @@ impl BootMemory {
 
 /// Size of the blocks in which Linux adds memory if boot memory ends at `boot_end`
 /// (arch/x86/mm/init_64.c, `probe_memory_block_size`). Without the hypervisor bit in CPUID, Linux
-/// would use the largest blocks; our CPUID has the bit.
+/// would use the largest blocks, but our CPUID sets this bit.
 ///
 /// Linux ignores a partial block at either end of a hotplug part. Hotplug parts therefore start at
 /// a multiple of the block size and consist of whole blocks.
@@ -449,7 +449,7 @@ mod tests {
             assert_eq!((small.start, large.start), (kept.start + GIB, kept.start + 2 * GIB));
             map.give_back(large);
             map.give_back(small);
-            // Adjacent ranges were merged.
+            // Adjacent free ranges were merged.
             let both = map.allocate(4 * GIB, 4096).unwrap();
             assert_eq!(both.start, small.start);
             map.give_back(both);

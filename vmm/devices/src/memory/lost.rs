@@ -94,7 +94,7 @@ pub struct GuestRange {
 /// Marks a file that was not truncated. No file is this long.
 const WHOLE: u64 = u64::MAX;
 
-/// Immediate reaction to lost memory.
+/// Actions to take immediately when memory is lost.
 #[derive(Debug)]
 struct Alarm {
     loss: LossFlag,
@@ -227,7 +227,7 @@ impl LostMemory {
         Ok(range)
     }
 
-    /// Raised when memory is lost.
+    /// Event that is raised when memory is lost.
     pub fn event(&self) -> &EventFd {
         &self.alarm.event
     }
@@ -237,7 +237,7 @@ impl LostMemory {
         self.ranges.lock().iter().map(|(range, _)| Arc::clone(range)).collect()
     }
 
-    /// Returns true if there is a file that another process may truncate.
+    /// Returns true if another process could truncate a file of a watched range.
     pub fn has_files(&self) -> bool {
         self.ranges.lock().iter().any(|(_, file)| file.as_deref().is_some_and(is_regular))
     }
@@ -335,7 +335,8 @@ mod tests {
     fn device_access_to_a_lost_page_stops_the_guest() {
         let (file, reservation) = mapped();
         let (lost, brake, flag) = lost_memory();
-        // `mapped_bytes` is the length that remains, so only the page itself shows the loss.
+        // `mapped_bytes` is the length after truncation, so only an access to the page detects the
+        // loss.
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), MIB).unwrap();
         // SAFETY: mapped, and used by this test only.
         unsafe { byte(&reservation, MIB).write_volatile(7) };

@@ -30,7 +30,7 @@ pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;
 /// page tables of every vCPU.
 pub const QUIET_TIME: Duration = Duration::from_secs(1);
 
-/// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux
+/// Maximum size of a slot. KVM stores its number of pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux
 /// virt/kvm/kvm_main.c).
 const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
@@ -93,7 +93,7 @@ fn check_range(range: GuestRange) -> Result<(), SlotError> {
 }
 
 pub fn host_bytes() -> u64 {
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
     u64::try_from(pages).unwrap_or(0).saturating_mul(PAGE_BYTES)
 }

@@ -96,7 +96,7 @@ pub trait RegionWatcher: Send + Sync {
     fn regions_changed(&self, regions: &Regions);
 }
 
-/// Guest memory at one moment, accessible through a guard of [`GuestView`].
+/// State of guest memory, accessible through a guard of [`GuestView`].
 ///
 /// It implements [`GuestMemory`], so that queues, descriptor readers and `Bytes` can use it. An
 /// access to unplugged memory fails in the same way as an access to an address without memory.
@@ -117,7 +117,7 @@ impl MappedMemory {
         Regions { memory: self.regions.clone(), reservations: self.reservations.clone() }
     }
 
-    /// Notifies `watcher` of changed regions until it is dropped.
+    /// Adds a watcher. It is notified of changed regions until it is dropped.
     pub fn watch_regions(&mut self, watcher: Weak<dyn RegionWatcher>) {
         self.watchers.retain(|known| known.strong_count() > 0);
         self.watchers.push(watcher);

@@ -61,7 +61,7 @@ pub struct ZoneSpec {
     /// Guest NUMA node (an ACPI proximity domain).
     pub guest_node: u32,
     pub host: HostMemory,
-    /// Host node for all memory of the zone. `None`: any node.
+    /// Host node for all memory of the zone. `None` means any node.
     pub host_node: Option<u32>,
     pub boot_bytes: u64,
     pub growth: Growth,
@@ -69,14 +69,15 @@ pub struct ZoneSpec {
     pub hotplug_bytes: u64,
     /// Size that is requested at the start of the guest.
     pub hotplugged_bytes: u64,
-    /// Bytes per second that the guest may plug again after unplugging them. `None`: no limit.
+    /// Maximum rate in bytes per second at which the guest may plug memory again that it has
+    /// unplugged. `None` means no limit.
     pub plug_bytes_per_s: Option<NonZeroU64>,
 }
 
 impl ZoneSpec {
-    /// Page size of which each boot part must be a multiple. If the host's default or a file
-    /// determines the page size, it is not known here. The result is then the larger of 1 GiB and
-    /// 2 MiB of which the boot memory is a multiple.
+    /// Page size. Each boot part must be a multiple of it. If the host's default or a file
+    /// determines the page size, it is not known here. The result is then the largest of 1 GiB, 2
+    /// MiB and 4 KiB that divides the boot memory.
     pub fn boot_page_bytes(&self) -> u64 {
         let largest = || {
             let sizes = [GIB, UNIT_BYTES];

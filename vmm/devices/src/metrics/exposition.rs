@@ -20,7 +20,7 @@ pub trait Expose: Send + Sync {
     fn expose(&self, out: &mut Exposition);
 }
 
-/// Label names with values.
+/// Names and values of labels.
 pub type Labels = Vec<(&'static str, String)>;
 
 /// Returns labels with one entry.

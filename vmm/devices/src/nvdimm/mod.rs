@@ -30,7 +30,7 @@ pub struct Nvdimm {
     pub node: u32,
     /// True if a flush requires a write to the flush hint page. Otherwise, a fence is enough.
     pub flush_hint: bool,
-    /// True if the guest may only read.
+    /// True if the guest may only read the NVDIMM.
     pub read_only: bool,
 }
 

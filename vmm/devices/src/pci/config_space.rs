@@ -90,7 +90,7 @@ impl ConfigSpace {
         this
     }
 
-    /// Adds a 32-bit memory BAR of `len` bytes, without prefetch.
+    /// Adds a non-prefetchable 32-bit memory BAR of `len` bytes.
     ///
     /// # Panics
     /// If the BAR does not exist or is in use, or if `len` is not a power of two of at least 16.
@@ -151,7 +151,7 @@ impl ConfigSpace {
         u16::from_le_bytes(self.get(COMMAND)) & COMMAND_BUS_MASTER != 0
     }
 
-    /// Bytes at `at`, which must be within the 256 bytes.
+    /// Reads `N` bytes at `at`. The range must be within the 256 bytes.
     pub fn get<const N: usize>(&self, at: usize) -> [u8; N] {
         self.bytes[at..at + N].try_into().expect("a slice of that length")
     }

@@ -8,8 +8,8 @@ pub use self::watched::{FirstFailure, Watched};
 
 #[derive(Debug, Error)]
 pub enum PersistError {
-    /// An earlier persist has failed. The content of the media is unknown until the pool is
-    /// reopened.
+    /// An earlier flush has failed. The content of the media is unknown until the pool is opened
+    /// again.
     #[error("pool is read-only since a persist failed")]
     ReadOnly,
     /// The guest may only read the volume, so its stores were discarded.

@@ -102,7 +102,7 @@ impl PmPool for FakePool {
                 ((extent.start / CHUNK_BYTES) as usize, (len / CHUNK_BYTES) as usize);
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             let (offset, size) = (extent.start as libc::off_t, len as libc::off_t);
-            // SAFETY: a call on the pool's own file.
+            // SAFETY: the call affects only the pool's own file.
             assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, size) }, 0);
             self.erased_bytes.fetch_add(len, Ordering::Relaxed);
             let mut used = self.used.lock();

@@ -23,7 +23,7 @@ use super::{
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
 
-/// Pool of the crate `pmem-volume`, and the thread that erases returned memory.
+/// Pool of the crate `pmem-volume`, with a thread that erases returned memory.
 pub struct LocalPool {
     // First field, because the scrubber must stop before the pool is closed. On tmpfs, it first
     // returns memory to the host.

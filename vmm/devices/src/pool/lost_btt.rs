@@ -19,7 +19,7 @@ use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
 use crate::pool::block_device::resized_elsewhere;
 
-/// Logical block of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
+/// Logical block size of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
 /// Alignment for partitions and file systems.
 const PAGE_BYTES: u32 = 4096;

@@ -7,7 +7,7 @@ use prometheus_client::registry::Unit;
 use super::{PmPool, PoolInfo};
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
-/// Metrics of an open pool. They do not keep it open.
+/// Metrics of an open pool. They do not keep the pool open.
 #[derive(Clone, Debug)]
 pub struct PoolMetrics {
     /// Path of the pool, used as its name.
@@ -34,7 +34,7 @@ fn states(info: &PoolInfo) -> [(&'static str, u64); 5] {
 }
 
 impl Expose for PoolMetrics {
-    /// Adds nothing for a pool that is closed.
+    /// Adds no samples if the pool is closed.
     fn expose(&self, out: &mut Exposition) {
         let Some(source) = self.source.upgrade() else { return };
         let (labels, info) = (one("pool", &self.pool), source.info());

@@ -38,9 +38,9 @@ pub trait PoolVolume: Persist {
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError>;
 }
 
-/// A volume as the content of a disk, which keeps the volume open.
+/// Volume as the content of a disk. It keeps the volume open.
 pub struct VolumeDisk {
-    /// Sectors of its BTT, or the bytes of the volume.
+    /// Device with the sectors of the BTT, or with the raw bytes of the volume.
     pub device: Arc<dyn BlockDevice>,
     /// Reason for serving the raw bytes, read-only. `None` if the BTT is served.
     pub btt_loss: Option<BttLoss>,

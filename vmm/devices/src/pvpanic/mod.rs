@@ -1,6 +1,6 @@
 //! pvpanic: a PCI function through which a guest's kernel reports a panic.
 //!
-//! QEMU's docs/specs/pvpanic.rst describes it; the driver in Linux is drivers/misc/pvpanic.
+//! QEMU's docs/specs/pvpanic.rst specifies the device. The Linux driver is drivers/misc/pvpanic.
 
 mod device;
 mod metrics;

@@ -69,7 +69,7 @@ impl SerialEvents for Reports {
 /// UART, which vCPUs and the worker share.
 pub(super) type SharedUart = Arc<Mutex<Uart<Irq, Reports, LineWriter>>>;
 
-/// COM1, for the port bus.
+/// COM1, to be inserted into the port bus.
 pub struct Serial {
     uart: SharedUart,
     metrics: Arc<SerialMetrics>,

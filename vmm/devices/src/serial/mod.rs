@@ -1,5 +1,4 @@
-//! COM1: the UART of vm-superio on a port range. Its output is buffered by lines, and its input
-//! comes from the host.
+//! COM1: the UART of vm-superio on a port range. Its output is buffered by lines.
 
 mod device;
 mod event;

@@ -12,7 +12,7 @@ use serde::Serialize;
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 section! {
-    /// Users of the host that may connect to a socket.
+    /// Users of the host who may connect to a socket.
     pub struct SocketAccess: "--api-socket" "Users who may connect" {
         mode: Option<SocketMode> => "Octal permissions of the socket's file, instead of 0600",
         group: Option<Label> => "Name or number of its group, instead of the VMM's",

@@ -249,7 +249,7 @@ mod tests {
         // 2. Sockets: one that accepts no clients, one with a full queue, one of another type.
         let listener = UnixListener::bind(&path).unwrap();
         assert!(error().ends_with("is in use: another process listens on it"), "{}", error());
-        // SAFETY: a system call on an open descriptor.
+        // SAFETY: the descriptor is open.
         assert_eq!(unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) }, 0);
         let _fills_it = [what_is_at(&path).unwrap(), what_is_at(&path).unwrap()];
         assert!(error().ends_with("listens on it"), "{}", error());

@@ -78,7 +78,7 @@ pub struct PmemFile {
 
 /// Destination of the guest's writes.
 enum Contents {
-    /// The file.
+    /// Writes go to the file.
     Shared(FileMedia),
     /// Memory of this VM. Writes are lost when the VM ends. The file is open for reading only.
     Private(File),
@@ -156,7 +156,7 @@ impl PmemFile {
         }
     }
 
-    /// Durability of a flush. `None` if writes are discarded.
+    /// Durability of a completed flush. `None` if writes are discarded.
     pub fn durability(&self) -> Option<Durability> {
         match &self.contents {
             Contents::Shared(media) => Some(media.durability()),
@@ -199,7 +199,7 @@ fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
 /// Opens and locks a file. Pools use the same kind of lock, so a VM and a pool cannot use one file
 /// at the same time.
 fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
-    // Opening a FIFO would wait for its other end. A FIFO has no size anyway.
+    // Without O_NONBLOCK, opening a FIFO would wait for its other end.
     claim(path, writable, libc::O_NONBLOCK).map_err(|error| match error {
         ClaimError::Open(source) => PmemFileError::Open { path: path.to_owned(), source },
         ClaimError::Lock(source) => PmemFileError::Lock(source),
@@ -282,7 +282,7 @@ mod tests {
         let pmem = PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
         assert_eq!(pmem.len_bytes(), 4 * MIB);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-        // Each VM has its own file.
+        // Each VM uses its own file.
         PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
     }
 

@@ -1,7 +1,7 @@
 //! Verdict on whether a guest's BTT driver is safe for a volume, by one table and without side
 //! effects.
 //!
-//! Linux's drivers/nvdimm has two known faults, which a VMM cannot work around:
+//! drivers/nvdimm in Linux has two known faults that a VMM cannot work around:
 //!
 //! | fault | kernels | condition | effect |
 //! |---|---|---|---|

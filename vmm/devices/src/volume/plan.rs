@@ -119,7 +119,7 @@ impl PlanError {
         }
     }
 
-    /// Upper limit of the memory that the pool can lend.
+    /// Maximum number of bytes that the pool can lend as memory.
     fn most_memory_bytes(&self) -> u64 {
         match *self {
             Self::Promise { usable_bytes, strg_bytes, volume_bytes, .. } => {

@@ -6,7 +6,7 @@ use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, name, section, size};
 
 section! {
-    /// File or device that is persistent memory of the guest.
+    /// File or device that the guest uses as persistent memory.
     pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
         file: PathBuf => "File or device, or a directory for an unnamed new file",
         size: Option<u64> => "Size for the guest, instead of the whole file; required for a directory",
@@ -25,7 +25,7 @@ impl PmemConfig {
         format!("{} file={}", Self::FLAG, self.file.display())
     }
 
-    /// Checks that the size consists of whole huge pages, and that the id is valid.
+    /// Checks that the size is a multiple of the huge page size, and that the id is valid.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         self.size.map_or(Ok(()), |bytes| size::check(flag, "size", bytes))?;

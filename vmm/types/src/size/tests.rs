@@ -46,7 +46,7 @@ fn fractions_of_a_unit_are_exact() {
         ("1.500000000000000000000000000000000000000000000000M", 3 * MIB / 2),
         // 1 byte is 2^-40 T, which has 40 digits after the decimal point.
         ("0.0000000000009094947017729282379150390625T", 1),
-        // Doubles have 53 bits, and this size needs 64.
+        // This size needs 64 bits, and a double has only 53.
         ("16777215.9999999999990905052982270717620849609375T", u64::MAX),
     ];
     for (text, bytes) in sizes {

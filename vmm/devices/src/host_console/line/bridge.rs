@@ -198,7 +198,8 @@ impl Bridge {
                 Ok(0) => {
                     peer.is_silent = true;
                     peer.reading.set(false, &peer.reader, ops);
-                    // The client may still read, for example `echo date | socat - UNIX:...`.
+                    // The client may still read after it has stopped sending, for example `echo
+                    // date | socat - UNIX:...`.
                     if is_hung_up(&peer.reader).unwrap_or(true) {
                         self.leave(ops);
                     }
@@ -247,7 +248,7 @@ enum Written {
     NoRoom,
 }
 
-/// Writes some of the pending output.
+/// Writes a part of the pending output.
 fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<Written> {
     if said.is_empty() {
         *said = ring.take(OUTPUT_LEN_MAX);

@@ -76,7 +76,7 @@ struct Open {
 
 struct Line {
     config: ConsoleConfig,
-    /// Path of a pseudo terminal.
+    /// Path of the pseudo terminal. `None` for a socket.
     path: Option<PathBuf>,
     ring: Arc<Ring>,
     keyboard: PipeReader,

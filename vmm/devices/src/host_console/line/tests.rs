@@ -125,7 +125,8 @@ fn terminal_without_a_client_causes_no_events() {
     manager.add_subscriber(bridge);
     let mut run_until_idle = || {
         let events = (0..).find(|_| manager.run_with_timeout(0).unwrap() == 0).unwrap();
-        // A client that connects or disconnects, or a line of output, causes few events.
+        // Connecting or disconnecting a client and writing a line of output cause only a few
+        // events.
         assert!(events < 20, "{events}");
     };
     run_until_idle();

@@ -15,7 +15,7 @@ use super::{Backing, BackingError, MappingBudget, Reservation};
 /// result has a byte for each page.
 const LOOK_BYTES: u64 = 128 << 20;
 
-/// DRAM behind a reservation.
+/// DRAM that backs a reservation.
 #[derive(Debug)]
 pub struct DramBacking {
     reservation: Arc<Reservation>,

@@ -231,7 +231,7 @@ mod tests {
         fill(&reservation, 0, 16 * CHUNK_BYTES);
         assert_eq!(resident_bytes(&[[range]]).unwrap(), [16 * CHUNK_BYTES]);
         assert_eq!(blocks(), 16 * CHUNK_BYTES);
-        // Part of an extent.
+        // Detaches a part of an extent.
         backing.detach(3 * CHUNK_BYTES, 4 * CHUNK_BYTES).unwrap();
         assert_eq!(resident_bytes(&[[range]]).unwrap(), [12 * CHUNK_BYTES]);
         assert_eq!(pool.info().memory_bytes, 16 * CHUNK_BYTES);
@@ -319,7 +319,7 @@ mod tests {
         fill(&reservation, 2 * MIB, 2 * MIB);
         backing.free_detached().unwrap();
         assert_eq!(pool.info().memory_bytes, 2 * MIB);
-        // A range that cannot be unmapped is not plugged.
+        // If a range cannot be unmapped, plugging it fails.
         reservation.script([false]);
         backing.plug(2 * MIB, 6 * MIB).unwrap_err();
         assert_eq!(pool.info().memory_bytes, 2 * MIB);

@@ -100,8 +100,8 @@ impl Reservation {
     /// If the reservation is already watched.
     pub fn watch(&self, on_lost: Arc<dyn OnPageLost>) -> Result<(), TooManyRanges> {
         // SAFETY: the range belongs to this reservation, and the watch ends before it is unmapped
-        // (`drop`). No code relies on the content of a lost page, and its replacement is reached
-        // by volatile accesses, too.
+        // (`drop`). No code relies on the content of a lost page, and its replacement is also
+        // accessed only by volatile accesses.
         let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
         assert!(self.watch.set(watch).is_ok(), "the reservation is already watched");
         Ok(())
@@ -110,7 +110,7 @@ impl Reservation {
     /// Allocates the memory of later mappings on `node`.
     ///
     /// # Panics
-    /// If it was called before.
+    /// If this was called before.
     pub fn bind_to(&self, node: HostNode) {
         assert!(self.host_node.set(node).is_ok(), "the reservation already has a host node");
     }
@@ -149,7 +149,7 @@ impl Reservation {
         let Some(node) = self.host_node.get() else { return Ok(()) };
         // A policy belongs to a mapping, so each new mapping must be bound again.
         let addr = self.checked(offset, len);
-        // SAFETY: just mapped, inside the reservation.
+        // SAFETY: the range was just mapped and is inside the reservation.
         let bound = unsafe { node.bind(addr, len as usize) };
         if bound.is_err() {
             self.unmap(offset, len)?;
@@ -170,8 +170,8 @@ impl Reservation {
         let (prot, kind) = match access {
             Access::Read => (libc::PROT_READ, libc::MAP_SHARED),
             Access::ReadWrite => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED),
-            // Without VALIDATE, a kernel or file system that lacks MAP_SYNC would ignore it
-            // (mmap(2)).
+            // MAP_SHARED_VALIDATE is required. Without it, a kernel or file system that does not
+            // support MAP_SYNC would ignore the flag (mmap(2)).
             Access::ReadWriteSync => {
                 (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
             }
@@ -240,7 +240,7 @@ impl Reservation {
         }
     }
 
-    /// Passes advice that changes no content.
+    /// Passes advice to the kernel. It must not change the content of memory.
     fn advise(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // SAFETY: advice about a range inside the reservation (checked above). The callers pass
@@ -255,8 +255,8 @@ impl Reservation {
     /// preserved. Requires Linux 5.14.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // SAFETY: a range inside the reservation (checked above). Faults are handled, contents stay
-        // unchanged.
+        // SAFETY: a range inside the reservation (checked above). Faults are handled, and contents
+        // do not change.
         match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_POPULATE_WRITE) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -270,7 +270,7 @@ impl Reservation {
         // Pages of a shared file remain allocated unless they are removed from the file.
         let advice =
             if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
-        // SAFETY: a range inside the reservation (checked above). Guest memory is reached by
+        // SAFETY: a range inside the reservation (checked above). Guest memory is only accessed by
         // volatile accesses, and no code relies on its old content.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
@@ -319,7 +319,7 @@ impl Drop for Reservation {
 /// never merge, and /proc/self/smaps lists them separately.
 const GUARD_BYTES: usize = PAGE_BYTES;
 
-/// Small page of x86-64.
+/// Size of a small page on x86-64.
 pub(super) const PAGE_BYTES: usize = 4096;
 
 const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -339,7 +339,7 @@ fn map(
         None => (-1, 0),
     };
     // SAFETY: without MAP_FIXED, the kernel picks a free range. With it, the caller passes a range
-    // inside its own reservation (`Reservation::checked`), into which no references exist.
+    // inside its own reservation (`Reservation::checked`), and no references into this range exist.
     let result = unsafe { libc::mmap(addr as *mut _, len, prot, flags, fd, offset) };
     if result == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }

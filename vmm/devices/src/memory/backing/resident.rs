@@ -40,7 +40,7 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
     Ok(totals)
 }
 
-/// Bounds of a mapping, if `line` is its first line: `7f00-7f10 rw-p ...`.
+/// Start and end of a mapping, if `line` is the first line of its entry: `7f00-7f10 rw-p ...`.
 fn mapping(line: &str) -> Option<(u64, u64)> {
     let (start, end) = line.split_once(' ')?.0.split_once('-')?;
     Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))

@@ -17,7 +17,7 @@ use crate::metrics::{Expose, Exposition, Family};
 pub(super) enum Source {
     Nothing,
     Anonymous,
-    /// A file from this offset.
+    /// A file, starting at this offset.
     File {
         offset: u64,
     },
@@ -60,7 +60,7 @@ impl Segments {
         self.by_start.len()
     }
 
-    /// Segments in `start..start + len`, cut to this range.
+    /// Segments in `start..start + len`, clipped to this range.
     pub(super) fn in_range(&self, start: u64, len: u64) -> Vec<Segment> {
         let end = start + len;
         let first = self.by_start.range(..=start).next_back().map_or(start, |(&at, _)| at);

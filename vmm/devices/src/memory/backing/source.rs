@@ -85,7 +85,8 @@ impl DramSource {
         len: u64,
         file: Option<(&ZoneFile, u64)>,
     ) -> Result<Self, DramError> {
-        // Pages of boot memory are allocated after the kernel is loaded, which releases some.
+        // Pages of boot memory are allocated only after the kernel was loaded, because loading
+        // releases some pages.
         let host = HostMemory { prefault: false, ..host.clone() };
         let Some((zone_file, offset)) = file else { return Self::new(&host, len) };
         let huge = zone_file.huge_page_bytes();
@@ -111,8 +112,8 @@ impl DramSource {
         }
     }
 
-    /// Source for a part of `len` bytes for DIMMs, which consist of whole pages and are never
-    /// removed.
+    /// Source for the DIMMs of a zone, with `len` bytes in total. DIMMs consist of whole pages and
+    /// are never removed.
     pub fn of_dimms(host: &HostMemory, len: u64) -> Result<Self, DramError> {
         Self::new(host, len)
     }
