@@ -75,7 +75,8 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Adds a helper, which is stopped together with the loop until it is dropped.
+    /// Adds a helper. It is stopped and resumed together with the loop, until the helper is
+    /// dropped.
     pub fn add_helper(&self, helper: Weak<dyn Helper>) {
         let mut helpers = self.helpers.lock();
         helpers.retain(|known| known.strong_count() > 0);
@@ -407,7 +408,7 @@ mod tests {
         seen.recv().unwrap();
         seen.recv().unwrap();
         assert!(!is_held(&handle));
-        // 4. Waiting for a loop that is not held or has ended returns immediately.
+        // 4. A wait returns immediately if the loop is not held or has ended.
         handle.wait_until_held();
         handle.hold();
         drop(event_loop);

@@ -60,8 +60,9 @@ enum Decision {
 }
 
 /// Decides on a file by its mark. Also considers its `content`, unless the file is marked as a disk
-/// or declared as a raw image. Only regular files are refused because they have no mark. Marks on
-/// other files do not last, for example because the host recreates device nodes at each boot.
+/// or declared as a raw image. A missing mark is a reason for refusal only for regular files,
+/// because marks on other files do not last. For example, the host recreates device nodes at each
+/// boot.
 fn decide(
     mark: Option<Mark>,
     is_file: bool,

@@ -72,8 +72,8 @@ fn level(verbosity: u8) -> LevelFilter {
 /// Runs `act` with a separate subscriber, which receives the log lines of this thread.
 ///
 /// Another subscriber exists at the same time. If there were only one, tracing would decide about
-/// each new call site by the subscriber of the thread that reaches it first, and this thread may
-/// belong to another test (tracing-core, `has_just_one` in callsite.rs).
+/// each new call site by the subscriber of the thread that reaches it first (tracing-core,
+/// `has_just_one` in callsite.rs). This thread may belong to another test.
 #[cfg(any(test, feature = "testing"))]
 pub fn with_subscriber<T>(subscriber: impl Into<tracing::Dispatch>, act: impl FnOnce() -> T) -> T {
     let _other = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::new());

@@ -116,7 +116,7 @@ impl AttachedDevice {
 
     /// Unregisters a device that the guest has ejected. Drops its mapping before its threads have
     /// stopped, because losing the file no longer affects the guest. The threads stop when the
-    /// device is dropped, which may wait for a disk.
+    /// device is dropped. Dropping it may wait for a disk.
     pub fn eject(&mut self) {
         self.unregister();
         self.mapping = None;

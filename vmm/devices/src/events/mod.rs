@@ -138,7 +138,7 @@ impl Expose for EventCounters {
     }
 }
 
-/// Watcher. It receives all events that are sent after its creation.
+/// Receiver of all events that are sent after its creation.
 pub struct Watcher {
     queue: broadcast::Receiver<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,

@@ -204,7 +204,8 @@ mod tests {
         // Sends four times the capacity of a FIFO.
         for told in 0..640 {
             events.tell(Event::Failed { reason: &reason });
-            // Waits for the watcher, which would otherwise lose events in its queue instead.
+            // Lets the watcher catch up. Otherwise, events would be lost in its queue instead of in
+            // the FIFO.
             while told % 256 == 255 && !events.queue.is_empty() {
                 std::thread::yield_now();
             }

@@ -52,8 +52,8 @@ impl ConsoleFiles {
         &self.lines
     }
 
-    /// Opens a file in append mode, because the serial port and the virtio console may share it,
-    /// and because log files may be truncated while the VM runs.
+    /// Opens a file in append mode. The serial port and the virtio console may share the file, and
+    /// log files may be truncated while the VM runs.
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let (file, is_made) = match options.append(true).open(path) {
@@ -273,7 +273,7 @@ mod tests {
         assert!(error.contains("holds a pool"), "{error}");
         drop(console);
         assert!(fs::read(&path).unwrap() == before);
-        // A guest may write such content to its own serial port. Its next VMM still starts.
+        // A guest may write the bytes of a pool to its own serial port. Its next VMM still starts.
         let serial = folder.path().join("serial");
         drop(files(FileStart::Empty).open(&serial).unwrap());
         let mut console = files(FileStart::Empty);

@@ -326,7 +326,7 @@ impl GuestAddressSpace for GuestView {
     type M = MappedMemory;
     type T = ViewGuard;
 
-    /// Acquires a guard. A thread that already holds a guard must not acquire another: if a second
+    /// Acquires a guard. A thread that already holds a guard must not acquire another. If a second
     /// thread has started to wait for exclusive access in between, both threads would wait forever.
     fn memory(&self) -> ViewGuard {
         ViewGuard(Arc::new(self.memory.read_arc()))

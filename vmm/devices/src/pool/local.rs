@@ -334,7 +334,7 @@ mod tests {
         assert!(extents.iter().all(|extent| extent.start.is_multiple_of(len(extent))));
         assert_eq!(pool.info().memory_bytes, 16 * MIB);
         assert_eq!(states(&pool.info()), before.total_bytes);
-        // Frees three chunks of one extent, which is not a power of two.
+        // Frees three chunks of one extent. Three is not a power of two.
         assert!(len(&extents[0]) >= 8 * MIB, "{extents:?}");
         let start = extents[0].start + 2 * MIB;
         let part = start..start + 6 * MIB;

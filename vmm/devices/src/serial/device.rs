@@ -1,4 +1,4 @@
-//! COM1 as a device on the port bus, which owns the UART and its worker.
+//! COM1 as a device on the port bus. The device owns the UART and its worker.
 
 use std::io;
 use std::sync::Arc;

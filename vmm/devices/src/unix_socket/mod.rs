@@ -71,9 +71,8 @@ pub fn listen(
     Ok((listener, file))
 }
 
-/// Binds a socket to `path`. Only its owner may connect, regardless of the umask, because the
-/// kernel gives the file the mode of the socket, less the umask (unix_bind_bsd in Linux
-/// net/unix/af_unix.c).
+/// Binds a socket to `path`. Only its owner may connect, regardless of the umask. The kernel gives
+/// the file the mode of the socket, less the umask (unix_bind_bsd in Linux net/unix/af_unix.c).
 fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
