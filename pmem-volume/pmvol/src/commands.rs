@@ -1,4 +1,4 @@
-//! What each command does.
+//! Implementation of the commands.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::meter::watched;
 use super::print::{PoolReport, ScrubReport, VolumesReport, print};
 use super::{create_from, manual, print};
 
-/// How a command ended that did not fail.
+/// Result of a command that did not fail.
 pub(crate) enum Outcome {
     Done,
     /// A check found damage.
@@ -146,8 +146,8 @@ fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Deletes a volume and erases its content. Otherwise the content would stay until a VMM opens the
-/// pool.
+/// Deletes a volume and erases its content. Without the erasure, the content would remain until a
+/// VMM opens the pool.
 fn delete(
     pool: &Arc<Pool>,
     name: &str,
@@ -161,14 +161,14 @@ fn delete(
     Ok(pool.scrub_all_with(progress)?)
 }
 
-/// The volume holds data and would be deleted with it.
+/// Error for a volume that holds data, which its deletion would destroy.
 #[derive(Debug, Error)]
 #[error("volume {name:?} holds data")]
 pub(crate) struct HoldsData {
     name: String,
 }
 
-/// A volume whose content cannot be examined counts as one with data.
+/// Returns true if the volume holds data, or if its content cannot be examined.
 fn holds_data(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<bool, PoolError> {
     match pool.open_volume(name) {
         Ok(volume) => Ok(btt::holds_data(&btt::Media::Volume(volume), progress)?),
@@ -177,8 +177,8 @@ fn holds_data(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<
     }
 }
 
-/// Returns the volume as it was and as it is. What a raw volume loses is erased at once: whoever
-/// shrinks it may want to be sure.
+/// Resizes a volume and returns it as it was before and after. The part that a raw volume loses is
+/// erased immediately, so that it is certainly gone when the command returns.
 fn resize(
     pool: &Arc<Pool>,
     name: &str,
@@ -200,7 +200,7 @@ fn resize(
     Ok((before, volume))
 }
 
-/// Did a check or a repair end without an answer? Damage that stops it is one.
+/// Returns true if a check or repair failed without a result. Damage that prevents it is a result.
 pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
     let is_damage = matches!(
         error.downcast_ref(),
@@ -224,7 +224,8 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
     asks && !is_damage
 }
 
-/// A volume whose BTT is damaged gets no other size: what is done to it may have to be undone.
+/// Refuses to resize a volume with a damaged BTT, because a repair might require undoing the
+/// resize.
 fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<(), PoolError> {
     let Some(found) = pool.check_volume_with(name, progress)? else { return Ok(()) };
     let count: u64 = found.arenas.iter().map(|arena| arena.findings_total).sum();
@@ -237,7 +238,7 @@ fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result
     })
 }
 
-/// Opens a pool for writing and changes something in it.
+/// Opens a pool for writing and calls `change` on it.
 fn changed<T, E: Into<anyhow::Error>>(
     path: &Path,
     change: impl FnOnce(&Arc<Pool>, OnProgress<'_>) -> Result<T, E>,
@@ -249,7 +250,7 @@ fn changed<T, E: Into<anyhow::Error>>(
     })
 }
 
-/// Puts the flag before an error about its value.
+/// Prefixes an error about a flag's value with the flag.
 pub(crate) fn with_flag(error: anyhow::Error) -> anyhow::Error {
     let Some(pool_error) = error.downcast_ref() else { return error };
     let flag = match pool_error {
@@ -282,8 +283,8 @@ fn grow(
 ) -> Result<Arc<Pool>, PoolError> {
     let before = Pool::open(path, OpenMode::Peek)?.info();
     let pool = Pool::grow_with(path, size_bytes, force, &mut *progress)?;
-    // If nothing waited, what waits now is where the chunk table was, which is too little to speak
-    // of.
+    // If nothing was waiting before, the only memory to erase is the old place of the chunk table.
+    // That is too little to mention.
     if before.scrubbing_bytes + before.memory_bytes == 0 {
         pool.scrub_all_with(progress)?;
     }

@@ -1,7 +1,7 @@
 //! Creation of a volume from an image.
 //!
-//! The volume has a name of its own until the image is complete and durable. So a crash leaves no
-//! volume of the requested name that has only a part of the image.
+//! The volume has a temporary name until the image is complete and durable. Therefore, a crash
+//! never leaves an incomplete volume under the requested name.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use super::btt::{Filled, Media, Place, Source, fill};
 use super::commands::with_flag;
 use super::meter::watched;
 
-/// End of the volume's name during the import.
+/// Suffix of the volume's name during the import.
 const SUFFIX: &str = ".importing";
 
 /// A volume to create.
 pub(crate) struct New<'a> {
     pub(crate) name: &'a str,
-    /// `None`: as large as the image needs.
+    /// Without a size, the volume is as large as the image requires.
     pub(crate) size: Option<VolumeSize>,
     pub(crate) format: VolumeFormat,
 }
@@ -44,7 +44,7 @@ impl New<'_> {
         })
     }
 
-    /// Name of the volume during the import. A long name is cut.
+    /// Returns the volume's name during the import. A long name is truncated.
     fn name_of_part(&self) -> String {
         let end = self.name.floor_char_boundary(MAX_NAME_BYTES - SUFFIX.len());
         format!("{}{SUFFIX}", &self.name[..end])

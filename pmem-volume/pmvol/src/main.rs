@@ -1,4 +1,4 @@
-//! `pmvol`: pools of persistent memory and the volumes in them, from the shell.
+//! `pmvol`: command line tool that manages pools of persistent memory and the volumes in them.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser};
 
-/// The command line is wrong, or a check has no answer: nothing is known of damage.
+/// Exit code for a wrong command line, or for a check that could not read the pool.
 const CANNOT: u8 = 2;
 
 fn main() -> ExitCode {
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     };
     match commands::run(&arguments) {
         Ok(commands::Outcome::Done) => ExitCode::SUCCESS,
-        // The findings are printed already.
+        // The findings are already printed.
         Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
         Err(error) => {
             let remedy = remedy::of(&error).map(|remedy| format!("; {remedy}")).unwrap_or_default();
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Suggests `volume list` for `list`, and so on for each command of volumes.
+/// Suggests `volume list` for `list`, and likewise for the other commands of volumes.
 fn suggest_volume(error: &mut clap::Error) {
     if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand)
         && let Some(volume) = args::Arguments::command().find_subcommand("volume")

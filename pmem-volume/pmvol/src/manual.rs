@@ -12,7 +12,7 @@ use super::args::{Arguments, EXIT_STATUS};
 use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
-/// Arguments that name a volume of the pool in front of them.
+/// Arguments that name a volume of the pool that precedes them.
 const VOLUME_ARGUMENTS: [&str; 3] = ["name", "volume", "give_up_volume"];
 /// Command whose argument is a new name.
 const CREATE: &str = "create";
@@ -23,13 +23,13 @@ pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
     emit(|out| out.write_all(&script))
 }
 
-/// Prints the main page, or writes one for each command into a folder.
+/// Prints the main page, or writes one page for each command to a folder.
 pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let page = Manual::new(Arguments::command(), EXIT_STATUS).page_or_write(folder)?;
     emit(|out| out.write_all(page.as_bytes()))
 }
 
-/// Description of the command line that completes the names of volumes.
+/// Returns the description of the command line with completion of volume names.
 pub(crate) fn description() -> Command {
     with_volumes(Arguments::command())
 }
@@ -46,7 +46,7 @@ fn with_volumes(command: Command) -> Command {
     command.mut_subcommands(with_volumes)
 }
 
-/// Names of the volumes of the first pool among the words of a command line.
+/// Returns the volumes of the first pool that the command line names.
 fn volumes(words: &[OsString]) -> Vec<String> {
     let is_option = |word: &OsStr| word.as_encoded_bytes().starts_with(b"-");
     let paths = words.iter().skip(1).filter(|word| !is_option(word));

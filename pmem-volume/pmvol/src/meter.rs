@@ -1,4 +1,4 @@
-//! How far a command is, for who waits in front of a terminal.
+//! Progress meter for a command that runs in a terminal.
 
 use std::io::{self, IsTerminal};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -8,18 +8,20 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
-/// What is over sooner needs no meter.
+/// A command that ends within this time shows no meter.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Also where nothing is heard for a while, as in one long system call, something moves.
+/// Interval at which the meter moves even without progress, for example during one long system
+/// call.
 const TICK: Duration = Duration::from_millis(200);
-/// More is of no use, and a serial console has its limits.
+/// Higher rates are of no use, and a serial console is slow.
 const FRAMES_HZ: u8 = 5;
 
 const SPINNER: &str = "{spinner} {elapsed}";
 const BAR: &str = "{spinner} {msg} [{bar:30}] {bytes} of {total_bytes}, {elapsed}, {eta} left";
 
-/// Does something that may take long, and shows on stderr how far it is: on a terminal, from its
-/// first second on, and no longer than it takes. Whatever the command prints comes after it.
+/// Runs `work`, which may take long, and shows its progress on stderr. The meter appears on a
+/// terminal after the first second and disappears when the work ends. The command prints its output
+/// afterwards.
 pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
     if !io::stderr().is_terminal() {
         return work(&mut |_| {});
@@ -27,7 +29,7 @@ pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
     bar.set_style(style(SPINNER));
     thread::scope(|scope| {
-        // Dropped when the work ends, or unwinds.
+        // Dropped when the work ends or unwinds.
         let (working, ended) = mpsc::channel::<()>();
         let bar = &bar;
         scope.spawn(move || {
@@ -35,7 +37,8 @@ pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
             if is_long(waited) {
                 bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(FRAMES_HZ));
                 bar.enable_steady_tick(TICK);
-                // Cleared by the thread that has drawn it, so that nothing is drawn behind that.
+                // The thread that drew the bar also clears it, so that no frame can be drawn
+                // afterwards.
                 let _ = ended.recv();
             }
             bar.finish_and_clear();
@@ -47,7 +50,7 @@ pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
     })
 }
 
-/// Did the first second pass, and the work was still going on?
+/// Returns true if the work was still running after the first second.
 fn is_long(waited: Result<(), RecvTimeoutError>) -> bool {
     waited == Err(RecvTimeoutError::Timeout)
 }

@@ -1,4 +1,4 @@
-//! What the commands print.
+//! Output of the commands.
 
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -14,11 +14,12 @@ use serde::Serialize;
 use super::args::Output;
 use super::btt::Filled;
 
-/// Where text goes, and what comes of it.
+/// Destination of text.
 pub(crate) type Out<'a> = &'a mut dyn Write;
 
-/// Prints on stdout, all of it or an error: a disk may be full. Who has closed a pipe (`pmvol check
-/// pool | head`) has seen enough, and what the command found stays its exit code.
+/// Prints all of the text on stdout, or returns an error, for example if a disk is full. A closed
+/// pipe (`pmvol check pool | head`) is no error, so the exit code still reports the result of the
+/// command.
 pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match text(&mut out).and_then(|()| out.flush()) {
@@ -27,16 +28,16 @@ pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Resu
     }
 }
 
-/// Says something on stderr. If that is not heard, nobody is there to be told.
+/// Prints a line on stderr. Errors are ignored, because there is no other place to report them.
 pub(crate) fn remark(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "pmvol: {text}");
 }
 
-/// Version of all JSON documents. It grows if a field is removed or gets another meaning. New
-/// fields do not change it.
+/// Version of all JSON documents. It is incremented if a field is removed or changes its meaning.
+/// New fields do not change it.
 const SCHEMA: u32 = 1;
 
-/// A JSON document: an object with the fields of `content`.
+/// JSON document: an object with the fields of `content`.
 #[derive(Serialize)]
 struct Document<'a, T> {
     schema: u32,
@@ -57,7 +58,7 @@ pub(crate) fn print(
     emit(|out| writeln!(out, "{json}"))
 }
 
-/// A pool that was created or grown.
+/// Report on a pool that was created or grown.
 #[derive(Serialize)]
 pub(crate) struct PoolReport<'a> {
     pub(crate) path: &'a Path,
@@ -71,7 +72,7 @@ pub(crate) struct ScrubReport<'a> {
     pub(crate) erased_bytes: u64,
 }
 
-/// The volumes of a pool, or those that a command has made or changed.
+/// Report on the volumes of a pool, or on those that a command created or changed.
 #[derive(Serialize)]
 pub(crate) struct VolumesReport<'a> {
     path: &'a Path,
@@ -90,7 +91,7 @@ pub(crate) struct VolumesReport<'a> {
 pub(crate) struct VolumeLine {
     #[serde(flatten)]
     info: VolumeInfo,
-    /// `None` if it is unknown.
+    /// `None` if the size is unknown.
     usable_bytes: Option<u64>,
 }
 
@@ -113,7 +114,7 @@ impl<'a> VolumesReport<'a> {
     }
 }
 
-/// Printed after a volume has grown.
+/// Hint that is printed after a volume has grown.
 pub(crate) const GROWN_VOLUME: &str = "a guest sees the new size when its VM starts again; then \
 enlarge the partition, if there is one (growpart), and the file system (resize2fs DEVICE or \
 xfs_growfs FOLDER). A size= of --pm-volume has to name the new size";
@@ -135,16 +136,16 @@ pub(crate) struct InfoReport<'a> {
     durability_meaning: &'static str,
     in_use_by: Option<String>,
     in_use_by_pid: Option<u32>,
-    /// The worst of the findings.
+    /// Highest severity of the findings.
     state: &'static str,
-    /// How many things are damaged. What a crash leaves behind by design does not count.
+    /// Number of damaged items. Leftovers of a crash that the format allows for are not damage.
     findings: usize,
-    /// Bytes of the file without blocks of their own, although the pool is not thin.
+    /// Bytes of the file that have no blocks on the disk, although the pool is not thin.
     lost_blocks_bytes: u64,
     /// File system that writes changed blocks to a new place.
     copy_on_write: Option<&'static str>,
-    /// To be erased before it is used again. If nobody has the pool, that includes what somebody
-    /// had borrowed who ended.
+    /// Bytes to erase before their next use. If the pool is not in use, they include memory that an
+    /// ended process had borrowed.
     waiting_bytes: u64,
 }
 
@@ -157,7 +158,7 @@ impl<'a> InfoReport<'a> {
         let left_bytes = if holder.is_none() { info.memory_bytes } else { 0 };
         let waiting_bytes = info.scrubbing_bytes + left_bytes;
         if holder.is_none() {
-            // As the next who opens it will have it.
+            // As the next process to open the pool will see it.
             let available_bytes = info.free_bytes + waiting_bytes;
             let reserved_bytes =
                 info.strg_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
@@ -185,8 +186,8 @@ impl<'a> InfoReport<'a> {
     }
 }
 
-/// The worst that was found when the pool was opened, and how many things are damaged. What is in
-/// volumes was not looked at.
+/// Returns the highest severity that opening the pool found, and the number of damaged items. The
+/// content of volumes is not examined.
 fn state(pool: &Pool) -> (&'static str, usize) {
     let severities: Vec<_> = pool.findings_at_open().iter().map(Finding::severity).collect();
     match severities.iter().max() {
@@ -289,14 +290,14 @@ pub(crate) fn findings(count: u64) -> String {
 
 fn who_erases(report: &InfoReport) -> String {
     match &report.in_use_by {
-        // By a VM, that is; who only reads has it for a moment.
+        // In use by a VM, because a reader holds the pool only for a moment.
         Some(_) => " (in the background)".to_owned(),
         None if report.is_damaged() => " (when the pool is repaired)".to_owned(),
         None => format!(" (when it is needed, or now by `pmvol scrub {}`)", report.path.display()),
     }
 }
 
-/// Says on stderr that a list of volumes may lack some.
+/// Warns on stderr that a list of volumes may be incomplete because the pool is damaged.
 pub(crate) fn note_damage(path: &Path, pool: &Pool) {
     if let (state, 1..) = state(pool) {
         remark(format_args!(
@@ -306,7 +307,7 @@ pub(crate) fn note_damage(path: &Path, pool: &Pool) {
     }
 }
 
-/// Says on stderr what a command that is done leaves to be erased.
+/// Reports on stderr how much memory remains to be erased after a command.
 pub(crate) fn note_waiting(pool: &Pool) {
     let waiting_bytes = pool.info().scrubbing_bytes;
     if waiting_bytes > 0 {
@@ -399,7 +400,7 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeLine]) -> io::Result<()> {
     Ok(())
 }
 
-/// The report, and what can be said of all of it.
+/// Report of a check, with totals.
 #[derive(Serialize)]
 pub(crate) struct CheckOutput<'a> {
     path: &'a Path,
@@ -415,14 +416,14 @@ impl<'a> CheckOutput<'a> {
     }
 }
 
-/// The report, and what can be said of all of it.
+/// Report of a repair, with totals.
 #[derive(Serialize)]
 pub(crate) struct RepairOutput<'a> {
     dry_run: bool,
     clean: bool,
     #[serde(flatten)]
     report: &'a RepairReport,
-    /// Commands for what is left.
+    /// Commands that resolve the remaining damage.
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     hints: &'a [String],
 }
@@ -433,7 +434,7 @@ impl<'a> RepairOutput<'a> {
     }
 }
 
-/// Names the command that gives up each volume that lacks chunks.
+/// Returns the commands that delete volumes with missing chunks.
 pub(crate) fn give_up_hints(path: &Path, report: &RepairReport) -> Vec<String> {
     let hint = |name: &String| {
         format!(
@@ -511,7 +512,7 @@ fn volume_check(out: Out<'_>, volume: &VolumeCheck) -> io::Result<()> {
     Ok(())
 }
 
-/// What a check of a BTT found, arena by arena, each line with something before it.
+/// Prints the findings of a BTT check, arena by arena. Each line starts with `prefix`.
 pub(crate) fn arena_findings(out: Out<'_>, prefix: &str, btt: &btt::Report) -> io::Result<()> {
     for (number, arena) in btt.arenas.iter().enumerate() {
         for finding in &arena.findings {

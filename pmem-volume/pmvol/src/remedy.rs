@@ -1,4 +1,5 @@
-//! Commands and flags of pmvol that resolve an error of the library. The library names neither.
+//! Commands and flags of pmvol that resolve an error of the library. The library itself mentions
+//! neither commands nor flags.
 
 use pmem_volume::PoolError;
 use pmem_volume::btt::EngineError;
@@ -7,7 +8,7 @@ use pmem_volume::pool::SplitError;
 
 use super::commands::HoldsData;
 
-/// Returns a clause to print behind the error.
+/// Returns a clause to print after the error.
 pub(crate) fn of(error: &anyhow::Error) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
         return of_pool(error);
@@ -86,7 +87,7 @@ mod tests {
         has_flag(command, flag) || command.get_subcommands().any(|sub| any_has_flag(sub, flag))
     }
 
-    /// Checks the words behind `pmvol`.
+    /// Checks that the command and flags that follow `pmvol` exist.
     fn check(words: &[&str]) -> Result<(), String> {
         let mut program = Arguments::command();
         program.build();

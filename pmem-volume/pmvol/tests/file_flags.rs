@@ -1,5 +1,5 @@
-//! The rows of `pmvol` in the table of docs/reference/consoles.md about files that flags name.
-//! vmm/tests/file_flags.rs has the VMM's rows.
+//! Tests for the `pmvol` rows of the table in docs/reference/consoles.md about files that flags
+//! name. vmm/tests/file_flags.rs tests the rows of the VMM.
 
 #[expect(dead_code, reason = "each program of tests uses a part of it")]
 mod shell;
@@ -14,7 +14,7 @@ use shell::Folder;
 const PAGE: &str = include_str!("../../../docs/reference/consoles.md");
 const MIB: u64 = 1 << 20;
 
-/// Contents of a file: what it is, where its bytes are, and the bytes.
+/// Contents of a file: description, offset of the bytes, and the bytes.
 const CONTENTS: &[(&str, u64, &[u8])] = &[
     ("an XFS file system", 0, b"XFSB"),
     ("an ext4 file system", 0x438, b"\x53\xef"),
@@ -103,7 +103,7 @@ fn export_replaces_a_file_by_force_alone_and_never_a_pool() {
         fs::remove_file(folder.path("file")).unwrap();
         drop(Pool::create(&folder.path("file"), 16 * MIB, 0).unwrap());
         if !is_marked {
-            // A copy has no extended attributes.
+            // The copy has no extended attributes.
             fs::rename(folder.path("file"), folder.path("original")).unwrap();
             fs::copy(folder.path("original"), folder.path("file")).unwrap();
         }

@@ -1,4 +1,4 @@
-//! `pmvol` as people use it.
+//! Tests of the `pmvol` program.
 
 #[path = "shell/complete.rs"]
 mod complete;
@@ -214,7 +214,7 @@ fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
         let info = folder.json(&["info", path, "--json"]);
         assert_eq!(info["thin"], thin || info["durability"] == "volatile");
         if thin && info["durability"] != "volatile" {
-            // The chunk table gets another place, and of its old one no word is said.
+            // The chunk table moves, and the command prints nothing about its old place.
             let grown = folder.run(&["grow", path, "--size", "300G"]);
             assert!(grown.status.success() && grown.stderr.is_empty(), "{grown:?}");
             assert_eq!(folder.json(&["info", path, "--json"])["waiting_bytes"], 0);
@@ -275,7 +275,7 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     let secret = extents[0].offset_bytes();
     pool.file().write_all_at(b"secret", secret).unwrap();
     assert!(folder.succeed(&["info", "pool"]).contains("memory     10 MiB"));
-    // A process that ends gives nothing back.
+    // A process that ends returns no memory to the pool.
     drop(pool);
     let first_bytes =
         || std::fs::read(folder.path("pool")).unwrap()[secret as usize..][..6].to_vec();
@@ -319,7 +319,8 @@ fn check_finds_damage_says_where_and_changes_nothing() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
-    // The volume starts behind two chunks of metadata, its first info block 4 KiB further on.
+    // The volume starts after two chunks of metadata. Its first info block is another 4 KiB further
+    // on.
     overwrite(&folder.path("pool"), (4 << 20) + 4096 + 100, &[0xff]);
     let before = std::fs::read(folder.path("pool")).unwrap();
     let output = folder.run(&["check", "pool"]);
@@ -359,7 +360,8 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
     assert_eq!(folder.succeed(&["repair", "pool"]), "nothing to mend\n");
     let good = std::fs::read(folder.path("pool")).unwrap();
-    // The chunk table starts at 2 MiB: the owner word of chunk 3, the volume's second.
+    // The chunk table starts at 2 MiB. This clears the owner word of chunk 3, the second chunk of
+    // the volume.
     overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 8]);
     folder.fail(&["volume", "list", "pool", "--frobnicate"], &["--frobnicate"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["owner word of chunk C3", "pmvol repair"]);
@@ -385,7 +387,7 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     assert!(report["hints"][0].as_str().unwrap().starts_with(hint), "{report}");
     assert_eq!(report["incomplete_volumes"], serde_json::json!(["v"]));
     folder.fail(&["repair", "nothing"], &["nothing", "no such file", "`pmvol create`"]);
-    // Who can do without the volume.
+    // Deletes the damaged volume.
     let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
     assert!(
         text.contains("mended: volume \"v\", which lacks") && text.ends_with("nothing left\n"),
@@ -442,7 +444,7 @@ fn repair_counts_what_it_does_not_list() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "18M"]);
-    // Sectors 0 to 255 have the blocks of others, and nobody can say whose they are.
+    // Sectors 0 to 255 share the blocks of other sectors, so their content cannot be attributed.
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let map_at = (4 << 20) + info["arenas"][0]["map_at_bytes"].as_u64().unwrap();
     let entries: Vec<u8> =
@@ -559,12 +561,12 @@ fn the_examples_of_the_help_work_in_their_order() {
     let examples = help.split_once("Examples:\n").unwrap().1;
     let mut run = 0;
     for line in examples.lines().map_while(|line| line.strip_prefix("  pmvol ")) {
-        // A comment is further away.
+        // Two spaces separate the command from its comment.
         let command = line.split("  ").next().unwrap();
         if command.contains("/dev/") {
             continue;
         }
-        // A hundredth, roughly: this is about commands.
+        // Uses about a hundredth of each size, because this test is about commands.
         let small = command.replace("/pm/pool", "pool").replace("G", "0M");
         folder.succeed(&small.split(' ').collect::<Vec<_>>());
         run += 1;
@@ -596,14 +598,14 @@ fn what_cannot_be_printed_is_an_error_and_no_panic() {
     ] {
         let output = command(arguments).stdout(full()).output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
-        // Who checks has not got his answer.
+        // Check and repair exit with 2 because they could not report their result.
         let code = if ["check", "repair"].contains(&arguments[0]) { 2 } else { 1 };
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
         assert!(text.contains("cannot print it: No space left"), "{arguments:?}: {text}");
     }
     let status = command(&["info", "nothing"]).stderr(full()).status().unwrap();
     assert_eq!(status.code(), Some(1));
-    // A pipe that nobody reads any more: what was found is still told.
+    // With a closed pipe, the exit code still reports the findings.
     overwrite(&folder.path("pool"), 10, &[0xff]);
     for (arguments, code) in [(["info", "pool"], 0), (["check", "pool"], 1)] {
         let (reader, writer) = std::io::pipe().unwrap();
@@ -627,7 +629,7 @@ fn damage_shows_wherever_a_pool_is_looked_at() {
         (&json["state"], &json["findings"], &json["damaged_bytes"]),
         (&"ok".into(), &0.into(), &0.into())
     );
-    // The owner word of chunk 3, behind the start of the table.
+    // Clears the owner word of chunk 3 in the chunk table.
     overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 8]);
     let (text, json) = info();
     assert!(text.contains("state        damaged: 2 findings, see `pmvol check pool`"), "{text}");
@@ -661,7 +663,7 @@ fn a_volume_with_a_damaged_btt_gets_no_other_size() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
-    // Its first info block.
+    // Damages the first info block.
     overwrite(&folder.path("pool"), (4 << 20) + 4096 + 100, &[0xff]);
     let before = std::fs::read(folder.path("pool")).unwrap();
     let words = ["\"v\"", "its BTT is damaged (1 finding(s))", "`pmvol check`"];
@@ -672,11 +674,11 @@ fn a_volume_with_a_damaged_btt_gets_no_other_size() {
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
 }
 
-/// A tmpfs of its own, which may become full.
+/// Separate tmpfs that the test can fill up.
 struct SmallTmpfs(Folder);
 
 impl SmallTmpfs {
-    /// `None` where nothing can be mounted.
+    /// Returns `None` if the test cannot mount a file system.
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = Folder::new();
         let size = format!("size={len_bytes}");
@@ -710,7 +712,7 @@ fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
         &["create", "other", "--size", "8M"][..],
         &["volume", "create", "pool", "v", "--size", "2M", "--format", "raw"],
     ] {
-        // All of the rest but a few pages.
+        // Fills the tmpfs except for a few pages.
         let _ = std::fs::write(folder.path("rest"), vec![1; 1 << 20]);
         let output = folder.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();

@@ -1,4 +1,4 @@
-//! `pmvol btt` as people use it.
+//! Tests of the `pmvol btt` commands.
 
 mod shell;
 
@@ -17,11 +17,11 @@ use shell::{Folder, overwrite};
 
 const MIB: u64 = 1 << 20;
 const SECTOR_BYTES: usize = 4096;
-/// Where a pool's first volume lies, and in it the first arena.
+/// Offsets of the first volume in a pool, and of the volume's first arena.
 const VOLUME_AT: u64 = 4 * MIB;
 const INFO_AT: u64 = VOLUME_AT + 4096;
 
-/// A pool with a BTT volume `v`.
+/// Creates a pool with a BTT volume `v`.
 fn with_volume() -> Folder {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "96M"]);
@@ -29,7 +29,7 @@ fn with_volume() -> Folder {
     folder
 }
 
-/// An image with data in some of its sectors, which differ.
+/// Creates an image with different data in each of `sectors`.
 fn image(path: &Path, len_bytes: u64, sectors: impl Iterator<Item = u64>, byte: u8) {
     let file = File::create(path).unwrap();
     file.set_len(len_bytes).unwrap();
@@ -44,7 +44,7 @@ fn sectors(folder: &Folder) -> u64 {
     folder.json(&["btt", "info", "pool", "v", "--json"])["sectors"].as_u64().unwrap()
 }
 
-/// An image filled up with zeros to the length of the volume, as an export of it is.
+/// Returns an image padded with zeros to the length of the volume, like an export of the volume.
 fn as_long_as_the_volume(folder: &Folder, image: &str) -> Vec<u8> {
     let mut bytes = fs::read(folder.path(image)).unwrap();
     bytes.resize(sectors(folder) as usize * SECTOR_BYTES, 0);
@@ -61,7 +61,7 @@ fn write(folder: &Folder, sector: &str, bytes: &[u8]) -> std::process::Output {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Who refuses the place reads nothing.
+    // A command that refuses its arguments reads no input.
     let _ = child.stdin.take().unwrap().write_all(bytes);
     child.wait_with_output().unwrap()
 }
@@ -93,7 +93,8 @@ fn sectors_are_written_read_and_looked_at() {
     assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
 
-    // From a file; what is no whole sector is told, and what came before it is written.
+    // Writes from a file. An incomplete last sector is reported, and the sectors before it are
+    // written.
     fs::write(folder.path("one"), vec![9; SECTOR_BYTES]).unwrap();
     folder.succeed(&["btt", "write", "pool", "v", "--sector", "9", "--from", "one"]);
     let output = write(&folder, "11", &vec![5; SECTOR_BYTES + 7]);
@@ -105,7 +106,8 @@ fn sectors_are_written_read_and_looked_at() {
     let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);
     assert!(read.stdout == [[9; SECTOR_BYTES], [0; SECTOR_BYTES], [5; SECTOR_BYTES]].concat());
 
-    // Nothing is written of a file that is no whole sectors, nor is nothing called a success.
+    // A file that is not a multiple of the sector size is refused completely. Empty input is an
+    // error.
     fs::write(folder.path("more"), vec![7; SECTOR_BYTES + 7]).unwrap();
     let more = ["btt", "write", "pool", "v", "--sector", "9", "--from", "more"];
     folder.fail(&more, &["4103 bytes are no whole sectors of 4096", "nothing was written"]);
@@ -150,7 +152,7 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
     );
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
-    // There is no other copy of what --force would replace.
+    // A pool is not replaced even with --force, because there is no other copy of it.
     let pool = fs::read(folder.path("pool")).unwrap();
     fs::write(folder.path("other"), &pool).unwrap();
     folder.fail(
@@ -163,8 +165,8 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
             && fs::read(folder.path("other")).unwrap() == pool
     );
 
-    // Another image replaces all of it, its holes and what lies behind its end included, only if
-    // that is asked for.
+    // Another image replaces all of the volume, including sectors in its holes and behind its end,
+    // but only with --force.
     image(&folder.path("other"), 6 * MIB + 100, (1000..1030).chain([3]), 0x22);
     folder.fail(&["btt", "import", "pool", "v", "--from", "other"], &["holds data", "--force"]);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "other", "--force"]);
@@ -245,7 +247,7 @@ fn a_file_with_a_btt_needs_no_pool() {
     fs::write(folder.path("in"), vec![0x5a; 5 * 512]).unwrap();
     folder.succeed(&["btt", "import", "--file", "media", "--from", "in"]);
     {
-        // What one process has open for writing no other has.
+        // A file that one process has open for writing cannot be opened by another.
         let engine = Engine::open(BttFile::open(&folder.path("media"), true).unwrap()).unwrap();
         let mut sector = [0; 512];
         engine.read(4, &mut sector).unwrap();
@@ -270,7 +272,7 @@ fn a_file_with_a_btt_needs_no_pool() {
     assert!(!folder.path("out").exists());
 }
 
-/// Where the map's and the log's parts of the volume are, in the pool's file.
+/// Returns the offsets of the volume's map and log in the pool file.
 fn places(folder: &Folder) -> (u64, u64) {
     let arena = &folder.json(&["btt", "info", "pool", "v", "--json"])["arenas"][0];
     let place = |name: &str| VOLUME_AT + arena[name].as_u64().unwrap();
@@ -321,11 +323,11 @@ fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
     let mut expected = as_long_as_the_volume(&folder, "in");
     [12, 15].iter().for_each(|n| expected[n * SECTOR_BYTES..(n + 1) * SECTOR_BYTES].fill(0));
     assert!(fs::read(folder.path("out")).unwrap() == expected);
-    // Written again, they are as good as any.
+    // Sectors are readable again after they have been written.
     assert!(write(&folder, "12", &vec![1; 4 * SECTOR_BYTES]).status.success());
     assert!(!folder.succeed(&["btt", "check", "pool", "v"]).contains("marked as lost"));
 
-    // Two sectors in one block: nobody knows whose it is.
+    // Two sectors share one block, so its owner is unknown.
     fs::write(folder.path("pool"), &good).unwrap();
     let entry = good[map_at as usize + 4 * 20..][..4].to_vec();
     overwrite(&folder.path("pool"), map_at + 4 * 12, &entry);
@@ -351,8 +353,8 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
     let count = sectors(&folder);
     image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    // The owner words of chunks 5 and 6, the volume's fourth and fifth: no repair knows which is
-    // which.
+    // Clears the owner words of chunks 5 and 6, the fourth and fifth of the volume. A repair cannot
+    // tell which of them is which.
     overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 8]);
     overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 8]);
     let before = fs::read(folder.path("pool")).unwrap();
@@ -377,7 +379,7 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
     assert_eq!(lost.count(), 1024);
 }
 
-/// A volume of two arenas, all of whose sectors have content.
+/// Creates a volume of two arenas with data in all sectors.
 fn with_two_arenas() -> (Folder, Vec<u8>) {
     let folder = with_volume();
     folder.succeed(&["volume", "resize", "pool", "v", "--size", "48M"]);
@@ -388,7 +390,7 @@ fn with_two_arenas() -> (Folder, Vec<u8>) {
     (folder, content)
 }
 
-/// Where the volume's bytes are in the pool's file.
+/// Overwrites bytes of the volume in the pool file.
 fn overwrite_volume(folder: &Folder, at: u64, bytes: &[u8]) {
     let pool = Pool::open(&folder.path("pool"), OpenMode::ReadOnly).unwrap();
     let volume = pool.open_volume("v").unwrap();
@@ -440,7 +442,7 @@ fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
     assert!(
         read.stdout == expected[(first_lost as usize - 1) * SECTOR_BYTES..][..2 * SECTOR_BYTES]
     );
-    // --force does not help, so it is not named.
+    // The message does not mention --force, because it would not help.
     for force in [&[][..], &["--force"]] {
         let import = ["btt", "import", "pool", "v", "--from", "in"];
         folder.fail(
@@ -471,7 +473,7 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
         assert!(text.contains(OLD_DATA), "{text}");
     }
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
-    // The owner word of the volume's last chunk, with the log.
+    // Clears the owner word of the volume's last chunk, which contains the log.
     overwrite(&folder.path("pool"), (2 << 20) + 13 * 16, &[0; 8]);
     let output = folder.run(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     let text = String::from_utf8(output.stderr).unwrap();
@@ -509,8 +511,8 @@ fn info_blocks_are_told_as_they_are() {
     fs::write(folder.path("pool"), &good).unwrap();
     overwrite(&folder.path("pool"), INFO_AT + 60, &[0xff]);
     is("the second of the two is whole");
-    // Another UUID, and a checksum that fits: the first word counts as often as there are words
-    // behind it and itself.
+    // Changes the UUID and corrects the checksum. In the upper half of the Fletcher sum, the weight
+    // of the first word is the number of all words.
     let mut info = good[INFO_AT as usize..][..4096].to_vec();
     info[16] ^= 1;
     let words = info[..4088].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
@@ -524,7 +526,7 @@ fn info_blocks_are_told_as_they_are() {
     is("both are whole, and they differ: the first counts");
 }
 
-/// Whoever can write to the folder does not decide what is written over.
+/// Write access to the folder must not allow another user to redirect the export to other files.
 #[test]
 fn an_export_follows_no_link_and_replaces_nothing_unasked() {
     let folder = with_volume();
@@ -542,7 +544,8 @@ fn an_export_follows_no_link_and_replaces_nothing_unasked() {
     assert!(fs::symlink_metadata(folder.path("out.part")).unwrap().is_symlink());
 }
 
-/// Runs qemu-img. ci/setup installs it; elsewhere `None`, and the caller is skipped.
+/// Runs qemu-img, which ci/setup installs. Returns `None` if it is missing, and the caller skips
+/// its test.
 fn qemu_img(folder: &Folder, arguments: &[&str]) -> Option<()> {
     match Command::new("qemu-img").args(arguments).current_dir(folder.0.path()).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -588,7 +591,7 @@ fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
     assert!(text.contains("of which 1.3 MiB are data"), "{text}");
     folder.succeed(&["btt", "export", "pool", "w", "--to", "out"]);
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
-    // Of either version, and of another size than the volume's.
+    // Images of both versions whose size differs from the volume's.
     qemu_img(&folder, &["convert", "-f", "raw", "-O", "qcow2", "-o", "compat=0.10", "in", "old"])
         .unwrap();
     folder
@@ -609,8 +612,8 @@ fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
     assert_eq!(names_in(&folder), names);
 }
 
-/// What a guest writes to sector 0 is not followed, whatever it says, and goes through an export
-/// and an import as it is.
+/// A qcow2 header that a guest writes to sector 0 is never interpreted, and passes through export
+/// and import unchanged.
 #[test]
 fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
     const SECRET: &[u8; 16] = b"the host's alone";
@@ -618,8 +621,8 @@ fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
     fs::write(folder.path("secret"), SECRET.repeat(4096)).unwrap();
     let names_the_secret: [&[&str]; 2] = [
         &["create", "-q", "-f", "qcow2", "-b", "secret", "-F", "raw", "evil"],
-        // Taken as the image's data, the file is not made anew: what lies in it is what the
-        // clusters are.
+        // With `data_file_raw`, qemu-img uses the existing file as the image's data instead of
+        // creating it.
         &["create", "-q", "-f", "qcow2", "-o", "data_file=secret,data_file_raw=on", "evil", "64K"],
     ];
     for (arguments, words) in names_the_secret.into_iter().zip(["backing file", "another file"]) {
@@ -627,7 +630,7 @@ fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
             return;
         }
         fs::write(folder.path("secret"), SECRET.repeat(4096)).unwrap();
-        // Left to itself, qemu-img does follow it: this is no harmless image.
+        // Without the check, qemu-img does follow the header, so the image is harmful.
         qemu_img(&folder, &["convert", "-f", "qcow2", "-O", "raw", "evil", "followed"]).unwrap();
         assert!(fs::read(folder.path("followed")).unwrap().starts_with(SECRET), "{words}");
 
@@ -674,7 +677,7 @@ fn that_qemu_img_is_not_there_or_fails_is_told() {
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let path = folder.0.path().display().to_string();
     assert!(run(&path, &export).contains("qemu-img convert ended with exit status: 1"));
-    // A header as QEMU's docs/interop/qcow2.txt has it: version 2, 1 MiB.
+    // Header of version 2 as in QEMU's docs/interop/qcow2.txt, for an image of 1 MiB.
     let mut header = vec![0; 72];
     header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x02");
     header[24..32].copy_from_slice(&MIB.to_be_bytes());
@@ -701,7 +704,7 @@ fn after_an_interrupted_import_each_sector_is_old_or_new() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
         let command = command.args(["btt", "import", "pool", "v", "--from", "new", "--force"]);
         let mut child = command.current_dir(folder.0.path()).stdout(Stdio::null()).spawn().unwrap();
-        // Killed once it has changed the sector in the middle of what this round is about.
+        // Killed as soon as it has changed the middle sector of this round's range.
         let watched = VOLUME_AT + 8192 + (count + round % 100) * SECTOR_BYTES as u64 / 2;
         let file = File::open(&path).unwrap();
         let was = before[watched as usize];

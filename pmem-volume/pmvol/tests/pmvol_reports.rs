@@ -1,4 +1,4 @@
-//! Reports of `pmvol`: JSON documents, usable sizes and hints.
+//! Tests of `pmvol` reports: JSON documents, usable sizes and hints.
 
 mod shell;
 
@@ -35,7 +35,7 @@ fn deletion_of_a_volume_with_data_needs_force() {
         folder.succeed(&["volume", "delete", "pool", name, "--force"]);
         assert!(names().is_empty());
     }
-    // The last byte of a raw volume counts, and so does a BTT that cannot be read.
+    // A raw volume with only its last byte set holds data, and so does an unreadable BTT.
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
     overwrite(&folder.path("pool"), (12 << 20) - 1, &[1]);
     folder.fail(&["volume", "delete", "pool", "dax"], &["holds data"]);
@@ -101,7 +101,7 @@ fn usable_size_is_that_of_the_sectors() {
     let rounded = Size(usable).rounded();
     let line = columns(list.lines().nth(2).unwrap());
     assert_eq!(line[..5], ["v", "20", "MiB", &rounded[..rounded.len() - 4], "MiB"], "{list}");
-    // Both info blocks, so that the number of sectors is unknown.
+    // Erases both info blocks, so that the number of sectors is unknown.
     overwrite(&folder.path("pool"), (4 << 20) + 4096, &[0; 4096]);
     overwrite(&folder.path("pool"), (24 << 20) - 4096, &[0; 4096]);
     assert_eq!(listed(&folder)[1]["usable_bytes"], Value::Null);
@@ -152,7 +152,7 @@ fn json_says_what_the_text_says() {
     );
 }
 
-/// Runs a program of util-linux. Elsewhere `None`.
+/// Runs a program of util-linux. Returns `None` if it is missing.
 fn util_linux(folder: &Folder, words: &[&str]) -> Option<String> {
     match Command::new(words[0]).args(&words[1..]).current_dir(folder.0.path()).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -173,7 +173,7 @@ fn wipefs_and_blkid_do_not_take_a_pool_for_an_empty_device() {
     let Some(text) = util_linux(&folder, &["blkid", "-p", "-o", "export", "pool"]) else { return };
     let id: String = (0..4).rev().map(|at| &uuid[2 * at..2 * at + 2]).collect();
     assert!(text.contains(&format!("PTUUID={id}\nPTTYPE=dos")), "{text}");
-    // What wipefs removes, a repair restores.
+    // A repair restores the signature that wipefs removed.
     assert!(util_linux(&folder, &["wipefs", "-a", "-f", "pool"]).is_some());
     assert!(folder.succeed(&["info", "pool"]).contains("degraded: 1 finding"));
     folder.succeed(&["repair", "pool"]);

@@ -1,4 +1,4 @@
-//! Images through pipes, and volumes that are created from images.
+//! Tests of images through pipes, and of volumes that are created from images.
 
 mod shell;
 
@@ -22,10 +22,10 @@ fn pmvol(folder: &Folder, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a command with bytes on its stdin.
+/// Runs a command with `bytes` on its stdin.
 fn feed(folder: &Folder, arguments: &[&str], bytes: &[u8]) -> Output {
     let mut child = pmvol(folder, arguments).stdin(Stdio::piped()).spawn().unwrap();
-    // A command that refuses to start reads nothing.
+    // A command that refuses to start reads no input.
     let _ = child.stdin.take().unwrap().write_all(bytes);
     child.wait_with_output().unwrap()
 }
@@ -42,7 +42,8 @@ fn names(folder: &Folder) -> Vec<String> {
     volumes.map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
 }
 
-/// A pool with an empty BTT volume `v` and a raw one `r`, and an image with data in a few places.
+/// Creates a pool with an empty BTT volume `v`, an empty raw volume `r`, and an image with data in
+/// a few places.
 fn with_image() -> (Folder, Vec<u8>) {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "96M"]);
@@ -84,7 +85,7 @@ fn an_image_goes_through_pipes_as_through_files() {
         assert!(output.stdout == expected, "{name}");
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(text.contains("exported to stdout") && text.lines().count() == 1, "{text}");
-        // The name of the file, and the other name of the command.
+        // Uses a file name instead of a pipe, and the other name of the command.
         folder.succeed(&["volume", "export", "pool", name, "--to", "out", "--force"]);
         assert!(fs::read(folder.path("out")).unwrap() == expected);
         folder.succeed(&["btt", "export", "pool", name, "--to", "out", "--force"]);
@@ -136,7 +137,7 @@ fn an_export_whose_reader_goes_away_fails() {
     let (folder, _) = with_image();
     let mut child =
         pmvol(&folder, &["volume", "export", "pool", "v", "--to", "-"]).spawn().unwrap();
-    // More than a pipe holds comes after it.
+    // The remaining output is larger than the buffer of a pipe.
     let mut first = [0; 4096];
     child.stdout.take().unwrap().read_exact(&mut first).unwrap();
     let output = child.wait_with_output().unwrap();
@@ -162,7 +163,7 @@ fn a_volume_is_created_from_an_image() {
         (&made["volumes"][0]["size_bytes"], &made["image_bytes"]),
         (&(8 * MIB).into(), &image.len().into())
     );
-    // A size that is given counts, and a stream needs one.
+    // An explicit size takes precedence, and a stream requires one.
     folder.succeed(&["volume", "delete", "pool", "new", "--force"]);
     refused(
         &feed(&folder, &[&create[..], &["-"]].concat(), &image),
@@ -203,7 +204,7 @@ fn a_killed_creation_leaves_a_part_that_is_named_and_removed() {
     let arguments = ["volume", "create", "pool", "new", "--size", "20M", "--from", "-"];
     let mut child = pmvol(&folder, &arguments).stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.as_mut().unwrap().write_all(&image[..4]).unwrap();
-    // The volume is there, and its import waits for more.
+    // The volume exists, and its import waits for more input.
     let peek = || Pool::open(&folder.path("pool"), OpenMode::Peek).unwrap().volumes();
     while !peek().iter().any(|volume| volume.name == "new.importing") {
         assert!(child.try_wait().unwrap().is_none());
@@ -233,7 +234,7 @@ fn transfers_are_reported_in_json() {
     expected(&out);
     assert_eq!((&out["complete"], &out["lost_sectors"]), (&true.into(), &0.into()));
     assert_eq!(out["size_bytes"], usable(&folder, "v"));
-    // The entry of sector 3 in the map, which marks it as lost.
+    // Marks sector 3 as lost in its map entry.
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let map_at = 4 * MIB + info["arenas"][0]["map_at_bytes"].as_u64().unwrap();
     overwrite(&folder.path("pool"), map_at + 4 * 3, &(3u32 | 1 << 30).to_le_bytes());
@@ -244,11 +245,12 @@ fn transfers_are_reported_in_json() {
     assert_eq!((&out["complete"], &out["lost_sectors"]), (&false.into(), &1.into()));
 }
 
-/// The import of an empty BTT fills windows of 64 MiB, of which each becomes visible at its end.
+/// The import of an empty BTT fills windows of 64 MiB. Each window becomes visible when it is
+/// complete.
 #[test]
 fn sectors_are_zeros_or_new_after_a_killed_import_into_an_empty_volume() {
     const IMAGE_BYTES: u64 = 160 * MIB;
-    // Where the first sector's block lies: behind the pool's data and the info block.
+    // Offset of the first sector's block, after the pool's metadata and the info block.
     const BLOCKS_AT: u64 = 4 * MIB + 8192;
     let folder = Folder::new();
     let sectors = 0..IMAGE_BYTES / SECTOR_BYTES;
@@ -267,7 +269,7 @@ fn sectors_are_zeros_or_new_after_a_killed_import_into_an_empty_volume() {
         let pool = File::open(folder.path("pool")).unwrap();
         let mut child =
             pmvol(&folder, &["volume", "import", "pool", "v", "--from", "in"]).spawn().unwrap();
-        // Killed once it has stored a sector of the second or the third window.
+        // Killed as soon as it has stored a sector of the second or third window.
         let watched = BLOCKS_AT + (65 + round * 7 % 90) * MIB + 100;
         while child.try_wait().unwrap().is_none() {
             let mut byte = [0];

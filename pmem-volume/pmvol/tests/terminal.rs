@@ -1,5 +1,5 @@
-//! `pmvol` in front of a terminal: what takes its time shows how far it is, and the terminal's
-//! Ctrl-C is always safe.
+//! Tests of `pmvol` in a terminal. Long commands show their progress, and Ctrl-C is safe at any
+//! time.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -15,25 +15,26 @@ use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
 
-/// A pseudo terminal: our end, and that of a program.
+/// Opens a pseudoterminal. Returns the end of the test and the end of the program.
 fn terminal() -> (File, OwnedFd) {
     let size = libc::winsize { ws_row: 24, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut ours, mut theirs) = (-1, -1);
-    // SAFETY: openpty() fills two descriptors that outlive the call, reads the size, and takes null
-    // for the rest.
+    // SAFETY: openpty() fills two descriptors that outlive the call, and reads the size. The other
+    // pointers may be null.
     let result = unsafe {
         libc::openpty(&raw mut ours, &raw mut theirs, ptr::null_mut(), ptr::null(), &raw const size)
     };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: both are open, and nobody else's.
+    // SAFETY: both descriptors are open, and nothing else owns them.
     unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
 }
 
 fn pmvol(arguments: &[&str], folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
     command.args(arguments).current_dir(folder);
-    // Where tests run in the background of a shell, all they start ignores it.
-    // SAFETY: signal() is async-signal-safe (signal-safety(7)), and the default has no handler.
+    // A shell that runs the tests in the background makes all their children ignore SIGINT.
+    // SAFETY: signal() is async-signal-safe (signal-safety(7)), and the default action is not a
+    // handler.
     unsafe {
         command.pre_exec(|| {
             libc::signal(libc::SIGINT, libc::SIG_DFL);
@@ -43,13 +44,15 @@ fn pmvol(arguments: &[&str], folder: &Path) -> Command {
     command
 }
 
-/// Runs it with stderr on a terminal, and returns what came there. stdout is none.
+/// Runs `pmvol` with stderr on a terminal, and returns its output and the screen. stdout is no
+/// terminal.
 fn run_on_terminal(arguments: &[&str], folder: &Path) -> (Output, String) {
     let (mut ours, theirs) = terminal();
     let screen = thread::spawn(move || {
         let mut text = Vec::new();
         match ours.read_to_end(&mut text) {
-            // So a terminal ends that nobody has open any more (tty_ioctl(4) knows it as a hangup).
+            // Read error of a terminal that no process has open any more (a hangup in
+            // tty_ioctl(4)).
             Err(error) if error.raw_os_error() == Some(libc::EIO) => {}
             result => assert!(result.is_ok(), "{result:?}"),
         }
@@ -58,13 +61,13 @@ fn run_on_terminal(arguments: &[&str], folder: &Path) -> (Output, String) {
     let mut command = pmvol(arguments, folder);
     command.env("TERM", "xterm").stderr(theirs).stdout(Stdio::piped());
     let output = command.spawn().unwrap().wait_with_output().unwrap();
-    // The command has the last copy of the terminal's other end.
+    // The command holds the last copy of the terminal's other end.
     drop(command);
     (output, screen.join().unwrap())
 }
 
-/// A sparse pool with a volume of nearly all of it, whose check reads a map of a thousandth of its
-/// size.
+/// Creates a sparse pool that is nearly filled by one volume. The check reads the volume's map,
+/// which is about a thousandth of its size.
 fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
     let options = pmem_volume::CreateOptions {
         size_bytes: Some(size_bytes),
@@ -73,8 +76,7 @@ fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
     };
     match Pool::create_with(&folder.join("pool"), options) {
         Ok(pool) => pool.create_volume("v", VolumeSize::Remaining, VolumeFormat::Btt).is_ok(),
-        // A tmpfs, which takes no file that is larger than it, or a file system that has no such
-        // large ones.
+        // The file exceeds a limit of the file system, for example the size of a tmpfs.
         Err(PoolError::FileSystemFull { .. } | PoolError::Size { .. }) => false,
         Err(error) => panic!("{error}"),
     }
@@ -83,7 +85,7 @@ fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
 #[test]
 fn what_takes_over_a_second_shows_how_far_it_is_and_leaves_no_trace() {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
-    // Larger until it takes long enough, however fast the machine is.
+    // Doubles the size until the check takes long enough, even on a fast machine.
     for doublings in 0..6 {
         let folder = TempDir::new_in(folder.path()).unwrap();
         if !sparse_pool(folder.path(), (256 * GIB) << doublings) {
@@ -97,7 +99,7 @@ fn what_takes_over_a_second_shows_how_far_it_is_and_leaves_no_trace() {
             continue;
         }
         assert!(screen.contains("checking [") && screen.contains(" of "), "{screen:?}");
-        // Erase the line, and nothing after it (ECMA-48, EL).
+        // "Erase the line" (ECMA-48, EL) is the last output.
         assert!(screen.ends_with("\r\u{1b}[2K"), "{screen:?}");
         let piped = pmvol(&["check", "pool"], folder.path()).output().unwrap();
         assert!(
@@ -120,19 +122,19 @@ fn what_is_over_soon_draws_nothing_and_an_error_has_its_line_for_itself() {
     assert!(screen.starts_with("pmvol: --size: "), "{screen:?}");
 }
 
-/// Runs a command on a pool and interrupts it once it is at work, or so many looks later. True:
-/// that ended it.
+/// Runs a command on a pool, and interrupts it `looks` polls after it has started to work. Returns
+/// true if the interrupt ended it.
 fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
     let mut command = pmvol(arguments, pool.parent().unwrap());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    // Takes no lock that the command would find taken.
+    // `Peek` takes no lock, so it does not block the command.
     let peek = Pool::open(pool, OpenMode::Peek).unwrap();
     while child.try_wait().unwrap().is_none() {
         if peek.holder().is_some() {
             (0..looks).for_each(|_| drop(peek.holder()));
             let pid = i32::try_from(child.id()).unwrap();
-            // SAFETY: sends a signal to a child that is not waited for yet, so the number is still
-            // its own.
+            // SAFETY: sends a signal to a child that has not been waited for, so its PID cannot
+            // have been reused.
             assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
             break;
         }
@@ -140,8 +142,8 @@ fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
     child.wait().unwrap().signal() == Some(libc::SIGINT)
 }
 
-/// Ctrl-C is a SIGINT to the terminal's foreground: no handler of ours, the process ends where it
-/// is.
+/// Ctrl-C sends SIGINT to the foreground process group. `pmvol` has no handler, so the process ends
+/// immediately.
 #[test]
 fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
     const INTERRUPTIONS: u32 = 20;
@@ -157,7 +159,7 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
             "after {ended} interruptions: it is over before it can be"
         );
         {
-            // A volume with something in it, so that erasing it takes a moment.
+            // Creates a volume with data, so that its erasure takes a while.
             let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
             if pool.volumes().is_empty() {
                 pool.create_volume("v", VolumeSize::Bytes(VOLUME_BYTES), VolumeFormat::Raw)

@@ -1,4 +1,4 @@
-//! A volume's sectors in an image file.
+//! Export of a volume's sectors to an image file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,15 +25,14 @@ use crate::commands::{Outcome, outcome};
 use crate::meter::watched;
 use crate::print::{print, remark};
 
-/// Copied in one go.
+/// Number of bytes that are copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Zeros of this many bytes, where they are aligned, are holes. The page of the file systems that
-/// matter.
+/// Aligned zeros of this size become holes. Most file systems have blocks of this size.
 const PAGE_BYTES: usize = 4096;
-/// Ranges of sectors that are named.
+/// Maximum number of unreadable ranges that are listed.
 const NAMED: usize = 50;
 
-/// An export that has ended.
+/// Report of an export.
 #[derive(Serialize)]
 struct Report<'a> {
     #[serde(flatten)]
@@ -42,7 +41,7 @@ struct Report<'a> {
     size_bytes: u64,
     data_bytes: u64,
     lost_sectors: u64,
-    /// Everything could be read, and nothing was found to be damaged.
+    /// True if all sectors were readable and no damage was found.
     complete: bool,
 }
 
@@ -65,7 +64,7 @@ pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<O
         to_file(&content, place, options, &mut lost)?
     };
     lost.say();
-    // Findings alone are a failure too, because the export may hold outdated data.
+    // Findings alone are a failure too, because the exported data may be outdated.
     let complete = lost.is_empty() && troubles.is_empty();
     let report = Report {
         place,
@@ -90,7 +89,7 @@ pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<O
     Ok(outcome(complete))
 }
 
-/// Checks, before anything else is done, that stdout can take an image.
+/// Checks that an image can be written to stdout, before any other work.
 fn check_stream(format: ImageFormat, output: &Output) -> anyhow::Result<()> {
     if format == ImageFormat::Qcow2 {
         bail!("--to -: {QCOW2_NEEDS_FILE}");
@@ -130,14 +129,14 @@ fn to_file(
 
 type Troubles = Vec<(usize, Finding)>;
 
-/// What is copied: sectors of a BTT, or a raw volume's bytes.
+/// Content to copy: the sectors of a BTT or the bytes of a raw volume.
 enum Content<'a> {
     Sectors(Reader<'a, Media>),
     Bytes(&'a Media),
 }
 
 impl<'a> Content<'a> {
-    /// With what is wrong, arena by arena.
+    /// Opens the content. Returns the damage too, with the number of its arena.
     fn of(media: &'a Media) -> anyhow::Result<(Self, Troubles)> {
         if media.is_raw() {
             return Ok((Content::Bytes(media), vec![]));
@@ -180,7 +179,7 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// Reads whole sectors; those that cannot be read are zeros.
+    /// Reads whole sectors, and fills unreadable ones with zeros.
     fn read(&self, at: u64, into: &mut [u8], lost: &mut LostSectors) {
         match self {
             Content::Sectors(reader) => {
@@ -203,7 +202,7 @@ impl<'a> Content<'a> {
     }
 }
 
-/// Copies everything, and returns how much of it is data.
+/// Copies all content, and returns the number of bytes with data.
 fn copy(
     content: &Content<'_>,
     image: &File,
@@ -225,7 +224,7 @@ fn copy(
         let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
         content.read(at, bytes, lost);
         let mut page_at = at;
-        // Pages with data that follow each other are one write.
+        // Adjacent pages with data become one write.
         for run in
             bytes.chunks(PAGE_BYTES).collect::<Vec<_>>().chunk_by(|a, b| is_zero(a) == is_zero(b))
         {
@@ -242,13 +241,13 @@ fn copy(
     Ok(data_bytes)
 }
 
-/// Writes everything to stdout, zeros included, and returns how much of it is data.
+/// Writes all content to stdout, including zeros, and returns the number of bytes with data.
 fn stream(
     content: &Content<'_>,
     lost: &mut LostSectors,
     progress: OnProgress<'_>,
 ) -> anyhow::Result<u64> {
-    // Without the line buffer of `io::Stdout`.
+    // Bypasses the line buffer of `io::Stdout`.
     let out = io::stdout().as_fd().try_clone_to_owned().context("cannot write to stdout")?;
     let mut out = File::from(out);
     let total_bytes = content.len_bytes();
@@ -281,7 +280,7 @@ fn stream(
     Ok(data_bytes)
 }
 
-/// Reports on stderr what is wrong with the arenas, and what follows for their sectors.
+/// Reports damage of the arenas on stderr, and the consequences for their sectors.
 pub(super) fn say_troubles(troubles: &[(usize, Finding)]) {
     for (arena, finding) in troubles {
         remark(format_args!("arena {arena}: {finding}"));
@@ -296,7 +295,7 @@ pub(super) fn say_troubles(troubles: &[(usize, Finding)]) {
     }
 }
 
-/// Sectors that could not be read, as ranges, with the reason of the first of each.
+/// Ranges of unreadable sectors, each with the reason for its first sector.
 #[derive(Default)]
 pub(super) struct LostSectors {
     ranges: BTreeMap<u64, (u64, String)>,
@@ -344,7 +343,8 @@ impl LostSectors {
     }
 }
 
-/// Errors of the media name places, and differ in these.
+/// Returns the part of a reason that does not depend on the place. Errors of media include the
+/// place.
 fn kind(reason: &str) -> &str {
     reason.rsplit(':').next().unwrap_or(reason)
 }

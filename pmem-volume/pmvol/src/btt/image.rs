@@ -1,4 +1,5 @@
-//! Image files: one that appears when it is complete, and qcow2 by qemu-img.
+//! Image files. A raw image appears under its name only when it is complete. qemu-img converts
+//! qcow2 images.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -16,16 +17,17 @@ use pmem_volume::unnamed_file::{Taken, Unnamed};
 use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
-/// Reason why a stream is raw.
+/// Reason why only raw images can be streamed.
 pub(super) const QCOW2_NEEDS_FILE: &str = "qcow2 cannot be streamed, because its reader and its writer seek; use a file, or leave --format out";
 
-/// Returns true for the name that stands for stdin or stdout.
+/// Returns true for `-`, which means stdin or stdout.
 pub(super) fn is_stdio(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is
-/// begun. What is copied, `source`, may not, nor any pool: of neither is there another.
+/// Checks that `path` is free, or is a file that may be replaced. Call it before any long work.
+/// Neither a pool nor the `source` of the copy may be replaced, because no other copy of them
+/// exists.
 pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
@@ -55,18 +57,18 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
 
 const EXISTS: &str = "the file exists already; --force replaces it";
 
-/// A file beside `path` that has no name yet.
+/// Creates a file without a name in the folder of `path`.
 pub(super) fn nameless(path: &Path) -> anyhow::Result<Unnamed> {
     Unnamed::in_folder_of(path, PRIVATE_MODE)
         .with_context(|| format!("cannot make a file in the folder of {}", path.display()))
 }
 
-/// Makes an image durable and gives it its name. `replace`: also if a file has it.
+/// Makes an image durable and gives it its name. With `replace`, it replaces an existing file.
 pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result<()> {
     image.file.sync_all().with_context(|| format!("cannot complete {}", path.display()))?;
     let taken = if replace { Taken::IsReplaced } else { Taken::Keeps };
     match image.name(path, taken) {
-        // It was made meanwhile.
+        // Another process created the file in the meantime.
         Err(error) if !replace && error.source.kind() == io::ErrorKind::AlreadyExists => {
             bail!("{}: {EXISTS}", path.display())
         }
@@ -74,10 +76,10 @@ pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result
     }
 }
 
-/// An image in another format, as a nameless file beside `path`. `len_bytes` is what progress is
-/// counted in.
+/// Converts an image to another format, in a nameless file in the folder of `path`. Progress is
+/// reported in units of `len_bytes`.
 ///
-/// It is the file that was opened, and looked at, that is converted, whatever has its name now.
+/// The conversion reads the open file that was checked, even if another file has its name by now.
 pub(super) fn converted(
     from: (&File, ImageFormat),
     to_format: ImageFormat,
@@ -108,8 +110,8 @@ pub(super) fn converted(
     Ok(to)
 }
 
-/// A path by which a child finds an open file of ours, with a name or without (proc(5),
-/// /proc/PID/fd).
+/// Returns a path through which a child process can open a file of this process, even if the file
+/// has no name (proc(5), /proc/PID/fd).
 fn path_of(file: &File) -> String {
     format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd())
 }
@@ -121,8 +123,8 @@ fn name_of(format: ImageFormat) -> &'static str {
     }
 }
 
-/// Reads up to the end what `qemu-img -p` prints: `(12.34/100%)`, again and again, with carriage
-/// returns.
+/// Reads the progress that `qemu-img -p` prints until the end: `(12.34/100%)` repeatedly, separated
+/// by carriage returns.
 fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
     let (mut text, mut bytes) = (String::new(), [0; 256]);
     loop {
@@ -141,14 +143,14 @@ fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
     }
 }
 
-/// The last percentage that is said.
+/// Returns the last complete percentage in the output.
 fn percent_in(said: &str) -> Option<f64> {
     let (_, last) = said.rsplit_once('(')?;
     let percent: f64 = last.strip_suffix("/100%")?.trim().parse().ok()?;
     (0.0..=100.0).contains(&percent).then_some(percent)
 }
 
-/// Is there a qemu-img? Better asked before anything long is begun.
+/// Checks that qemu-img is installed. Call it before any long work.
 pub(super) fn require_qemu_img() -> anyhow::Result<()> {
     let status =
         Command::new(QEMU_IMG).arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).status();

@@ -1,4 +1,4 @@
-//! A volume's sectors from an image file.
+//! Import of a volume's sectors from an image file.
 
 use std::fs::File;
 use std::io::{self, Cursor, IsTerminal, Read};
@@ -24,14 +24,13 @@ use crate::commands::Outcome;
 use crate::meter::watched;
 use crate::print::print;
 
-/// Copied in one go.
+/// Number of bytes that are copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
-/// A raw volume is written in units of this size, and made durable each time so many bytes were
-/// written.
+/// A raw volume is written in pages of this size, and made durable after each `PERSIST_BYTES`.
 const PAGE_BYTES: u64 = 4096;
 const PERSIST_BYTES: u64 = 64 << 20;
 
-/// An import that has ended.
+/// Report of an import.
 #[derive(Serialize)]
 struct Report<'a> {
     #[serde(flatten)]
@@ -41,7 +40,7 @@ struct Report<'a> {
     filled: Filled,
 }
 
-/// Bytes that an image had.
+/// Sizes of the image from which a volume was filled.
 #[derive(Clone, Copy, Serialize)]
 pub(crate) struct Filled {
     image_bytes: u64,
@@ -61,7 +60,7 @@ impl Filled {
 pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<Outcome> {
     let ImportOptions { from, format, force, output } = options;
     let source = Source::open(from, *format)?;
-    // Before anything long is begun.
+    // Checked before any long work.
     let media = Media::change(place)?;
     let target = Target::of(&media)?;
     source.check_room(place, target.len_bytes())?;
@@ -91,7 +90,7 @@ fn source_name(path: &Path) -> String {
     if is_stdio(path) { "stdin".to_owned() } else { path.display().to_string() }
 }
 
-/// An image to read.
+/// Image to read.
 pub(crate) struct Source<'a> {
     path: &'a Path,
     input: Input,
@@ -101,10 +100,10 @@ pub(crate) struct Source<'a> {
 enum Input {
     File {
         file: File,
-        /// Of what is in it.
+        /// Size of the unpacked image.
         len_bytes: u64,
     },
-    /// Raw bytes up to the end of stdin.
+    /// Raw bytes until the end of stdin.
     Stream(Box<dyn Read>),
 }
 
@@ -133,7 +132,8 @@ impl<'a> Source<'a> {
         Ok(Self { path, input: Input::File { file, len_bytes }, format })
     }
 
-    /// Bytes of the unpacked image. `None`: a stream has to be read to know it.
+    /// Returns the size of the unpacked image, or `None` for a stream, because its length is
+    /// unknown until its end.
     pub(crate) fn len_bytes(&self) -> Option<u64> {
         match self.input {
             Input::File { len_bytes, .. } => Some(len_bytes),
@@ -154,8 +154,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The same as raw bytes: qcow2 is unpacked to a file beside it, which is gone when it is
-    /// closed.
+    /// Unpacks a qcow2 image to a raw file in the same folder. That file has no name, and
+    /// disappears when it is closed.
     pub(crate) fn unpacked(self) -> anyhow::Result<Self> {
         let Self { path, input: Input::File { file, len_bytes }, format: ImageFormat::Qcow2 } =
             self
@@ -174,8 +174,8 @@ impl<'a> Source<'a> {
 const BEGINS_AS_QCOW2: &str = "it begins as a qcow2 image does, which may as well be what a guest has written to its \
                                disk; say --format raw to take its bytes as they are";
 
-/// stdin, in front of its first byte. An empty one is refused: most likely, the program that writes
-/// to it has failed.
+/// Opens stdin for reading. An empty stream is refused, because the program that writes to it has
+/// probably failed.
 fn open_stdin(format: Option<ImageFormat>) -> anyhow::Result<Box<dyn Read>> {
     if format == Some(ImageFormat::Qcow2) {
         bail!("--from -: {QCOW2_NEEDS_FILE}");
@@ -196,17 +196,17 @@ fn open_stdin(format: Option<ImageFormat>) -> anyhow::Result<Box<dyn Read>> {
     Ok(Box::new(Cursor::new(first).chain(stdin)))
 }
 
-/// What is written to.
+/// Destination of an import.
 enum Target<'a> {
     /// A BTT that may hold data.
     Sectors(Box<Engine<&'a Media>>),
-    /// An empty BTT. Taken when it is full.
+    /// An empty BTT, which is filled in bulk. `None` once it is full.
     Empty(Option<Box<Load<&'a Media>>>),
     /// A raw volume.
     Bytes(Bytes<&'a Media>),
 }
 
-/// A raw volume, and what was written to it and is not durable yet.
+/// Raw volume, with the ranges that were written but are not durable yet.
 struct Bytes<M> {
     media: M,
     pending: Pending,
@@ -214,8 +214,8 @@ struct Bytes<M> {
 }
 
 impl<M: media::Media> Bytes<M> {
-    /// Writes, and makes durable what was written so far if it is much: what a page cache has not
-    /// written yet is memory.
+    /// Writes, and flushes all earlier writes once they exceed a limit. Dirty pages of a page cache
+    /// occupy memory.
     fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.media.store_bulk(at, bytes, &mut self.pending)?;
         self.pending_bytes += bytes.len() as u64;
@@ -237,7 +237,7 @@ impl<'a> Target<'a> {
         Ok(Target::Sectors(Box::new(Engine::open(media)?)))
     }
 
-    /// The same for a volume that holds no data: a BTT is filled in bulk.
+    /// Switches to bulk loading if the target is a BTT. Its volume must hold no data.
     fn empty(self) -> Self {
         match self {
             Target::Sectors(engine) => match engine.into_load() {
@@ -256,7 +256,8 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Fails if an arena takes no writes, because all of a volume that holds data is written.
+    /// Fails if an arena is read-only. An import into a volume that holds data writes to every
+    /// arena.
     fn check_writable(&self, place: &Place) -> anyhow::Result<()> {
         let arenas = self.engine().map(Engine::arenas).unwrap_or_default();
         for (number, arena) in arenas.into_iter().enumerate() {
@@ -293,7 +294,7 @@ impl<'a> Target<'a> {
         Ok(())
     }
 
-    /// Writes zeros to a volume that holds data.
+    /// Writes zeros to a range of a volume that holds data.
     fn zero(&mut self, range: Range<u64>) -> anyhow::Result<()> {
         if let Target::Sectors(engine) = self {
             let unit_bytes = u64::from(engine.sector_bytes());
@@ -309,14 +310,14 @@ impl<'a> Target<'a> {
         Ok(())
     }
 
-    /// Copies an image, and makes it durable also if a part of it cannot be read.
+    /// Copies an image and makes the copy durable, even if a part of the image cannot be read.
     fn fill(
         mut self,
         place: &Place,
         mut source: Source<'_>,
         holds_data: bool,
     ) -> anyhow::Result<Filled> {
-        // qemu-img has seen the image later than `Source::open`.
+        // qemu-img examined the image later than `Source::open`, so the size may differ.
         source.check_room(place, self.len_bytes())?;
         watched(|progress| {
             let copy = Copy { target: &mut self, holds_data, image_bytes: 0, data_bytes: 0 };
@@ -324,7 +325,7 @@ impl<'a> Target<'a> {
         })
     }
 
-    /// Makes everything durable, for whichever driver comes next.
+    /// Makes all data durable, so that the next driver finds it.
     fn settle(&mut self) -> anyhow::Result<()> {
         match self {
             Target::Sectors(engine) => engine.settle()?,
@@ -343,14 +344,14 @@ impl<'a> Target<'a> {
 
 struct Copy<'a, 'b> {
     target: &'a mut Target<'b>,
-    /// What is not written must become zeros.
+    /// Unwritten sectors must be zeroed.
     holds_data: bool,
     image_bytes: u64,
     data_bytes: u64,
 }
 
 impl Copy<'_, '_> {
-    /// Copies everything. If it fails, what was copied is there to stay as well.
+    /// Copies the whole image. If it fails, the part that was copied is kept.
     fn run(mut self, input: &mut Input, progress: OnProgress<'_>) -> anyhow::Result<Filled> {
         let total_bytes = self.target.len_bytes();
         let copied = match input {
@@ -361,7 +362,7 @@ impl Copy<'_, '_> {
         copied?;
         settled?;
         progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
-        // The last sector is filled up.
+        // The last sector is padded.
         let data_bytes = self.data_bytes.min(self.image_bytes);
         Ok(Filled { image_bytes: self.image_bytes, data_bytes })
     }
@@ -377,7 +378,7 @@ impl Copy<'_, '_> {
         let mut at = 0;
         while at < len_bytes {
             progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
-            // Data that starts within a piece: its zeros are found by looking at them.
+            // If data starts within a piece, its leading zeros are found when the piece is read.
             let data = next_data(file, at, len_bytes).context("cannot look for holes")?;
             let start = data.unwrap_or(len_bytes) / PIECE_BYTES * PIECE_BYTES;
             if data.is_none() || start > at {
@@ -416,8 +417,8 @@ impl Copy<'_, '_> {
         }
     }
 
-    /// Writes a piece of the image, whose last sector may be a part of one. Returns the bytes of
-    /// all its sectors.
+    /// Writes a piece of the image, whose last sector may be incomplete. Returns the number of
+    /// bytes in all its sectors.
     fn put(&mut self, at: u64, mut bytes: Vec<u8>) -> anyhow::Result<u64> {
         let unit_bytes = self.target.unit_bytes() as usize;
         bytes.resize(bytes.len().next_multiple_of(unit_bytes), 0);
@@ -437,13 +438,13 @@ impl Copy<'_, '_> {
         Ok(bytes.len() as u64)
     }
 
-    /// A range of zeros, which need nothing where nothing was written.
+    /// Skips a range of zeros. They are written only if the volume may hold other data there.
     fn skip(&mut self, range: Range<u64>) -> anyhow::Result<()> {
         if self.holds_data && !range.is_empty() { self.target.zero(range) } else { Ok(()) }
     }
 }
 
-/// Where data starts at or behind a place. `None`: there is only a hole.
+/// Returns the next offset with data at or after `from`, or `None` if only a hole follows.
 fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(from)) {
         Ok(at) => Ok(Some(at).filter(|at| *at < len_bytes)),
@@ -462,7 +463,7 @@ mod tests {
 
     use super::*;
 
-    /// Media that remember what was stored and is not durable.
+    /// Media that record the ranges that were stored but are not durable yet.
     #[derive(Default)]
     struct Recorder(Mutex<Vec<Range<u64>>>);
 

@@ -1,4 +1,4 @@
-//! What a command of `pmvol btt` works on: a volume of a pool, what is left of one, or a file.
+//! Media of a `pmvol btt` command: a volume of a pool, the remains of a damaged volume, or a file.
 
 use std::ops::Deref;
 
@@ -12,25 +12,25 @@ use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};
 use super::args::Place;
 
 /// Returns true if the volume holds data. Import, split and delete need --force to discard it. A
-/// raw volume holds data if a byte is not zero. A BTT that is damaged counts as data.
+/// raw volume holds data if any byte is not zero. A damaged BTT is treated as data.
 pub(crate) fn holds_data(media: &Media, progress: OnProgress<'_>) -> Result<bool, MediaError> {
     if media.is_raw() { holds_bytes(media, progress) } else { btt::holds_data(media) }
 }
 
 pub(crate) enum Media {
     Volume(Volume),
-    /// Of a pool that is looked at. It may lack chunks.
+    /// Volume of a pool that is open for reading. It may lack chunks.
     Part(DamagedVolume),
     File(BttFile),
 }
 
 impl Media {
-    /// To look at while somebody else may change it.
+    /// Opens the media for reading, even while another process changes them.
     pub(super) fn peek(place: &Place) -> anyhow::Result<Self> {
         Self::open(place, OpenMode::Peek)
     }
 
-    /// To look at: nobody changes it meanwhile.
+    /// Opens the media for reading, and excludes writers.
     pub(super) fn look(place: &Place) -> anyhow::Result<Self> {
         Self::open(place, OpenMode::ReadOnly)
     }
@@ -39,7 +39,7 @@ impl Media {
         Self::open(place, OpenMode::ReadWrite)
     }
 
-    /// To copy out what is there.
+    /// Opens the media to copy out what is readable.
     pub(super) fn salvage(place: &Place) -> anyhow::Result<Self> {
         match place {
             Place { pool: Some(pool), volume: Some(volume), .. } => {
@@ -62,7 +62,7 @@ impl Media {
         }
     }
 
-    /// Has it no BTT by what the pool says?
+    /// Returns true if the pool records the volume as raw.
     pub(crate) fn is_raw(&self) -> bool {
         let info = match self {
             Media::Volume(volume) => volume.info(),

@@ -1,4 +1,4 @@
-//! `pmvol btt`: the sectors of a volume, from the shell.
+//! `pmvol btt`: access to the sectors of a volume.
 
 mod args;
 mod export;
@@ -84,7 +84,7 @@ fn repair(
     Ok(outcome(report.left.is_empty()))
 }
 
-/// Does something that says up to where in the media it is, and lets `progress` hear of it.
+/// Runs `work`, which reports its position in the media, and forwards the position to `progress`.
 fn looked_through<T>(
     media: &Media,
     progress: OnProgress<'_>,

@@ -1,4 +1,4 @@
-//! What `pmvol btt` prints.
+//! Output of `pmvol btt`.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use super::args::Place;
 use super::media::Media;
 use crate::print::{Out, arena_findings, findings};
 
-/// How a place is called in what is printed, and how it is written on a command line.
+/// Name of a place in output, and its form on a command line.
 impl Place {
     pub(crate) fn name(&self) -> String {
         match self {
@@ -43,7 +43,7 @@ pub(super) struct InfoReport {
     sector_bytes: u32,
     sectors: u64,
     arenas: Vec<ArenaLine>,
-    /// Why there are no more arenas where one should be.
+    /// Reason why an expected arena is missing.
     missing: Option<String>,
 }
 
@@ -58,9 +58,9 @@ struct ArenaLine {
     blocks: u32,
     block_bytes: u32,
     lanes: u32,
-    /// Which of the two info blocks are whole.
+    /// State of the two info blocks.
     info_blocks: &'static str,
-    /// The same, as a sentence.
+    /// State of the two info blocks as a sentence.
     #[serde(skip)]
     info_blocks_are: &'static str,
     error_flag: bool,
@@ -200,13 +200,13 @@ pub(super) fn check(out: Out<'_>, place: &Place, report: &btt::Report) -> io::Re
     )
 }
 
-/// Before it is done.
+/// Prints a repair before it is made.
 pub(super) fn to_mend(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
     let mend = if dry_run { "would mend" } else { "mends" };
     report.mended.iter().try_for_each(|what| writeln!(out, "{mend}: {what}"))
 }
 
-/// Command that copies out what can be read, if anything is left damaged.
+/// Returns the command that copies out all readable sectors, if any damage remains.
 pub(super) fn export_hint(place: &Place, report: &RepairReport) -> Vec<String> {
     let hint = format!(
         "`pmvol btt export {} --to FILE` copies out what can be read",
@@ -215,7 +215,7 @@ pub(super) fn export_hint(place: &Place, report: &RepairReport) -> Vec<String> {
     if report.left.is_empty() { vec![] } else { vec![hint] }
 }
 
-/// After it.
+/// Prints the remaining damage after a repair.
 pub(super) fn left(
     out: Out<'_>,
     report: &RepairReport,

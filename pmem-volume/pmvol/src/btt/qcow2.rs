@@ -1,9 +1,9 @@
-//! What a qcow2 image's header says, as far as it decides whether `qemu-img` may be let at the
-//! image (QEMU docs/interop/qcow2.txt).
+//! Header of a qcow2 image (QEMU docs/interop/qcow2.txt), and the checks before `qemu-img` opens
+//! the image.
 //!
-//! A guest writes what it likes to sector 0 of its disk, a qcow2 header too. So a format is never
-//! guessed, and an image that names other files is refused: they would be read with our rights, and
-//! their content given to the guest.
+//! A guest can write anything to sector 0 of its disk, including a qcow2 header. Therefore, the
+//! format is never guessed, and an image that names other files is refused. Otherwise, qemu-img
+//! would read these files with the rights of the user and pass their content to the guest.
 
 use std::fs::File;
 use std::io;
@@ -13,13 +13,13 @@ use thiserror::Error;
 
 /// First bytes of an image.
 pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Bytes of a header of version 2, and of those fields of a longer one that are read here.
+/// Size of a version 2 header, and size of the part of a longer header that is read here.
 const V2_BYTES: usize = 72;
 const READ_BYTES: usize = 80;
-/// Incompatible feature: the data lies in a file of its own.
+/// Incompatible feature: the data is in a separate file.
 const EXTERNAL_DATA: u64 = 1 << 2;
 
-/// Why an image is not unpacked.
+/// Reason why an image is not unpacked.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Qcow2Error {
     #[error("it is no qcow2 image: its first bytes are others")]
@@ -37,12 +37,12 @@ pub(super) enum Qcow2Error {
 const REFUSED: &str = "nothing is read: who made the image may have named any file of this host. If you trust it, \
                        make one image of both (`qemu-img convert -f qcow2 -O raw IMAGE NEW`) and import that";
 
-/// Does the file begin as a qcow2 image does?
+/// Returns true if the file begins with the magic bytes of qcow2.
 pub(super) fn begins_as_qcow2(file: &File) -> io::Result<bool> {
     Ok(begin(file)?.starts_with(&MAGIC))
 }
 
-/// Is the file an image that names no other file? How many bytes it has when it is unpacked.
+/// Checks that the image refers to no other file. Returns its unpacked size.
 pub(super) fn check(file: &File) -> anyhow::Result<u64> {
     Ok(parse(&begin(file)?)?)
 }
@@ -92,7 +92,7 @@ fn parse(header: &[u8]) -> Result<u64, Qcow2Error> {
 mod tests {
     use super::*;
 
-    /// A header of an image of 5 MiB that is in one file.
+    /// Returns the header of a 5 MiB image in a single file.
     fn header(version: u8) -> Vec<u8> {
         let mut header = vec![0; READ_BYTES];
         header[..4].copy_from_slice(&MAGIC);
@@ -105,7 +105,8 @@ mod tests {
     fn an_image_in_one_file_is_taken_and_its_size_told() {
         assert_eq!(parse(&header(2)[..V2_BYTES]), Ok(5 << 20));
         let mut image = header(3);
-        // Dirty, corrupt, compression type, extended L2 entries: those are qemu-img's to judge.
+        // Sets the dirty, corrupt, compression type and extended L2 bits, which qemu-img checks
+        // itself.
         image[79] = 0b1_1011;
         assert_eq!(parse(&image), Ok(5 << 20));
     }
@@ -122,7 +123,7 @@ mod tests {
         let mut image = header(3);
         image[79] = 0b100;
         assert_eq!(parse(&image), Err(Qcow2Error::ExternalData));
-        // There these bytes belong to no header.
+        // In version 2, these bytes are not part of the header.
         image[7] = 2;
         assert_eq!(parse(&image), Ok(5 << 20));
     }

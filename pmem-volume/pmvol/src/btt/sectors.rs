@@ -1,4 +1,4 @@
-//! Single sectors, to and from the shell.
+//! Reads and writes of single sectors from the command line.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
@@ -16,7 +16,7 @@ use crate::commands::{Outcome, outcome};
 use crate::meter::watched;
 use crate::print::{Out, emit};
 
-/// Sectors are read and written in pieces of so many bytes.
+/// Number of bytes that are read or written at a time.
 const PIECE_BYTES: usize = 1 << 20;
 /// Bytes in a line of hexadecimal.
 const LINE_BYTES: usize = 16;
@@ -37,13 +37,13 @@ pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::
     let is_terminal = io::stdout().is_terminal();
     let range = first..end;
     let print = |progress: OnProgress<'_>| print(&reader, range, hex || is_terminal, progress);
-    // On a terminal a bar would stand between the lines.
+    // On a terminal, a bar would appear between the lines of output.
     let lost = if is_terminal { print(&mut |_| {}) } else { watched(print) }?;
     lost.say();
     Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
 
-/// Prints sectors that there are. Returns those that cannot be read.
+/// Prints existing sectors, and returns the unreadable ones.
 fn print(
     reader: &Reader<'_, Media>,
     sectors: Range<u64>,
@@ -79,10 +79,10 @@ fn print(
     Ok(lost)
 }
 
-/// As `hexdump -C` does, with places in the volume as a guest sees it; lines like the one before
-/// are left out, and a star stands for them.
+/// Dump in the format of `hexdump -C`, with offsets as seen by the guest. Repeated lines are
+/// replaced by a single star.
 struct HexDump {
-    /// Of the next line.
+    /// Offset of the next line.
     at: u64,
     before: Option<[u8; LINE_BYTES]>,
     is_starred: bool,
@@ -93,7 +93,7 @@ impl HexDump {
         Self { at: first, before: None, is_starred: false }
     }
 
-    /// Whole lines, which follow those that were printed.
+    /// Prints whole lines that follow the previous ones.
     fn print(&mut self, out: Out<'_>, bytes: &[u8]) -> io::Result<()> {
         let (lines, rest) = bytes.as_chunks::<LINE_BYTES>();
         assert!(rest.is_empty(), "sectors are whole lines");
@@ -140,7 +140,7 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
     let sectors = watched(|progress| {
         let mut written = Written { sectors: 0, is_begun: false, sector_bytes };
         let copied = written.copy(&engine, first, &mut *source, &mut |done_bytes| {
-            // Nobody knows how much comes from a pipe.
+            // The length of a pipe is unknown.
             if let Some(total_bytes) = source_bytes {
                 progress(Progress {
                     task: Task::Copy,
@@ -149,7 +149,8 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
                 });
             }
         });
-        // Also of what was written before something failed, whichever driver comes next.
+        // Earlier writes must also be durable if a later one failed, so that the next driver finds
+        // them.
         let settled = engine.settle();
         copied
             .and_then(|()| Ok(settled?))
@@ -160,7 +161,7 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
     Ok(Outcome::Done)
 }
 
-/// How far it is, also if it ends early.
+/// Progress of a write, used also after an error.
 struct Written {
     sectors: u64,
     is_begun: bool,
@@ -168,7 +169,7 @@ struct Written {
 }
 
 impl Written {
-    /// Writes all that comes, in pieces of which each is durable before the next.
+    /// Writes all input in pieces. Each piece is durable before the next one is written.
     fn copy(
         &mut self,
         engine: &Engine<&Media>,
@@ -201,7 +202,7 @@ impl Written {
         }
     }
 
-    /// A piece that failed may be there in part.
+    /// A failed piece may have been written partially.
     fn say(&self, first: u64) -> String {
         match self.sectors {
             0 if !self.is_begun => "nothing was written".to_owned(),
@@ -213,7 +214,7 @@ impl Written {
     }
 }
 
-/// Reads until the buffer is full, or nothing more comes.
+/// Reads until the buffer is full or the input ends.
 pub(super) fn read_full(source: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < into.len() {
@@ -237,7 +238,7 @@ mod tests {
         bytes[..5].copy_from_slice(b"A~\nz ");
         let mut text = Vec::new();
         let mut dump = HexDump::new(0x1000);
-        // In pieces, of which one ends within what a star stands for.
+        // One of the pieces ends within a run of repeated lines.
         bytes
             .chunks(32)
             .chain([&[0; 32][..], &[1; 16]])

@@ -1,11 +1,11 @@
-//! Completion as bash does it when Tab is pressed.
+//! Runs bash completion as if Tab had been pressed.
 
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
-/// Completes the last of `words`, of which the first one names the program. `program` prints the
-/// script for `script_args`, and bash finds it in PATH.
+/// Completes the last of `words`, the first of which is the name of the program. `program` prints
+/// the completion script for `script_args`, and bash finds `program` in PATH.
 pub(crate) fn completions(
     program: &str,
     script_args: &[&str],

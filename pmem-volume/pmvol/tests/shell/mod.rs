@@ -1,4 +1,4 @@
-//! A folder in which `pmvol` is run.
+//! Temporary folder in which tests run `pmvol`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -34,8 +34,8 @@ impl Folder {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see
-    /// the pool, and one line, which has all of `words` in it.
+    /// Runs a command that must fail with a single line that contains all of `words`. The exit code
+    /// must be 1, or 2 if the command line is wrong or a check cannot read the pool.
     pub(crate) fn fail(&self, arguments: &[&str], words: &[&str]) {
         let output = self.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();

@@ -1,4 +1,5 @@
-//! The umask that a program sets. Test programs of other packages include this file by its path.
+//! Checks of the umask that a program sets. Test programs of other packages include this file by
+//! its path.
 
 use std::fs;
 use std::io::{ErrorKind, PipeWriter, Write, pipe};
@@ -7,11 +8,11 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// Time for a program to start.
+/// Maximum time for a program to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Checks that `program` denies other users all access before it does anything else, whatever umask
-/// it was started with. The program is examined while it waits to print its help to a full pipe.
+/// Checks that `program` denies all access to other users before it does anything else, whatever
+/// umask it inherits. The program is examined while it waits to print its help to a full pipe.
 pub(crate) fn check(program: &str) {
     for umask in [0o000, 0o022] {
         let (reader, writer) = pipe().unwrap();
@@ -29,8 +30,7 @@ pub(crate) fn check(program: &str) {
 
 /// Starts `command` with `umask`.
 pub(crate) fn set(command: &mut Command, umask: libc::mode_t) -> &mut Command {
-    // SAFETY: umask() is a system call that takes a number, which may be made between fork and
-    // exec.
+    // SAFETY: umask() is a system call that takes a number. It may be called between fork and exec.
     unsafe {
         command.pre_exec(move || {
             libc::umask(umask);
@@ -39,7 +39,7 @@ pub(crate) fn set(command: &mut Command, umask: libc::mode_t) -> &mut Command {
     }
 }
 
-/// Writes to the pipe until a write would wait.
+/// Writes to the pipe until a write would block.
 fn fill(mut writer: &PipeWriter) {
     set_flags(writer, libc::O_NONBLOCK);
     let full = loop {
@@ -52,11 +52,11 @@ fn fill(mut writer: &PipeWriter) {
 }
 
 fn set_flags(writer: &PipeWriter, flags: libc::c_int) {
-    // SAFETY: takes numbers only, and the descriptor is open.
+    // SAFETY: fcntl() with F_SETFL takes only numbers, and the descriptor is open.
     assert_eq!(unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, flags) }, 0);
 }
 
-/// Umask of the process once it is 0077, or after [`PATIENCE`].
+/// Returns the umask of the process once it is 0077, or after [`PATIENCE`].
 fn last_umask(child: &mut Child) -> String {
     let begin = Instant::now();
     loop {
