@@ -1,4 +1,4 @@
-//! BTT in a file or on a device of its own, without a pool, like a namespace of Linux.
+//! BTT in a separate file or device without a pool, like a namespace of Linux.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -39,8 +39,8 @@ pub enum BttFileError {
     },
 }
 
-/// File with a BTT from its first byte on. Until it is closed, there are either many readers or one
-/// writer.
+/// File that contains a BTT, starting at its first byte. While it is open, it has either many
+/// readers or one writer.
 pub struct BttFile {
     media: FileMedia,
 }
@@ -51,7 +51,7 @@ impl BttFile {
         let failed =
             |action| move |source| BttFileError::File { path: path.to_owned(), action, source };
         let kind = std::fs::metadata(path).map_err(failed("open"))?.file_type();
-        // Prevents a hang on a pipe, and writing to a mounted device.
+        // Prevents hanging on a pipe, and writing to a mounted device.
         let exclusive = if writable && kind.is_block_device() { libc::O_EXCL } else { 0 };
         let mut options = OpenOptions::new();
         options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);

@@ -4,9 +4,9 @@
 pub const PRIVATE_MODE: u32 = 0o600;
 
 /// Denies other users all access to files, directories and sockets that this process creates from
-/// now on. Call it first in `main`, before any file or thread is created, because the umask belongs
-/// to the process.
+/// now on. Call it first in `main`, before any file or thread is created, because all threads share
+/// the umask.
 pub fn make_files_private() {
-    // SAFETY: takes a number, touches no memory and cannot fail (umask(2)).
+    // SAFETY: umask() takes a number, touches no memory and cannot fail (umask(2)).
     unsafe { libc::umask(0o077) };
 }

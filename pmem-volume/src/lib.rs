@@ -3,7 +3,7 @@
 //! A [`Pool`] is a file (on tmpfs, a disk file system or a DAX file system), a block device or a
 //! devdax device, divided into chunks of 2 MiB. A chunk is lent as memory, belongs to a volume, or
 //! is free. All state is on the media, in the format that `docs/reference/format.md` describes.
-//! [`pool::layout`] has the types of this format.
+//! [`pool::layout`] defines the types of this format.
 //!
 //! Only [`media`] accesses persistent memory. This crate does not depend on KVM.
 
@@ -25,5 +25,6 @@ pub use pool::{
     VolumeFormat, VolumeInfo, VolumeSize,
 };
 
-/// Bytes of a chunk, the unit in which a pool is lent and owned.
+/// Size of a chunk in bytes. A chunk is the unit in which a pool lends memory and allocates
+/// volumes.
 pub const CHUNK_BYTES: u64 = 2 << 20;

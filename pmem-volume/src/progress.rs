@@ -7,9 +7,9 @@ use std::ops::Range;
 pub enum Task {
     /// Allocation of a file's blocks.
     Allocate,
-    /// Replacement of bytes by zeros or holes.
+    /// Erasure of bytes with zeros or holes.
     Erase,
-    /// Reading of free chunks and BTTs of volumes.
+    /// Check of free chunks and of BTTs in volumes.
     Check,
     /// Export or import of a volume's content.
     Copy,
@@ -17,21 +17,21 @@ pub enum Task {
     Convert,
 }
 
-/// Progress of a task. It starts at 0, never decreases, and ends at the total. A call may have
-/// several tasks, one after the other.
+/// Progress of a task. It starts at 0, never decreases, and ends at the total. One call may report
+/// several tasks in succession.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Task in progress.
     pub task: Task,
-    /// Completed bytes.
+    /// Number of completed bytes.
     pub done_bytes: u64,
-    /// Total bytes.
+    /// Total number of bytes.
     pub total_bytes: u64,
 }
 
-/// Callback for progress, called on the thread of the operation. There may be seconds between two
-/// calls if the media is slow. If it does not return, reported progress is complete, and the rest
-/// is as after a crash.
+/// Callback for progress, called on the thread of the operation. On slow media, seconds may pass
+/// between two calls. If the callback panics, the reported part is complete, and the rest is in the
+/// same state as after a crash.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress);
 
 /// Callback that ignores progress.

@@ -1,4 +1,5 @@
-//! Images of media as text for golden files, with one line for each 16 bytes that are not all zero.
+//! Text form of media images for golden files. Each line contains 16 bytes, and lines of zeros are
+//! omitted.
 
 use std::fmt::Write;
 

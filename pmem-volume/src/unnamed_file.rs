@@ -1,4 +1,4 @@
-//! File that gets its name when it is complete, so that a crash before that leaves nothing behind.
+//! File that gets its name only when it is complete. A crash before that leaves no file.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -14,24 +14,24 @@ use uuid::Uuid;
 /// File without a name.
 #[derive(Debug)]
 pub struct Unnamed {
-    /// File, open for reading and writing.
+    /// The file itself, open for reading and writing.
     pub file: File,
-    /// Temporary name, on a file system that cannot create unnamed files. It is renamed, or removed
-    /// on failure.
+    /// Temporary name, used if the file system cannot create unnamed files. It is replaced by the
+    /// final name, or removed on failure.
     temporary: Option<PathBuf>,
 }
 
-/// Handling of an existing file with the name.
+/// Action if a file with the name already exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// The existing file keeps the name, and naming fails.
+    /// The existing file is kept, and naming fails.
     Keeps,
-    /// The new file replaces it, in one step.
+    /// The new file atomically replaces it.
     IsReplaced,
 }
 
-/// Failure to name a file. With [`Taken::Keeps`], the file does not exist then. With
-/// [`Taken::IsReplaced`], it may already have its name, but not durably.
+/// Failure to name a file. With [`Taken::Keeps`], the file no longer exists. With
+/// [`Taken::IsReplaced`], it may already have its name, but the name may not be durable.
 #[derive(Debug, Error)]
 #[error("cannot {action} the file")]
 pub struct NamingError {
@@ -43,12 +43,13 @@ pub struct NamingError {
 }
 
 impl Unnamed {
-    /// Creates a file in the folder of `path`, without following links. No other process can open
-    /// it by a name. If the file system cannot create unnamed files, it has an unpredictable name.
+    /// Creates a file in the folder of `path`, without following links. It has no name by which
+    /// another process could open it. If the file system cannot create unnamed files, it has an
+    /// unpredictable name instead.
     pub fn in_folder_of(path: &Path, mode: u32) -> io::Result<Self> {
         match options(mode).custom_flags(libc::O_TMPFILE).open(folder_of(path)) {
             Ok(file) => Ok(Self { file, temporary: None }),
-            // Errors of kernels and file systems without O_TMPFILE (open(2)).
+            // Errors of kernels and file systems that do not support O_TMPFILE (open(2)).
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -68,14 +69,14 @@ impl Unnamed {
         Ok(Self { file, temporary: Some(temporary) })
     }
 
-    /// Names the file, and makes the name durable. The caller is responsible for the content's
-    /// durability.
+    /// Gives the file its name, and makes the name durable. The caller must have made the content
+    /// durable.
     pub fn name(mut self, path: &Path, taken: Taken) -> Result<(), NamingError> {
         self.give_name(path, taken).map_err(|source| NamingError { action: "name", source })?;
         let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
         synced.map_err(|source| {
             if taken == Taken::Keeps {
-                // A name that may not last is worse than none.
+                // No name is better than a name that might not be durable.
                 let _ = fs::remove_file(path);
             }
             NamingError { action: "persist the name of", source }
@@ -88,7 +89,7 @@ impl Unnamed {
             (Some(temporary), Taken::Keeps) => rename_to_new(temporary, path)?,
             (Some(temporary), Taken::IsReplaced) => fs::rename(temporary, path)?,
             (None, Taken::IsReplaced) => {
-                // There is no system call that links a file over another one.
+                // No system call can link a file over an existing one.
                 let temporary = temporary_name(path);
                 link(&self.file, &temporary)?;
                 self.temporary = Some(temporary.clone());
@@ -108,7 +109,8 @@ impl Drop for Unnamed {
     }
 }
 
-/// Unpredictable name beside `path`, so that no other process can create a file with it.
+/// Returns an unpredictable name in the folder of `path`, so that no other process can create a
+/// file with this name first.
 fn temporary_name(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".new-{}", Uuid::new_v4().simple()));
@@ -121,7 +123,7 @@ fn options(mode: u32) -> OpenOptions {
     options
 }
 
-/// Folder of a path.
+/// Returns the folder that contains `path`.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -130,8 +132,9 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Names an unnamed file: by its descriptor, which only a privileged process may do before Linux
-/// 6.10, or otherwise through /proc, which may not be mounted (open(2), O_TMPFILE).
+/// Gives an unnamed file its name through its descriptor. Before Linux 6.10, only a privileged
+/// process may do so. The alternative is through /proc, which may not be mounted (open(2),
+/// O_TMPFILE).
 fn link(file: &File, path: &Path) -> io::Result<()> {
     let target = c_path(path)?;
     let link_at = |folder, source: &CString, flags| {
@@ -232,7 +235,7 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), b"new");
             assert_eq!(io::read_to_string(&old).unwrap(), "old", "the name refers to another file");
             assert_eq!(names_in(folder.path()), ["image"]);
-            // A file that cannot be replaced stays, and no temporary file is left.
+            // A file that cannot be replaced is kept, and no temporary file remains.
             let unnamed = make(&path);
             fs::remove_file(&path).unwrap();
             fs::create_dir(&path).unwrap();

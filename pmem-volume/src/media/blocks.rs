@@ -1,9 +1,10 @@
-//! Blocks that a file system has allocated to a file (Linux Documentation/filesystems/fiemap.rst).
+//! File system blocks of a pool file (Linux Documentation/filesystems/fiemap.rst).
 //!
-//! A store through a mapping cannot report that the file system is full: the kernel raises SIGBUS,
-//! and a guest's vCPU cannot continue. A file that must not be sparse therefore gets all its blocks
-//! before the first store. A file can lack blocks later: a sparse copy and `fallocate --dig-holes`
-//! leave holes, and a clone (`cp --reflink`) shares blocks with the original.
+//! If the file system is full, a store through a mapping cannot return an error. Instead, the
+//! kernel raises SIGBUS, and a guest's vCPU cannot continue. Unless a file is sparse by request,
+//! all its blocks are therefore allocated before the first store. A file can lose blocks later. A
+//! sparse copy and `fallocate --dig-holes` leave holes, and a clone (`cp --reflink`) shares blocks
+//! with the original.
 
 use std::fs::File;
 use std::io;
@@ -13,17 +14,17 @@ use std::os::unix::fs::MetadataExt;
 use super::page_cache;
 use super::zeroing::is_unsupported;
 
-/// _IOWR('f', 11, struct fiemap) of linux/fs.h.
+/// Defined as _IOWR('f', 11, struct fiemap) in linux/fs.h.
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660bu32 as libc::Ioctl;
 const EXTENT_LAST: u32 = 0x1;
 const EXTENT_SHARED: u32 = 0x2000;
-/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h: gives the file its own copy of blocks that it shares
-/// with a clone (XFS).
+/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h. It copies blocks that the file shares with a clone,
+/// so that the file has its own (XFS).
 const UNSHARE_RANGE: libc::c_int = 0x40;
-/// Extents that the kernel reports at once.
+/// Number of extents that are requested from the kernel per call.
 const EXTENTS: usize = 256;
 
-/// `struct fiemap` with space for extents.
+/// `struct fiemap` with room for [`EXTENTS`] extents.
 #[repr(C)]
 struct Request {
     start: u64,
@@ -47,25 +48,27 @@ struct Extent {
     reserved: [u32; 3],
 }
 
-/// Blocks that a file lacks.
+/// Missing blocks of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Lacking {
     /// Bytes in holes.
     pub(crate) hole_bytes: u64,
-    /// Bytes in blocks that other files share: the first store to one needs a new block.
+    /// Bytes in blocks that are shared with other files. The first store to such a block needs a
+    /// new block.
     pub(crate) shared_bytes: u64,
 }
 
 impl Lacking {
-    /// Counts the blocks that the first `len_bytes` of `file` lack. For a file system that does not
-    /// list extents, such as NFS, the count is computed from the number of allocated blocks.
+    /// Counts the missing blocks in the first `len_bytes` of `file`. For a file system that does
+    /// not list extents, such as NFS, the count is computed from the number of allocated blocks.
     pub(crate) fn of(file: &File, len_bytes: u64) -> io::Result<Self> {
         match Self::by_extents(
             |start, extents| list_extents(file, start..len_bytes, extents),
             len_bytes,
         ) {
             Err(error) if is_unsupported(&error) || error.raw_os_error() == Some(libc::ENOTTY) => {
-                // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
+                // st_blocks counts units of 512 bytes, independent of the file system's block size
+                // (stat(2)).
                 let hole_bytes =
                     len_bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
                 Ok(Self { hole_bytes, shared_bytes: 0 })
@@ -78,13 +81,14 @@ impl Lacking {
         self == Self::default()
     }
 
-    /// Bytes that the file system has to allocate.
+    /// Returns the number of bytes that the file system must allocate.
     pub(crate) fn bytes(self) -> u64 {
         self.hole_bytes + self.shared_bytes
     }
 
-    /// `list` fills in the extents from an offset on and returns their number. If the extents do
-    /// not fill the list, they are the last.
+    /// Counts the missing blocks in a list of extents. `list` fills its buffer with the extents
+    /// after an offset, and returns their number. A buffer that is not full contains the last
+    /// extents.
     fn by_extents(
         mut list: impl FnMut(u64, &mut [Extent]) -> io::Result<usize>,
         len_bytes: u64,
@@ -126,8 +130,8 @@ fn list_extents(
         reserved: 0,
         extents: [Extent::default(); EXTENTS],
     };
-    // SAFETY: the structure is the one that the ioctl reads and fills, with space for as many
-    // extents as it states.
+    // SAFETY: the ioctl reads and fills this structure, which has room for as many extents as it
+    // states.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -136,7 +140,7 @@ fn list_extents(
     Ok(count)
 }
 
-/// Allocates the blocks that the first `len_bytes` of `file` lack. Its content does not change.
+/// Allocates the missing blocks in the first `len_bytes` of `file`. The content does not change.
 pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<()> {
     if lacking.hole_bytes > 0 {
         page_cache::fallocate(file, 0, &(0..len_bytes))?;
@@ -147,10 +151,10 @@ pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<
     Ok(())
 }
 
-/// Name of the file system of `file`, if it writes changed blocks to a new place. A store to an
-/// allocated block can then fail because the file system is full.
+/// Returns the name of the file system of `file` if it writes changed blocks to a new place. On
+/// such a file system, even a store to an allocated block can fail because the file system is full.
 pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
-    // SAFETY: statfs is plain numbers, for which zero is valid.
+    // SAFETY: statfs contains only numbers, for which zero is valid.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel fills the struct, which outlives the call.
     if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
@@ -159,8 +163,8 @@ pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
     Ok(copy_on_write_name(stat.f_type, || overwrites_in_place(file)))
 }
 
-/// Name of a file system by its magic number (linux/magic.h; openzfs include/sys/fs/zfs.h).
-/// `in_place` returns true if blocks of the file are overwritten in place.
+/// Returns the name of a copy-on-write file system by its magic number (linux/magic.h; openzfs
+/// include/sys/fs/zfs.h). `in_place` returns true if blocks of the file are overwritten in place.
 fn copy_on_write_name(
     magic: libc::__fsword_t,
     in_place: impl FnOnce() -> bool,
@@ -193,7 +197,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// File of 8 MiB on a disk, with all its blocks, and data at its start.
+    /// Creates a file of 8 MiB on a disk, with all blocks allocated and data at its start.
     fn file() -> File {
         let file = tempfile::tempfile_in(".").unwrap();
         page_cache::fallocate(&file, 0, &(0..8 * MIB)).unwrap();
@@ -230,7 +234,8 @@ mod tests {
 
     #[test]
     fn extents_are_added_up_over_several_lists() {
-        // 600 extents of a page with a page between them, and every third is shared.
+        // 600 extents of one page each, separated by holes of one page. Every third extent is
+        // shared.
         let extent = |nth: u64| Extent {
             logical: nth * 8192,
             length: 4096,
@@ -244,7 +249,7 @@ mod tests {
         };
         let lacking = Lacking::by_extents(list, 600 * 8192).unwrap();
         assert_eq!((lacking.hole_bytes, lacking.shared_bytes), (600 * 4096, 200 * 4096));
-        // A list that makes no progress ends.
+        // Counting also ends if the list makes no progress.
         let stuck = |_: u64, into: &mut [Extent]| {
             into.fill(Extent { length: 4096, ..Extent::default() });
             Ok(into.len())

@@ -1,9 +1,9 @@
-//! Search for bytes other than zeros.
+//! Search for nonzero bytes.
 
 use super::{Media, MediaError};
 use crate::progress::{OnProgress, Progress, Task};
 
-/// Read in one go.
+/// Number of bytes that are read at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Returns true if all bytes are zeros.
@@ -12,7 +12,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     words.iter().all(|word| *word == [0; 8]) && rest.iter().all(|byte| *byte == 0)
 }
 
-/// Returns true if a byte of the media is not zero. Holes are skipped.
+/// Returns true if any byte of the media is not zero. Holes are skipped.
 pub fn holds_bytes(media: &impl Media, progress: OnProgress<'_>) -> Result<bool, MediaError> {
     let total_bytes = media.len_bytes();
     let mut piece = vec![0; PIECE_BYTES as usize];

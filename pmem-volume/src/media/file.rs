@@ -1,4 +1,4 @@
-//! Media in a file or device that is mapped shared.
+//! Media in a file or device that is mapped with MAP_SHARED.
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::fs::File;
@@ -22,20 +22,21 @@ use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
 use foreshore_types::size::Size;
 
-/// Bytes between two progress reports of erasing. A slow disk needs less than a second for them.
+/// Number of bytes that are erased between two progress reports. Even a slow disk erases them in
+/// less than a second.
 const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 
-/// Bytes between two progress reports of allocation. A file system allocates them quickly, and
-/// larger steps would gain nothing.
+/// Number of bytes that are allocated between two progress reports. File systems allocate them
+/// quickly, so larger steps would gain nothing.
 const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 
-/// Largest mapping. A process has 128 TiB of addresses (47 bits; Linux
-/// Documentation/arch/x86/x86_64/mm.rst). A position-independent program is at two thirds of them
-/// (Linux ELF_ET_DYN_BASE), so at most 85 TiB are contiguous. The mappings of a guest's memory and
-/// volumes need some of them, too.
+/// Maximum length of a mapping. A process has 128 TiB of addresses (47 bits; Linux
+/// Documentation/arch/x86/x86_64/mm.rst). The kernel loads a position-independent program at two
+/// thirds of this space (Linux ELF_ET_DYN_BASE), so at most 85 TiB are contiguous. Mappings of
+/// guest memory and volumes also need addresses.
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
-/// Bulk stores of at least this length to tmpfs or a page cache are system calls.
+/// Bulk stores of at least this length use a system call on tmpfs and in a page cache.
 const WRITTEN_BYTES: usize = 64 << 10;
 
 /// Unit of msync() and sync_file_range().
@@ -43,23 +44,23 @@ const PAGE_BYTES: u64 = 4096;
 
 /// File or device that is completely mapped with MAP_SHARED.
 ///
-/// The whole file is one mapping. A ranged msync() is therefore one ranged fsync, regardless of the
-/// guest's own mappings of the same file. The mapping costs only address space, because this
-/// process touches only pages of the pool's metadata through it.
+/// The whole file is one mapping. Therefore, an msync() of a range is a single fsync of that range,
+/// even if the guest has its own mappings of the file. The mapping uses only address space, because
+/// this process accesses only the pool's metadata through it.
 pub struct FileMedia {
     file: File,
     map: NonNull<u8>,
     len_bytes: u64,
     place: Place,
     durability: Durability,
-    /// Keeps free ranges as holes: erasing returns blocks to the file system.
+    /// Free ranges are kept as holes, so erasing returns blocks to the file system.
     is_thin: bool,
-    /// Erasing makes holes, because it is wanted and the file system supports it.
+    /// Erasing creates holes, because the pool is thin and the file system supports it.
     makes_holes: bool,
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
-    /// Shared by all media with the same open file.
+    /// Shared by all media that use the same open file.
     sync: Arc<SharedSync>,
 }
 
@@ -71,7 +72,8 @@ pub struct FileMedia {
 )]
 struct TooLarge;
 
-/// Reason why an access to the mapping failed, or a range of it, without an error from the kernel.
+/// Reason why an access to the mapping, or to a range of it, failed without an error from the
+/// kernel.
 #[derive(Debug, Error)]
 enum Lost {
     #[error("the file was truncated to {file_bytes:#x} bytes, but the media has {media_bytes:#x}")]
@@ -81,15 +83,15 @@ enum Lost {
 }
 
 // SAFETY: the mapping is shared memory that lives as long as the value. Accesses use raw pointers
-// and routines that the compiler does not inspect, and no reference into the mapping is ever made.
-// The contract of `Media` decides which stores are allowed.
+// and routines that the compiler does not inspect. No reference into the mapping is ever created.
+// The contract of `Media` defines the allowed stores.
 unsafe impl Send for FileMedia {}
 // SAFETY: as above.
 unsafe impl Sync for FileMedia {}
 
 impl FileMedia {
-    /// Maps the first `len_bytes` of `file` and determines its durability. The file must be at
-    /// least that long.
+    /// Maps the first `len_bytes` of `file` and determines its durability. The file must have at
+    /// least that length.
     pub fn new(file: File, len_bytes: u64, writable: bool) -> Result<Self, MediaError> {
         let failed = |operation, source| MediaError::Io {
             operation,
@@ -101,9 +103,9 @@ impl FileMedia {
             return Err(failed("mmap", io::Error::other(TooLarge)));
         }
         let place = Place::of(&file).map_err(|e| failed("inspection", io::Error::other(e)))?;
-        // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches
-        // (Linux Documentation/filesystems/dax.rst). Elsewhere the error is EOPNOTSUPP, or EINVAL
-        // before MAP_SHARED_VALIDATE. devdax accepts it for volatile memory, too.
+        // MAP_SYNC succeeds only if a mapped store is durable once it has left the CPU's caches
+        // (Linux Documentation/filesystems/dax.rst). Otherwise, the error is EOPNOTSUPP, or EINVAL
+        // on kernels without MAP_SHARED_VALIDATE. devdax accepts MAP_SYNC even for volatile memory.
         let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
             Ok(map) => (map, true),
             Err(_) => {
@@ -134,30 +136,31 @@ impl FileMedia {
         Ok(media.thin(false))
     }
 
-    /// Drops clean pages from the page cache before the first read, so that reads return the
-    /// content of the disk. Does nothing without a page cache.
+    /// Drops clean pages from the page cache, so that the first reads return the content of the
+    /// disk. Does nothing without a page cache.
     pub fn forget_clean_pages(&self) {
         if self.durability == Durability::PageCache {
             page_cache::forget_clean_pages(&self.file, std::slice::from_ref(&(0..self.len_bytes)));
         }
     }
 
-    /// Makes erasing of a file on a disk punch holes if `is_thin`. Other places are always thin or
-    /// never.
+    /// Sets whether erasing punches holes in a file on a disk. Other kinds of media are either
+    /// always or never thin.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;
         let is_to_make = self.place == Place::Memory || is_thin && self.place == Place::Disk;
-        // A reader erases nothing, and cannot find out.
+        // Support for holes cannot be tested in a file that is open for reading. A reader erases
+        // nothing anyway.
         self.makes_holes = is_to_make && (!self.writable || zeroing::makes_holes(&self.file));
         self
     }
 
-    /// Returns true if erasing returns blocks or pages and is cheap.
+    /// Returns true if erasing is cheap and returns blocks or pages to the host.
     pub(crate) fn makes_holes(&self) -> bool {
         self.makes_holes
     }
 
-    /// Returns true for a file on a disk that must have all its blocks.
+    /// Returns true for a file on a disk whose blocks must all be allocated.
     pub(crate) fn is_to_have_blocks(&self) -> bool {
         self.place == Place::Disk && !self.is_thin
     }
@@ -166,30 +169,31 @@ impl FileMedia {
         self.place
     }
 
-    /// Persists and erases like a file on persistent memory (`dax-sync`), with cache-line
-    /// write-backs and non-temporal stores. For benchmarks on a file in DRAM, which stays volatile.
+    /// Makes persists and erasures use the same instructions as on persistent memory (`dax-sync`):
+    /// cache-line write-backs and non-temporal stores. Benchmarks use it with a file in DRAM, which
+    /// remains volatile.
     #[doc(hidden)]
     pub fn at_the_cost_of_dax(mut self) -> Self {
         (self.durability, self.place) = (Durability::DaxSync, Place::Disk);
         self.thin(false)
     }
 
-    /// File for separate mappings: guest memory and volumes.
+    /// Returns the file, for separate mappings by guest memory and volumes.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Returns media for more of the same file or device, durably. The new part reads as zeros.
-    /// This media does not change.
+    /// Returns media for a larger part of the same file or device, durably. The added part reads as
+    /// zeros. This media does not change.
     ///
-    /// A file is lengthened. A device has its length already, and its new part is erased.
+    /// A file is extended. A device already has its length, so its added part is erased.
     pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
         assert!(len_bytes > self.len_bytes);
         if !self.place.is_device() {
             allocate(&self.file, self.len_bytes..len_bytes, self.is_thin, progress)?;
             self.file.sync_all()?;
         }
-        // The open file is the same, so the lock is kept.
+        // The lock is kept, because the open file is the same.
         let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable)
             .map_err(io::Error::other)?;
         let mut grown = grown.thin(self.is_thin);
@@ -200,8 +204,8 @@ impl FileMedia {
         Ok(grown)
     }
 
-    /// Erases a large range, durably and in order, and reports the progress after each step. If
-    /// `progress` does not return, the rest of the range is unchanged.
+    /// Erases a large range durably and in order, and reports the progress after each step. If
+    /// `progress` panics, the rest of the range is unchanged.
     pub(crate) fn erase_in_steps(
         &self,
         range: Range<u64>,
@@ -211,7 +215,7 @@ impl FileMedia {
         in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
     }
 
-    /// Allocates the blocks of a range of a thin file, because stores of this process must not find
+    /// Allocates the blocks of a range in a thin file, so that stores of this process cannot find
     /// the disk full. The range must not have blocks yet.
     pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
         if self.is_thin && self.place == Place::Disk {
@@ -235,8 +239,8 @@ impl FileMedia {
         self.pointer(offset_bytes, 8).cast()
     }
 
-    /// Returns true if a store through the mapping takes pages of memory: those of tmpfs, or of the
-    /// page cache.
+    /// Returns true if a store through the mapping allocates memory: pages of tmpfs or of the page
+    /// cache.
     fn takes_pages(&self) -> bool {
         match self.durability {
             Durability::PageCache => true,
@@ -245,20 +249,20 @@ impl FileMedia {
         }
     }
 
-    /// Stores bytes by a system call. A store through the mapping would take a page fault for each
-    /// page, and the kernel would fill the page before it is overwritten.
+    /// Stores bytes with a system call. A store through the mapping would cause a page fault for
+    /// each page, and the kernel would fill each page before it is overwritten.
     #[cold]
     fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
         assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes);
-        // The call would make a file longer that was cut.
+        // If the file was truncated, pwrite() would extend it again.
         self.check_length()
             .and_then(|()| self.file.write_all_at(bytes, offset_bytes))
             .map_err(|source| io_error("write", &range, source))
     }
 
-    /// Error of an access to a lost page.
+    /// Returns the error of an access to a lost page.
     #[cold]
     fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
         let range = offset_bytes..offset_bytes + length_bytes;
@@ -266,8 +270,8 @@ impl FileMedia {
         io_error(operation, &range, source)
     }
 
-    /// Checks that the file is as long as the mapping. Operations on ranges behind the end of a
-    /// file succeed or lengthen the file.
+    /// Checks that the file is as long as the mapping. Otherwise, operations on ranges behind the
+    /// end of the file would succeed or extend the file.
     fn check_length(&self) -> io::Result<()> {
         let metadata = self.file.metadata()?;
         let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
@@ -282,12 +286,12 @@ impl FileMedia {
         if self.writable { Ok(()) } else { Err(MediaError::ReadOnly) }
     }
 
-    /// Calls msync(), which writes the range's dirty pages and the inode's metadata, and issues a
-    /// barrier to the device.
+    /// Calls msync(), which writes the dirty pages of the range and the metadata of the inode, and
+    /// issues a barrier to the device.
     fn msync(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let length_bytes = range.end - range.start;
         let pointer = self.pointer(range.start, length_bytes);
-        // SAFETY: the range is inside the mapping and starts at a page.
+        // SAFETY: the range is inside the mapping and starts at a page boundary.
         let result = unsafe { libc::msync(pointer.cast(), length_bytes as usize, libc::MS_SYNC) };
         if result != 0 {
             return Err(io_error("msync", range, io::Error::last_os_error()));
@@ -305,9 +309,10 @@ impl FileMedia {
             .collect();
         let pages = coalesce(&pages);
         let Some((last, others)) = pages.split_last() else { return Ok(()) };
-        // 1. Write the data of all ranges except the last, in parallel, and wait for it.
-        // 2. Write the last range's data and the inode's metadata, and issue the barrier, which
-        //    covers step 1 as well.
+        // 1. Write the data of all ranges except the last in parallel, and wait until it is
+        //    written.
+        // 2. Write the data of the last range and the metadata of the inode, and issue the barrier.
+        //    The barrier also covers step 1.
         let sync = || {
             if let Some(first) = others.first() {
                 page_cache::write_pages(&self.file, others).map_err(|source| {
@@ -316,7 +321,8 @@ impl FileMedia {
             }
             self.msync(last)
         };
-        // Both steps consume the open file's error, even if it belongs to another caller.
+        // Each step consumes the pending error of the open file, even if the error belongs to
+        // another caller.
         self.sync.run(sync, |overlooked| io_error("msync", last, io::Error::other(overlooked)))
     }
 
@@ -377,9 +383,9 @@ impl Media for FileMedia {
             return unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
                 .map_err(|PageLost| self.lost("read", offset_bytes, length_bytes));
         }
-        // pread() instead of the mapping: a read of a hole in tmpfs through a mapping would
-        // allocate its pages, and pread() returns I/O errors. All places with pread() are coherent
-        // with mappings.
+        // Uses pread() instead of the mapping, because it returns I/O errors. A read through the
+        // mapping would also allocate pages for a hole in tmpfs. pread() is coherent with mappings
+        // on all media that support it.
         let range = offset_bytes..offset_bytes + length_bytes;
         self.file
             .read_exact_at(into, offset_bytes)
@@ -390,7 +396,8 @@ impl Media for FileMedia {
         assert_inside(range.start, range.end - range.start, self.len_bytes);
         let all = Some(range.clone()).filter(|range| !range.is_empty());
         match self.place {
-            // Space behind the end of a truncated file is not a hole. Reading it reports the error.
+            // The range behind the end of a truncated file is not a hole, and reading it must
+            // report the error.
             Place::Memory | Place::Disk if all.is_some() && self.check_length().is_ok() => {
                 holes::next_data(&self.file, range.clone())
                     .map_err(|source| io_error("inspection", &range, source))
@@ -399,8 +406,8 @@ impl Media for FileMedia {
         }
     }
 
-    // Always inlined, like the store, because a result is as large as its error and would be
-    // returned in memory.
+    // Always inlined, like the store. The result is as large as its error, so a call would return
+    // it in memory.
     #[inline(always)]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         // SAFETY: word() has checked that the address is aligned and inside the mapping.
@@ -410,15 +417,15 @@ impl Media for FileMedia {
 
     #[inline(always)]
     fn expect_word(&self, offset_bytes: u64) {
-        // SAFETY: SSE is part of x86-64. A prefetch has no effect that a program can see, and never
-        // faults (Intel SDM, volume 2, PREFETCHh).
+        // SAFETY: SSE is part of x86-64. A prefetch has no effect that a program can observe, and
+        // never faults (Intel SDM, volume 2, PREFETCHh).
         unsafe { _mm_prefetch::<_MM_HINT_T0>(self.word(offset_bytes).cast()) };
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // Noted here because the guard also copies out of mappings.
+        // Recorded here instead of in the guard, because the guard also copies out of mappings.
         #[cfg(test)]
         flush::noted::note(flush::noted::Noted::Stored(
             pointer as usize..pointer as usize + bytes.len(),
@@ -460,8 +467,8 @@ impl Media for FileMedia {
         self.check_writable()?;
         pending.is_past_caches = true;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // SAFETY: as in store(). Mappings start at pages, so the pointer is aligned like the
-        // offset.
+        // SAFETY: as in store(). The mapping starts at a page boundary, so the pointer has the
+        // alignment of the offset.
         unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
@@ -481,7 +488,7 @@ impl Media for FileMedia {
         match self.durability {
             Durability::Volatile if pending.is_past_caches => flush::fence(),
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
-            // Completes lines that were written back, and stores that bypassed the caches.
+            // Completes the write-back of lines, and non-temporal stores.
             Durability::DaxSync => flush::fence(),
             Durability::PageCache => self.persist_page_cache(pending.ranges())?,
         }
@@ -499,8 +506,8 @@ impl Media for FileMedia {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         match self.durability {
-            // If the process dies, its stores remain in their order: the CPU keeps it, and this
-            // fence makes the compiler keep it.
+            // If the process dies, its stores remain in program order. The CPU preserves this
+            // order, and the fence forces the compiler to preserve it.
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
             Durability::DaxSync => self.persist_cache_lines(ranges)?,
             Durability::PageCache => self.persist_page_cache(ranges)?,
@@ -511,7 +518,7 @@ impl Media for FileMedia {
     fn cut_tail(&self) -> Result<(), MediaError> {
         self.check_writable()?;
         let cut = || {
-            // Space behind the pool on a device is unused and stays as it is.
+            // On a device, the space behind the pool is not used and remains unchanged.
             if !self.place.is_device() && self.file.metadata()?.len() > self.len_bytes {
                 self.file.set_len(self.len_bytes)?;
                 self.file.sync_all()?;
@@ -536,15 +543,15 @@ impl Media for FileMedia {
                 }
                 Place::Memory | Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
                 Place::Disk | Place::DevDax { .. } => {
-                    // SAFETY: inside a writable mapping. Erased chunks have no owner (contract of
-                    // `Media`).
+                    // SAFETY: the range is inside a writable mapping. Erased chunks have no owner
+                    // (contract of `Media`).
                     unsafe { self.guard.zero(pointer, length_bytes as usize) }
                         .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?;
                 }
             }
         }
         match self.place {
-            // The file system's metadata of the holes must be durable as well.
+            // The holes are metadata of the file system, which must be durable as well.
             Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
                 self.persist_page_cache(&ranges)
             }
@@ -564,10 +571,10 @@ fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> M
     }
 }
 
-/// Lengthens a file to the end of the range, and allocates the blocks of the range on a disk.
-/// Otherwise, a store to a hole on a full file system would kill a guest. Files on tmpfs and thin
-/// files stay sparse: memory or blocks are allocated on use and returned later. The range must be
-/// behind the end of the file.
+/// Extends a file to the end of the range, and allocates the range's blocks if the file is on a
+/// disk. Otherwise, a guest's store to a hole in a full file system would kill the guest. Thin
+/// files and files on tmpfs remain sparse, so their blocks or memory are allocated on use and can
+/// be returned later. The range must be behind the end of the file.
 pub(crate) fn allocate(
     file: &File,
     range: Range<u64>,
@@ -587,8 +594,8 @@ fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::
         Err(error) if is_unsupported(&error) => {}
         result => return result,
     }
-    // Writing zeros is slower. Each step is synced, because some file systems detect only then that
-    // they have no space, and reported progress must be real.
+    // The fallback of writing zeros is slower. Each step is synced because some file systems report
+    // only then that they are full. The sync also makes the reported progress accurate.
     in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
         write_zeros(file, &step)?;
         file.sync_data()
@@ -605,13 +612,14 @@ fn map_shared(
         usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
     let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
     let kind = if sync == 0 { libc::MAP_SHARED } else { libc::MAP_SHARED_VALIDATE | sync };
-    // SAFETY: a new mapping at an address of the kernel's choice affects no other memory.
+    // SAFETY: a new mapping at an address that the kernel chooses affects no other memory.
     let map = unsafe { libc::mmap(ptr::null_mut(), length, protection, kind, file.as_raw_fd(), 0) };
     if map == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the
-    // kernel lacks this advice. SAFETY: advice about the new mapping, which changes no content.
+    // Core dumps must not contain memory or data of guests. A kernel without this advice includes
+    // the mapping in core dumps.
+    // SAFETY: the advice concerns only the new mapping, and changes no content.
     unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
     Ok(NonNull::new(map.cast()).expect("mmap returns null only on request"))
 }

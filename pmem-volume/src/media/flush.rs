@@ -1,27 +1,27 @@
 //! CPU instructions that write cache lines back to persistent memory. The instruction is selected
-//! once, at open, and executed by [`super::guarded`].
+//! once when the media is opened. [`super::guarded`] executes it.
 
 #[cfg(test)]
 pub(crate) mod noted;
 
 use std::arch::x86_64::{__cpuid_count, _mm_sfence};
 
-/// Bytes that are written back at once.
+/// Unit of a write-back in bytes.
 pub(super) const CACHE_LINE_BYTES: usize = 64;
 
-/// Best instruction of this CPU for writing back a cache line.
+/// Best instruction for writing back a cache line on this CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineFlush {
-    /// Writes back and may keep the line.
+    /// Writes the line back and may keep it in the cache.
     Clwb,
-    /// Writes back and evicts, unordered, so a fence must follow.
+    /// Writes the line back and evicts it. Write-backs are unordered, so a fence must follow.
     ClflushOpt,
-    /// Writes back and evicts, one after the other.
+    /// Writes the line back and evicts it. Write-backs are serialized.
     Clflush,
 }
 
 impl LineFlush {
-    /// Selects the instruction by CPUID (Intel SDM, CPUID leaf 7, EBX bits 23 and 24).
+    /// Selects the instruction based on CPUID (Intel SDM, CPUID leaf 7, EBX bits 23 and 24).
     pub(super) fn detect() -> Self {
         let features = __cpuid_count(7, 0).ebx;
         if features & (1 << 24) != 0 {

@@ -1,16 +1,16 @@
 //! Loads and stores that survive the loss of the accessed page.
 //!
-//! Truncation of a file, a full file system, and bad memory remove pages below a mapping, and the
-//! kernel raises SIGBUS at the next access (mmap(2); Linux Documentation/mm/hwpoison.rst). This
-//! must be an error of the access instead of the end of the process and its guest. Mapped media is
-//! therefore accessed only by the routines below. They are contiguous, use no stack, and return 0.
-//! The handler resumes a SIGBUS with an instruction pointer among them at a landing pad, which
-//! returns 1 to the same caller.
+//! If a file is truncated, its file system is full, or memory is bad, a mapping can lose pages. The
+//! kernel then raises SIGBUS at the next access (mmap(2); Linux Documentation/mm/hwpoison.rst). The
+//! access must return an error, instead of ending the process and its guest. Therefore, only the
+//! routines below access mapped media. The routines are contiguous, use no stack, and return 0. If
+//! a SIGBUS interrupts one of them, the handler resumes at a landing pad, which returns 1 to the
+//! same caller.
 //!
-//! Accesses of other code to watched memory are completed ([`super::watch`]). Every other SIGBUS is
-//! passed to the previous handler. A program that installs a handler later must call
-//! [`handle_sigbus`] from it first. A thread must not block SIGBUS, because the kernel would end
-//! the process.
+//! If other code accesses watched memory, the handler completes the access ([`super::watch`]).
+//! Every other SIGBUS is passed to the previous handler. A program that installs a handler later
+//! must call [`handle_sigbus`] from it first. A thread must not block SIGBUS, because the kernel
+//! would end the process.
 
 use std::arch::global_asm;
 use std::mem::MaybeUninit;
@@ -24,16 +24,16 @@ use super::flush::noted::{Noted, note};
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
 use super::watch;
 
-// System V calling convention: rdi, rsi, rdx in, rax out. All used registers are caller-saved. The
-// instruction pointer of a fault is that of the instruction, also within a repeated one (Intel SDM,
-// volume 1, 7.3.9.3).
+// System V calling convention: arguments in rdi, rsi and rdx, result in rax. All used registers are
+// caller-saved. On a fault, the instruction pointer is that of the faulting instruction, even
+// within a repeated one (Intel SDM, volume 1, 7.3.9.3).
 global_asm!(
     ".pushsection .text.foreshore_guarded, \"ax\", @progbits",
     ".balign 64",
     ".globl foreshore_guarded_start",
     "foreshore_guarded_start:",
-    // (to, from, length). Whole words first: a crash may tear a store at words, but not at smaller
-    // units.
+    // (to, from, length). Copies whole words first, because a crash may tear a store only between
+    // words.
     ".globl foreshore_guarded_copy",
     "foreshore_guarded_copy:",
     "mov rcx, rdx",
@@ -44,9 +44,9 @@ global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // (to, from, length): a copy in pieces of 256 bytes, at least one, with AVX-512. A line is
-    // loaded and stored at once. These registers have no lower parts that other instructions would
-    // wait for, and need no VZEROUPPER (Intel 64 Optimization Manual, 3.11.5).
+    // (to, from, length): a copy in pieces of 256 bytes, at least one, with AVX-512. Each line is
+    // loaded and stored as a unit. ZMM16 to ZMM31 need no VZEROUPPER, because SSE instructions
+    // cannot access them and so cannot depend on them (Intel 64 Optimization Manual, 3.11.5).
     ".balign 32",
     ".globl foreshore_guarded_copy_wide",
     "foreshore_guarded_copy_wide:",
@@ -64,20 +64,20 @@ global_asm!(
     "ja foreshore_guarded_copy_wide",
     "xor eax, eax",
     "ret",
-    // (from, to): one load that cannot tear, with acquire order, like all loads on x86.
+    // (from, to): one load that cannot tear. Like all loads on x86, it has acquire order.
     ".globl foreshore_guarded_load",
     "foreshore_guarded_load:",
     "mov rcx, [rdi]",
     "mov [rsi], rcx",
     "xor eax, eax",
     "ret",
-    // (to, word): one store that cannot tear, with release order, like all stores on x86.
+    // (to, word): one store that cannot tear. Like all stores on x86, it has release order.
     ".globl foreshore_guarded_store",
     "foreshore_guarded_store:",
     "mov [rdi], rsi",
     "xor eax, eax",
     "ret",
-    // (to, end): bypasses the cache, in whole lines, at least one.
+    // (to, end): zeroes at least one whole line with non-temporal stores.
     ".balign 16",
     ".globl foreshore_guarded_zero",
     "foreshore_guarded_zero:",
@@ -93,8 +93,8 @@ global_asm!(
     "sfence",
     "xor eax, eax",
     "ret",
-    // (to, from, length): bypasses the cache, in whole lines, at least one. Not ordered, so the
-    // caller needs a fence.
+    // (to, from, length): copies at least one whole line with non-temporal stores. They are
+    // unordered, so the caller needs a fence.
     ".balign 16",
     ".globl foreshore_guarded_stream",
     "foreshore_guarded_stream:",
@@ -112,7 +112,7 @@ global_asm!(
     "ja foreshore_guarded_stream",
     "xor eax, eax",
     "ret",
-    // The same with AVX-512. Each line leaves the CPU at once.
+    // The same with AVX-512, which writes each line with a single store.
     ".balign 16",
     ".globl foreshore_guarded_stream_wide",
     "foreshore_guarded_stream_wide:",
@@ -124,7 +124,7 @@ global_asm!(
     "ja foreshore_guarded_stream_wide",
     "xor eax, eax",
     "ret",
-    // (first line, end), three routines: lines up to the end, at least one.
+    // (first line, end): three routines that write back at least one line, up to the end.
     ".globl foreshore_guarded_clwb",
     "foreshore_guarded_clwb:",
     "clwb [rdi]",
@@ -151,7 +151,7 @@ global_asm!(
     "ret",
     ".globl foreshore_guarded_end",
     "foreshore_guarded_end:",
-    // Landing pad of all routines. It fences non-temporal stores before the fault.
+    // Landing pad of all routines. It orders the non-temporal stores that preceded the fault.
     ".globl foreshore_guarded_lost",
     "foreshore_guarded_lost:",
     "sfence",
@@ -176,7 +176,7 @@ unsafe extern "C" {
     fn foreshore_guarded_clflush(first: usize, end: usize) -> u32;
 }
 
-/// The page of an access is lost. Any part of a longer access may be done.
+/// The page of an access is lost. A longer access may have been performed partially.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageLost;
 
@@ -192,18 +192,18 @@ pub(super) struct Guard {
     is_wide: bool,
 }
 
-/// Bytes that [`Guard::copy`] copies at once if possible.
+/// Preferred unit of [`Guard::copy`] in bytes.
 const WIDE_BYTES: usize = 256;
 
 impl Guard {
-    /// Installs the handler, once per process.
+    /// Installs the handler once per process.
     pub(super) fn new() -> Self {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
         Self { is_wide: is_x86_feature_detected!("avx512f") }
     }
 
-    /// Guard without instructions that some CPUs lack.
+    /// Returns a guard that uses no instructions that some CPUs lack.
     #[cfg(test)]
     fn narrow(self) -> Self {
         Self { is_wide: false }
@@ -256,8 +256,8 @@ impl Guard {
         done(unsafe { foreshore_guarded_store(to, word) })
     }
 
-    /// Zeroes memory and bypasses the cache: no write-back remains, and the cache keeps its
-    /// content. Ordered before later stores.
+    /// Zeroes memory with non-temporal stores. They need no write-back and evict nothing from the
+    /// cache. They are ordered before later stores.
     ///
     /// # Safety
     /// `length` bytes at `to` are in a writable mapping and unused. Both are multiples of a cache
@@ -270,12 +270,12 @@ impl Guard {
         if length == 0 {
             return Ok(());
         }
-        // SAFETY: guaranteed by the caller. The end is at most one byte behind the mapping.
+        // SAFETY: guaranteed by the caller. The end pointer is at most one byte behind the mapping.
         done(unsafe { foreshore_guarded_zero(to, to.add(length)) })
     }
 
-    /// Copies bytes to mapped media and bypasses the cache: no write-back remains. The caller
-    /// fences afterwards.
+    /// Copies bytes to mapped media with non-temporal stores, which need no write-back. The caller
+    /// must fence afterwards.
     ///
     /// # Safety
     /// As for [`Guard::copy`] to a mapping. `to` and `length` are multiples of a cache line.
@@ -306,7 +306,7 @@ impl Guard {
         })
     }
 
-    /// Writes back every line of `length` bytes at `start`. The caller fences afterwards.
+    /// Writes back every line of `length` bytes at `start`. The caller must fence afterwards.
     ///
     /// # Safety
     /// The bytes are in a mapping, and the CPU has the instruction ([`LineFlush::detect`]).
@@ -324,8 +324,8 @@ impl Guard {
         let end = start as usize + length;
         #[cfg(test)]
         note(Noted::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
-        // SAFETY: writing a line back has no effect that a program can see, and each line has a
-        // byte of the range.
+        // SAFETY: the write-back of a line has no effect that a program can observe. Each line
+        // contains at least one byte of the range.
         done(unsafe {
             match flush {
                 LineFlush::Clwb => foreshore_guarded_clwb(first, end),
@@ -336,13 +336,14 @@ impl Guard {
     }
 }
 
-/// Previous handler of SIGBUS.
+/// SIGBUS handler that was installed before this one.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn install() {
-    // 1. Store the previous handler before installing the new one, which may need it at once.
+    // 1. Store the previous handler before installing the new one, because the new one may be
+    //    called immediately.
     let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: a query, which fills the struct. It is zeroed, which is valid too.
+    // SAFETY: a query that fills the struct, for which zeros are valid too.
     let previous = unsafe {
         let result = libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr());
         assert_eq!(result, 0, "sigaction accepts SIGBUS");
@@ -353,9 +354,9 @@ fn install() {
     assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
 }
 
-/// Installs the handler of SIGBUS, with the same mask as the previous one. It runs on the alternate
-/// stack if the thread has one. The previous handler may rely on both. Returns the result of the
-/// system call. May be called in a handler.
+/// Installs the handler of SIGBUS with the signal mask of the previous handler. It runs on the
+/// alternate stack if the thread has one. The previous handler may depend on the mask and the
+/// stack. Returns the result of the system call. May be called in a handler.
 fn put_in_place(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,
@@ -370,25 +371,26 @@ fn put_in_place(previous: &libc::sigaction) -> c_int {
 }
 
 extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: arguments of the kernel.
+    // SAFETY: the arguments are those of the kernel.
     if !unsafe { handle_sigbus(info, context) } {
         // SAFETY: as above.
         unsafe { pass_on(signal, info, context) };
     }
 }
 
-/// Handles a SIGBUS that was raised by an access to a pool's media or to watched memory, and
-/// returns true. The handler must then return, and the access ends with an error or with zeros.
-/// Also handles early reports of bad memory before any access (BUS_MCEERR_AO), which a process can
-/// request (prctl(2), PR_MCE_KILL_EARLY), because a later access raises its own SIGBUS. For
-/// programs that handle SIGBUS themselves, with SA_SIGINFO, and install their handler after the
-/// first pool was opened.
+/// Handles a SIGBUS if an access to a pool's media or to watched memory has raised it, and returns
+/// true. The calling handler must then return. The access ends with an error or reads zeros. Also
+/// handles early reports of bad memory (BUS_MCEERR_AO), which a process can request (prctl(2),
+/// PR_MCE_KILL_EARLY). They can be ignored, because a later access to the memory raises its own
+/// SIGBUS. Call it in programs that handle SIGBUS themselves with SA_SIGINFO, and that install
+/// their handler after opening the first pool.
 ///
 /// # Safety
-/// Called in a handler of SIGBUS, with the arguments of the kernel.
+/// It must be called in a handler of SIGBUS, with the arguments of the kernel.
 pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) -> bool {
-    // Only signals raised by an access are handled. Sent signals (0 and less) and reports may
-    // arrive anywhere. SAFETY: the caller's siginfo.
+    // Only signals that an access raised are handled. Sent signals (codes of 0 and less) and early
+    // reports may interrupt any code.
+    // SAFETY: the siginfo is that of the caller.
     let code = unsafe { (*info).si_code };
     if code == libc::BUS_MCEERR_AO {
         return true;
@@ -396,21 +398,23 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
     if code <= 0 {
         return false;
     }
-    // SAFETY: the caller's context, which no other code accesses meanwhile.
+    // SAFETY: the context is that of the caller, and no other code accesses it in the meantime.
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     let at = &mut registers[libc::REG_RIP as usize];
     let guarded =
         (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
     let ours = guarded.contains(&(*at as usize));
     if ours {
-        // The stack is the same as at the call, so the pad returns to the caller. The kernel
-        // restores the flags, and the direction flag is clear according to the calling convention.
+        // The routines do not change the stack, so the landing pad returns to their caller. The
+        // kernel restores the flags, and the direction flag is clear according to the calling
+        // convention.
         *at = &raw const foreshore_guarded_lost as i64;
         return true;
     }
     // SAFETY: the kernel stores the address for a signal raised by an access.
     let address = unsafe { (*info).si_addr() } as usize;
-    // SAFETY: errno of this thread, which the interrupted code may be about to read.
+    // SAFETY: errno belongs to this thread. The interrupted code may be about to read it, so it is
+    // restored.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;
     let replaced = watch::replace(address);
@@ -424,14 +428,14 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
 /// As for [`handle_sigbus`].
 unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let Some(previous) = PREVIOUS.get() else { return };
-    // SAFETY: the caller's siginfo.
+    // SAFETY: the siginfo is that of the caller.
     let by_access = unsafe { (*info).si_code } > 0;
     match previous.sa_sigaction {
-        // The kernel does not allow a fault to be ignored, but a sent signal can be.
+        // A sent signal can be ignored, but the kernel does not allow a fault to be ignored.
         libc::SIG_IGN if !by_access => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: both calls are allowed in a handler. A fault is raised again after the
-            // return, and a sent signal is sent again. Both now end the process.
+            // SAFETY: both calls are allowed in a handler. With the default action, the signal ends
+            // the process: a fault recurs after the return, and a sent signal is raised again.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !by_access {
@@ -441,7 +445,7 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
             return;
         }
         handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: the flags of the handler require this signature.
+            // SAFETY: the handler's flags require this signature.
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                 unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
@@ -459,12 +463,12 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
 
 /// Reinstalls the handler if the previous one has restored the default action, as the Rust runtime
 /// does for unknown signals. The process continues, and the next lost page must not end it. Not
-/// called after a fault, because the same access must then end the process: with the handler it
-/// would fault forever.
+/// called after a fault, because then the repeated access must end the process. With the handler
+/// installed, it would fault forever.
 fn stay_in_place(previous: &libc::sigaction) {
     let mut now = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: a query, which is allowed in a handler and fills the struct. It is zeroed, which is
-    // valid too.
+    // SAFETY: a query that is allowed in a handler and fills the struct, for which zeros are valid
+    // too.
     let now = unsafe {
         libc::sigaction(libc::SIGBUS, ptr::null(), now.as_mut_ptr());
         now.assume_init()
@@ -486,7 +490,7 @@ mod tests {
 
     const PAGE_BYTES: usize = 4096;
 
-    /// Two pages of a file on tmpfs.
+    /// Mapping of a file on tmpfs with two pages.
     struct Pages {
         file: File,
         map: *mut u8,
@@ -497,7 +501,7 @@ mod tests {
             let file = tempfile::tempfile_in("/dev/shm").unwrap();
             file.set_len(2 * PAGE_BYTES as u64).unwrap();
             let protection = libc::PROT_READ | libc::PROT_WRITE;
-            // SAFETY: a new mapping at an address of the kernel's choice.
+            // SAFETY: a new mapping at an address that the kernel chooses.
             let map = unsafe {
                 let length = 2 * PAGE_BYTES;
                 libc::mmap(
@@ -534,7 +538,7 @@ mod tests {
         let guard = Guard::new();
         let lost = pages.lost();
         let bytes = [7u8; 512];
-        // SAFETY: inside the mapping. The routines are under test.
+        // SAFETY: the addresses are inside the mapping. The routines are under test.
         unsafe {
             assert_eq!(guard.load(lost.cast()), Err(PageLost));
             assert_eq!(guard.store(lost.cast(), 1), Err(PageLost));
@@ -560,7 +564,7 @@ mod tests {
             for flush in [LineFlush::detect(), LineFlush::Clflush] {
                 assert_eq!(guard.write_back(flush, lost.sub(3), 7), Err(PageLost));
             }
-            // Remaining pages and the handler still work.
+            // The remaining page is still accessible, and the handler still works.
             guard.store(pages.map.cast(), 9).unwrap();
             assert_eq!(guard.load(pages.map.cast()), Ok(9));
             assert_eq!(
@@ -578,7 +582,7 @@ mod tests {
             for length in (0..70).chain([255, 256, 257, 512, 1024]) {
                 for guard in [Guard::new(), Guard::new().narrow()] {
                     let mut to = [0u8; 1100];
-                    // SAFETY: inside both buffers.
+                    // SAFETY: the ranges are inside both buffers.
                     unsafe { guard.copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }
                         .unwrap();
                     assert_eq!(to[start..start + length], from[3..3 + length]);
@@ -597,7 +601,7 @@ mod tests {
         for guard in [Guard::new(), Guard::new().narrow()] {
             for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
                 bytes.fill(0);
-                // SAFETY: inside the page and the vector.
+                // SAFETY: the ranges are inside the page and the vector.
                 unsafe { guard.stream(pages.map.add(256), from.as_ptr().add(start), length) }
                     .unwrap();
                 super::super::flush::fence();
@@ -632,13 +636,13 @@ mod tests {
 
     const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-    /// Runs `child` in its own process, and returns the exit status. `name` is the test that calls
-    /// this: the process is this test program, which runs only that test.
+    /// Runs `child` in a separate process, and returns the exit status. The process is this test
+    /// program, which runs only the calling test `name`.
     fn end_of_child(name: &str, child: fn()) -> ExitStatus {
         if env::var_os(CHILD).is_some() {
             // Prevents a core dump.
             let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-            // SAFETY: a system call with numbers.
+            // SAFETY: a system call that takes only numbers.
             unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
             child();
             panic!("the child did not end");
@@ -673,17 +677,17 @@ mod tests {
     #[test]
     fn sent_signal_ends_the_process() {
         let status = end_of_child("sent_signal_ends_the_process", || {
-            // As in a program without a handler of its own. The Rust runtime has one. SAFETY: no
-            // other code handles signals in this process.
+            // Removes the handler of the Rust runtime, as in a program without any handler.
+            // SAFETY: no other code handles signals in this process.
             unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
             guarded_access_fails();
-            // SAFETY: a system call with a number.
+            // SAFETY: a system call that takes a number.
             unsafe { libc::raise(libc::SIGBUS) };
         });
         assert_eq!(status.signal(), Some(libc::SIGBUS));
     }
 
-    /// Exit code of a process whose own handler was called.
+    /// Exit code of a process in which the test's handler was called.
     const HANDLED: c_int = 42;
 
     extern "C" fn end_process(_: c_int) {
@@ -728,9 +732,9 @@ mod tests {
         });
         assert_eq!(status.code(), Some(HANDLED));
     }
-    /// Sends a SIGBUS with this code, which no access has raised.
+    /// Sends a SIGBUS with this code to the current thread, as if another process had sent it.
     fn send_to_this_thread(code: c_int) {
-        // SAFETY: all zeros are valid, and the kernel allows a process to send itself any code
+        // SAFETY: zeros are valid, and the kernel allows a process to send any code to itself
         // (kernel/signal.c, do_rt_sigqueueinfo).
         unsafe {
             let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -744,7 +748,7 @@ mod tests {
     #[test]
     fn early_report_of_bad_memory_keeps_the_handler() {
         let status = end_of_child("early_report_of_bad_memory_keeps_the_handler", || {
-            // The previous handler would end the process.
+            // If it were called, the previous handler would end the process.
             handle(end_process_otherwise as *const (), 0);
             guarded_access_fails();
             send_to_this_thread(libc::BUS_MCEERR_AO);

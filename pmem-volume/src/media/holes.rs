@@ -5,23 +5,23 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// First part of a range with data, or `None` if the rest of the range is a hole. Allocated blocks
-/// that were never written count as holes if the file system reports them so.
+/// Returns the first part of a range that contains data, or `None` if the range is a hole. Blocks
+/// that were allocated but never written are holes if the file system reports them as such.
 pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
     let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end)
     else {
         return Ok(None);
     };
-    // The end of the file counts as a hole.
+    // The file ends with an implicit hole.
     let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(range.end).min(range.end);
-    // The data may have been removed meanwhile, which leaves one byte to report.
+    // The data may have been removed in the meantime. In that case, a single byte is reported.
     Ok(Some(start..end.max(start + 1)))
 }
 
-/// Seeks data or a hole. Returns `None` if there is none. This moves the file's position, which is
-/// not used.
+/// Seeks the next data or hole, and returns `None` if there is none. It moves the file's position,
+/// which is not used.
 fn seek(file: &File, from: u64, what: libc::c_int) -> io::Result<Option<u64>> {
-    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
+    // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
     let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), what) };
     match u64::try_from(at) {
         Ok(at) => Ok(Some(at)),

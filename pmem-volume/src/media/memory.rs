@@ -1,29 +1,29 @@
-//! Media in ordinary memory, for tests and for work that needs no file.
+//! Media in ordinary memory, for tests and for work without a file.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Memory as media that never fails. Every store is durable at once.
+/// Media in memory that never fails. Every store is durable immediately.
 pub struct MemoryMedia {
     words: Box<[AtomicU64]>,
 }
 
 impl MemoryMedia {
-    /// Zeroed media of `len_bytes`, a multiple of 8.
+    /// Creates zeroed media. `len_bytes` must be a multiple of 8.
     pub fn new(len_bytes: u64) -> Self {
         Self::from_bytes(&vec![0; usize::try_from(len_bytes).expect("fits the address space")])
     }
 
-    /// Media with a copy of `bytes`, whose length is a multiple of 8.
+    /// Creates media with a copy of `bytes`, whose length must be a multiple of 8.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         assert!(bytes.len().is_multiple_of(8));
         let (words, _) = bytes.as_chunks::<8>();
         Self { words: words.iter().map(|w| AtomicU64::new(u64::from_le_bytes(*w))).collect() }
     }
 
-    /// Copy of the whole media.
+    /// Returns a copy of the whole media.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_le_bytes()).collect()
     }

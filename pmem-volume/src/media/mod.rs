@@ -2,13 +2,13 @@
 //!
 //! The contract is narrow so that a simulator can implement it:
 //!
-//! - A store is visible to loads at once. It may become durable at any time, in any order with
-//!   other stores. It is certainly durable after a [`Media::persist`] that covers it, or after
-//!   [`Media::end_persist`] if a [`Media::begin_persist`] after the store covers it. A crash may
-//!   tear it at any 8-byte boundary.
+//! - A store is visible to loads immediately. It may become durable at any time, in any order with
+//!   other stores. It is guaranteed to be durable after a [`Media::persist`] of its range. With
+//!   [`Media::begin_persist`], it is durable after the following [`Media::end_persist`]. A crash
+//!   may tear it at any 8-byte boundary.
 //! - [`Media::store_word`] to an aligned address is never torn.
-//! - [`Durability`] of the media defines which events durable data survives. The order in which
-//!   stores become durable is the same for all media, so one commit protocol works for all.
+//! - The [`Durability`] of the media defines the events after which durable data is still present.
+//!   All media give the same guarantees of order, so a single commit protocol works for all.
 
 mod blocks;
 mod content;
@@ -46,17 +46,18 @@ pub use place::len_bytes;
 pub(crate) use place::{Place, PlaceError, sysfs_of};
 pub use watch::{OnPageLost, TooManyRanges, Watch};
 
-/// Events that a completed [`Media::persist`] survives.
+/// Events after which persisted data is still present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Durability {
-    /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store
-    /// durable.
+    /// Persistent memory mapped with MAP_SYNC. A store is durable after a cache-line write-back and
+    /// a fence.
     DaxSync,
-    /// File or block device in the page cache: stores survive the death of the process at once, and
-    /// a loss of power after a ranged msync.
+    /// File or block device with a page cache. A store survives the death of the process
+    /// immediately, but survives a power loss only after an msync() of its range.
     PageCache,
-    /// tmpfs, RAM disks, devdax of volatile memory: stores survive only the death of the process.
+    /// tmpfs, RAM disk, or devdax device of volatile memory. A store survives only the death of the
+    /// process.
     Volatile,
 }
 
@@ -84,15 +85,15 @@ impl Durability {
     }
 }
 
-/// Stores of a thread that are not persisted yet, if its media needs to know them: not if stores
-/// become durable line by line, or by themselves. The value stays with the thread, because a fence
-/// orders only the stores of its own thread.
+/// Stores of a thread that are not persisted yet. They are recorded only if the media needs them,
+/// so not if stores become durable line by line or automatically. The value belongs to one thread,
+/// because a fence orders only stores of its own thread.
 #[derive(Debug, Default)]
 #[must_use = "stores are durable only after `end_persist`"]
 pub struct Pending {
     ranges: SmallVec<[Range<u64>; 4]>,
     _of_this_thread: PhantomData<*mut ()>,
-    /// Some stores have bypassed the caches and are not ordered before later ones.
+    /// Some stores were non-temporal and are not ordered before later ones yet.
     is_past_caches: bool,
 }
 
@@ -102,13 +103,13 @@ impl Pending {
         self.ranges.push(range);
     }
 
-    /// Added ranges.
+    /// Returns the added ranges.
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.ranges
     }
 }
 
-/// Failure of a media operation. The durability of all earlier stores is unknown.
+/// Failure of a media operation. Afterwards, the durability of all earlier stores is unknown.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
@@ -126,37 +127,36 @@ pub enum MediaError {
     Latched { cause: String },
 }
 
-/// Persistent memory or a substitute: a pool, or a range of one such as a volume. Offsets count
-/// from its start.
+/// Persistent memory or a substitute. It may be a pool, or a part of one such as a volume. Offsets
+/// are relative to its start.
 ///
-/// Ranges must be inside the media. An offset outside is a bug of the caller and panics.
-/// Implementations allow concurrent calls, but the caller must avoid concurrent stores to the same
-/// bytes. Read-only media implements the reads and refuses other calls.
+/// Ranges must be inside the media. An offset outside of it is a bug in the caller and panics.
+/// Methods may be called concurrently, but callers must avoid concurrent stores to the same bytes.
+/// Read-only media implements the reads and refuses other calls.
 pub trait Media: Send + Sync {
     /// Length of the media.
     fn len_bytes(&self) -> u64;
 
-    /// Events that a completed persist survives.
+    /// Events after which persisted data is still present.
     fn durability(&self) -> Durability;
 
-    /// Media itself if it is a file, for properties that only files have: holes, blocks and a page
-    /// cache.
+    /// Returns the media as a file if it is one. Only files have holes, blocks and a page cache.
     fn as_file(&self) -> Option<&FileMedia> {
         None
     }
 
-    /// Copies bytes out. Not atomic with concurrent stores.
+    /// Copies bytes out of the media. Not atomic with respect to concurrent stores.
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
 
-    /// First part of a range that may have data other than zeros. Everything before it reads as
-    /// zeros, and all of the range if the result is `None`. The part is never empty, and is the
-    /// whole range if holes are unknown.
+    /// Returns the first part of a range that may contain nonzero bytes. All bytes before this part
+    /// are zeros. If the result is `None`, the whole range is zeros. The part is never empty. If
+    /// holes are unknown, it is the whole range.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }
 
-    /// Loads a little-endian word. `offset_bytes` is a multiple of 8. Atomic if the media allows
-    /// stores.
+    /// Loads a little-endian word. `offset_bytes` is a multiple of 8. The load is atomic if the
+    /// media allows stores.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         debug_assert_word(offset_bytes);
         let mut word = [0; 8];
@@ -167,25 +167,25 @@ pub trait Media: Send + Sync {
     /// Prefetches the word at `offset_bytes`. Never fails.
     fn expect_word(&self, _offset_bytes: u64) {}
 
-    /// Stores bytes. At return they are visible but not durable.
+    /// Stores bytes. When the call returns, they are visible but not durable.
     fn store(&self, _offset_bytes: u64, _bytes: &[u8]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// Stores a little-endian word, which is never torn. `offset_bytes` is a multiple of 8. At
-    /// return it is visible but not durable.
+    /// Stores a little-endian word, which is never torn. `offset_bytes` is a multiple of 8. When
+    /// the call returns, it is visible but not durable.
     fn store_word(&self, _offset_bytes: u64, _word: u64) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// Reads bytes that were stored before, like [`Media::read`]. It is the fastest way, but may
-    /// allocate memory for bytes that were never stored.
+    /// Reads bytes that were stored earlier, like [`Media::read`]. It is the fastest way to read,
+    /// but may allocate memory for bytes that were never stored.
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.read(offset_bytes, into)
     }
 
-    /// Stores bytes that are not read before [`Media::end_persist`] has returned, which makes them
-    /// durable. Until then they need not be visible to other threads.
+    /// Stores bytes in bulk. They are durable after [`Media::end_persist`] has returned, and must
+    /// not be read before. Until then, other threads may still see the old bytes.
     fn store_bulk(
         &self,
         offset_bytes: u64,
@@ -203,13 +203,13 @@ pub trait Media: Send + Sync {
         Ok(())
     }
 
-    /// Persists all ranges whose persist this thread has begun, like [`Media::persist`].
+    /// Completes all persists that this thread has begun, like [`Media::persist`].
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         self.persist(pending.ranges())
     }
 
-    /// Makes all earlier stores to `ranges` durable, by any thread or process and through any
-    /// mapping of the media. Other stores may become durable too.
+    /// Makes all earlier stores to `ranges` durable. They may have been made by any thread or
+    /// process, through any mapping of the media. Other stores may become durable too.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
@@ -219,20 +219,20 @@ pub trait Media: Send + Sync {
         self.persist(std::slice::from_ref(&range))
     }
 
-    /// Erases `ranges`, which then read as zeros, also after any crash. On sparse media (tmpfs,
-    /// thin files), their blocks are freed. Ranges are multiples of the chunk size.
+    /// Erases `ranges`. From then on, they read as zeros, even after a crash. On sparse media
+    /// (tmpfs, thin files), their blocks are freed. Ranges are multiples of the chunk size.
     fn erase(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// Truncates a file to the end of the media, durably. A device keeps its length, because space
-    /// behind the media is not part of it.
+    /// Truncates a file to the length of the media, durably. A device is not changed, because the
+    /// space behind the media does not belong to it.
     fn cut_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }
 }
 
-/// References and boxes pass on all calls.
+/// References and boxes forward all calls.
 impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     #[inline]
     fn len_bytes(&self) -> u64 {
@@ -319,7 +319,7 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     }
 }
 
-/// Joins adjacent and overlapping ranges, so that each is flushed once. The input need not be
+/// Merges adjacent and overlapping ranges, so that each is flushed only once. The input need not be
 /// sorted.
 pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
@@ -354,7 +354,7 @@ pub(crate) fn debug_assert_word(offset_bytes: u64) {
 mod tests {
     use super::*;
 
-    /// Media with the trait's default word operations.
+    /// Media that uses the trait's default word operations.
     struct ReadOnly;
 
     impl Media for ReadOnly {

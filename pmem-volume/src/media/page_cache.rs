@@ -1,17 +1,18 @@
-//! Making ranges of a file durable without writing back the rest.
+//! Flushes of single ranges of a file.
 //!
-//! fdatasync() would also write back guest memory that is lent from the same file, which is not
-//! requested and not bounded. msync() of a range ends in a ranged fsync: the range's dirty pages,
-//! one commit of the inode's metadata, and one barrier to the device. For several ranges,
-//! sync_file_range() therefore writes the data in parallel and without a barrier, and one msync()
-//! at the end covers them all.
+//! fdatasync() would also write back guest memory that is lent from the same file. That is
+//! unnecessary, and its duration has no bound. An msync() of a range ends in an fsync of that
+//! range: it writes the range's dirty pages, commits the metadata of the inode once, and issues one
+//! barrier to the device. For several ranges, sync_file_range() therefore writes the data in
+//! parallel without a barrier. A single msync() at the end covers all of them.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Writes the dirty pages of all `ranges` and waits for them, without a barrier and metadata.
+/// Writes the dirty pages of all `ranges` and waits for them. Issues no barrier and writes no
+/// metadata.
 pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> {
     let wait = libc::SYNC_FILE_RANGE_WAIT_BEFORE
         | libc::SYNC_FILE_RANGE_WRITE
@@ -26,7 +27,7 @@ pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> 
 
 fn sync_file_range(file: &File, range: &Range<u64>, flags: libc::c_uint) -> io::Result<()> {
     let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
-    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
+    // SAFETY: sync_file_range() takes only numbers, and the descriptor lives as long as `file`.
     let result = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -35,7 +36,7 @@ fn sync_file_range(file: &File, range: &Range<u64>, flags: libc::c_uint) -> io::
 pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> io::Result<()> {
     let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
     loop {
-        // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
+        // SAFETY: fallocate() takes only numbers, and the descriptor lives as long as `file`.
         if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) } == 0 {
             return Ok(());
         }
@@ -49,22 +50,23 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
 /// Drops clean pages of `ranges` from the page cache, so that the next read returns the content of
 /// the disk.
 ///
-/// A page whose write-back failed stays in the cache with the data to be written, and counts as
-/// clean (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"). Reads of it
-/// return data that the disk never got. Dirty pages stay, so no store is lost. They are written
-/// first, so that few are left. Errors of this write, and pages that another process has mapped and
-/// that therefore stay, are ignored: the content is made durable after it is read, which reports
-/// errors.
+/// If the write-back of a page fails, the kernel marks the page as clean but keeps it in the cache
+/// (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"). Reads then return
+/// data that never reached the disk. Dirty pages are not dropped, so no store is lost. They are
+/// written first, so that few of them remain. Errors of this write are ignored, and so are pages
+/// that cannot be dropped because another process has mapped them. The caller makes the content
+/// durable after reading it, which reports such errors.
 pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
     let _ = write_pages(file, ranges);
     drop_clean_pages(file, ranges);
 }
 
-/// Drops clean pages without waiting, for files that may have many dirty pages.
+/// Drops clean pages without waiting for dirty ones. Use it for files that may have many dirty
+/// pages.
 pub(crate) fn drop_clean_pages(file: &File, ranges: &[Range<u64>]) {
     for range in ranges {
         let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
-        // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
+        // SAFETY: posix_fadvise() takes only numbers, and the descriptor lives as long as `file`.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), offset, length, libc::POSIX_FADV_DONTNEED) };
     }
 }
@@ -78,12 +80,12 @@ mod tests {
 
     const PAGE_BYTES: usize = 4096;
 
-    /// Number of pages of a file in the cache. Maps them without reading any.
+    /// Returns the number of cached pages of a file. It maps the pages without reading any.
     fn resident_pages(file: &File, pages: usize) -> usize {
         let mut resident = vec![0u8; pages];
         let length = pages * PAGE_BYTES;
-        // SAFETY: a new mapping that is never accessed and is removed at the end. `resident` has
-        // one byte per page.
+        // SAFETY: the new mapping is never accessed, and is removed at the end. `resident` has one
+        // byte per page.
         unsafe {
             let map = libc::mmap(
                 ptr::null_mut(),

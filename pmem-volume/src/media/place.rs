@@ -1,5 +1,5 @@
-//! Kind of file or device that contains the media. It determines how the media is read, erased and
-//! enlarged, and which events a flush survives.
+//! Kind of file or device that contains the media. The kind determines how the media is read,
+//! erased and enlarged. It also determines the events after which flushed data is still present.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -13,26 +13,28 @@ use thiserror::Error;
 
 use crate::CHUNK_BYTES;
 
-/// Place of media.
+/// Kind of file or device that contains the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// File on tmpfs, ramfs or hugetlbfs: sparse, and lost with the host.
+    /// File on tmpfs, ramfs or hugetlbfs. It is sparse, and is lost when the host shuts down.
     Memory,
-    /// File on any other file system, with DAX or without.
+    /// File on any other file system, with or without DAX.
     Disk,
-    /// Block device, through its page cache.
+    /// Block device, accessed through its page cache.
     BlockDevice {
-        /// RAM disk.
+        /// True for a RAM disk.
         is_volatile: bool,
     },
-    /// devdax character device. It can be mapped, but has no read(), fallocate() or msync().
+    /// devdax character device. It can be mapped, but does not support read(), fallocate() or
+    /// msync().
     DevDax {
-        /// Memory reserved by firmware, a CXL region of RAM, or virtio-pmem, instead of an NVDIMM.
+        /// True unless the device belongs to an NVDIMM. Volatile devices are memory reserved by
+        /// firmware, CXL regions of RAM, and virtio-pmem.
         is_volatile: bool,
     },
 }
 
-/// Reason why media cannot be in a file or device.
+/// Reason why a file or device cannot contain media.
 #[derive(Debug, Error)]
 pub(crate) enum PlaceError {
     #[error("a character device of subsystem `{subsystem}` is not a devdax device")]
@@ -52,8 +54,8 @@ pub(crate) enum PlaceError {
 }
 
 impl Place {
-    /// Place of an open file. Its kind is checked first, because the node of a device is itself in
-    /// a tmpfs.
+    /// Determines the place of an open file. Its type is checked first, because the device node
+    /// itself is in a tmpfs.
     pub(crate) fn of(file: &File) -> Result<Self, PlaceError> {
         let metadata = file.metadata().map_err(|e| unseen("it", e))?;
         let kind = metadata.file_type();
@@ -70,7 +72,7 @@ impl Place {
         }
     }
 
-    /// Place of a character device. `entry` is its folder in sysfs.
+    /// Determines the place of a character device. `entry` is its directory in sysfs.
     pub(crate) fn of_character_device(entry: &Path) -> Result<Self, PlaceError> {
         let link = entry.join("subsystem");
         let subsystem = fs::read_link(&link).map_err(|e| unseen(link.display(), e))?;
@@ -86,12 +88,12 @@ impl Place {
         Ok(Place::DevDax { is_volatile: !is_on_nvdimm(&device) })
     }
 
-    /// Returns true for a device, whose length does not change by writing.
+    /// Returns true for a device. Writing cannot change the length of a device.
     pub(crate) fn is_device(self) -> bool {
         matches!(self, Place::BlockDevice { .. } | Place::DevDax { .. })
     }
 
-    /// Returns true if content is lost with the host.
+    /// Returns true if the content is lost when the host shuts down.
     pub(crate) fn is_volatile(self) -> bool {
         match self {
             Place::Memory => true,
@@ -104,7 +106,7 @@ impl Place {
     pub(crate) fn len_bytes(self, file: &File) -> io::Result<u64> {
         match self {
             Place::Memory | Place::Disk => Ok(file.metadata()?.len()),
-            // stat() returns 0 for a device. The file's position is not used.
+            // stat() returns a size of 0 for a device. The file's position is not used otherwise.
             Place::BlockDevice { .. } => {
                 let mut device = file;
                 device.seek(SeekFrom::End(0))
@@ -117,7 +119,7 @@ impl Place {
     }
 }
 
-/// Length of a file or device that can contain media.
+/// Returns the length of a file or device that can contain media.
 pub fn len_bytes(file: &File) -> io::Result<u64> {
     Place::of(file).map_err(io::Error::other)?.len_bytes(file)
 }
@@ -126,7 +128,7 @@ fn unseen(what: impl Display, source: io::Error) -> PlaceError {
     PlaceError::Io { what: what.to_string(), source }
 }
 
-/// Folder of a device in sysfs. `kind` is `block` or `char`.
+/// Returns the directory of a device in sysfs. `kind` is `block` or `char`.
 pub(crate) fn sysfs_of(kind: &str, device: u64) -> PathBuf {
     format!("/sys/dev/{kind}/{}:{}", libc::major(device), libc::minor(device)).into()
 }
@@ -137,8 +139,8 @@ fn attribute(entry: &Path, name: &str) -> Result<u64, PlaceError> {
     u64::from_str(text.trim()).map_err(|e| unseen(path.display(), io::Error::other(e)))
 }
 
-/// Recognizes RAM disks of Linux (brd, zram) by their names. Without sysfs, the device counts as a
-/// disk.
+/// Recognizes RAM disks of Linux (brd, zram) by their names. Without sysfs, the device is assumed
+/// to be a disk.
 fn is_ram_disk(entry: &Path) -> bool {
     let Ok(device) = fs::canonicalize(entry) else { return false };
     let name = device.file_name().unwrap_or_default().to_string_lossy();
@@ -150,9 +152,9 @@ fn is_ram_disk(entry: &Path) -> bool {
 
 /// Returns true if a devdax device belongs to an NVDIMM (Linux
 /// Documentation/driver-api/nvdimm/nvdimm.rst). Other drivers, such as dax_hmem and dax_cxl, create
-/// devdax devices of volatile memory. virtio-pmem has an nvdimm bus too, below its virtio device,
-/// and is backed by the page cache of another host. It becomes durable only by a flush request
-/// (virtio 1.3, 5.19.6), which is impossible through a mapping of devdax.
+/// devdax devices of volatile memory. virtio-pmem also has an nvdimm bus below its virtio device,
+/// but the page cache of the host backs it. Its stores become durable only after a flush request
+/// (virtio 1.3, 5.19.6), which a mapping of devdax cannot issue.
 fn is_on_nvdimm(device: &Path) -> bool {
     let has = |prefix: &[u8]| {
         device.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(prefix))
@@ -160,10 +162,10 @@ fn is_on_nvdimm(device: &Path) -> bool {
     has(b"ndbus") && !has(b"virtio")
 }
 
-/// Returns true if a regular file is on a file system in memory.
+/// Returns true if the file system of a regular file keeps its data in memory.
 fn is_in_memory(file: &File) -> io::Result<bool> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
-    // SAFETY: statfs is plain numbers, for which zero is valid.
+    // SAFETY: statfs contains only numbers, for which zero is valid.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel fills the struct, which outlives the call.
     if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
@@ -178,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// Folder of a character device in sysfs, with `attributes`.
+    /// Creates a copy of a character device's sysfs directory, with `attributes`.
     fn sysfs(
         device: &str,
         subsystem: &str,

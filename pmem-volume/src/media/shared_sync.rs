@@ -1,16 +1,16 @@
-//! Sharing of write-back errors between flushes. Linux reports a failed write-back to one caller,
-//! and every affected flush must fail.
+//! Sharing of write-back errors between concurrent flushes. Linux reports a failed write-back to
+//! only one caller, but every affected flush must fail.
 //!
-//! A page that cannot be written back is reported once per open file, to the first caller,
-//! regardless of the page's owner (Linux file_check_and_advance_wb_err(), called by every fsync(),
-//! msync() and waiting sync_file_range()). The page then counts as clean. All flushes of a pool's
-//! file share one open file. If two flushes overlap, one may get the error of the other's page, and
-//! the other then succeeds.
+//! If a page cannot be written back, the first caller on each open file receives the error, even if
+//! another caller has written the page (Linux file_check_and_advance_wb_err(), called by every
+//! fsync(), msync() and waiting sync_file_range()). The page is then marked as clean. All flushes
+//! of a pool's file share one open file. If two flushes overlap, one may receive the error for the
+//! other's page, and the other then succeeds.
 //!
-//! A successful flush therefore waits until all flushes have ended that were in progress when the
-//! kernel returned. It succeeds only if they did too, because any of them may have got its error.
-//! Flushes run in parallel, and none waits for one that began later. After the first error every
-//! flush fails, because it is unknown which page was lost.
+//! Therefore, a successful flush waits for all flushes that were still in progress when the kernel
+//! returned. It succeeds only if they succeed too, because any of them may have received its error.
+//! Flushes run in parallel, and none waits for a flush that began later. After the first error
+//! every flush fails, because it is unknown which page was lost.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use super::MediaError;
 
-/// The kernel reported no error to this flush, but one to another flush.
+/// The kernel reported no error to this flush, but reported one to a concurrent flush.
 #[derive(Debug, Error)]
 #[error("another flush of the file failed, possibly because of this write: {cause}")]
 pub(super) struct Overlooked {
@@ -41,7 +41,7 @@ struct State {
     failed: Option<String>,
 }
 
-/// Flush in progress. It also ends if its caller panics.
+/// Flush in progress. Dropping it ends the flush, even if its caller panics.
 struct Ticket<'a> {
     shared: &'a SharedSync,
     number: u64,
@@ -49,7 +49,7 @@ struct Ticket<'a> {
 
 impl SharedSync {
     /// Runs `sync`, which makes data durable, and returns when its result is certain. `overlooked`
-    /// converts an error of another flush.
+    /// converts an error that another flush received.
     pub(super) fn run(
         &self,
         sync: impl FnOnce() -> Result<(), MediaError>,
@@ -63,8 +63,8 @@ impl SharedSync {
         }
         drop(ticket);
         result?;
-        // 2. Wait for flushes that may have got this one's error. They began before the kernel
-        //    returned.
+        // 2. Wait for flushes that may have received the error of this one. They began before the
+        //    kernel returned.
         let state = self.locked();
         let latest = state.next;
         let is_awaited =
@@ -120,8 +120,8 @@ mod tests {
         MediaError::Io { operation: "msync", offset_bytes: 8, length_bytes: 8, source }
     }
 
-    /// Runs two overlapping flushes. The kernel returns `first` to the one that began first and
-    /// ended last, and `second` to the other.
+    /// Runs two overlapping flushes. `first` is the kernel's result for the one that begins first
+    /// and ends last, and `second` is the result for the other.
     fn two_overlap(
         first: Result<(), MediaError>,
         second: Result<(), MediaError>,
@@ -166,7 +166,8 @@ mod tests {
         let (ended, has_ended) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| ended.send(shared.run(|| Ok(()), other)).unwrap());
-            // Its ticket is the second one, and is dropped before it waits.
+            // The ticket of the other flush is the second one, and is dropped before that flush
+            // waits.
             while shared.locked().next < 2 || shared.locked().under_way.len() > 1 {
                 thread::yield_now();
             }

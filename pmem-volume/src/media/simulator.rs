@@ -1,12 +1,12 @@
 //! Simulated media that tracks durable data, and generates crash images.
 //!
-//! Fault model: after a crash, a word with unpersisted stores has its last durable value or any
-//! value stored since. Words are independent of each other, in any combination. Real hardware
-//! allows fewer images (stores to one cache line keep their order), so protocols that pass here are
-//! safe there.
+//! Fault model: after a crash, a word contains its last durable value or any value that was stored
+//! since. Every combination of values is possible, because words are independent of each other.
+//! Real hardware allows fewer images, because stores to the same cache line remain in order. A
+//! protocol that passes here is therefore safe on real hardware.
 //!
-//! A crash point is recorded at the start of every persist and erase. Between two of them, further
-//! stores only add to the data that may be lost.
+//! A crash point is recorded at the start of every persist and erase. Between two such points,
+//! further stores only add to the data that a crash may lose.
 
 mod pages;
 
@@ -17,10 +17,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Draws per sample, because some samples are drawn twice.
+/// Number of draws per sample. It is larger than 1 because some draws repeat earlier samples.
 const DRAWS: usize = 4;
 
-/// Sparse media: words that are not listed are zero.
+/// Simulated sparse media. Words that are not stored are zero.
 #[derive(Clone)]
 pub(crate) struct Simulator {
     len_bytes: u64,
@@ -31,14 +31,14 @@ pub(crate) struct Simulator {
 struct State {
     file_bytes: u64,
     durable: Pages,
-    /// Values that loads return: the durable words, with the last store to each since.
+    /// Values that loads return. Each is the last stored value of its word, durable or not.
     visible: Pages,
-    /// Stores since the word was last durable, oldest first.
+    /// Values stored since the word was last durable, oldest first.
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
     recording: bool,
-    /// Digest of an image whose own crashes are not recorded yet. Until then it has neither
-    /// durable words nor pending stores.
+    /// Digest of an image whose own crashes are not recorded yet. Such an image has no durable
+    /// words and no pending stores.
     untracked: Option<u128>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Digest {
     content: u128,
 }
 
-/// State that determines the possible images of a crash at this moment.
+/// State at a possible crash, from which all images are generated that the crash may leave.
 #[derive(Clone)]
 pub(crate) struct CrashPoint {
     file_bytes: u64,
@@ -57,8 +57,7 @@ pub(crate) struct CrashPoint {
     pending: Vec<(u64, Vec<u64>)>,
 }
 
-/// Small random generator, so that a seed is sufficient to reproduce a failure (xorshift64*, Vigna
-/// 2016).
+/// Small random generator (xorshift64*, Vigna 2016). Its seed is enough to reproduce a failure.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -75,7 +74,7 @@ impl Random {
 }
 
 impl Simulator {
-    /// Zeroed media.
+    /// Creates zeroed media.
     pub(crate) fn new(len_bytes: u64) -> Self {
         Self {
             len_bytes,
@@ -83,19 +82,20 @@ impl Simulator {
         }
     }
 
-    /// Length of the file, which may be longer than the media.
+    /// Returns the length of the file, which may be longer than the media.
     pub(crate) fn file_bytes(&self) -> u64 {
         self.state().file_bytes
     }
 
-    /// First part of the same file.
+    /// Returns media for the first part of the same file.
     pub(crate) fn part(&self, len_bytes: u64) -> Self {
         let media = Self { len_bytes, state: Arc::clone(&self.state) };
         assert!(len_bytes <= media.file_bytes());
         media
     }
 
-    /// The same file with a larger length, durably. A crash before the return leaves either length.
+    /// Returns media for the same file with a larger length, durably. A crash during the call
+    /// leaves the old or the new length.
     pub(crate) fn grown(&self, len_bytes: u64) -> Self {
         let mut state = self.state();
         state.take_point();
@@ -109,7 +109,7 @@ impl Simulator {
         self.state.lock().unwrap()
     }
 
-    /// Starts to record crash points. The recording of an image must start before any store to it.
+    /// Starts to record crash points. On an image, it must be called before any store.
     pub(crate) fn record(&self) {
         let mut state = self.state();
         if let Some(digest) = state.untracked.take() {
@@ -125,8 +125,7 @@ impl Simulator {
         Digest { file_bytes: state.file_bytes, content: state.visible.digest() }
     }
 
-    /// Returns the crash points since the start of the recording, and one for the current state.
-    /// Ends the recording.
+    /// Ends the recording. Returns all crash points since its start, and one for the current state.
     pub(crate) fn take_points(&self) -> Vec<CrashPoint> {
         let mut state = self.state();
         state.take_point();
@@ -134,8 +133,8 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
-    /// Current values of the words in a range that are not durable. A line that is written back now
-    /// includes them, but not later stores.
+    /// Returns the current values of words in a range that are not durable. They are the content of
+    /// a cache line that is written back now. Later stores are not part of it.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
         assert!(
@@ -146,20 +145,20 @@ impl Simulator {
         pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
     }
 
-    /// Persists words that were written back before, like [`Media::persist`].
+    /// Makes words durable that were written back before, like [`Media::persist`].
     pub(crate) fn persist_written_back(&self, words: &[(u64, u64)]) {
         let mut state = self.state();
         state.take_point();
         words.iter().for_each(|(at, word)| state.make_durable_as(*at, *word));
     }
 
-    /// All nonzero words by offset, and the length of the file.
+    /// Returns all nonzero words by offset, and the length of the file.
     pub(crate) fn content(&self) -> (Vec<(u64, u64)>, u64) {
         let state = self.state();
         (state.visible.words(0..u64::MAX).collect(), state.file_bytes)
     }
 
-    /// Number of nonzero words in a range.
+    /// Returns the number of nonzero words in a range.
     pub(crate) fn dirty_words(&self, range: Range<u64>) -> usize {
         self.state().visible.words(range).count()
     }
@@ -193,8 +192,8 @@ impl State {
         }
     }
 
-    /// Makes the last store of `word` at an offset durable. Does nothing if a later value is
-    /// already durable.
+    /// Makes the last store of the value `word` at an offset durable. Does nothing if a later value
+    /// is already durable.
     fn make_durable_as(&mut self, at: u64, word: u64) {
         let Some(values) = self.pending.get_mut(&at) else { return };
         let Some(place) = values.iter().rposition(|value| *value == word) else { return };
@@ -207,8 +206,9 @@ impl State {
 }
 
 impl CrashPoint {
-    /// Returns images that a crash may leave, at most `bound`. If there are more, these are the two
-    /// extremes, the images in which exactly one word is lost or kept, and distinct samples.
+    /// Returns at most `bound` images that a crash may leave. If more are possible, the result
+    /// contains the two extremes, the images in which exactly one word is lost or kept, and
+    /// distinct random samples.
     pub(crate) fn images(&self, bound: usize, random: &mut Random) -> Vec<Simulator> {
         let choices: Vec<usize> = self.pending.iter().map(|(_, values)| values.len() + 1).collect();
         let total = choices
@@ -240,8 +240,8 @@ impl CrashPoint {
         picks.iter().map(|pick| self.image(pick)).collect()
     }
 
-    /// State after the death of the process alone: all stores are visible, but unpersisted ones are
-    /// not durable yet.
+    /// Returns the state after only the process has died. All stores are visible, but unpersisted
+    /// ones are not durable yet.
     pub(crate) fn killed(&self) -> Simulator {
         let mut visible = self.durable.clone();
         for (at, values) in &self.pending {
@@ -254,7 +254,8 @@ impl CrashPoint {
         Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Image in which word i has its `pick[i]`-th value: 0 is the durable one, n is the n-th store.
+    /// Returns the image in which word i has its value number `pick[i]`. 0 is the durable value,
+    /// and n is the value of the n-th store.
     fn image(&self, pick: &[usize]) -> Simulator {
         let mut visible = self.durable.clone();
         for ((at, values), pick) in self.pending.iter().zip(pick) {
@@ -268,7 +269,7 @@ impl CrashPoint {
     }
 }
 
-/// Digits of a number in the mixed base of `choices`.
+/// Returns the digits of a number in a mixed-radix system with the bases `choices`.
 fn digits(mut number: usize, choices: &[usize]) -> Vec<usize> {
     choices
         .iter()
@@ -316,7 +317,7 @@ impl Media for Simulator {
         let mut state = self.state();
         for (at, word) in (offset_bytes..).step_by(8).zip(bytes.as_chunks::<8>().0) {
             let word = u64::from_le_bytes(*word);
-            // Storing an equal value has no effect that a crash could show.
+            // A store of the same value has no effect that a crash could reveal.
             if state.visible.load(at) != word {
                 state.store(at, word);
             }
@@ -349,11 +350,11 @@ impl Media for Simulator {
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         let mut state = self.state();
         for range in ranges {
-            // A zeroed word may return to its old value until it is durable.
+            // Until the zeros are durable, a crash may restore the old value of a word.
             let dirty: Vec<u64> = state.visible.words(range.clone()).map(|(at, _)| at).collect();
             dirty.into_iter().for_each(|at| state.store(at, 0));
         }
-        // During the erasure, any part of it may be done.
+        // A crash during the erasure may leave any part of it done.
         state.take_point();
         ranges.iter().for_each(|range| state.make_durable(range.clone()));
         Ok(())

@@ -1,9 +1,9 @@
-//! Watched memory: mapped memory whose pages may be lost, and which is accessed by other code than
-//! the routines of [`super::guarded`].
+//! Watched memory: mapped memory that may lose pages, and that other code accesses without the
+//! routines of [`super::guarded`].
 //!
-//! A VMM maps parts of a pool into its guest, and devices access them by code that does not know
-//! pools. The handler of SIGBUS cannot make such an access fail, so it completes the access: it
-//! notifies the watcher of the range, and then replaces the lost page by zeros. The watcher must
+//! A VMM maps parts of a pool into its guest. Code of devices accesses them like any other guest
+//! memory. The SIGBUS handler cannot make such an access fail, so it completes the access. It
+//! notifies the watcher of the range, and then replaces the lost page with zeros. The watcher must
 //! ensure that the zeros are not used as data.
 
 use std::cell::UnsafeCell;
@@ -17,18 +17,18 @@ use thiserror::Error;
 
 use super::guarded::Guard;
 
-/// Limit of watched ranges, so that a handler finds one quickly.
+/// Maximum number of watched ranges. It is small so that the handler finds a range quickly.
 const RANGES_MAX: usize = 256;
 
 const PAGE_BYTES: usize = 4096;
 
-/// Sizes of pages, smallest first.
+/// Page sizes, smallest first.
 const PAGE_SIZES: [usize; 3] = [PAGE_BYTES, 2 << 20, 1 << 30];
 
-/// Receiver of notifications of lost pages.
+/// Callback for lost pages.
 pub trait OnPageLost: Send + Sync {
-    /// Called for a lost page, in a handler of SIGBUS on the thread that has accessed the page or
-    /// receives the kernel's report. Only async-signal-safe operations are allowed
+    /// Called in the SIGBUS handler when a page is lost. The thread is the one that accessed the
+    /// page or received the kernel's report. Only async-signal-safe operations are allowed
     /// (signal-safety(7)): no locks and no allocation. After the return, the page reads as zeros.
     fn page_lost(&self);
 }
@@ -43,19 +43,19 @@ pub struct Watch {
     entry: &'static Entry,
 }
 
-/// Row of the table. Handlers read it during changes, so it has a version, which is odd during a
-/// change.
+/// Row of the table. Handlers may read a row while it changes, so it has a version number, which is
+/// odd during a change.
 struct Entry {
     version: AtomicUsize,
     start: AtomicUsize,
     /// Equal to `start` if the row is free.
     end: AtomicUsize,
     on_lost: AtomicPtr<Listener>,
-    /// Owner of the value behind `on_lost`. Accessed only with `CHANGING` held.
+    /// Owner of the value that `on_lost` points to. Accessed only with `CHANGING` held.
     listener: UnsafeCell<Option<Box<Listener>>>,
 }
 
-/// Boxed to get a thin pointer, which can be loaded at once.
+/// Boxed to obtain a thin pointer, which can be loaded atomically.
 type Listener = Arc<dyn OnPageLost>;
 
 // SAFETY: all fields except `listener` are atomic, and `listener` is accessed only with `CHANGING`
@@ -76,7 +76,7 @@ static TABLE: [Entry; RANGES_MAX] = [const {
 static CHANGING: Mutex<()> = Mutex::new(());
 
 fn changing() -> MutexGuard<'static, ()> {
-    // A change consists only of stores, which do not panic halfway.
+    // A change consists only of stores, so it cannot panic halfway.
     CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -89,11 +89,11 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Watches a range of addresses, which starts and ends at pages.
+    /// Watches a range of addresses, which must start and end at page boundaries.
     ///
     /// # Safety
-    /// The range belongs to the caller during the watch, because a lost page may be replaced at any
-    /// time. It must not be accessed any more when the watch is dropped.
+    /// During the watch, the range must belong to the caller, because a lost page may be replaced
+    /// at any time. It must no longer be accessed when the watch is dropped.
     pub unsafe fn new(
         range: Range<usize>,
         on_lost: Arc<dyn OnPageLost>,
@@ -120,7 +120,7 @@ impl Entry {
         self.start.load(Ordering::Relaxed) == self.end.load(Ordering::Relaxed)
     }
 
-    /// Changes a row. The caller holds `CHANGING`.
+    /// Changes a row. The caller must hold `CHANGING`.
     fn change(&self, range: Range<usize>, listener: Option<Box<Listener>>) {
         self.version.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -134,8 +134,8 @@ impl Entry {
         unsafe { *self.listener.get() = listener };
     }
 
-    /// Listener of an address, if it is in this range. A row that is being changed has no range
-    /// that is accessed at this moment.
+    /// Returns the listener of an address if this row's range contains it. A row that is being
+    /// changed is skipped, because its range is not in use at this moment.
     fn listener_of(&self, address: usize) -> Option<(*const Listener, Range<usize>)> {
         let version = self.version.load(Ordering::Acquire);
         let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
@@ -147,23 +147,25 @@ impl Entry {
     }
 }
 
-/// Notifies the watcher of an address that its page is lost, and replaces it by zeros. Returns
-/// false without a watcher or without memory for the zeros. Called in a handler.
+/// Notifies the watcher of an address that the page is lost, and replaces the page with zeros.
+/// Returns false if there is no watcher or no memory for the zeros. Called in a signal handler.
 pub(super) fn replace(address: usize) -> bool {
     let Some((on_lost, range)) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else {
         return false;
     };
-    // 1. Notify before the zeros are visible. SAFETY: the listener lives as long as its range is
-    //    accessed, which is now.
+    // 1. Notify before the zeros are visible.
+    // SAFETY: the listener lives as long as its range is in use, and an access to the range is in
+    // progress.
     unsafe { (*on_lost).page_lost() };
-    // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a
-    //    huge page of hugetlbfs cannot be replaced (EINVAL; Linux mm/hugetlb.c,
-    //    hugetlb_vm_op_split), and bad memory removes the whole page. After any other error no
-    //    larger piece is tried, because it would replace good memory.
+    // 2. The lost page is no longer accessible, so the zeros overwrite no data. A part of a
+    //    hugetlbfs page cannot be replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split). Bad
+    //    memory removes the whole huge page, so that page is replaced. After any other error, no
+    //    larger piece is tried, because it would include good memory.
     replace_page(address, &range, map_zeros)
 }
 
-/// Replaces the smallest page around `address` that `map_zeros` can replace within `range`.
+/// Replaces the page around `address`. Uses the smallest page size that `map_zeros` accepts, and
+/// stays within `range`.
 fn replace_page(
     address: usize,
     range: &Range<usize>,
@@ -183,14 +185,15 @@ fn replace_page(
     false
 }
 
-/// Maps zeros over a range of addresses. The error is the errno of the system call.
+/// Maps zeros over a range of addresses. The error is the errno value of the system call.
 fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
     let (protection, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
     );
-    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has passed.
-    // mmap is a system call, which is allowed in a handler. `errno` of this thread is restored.
+    // SAFETY: the range consists of whole pages within a range that the caller of `Watch::new`
+    // passed. mmap is a system call, which is allowed in a handler. The thread's `errno` is
+    // restored.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;
@@ -208,7 +211,7 @@ mod tests {
 
     use super::*;
 
-    /// Serializes tests, because one of them needs the whole table of the process.
+    /// Serializes tests, because one of them fills the table of the whole process.
     static TURN: Mutex<()> = Mutex::new(());
 
     fn turn() -> MutexGuard<'static, ()> {
@@ -224,10 +227,10 @@ mod tests {
         }
     }
 
-    /// Counts notifications, and those that came after the zeros were visible.
+    /// Counts notifications, and those that arrived after the zeros were visible.
     struct Order {
         address: usize,
-        /// File to which the kernel copies the byte if it is readable.
+        /// Destination for a copy of the byte. The kernel copies it only if it is readable.
         sink: File,
         told: AtomicUsize,
         too_late: AtomicUsize,
@@ -236,13 +239,13 @@ mod tests {
     impl OnPageLost for Order {
         fn page_lost(&self) {
             self.told.fetch_add(1, Ordering::Relaxed);
-            // SAFETY: a system call that fails if it cannot read the byte.
+            // SAFETY: a system call that fails if the byte is not readable.
             let copied = unsafe { libc::write(self.sink.as_raw_fd(), self.address as *const _, 1) };
             self.too_late.fetch_add(usize::from(copied == 1), Ordering::Relaxed);
         }
     }
 
-    /// Pages of a file on tmpfs.
+    /// Mapping of a file on tmpfs.
     struct Pages {
         file: File,
         start: usize,
@@ -280,8 +283,8 @@ mod tests {
         }
     }
 
-    /// Replaces a page of memory with pages of `page_bytes`. Returns the calls, and true if the
-    /// page is replaced.
+    /// Simulates the replacement of a lost page in memory with pages of `page_bytes`. Returns the
+    /// calls, and true if the page was replaced.
     fn replaced_pages(
         address: usize,
         range: Range<usize>,
@@ -305,7 +308,7 @@ mod tests {
         let replace = |range, page_bytes| replaced_pages(at, range, page_bytes, libc::EINVAL);
         assert_eq!(replace(range.clone(), small), (tries[..1].to_vec(), true));
         assert_eq!(replace(range.clone(), huge), (tries[..2].to_vec(), true));
-        // The range has only a part of the page.
+        // The range contains only a part of the page.
         assert_eq!(replace(range.clone(), giant), (tries[..2].to_vec(), false));
         assert_eq!(replace(start..at + small, huge), (tries[..1].to_vec(), false));
         assert_eq!(
@@ -316,7 +319,7 @@ mod tests {
         assert_eq!(replaced_pages(at, range, huge, libc::ENOMEM), (tries[..1].to_vec(), false));
     }
 
-    /// Maps huge pages. Returns `None` if the host has no free ones.
+    /// Maps huge pages. Returns `None` if the host has no free huge pages.
     fn huge_pages(count: usize) -> Option<usize> {
         let (protection, size) = (libc::PROT_READ | libc::PROT_WRITE, count * (2 << 20));
         let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
@@ -334,10 +337,10 @@ mod tests {
         const HUGE: usize = 2 << 20;
         let _turn = turn();
         let Some(start) = huge_pages(3) else { return };
-        // SAFETY: inside the mapping of this test.
+        // SAFETY: the bytes are inside the mapping of this test.
         unsafe { ptr::write_bytes(start as *mut u8, 0x5a, 3 * HUGE) };
         let count = Arc::new(Count::default());
-        // SAFETY: only this test accesses the range, and not after the end of the watch.
+        // SAFETY: only this test accesses the range, and it stops before the watch ends.
         let watch =
             unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
         assert!(replace(start + HUGE + 5 * PAGE_BYTES + 8));
@@ -360,7 +363,7 @@ mod tests {
         let Some(start) = huge_pages(2) else { return };
         let count = Arc::new(Count::default());
         // The range is half of a huge page, and the kernel replaces only whole pages of hugetlbfs.
-        // SAFETY: only this test accesses the range, and not after the end of the watch.
+        // SAFETY: only this test accesses the range, and it stops before the watch ends.
         let watch =
             unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
         assert!(!replace(start + PAGE_BYTES));
@@ -409,7 +412,7 @@ mod tests {
             told: AtomicUsize::new(0),
             too_late: AtomicUsize::new(0),
         });
-        // SAFETY: the pages outlive the watch, and belong to this test.
+        // SAFETY: the pages outlive the watch and belong to this test.
         let _watch =
             unsafe { Watch::new(pages.start..pages.start + pages.len, Arc::clone(&order) as _) };
         pages.file.set_len(0).unwrap();
@@ -447,7 +450,7 @@ mod tests {
             [pages.start - 1, pages.start, end - 1, end].map(find),
             [false, true, true, false]
         );
-        // Row during a change.
+        // Simulates a change in progress.
         watch.entry.version.fetch_add(1, Ordering::Relaxed);
         assert!(!find(pages.start));
         watch.entry.version.fetch_sub(1, Ordering::Relaxed);

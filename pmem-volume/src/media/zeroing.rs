@@ -1,4 +1,4 @@
-//! Making ranges of a file read as zeros.
+//! Erasure of ranges of a file, so that they read as zeros.
 
 use std::fs::File;
 use std::io;
@@ -17,12 +17,12 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
-/// Checks if the file system makes holes. Some file systems are in memory and do not (ramfs), and
-/// some depend on a server (NFS, FUSE). The test is a hole behind the end of the file, which
-/// changes nothing. `file` is open for writing.
+/// Checks that the file system supports holes. ramfs does not, and NFS and FUSE depend on their
+/// server. The check punches a hole behind the end of the file, which changes nothing. `file` must
+/// be open for writing.
 pub(super) fn makes_holes(file: &File) -> bool {
     let hole = |at| page_cache::fallocate(file, PUNCH_HOLE, &(at..at + PIECE_BYTES));
-    // Other errors here do not concern holes.
+    // Other errors here are unrelated to holes.
     file.metadata()
         .and_then(|metadata| hole(metadata.len().next_multiple_of(PIECE_BYTES)))
         .map_or_else(|error| !is_unsupported(&error), |()| true)
@@ -30,14 +30,15 @@ pub(super) fn makes_holes(file: &File) -> bool {
 
 const PUNCH_HOLE: libc::c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Frees the blocks or pages, or writes zeros if the file system makes no holes.
+/// Frees the blocks or pages, or writes zeros if the file system does not support holes.
 pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
     or_written(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
 }
 
-/// Zeroes in place: as unwritten extents if the file system has them, by the device if it can, and
-/// otherwise with zeros. The page cache and all mappings follow: the kernel drops the pages of a
-/// device first (Linux block/fops.c, blkdev_fallocate).
+/// Zeroes a range in place. Uses unwritten extents if the file system has them, or a command of the
+/// device if it has one, and otherwise writes zeros. The page cache and all mappings remain
+/// coherent, because the kernel first drops the cached pages of a device (Linux block/fops.c,
+/// blkdev_fallocate).
 pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
     let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
@@ -66,14 +67,15 @@ pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     })
 }
 
-/// Zeroes a piece on a full file system. XFS zeroes a range by a hole, and then allocates blocks
-/// for the hole. It may have no blocks then, because other files took them or its own records need
-/// them (xfs_file_fallocate). It does not report which part it has done.
+/// Zeroes a piece on a full file system. XFS zeroes a range by punching a hole and then allocating
+/// blocks for it. It may find no blocks, because other files have taken them or its own records
+/// need them (xfs_file_fallocate). It does not report which part was zeroed.
 ///
-/// Zeros are therefore written, which allocates blocks for holes if there are any by now, and needs
-/// none elsewhere. A piece that still gets no blocks is a hole, which reads as zeros. The content
-/// is checked, because erasing promises zeros. Blocks are not promised: a store of a guest to the
-/// hole on the full file system raises SIGBUS, as in a thin pool, and the next erasure tries again.
+/// Therefore, zeros are written. This allocates blocks for holes if any are free by now, and needs
+/// no blocks elsewhere. A piece that still gets no blocks is a hole, which reads as zeros. The
+/// content is verified, because erasing guarantees zeros. It does not guarantee blocks. On the full
+/// file system, a guest's store to the hole raises SIGBUS, as in a thin pool. The next erasure
+/// tries again.
 fn zero_on_full(
     piece: Range<u64>,
     read: impl FnOnce(u64, &mut [u8]) -> io::Result<()>,
@@ -114,7 +116,7 @@ mod tests {
     use crate::progress::unheard;
 
     /// A ramfs, if the process may mount one. It is mounted by system calls, because a child
-    /// process would briefly hold locks of other tests.
+    /// process would briefly hold the file locks of other tests.
     struct Ramfs(tempfile::TempDir);
 
     impl Ramfs {

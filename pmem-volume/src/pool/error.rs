@@ -1,4 +1,4 @@
-//! Errors of pool operations. Messages include the remedy.
+//! Errors of pool operations. Messages include a remedy.
 
 use std::io;
 use std::path::PathBuf;
@@ -16,8 +16,8 @@ use foreshore_types::size::Size;
 
 /// Error of a pool operation.
 ///
-/// Only [`PoolError::Media`], and [`PoolError::Latched`] after a failure elsewhere, may leave a
-/// partial change. Other errors leave the pool unchanged.
+/// [`PoolError::Media`] may leave a partial change. So may [`PoolError::Latched`] if another
+/// operation failed during the change. Other errors leave the pool unchanged.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum PoolError {
@@ -141,8 +141,8 @@ pub enum PoolError {
         Size(*free_bytes).rounded()
     )]
     FileSystemFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
-    /// The pool cannot be opened for writing, because its file lacks blocks and the allocation of
-    /// new ones has failed.
+    /// The pool cannot be opened for writing, because its file lacks blocks and they could not be
+    /// allocated.
     #[error(
         "pool {path}: the file lacks {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a store there would kill the process; the file system has {} free: free more space there, or copy the pool to a file system with more space",
         Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
@@ -167,7 +167,7 @@ pub enum PoolError {
         reserved_text(*reserved_bytes)
     )]
     PoolFull {
-        /// Requested bytes; 0 means all free bytes.
+        /// Requested size in bytes. 0 means all free bytes.
         requested_bytes: u64,
         free_bytes: u64,
         /// Free bytes that are reserved for volumes (STRG) and not lent as memory.
@@ -204,7 +204,7 @@ pub enum PoolError {
     NotLent { extent: Extent },
     #[error("pool {path} is open for reading only, so it cannot be changed")]
     ReadOnly { path: PathBuf },
-    /// An earlier store or persist failed, so it is unknown which writes are durable.
+    /// An earlier store or persist failed, so the durability of writes is unknown.
     #[error("pool {path} is read-only because a write failed ({cause}); open it again to continue")]
     Latched { path: PathBuf, cause: String },
     #[error("the pool's media failed; the pool is read-only until it is opened again")]
@@ -216,7 +216,7 @@ pub enum PoolError {
     /// The volume's BTT cannot grow to the requested size.
     #[error(transparent)]
     BttGrowth(btt::ExtendError),
-    /// A BTT cannot have the volume's size or the requested sector size.
+    /// A BTT cannot be created with the volume's size or the requested sector size.
     #[error(transparent)]
     Btt(#[from] btt::GeometryError),
 }
@@ -267,7 +267,7 @@ fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
     }
 }
 
-/// Number of names that an error lists.
+/// Maximum number of names in an error message.
 const FEW: usize = 8;
 
 fn few(names: &[String]) -> String {

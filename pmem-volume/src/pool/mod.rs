@@ -1,17 +1,19 @@
-//! Pool: a file or device of persistent memory, divided into chunks that memory and volumes share.
+//! Pool of persistent memory: a file or device that is divided into chunks. Guest memory and
+//! volumes share these chunks.
 //!
 //! All state is on the media (`docs/reference/format.md`). The state in memory is derived from it
-//! at open: the free chunks by order, and the chunks of each volume by index. Every change follows
-//! one rule: its preparations are durable before the one word or record that commits it.
+//! at open: the free chunks by order, and the chunks of each volume by index. Every change ends
+//! with a single word or record that commits it. All preparations are made durable before that
+//! store.
 //!
-//! - A free chunk reads as zeros. Chunks are erased before they become free, so their next owner, a
-//!   guest or a volume, cannot read data of the previous one. The background thread erases them
-//!   ([`Scrubber`]), or an allocation that needs them.
-//! - A chunk is marked as lent before it is handed out. A crash therefore leaves no chunk that
-//!   contains memory and looks clean.
-//! - A chunk belongs to a volume if its owner word has the volume's slot and the volume's record
-//!   covers its index. Creation of a volume therefore marks the chunks first and writes the record
-//!   last. Deletion does the reverse.
+//! - A free chunk reads as zeros. Chunks are erased before they become free, so the next guest or
+//!   volume cannot read data of the previous owner. They are erased by the background thread
+//!   ([`Scrubber`]), or by an allocation that needs them.
+//! - A chunk is marked as lent before it is handed out. A crash therefore cannot leave a chunk that
+//!   is marked as free but contains guest memory.
+//! - A chunk belongs to a volume if its owner word contains the volume's slot and the volume's
+//!   record covers its index. Therefore, creating a volume marks the chunks first and writes the
+//!   record last. Deletion uses the reverse order.
 
 mod alloc;
 mod create;
@@ -71,45 +73,46 @@ use scan::VolumeEntry;
 
 /// Smallest pool: two chunks of metadata and two usable ones.
 pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
-/// Largest pool, 64 TiB, because the whole pool is mapped at once. The format allows more chunks.
+/// Largest size of a pool (64 TiB). The whole pool is mapped contiguously, and the address space
+/// limits this mapping. The format allows more chunks.
 pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
 const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
 
-/// Purpose for which a pool is opened.
+/// Mode in which a pool is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
-    /// Read and write. Excludes all other writers and readers.
+    /// Opens the pool for reading and writing. Excludes all other writers and readers.
     ReadWrite,
-    /// Read only, and change nothing on the media. Excludes writers.
+    /// Opens the pool for reading, and changes nothing on the media. Excludes writers.
     ReadOnly,
-    /// Read only, without a lock, while another process may change the pool. Suitable for an
-    /// approximate overview, such as bytes by state, but not for the content of volumes.
+    /// Opens the pool for reading without a lock, while another process may change it. Suitable for
+    /// an approximate overview, such as bytes by state, but not for the content of volumes.
     Peek,
 }
 
 /// Open pool. All methods may be called from any thread.
 ///
-/// `M` is its media: a file, except in tests and benchmarks.
+/// `M` is the media of the pool. It is a file, except in tests and benchmarks.
 pub struct Pool<M: Media = FileMedia> {
     path: PathBuf,
     mode: OpenMode,
     media: M,
     superblock: Superblock,
     table: ChunkTable,
-    /// Words of a committed transaction, in a pool that is open for reading. A writer has stored
-    /// them.
+    /// Words of a committed transaction that a crash interrupted. Reads of a pool that is open for
+    /// reading use these words instead of the media's. A writer stores them when it opens the pool.
     redo: BTreeMap<u64, u64>,
-    /// First failure of the media. Once set, the pool is read-only.
+    /// First media failure. Once it is set, the pool is read-only.
     latched: OnceLock<String>,
     state: Mutex<State>,
-    /// Levels when the state was last unlocked. Readers of levels do not wait for a change that
-    /// waits for the media.
+    /// Copy of the levels from the last unlock of the state. Readers of this copy need not wait
+    /// while a change waits for the media.
     levels: Mutex<Levels>,
     /// Signals that chunks have become clean, or that erasing has failed.
     scrubbed: Condvar,
-    /// Chunks erased since the pool was opened.
+    /// Number of chunks erased since the pool was opened.
     scrubbed_chunks: AtomicU64,
-    /// Chunks erased on demand that the scrubber has not counted yet.
+    /// Number of chunks that were erased on demand and that the scrubber has not counted yet.
     awaited_chunks: AtomicU64,
     /// Wakes the scrubber, if there is one.
     scrub_wake: Arc<ScrubWake>,
@@ -122,13 +125,13 @@ struct State {
     /// Volumes that are open in this process.
     open_volumes: Vec<Slot>,
     counts: Counts,
-    /// Chunks that wait to be erased. A pool that is open for reading does not erase them.
+    /// Chunks to erase. A pool that is open for reading erases none.
     scrub: ScrubQueue,
-    /// Findings at open, for reports. A pool that is open for writing has corrected them.
+    /// Findings at open, for reports. A pool that is open for writing has already corrected them.
     findings: Vec<Finding>,
 }
 
-/// Lock guard of the state. Unlocking publishes the levels.
+/// Lock guard of the state. It publishes the levels when it unlocks.
 struct StateGuard<'a> {
     /// `None` only during [`Self::wait`].
     state: Option<MutexGuard<'a, State>>,
@@ -166,23 +169,23 @@ impl DerefMut for StateGuard<'_> {
 }
 
 impl Drop for StateGuard<'_> {
-    /// Publishes before the state is unlocked, so that the levels are those of the last change.
+    /// Publishes the levels before it unlocks the state, so that they reflect the last change.
     fn drop(&mut self) {
         self.publish();
     }
 }
 
-/// Numbers that are available without a look at single chunks.
+/// Totals that are available without examining single chunks.
 #[derive(Clone, Copy, Debug)]
 struct Levels {
     counts: Counts,
     free: u32,
-    /// Chunks that are being erased, or wait for it, and are free after that.
+    /// Chunks that will be free after they are erased.
     pending: u32,
     volumes: u32,
 }
 
-/// Chunks by state, except the free ones, which the buddy allocator counts.
+/// Number of chunks in each state. The buddy allocator counts the free ones.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     metadata: u32,
@@ -190,41 +193,41 @@ struct Counts {
     volume: u32,
     scrubbing: u32,
     retired: u32,
-    /// Chunks with an unknown owner. Only a pool that is open for reading can have them.
+    /// Chunks with an unknown owner. They occur only in a pool that is open for reading.
     damaged: u32,
 }
 
-/// Bytes of a pool by state, and its properties. The states add up to the total.
+/// Properties of a pool and its bytes by state. The states add up to the total.
 #[derive(Clone, Debug, Serialize)]
 pub struct PoolInfo {
     /// Identity of the pool.
     pub uuid: Uuid,
-    /// Version of its format.
+    /// Version of the pool's format.
     pub format_version: u32,
-    /// Events that a completed flush survives.
+    /// Events after which flushed data is still present.
     pub durability: Durability,
-    /// Free chunks are holes. Other files and programs may use their blocks or pages.
+    /// If true, free chunks are holes, whose blocks or pages other files and programs may use.
     pub thin: bool,
     /// Size of the pool.
     pub total_bytes: u64,
-    /// Reserved for volumes, never lent as memory.
+    /// Bytes reserved for volumes, which are never lent as memory.
     pub strg_bytes: u64,
-    /// Metadata of the pool.
+    /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
-    /// Owned by volumes.
+    /// Bytes owned by volumes.
     pub volume_bytes: u64,
-    /// Lent as memory.
+    /// Bytes lent as memory.
     pub memory_bytes: u64,
-    /// Waiting to be erased.
+    /// Bytes waiting to be erased.
     pub scrubbing_bytes: u64,
-    /// With an unknown owner because of damage. They are neither used nor erased.
+    /// Bytes whose owner is unknown because of damage. They are neither used nor erased.
     pub damaged_bytes: u64,
-    /// Permanently unused because of bad media.
+    /// Bytes that are permanently unused because of bad media.
     pub retired_bytes: u64,
-    /// Free.
+    /// Free bytes.
     pub free_bytes: u64,
-    /// Available to be lent as memory: free bytes and those that wait to be erased, without the
-    /// part that is reserved for volumes (STRG).
+    /// Bytes that can be lent as memory. They include bytes that must be erased first, but not the
+    /// bytes that are reserved for volumes (STRG).
     pub lendable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
@@ -254,7 +257,7 @@ impl PoolInfo {
     }
 }
 
-/// Contiguity of a pool's free bytes.
+/// Contiguity of the free space in a pool.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct FreeSpace {
     /// Largest free power-of-two extent, up to 2 GiB.
@@ -264,19 +267,20 @@ pub struct FreeSpace {
 }
 
 impl Pool {
-    /// File of the pool, for mappings of its extents (MAP_SHARED, at [`Extent::offset_bytes`]).
+    /// Returns the file of the pool. Map its extents with MAP_SHARED at [`Extent::offset_bytes`].
     pub fn file(&self) -> &File {
         self.media.file()
     }
 
-    /// Process that has the pool open for writing, this one included, or one of its readers.
+    /// Returns the process that has the pool open for writing, or else one of its readers. It may
+    /// be this process.
     pub fn holder(&self) -> Option<Holder> {
         lock::holder(self.file())
     }
 }
 
 impl<M: Media> Pool<M> {
-    /// Path with which the pool was opened.
+    /// Path that was used to open the pool.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -286,18 +290,18 @@ impl<M: Media> Pool<M> {
         self.superblock.uuid
     }
 
-    /// Events that a completed flush survives.
+    /// Events after which flushed data is still present.
     pub fn durability(&self) -> Durability {
         self.media().durability()
     }
 
-    /// Returns true if free chunks are holes, as always on tmpfs.
+    /// Returns true if free chunks are holes. On tmpfs they always are.
     fn is_thin(&self) -> bool {
         self.superblock.is_thin || self.makes_holes()
     }
 
-    /// Returns true if erasing makes holes. Some file systems cannot, even for a pool that was
-    /// created as thin.
+    /// Returns true if erasing creates holes. Some file systems do not support holes, even if the
+    /// pool was created as thin.
     fn makes_holes(&self) -> bool {
         self.media.as_file().map_or(self.superblock.is_thin, FileMedia::makes_holes)
     }
@@ -307,7 +311,8 @@ impl<M: Media> Pool<M> {
         self.check_writable().is_ok()
     }
 
-    /// Bytes by state. Never waits for the media, so a change in progress is not visible yet.
+    /// Returns the bytes by state. Never waits for the media, so the result does not include a
+    /// change in progress.
     pub fn info(&self) -> PoolInfo {
         let levels = *locked(&self.levels);
         let Levels { counts, free, volumes, .. } = levels;
@@ -331,8 +336,8 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free.
-    /// Never waits for the media.
+    /// Returns the bytes that may still be lent as memory. After a failed write, it is 0 even if
+    /// some are free. Never waits for the media.
     pub fn offered_bytes(&self) -> u64 {
         match self.latched.get() {
             Some(_) => 0,
@@ -344,7 +349,7 @@ impl<M: Media> Pool<M> {
         bytes(levels.free + levels.pending - self.reserved_chunks(levels))
     }
 
-    /// Contiguity of the free bytes. Waits for changes in progress.
+    /// Returns the contiguity of the free space. Waits for changes in progress.
     pub fn free_space(&self) -> FreeSpace {
         let state = self.lock_state();
         FreeSpace {
@@ -356,14 +361,14 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Findings on the media at open. A pool that is open for writing has corrected them if
-    /// possible.
+    /// Findings of the check when the pool was opened. In a pool that is open for writing, they
+    /// have been corrected if possible.
     pub fn findings_at_open(&self) -> Vec<Finding> {
         self.lock_state().findings.clone()
     }
 
-    /// Chunks that are free, or will be after erasing, and that STRG reserves for volumes: its size
-    /// minus the chunks that volumes already have.
+    /// Number of chunks to set aside for volumes: the STRG size minus the chunks that volumes
+    /// already own. Chunks that must be erased first are included.
     fn reserved_chunks(&self, levels: Levels) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
         strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
@@ -374,7 +379,7 @@ impl<M: Media> Pool<M> {
         &self.media
     }
 
-    /// Media as it will be after a committed transaction is redone.
+    /// Returns the media as it will be after a committed transaction has been redone.
     fn view(&self) -> Redone<'_> {
         Redone::with(self.media(), &self.redo)
     }
@@ -383,8 +388,8 @@ impl<M: Media> Pool<M> {
         StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
     }
 
-    /// Locks the state for a change. The pool is checked with the lock held, because a change that
-    /// held it may have failed.
+    /// Locks the state for a change. Checks for errors while it holds the lock, because the
+    /// previous holder's change may have failed.
     fn lock_for_change(&self) -> Result<StateGuard<'_>, PoolError> {
         let state = self.lock_state();
         self.check_writable()?;
@@ -407,22 +412,22 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Latches the pool read-only at the first failure of the media, because from then on it is
-    /// unknown which writes are durable. Returns an error if another change has failed meanwhile,
-    /// so that all changes in progress end before their next step.
+    /// Latches the pool read-only at the first media failure, because the durability of writes is
+    /// unknown from then on. Also returns an error if another change has failed in the meantime, so
+    /// that every change in progress stops before its next step.
     fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         let value = self.latch_failure(result)?;
         self.check_not_latched()?;
         Ok(value)
     }
 
-    /// Like [`Self::latch`] for readers, which a latched pool allows.
+    /// Like [`Self::latch`], but for reads, which are allowed in a latched pool.
     fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         self.noted(result).map_err(PoolError::Media)
     }
 
     /// Like [`Self::latch_failure`], but keeps the type of the error.
-    // Always inlined, because a result is as large as its error and would be returned in memory.
+    // Always inlined. The result is as large as its error, so a call would return it in memory.
     #[inline(always)]
     fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
         if let Err(error) = &result {
@@ -433,7 +438,7 @@ impl<M: Media> Pool<M> {
 
     #[cold]
     fn note(&self, error: &MediaError) {
-        // Only the first cause is kept.
+        // Only the first failure is recorded.
         let _ = self.latched.set(foreshore_types::chain(error));
     }
 

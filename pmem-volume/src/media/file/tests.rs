@@ -1,4 +1,4 @@
-//! Media in files of tmpfs and of a disk.
+//! Tests of media in files on tmpfs and on a disk.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
     media.erase(std::slice::from_ref(&range))
 }
 
-/// On tmpfs, and in the current folder, which is probably on a disk.
+/// Returns a folder on tmpfs, and the current folder, which is probably on a disk.
 fn folders() -> Vec<std::path::PathBuf> {
     vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
 }
@@ -65,7 +65,7 @@ fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
     assert!(matches!(refused, Err(MediaError::ReadOnly)));
 }
 
-/// Stores whose persist has begun. The next step is its end.
+/// Makes stores and begins their persist. The caller ends the persist.
 type Begin = fn(&FileMedia, &mut Pending);
 
 const BEGINNINGS: [(&str, Begin); 4] = [
@@ -100,8 +100,8 @@ fn begun_persists_on_dax_are_durable_after_the_end() {
     assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
 }
 
-/// A process that dies leaves what is in the caches; what went past them is to be there before
-/// what comes later is.
+/// If a process dies, its cached stores remain. Non-temporal stores must therefore be ordered
+/// before later stores.
 #[test]
 fn end_of_a_persist_on_volatile_media_orders_non_temporal_stores() {
     let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);

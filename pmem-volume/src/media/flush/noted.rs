@@ -1,15 +1,15 @@
-//! Record of a thread's operations on mapped media, in order. Otherwise, only a loss of power would
-//! show if a store has left the caches.
+//! Record of a thread's operations on mapped media, in order. Without this record, only a power
+//! loss would reveal that a store has not left the caches.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Operation. Addresses are those of the mapping.
+/// Operation on mapped media. Addresses are those of the mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Noted {
-    /// Store to the caches.
+    /// Store into the caches.
     Stored(Range<usize>),
-    /// Store that bypasses the caches.
+    /// Non-temporal store, which bypasses the caches.
     Streamed(Range<usize>),
     /// Lines that were written back.
     WrittenBack(Range<usize>),
@@ -31,8 +31,8 @@ pub(crate) fn noted_in(work: impl FnOnce()) -> Vec<Noted> {
     NOTED.take()
 }
 
-/// Stores to persistent memory that are not durable at the end. A store to the caches needs a later
-/// write-back that covers it, and every store needs a fence after that.
+/// Returns the stores to persistent memory that are not durable at the end. A store into the caches
+/// needs a later write-back of its range. Every store then needs a fence.
 pub(crate) fn not_durable(noted: &[Noted]) -> Vec<Range<usize>> {
     let (mut in_caches, mut on_their_way) = (Vec::<Range<usize>>::new(), Vec::new());
     for noted in noted {

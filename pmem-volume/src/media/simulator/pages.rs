@@ -1,4 +1,5 @@
-//! Sparse words in pages that copies share, because a crash image differs in a few words.
+//! Sparse words in pages that copies share. Sharing saves memory, because crash images differ in
+//! only a few words.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -8,8 +9,8 @@ use std::sync::Arc;
 const PAGE_WORDS: usize = 512;
 const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
 
-/// Pages that are not listed are zero. A clone shares its pages until one of the two stores to
-/// them.
+/// Sparse words. Missing pages are zero. A clone shares each page until one of the two stores to
+/// it.
 #[derive(Clone, Default)]
 pub(super) struct Pages {
     pages: BTreeMap<u64, Arc<[u64; PAGE_WORDS]>>,
@@ -51,7 +52,8 @@ impl Pages {
         }
     }
 
-    /// Nonzero words of a range, by offset. The range starts and ends at words.
+    /// Returns the nonzero words in a range, by offset. The range must start and end at word
+    /// boundaries.
     pub(super) fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let numbers = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES);
         let in_page = |(number, page): (&u64, &Arc<[u64; PAGE_WORDS]>)| {
@@ -64,7 +66,7 @@ impl Pages {
             .filter(move |(at, word)| *word != 0 && range.contains(at))
     }
 
-    /// Zeroes everything from `offset_bytes` on.
+    /// Zeroes everything at and after `offset_bytes`.
     pub(super) fn cut(&mut self, offset_bytes: u64) {
         let behind: Vec<u64> = self.words(offset_bytes..u64::MAX).map(|(at, _)| at).collect();
         behind.into_iter().for_each(|at| self.store(at, 0));
@@ -72,7 +74,8 @@ impl Pages {
     }
 }
 
-/// Contribution of a word to the digest, which is the XOR of all contributions. Zero adds nothing.
+/// Returns the contribution of a word to the digest. The digest is the XOR of all contributions,
+/// and a zero word contributes 0.
 fn digest_of(at: u64, word: u64) -> u128 {
     if word == 0 {
         return 0;

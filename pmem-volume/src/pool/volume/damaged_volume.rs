@@ -1,4 +1,4 @@
-//! Read access to the remaining chunks of a volume that lacks some, for copying them elsewhere.
+//! Read access to an incomplete volume, so that its remaining data can be copied elsewhere.
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::media::{Durability, FileMedia, Media, MediaError};
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// Remaining chunks of a volume in a pool that is open for reading. Reads of missing chunks fail.
+/// Volume with missing chunks, in a pool that is open for reading. Reads of missing chunks fail.
 pub struct DamagedVolume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     info: VolumeInfo,
@@ -17,9 +17,8 @@ pub struct DamagedVolume<M: Media = FileMedia> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Opens the remaining chunks of a volume in a pool that is open for reading. A whole volume
-    /// opens as well. A part of an unfinished split does not, because it still has the data of the
-    /// split volume.
+    /// Opens a volume that may lack chunks, in a pool that is open for reading. A part of an
+    /// unfinished split is refused, because it still contains the data of the split volume.
     pub fn open_damaged_volume(
         self: &Arc<Self>,
         name: &str,
@@ -88,7 +87,7 @@ impl<M: Media> Media for DamagedVolume<M> {
         Ok(())
     }
 
-    /// A missing chunk counts as data: reading it reports that it is missing.
+    /// Treats a missing chunk as data, so that a read of it reports the error.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         let (mut at, view) = (range.start, self.pool.view());
         while at < range.end {

@@ -1,4 +1,4 @@
-//! Volumes: persistent, with a name, and made of chunks.
+//! Volumes: named and persistent ranges of storage, made of chunks.
 
 pub(super) mod damaged_volume;
 pub(super) mod resize;
@@ -30,45 +30,45 @@ use crate::progress::OnProgress;
 pub enum VolumeSize {
     /// A multiple of 2 MiB.
     Bytes(u64),
-    /// All bytes that are free, or will be after erasing.
+    /// All bytes that are free or waiting to be erased.
     Remaining,
 }
 
 /// Properties of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct VolumeInfo {
-    /// Name.
+    /// Name of the volume.
     pub name: String,
-    /// Identity.
+    /// UUID of the volume.
     pub uuid: Uuid,
-    /// Format.
+    /// Format of the volume.
     pub format: VolumeFormat,
-    /// Size, including the BTT's own data.
+    /// Size of the volume, including the metadata of a BTT.
     pub size_bytes: u64,
-    /// Bytes of the pool that the volume has. They are less than the size only for a thin or
-    /// damaged volume.
+    /// Bytes of the pool that the volume occupies. The number is less than the size only if the
+    /// volume is thin or damaged.
     pub allocated_bytes: u64,
-    /// Number of contiguous pieces.
+    /// Number of contiguous pieces in the pool.
     pub extents: u32,
 }
 
-/// Piece of a volume that is contiguous in the pool's file, with any number of chunks.
+/// Piece of a volume that is contiguous in the pool's file. It may have any number of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VolumeExtent {
-    /// Index of the piece's first chunk in the volume.
+    /// Index of the piece's first chunk, counted from the start of the volume.
     pub index: u32,
-    /// Chunks in the pool.
+    /// Chunks of the piece, by their position in the pool.
     pub run: Run,
 }
 
 impl VolumeExtent {
-    /// Offset in the volume.
+    /// Returns the offset of the piece in the volume.
     #[inline]
     pub fn volume_offset_bytes(self) -> u64 {
         u64::from(self.index) * CHUNK_BYTES
     }
 
-    /// Offset in the pool's file.
+    /// Returns the offset of the piece in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.run.offset_bytes()
@@ -81,15 +81,15 @@ impl VolumeExtent {
     }
 }
 
-/// Verified plan of a new volume.
+/// Validated plan for a new volume.
 struct NewVolume {
     slot: Slot,
     chunks: u32,
     layout: Option<btt::Layout>,
 }
 
-/// Open volume. In a pool that is open for writing, it cannot be opened again, changed or deleted
-/// meanwhile.
+/// Open volume. In a pool that is open for writing, it cannot be opened a second time, changed or
+/// deleted.
 pub struct Volume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     slot: Slot,
@@ -107,10 +107,10 @@ impl<M: Media> Pool<M> {
 
     /// Creates and formats a volume.
     ///
-    /// 1. Owner words of its chunks; persist. Until the record is written, the chunks are
-    ///    leftovers.
-    /// 2. BTT metadata; persist.
-    /// 3. Volume record. The volume exists from here on.
+    /// 1. Store the owner words of its chunks and persist them. Until the record is written, a
+    ///    crash leaves these chunks as leftovers.
+    /// 2. Write the BTT metadata and persist it.
+    /// 3. Write the volume record. From here on, the volume exists.
     pub fn create_volume(
         &self,
         name: &str,
@@ -120,7 +120,7 @@ impl<M: Media> Pool<M> {
         let name: VolumeName = name.parse()?;
         let uuid = Uuid::new_v4();
         let mut state = self.lock_for_change()?;
-        // Plan again after each unlock, because the state may have changed.
+        // Plan again after each unlock, because the state may have changed in the meantime.
         let NewVolume { slot, chunks, layout } = loop {
             let new = self.plan_volume(&state, &name, size, format, uuid)?;
             match state.missing_clean(new.chunks) {
@@ -130,8 +130,8 @@ impl<M: Media> Pool<M> {
         };
         self.check_format_room(chunks)?;
         let taken = state.buddy.allocate_lasting(chunks).expect("checked to be free");
-        // Count them as chunks to erase until the volume exists. They are erased if its creation
-        // fails.
+        // Count the chunks as waiting to be erased until the volume exists. If the creation fails,
+        // they are erased.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
         if let Some(layout) = layout {
@@ -162,8 +162,8 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// Erases and frees waiting chunks until `size` bytes are clean, for a volume that will be
-    /// created or grown. Does nothing if all waiting chunks would not suffice.
+    /// Erases and frees waiting chunks until `size` bytes are clean. Call it before creating or
+    /// growing a volume. Does nothing if erasing all waiting chunks would not free enough space.
     pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
         let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
         let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
@@ -174,7 +174,7 @@ impl<M: Media> Pool<M> {
         self.scrub_until(lacking, progress)
     }
 
-    /// Checks that a volume can be created as soon as enough chunks are clean.
+    /// Checks that a volume can be created once enough chunks are clean.
     fn plan_volume(
         &self,
         state: &State,
@@ -210,11 +210,12 @@ impl<M: Media> Pool<M> {
         Ok(NewVolume { slot, chunks, layout })
     }
 
-    /// Deletes a volume that is not open in this process. At return it is gone, and its chunks wait
-    /// to be erased.
+    /// Deletes a volume that is not open in this process. When the call returns, the volume is gone
+    /// and its chunks wait to be erased.
     ///
-    /// 1. Empty volume record. The volume is gone from here on, and its chunks are leftovers.
-    /// 2. Owner words become *scrub*; persist. The slot may be reused only after that.
+    /// 1. Write an empty volume record. From here on, the volume is gone and its chunks are
+    ///    leftovers.
+    /// 2. Change the owner words to *scrub* and persist them. Only then may the slot be reused.
     pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
         let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
@@ -226,8 +227,9 @@ impl<M: Media> Pool<M> {
         self.disown(&mut state, &runs)
     }
 
-    /// Marks chunks that no record covers any more as *scrub*, and queues them. Without the mark
-    /// they would be leftovers too, but slot and indexes may be reused before all chunks are free.
+    /// Marks chunks that no record covers any more as *scrub*, and queues them for erasing. The
+    /// mark is necessary because the slot and the indexes may be reused before all of these chunks
+    /// are free.
     pub(in crate::pool) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
@@ -240,10 +242,11 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Renames a volume that is not open in this process. A name in use is refused, even if it is
-    /// the volume's own, because such a request is a mistake.
+    /// Renames a volume that is not open in this process. If the new name is already in use, even
+    /// by the same volume, the request is a mistake and is refused.
     ///
-    /// A single record changes, because owner words of chunks contain the slot instead of the name.
+    /// Only the volume record changes, because the owner words of chunks contain the slot instead
+    /// of the name.
     pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
         let new_name: VolumeName = new_name.parse()?;
         let mut state = self.lock_for_change()?;
@@ -264,10 +267,10 @@ impl<M: Media> Pool<M> {
         Ok(volume_info(entry))
     }
 
-    /// Opens a volume. A pool that is open for writing allows one handle per volume.
+    /// Opens a volume. If the pool is open for writing, each volume can be open only once.
     ///
-    /// A writer must see the content of the disk. The page cache may still have pages whose
-    /// write-back failed, marked as clean, so it is dropped.
+    /// A writer must read the content of the disk. If a write-back failed, the page cache may still
+    /// contain the pages, marked as clean. Therefore, clean pages are dropped.
     pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume<M>, PoolError> {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
@@ -295,8 +298,8 @@ impl<M: Media> Pool<M> {
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 
-    /// Sequence number of the next record in a slot. The media has the last one, even in an empty
-    /// slot.
+    /// Returns the sequence number for the next record in a slot. It follows the last one on the
+    /// media, even if the slot is empty.
     pub(in crate::pool) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
         let offset = self.superblock.volume_record_offsets(slot)[0];
         let at = offset
@@ -333,7 +336,7 @@ impl VolumeEntry {
 }
 
 impl State {
-    /// Error for an allocation that lacks free chunks.
+    /// Returns the error for an allocation that finds too few free chunks.
     pub(in crate::pool) fn full(&self, requested_bytes: u64) -> PoolError {
         PoolError::PoolFull {
             requested_bytes,
@@ -384,21 +387,21 @@ impl<M: Media> Volume<M> {
         &self.pool
     }
 
-    /// Pieces of the volume, in logical order and without gaps. Pieces that are adjacent in the
-    /// file are joined.
+    /// Returns the pieces of the volume in logical order, without gaps. Pieces that are adjacent in
+    /// the file are merged.
     #[inline]
     pub fn extents(&self) -> &[VolumeExtent] {
         &self.extents
     }
 
-    /// Makes stores of a guest to a range of the volume durable. The guest stores through a mapping
+    /// Makes a guest's stores to a range of the volume durable. The guest stores through a mapping
     /// of the pool's file, and writes back its caches before it requests a flush (virtio 1.3,
-    /// 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media, only a fence remains. On volatile media,
-    /// nothing remains.
+    /// 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media, only a fence remains to be done. On
+    /// volatile media, nothing remains to be done.
     ///
-    /// A failure must reach the guest as an I/O error or stop the guest, because it is unknown
-    /// which stores are durable. Every later flush fails too, because the kernel reports a lost
-    /// page only once, and the next write-back succeeds.
+    /// After a failure, it is unknown which stores are durable. The caller must report an I/O error
+    /// to the guest, or stop the guest. Every later flush fails too, because the kernel reports a
+    /// lost page only once, and the next write-back succeeds.
     pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
         self.pool.check_not_latched()?;
         match self.pool.durability() {
@@ -412,8 +415,9 @@ impl<M: Media> Volume<M> {
         }
     }
 
-    /// Bytes for a guest: the sectors of a BTT, or all bytes of a raw volume. `None` if the BTT is
-    /// damaged so that the number of its sectors is unknown, or if a guest has replaced it.
+    /// Returns the bytes that a guest can use: the sectors of a BTT, or all bytes of a raw volume.
+    /// Returns `None` if the number of sectors is unknown because the BTT is damaged or a guest has
+    /// overwritten it.
     pub fn usable_bytes(&self) -> Option<u64> {
         match self.info.format {
             VolumeFormat::Raw => Some(self.size_bytes()),
@@ -421,8 +425,7 @@ impl<M: Media> Volume<M> {
         }
     }
 
-    /// Checks the volume's BTT from its media alone. Returns `None` for a raw volume, which has
-    /// nothing to check.
+    /// Checks the volume's BTT, based only on its media. Returns `None` for a raw volume.
     pub fn check_btt(&self) -> Option<btt::Report> {
         self.check_btt_with(&mut |_| {})
     }
@@ -454,22 +457,22 @@ impl<M: Media> Drop for Volume<M> {
     }
 }
 
-/// Bytes of a volume on the media.
+/// Storage of a volume on the media.
 pub(in crate::pool) struct Space<'a> {
     pub(in crate::pool) media: &'a dyn Media,
     pub(in crate::pool) extents: &'a [VolumeExtent],
 }
 
 impl Space<'_> {
-    /// Offset in the file of a byte of the volume.
+    /// Converts an offset in the volume to an offset in the file.
     pub(in crate::pool) fn file_offset(&self, offset_bytes: u64) -> u64 {
         self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
     }
 
-    /// Divides a range of the volume into ranges of the file, in order.
+    /// Converts a range of the volume to ranges of the file, in order.
     ///
     /// # Panics
-    /// If the range is not inside the volume.
+    /// Panics if the range is not inside the volume.
     pub(in crate::pool) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
         assert!(
             range.start <= range.end && range.end <= self.len_bytes(),
@@ -578,7 +581,7 @@ mod tests {
     use super::*;
     use crate::pool::ChunkId;
 
-    /// Media that supports only loads of words. The value of each word is its offset.
+    /// Media that supports only loads of words. Each word contains its own offset.
     struct Words;
 
     impl Media for Words {

@@ -1,4 +1,4 @@
-//! Growth of a volume, and shrinking of a raw one.
+//! Growth of volumes, and shrinking of raw volumes.
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
 use crate::CHUNK_BYTES;
@@ -14,22 +14,22 @@ use crate::pool::{Pool, PoolError, State};
 use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 
-/// Permission to shrink a volume.
+/// Permission for a resize to shrink a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shrink {
-    /// A smaller size is an error.
+    /// Returns an error if the new size is smaller.
     Refuse,
-    /// Data behind the new end is erased.
+    /// Allows shrinking. The data behind the new end is erased.
     Allow,
 }
 
-/// Verified plan of a resize.
+/// Validated plan for a resize.
 enum Resize {
     Shrink { chunks: u32 },
     Grow(Box<Growth>),
 }
 
-/// Verified plan of a growth.
+/// Validated plan for a growth.
 struct Growth {
     more: u32,
     record: VolumeRecord,
@@ -37,10 +37,10 @@ struct Growth {
 }
 
 impl<M: Media> Pool<M> {
-    /// Resizes a volume that is not open in this process. A BTT volume grows by further arenas of
-    /// at least 16 MiB, and never shrinks. A raw volume may shrink.
+    /// Resizes a volume that is not open in this process. A BTT volume grows by additional arenas
+    /// of at least 16 MiB, and cannot shrink. A raw volume may shrink.
     ///
-    /// [`VolumeSize::Remaining`] adds all bytes that are free, or will be after erasing.
+    /// [`VolumeSize::Remaining`] adds all bytes that are free or waiting to be erased.
     pub fn resize_volume(
         &self,
         name: &str,
@@ -48,7 +48,7 @@ impl<M: Media> Pool<M> {
         shrink: Shrink,
     ) -> Result<VolumeInfo, PoolError> {
         let mut state = self.lock_for_change()?;
-        // Plan again after each unlock, because the state may have changed.
+        // Plan again after each unlock, because the state may have changed in the meantime.
         loop {
             let slot = state.require_closed_volume(name)?;
             match self.plan_resize(&state, slot, size, shrink)? {
@@ -61,7 +61,7 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Plans a resize, or refuses it.
+    /// Plans a resize, or returns the reason for a refusal.
     fn plan_resize(
         &self,
         state: &State,
@@ -99,7 +99,7 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Plans a growth that succeeds as soon as enough chunks are clean.
+    /// Plans a growth that is possible once enough chunks are clean.
     fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
         let more = chunks - entry.record.chunks;
@@ -121,9 +121,11 @@ impl<M: Media> Pool<M> {
         Ok(Growth { more, record, extension })
     }
 
-    /// 1. Owner words of the new chunks; persist. Until the record is written, they are leftovers.
-    /// 2. Further arenas of a BTT, durable. No info block refers to them yet.
-    /// 3. Volume record and the words that link the arenas, as one transaction.
+    /// 1. Store the owner words of the new chunks and persist them. Until the record is written,
+    ///    these chunks are leftovers.
+    /// 2. Write the additional arenas of a BTT and make them durable. No info block refers to them
+    ///    yet.
+    /// 3. Write the volume record and the words that link the arenas in one transaction.
     fn grow_volume(
         &self,
         state: &mut State,
@@ -136,7 +138,8 @@ impl<M: Media> Pool<M> {
         let old = runs(entry.chunk_ids());
         let after = old.last().expect("a volume has a chunk").end();
         let taken = state.buddy.allocate_lasting_at(after, more).expect("checked to be free");
-        // Count them as chunks to erase until the growth is committed. They are erased if it fails.
+        // Count the chunks as waiting to be erased until the growth is committed. If it fails, they
+        // are erased.
         state.counts.scrubbing += more;
         self.latch(self.mark(&taken, |place| Owner::Volume { slot, index: has_chunks + place }))?;
         let offsets = self.superblock.volume_record_offsets(slot);
@@ -159,7 +162,8 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// Words of the transaction: links of the BTT, and changes in both copies of the record.
+    /// Returns the words of the transaction. They link the new arenas of a BTT and update both
+    /// copies of the record.
     pub(in crate::pool) fn growth_words(
         &self,
         space: &Space<'_>,
@@ -174,11 +178,11 @@ impl<M: Media> Pool<M> {
         Ok(words)
     }
 
-    /// 1. Volume record. Chunks behind its end are leftovers from here on.
-    /// 2. Their owner words become *scrub*; persist. No later chunk of the volume can then have the
-    ///    same index.
+    /// 1. Write the volume record. From here on, the chunks behind its end are leftovers.
+    /// 2. Change their owner words to *scrub* and persist them. Otherwise, a chunk that the volume
+    ///    gets later could have the same index.
     ///
-    /// At return, the chunks wait to be erased.
+    /// When the call returns, the chunks wait to be erased.
     fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
         let record = VolumeRecord {
             sequence: self.next_sequence(slot)?,
@@ -196,8 +200,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Largest number of words that the growth of a BTT volume changes: two in each of two info blocks,
-/// and all of two records.
+/// Largest number of words that the growth of a BTT volume changes: two words in each of two info
+/// blocks, and all words of both copies of the record.
 const MAX_GROWTH_WORDS: u64 = 4 + 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
 
 fn refused(name: &str, source: btt::ExtendError) -> PoolError {

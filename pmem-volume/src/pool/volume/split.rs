@@ -1,14 +1,14 @@
-//! Split of a volume: its chunks become several volumes with names of their own.
+//! Split of a volume into several volumes, each with its own name and a part of the chunks.
 //!
-//! An owner word has slot and index, and a large volume has more chunks than a transaction has
-//! words. The transaction therefore changes only the records. From then on, the volume is as long
-//! as its first part. The record of each other part has the slot of the split volume and the index
-//! of the part's first chunk in it. A chunk whose owner word is still the old one belongs to the
-//! part that covers its index.
+//! An owner word contains a slot and an index. A large volume has more chunks than fit into one
+//! transaction, so the transaction changes only the records. After the transaction, the original
+//! volume is only as long as the first part. The record of each other part refers to the original
+//! slot and to the index of the part's first chunk there. If a chunk still has its old owner word,
+//! it belongs to the part that covers its index.
 //!
-//! After the transaction, the owner words are changed. Chunks of BTT parts are erased, because a
-//! guest that maps a part sees all bytes below the BTT, and the BTTs are written. After a crash,
-//! the next open repeats these steps.
+//! The owner words are changed after the transaction. Then the chunks of BTT parts are erased,
+//! because a guest that maps such a part can read all bytes below the BTT. Finally, the new BTTs
+//! are written. After a crash, the next open repeats these steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -31,20 +31,21 @@ use crate::pool::scan::VolumeEntry;
 use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Handling of a BTT volume's content. Bytes of a raw volume stay, each in its part.
+/// Permission to discard the content of a BTT volume. A raw volume keeps its bytes, divided among
+/// its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SplitContent {
-    /// A volume with content is not split.
+    /// Refuses to split a volume that holds data.
     Refuse,
-    /// The parts are empty.
+    /// Discards the content, so that all parts are empty.
     GiveUp,
 }
 
 impl<M: Media> Pool<M> {
     /// Splits a volume that is not open in this process into volumes with the given names and
-    /// sizes, in its order. [`VolumeSize::Remaining`] is the rest. One part may have the name of
-    /// the volume. Raw volumes keep their bytes. Parts with a BTT are erased and empty. After a
-    /// crash, either the volume is unchanged or all parts exist.
+    /// sizes. The parts get its chunks in the given order. [`VolumeSize::Remaining`] is the rest.
+    /// One part may keep the name of the volume. Raw volumes keep their bytes. Parts with a BTT are
+    /// erased and start empty. After a crash, either the volume is unchanged or all parts exist.
     pub fn split_volume(
         &self,
         name: &str,
@@ -54,8 +55,8 @@ impl<M: Media> Pool<M> {
         self.split_volume_with(name, parts, content, &mut unheard)
     }
 
-    /// Like [`Pool::split_volume`], and reports the progress of erasing to `progress`. Other
-    /// threads may use the pool meanwhile, but not the parts.
+    /// Like [`Pool::split_volume`], but reports the progress of erasing to `progress`. In the
+    /// meantime, other threads may use the pool, but not the parts.
     pub fn split_volume_with(
         &self,
         name: &str,
@@ -88,7 +89,7 @@ impl<M: Media> Pool<M> {
         settled.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
     }
 
-    /// Records of the parts. The first part keeps the slot of the volume.
+    /// Returns the records of the parts. The first part keeps the slot of the volume.
     pub(in crate::pool) fn plan_parts(
         &self,
         state: &State,
@@ -125,8 +126,8 @@ impl<M: Media> Pool<M> {
         Ok(records)
     }
 
-    /// 1. Write the records of all parts, as one transaction. The parts exist from here on.
-    /// 2. Store owner words of their chunks; persist.
+    /// 1. Write the records of all parts in one transaction. From here on, the parts exist.
+    /// 2. Store the owner words of their chunks and persist them.
     ///
     /// Until the split is finished, the parts cannot be opened, changed or deleted.
     fn split(
@@ -149,8 +150,8 @@ impl<M: Media> Pool<M> {
         Ok(slots)
     }
 
-    /// 3. Erase the chunks of parts with a BTT, durably. This takes long, and does not hold the
-    ///    state's lock.
+    /// 3. Erase the chunks of parts with a BTT, durably. This takes long, so the state is not
+    ///    locked during this step.
     fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
         let runs = unformatted_runs(&self.lock_state().volumes, slots);
         let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();
@@ -172,7 +173,7 @@ impl<M: Media> Pool<M> {
         self.latch(settle_records(self.media(), &self.superblock, &mut state.volumes, slots))
     }
 
-    /// Words that change in the copies of the records.
+    /// Returns the words that change in both copies of the records.
     pub(in crate::pool) fn split_words(
         &self,
         records: &[VolumeRecord],
@@ -187,18 +188,19 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Words of a record's two copies.
+/// Number of words in both copies of a record.
 const RECORD_WORDS: u64 = 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
 
-/// Chunks that are erased at once, 256 MiB. Each time costs a barrier on a disk.
+/// Number of chunks erased per batch (256 MiB). On a disk, each batch ends with a barrier.
 const BATCH_CHUNKS: u32 = 128;
 
-/// Finishes splits that a crash interrupted. May be repeated.
+/// Finishes splits that a crash interrupted. It may be called repeatedly.
 ///
-/// 1. Owner words of the parts' chunks; persist. They have the slots of the parts from here on.
+/// 1. Store the owner words of the parts' chunks and persist them. From here on, they contain the
+///    slots of the parts.
 /// 2. Erase the chunks of parts with a BTT, durably.
 /// 3. Write the BTTs, durably.
-/// 4. Write the records, which end the split.
+/// 4. Write the records, which completes the split.
 pub(in crate::pool) fn finish(
     media: &dyn Media,
     superblock: &Superblock,
@@ -236,7 +238,7 @@ pub(in crate::pool) fn name_chunks(
     if named.is_empty() { Ok(()) } else { media.persist(&named) }
 }
 
-/// Parts whose BTT is not written yet.
+/// Returns the parts whose BTT has not been written yet.
 fn unformatted<'a>(
     volumes: &'a BTreeMap<Slot, VolumeEntry>,
     slots: &'a [Slot],
@@ -254,7 +256,7 @@ pub(in crate::pool) fn unformatted_runs(
     unformatted(volumes, slots).flat_map(|volume| runs(volume.chunk_ids())).collect()
 }
 
-/// Divides runs into batches that are erased at once.
+/// Groups runs into batches. Each batch is erased in a single operation.
 pub(in crate::pool) fn batches(runs: &[Run]) -> Vec<Vec<Range<u64>>> {
     let mut batches: Vec<Vec<Range<u64>>> = Vec::new();
     let mut room = 0;
@@ -302,7 +304,7 @@ pub(in crate::pool) fn settle_records(
     Ok(())
 }
 
-/// Sizes of the parts in bytes. Their sum must be the size of the volume.
+/// Returns the sizes of the parts in bytes. Their sum must equal the size of the volume.
 fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, SplitError> {
     if parts.len() < 2 {
         return Err(SplitError::TooFew { count: parts.len() });
@@ -336,7 +338,7 @@ fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, 
     Ok(parts.iter().map(bytes).collect())
 }
 
-/// Checks that the format allows the sizes, and returns them in chunks.
+/// Checks that the format allows the sizes, and converts them to chunks.
 fn check_sizes(
     parts: &[(String, VolumeSize)],
     sizes: &[u64],

@@ -1,4 +1,4 @@
-//! Media trait of a volume, wherever its chunks are.
+//! Implementation of the media trait for a volume. The chunks of the volume need not be contiguous.
 //!
 //! The first failed store or persist latches the pool read-only, because it is then unknown which
 //! writes are durable. A latched pool can still be read. A failed read affects only that read.
@@ -9,7 +9,7 @@ use super::{Space, Volume, VolumeExtent};
 use crate::media::{Durability, Media, MediaError, Pending, debug_assert_word};
 use crate::pool::{OpenMode, Pool};
 
-/// Ranges of the file.
+/// Ranges in the file.
 type InFile = Vec<Range<u64>>;
 
 impl<M: Media> Volume<M> {
@@ -17,16 +17,16 @@ impl<M: Media> Volume<M> {
         Space { media: self.pool().media(), extents: self.extents() }
     }
 
-    /// Offset in the file of a range that is contiguous there.
+    /// Returns the offset in the file if the range is contiguous there.
     ///
     /// # Panics
-    /// If the range is not inside the volume.
-    // Always inlined, because it takes a few instructions for a single extent and is called for
-    // each word.
+    /// Panics if the range is not inside the volume.
+    // Always inlined. It is called for each word, and takes only a few instructions if the volume
+    // has a single extent.
     #[inline(always)]
     fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
         let extent = match self.extents() {
-            // Most volumes have a single extent, which starts where the volume does.
+            // Most volumes have a single extent, which therefore begins at offset 0 of the volume.
             [only] if offset_bytes < only.len_bytes() => only,
             extents => {
                 let is_before =
@@ -41,7 +41,7 @@ impl<M: Media> Volume<M> {
         (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
     }
 
-    /// Converts ranges of the volume into ranges of the file.
+    /// Converts ranges of the volume to ranges of the file.
     #[inline]
     fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
         let mut pieces = InFile::new();
@@ -57,12 +57,13 @@ impl<M: Media> Volume<M> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Changes the media unless a write has failed, and latches the pool if the change fails.
+    /// Performs a change of the media unless an earlier write failed. If the change fails, the pool
+    /// is latched read-only.
     #[inline]
     fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
         self.require_changeable()?;
         self.noted(change(self.media()))?;
-        // A failure elsewhere may have affected this change.
+        // A concurrent failure may have affected this change.
         self.require_not_latched()
     }
 
@@ -119,8 +120,9 @@ impl<M: Media> Media for Volume<M> {
         self.pool().media().load_word(at)
     }
 
-    /// The following persist detects a failure elsewhere. The last store of an exchange, into the
-    /// map, has no such persist, but the exchange was already committed by the persist before it.
+    /// A failure elsewhere is detected by the persist that follows the store. An exchange ends with
+    /// a store into the map without a persist. By then, an earlier persist has already committed
+    /// the exchange.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         debug_assert_word(offset_bytes);
@@ -172,7 +174,7 @@ impl<M: Media> Media for Volume<M> {
     #[inline(always)]
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), range.end - range.start);
-        // The media would do nothing either, but only after the range has been located.
+        // The media would do nothing either, but this check also saves locating the range.
         if self.durability() == Durability::Volatile {
             return Ok(());
         }
@@ -190,7 +192,7 @@ impl<M: Media> Media for Volume<M> {
         let pool = self.pool();
         pool.require_changeable()?;
         pool.noted(pool.media().end_persist(pending))?;
-        // A failure elsewhere may have affected a pending store.
+        // A concurrent failure may have affected a pending store.
         pool.require_not_latched()
     }
 }
