@@ -31,15 +31,15 @@ use foreshore_types::size::Size;
 /// Options for a new pool.
 #[derive(Default)]
 pub struct CreateOptions<'a> {
-    /// Size of the pool. `None` means all of a device. A file needs a size.
+    /// Size of the pool. `None` means the whole device. For a file, a size is required.
     pub size_bytes: Option<u64>,
     /// Bytes reserved for volumes.
     pub strg_bytes: u64,
-    /// Creates a file whose free chunks are holes.
+    /// Creates a thin file, in which free chunks are holes.
     pub thin: bool,
-    /// Creates the pool even if the device has content, unless this is a pool with volumes.
+    /// Creates the pool even if the device contains data. A pool with volumes is refused even then.
     pub force: bool,
-    /// Receives the progress of the allocation of a file, or of the erasure of a device.
+    /// Callback for the progress of allocating a file or erasing a device.
     pub progress: Option<OnProgress<'a>>,
 }
 
@@ -67,8 +67,8 @@ impl Pool {
 
     fn create_file(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let is_thin = options.thin;
-        // The file gets its name when the pool is complete, so a crash before that leaves nothing
-        // behind.
+        // The file gets its name only when the pool is complete. A crash before that leaves no
+        // file.
         check_new(path)?;
         let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
             PoolError::File { path: path.to_owned(), action: "create", source }
@@ -117,10 +117,10 @@ impl Pool {
     /// Creates a pool on a device.
     ///
     /// 1. Check that the device is not in use, and that it is empty or may be overwritten.
-    /// 2. Erase the chunk with both superblocks. An earlier pool on the device is gone from here
-    ///    on.
+    /// 2. Erase the chunk that contains both superblocks. From here on, an earlier pool on the
+    ///    device is gone.
     /// 3. Erase all chunks of the pool. An interruption here leaves no pool.
-    /// 4. Write tables, then superblocks.
+    /// 4. Write the tables, and then the superblocks.
     fn create_on(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, OpenMode::ReadWrite)?;
         if options.thin {
@@ -147,7 +147,7 @@ impl Pool {
     }
 }
 
-/// Checks that `path` does not exist and that its folder does.
+/// Checks that `path` does not exist, but its folder does.
 fn check_new(path: &Path) -> Result<(), PoolError> {
     match path.symlink_metadata() {
         Ok(_) => return Err(PoolError::AlreadyExists { path: path.to_owned() }),
@@ -160,14 +160,14 @@ fn check_new(path: &Path) -> Result<(), PoolError> {
     if folder.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return Err(PoolError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
     }
-    // A mistyped name of a device would otherwise create a file in the host's memory.
+    // A mistyped device name would otherwise create a file in the host's memory.
     if folder.canonicalize().is_ok_and(|folder| folder == Path::new("/dev")) {
         return Err(PoolError::NoDevice { path: path.to_owned() });
     }
     Ok(())
 }
 
-/// Checks that a device has no content that must be kept.
+/// Checks that the device contains no data that must be kept.
 fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolError> {
     let file_error =
         |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
@@ -188,7 +188,8 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             if !volumes.is_empty() {
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
             }
-            // Damage can hide volumes: a lost record, or chunks with an unknown owner.
+            // Damage can hide volumes, for example if a record is lost or the owner of a chunk is
+            // unknown.
             if let Some(damage) =
                 pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note)
             {
@@ -204,7 +205,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     }
 }
 
-/// Checks the sizes and returns the superblock of a new pool.
+/// Checks the sizes, and returns the superblock for a new pool.
 pub(super) fn plan(
     size_bytes: u64,
     strg_bytes: u64,
@@ -241,8 +242,8 @@ pub(super) fn plan(
 
 /// Writes a pool without volumes to media that reads as zeros.
 ///
-/// 1. Tables and log; persist.
-/// 2. Superblocks. The pool exists from here on.
+/// 1. Write the tables and the log, and persist them.
+/// 2. Write the superblocks. From here on, the pool exists.
 pub(super) fn write_empty_pool(
     media: &dyn Media,
     superblock: &Superblock,

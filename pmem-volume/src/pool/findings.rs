@@ -1,4 +1,4 @@
-//! Findings of opening and checking a pool.
+//! Findings that opening or checking a pool returns.
 
 use std::collections::{BTreeMap, HashMap};
 use std::mem::Discriminant;
@@ -13,17 +13,17 @@ use foreshore_types::size::Size;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Expected after a crash. The next open for writing corrects it.
+    /// Expected after a crash. Opening the pool for writing corrects it.
     Note,
-    /// Something is damaged, but the pool works without it or from a copy.
+    /// Damage that the pool can compensate for, for example with a copy.
     Degraded,
-    /// The pool is not trustworthy and opens for reading only.
+    /// Damage because of which the pool is not trustworthy and opens only for reading.
     #[serde(rename = "damaged")]
     Fatal,
 }
 
 impl Severity {
-    /// Name in reports and JSON.
+    /// Name of the severity in reports and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Note => "note",
@@ -64,7 +64,7 @@ pub enum Finding {
     OwnerWord { chunk: ChunkId, word: u64 },
     #[error("the wear count of chunk {chunk} is damaged ({word:#018x}); it restarts at 0")]
     WearWord { chunk: ChunkId, word: u64 },
-    /// Findings of one severity beyond those that are listed.
+    /// Number of further findings of one severity that are not listed.
     #[error("{count} more findings of this severity are not listed")]
     More { severity: Severity, count: u64 },
     #[error("chunk {chunk} belongs to a volume in slot {slot}, but the pool has {slots} slots")]
@@ -73,8 +73,9 @@ pub enum Finding {
     MetadataTaken { chunk: ChunkId, marked: String },
     #[error("chunks {first} and {second} are both chunk {index} of volume {name:?}")]
     IndexTwice { name: String, index: u32, first: ChunkId, second: ChunkId },
-    /// A volume lacks chunks. No crash causes this: their owner words were damaged, and a wrong
-    /// word such as *free* may give the volume's chunk to another owner.
+    /// Chunks of a volume are missing. A crash cannot cause this, so their owner words must have
+    /// been damaged. A wrong owner word such as *free* may assign a chunk of the volume to another
+    /// owner.
     #[error(
         "volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}"
     )]
@@ -83,7 +84,8 @@ pub enum Finding {
         "free chunk {chunk} holds data of an earlier owner, which the next owner could read; a repair erases it unless a volume may lack it"
     )]
     NotErased { chunk: ChunkId },
-    /// The file lacks blocks of its file system. The next open for writing allocates them or fails.
+    /// The file has fewer blocks than its size requires. Opening the pool for writing allocates the
+    /// missing blocks, or fails.
     #[error(
         "the file lacks blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, `fallocate --dig-holes` or `cp --reflink`; the next open for writing allocates new blocks if the file system has space",
         Size(*hole_bytes).rounded(), Size(*shared_bytes).rounded()
@@ -106,7 +108,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// Returns true for a finding whose count is zero.
+    /// Returns true if the finding's count is zero.
     pub(in crate::pool) fn is_about_nothing(&self) -> bool {
         matches!(
             self,
@@ -155,10 +157,11 @@ impl Finding {
     }
 }
 
-/// Findings of one kind that are listed. Further ones are only counted.
+/// Maximum number of listed findings of one kind. Further findings are only counted.
 const MAX_OF_A_KIND: u32 = 100;
 
-/// Findings in order of detection. A damaged or crafted pool cannot make them use much memory.
+/// Findings in the order of detection. The list is bounded, so that a damaged or crafted pool
+/// cannot exhaust memory.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Findings {
     list: Vec<Finding>,
@@ -177,7 +180,7 @@ impl Findings {
         }
     }
 
-    /// Returns the listed findings, followed by the numbers of unlisted ones.
+    /// Returns the listed findings, followed by the counts of unlisted ones.
     pub(in crate::pool) fn into_list(self) -> Vec<Finding> {
         let more = self.more.into_iter().map(|(severity, count)| Finding::More { severity, count });
         self.list.into_iter().chain(more).collect()

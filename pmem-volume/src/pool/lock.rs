@@ -1,7 +1,7 @@
 //! Advisory lock on the pool's file, which the kernel releases when its holder exits.
 //!
-//! flock() is used instead of fcntl() because its lock belongs to the open file. A second open in
-//! the same process is therefore refused too, and closing an unrelated descriptor of the file does
+//! flock() is used instead of fcntl(), because its lock belongs to the open file. Therefore, a
+//! second open in the same process is refused too. Closing an unrelated descriptor of the file does
 //! not release the lock.
 
 use std::fmt;
@@ -10,12 +10,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 
-/// Holder of the lock, if this process can see it.
+/// Process that holds the lock, as far as this process can identify it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// Process ID, unless the process is in another PID namespace.
     pub pid: Option<u32>,
-    /// Name of its program.
+    /// Name of the holder's program.
     pub program: Option<String>,
 }
 
@@ -29,23 +29,23 @@ impl fmt::Display for Holder {
     }
 }
 
-/// Lock mode of a pool, or of another file that must not be used twice.
+/// Mode in which a pool, or another file in exclusive use, is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
-    /// Many readers.
+    /// Allows several readers.
     Shared,
-    /// One writer.
+    /// Allows a single writer.
     Exclusive,
 }
 
-/// Takes the lock, or returns its current holder. The lock lasts until the open file is closed.
+/// Takes the lock, or returns its current holder. The lock is held until the open file is closed.
 pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     let operation = match kind {
         LockKind::Shared => libc::LOCK_SH,
         LockKind::Exclusive => libc::LOCK_EX,
     };
     loop {
-        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        // SAFETY: flock() takes only numbers, and the descriptor lives as long as `file`.
         if unsafe { libc::flock(file.as_raw_fd(), operation | libc::LOCK_NB) } == 0 {
             return Ok(Ok(()));
         }
@@ -60,18 +60,18 @@ pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     }
 }
 
-/// Number of times that /proc/locks is read until the holder is found.
+/// Maximum number of times that /proc/locks is read to find the holder.
 const LOOKS: u32 = 16;
 
 /// Finds a holder of a lock on the file in /proc/locks.
 pub(crate) fn holder(file: &File) -> Option<Holder> {
     let metadata = file.metadata().ok()?;
-    // Nodes of devices are in devtmpfs, which shows the same device as stat(), and where inode
-    // numbers are small.
+    // Device nodes are in devtmpfs, where inode numbers are small. devtmpfs reports the same device
+    // as stat().
     let is_exact = !metadata.is_file();
-    // The kernel writes the file in pieces and continues by line number (Linux fs/locks.c,
-    // locks_next). If a lock is released between two pieces, all lines move up, and one line is in
-    // neither piece.
+    // The kernel writes the file in pieces, and finds the start of each piece by line number (Linux
+    // fs/locks.c, locks_next). If a lock is released between two pieces, all later lines move up,
+    // and one line appears in neither piece.
     let pid = (0..LOOKS).find_map(|_| {
         let locks = fs::read_to_string("/proc/locks").ok()?;
         pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
@@ -82,8 +82,8 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
 }
 
 /// Finds the process in lines such as `1: FLOCK ADVISORY WRITE 708 00:1a:2053 0 EOF`. Lines with
-/// `->` are of waiting processes. Some file systems (btrfs, overlays) show another device than
-/// stat(). In this case the inode decides, unless the match must be `is_exact`.
+/// `->` belong to waiting processes. Some file systems (btrfs, overlays) report a different device
+/// than stat(). Therefore, a match of the inode is enough, unless `is_exact` is set.
 fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
     let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut by_inode = None;
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     fn unlock(file: &File) {
-        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        // SAFETY: flock() takes only numbers, and the descriptor lives as long as `file`.
         assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) }, 0);
     }
 
@@ -131,7 +131,8 @@ mod tests {
     #[test]
     fn holder_is_found_during_other_locks_and_unlocks() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-        // Locks before and after it, so that its line is sometimes at the edge of a piece.
+        // Other locks before and after this one, so that its line is sometimes at the boundary of
+        // two pieces.
         let others: Vec<_> = (0..120).map(|_| tempfile::tempfile_in("/dev/shm").unwrap()).collect();
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Opening of a pool: find the superblock, redo a committed transaction, and mark unfinished
+//! Opening of a pool. It finds the superblock, redoes a committed transaction, and marks unfinished
 //! changes for erasing.
 
 use std::collections::BTreeMap;
@@ -22,13 +22,13 @@ use super::volume::split;
 use super::{Counts, OpenMode, Pool, PoolError, State};
 use crate::media::{FileMedia, Media, MediaError};
 
-/// Attempts to peek at a pool that is being changed.
+/// Number of attempts to peek at a pool while another process changes it.
 const PEEK_ATTEMPTS: u32 = 5;
 
 impl Pool {
-    /// Opens a pool. Opening for writing also redoes a committed transaction of the log, rewrites
-    /// damaged copies from good ones, and marks chunks for erasing that a crash left lent or partly
-    /// allocated.
+    /// Opens a pool. Opening for writing also redoes a committed transaction, and rewrites damaged
+    /// copies from good ones. It marks chunks for erasing that were lent or partly allocated at the
+    /// time of a crash.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let mut attempts = if mode == OpenMode::Peek { PEEK_ATTEMPTS } else { 1 };
         loop {
@@ -62,8 +62,8 @@ impl Pool {
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
-    /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]).
-    /// For benchmarks.
+    /// Opens a pool for writing. Its stores are persisted as on `dax-sync` media
+    /// ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
     #[doc(hidden)]
     pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
         Pool::open_on(path, FileMedia::at_the_cost_of_dax)
@@ -86,11 +86,11 @@ impl<M: Media> Pool<M> {
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
-    /// Finishes opening with the media and a superblock.
+    /// Completes the opening of a pool, based on its media and superblock.
     ///
     /// 1. Examine all metadata as it will be after a committed transaction is redone. Stop if it is
-    ///    not trustworthy. Nothing has been stored so far.
-    /// 2. Make all of it durable, because all further steps rely on it.
+    ///    not trustworthy. So far, nothing has been stored.
+    /// 2. Make all metadata durable, because the following steps depend on it.
     /// 3. Redo the transaction.
     /// 4. Correct copies and wear words, mark chunks for erasing, and finish splits and growth.
     ///    Each step may be repeated after a crash.
@@ -104,7 +104,8 @@ impl<M: Media> Pool<M> {
         Self::from_media_with(path, mode, media, superblock, findings, &BTreeMap::new())
     }
 
-    /// Like [`Self::from_media`]. A reader sees `planned` words as if they were stored.
+    /// Like [`Self::from_media`]. A pool that is open for reading uses the `planned` words as if
+    /// they had been stored.
     pub(super) fn from_media_with(
         path: PathBuf,
         mode: OpenMode,
@@ -143,8 +144,8 @@ impl<M: Media> Pool<M> {
             }
         }
         if let (true, Some(media)) = (writable, media.as_file()) {
-            // Errors are ignored. On a file system without marks, a pool that is not open can be
-            // attached to a guest as a disk.
+            // Errors are ignored. Without a mark, the only risk is that a pool that is not open may
+            // be attached to a guest as a disk.
             let _ = Mark::Pool.set(media.file());
         }
         let table = ChunkTable::new(&superblock);
@@ -211,7 +212,7 @@ fn put_right(
     findings: &[Finding],
     scan: &mut Scan,
 ) -> Result<(), MediaError> {
-    // Copied as bytes, because a good copy may have compatible features that this code does not
+    // Copied as bytes, because a good copy may have compatible features that this version does not
     // know.
     for finding in findings {
         if let Finding::SuperblockCopy { copy } | Finding::SuperblockStale { copy } = finding {
@@ -228,12 +229,13 @@ fn put_right(
     mark_to_scrub(media, table, scan)
 }
 
-/// Marks chunks that a crash left for erasing, durably and before all other changes, because slots
-/// and indexes in leftover words may be reused. The erasure itself can wait.
+/// Marks chunks for erasing that a crash left behind. The marks are made durable before any other
+/// change, because slots and indexes in leftover words may be reused. The erasure itself can happen
+/// later.
 fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Result<(), MediaError> {
     scan.to_scrub.append(&mut scan.lent);
-    // Words that are already *scrub* are stored too: after a failed write-back, a file system may
-    // keep the page as clean and never write it. A store makes it dirty.
+    // Words that are already *scrub* are stored again. After a failed write-back, a file system may
+    // keep the page, marked as clean, and never write it. A store marks the page as dirty.
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
         table.set_owner(media, chunk, Owner::Scrub)?;
     }
@@ -241,8 +243,8 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
     media.persist(&entries)
 }
 
-/// Undoes step 1: truncates the file to the pool's size, then clears the announcement. `current`
-/// has the sequence number before or after the announcement.
+/// Undoes step 1 of a growth: truncates the file to the pool's size, and then clears the
+/// announcement. The sequence number in `current` is the one before or after the announcement.
 pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
     media.cut_tail()?;
     let sequence = current.sequence.wrapping_add(2);
@@ -251,7 +253,7 @@ pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superb
     Ok(withdrawn)
 }
 
-/// Rewrites one copy of a record from the other.
+/// Rewrites one copy of a record with the content of the other.
 fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Result<(), MediaError> {
     let mut good = T::new_zeroed();
     media.read(offsets[1 - copy], good.as_mut_bytes())?;

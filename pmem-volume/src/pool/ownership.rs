@@ -1,6 +1,6 @@
-//! Exclusive use of files and devices that are not pools. They are opened under the same lock as
-//! pools, so that no file is used as both. Also detects content that another use of a file would
-//! destroy.
+//! Exclusive use of files and devices that are not pools. They are locked in the same way as pools,
+//! so that no file is used both as a pool and for another purpose. This module also detects content
+//! that a new use of a file would destroy.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -34,17 +34,18 @@ pub enum ClaimError {
 }
 
 /// Opens the file or device at `path` with the additional open(2) `flags`. Until the file is
-/// closed, there are either many readers or one writer. For writing, the kernel refuses a block
-/// device that is mounted or otherwise in use, and refuses to mount it meanwhile.
+/// closed, there are either many readers or one writer. If a block device is opened for writing,
+/// the kernel refuses it if it is mounted or otherwise in use. While it is open, the kernel refuses
+/// to mount it.
 pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError> {
-    // 1. Check the kind first: a device is locked by opening it (O_EXCL), and a named pipe would
-    //    wait for a writer.
+    // 1. Check the type first, because opening a device locks it (O_EXCL), and opening a named pipe
+    //    would wait for a writer.
     let metadata = fs::metadata(path).map_err(ClaimError::Open)?;
     let is_device = metadata.file_type().is_block_device();
     let exclusive = if writable && is_device { libc::O_EXCL } else { 0 };
     let mut options = OpenOptions::new();
     options.read(true).write(writable).custom_flags(flags | exclusive | libc::O_NONBLOCK);
-    // 2. Retry, because a child process or udev may have it for a moment.
+    // 2. Retry, because a child process or udev may hold the device for a moment.
     let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
         result => result.map(Ok),
@@ -63,14 +64,14 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
     };
     let locked = lock_within(&file, kind, patience).map_err(ClaimError::Lock)?;
     locked.map_err(|holder| ClaimError::InUse { holder })?;
-    // 3. Make it blocking. Otherwise io_uring would return EAGAIN (Linux io_uring/rw.c,
+    // 3. Make the file blocking. Otherwise, io_uring would return EAGAIN (Linux io_uring/rw.c,
     //    REQ_F_NOWAIT).
     set_waiting(&file).map_err(ClaimError::Open)?;
     Ok(file)
 }
 
 fn set_waiting(file: &File) -> io::Result<()> {
-    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    // SAFETY: fcntl() with F_GETFL takes only numbers, and the descriptor lives as long as `file`.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
     if flags < 0 {
         return Err(io::Error::last_os_error());
@@ -81,18 +82,18 @@ fn set_waiting(file: &File) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Result of a search for a pool in a file.
+/// Result of searching a file for a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolContent {
-    /// No pool.
+    /// The file does not contain a pool.
     NoPool,
-    /// A pool, which may be damaged. `pmvol repair` can repair a damaged one.
+    /// The file contains a pool. It may be damaged, and `pmvol repair` may be able to repair it.
     Pool,
-    /// The bytes cannot be read, for example because a device has vanished.
+    /// The file cannot be read, for example because its device has vanished.
     Unreadable,
 }
 
-/// Examines the bytes of an open file or device, which `path` named when it was opened.
+/// Searches an open file or device for a pool. `path` is the path with which it was opened.
 pub fn pool_content(file: &File, path: &Path) -> PoolContent {
     match peek(file, path) {
         Ok(_) => PoolContent::Pool,
@@ -118,15 +119,16 @@ fn content_by(error: &PoolError) -> PoolContent {
 }
 
 fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
-    // /proc refers to the open file even if its path refers to another one by now. Without /proc,
-    // the path is used.
+    // /proc refers to the open file, even if another file has its path by now. Without /proc, the
+    // path is used.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }
 
-/// Describes the content that would be destroyed if the host used a file as `mark`. Returns `None`
-/// for a file that already has this mark, even if a guest has written to it. The mark of a disk or
-/// a pool counts as content, because not every format has a signature here.
+/// Describes the content that would be destroyed if the host used a file for the purpose of `mark`.
+/// Returns `None` if the file already has this mark, even if a guest has written to it. A file that
+/// is marked as a disk or a pool is assumed to have content, because the signatures do not cover
+/// every format.
 pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     let found = Mark::of(file)?;
     if found == Some(mark) {
@@ -144,13 +146,14 @@ pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Optio
     })
 }
 
-/// Known content of a file: a pool, a file system, a partition table, a BTT or a disk image.
+/// Returns the known content of a file: a pool, a file system, a partition table, a BTT or a disk
+/// image.
 fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
-    // Opens the file again through /proc, because its path may refer to another file by now, and
-    // `file` may be open for writing only.
+    // Opens the file again through /proc. By now, its path may refer to another file, and `file`
+    // may be open only for writing.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let open = if open.exists() { &open } else { path };
-    // Unreadable bytes may be those of a pool.
+    // Unreadable bytes may belong to a pool.
     if pool_content(file, path) != PoolContent::NoPool {
         return Ok(Some("a pool"));
     }
@@ -198,7 +201,7 @@ mod tests {
         drop(readers);
         let claimed = claim(&path, true, 0).unwrap();
         assert!(matches!(Pool::open(&path, OpenMode::ReadWrite), Err(PoolError::InUse { .. })));
-        // The open file counts, not its path.
+        // The function examines the open file, not the file that has its path by now.
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert_eq!(pool_content(&claimed, &path), PoolContent::Pool);
@@ -307,7 +310,8 @@ mod tests {
 
     #[test]
     fn file_with_an_unreadable_mark_is_not_lost() {
-        // The kernel reads no attributes of descriptors of O_PATH. The content is read by the path.
+        // The kernel does not read attributes through descriptors with O_PATH. The content is read
+        // through the path.
         use std::os::unix::fs::OpenOptionsExt;
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), [7; 4096]).unwrap();

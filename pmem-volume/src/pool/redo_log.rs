@@ -1,8 +1,8 @@
-//! Redo log: a transaction of many words that is committed as a whole.
+//! Redo log for transactions: changes of several words that are committed together.
 //!
-//! Most operations need no transaction, because a single word or record commits them. The growth of
-//! a BTT volume needs one, because the volume's record and the BTT's info blocks change together.
-//! So does a split, because several records change.
+//! Most operations need no transaction, because a single word or record commits them. Growth of a
+//! BTT volume needs one, because the volume's record and the BTT's info blocks must change
+//! together. A split needs one because it changes several records.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -20,15 +20,15 @@ use crate::pool::format::table::{ChunkTable, Owner};
 
 #[derive(Debug)]
 pub(crate) enum LogState {
-    /// No transaction.
+    /// The log contains no transaction.
     Empty,
-    /// Committed transaction with the words to store.
+    /// The log contains a committed transaction with these words.
     Committed(Vec<LogEntryBytes>),
-    /// Commit word that does not match the transaction.
+    /// The commit word does not match the transaction.
     Damaged(&'static str),
 }
 
-/// Header of the log in a new pool.
+/// Returns the log header for a new pool.
 pub(crate) fn empty_header() -> LogHeaderBytes {
     let mut header = LogHeaderBytes::new_zeroed();
     header.magic = LOG_MAGIC;
@@ -43,7 +43,7 @@ fn checksum(header: &LogHeaderBytes, entries: &[LogEntryBytes]) -> u32 {
     crc.finalize()
 }
 
-/// Offsets of the log's magic and its commit word.
+/// Returns the offsets of the log's magic and commit word.
 pub(crate) fn magic_and_commit(superblock: &Superblock) -> (u64, u64) {
     let commit = std::mem::offset_of!(LogHeaderBytes, commit) as u64;
     (superblock.log_offset, superblock.log_offset + commit)
@@ -84,8 +84,8 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     Ok(LogState::Committed(entries.to_vec()))
 }
 
-/// Checks the target of a store. A transaction stores into tables and into chunks of volumes. It
-/// does not store into free chunks, which read as zeros, or into superblocks.
+/// Checks the destination of a store. A transaction may store into tables and into chunks of
+/// volumes. It must not store into superblocks, or into free chunks, which read as zeros.
 fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result<bool, MediaError> {
     if !offset.is_multiple_of(8) || offset >= superblock.size_bytes() {
         return Ok(false);
@@ -98,8 +98,8 @@ fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result
     Ok(matches!(owner, Ok(Owner::Volume { .. })) && !superblock.is_metadata(chunk))
 }
 
-/// Media as it will be after a committed transaction is redone. Read-only, because the pool is
-/// verified before any store.
+/// Media as it will be after a committed transaction has been redone. It is read-only, because the
+/// pool is verified before any store.
 pub(crate) struct Redone<'a> {
     media: &'a dyn Media,
     words: Cow<'a, BTreeMap<u64, u64>>,
@@ -117,7 +117,7 @@ impl<'a> Redone<'a> {
 }
 
 impl LogState {
-    /// Words of a committed transaction by offset.
+    /// Returns the words of a committed transaction by offset.
     pub(crate) fn words(&self) -> BTreeMap<u64, u64> {
         match self {
             LogState::Committed(entries) => {
@@ -150,7 +150,7 @@ impl Media for Redone<'_> {
         Ok(())
     }
 
-    /// Pending words may lie in a hole.
+    /// The words to redo may be located in a hole.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         if self.words.is_empty() {
             self.media.next_data(range)
@@ -168,10 +168,10 @@ impl Media for Redone<'_> {
     }
 }
 
-/// Stores the words of a committed transaction and empties the log. May be repeated.
+/// Stores the words of a committed transaction and empties the log. It may be called repeatedly.
 ///
-/// 1. Store the words; persist.
-/// 2. Clear the commit word; persist. Only now is the log free for another transaction.
+/// 1. Store the words and persist them.
+/// 2. Clear the commit word and persist it. Only now is the log available for another transaction.
 pub(crate) fn replay(
     media: &dyn Media,
     superblock: &Superblock,
@@ -203,9 +203,9 @@ pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), Pool
 
 /// Stores all `words` or none of them, durably. The log must be empty and have space for them.
 ///
-/// 1. Entries, number and checksum; persist.
-/// 2. Commit word; persist. The transaction is committed from here on.
-/// 3. Replay, as at open.
+/// 1. Store the entries, their number and their checksum, and persist them.
+/// 2. Store the commit word and persist it. From here on, the transaction is committed.
+/// 3. Replay the transaction, as opening the pool would.
 pub(crate) fn commit(
     media: &dyn Media,
     superblock: &Superblock,
@@ -225,7 +225,7 @@ pub(crate) fn commit(
     replay(media, superblock, &entries)
 }
 
-/// Header and entries of a committed transaction.
+/// Returns the header and entries of a committed transaction.
 fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
     let entry = |(offset, word): &(u64, u64)| LogEntryBytes {
         offset: (*offset).into(),
@@ -240,7 +240,7 @@ fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
     (header, entries)
 }
 
-/// Writes a committed transaction that has not been redone, as after a crash.
+/// Writes a transaction that is committed but not redone, as a crash may leave it.
 #[cfg(test)]
 pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
     let (header, entries) = transaction(words);

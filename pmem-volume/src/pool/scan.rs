@@ -1,4 +1,4 @@
-//! Read-only scan of a pool's tables, which finds the owners of all chunks and all inconsistencies.
+//! Read-only scan of a pool's tables. It finds the owner of each chunk, and all inconsistencies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,22 +11,22 @@ use super::format::table::{BadWord, ChunkTable, Owner, Slot};
 use super::format::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
-/// Live volume and its chunks. Only existing chunks are listed, because the untrusted size in a
-/// record must not determine how much memory is allocated.
+/// Existing volume and its chunks. The list contains only existing chunks. The size in a record is
+/// untrusted, so it must not determine how much memory is allocated.
 #[derive(Debug)]
 pub(crate) struct VolumeEntry {
     pub(crate) record: VolumeRecord,
-    /// Logical index and chunk, sorted by index.
+    /// Logical index of each chunk, with the chunk, sorted by index.
     pub(crate) chunks: Vec<(u32, ChunkId)>,
 }
 
 impl VolumeEntry {
-    /// Number of chunks that the volume has.
+    /// Returns the number of the volume's chunks.
     pub(crate) fn allocated(&self) -> u32 {
         self.chunks.len() as u32
     }
 
-    /// Chunks of the volume, in logical order.
+    /// Returns the chunks of the volume in logical order.
     pub(crate) fn chunk_ids(&self) -> impl Iterator<Item = ChunkId> {
         self.chunks.iter().map(|(_, chunk)| *chunk)
     }
@@ -40,9 +40,9 @@ pub(crate) struct Scan {
     found: Findings,
     pub(crate) volumes: BTreeMap<Slot, VolumeEntry>,
     pub(crate) free: Vec<Run>,
-    /// Lent chunks. If the pool is not open, they must be erased and become free.
+    /// Lent chunks. If the pool is not in use, they must be erased and freed.
     pub(crate) lent: Vec<Run>,
-    /// Unscrubbed or leftover chunks, which must be erased and become free.
+    /// Unscrubbed and leftover chunks, which must be erased and freed.
     pub(crate) to_scrub: Vec<Run>,
     pub(crate) metadata_chunks: u32,
     pub(crate) retired_chunks: u32,
@@ -50,14 +50,15 @@ pub(crate) struct Scan {
     pub(crate) to_heal: Vec<(Slot, usize)>,
     /// Number of uses of each chunk.
     pub(crate) wear: Vec<u32>,
-    /// Chunks whose wear words restart at zero.
+    /// Chunks with a damaged wear word. Their number of uses restarts at zero.
     pub(crate) bad_wear: Vec<Run>,
-    /// Parts of split volumes. Key: slot of the split volume and index of the part's first chunk in
-    /// it. Value: end index in the split volume, and slot of the part.
+    /// Parts of split volumes. The key contains the slot of the split volume and the index of the
+    /// part's first chunk there. The value contains the end index in the split volume and the slot
+    /// of the part.
     parts: BTreeMap<(Slot, u32), (u32, Slot)>,
 }
 
-/// Chunks by the state of their owner words, in the order of the table.
+/// Chunks grouped by the state of their owner words, in the order of the table.
 #[derive(Default)]
 struct Found {
     free: Vec<Run>,
@@ -69,7 +70,7 @@ struct Found {
 /// Reads the volume tables and the chunk table. The log must be empty or replayed.
 pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, MediaError> {
     let mut scan = Scan::default();
-    // Slots with an untrustworthy record. Their chunks must not be used.
+    // Slots whose record is untrustworthy. Chunks with these slots must not be used.
     let unknown = scan.read_volumes(media, superblock)?;
     scan.read_chunks(media, superblock, &unknown)?;
     scan.sort_indexes();
@@ -206,12 +207,12 @@ impl Scan {
             Owner::Memory => found.lent.push(chunk),
             Owner::Scrub => found.unscrubbed.push(chunk),
             Owner::Retired => self.retired_chunks += 1,
-            // A table was moved, and a crash came before or after the superblock with the new
-            // table.
+            // The chunk table was moved. A crash happened before or after the superblock with the
+            // new table was written.
             Owner::Metadata => found.leftover.push(chunk),
             Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
-            // This code never leaves such a word. It is therefore not a leftover, and may belong to
-            // a volume.
+            // Pool code never writes such a word. Therefore, it is not a leftover, and the chunk
+            // may belong to a volume.
             Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
                 let slots = superblock.volume_slots;
                 self.found.add(Finding::SlotOutside { chunk, slot: slot.0, slots });
@@ -224,9 +225,9 @@ impl Scan {
         }
     }
 
-    /// Assigns a chunk to its volume. Returns false if there is no such volume, or if it ends
-    /// before this index. In these cases, the operation that marked the chunk is unfinished, or an
-    /// operation that removed it is finished.
+    /// Assigns a chunk to its volume. Returns false if the volume does not exist or ends before
+    /// this index. In that case, the operation that marked the chunk is unfinished, or the
+    /// operation that removed the chunk is finished.
     fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         self.put(slot, index, chunk) || self.claim_for_part(slot, index, chunk)
     }
@@ -240,7 +241,7 @@ impl Scan {
         exists
     }
 
-    /// Assigns a chunk to a part of a split volume, if its owner word is still that of the split
+    /// Assigns a chunk to a part of a split volume if its owner word still refers to the split
     /// volume.
     fn claim_for_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some((start, (end, slot))) =
@@ -273,8 +274,8 @@ impl Scan {
             });
             let missing = volume.record.chunks - volume.chunks.len() as u32;
             if missing > 0 && !volume.record.thin {
-                // The indexes are sorted and unique, so the first gap precedes the first index that
-                // is not at its place.
+                // The indexes are sorted and unique. The first gap therefore precedes the first
+                // index that differs from its position.
                 let in_place =
                     |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
                 let first_index =
@@ -286,9 +287,9 @@ impl Scan {
     }
 }
 
-/// Makes the visible metadata durable. Stores of a killed process are visible but not necessarily
-/// durable. After a power loss, a copy rewritten from such a record, a word left as *scrub* because
-/// it reads so, or a redone transaction could outlive its basis.
+/// Makes the visible metadata durable. The stores of a killed process are visible but not
+/// necessarily durable. Without this step, a power loss could undo such a store but keep a change
+/// that is based on it, for example a copy rewritten from a record or a redone transaction.
 pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
     media.persist(&superblock.regions())
 }

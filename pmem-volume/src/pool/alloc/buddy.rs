@@ -1,21 +1,21 @@
-//! Buddy allocator of free chunks, in memory.
+//! Buddy allocator for free chunks.
 //!
-//! Holds nothing that could be lost, because open rebuilds it from the chunk table. It never
-//! touches the media.
+//! It exists only in memory and never accesses the media. Opening the pool rebuilds it from the
+//! chunk table.
 
 use std::collections::BTreeSet;
 
 use super::wear::Wear;
 use crate::pool::format::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 
-/// End of the pool from which chunks are allocated. Volumes stay for long, and memory changes
-/// often. Allocating from opposite ends leaves one large hole between them instead of many small
-/// ones.
+/// End of the pool at which chunks are allocated. Volumes are long-lived, while memory is lent and
+/// returned often. Allocating from opposite ends leaves one large hole between them instead of many
+/// small ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// Lowest chunk numbers, for volumes.
+    /// Allocates the lowest chunk numbers, for volumes.
     Low,
-    /// Highest chunk numbers, for memory.
+    /// Allocates the highest chunk numbers, for memory.
     High,
 }
 
@@ -34,8 +34,8 @@ pub(crate) struct Buddy {
     free_chunks: u32,
 }
 
-/// Combines a wear level and a start into one number that sorts in this order. A level is at most
-/// 2^32 uses / `WEAR_STEP`.
+/// Combines a wear level and a start into one number, which sorts by level first. A level is at
+/// most 2^32 uses / `WEAR_STEP`.
 fn key(level: u64, start: u32) -> u64 {
     level << 32 | u64::from(start)
 }
@@ -45,13 +45,13 @@ fn level_and_start(key: u64) -> (u64, u32) {
 }
 
 impl Buddy {
-    /// Allocator without free chunks. `uses` is the number of uses of each chunk.
+    /// Returns an allocator without free chunks. `uses` contains the number of uses of each chunk.
     fn with_wear(uses: Vec<u32>) -> Self {
         Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
     }
 
-    /// Allocator with free runs, in any order. The runs are joined first, so that none of their
-    /// extents have free buddies.
+    /// Returns an allocator with free runs in any order. Adjacent runs are merged first, so that no
+    /// two free extents are buddies.
     pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
         let free = joined(free);
         let mut buddy = Self::with_wear(uses);
@@ -64,8 +64,7 @@ impl Buddy {
             keys[usize::from(extent.order)].push(buddy.key(extent));
             buddy.free_chunks += extent.chunks();
         }
-        // Building each set from all its keys is several times faster than inserting them one by
-        // one.
+        // Building a set from all keys is several times faster than inserting the keys one by one.
         buddy.by_wear = keys.map(BTreeSet::from_iter);
         buddy
     }
@@ -85,12 +84,14 @@ impl Buddy {
         self.heads[start] = extent.order + 1;
     }
 
-    /// Returns true if `extent` is a whole free extent. A part of a larger one does not count.
+    /// Returns true if `extent` is exactly one of the free extents. A part of a larger one does not
+    /// match.
     fn contains(&self, extent: Extent) -> bool {
         self.heads.get(extent.start.0 as usize).is_some_and(|head| *head == extent.order + 1)
     }
 
-    /// Removes a free extent. Returns false if it is not free, or part of a larger free extent.
+    /// Removes a free extent. Returns false if the extent is not free, or is a part of a larger
+    /// free extent.
     fn remove(&mut self, extent: Extent) -> bool {
         if !self.contains(extent) {
             return false;
@@ -102,18 +103,18 @@ impl Buddy {
         true
     }
 
-    /// Free extent that contains a chunk.
+    /// Returns the free extent that contains a chunk.
     fn around(&self, chunk: u32) -> Option<Extent> {
         let extent = |order: u8| Extent { start: ChunkId(chunk & !((1 << order) - 1)), order };
         (0..=MAX_ORDER).map(extent).find(|extent| self.contains(*extent))
     }
 
-    /// Number of free chunks.
+    /// Returns the number of free chunks.
     pub(crate) fn free_chunks(&self) -> u32 {
         self.free_chunks
     }
 
-    /// Largest order with a free extent.
+    /// Returns the largest order with a free extent.
     pub(crate) fn largest_order(&self) -> Option<u8> {
         (0..=MAX_ORDER).rev().find(|order| !self.by_wear[usize::from(*order)].is_empty())
     }
@@ -128,7 +129,7 @@ impl Buddy {
         })
     }
 
-    /// Runs of free chunks, in order. Adjacent extents that are not buddies form one run.
+    /// Returns runs of free chunks, in order. Adjacent extents that are not buddies form one run.
     fn free_runs(&self) -> impl Iterator<Item = Run> {
         let mut extents = self.free_extents().peekable();
         std::iter::from_fn(move || {
@@ -144,9 +145,9 @@ impl Buddy {
         self.free_runs().map(|run| run.chunks).max().unwrap_or(0)
     }
 
-    /// Allocates `chunks` chunks for a long time, sorted by their place in the file. They come from
-    /// the start of the shortest sufficient run, the least worn among runs of equal length. Without
-    /// such a run, they are as few extents as possible.
+    /// Allocates `chunks` chunks for a long time, sorted by their position in the file. They are
+    /// taken from the start of the shortest sufficient run. Among runs of equal length, the least
+    /// worn is used. If no run is sufficient, the chunks consist of as few extents as possible.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let shortest =
             self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
@@ -164,8 +165,8 @@ impl Buddy {
         Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
-    /// Allocates like [`Self::allocate_lasting`], but at `start` if the chunks there are free. A
-    /// volume that grows right behind its last chunk gets no additional piece.
+    /// Allocates like [`Self::allocate_lasting`], but at `start` if the chunks there are free. This
+    /// avoids an additional piece if a volume can grow directly behind its last chunk.
     pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
         let wanted = Run { start, chunks };
         if self.is_free(wanted) {
@@ -205,9 +206,9 @@ impl Buddy {
         }
     }
 
-    /// Allocates `chunks` chunks in as few extents as possible: the largest first, each from the
-    /// smallest sufficient free extent. Returns `None` and allocates nothing if fewer chunks are
-    /// free.
+    /// Allocates `chunks` chunks in as few extents as possible, largest first. Each is taken from
+    /// the smallest sufficient free extent. If too few chunks are free, returns `None` and
+    /// allocates nothing.
     pub(crate) fn allocate(&mut self, chunks: u32, placement: Placement) -> Option<Vec<Extent>> {
         if chunks > self.free_chunks {
             return None;
@@ -223,9 +224,10 @@ impl Buddy {
         Some(extents)
     }
 
-    /// Order from which an extent of order `wanted` is taken: among the sufficient orders, the one
-    /// with the least worn extent, and the smallest of equal ones. If none is sufficient, the
-    /// largest order with a free extent. At least one chunk must be free.
+    /// Returns the order from which to take an extent of order `wanted`. Among the sufficient
+    /// orders, it is the one with the least worn extent. If several are equal, it is the smallest.
+    /// If no order is sufficient, it is the largest one with a free extent. At least one chunk must
+    /// be free.
     fn source(&self, wanted: u8) -> u8 {
         let least =
             |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
@@ -237,9 +239,9 @@ impl Buddy {
             .expect("the caller checked that enough is free")
     }
 
-    /// Removes one extent of order `wanted`, or of the largest smaller order: the least worn, and
-    /// among equal ones the one at the end that `placement` selects. At least one chunk must be
-    /// free.
+    /// Removes one extent of order `wanted`, or of the largest smaller order. The least worn extent
+    /// is removed. If several are equal, `placement` selects the end of the pool. At least one
+    /// chunk must be free.
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
         let source = self.source(wanted);
         let set = &self.by_wear[usize::from(source)];
@@ -258,8 +260,8 @@ impl Buddy {
         let removed = self.remove(extent);
         assert!(removed, "an extent in the wear index is free");
         while extent.order > wanted {
-            // Halve the extent and keep the less worn half, or of equal halves the one at the end
-            // that `placement` selects.
+            // Halve the extent and keep the less worn half. If both are equal, `placement` selects
+            // the half.
             let low = Extent { order: extent.order - 1, ..extent };
             let high = Extent { start: low.run().end(), ..low };
             let (of_low, of_high) = (self.wear.level(low), self.wear.level(high));
@@ -279,7 +281,7 @@ impl Buddy {
     /// Frees an extent and merges it with its free buddies.
     ///
     /// # Panics
-    /// If the extent is free already or not aligned.
+    /// Panics if the extent is already free or is not aligned.
     pub(crate) fn free(&mut self, extent: Extent) {
         assert!(
             extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),
@@ -310,7 +312,7 @@ mod tests {
 
     const CHUNKS: u32 = 3000;
 
-    /// Simple reference model: one flag per chunk.
+    /// Simple reference model with one flag per chunk.
     struct Model {
         free: Vec<bool>,
     }
@@ -484,7 +486,8 @@ mod tests {
         for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)]
         {
             let mut buddy = Buddy::default();
-            // As in a pool, the first chunks are metadata, so the free extents have all sizes.
+            // As in a pool, the first chunks are metadata. The free extents therefore have all
+            // sizes.
             let all = Run { start: ChunkId(2), chunks: 126 };
             buddy.free_run(all);
             for _ in 0..CYCLES {
@@ -508,7 +511,7 @@ mod tests {
         let extent = buddy.allocate(1, Placement::High).unwrap()[0];
         assert_eq!(extent, Extent::chunk(ChunkId(1023)));
         buddy.free(extent);
-        // One more use reaches the next step for the single chunk.
+        // One more use raises the single chunk to the next wear level.
         assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
     }
 

@@ -1,4 +1,4 @@
-//! Lending chunks as memory.
+//! Lending of chunks as memory.
 
 use super::buddy::Placement;
 use crate::CHUNK_BYTES;
@@ -8,14 +8,14 @@ use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError};
 
 impl<M: Media> Pool<M> {
-    /// Lends `size_bytes`, a multiple of 2 MiB, as memory. Returns the largest possible extents
-    /// first, exactly `size_bytes` in total. All bytes read as zeros. Chunks reserved for volumes
-    /// (STRG) are never lent.
+    /// Lends `size_bytes`, a multiple of 2 MiB, as memory. The returned extents are as large as
+    /// possible, largest first, and contain exactly `size_bytes` in total. All bytes read as zeros.
+    /// Chunks reserved for volumes (STRG) are never lent.
     ///
-    /// At return the chunks are durably marked as *memory*. They are erased before any later use,
-    /// even after a crash.
+    /// When the call returns, the chunks are durably marked as *memory*. They are erased before any
+    /// later use, even after a crash.
     ///
-    /// 1. Store owner words and wear counts; persist.
+    /// 1. Store the owner words and wear counts, and persist them.
     /// 2. Return the extents.
     pub fn alloc_memory(&self, size_bytes: u64) -> Result<Vec<Extent>, PoolError> {
         let chunks = chunk_count("memory size", size_bytes)?;
@@ -30,8 +30,8 @@ impl<M: Media> Pool<M> {
                     reserved_bytes: u64::from(reserved) * CHUNK_BYTES,
                 });
             };
-            // Use clean chunks first, however fragmented. Waiting chunks are never erased just to
-            // get larger extents.
+            // Use clean chunks first, even if they are fragmented. Waiting chunks are never erased
+            // just to obtain larger extents.
             match state.buddy.allocate(chunks, Placement::High) {
                 Some(extents) => break extents,
                 None => {
@@ -42,8 +42,8 @@ impl<M: Media> Pool<M> {
         };
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
-        // Count them as chunks to erase until the marks are durable. If marking fails, the next
-        // open erases them.
+        // Count the chunks as waiting to be erased until the marks are durable. If marking fails,
+        // the next open erases them.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&runs, |_| Owner::Memory))?;
         state.counts.scrubbing -= chunks;
@@ -51,8 +51,8 @@ impl<M: Media> Pool<M> {
         Ok(extents)
     }
 
-    /// Returns lent chunks to the pool: extents as they were lent, or aligned parts of them. The
-    /// caller has unmapped them. The chunks are erased later, and are free after that.
+    /// Returns lent chunks to the pool. The extents must be lent extents or aligned parts of them,
+    /// and the caller must have unmapped them. The chunks are erased later, and are then free.
     ///
     /// The *scrub* mark prevents a second return of the same chunk. It need not be durable, because
     /// the next open treats *memory* like *scrub*.
@@ -73,8 +73,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Stores an owner for each chunk of `runs`, counts one more use of each, and persists. `owner`
-    /// receives the position of the chunk in `runs`.
+    /// Stores an owner for each chunk of `runs`, increments its number of uses, and persists both.
+    /// `owner` receives the position of the chunk in `runs`.
     pub(in crate::pool) fn mark(
         &self,
         runs: &[Run],
@@ -113,8 +113,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Checks that a size is a positive multiple of 2 MiB. Returns `None` if no pool has that many
-/// chunks.
+/// Checks that a size is a positive multiple of 2 MiB, and converts it to chunks. Returns `None` if
+/// no pool can have that many chunks.
 pub(in crate::pool) fn chunk_count(
     what: &'static str,
     size_bytes: u64,

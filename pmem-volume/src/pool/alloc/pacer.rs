@@ -1,13 +1,13 @@
-//! Rate limit for erasing. It has no clock: callers pass the current time.
+//! Rate limit for erasing. It does not read a clock. Callers pass the current time.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Keeps the rate of bytes below a limit, averaged over any period, with an excess of at most one
+/// Limits the average rate of erased bytes over any period. The limit is exceeded by at most one
 /// batch.
 #[derive(Debug)]
 pub(crate) struct Pacer {
-    /// `None` means unlimited.
+    /// Limit in bytes per second. `None` means unlimited.
     bytes_per_s: Option<NonZeroU64>,
     /// Earliest start of the next batch.
     next: Duration,
@@ -18,20 +18,21 @@ impl Pacer {
         Self { bytes_per_s, next: Duration::ZERO }
     }
 
-    /// Changes the limit from the next batch on.
+    /// Changes the limit, starting with the next batch.
     pub(crate) fn set(&mut self, bytes_per_s: Option<NonZeroU64>) {
         if self.bytes_per_s != bytes_per_s {
             *self = Self::new(bytes_per_s);
         }
     }
 
-    /// Size of the next batch, at most `most_bytes`. A slow limit gets smaller batches and
-    /// therefore shorter pauses.
+    /// Returns the size of the next batch, which is at most `most_bytes`. A low limit results in
+    /// smaller batches, and therefore in shorter pauses.
     pub(crate) fn batch_bytes(&self, most_bytes: u64) -> u64 {
         self.bytes_per_s.map_or(most_bytes, |rate| most_bytes.min(rate.get() / BATCHES_PER_S))
     }
 
-    /// Counts a batch that began at `began`. Idle time before it gives no credit for later.
+    /// Accounts for a batch that began at `began`. Idle time before the batch does not allow more
+    /// bytes later.
     pub(crate) fn spend(&mut self, bytes: u64, began: Duration) {
         let Some(rate) = self.bytes_per_s else { return };
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.get());
@@ -39,25 +40,25 @@ impl Pacer {
         self.next = self.next.max(began).saturating_add(takes);
     }
 
-    /// Counts `bytes` that were erased by `now` without waiting for the limit. The next batch waits
-    /// for them, but at most `MAX_DEBT`, because a large amount would otherwise stop the thread for
-    /// many minutes.
+    /// Accounts for `bytes` that were erased by `now` without waiting for the limit. The next batch
+    /// is delayed accordingly, but by at most `MAX_DEBT`. Otherwise, a large number of bytes would
+    /// stop the thread for many minutes.
     pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
         let most = self.next.max(now.saturating_add(MAX_DEBT));
         self.spend(bytes, now);
         self.next = self.next.min(most);
     }
 
-    /// Time until the next batch may begin.
+    /// Returns the time until the next batch may begin.
     pub(crate) fn wait(&self, now: Duration) -> Duration {
         self.next.saturating_sub(now)
     }
 }
 
-/// Longest wait of a batch for bytes counted by `owe`.
+/// Maximum delay of a batch that is caused by `owe`.
 pub(in crate::pool) const MAX_DEBT: Duration = Duration::from_secs(10);
-/// Batches of a slow limit per second, so that the limit holds within each second instead of each
-/// minute.
+/// Minimum number of batches per second. It ensures that a low limit applies to each second instead
+/// of each minute.
 const BATCHES_PER_S: u64 = 16;
 
 #[cfg(test)]
@@ -80,7 +81,8 @@ mod tests {
         pacer.spend(50 * MIB, s(5));
         assert_eq!(pacer.wait(s(5)), Duration::from_millis(500));
         assert_eq!(pacer.wait(Duration::from_millis(5400)), Duration::from_millis(100));
-        // Slower than the limit: no wait, and no credit.
+        // A batch that is slower than the limit causes no wait, and does not allow more bytes
+        // later.
         assert_eq!(pacer.wait(s(60)), Duration::ZERO);
         pacer.spend(100 * MIB, s(60));
         assert_eq!(pacer.wait(s(60)), s(1));
@@ -118,8 +120,8 @@ mod tests {
     }
 
     proptest! {
-        /// Batches of any size and duration with any pauses: between the starts of any two batches,
-        /// no more bytes are erased than the limit allows.
+        /// Checks batches of any size and duration with any pauses. Between the starts of any two
+        /// batches, no more bytes are erased than the limit allows.
         #[test]
         fn limit_holds_over_every_period(
             rate in MIB..4096 * MIB,
@@ -138,7 +140,7 @@ mod tests {
                 for to in from + 1..begun.len() {
                     done += begun[to - 1].1;
                     let allowed = (begun[to].0 - begun[from].0).as_nanos() * u128::from(rate) / 1_000_000_000;
-                    // 1 ns for each rounding.
+                    // Allows 1 ns for each rounding.
                     let slack = (to as u128) * (u128::from(rate) / 1_000_000_000 + 1);
                     prop_assert!(u128::from(done) <= allowed + slack, "{} bytes, {} allowed", done, allowed);
                 }

@@ -1,8 +1,8 @@
-//! Erasing of returned chunks while the pool is in use.
+//! Erasing of returned chunks while the pool is in use. Erasing is also called scrubbing.
 //!
-//! A returned chunk is marked *scrub* and waits. It is erased without a lock held, and is free
-//! after that. An allocation that lacks clean chunks erases the missing ones itself, or waits for
-//! erasures in progress. Allocations never wait while enough clean chunks are left.
+//! A returned chunk is marked *scrub* and queued. It is erased without holding a lock, and is then
+//! free. If an allocation finds too few clean chunks, it erases the missing ones itself, or waits
+//! for erasures in progress. It never waits while enough clean chunks are left.
 
 use std::sync::atomic::Ordering;
 
@@ -13,13 +13,14 @@ use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Chunks per batch if a caller waits for all of them, 256 MiB. Each batch on a disk costs a
-/// barrier.
+/// Number of chunks per batch (256 MiB) if a caller waits for all of them. On a disk, each batch
+/// ends with a barrier.
 const AWAITED_BATCH_CHUNKS: u32 = 128;
 
 impl<M: Media> Pool<M> {
-    /// Erases and frees up to `max_bytes` of waiting chunks, but at least one chunk. Other threads
-    /// may use the pool meanwhile. Returns the erased bytes: 0 if no chunk waits.
+    /// Erases and frees up to `max_bytes` of the waiting chunks, but at least one chunk. In the
+    /// meantime, other threads may use the pool. Returns the number of erased bytes, which is 0 if
+    /// no chunk was waiting.
     pub fn scrub_some(&self, max_bytes: u64) -> Result<u64, PoolError> {
         let chunks = u32::try_from(max_bytes / CHUNK_BYTES).unwrap_or(u32::MAX).max(1);
         let batch = self.lock_for_change()?.scrub.take(chunks);
@@ -27,20 +28,20 @@ impl<M: Media> Pool<M> {
         Ok(batch.iter().map(|run| run.len_bytes()).sum())
     }
 
-    /// Erases and frees all waiting chunks. At return, no chunk waits and no other thread is
-    /// erasing.
+    /// Erases and frees all waiting chunks. When the call returns, no chunk is waiting, and no
+    /// other thread is erasing chunks.
     pub fn scrub_all(&self) -> Result<(), PoolError> {
         self.scrub_all_with(&mut unheard)
     }
 
-    /// Like [`Pool::scrub_all`], and reports the progress. The total is the number of chunks that
-    /// waited at the start.
+    /// Like [`Pool::scrub_all`], but reports the progress. The total is the number of chunks that
+    /// were waiting at the start.
     pub fn scrub_all_with(&self, progress: OnProgress<'_>) -> Result<(), PoolError> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }
 
-    /// Erases waiting chunks until `left_to_do` returns 0. It must never return more than the
-    /// number of waiting chunks.
+    /// Erases waiting chunks until `left_to_do` returns 0. Its value must never exceed the number
+    /// of waiting chunks.
     pub(in crate::pool) fn scrub_until(
         &self,
         left_to_do: impl Fn(&State) -> u32,
@@ -59,7 +60,8 @@ impl<M: Media> Pool<M> {
             if missing > 0 {
                 state = self.clean_some(state, missing)?;
             }
-            // Chunks that other threads add meanwhile are erased too, but do not count.
+            // Chunks that other threads add in the meantime are erased too, but are not part of the
+            // progress.
             left = left.min(left_to_do(&state));
             drop(state);
             say(left);
@@ -67,32 +69,32 @@ impl<M: Media> Pool<M> {
         self.check_not_latched()
     }
 
-    /// Bytes erased since the pool was opened.
+    /// Returns the number of bytes erased since the pool was opened.
     pub fn scrubbed_bytes(&self) -> u64 {
         self.scrubbed_chunks.load(Ordering::Relaxed) * CHUNK_BYTES
     }
 
-    /// Bytes erased on demand since the last call.
+    /// Returns the number of bytes erased on demand since the last call.
     pub(in crate::pool) fn take_awaited_bytes(&self) -> u64 {
         self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
     }
 
-    /// Returns true if erasing uses bandwidth of the media. Making holes does not, and returns
-    /// memory or blocks to the host.
+    /// Returns true if erasing uses bandwidth of the media. Punching holes does not, and also
+    /// returns memory or blocks to the host.
     pub fn scrubbing_costs_bandwidth(&self) -> bool {
         !self.makes_holes()
     }
 
-    /// Queues chunks for erasing. They are already marked and counted as *scrub*, and words that
-    /// contained a slot or an index have been replaced durably.
+    /// Queues chunks for erasing. They must already be marked and counted as *scrub*. Words that
+    /// contained a slot or an index must have been replaced durably.
     pub(in crate::pool) fn queue_scrub(&self, state: &mut State, runs: &[Run]) {
         runs.iter().for_each(|run| state.scrub.add(*run));
         self.scrub_wake.work();
     }
 
-    /// Makes progress for a caller that lacks `missing` clean chunks: erases a batch, or waits for
-    /// erasures in progress. At least `missing` chunks must be pending. The state is unlocked
-    /// meanwhile, so the caller must check again.
+    /// Makes progress for a caller that needs `missing` more clean chunks. It erases a batch, or
+    /// waits for erasures in progress. At least `missing` chunks must be pending. The state is
+    /// unlocked in the meantime, so the caller must check again.
     pub(in crate::pool) fn clean_some<'a>(
         &'a self,
         mut state: StateGuard<'a>,
@@ -105,7 +107,7 @@ impl<M: Media> Pool<M> {
             state = state.wait(&self.scrubbed);
         } else {
             drop(state);
-            // Counted before the erasure, so that the scrubber pauses during it.
+            // Counted before the erasure starts, so that the scrubber pauses during the erasure.
             let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
             self.awaited_chunks.fetch_add(u64::from(chunks), Ordering::Relaxed);
             self.erase_and_free(&batch)?;
@@ -116,9 +118,10 @@ impl<M: Media> Pool<M> {
     }
 
     /// 1. Erase the chunks, durably, while other threads use the pool.
-    /// 2. Mark them *free*. This need not be durable: without the mark they are erased again.
-    /// 3. Wake all threads that wait for clean chunks, after a failure too, because it ends their
-    ///    wait.
+    /// 2. Mark them *free*. The mark need not be durable, because chunks without it are only erased
+    ///    again.
+    /// 3. Wake all threads that wait for clean chunks. This is also necessary after a failure,
+    ///    which ends their wait.
     fn erase_and_free(&self, batch: &[Run]) -> Result<(), PoolError> {
         if batch.is_empty() {
             return Ok(());
@@ -126,7 +129,7 @@ impl<M: Media> Pool<M> {
         let ranges: Vec<_> = batch.iter().map(|run| run.byte_range()).collect();
         let erased = self.latch_failure(self.media().erase(&ranges));
         let mut state = self.lock_state();
-        // Store nothing more if another change has failed meanwhile.
+        // Store nothing more if another change has failed in the meantime.
         let freed = erased.and_then(|()| self.check_not_latched());
         let freed = freed.and_then(|()| self.latch(self.mark_free(batch)));
         state.scrub.finish(batch);
@@ -150,7 +153,7 @@ impl<M: Media> Pool<M> {
 }
 
 impl State {
-    /// Chunks that are clean, or will be after erasing.
+    /// Returns the number of chunks that are clean or will be clean after they are erased.
     pub(in crate::pool) fn available_chunks(&self) -> u32 {
         self.buddy.free_chunks() + self.scrub.pending()
     }
@@ -159,7 +162,7 @@ impl State {
         u64::from(self.available_chunks()) * CHUNK_BYTES
     }
 
-    /// Number of clean chunks that an allocation of `chunks` lacks.
+    /// Returns the number of clean chunks that are missing for an allocation of `chunks`.
     pub(in crate::pool) fn missing_clean(&self, chunks: u32) -> u32 {
         chunks.saturating_sub(self.buddy.free_chunks())
     }

@@ -1,4 +1,4 @@
-//! Queue of chunks that wait to be erased. It never touches the media.
+//! Queue of chunks that wait to be erased. It never accesses the media.
 
 use std::collections::BTreeMap;
 
@@ -6,28 +6,28 @@ use crate::pool::format::chunk::{ChunkId, Run};
 
 #[derive(Debug, Default)]
 pub(crate) struct ScrubQueue {
-    /// First chunk and length of each run. Adjacent runs are merged.
+    /// Length of each run, indexed by its first chunk. Adjacent runs are merged.
     runs: BTreeMap<u32, u32>,
     waiting: u32,
     in_flight: u32,
-    /// Start of the next batch. Batches sweep over the pool repeatedly in the order of the file.
-    /// The runs are therefore long, and no chunk waits forever behind later ones.
+    /// Start of the next batch. Batches are taken in file order, and start again at the beginning
+    /// after the end. Therefore, the runs are long, and no chunk waits forever behind later ones.
     sweep: u32,
 }
 
 impl ScrubQueue {
-    /// Number of waiting chunks.
+    /// Returns the number of waiting chunks.
     #[cfg(test)]
     pub(crate) fn waiting(&self) -> u32 {
         self.waiting
     }
 
-    /// Number of chunks being erased.
+    /// Returns the number of chunks that are being erased.
     pub(crate) fn in_flight(&self) -> u32 {
         self.in_flight
     }
 
-    /// Number of chunks that will be free after all erasures.
+    /// Returns the number of chunks that are waiting or being erased.
     pub(crate) fn pending(&self) -> u32 {
         self.waiting + self.in_flight
     }
@@ -35,7 +35,7 @@ impl ScrubQueue {
     /// Adds a run.
     ///
     /// # Panics
-    /// If a chunk of the run waits already.
+    /// Panics if a chunk of the run is already waiting.
     pub(crate) fn add(&mut self, run: Run) {
         if run.chunks == 0 {
             return;
@@ -54,7 +54,7 @@ impl ScrubQueue {
         self.runs.insert(start, end - start);
     }
 
-    /// Removes up to `chunks` chunks for erasing. They count as in flight until
+    /// Removes up to `chunks` chunks for erasing. They are counted as in flight until
     /// [`ScrubQueue::finish`].
     pub(crate) fn take(&mut self, chunks: u32) -> Vec<Run> {
         let mut batch = Vec::new();
@@ -76,7 +76,7 @@ impl ScrubQueue {
         batch
     }
 
-    /// Ends the erasure of a batch. Its chunks are free now, or unused if the erasure failed.
+    /// Ends the erasure of a batch. Its chunks are now free, or unused if the erasure failed.
     pub(crate) fn finish(&mut self, batch: &[Run]) {
         let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
         self.in_flight =
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!((queue.waiting(), queue.in_flight()), (10, 0));
         let first = queue.take(4);
         assert_eq!(first, [run(4, 4)]);
-        // Chunks behind the sweep wait for the next one.
+        // Chunks behind the current position wait until the queue starts again at the beginning.
         queue.add(run(2, 2));
         let second = queue.take(4);
         assert_eq!(second, [run(8, 2), run(20, 2)]);

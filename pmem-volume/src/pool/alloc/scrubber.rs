@@ -1,4 +1,4 @@
-//! Background thread of a long-lived process that erases waiting chunks.
+//! Background thread that erases waiting chunks. It belongs to a long-lived process.
 
 use std::num::NonZeroU64;
 use std::sync::{Arc, Condvar, Mutex, Weak};
@@ -10,20 +10,21 @@ use crate::media::{Durability, FileMedia, Media};
 use crate::pool::{Pool, PoolError, locked};
 
 /// Default limit of erased bytes per second. It is less than half of the write bandwidth of a
-/// module of persistent memory (about 2 GiB/s), so stores of guests keep the larger part. 100 GiB
-/// still take less than 2 minutes.
+/// persistent memory module (about 2 GiB/s), so most of the bandwidth is left for guests. Even so,
+/// erasing 100 GiB takes less than 2 minutes.
 pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
 
-/// Bytes per batch: small enough for short waits and an evenly kept limit.
+/// Number of bytes per batch. Small batches cause short waits, and spread the rate evenly.
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// Bytes per batch if a disk barrier ends it, because flushes of guests wait for that barrier. At
-/// the default limit there are 16 barriers per second.
+/// Number of bytes per batch on a disk. Each batch ends with a disk barrier, for which flushes of
+/// guests must wait. At the default limit, there are 16 barriers per second.
 const DISK_BATCH_BYTES: u64 = 64 << 20;
 
-/// Erases waiting chunks of a pool in the background. Dropping it ends the thread after its current
-/// batch. The next user of the pool erases the remaining chunks. If erasing makes holes, which is
-/// cheap and returns memory to the host, dropping erases them first.
+/// Erases the waiting chunks of a pool in the background. Dropping it ends the thread after its
+/// current batch, and the next user of the pool erases the remaining chunks. If erasing punches
+/// holes, the remaining chunks are erased before the drop returns. That is cheap and returns memory
+/// to the host.
 pub struct Scrubber<M: Media = FileMedia> {
     pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
@@ -31,11 +32,11 @@ pub struct Scrubber<M: Media = FileMedia> {
 }
 
 impl<M: Media + 'static> Scrubber<M> {
-    /// Starts the only scrubber of a pool that is open for writing. `bytes_per_s` limits erasures
-    /// that use bandwidth; `None` means unlimited.
+    /// Starts the scrubber of a pool that is open for writing. A pool has at most one.
+    /// `bytes_per_s` limits erasures that use bandwidth, and `None` means unlimited.
     ///
     /// # Panics
-    /// If the pool already has a scrubber.
+    /// Panics if the pool already has a scrubber.
     pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> Result<Self, PoolError> {
         let wake = Arc::clone(&pool.scrub_wake);
         let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
@@ -44,19 +45,19 @@ impl<M: Media + 'static> Scrubber<M> {
         wake.change(|signals| {
             *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
         });
-        // Earlier erasures do not count towards the limit.
+        // Earlier erasures are not subject to the limit.
         pool.take_awaited_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
         let started = std::thread::Builder::new()
             .name("pool-scrubber".to_owned())
             .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
-        // If the thread has not started, dropping this still allows another scrubber.
+        // If the thread could not be started, dropping this value allows another scrubber.
         let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
         scrubber.thread = Some(started.map_err(PoolError::Scrubber)?);
         Ok(scrubber)
     }
 
-    /// Changes the limit from the next batch on.
+    /// Changes the limit, starting with the next batch.
     pub fn set_bytes_per_s(&self, bytes_per_s: Option<NonZeroU64>) {
         self.wake.change(|signals| signals.bytes_per_s = bytes_per_s);
     }
@@ -74,15 +75,15 @@ impl<M: Media> Drop for Scrubber<M> {
         if let Some(pool) = self.pool.upgrade()
             && !pool.scrubbing_costs_bandwidth()
         {
-            // A failure latches the pool, which reports it.
+            // A failure latches the pool, so the pool reports the error.
             let _ = pool.scrub_all();
         }
         self.wake.change(|signals| signals.has_scrubber = false);
     }
 }
 
-/// Signals between a pool and its scrubber. They are not part of the pool, so that the waiting
-/// thread does not keep it open.
+/// Signals between a pool and its scrubber. They are not part of the pool. Otherwise, the waiting
+/// thread would keep the pool open.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct ScrubWake {
     signals: Mutex<Signals>,
@@ -92,16 +93,16 @@ pub(in crate::pool) struct ScrubWake {
 #[derive(Clone, Copy, Debug, Default)]
 struct Signals {
     has_scrubber: bool,
-    /// Chunks were queued since the thread last checked.
+    /// True if chunks were queued since the thread last checked.
     work: bool,
-    /// The thread must end.
+    /// True if the thread must end.
     ended: bool,
     bytes_per_s: Option<NonZeroU64>,
 }
 
 impl ScrubWake {
-    /// Reports queued chunks. Makes a system call only for the first report, because the thread
-    /// checks the flag before it waits.
+    /// Signals that chunks are queued. Only the first signal makes a system call, because the
+    /// thread checks the flag before it waits.
     pub(in crate::pool) fn work(&self) {
         let told = std::mem::replace(&mut locked(&self.signals).work, true);
         if !told {
@@ -109,7 +110,7 @@ impl ScrubWake {
         }
     }
 
-    /// Reports that the pool is gone.
+    /// Signals that the pool is gone.
     pub(in crate::pool) fn end(&self) {
         self.change(|signals| signals.ended = true);
     }
@@ -166,7 +167,7 @@ impl<M: Media> Worker<M> {
                     None => return,
                 }
                 if wait > Duration::ZERO {
-                    // Other threads may have erased chunks meanwhile.
+                    // Other threads may have erased the chunks in the meantime.
                     continue;
                 }
                 let Some(pool) = self.pool.upgrade() else { return };
@@ -175,7 +176,7 @@ impl<M: Media> Worker<M> {
                     Ok(0) => break,
                     Ok(bytes) => pacer.spend(bytes, began),
                     // The pool is now read-only and reports the reason. The next user of the pool
-                    // erases the rest.
+                    // erases the remaining chunks.
                     Err(_) => return,
                 }
             }
@@ -183,8 +184,8 @@ impl<M: Media> Worker<M> {
     }
 }
 
-/// Time until the next batch may begin. Erasures on demand never wait, but they count towards the
-/// limit, so the background thread waits for them.
+/// Returns the time until the next batch may begin. Erasures on demand never wait, but are subject
+/// to the limit. Therefore, the background thread waits longer after them.
 pub(in crate::pool) fn next_wait(
     pool: &Pool<impl Media>,
     pacer: &mut Pacer,
@@ -208,7 +209,7 @@ mod tests {
             let pacer = Pacer::new(NonZeroU64::new(rate));
             assert!(rate / pacer.batch_bytes(batch_bytes(Durability::PageCache)) <= 16, "{rate}");
         }
-        // On other media there is no barrier, and the limit is kept in smaller steps.
+        // Other media need no barrier, so smaller batches are used.
         let pacer = Pacer::new(Some(default));
         assert_eq!(pacer.batch_bytes(batch_bytes(Durability::DaxSync)), BATCH_BYTES);
     }

@@ -1,24 +1,24 @@
-//! Number of uses of chunks, and averages over extents.
+//! Number of uses of each chunk, and averages over extents.
 
 use crate::pool::format::chunk::{Extent, MAX_ORDER, Run};
 
-/// Average uses that count as one level of wear. Within a level, placement decides, and the
-/// smallest sufficient extent is used, which keeps free space contiguous. A chunk that is a level
-/// ahead rests until the others have caught up. Persistent memory endures millions of writes, so a
-/// step is negligible.
+/// Average number of uses per level of wear. Extents of the same level are selected by placement
+/// and by size, smallest sufficient first, which keeps the free space contiguous. An extent at a
+/// higher level is not used until the others have caught up. Persistent memory endures millions of
+/// writes, so a difference of one level is negligible.
 pub(crate) const WEAR_STEP: u64 = 16;
 
-/// Chunks of the largest extent.
+/// Number of chunks in the largest extent.
 const LARGEST: usize = 1 << MAX_ORDER;
 
-/// Uses of each chunk, as in the chunk table, and their sums over all aligned extents. With the
-/// sums, splitting, merging or finding an extent costs the same for each size. Chunks that are not
-/// listed were never used.
+/// Number of uses of each chunk, as in the chunk table, and sums over all aligned extents. Because
+/// of the sums, splitting, merging or finding an extent takes the same time for all sizes. Chunks
+/// that are not listed were never used.
 #[derive(Debug, Default)]
 pub(crate) struct Wear {
-    /// Uses of each chunk. The length is a multiple of `LARGEST`.
+    /// Number of uses of each chunk. The length is a multiple of `LARGEST`.
     uses: Vec<u32>,
-    /// For orders 1 to 10, the sum over each extent, indexed by the extent's number.
+    /// Sum of uses over each extent of orders 1 to 10, indexed by the number of the extent.
     sums: [Vec<u64>; MAX_ORDER as usize],
 }
 
@@ -30,12 +30,12 @@ impl Wear {
         wear
     }
 
-    /// Wear level of an extent.
+    /// Returns the wear level of an extent.
     pub(crate) fn level(&self, extent: Extent) -> u64 {
         self.sum(extent) / u64::from(extent.chunks()) / WEAR_STEP
     }
 
-    /// Wear level of a run.
+    /// Returns the wear level of a run.
     pub(crate) fn level_of_run(&self, run: Run) -> u64 {
         let uses: u64 = run.extents().map(|extent| self.sum(extent)).sum();
         uses / u64::from(run.chunks) / WEAR_STEP
@@ -49,7 +49,7 @@ impl Wear {
         }
     }
 
-    /// Counts one use of each chunk, as the chunk table does.
+    /// Increments the number of uses of each chunk, as the chunk table does.
     pub(crate) fn count_use(&mut self, run: Run) {
         let chunks = run.start.0 as usize..run.end().0 as usize;
         self.cover(chunks.end);
@@ -69,7 +69,7 @@ impl Wear {
         }
     }
 
-    /// Recalculates the sums that contain `chunks`, which must be covered.
+    /// Recalculates all sums that include `chunks`, which must be within the list.
     fn sum_up(&mut self, chunks: std::ops::Range<usize>) {
         if chunks.is_empty() {
             return;

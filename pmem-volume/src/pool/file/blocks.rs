@@ -1,5 +1,5 @@
-//! Blocks of a pool's file. A pool that is not thin has all of them, so that no store fails because
-//! the file system is full.
+//! File system blocks of a pool file. All blocks are allocated unless the pool is thin, so that no
+//! store fails because the file system is full.
 
 use std::io;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 use crate::pool::findings::Finding;
 use crate::pool::{Pool, PoolError};
 
-/// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or
+/// Finds missing blocks in the file of a pool. Opening the pool for writing allocates them, or
 /// fails.
 pub(in crate::pool) fn look(
     path: &Path,
@@ -28,8 +28,8 @@ pub(in crate::pool) fn look(
     if let Some(file_system) = file_system {
         findings.push(Finding::CopyOnWrite { file_system });
     }
-    // On a copy-on-write file system a file shares blocks with its snapshots, and new blocks would
-    // not change that.
+    // On a copy-on-write file system, a file shares blocks with its snapshots. Allocating new
+    // blocks would not change that.
     let lacking =
         if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
     if lacking.is_nothing() {
@@ -54,7 +54,7 @@ fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolErro
         free_bytes,
         source,
     };
-    // Without room, the attempt would fill the file system before it fails.
+    // Without enough free space, the attempt would fill the file system before it fails.
     if free_bytes < lacking_bytes {
         return Err(refused(path, io::Error::from_raw_os_error(libc::ENOSPC)));
     }
@@ -67,8 +67,8 @@ fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolErro
 }
 
 impl Pool {
-    /// Name of the pool's file system, if a store to an allocated block can fail because the file
-    /// system is full.
+    /// Returns the name of the pool's file system if even a store to an allocated block can fail
+    /// because the file system is full.
     pub fn copy_on_write(&self) -> Option<&'static str> {
         let media = self.media();
         if !media.is_to_have_blocks() {

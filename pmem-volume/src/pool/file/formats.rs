@@ -1,48 +1,49 @@
-//! Table of formats that no flag overwrites: file systems, members of RAIDs and volume managers,
-//! encrypted volumes, partition tables and disk images.
+//! Table of formats that no command-line flag overwrites: file systems, members of RAIDs and volume
+//! managers, encrypted volumes, partition tables and disk images.
 //!
 //! The table covers the formats that libblkid of util-linux recognizes by fixed bytes, and the
-//! common disk images. The RAIDs of JMicron, VIA and Silicon are left out: their two to four bytes
-//! near the end can be in other files.
+//! common disk images. The RAIDs of JMicron, VIA and Silicon are omitted, because other files may
+//! contain their two to four bytes near the end.
 //!
-//! A user's own file can have the bytes of a format by accident. The flags then refuse a file that
-//! they could have emptied, and nothing is lost. The rows keep such accidents rare:
+//! An ordinary file can match a format by accident. In that case, a flag refuses a file that it
+//! could have emptied, and no data is lost. Two rules make such accidents rare:
 //!
-//! - Bytes of a name or a magic number of at least 4 bytes (`CD001`, `XFSB`) need no further ones.
-//!   Other text and other data hardly ever have them at just that position.
-//! - Fewer bytes need further ones of the header, which no text has, or a reason (see `short`).
+//! - A name or magic number of at least 4 bytes (`CD001`, `XFSB`) is sufficient. Other text or data
+//!   rarely contains it at exactly that position.
+//! - A shorter magic number requires further bytes of the header that text does not contain, or a
+//!   reason (see `short`).
 
-/// Position of a format's bytes in a file or device.
+/// Position of a format's magic number in a file or device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
-    /// Bytes from the start.
+    /// Offset from the start.
     Start(u64),
-    /// Bytes in front of the end, which is rounded down to a multiple of `align`.
+    /// Distance from the end, which is first rounded down to a multiple of `align`.
     End { before: u64, align: u64 },
 }
 
 use Place::{End, Start};
 
-/// Bytes at fixed positions that identify a format.
+/// Format that is identified by bytes at fixed positions.
 #[derive(Debug, PartialEq)]
 pub struct Format {
     name: &'static str,
-    /// Positions of the first byte. One of them is enough.
+    /// Positions of the magic number. A match at one of them is enough.
     places: &'static [Place],
-    /// Bytes at the position. One of them is enough.
+    /// Magic numbers. A match of one of them is enough.
     magics: &'static [&'static [u8]],
-    /// Further bytes, at a distance from the position. All are required.
+    /// Further bytes, by their distance from the position. All of them must match.
     further: &'static [(i64, &'static [u8])],
 }
 
-/// Fewest bytes that identify a format without further ones.
+/// Minimum length of a magic number that identifies a format without further bytes.
 const DISTINCT_BYTES: usize = 4;
 
-/// Format without further bytes.
+/// Defines a format without further bytes.
 ///
 /// # Panics
-/// If one of `magics` has fewer than [`DISTINCT_BYTES`] bytes. The compiler calls this for the
-/// table, so such a row does not compile.
+/// Panics if one of `magics` has fewer than [`DISTINCT_BYTES`] bytes. The table is evaluated at
+/// compile time, so such a row does not compile.
 const fn format(
     name: &'static str,
     places: &'static [Place],
@@ -59,7 +60,8 @@ const fn format(
     Format { name, places, magics, further: &[] }
 }
 
-/// Format that fewer than [`DISTINCT_BYTES`] bytes identify, for a reason.
+/// Defines a format that fewer than [`DISTINCT_BYTES`] bytes identify. The caller documents the
+/// reason.
 const fn short(
     name: &'static str,
     places: &'static [Place],
@@ -70,16 +72,16 @@ const fn short(
     Format { name, places, magics, further: &[] }
 }
 
-/// Position `sectors` sectors before the end.
+/// Position at `sectors` sectors before the end.
 const fn last(sectors: u64) -> Place {
     End { before: sectors * SECTOR, align: SECTOR }
 }
 
-/// Size of a sector of the formats that count in sectors.
+/// Sector size of formats that count in sectors.
 const SECTOR: u64 = 512;
 
-/// File systems, volumes and partition tables. Formats that can lie inside other formats come
-/// first. "Linux" stands for its source, "libblkid" for `libblkid/src` of util-linux.
+/// File systems, volumes and partition tables. If one format can contain another, the inner format
+/// comes first. "Linux" refers to its source, "libblkid" to `libblkid/src` of util-linux.
 pub(in crate::pool) const FORMATS: &[Format] = &[
     // Linux fs/xfs/libxfs/xfs_format.h, XFS_SB_MAGIC.
     format("an XFS file system", &[Start(0)], &[b"XFSB"]),
@@ -157,7 +159,8 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     ),
     // Linux fs/jfs/jfs_superblock.h.
     format("a JFS file system", &[Start(0x8000)], &[b"JFS1"]),
-    // Linux include/uapi/linux/nilfs2_ondisk.h: revision 2.0 and 0x3434. The magic alone is text.
+    // Linux include/uapi/linux/nilfs2_ondisk.h: revision 2.0 and 0x3434. The magic number alone
+    // could be text.
     format(
         "a NILFS2 file system",
         &[Start(0x400), End { before: 0x1000, align: SECTOR }],
@@ -220,8 +223,9 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     ),
     format("an OCFS file system", &[Start(0x2000)], &[b"OracleCFS"]),
     format("an Oracle ASM disk", &[Start(0x20)], &[b"ORCLDISK"]),
-    // Linux include/uapi/linux/magic.h, fs/minix/minix.h and include/linux/minix_fs.h, in both
-    // byte orders. The magic alone is text, so the size of a zone must be that of a block.
+    // Linux include/uapi/linux/magic.h, fs/minix/minix.h and include/linux/minix_fs.h, in both byte
+    // orders. The magic number alone could be text, so the zone size must also equal the block
+    // size.
     Format {
         name: "a Minix file system",
         places: &[Start(0x410)],
@@ -408,7 +412,8 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // libblkid partitions/bsd.c, sgi.c, sun.h, ultrix.c and aix.c, and Linux block/partitions.
     format("a BSD disk label", &[Start(0x200), Start(0x40), Start(0x80)], &[b"\x57\x45\x56\x82"]),
     format("an SGI disk label", &[Start(0)], &[b"\x0b\xe5\xa9\x41"]),
-    // Two bytes that text can have, so the sanity word of the table of contents is required.
+    // The magic number has two bytes that may occur in text, so the sanity word of the table of
+    // contents is required too.
     Format {
         name: "a Sun disk label",
         places: &[Start(0x1fc)],
@@ -423,7 +428,7 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
         &[Start(0), Start(0x200), Start(0x400), Start(0x800)],
         &[b"RDSK"],
     ),
-    // UEFI specification 5.2.1. FAT and others begin with a boot sector as well.
+    // UEFI specification 5.2.1. FAT and other file systems also begin with a boot sector.
     short(
         "a partition table or boot sector",
         &[Start(0x1fe)],
@@ -440,13 +445,14 @@ pub(in crate::pool) const IMAGES: &[Format] = &[
     // QEMU docs/interop/qcow2.txt, also of version 1, and docs/interop/qed_spec.rst.
     format("a qcow2 image", &[Start(0)], &[b"QFI\xfb"]),
     format("a QED image", &[Start(0)], &[b"QED\0"]),
-    // VMware Virtual Disk Format 5.0, and QEMU block/vmdk.c. The last is of sparse VMFS images.
+    // VMware Virtual Disk Format 5.0, and QEMU block/vmdk.c. The last one belongs to sparse VMFS
+    // images.
     format(
         "a VMDK image",
         &[Start(0)],
         &[b"KDMV", b"COWD", b"# Disk DescriptorFile", b"\xbe\xba\xfe\xca\0\0\0\0"],
     ),
-    // Microsoft MS-VHDX 2.2.1, and the Virtual Hard Disk Image Format: fixed images have only the
+    // Microsoft MS-VHDX 2.2.1, and the Virtual Hard Disk Image Format. Fixed images have only the
     // footer.
     format("a VHDX image", &[Start(0)], &[b"vhdxfile"]),
     format("a VHD image", &[Start(0), last(1)], &[b"conectix"]),
@@ -460,14 +466,14 @@ pub(in crate::pool) const IMAGES: &[Format] = &[
     format("an Android sparse image", &[Start(0)], &[b"\x3a\xff\x26\xed"]),
 ];
 
-/// All formats, in the order in which content is compared with them.
+/// Returns all formats, in the order in which content is compared with them.
 pub fn known() -> impl Iterator<Item = &'static Format> {
     FORMATS.iter().chain(IMAGES)
 }
 
-/// The first of `formats` that `read` has. `read` fills its argument with the bytes at an offset,
-/// and returns false if the content ends before. `len_bytes` is the length of the content, if it is
-/// known: otherwise the end is not examined.
+/// Returns the first of `formats` that the content matches. `read` fills its argument with the
+/// bytes at an offset, and returns false if the content ends before. `len_bytes` is the length of
+/// the content. If it is unknown, the end is not examined.
 pub(in crate::pool) fn find<E>(
     formats: impl IntoIterator<Item = &'static Format>,
     len_bytes: Option<u64>,
@@ -481,7 +487,7 @@ pub(in crate::pool) fn find<E>(
     Ok(None)
 }
 
-/// The first of `formats` that a file or device that begins with `head` has.
+/// Returns the first of `formats` that matches a file or device with the first bytes `head`.
 pub(in crate::pool) fn find_at_start(
     formats: impl IntoIterator<Item = &'static Format>,
     head: &[u8],
@@ -498,7 +504,8 @@ pub(in crate::pool) fn find_at_start(
 }
 
 impl Place {
-    /// Offset in content of this length. `None` if the content is too short or its length unknown.
+    /// Returns the offset in content of this length, or `None` if the content is too short or its
+    /// length is unknown.
     fn offset(self, len_bytes: Option<u64>) -> Option<u64> {
         match self {
             Start(offset) => Some(offset),
@@ -516,12 +523,13 @@ fn beside(offset: u64, distance: i64) -> u64 {
 }
 
 impl Format {
-    /// Name with its article, for errors.
+    /// Name of the format with an article, for error messages.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Each way in which content of `len_bytes` can have this format: offsets and bytes.
+    /// Returns every combination of offsets and bytes by which content of `len_bytes` can match
+    /// this format.
     pub fn samples(&self, len_bytes: u64) -> impl Iterator<Item = Vec<(u64, &'static [u8])>> {
         self.places.iter().filter_map(move |place| place.offset(Some(len_bytes))).flat_map(
             move |offset| {
@@ -564,7 +572,7 @@ impl Format {
     }
 }
 
-/// Length of test content. All places of all formats lie in it.
+/// Length of test content. It includes the positions of all formats.
 #[cfg(test)]
 pub(in crate::pool) const SAMPLE_BYTES: u64 = 4 * crate::CHUNK_BYTES;
 

@@ -1,4 +1,4 @@
-//! Free space in the file system or on the device below a pool.
+//! Free space in the file system or on the device of a pool.
 
 use std::fs::File;
 use std::io;
@@ -10,11 +10,11 @@ use crate::btt::ARENA_MAX_BYTES;
 use crate::media::{Media, Place};
 use crate::pool::{Pool, PoolError, bytes};
 
-/// Bytes of the pool's tables that the creation of a volume may store to for the first time.
+/// Bytes in the pool's tables to which the creation of a volume may be the first to store.
 const TABLES_BYTES: u64 = 128 << 10;
 
-/// Bytes stored to format an arena of a BTT: two info blocks and the log of 256 lanes, in whole
-/// pages.
+/// Bytes that formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in
+/// whole pages.
 const ARENA_FORMAT_BYTES: u64 = 32 << 10;
 
 fn format_bytes(chunks: u32) -> u64 {
@@ -28,7 +28,7 @@ impl<M: Media> Pool<M> {
         self.check_room(TABLES_BYTES + format_bytes(chunks))
     }
 
-    /// Checks like [`Pool::check_format_room`] for parts with these numbers of chunks.
+    /// Checks like [`Pool::check_format_room`] for several parts with the given numbers of chunks.
     pub(in crate::pool) fn check_split_room(&self, parts: &[u32]) -> Result<(), PoolError> {
         let of_parts = parts.iter().map(|chunks| format_bytes(*chunks));
         self.check_room(TABLES_BYTES + of_parts.sum::<u64>())
@@ -64,7 +64,7 @@ pub(in crate::pool) struct FileSystem {
 
 impl FileSystem {
     pub(in crate::pool) fn of(file: &File) -> io::Result<Self> {
-        // SAFETY: statvfs is plain numbers, for which zero is valid.
+        // SAFETY: statvfs contains only numbers, for which zero is valid.
         let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
         // SAFETY: the kernel fills the struct, which outlives the call.
         if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
@@ -77,9 +77,9 @@ impl FileSystem {
 
 /// Checks that the file system has space for a file of `size_bytes`.
 ///
-/// A disk must have space now for all blocks that the file lacks. On tmpfs the file stays sparse,
-/// so only the total size of tmpfs and space for the pool's own `own_bytes` are checked. A tmpfs
-/// without a limit reports no size.
+/// On a disk, there must be free space for all missing blocks of the file. On tmpfs, the file
+/// remains sparse. Therefore, only the total size of tmpfs and free space for the pool's own
+/// `own_bytes` are checked. A tmpfs without a limit reports no size.
 pub(in crate::pool) fn check_room(
     path: &Path,
     file: &File,

@@ -1,6 +1,6 @@
-//! Marks of files, which are extended attributes that the host sets. A guest can write the bytes of
-//! a file but not its attributes, so a mark shows how the host uses the file, whatever the guest
-//! has written to it.
+//! Marks of files, which are extended attributes that the host sets. A guest can write to the
+//! content of a file but not to its attributes. Therefore, the mark is evidence of how the host
+//! uses the file, regardless of its content.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -9,48 +9,49 @@ use std::os::fd::AsRawFd;
 
 use thiserror::Error;
 
-/// Name of an attribute, and of the attribute that tests if a file can have attributes.
+/// Name of the mark's attribute, and name of a test attribute. The test attribute reveals if a file
+/// supports attributes.
 struct Attribute {
     name: &'static CStr,
     probe: &'static CStr,
 }
 
-/// Regular files have user attributes. Nodes of devices and files on tmpfs before Linux 6.6 have
-/// only trusted ones, which need CAP_SYS_ADMIN (xattr(7)).
+/// Regular files support user attributes. Device nodes, and files on tmpfs before Linux 6.6,
+/// support only trusted attributes, which require CAP_SYS_ADMIN (xattr(7)).
 const ATTRIBUTES: [Attribute; 2] = [
     Attribute { name: c"user.foreshore", probe: c"user.foreshore.probe" },
     Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },
 ];
 
-/// Reason why a file gets no mark.
+/// Reason why a file cannot be marked.
 #[derive(Debug, Error)]
 pub enum MarkError {
     /// The file system has no attributes that this user may set.
     #[error("the file system does not support extended attributes")]
     Unsupported,
-    /// The mark of another release, which is kept.
+    /// The file has a mark of another release, which is not replaced.
     #[error("the file has a mark of another release")]
     Unknown,
-    /// The earlier mark cannot be read, so it is kept.
+    /// The existing mark cannot be read, so it is not replaced.
     #[error("fgetxattr: {0}")]
     Read(io::Error),
-    /// A call of the operating system failed.
+    /// A system call failed.
     #[error("fsetxattr: {0}")]
     Io(io::Error),
 }
 
-/// Use of a file by the host.
+/// Purpose for which the host uses a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// A pool.
+    /// File of a pool.
     Pool,
-    /// Output of a VMM or of its guest, such as a serial port's.
+    /// Output of a VMM or of its guest, for example of a serial port.
     Output,
-    /// Memory of a guest, which begins as zeros.
+    /// Memory of a guest, initially zeroed.
     Memory,
-    /// A disk or a pmem device of a guest.
+    /// Disk or pmem device of a guest.
     Disk,
-    /// A use that this release does not know. It is never set, replaced or removed.
+    /// Purpose that this release does not know. This mark is never set, replaced or removed.
     Unknown,
 }
 
@@ -62,7 +63,7 @@ impl Mark {
         (Self::Disk, b"disk"),
     ];
 
-    /// Reads the mark of a file. A file system without attributes has none.
+    /// Reads the mark of a file. Returns `None` if the file system does not support attributes.
     pub fn of(file: &File) -> io::Result<Option<Self>> {
         for attribute in &ATTRIBUTES {
             if let Some(mark) = Self::in_attribute(file, attribute.name)? {
@@ -74,8 +75,8 @@ impl Mark {
 
     fn in_attribute(file: &File, name: &CStr) -> io::Result<Option<Self>> {
         let mut value = [0_u8; 8];
-        // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value` has,
-        // which outlives the call.
+        // SAFETY: the name is a C string. The kernel stores at most as many bytes as `value` has,
+        // and `value` outlives the call.
         let len = unsafe {
             libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
         };
@@ -92,7 +93,7 @@ impl Mark {
         Ok(Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
     }
 
-    /// Marks a file and replaces its earlier mark, unless that is unknown.
+    /// Marks a file. It replaces an existing mark unless that is unknown.
     pub fn set(self, file: &File) -> Result<(), MarkError> {
         let (_, value) =
             Self::VALUES.into_iter().find(|(mark, _)| *mark == self).expect("a known mark is set");
@@ -107,7 +108,7 @@ impl Mark {
         match store(file, trusted.name, value, 0) {
             Ok(()) => Ok(()),
             _ if !is_unsupported(&error) => Err(MarkError::Io(error)),
-            // Only root sets trusted attributes.
+            // Only root can set trusted attributes.
             Err(error)
                 if is_unsupported(&error) || error.kind() == io::ErrorKind::PermissionDenied =>
             {
@@ -117,10 +118,10 @@ impl Mark {
         }
     }
 
-    /// Returns the name of the attribute that can mark this file; `None` if the file cannot be
-    /// marked. File systems and security modules may allow only the reading of attributes, so the
-    /// function sets a test attribute and removes it again. That attribute has another name,
-    /// because a crash in between leaves it behind.
+    /// Returns the name of the attribute that can mark this file, or `None` if the file cannot be
+    /// marked. File systems and security modules may allow only reading of attributes. Therefore,
+    /// the function sets a test attribute and removes it again. The test attribute has a separate
+    /// name, because a crash in between would leave it behind.
     pub fn settable_attribute(file: &File) -> Option<&'static str> {
         let can_have = |probe: &CStr| match store(file, probe, b"", libc::XATTR_CREATE) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => false,
@@ -135,7 +136,7 @@ impl Mark {
     }
 }
 
-/// Gives a file the mark of another release.
+/// Gives a file a mark that only another release knows.
 #[cfg(test)]
 pub(in crate::pool) fn set_unknown(file: &File, value: &[u8]) {
     let name = Mark::settable_attribute(file).unwrap();
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(Mark::of(copy.as_file()).unwrap(), None);
     }
 
-    /// Names of all attributes of a file.
+    /// Returns the names of all attributes of a file.
     fn attributes(file: &File) -> String {
         let mut names = [0_u8; 1024];
         // SAFETY: the kernel stores at most as many bytes as `names` has.
@@ -191,7 +192,7 @@ mod tests {
         let file = file.as_file();
         let attribute = attribute_of(file);
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
-        // Left behind by a test that ended between its two calls.
+        // Simulates an attribute that a test left behind between its two calls.
         store(file, attribute.probe, b"", 0).unwrap();
         assert_eq!(Mark::of(file).unwrap(), None);
         assert_eq!(attribute_of(file).name, attribute.name);
@@ -238,7 +239,7 @@ mod tests {
 
     #[test]
     fn failed_access_to_a_mark_is_an_error() {
-        // The kernel refuses descriptors of O_PATH with EBADF.
+        // The kernel refuses descriptors with O_PATH (EBADF).
         use std::os::unix::fs::OpenOptionsExt;
         let file = tempfile::NamedTempFile::new().unwrap();
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();

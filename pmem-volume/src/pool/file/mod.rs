@@ -1,4 +1,5 @@
-//! File or device below a pool: its blocks, and foreign content that no pool may overwrite.
+//! File or device of a pool: its blocks, and detection of other content that a pool must not
+//! overwrite.
 
 pub(super) mod blocks;
 pub mod formats;

@@ -1,4 +1,4 @@
-//! Opening of the file or device of a pool: kind, lock and length.
+//! Opening of a pool's file or device: checks of its type and length, and its lock.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -24,27 +24,28 @@ use crate::pool::format::superblock::Superblock;
 use crate::pool::lock::{self, Holder, LockKind, try_lock};
 use crate::pool::{OpenMode, PoolError};
 
-/// Longest wait for udev, which reads a block device under a shared lock after each close by a
-/// writer (systemd.io/BLOCK_DEVICE_LOCKING).
+/// Maximum time to wait for udev. After each close by a writer, udev reads a block device under a
+/// shared lock (systemd.io/BLOCK_DEVICE_LOCKING).
 pub(in crate::pool) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Longest wait for forked children. Until its execve(), a child has copies of all descriptors of
-/// its parent, and so holds locks and exclusive devices that the parent has released.
+/// Maximum time to wait for forked children. Until execve(), a child has copies of all descriptors
+/// of its parent. It therefore still holds locks and exclusive devices that the parent has
+/// released.
 pub(in crate::pool) const FORK_PATIENCE: Duration = Duration::from_millis(200);
 
-/// _IO(0x12, 94) of linux/fs.h.
+/// Defined as _IO(0x12, 94) in linux/fs.h.
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// Length of the file or device of a pool.
+/// Length of a pool's file or device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Length {
-    /// A file is as long as its pool.
+    /// Length of a file, which must equal the length of its pool.
     File(u64),
-    /// A device may be longer than its pool.
+    /// Length of a device, which may be longer than its pool.
     Device(u64),
 }
 
-/// File or device of a pool, open and locked as its mode requires.
+/// Open file or device of a pool, with the lock for its mode.
 pub(in crate::pool) struct Opened {
     pub(in crate::pool) file: File,
     pub(in crate::pool) place: Place,
@@ -54,8 +55,8 @@ pub(in crate::pool) struct Opened {
 impl Opened {
     /// Opens the file or device at `path` and takes the lock for `mode`.
     ///
-    /// A block device is opened with O_EXCL for writing: the kernel then refuses a device that is
-    /// mounted or otherwise in use, and refuses to mount it while it is open.
+    /// For writing, a block device is opened with O_EXCL. The kernel then refuses a device that is
+    /// mounted or otherwise in use, and refuses to mount the device while it is open.
     pub(in crate::pool) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
         let file_error =
             |action| move |source| PoolError::File { path: path.to_owned(), action, source };
@@ -83,9 +84,9 @@ impl Opened {
         Ok(opened)
     }
 
-    /// Drops clean pages of the pool's metadata from the page cache before a writer first reads
-    /// them, so that it reads the content of the disk. Drops whole chunks, because the kernel keeps
-    /// pages in large folios.
+    /// Drops clean pages of the pool's metadata from the page cache before a writer reads them, so
+    /// that it reads the content of the disk. Drops whole chunks, because the kernel caches pages
+    /// in large folios.
     pub(in crate::pool) fn forget_clean_pages(&self, ranges: &[Range<u64>]) {
         let whole = |range: &Range<u64>| {
             range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
@@ -98,15 +99,15 @@ impl Opened {
         }
     }
 
-    /// Reads the superblocks before the pool is mapped, because a file that is too short must cause
-    /// an error instead of a SIGBUS.
+    /// Reads the superblocks before the pool is mapped. A file that is too short then causes an
+    /// error instead of a SIGBUS.
     pub(in crate::pool) fn read_copies(
         &self,
         path: &Path,
     ) -> Result<[SuperblockBytes; 2], PoolError> {
         let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
         let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
-        // devdax has no read(). Its length is known and a multiple of a chunk.
+        // devdax does not support read(). Its length is known and is a multiple of the chunk size.
         let first_chunk = match self.place {
             Place::DevDax { .. } if self.length.bytes() >= CHUNK_BYTES => {
                 let file = self.file.try_clone().map_err(file_error)?;
@@ -119,7 +120,8 @@ impl Opened {
             let bytes = copy.as_mut_bytes();
             match &first_chunk {
                 Some(media) => media.read(offset, bytes)?,
-                // A copy behind the end of the file stays zero, which is not a valid superblock.
+                // A copy behind the end of the file remains zeroed, which is not a valid
+                // superblock.
                 None if offset + SUPERBLOCK_BYTES > self.length.bytes() => {}
                 None => self.file.read_exact_at(bytes, offset).map_err(file_error)?,
             }
@@ -129,8 +131,8 @@ impl Opened {
 }
 
 impl Opened {
-    /// Replaces `NotAPool` if the file has a volume table. It may have been a pool, so the error
-    /// must not suggest the creation of another pool there.
+    /// Replaces the error `NotAPool` if the file contains a volume table. The file may have been a
+    /// pool, so the error must not suggest creating a pool there.
     pub(in crate::pool) fn or_gone(&self, error: PoolError) -> PoolError {
         match error {
             PoolError::NotAPool { path, .. } if self.has_volume_table() => {
@@ -140,9 +142,9 @@ impl Opened {
         }
     }
 
-    /// Checks for a volume table at the place where new pools have it.
+    /// Checks for a volume table at the offset that new pools use.
     fn has_volume_table(&self) -> bool {
-        // devdax has no read(), so its error is less specific.
+        // devdax does not support read(), so the error for it is less specific.
         !matches!(self.place, Place::DevDax { .. })
             && VOLUME_TABLE_OFFSETS.iter().any(|offset| {
                 let mut magic = [0; VOLUME_MAGIC.len()];
@@ -159,8 +161,8 @@ impl Length {
     }
 }
 
-/// Opens the file or device at `path`. Its kind is checked first, because opening other devices may
-/// have side effects.
+/// Opens the file or device at `path`. Its type is checked first, because opening another device
+/// may have side effects.
 fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
@@ -173,7 +175,7 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let metadata = fs::metadata(path).map_err(file_error)?;
     let kind = metadata.file_type();
     let not_a_file = |kind| Err(PoolError::NotAFile { path: path.to_owned(), kind });
-    // Prevents a hang if a named pipe without a reader now replaces the file.
+    // Prevents hanging if a named pipe without a reader has replaced the file in the meantime.
     let mut flags = libc::O_NONBLOCK;
     if kind.is_dir() {
         return not_a_file("a directory");
@@ -195,8 +197,8 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         true => device_in_use(path, metadata.rdev()),
         false => file_error(error),
     })?;
-    // Some drivers refuse to open a read-only device for writing. Others open it and refuse to map
-    // it or to write.
+    // Some drivers refuse to open a read-only device for writing. Others open it, and later refuse
+    // to map it or to write to it.
     if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
         return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
     }
@@ -208,7 +210,7 @@ fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Checks if a block device is write-protected (Linux block/ioctl.c, BLKROGET).
+/// Returns true if a block device is write-protected (Linux block/ioctl.c, BLKROGET).
 fn is_read_only(device: &File) -> io::Result<bool> {
     let mut flag: libc::c_int = 0;
     // SAFETY: the kernel stores one int, which outlives the call.
@@ -239,7 +241,7 @@ pub(in crate::pool) fn lock_within(
     while_in_use(patience, || try_lock(file, kind))
 }
 
-/// Repeats `attempt` for up to `patience` as long as the inner result is an error, which means that
+/// Repeats `attempt` for up to `patience` while its inner result is an error. That error means that
 /// the file is in use.
 pub(in crate::pool) fn while_in_use<T, E>(
     patience: Duration,
@@ -262,8 +264,8 @@ fn device_in_use(path: &Path, device: u64) -> PoolError {
     }
 }
 
-/// User of a device that the kernel refuses to open: the holder of a pool's lock, or a description
-/// of a mount or another device.
+/// Returns the user of a device that the kernel refuses to open. It is the holder of a pool's lock,
+/// a mount, or another device.
 pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
     let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {
@@ -280,8 +282,8 @@ pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder
     })
 }
 
-/// Mount point of a device (proc(5), /proc/pid/mountinfo: the third field is the device, the fifth
-/// the mount point).
+/// Returns the mount point of a device. In /proc/pid/mountinfo, the third field is the device, and
+/// the fifth is the mount point (proc(5)).
 fn mount_point(mounts: &str, device: u64) -> Option<&str> {
     let wanted = format!("{}:{}", libc::major(device), libc::minor(device));
     mounts.lines().find_map(|line| {
@@ -290,13 +292,13 @@ fn mount_point(mounts: &str, device: u64) -> Option<&str> {
     })
 }
 
-/// Device that is built on this one, such as a logical volume.
+/// Returns a device that is built on this one, such as a logical volume.
 fn upper_device(entry: &Path) -> Option<String> {
     let upper: PathBuf = fs::read_dir(entry.join("holders")).ok()?.next()?.ok()?.path();
     Some(upper.file_name()?.to_string_lossy().into_owned())
 }
 
-/// Chooses the valid superblock and compares it with the length of the file or device.
+/// Selects the valid superblock, and compares its pool size with the length of the file or device.
 pub(in crate::pool) fn judge_superblocks(
     path: &Path,
     copies: [SuperblockBytes; 2],
@@ -342,11 +344,11 @@ pub(in crate::pool) fn judge_superblocks(
     }
     let file_bytes = length.bytes();
     match file_bytes.cmp(&pool_bytes) {
-        // Space behind the pool on a device is not part of the pool. The pool may grow into it.
+        // On a device, the space behind the pool is not part of the pool, which may grow into it.
         std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
             Ok((superblock, findings))
         }
-        // A crash interrupted the growth. Space behind the old end does not belong to the pool yet.
+        // A crash interrupted the growth. The space behind the old end is not part of the pool yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => {
             Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })

@@ -1,19 +1,20 @@
 //! Detection of existing content: in a file or on a device that is not a pool, and on a device
 //! before a pool is created there.
 //!
-//! Errors name well-known formats. Before a pool is created, any nonzero byte at the start or the
-//! end of the device counts as data, because not every format is known.
+//! Error messages name well-known formats. Before a pool is created, any nonzero byte at the start
+//! or the end of the device is treated as data, because not every format is known.
 
 use std::ops::Range;
 
 use super::formats::{self, FORMATS, Format, IMAGES, find_at_start};
 use crate::media::{Media, MediaError};
 
-/// Size of the parts at the start and at the end of a device that are searched. Common formats have
+/// Size of the ranges at the start and the end of a device that are searched. Common formats store
 /// data there.
 const LOOK_BYTES: u64 = 1 << 20;
 
-/// Describes the content of a device. `None` if the parts at its start and end are zeros.
+/// Describes the content of a device. Returns `None` if the ranges at its start and end contain
+/// only zeros.
 pub(in crate::pool) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError> {
     found_in(device, 0..device.len_bytes())
 }
@@ -45,12 +46,12 @@ pub(in crate::pool) fn found_in(
     Ok(None)
 }
 
-/// Format of the disk image that begins with `head`. `None` for a raw image.
+/// Returns the format of the disk image that begins with `head`, or `None` for a raw image.
 pub fn image_format(head: &[u8]) -> Option<&'static str> {
     find_at_start(IMAGES, head).map(Format::name)
 }
 
-/// Describes a file or device by its first bytes, which are not the superblock of a pool.
+/// Describes a file or device based on its first bytes. These are not the superblock of a pool.
 pub(in crate::pool) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
         return format!("it has {len_bytes} bytes");

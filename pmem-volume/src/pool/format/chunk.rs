@@ -5,21 +5,21 @@ use std::ops::Range;
 
 use crate::CHUNK_BYTES;
 
-/// Largest order: 2^10 chunks, 2 GiB.
+/// Maximum order of an extent: 2^10 chunks (2 GiB).
 pub const MAX_ORDER: u8 = 10;
 
-/// Number of a chunk. The chunk starts at this multiple of 2 MiB in the file.
+/// Number of a chunk. Multiplied by 2 MiB, it is the offset of the chunk in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkId(pub u32);
 
 impl ChunkId {
-    /// Offset of the chunk in the file.
+    /// Returns the offset of the chunk in the file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         u64::from(self.0) * CHUNK_BYTES
     }
 
-    /// Chunk that is `chunks` chunks further.
+    /// Returns the chunk that follows after `chunks` chunks.
     pub(crate) fn plus(self, chunks: u32) -> Self {
         Self(self.0.checked_add(chunks).expect("chunk numbers are bounded by the pool's size"))
     }
@@ -31,39 +31,39 @@ impl fmt::Display for ChunkId {
     }
 }
 
-/// Aligned power-of-two number of chunks: 2^order chunks, starting at a multiple of 2^order.
+/// Extent of 2^order chunks. Its first chunk is a multiple of 2^order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Extent {
-    /// First chunk.
+    /// First chunk of the extent.
     pub start: ChunkId,
-    /// 0 (2 MiB) to 10 (2 GiB).
+    /// Binary logarithm of the number of chunks, from 0 (2 MiB) to 10 (2 GiB).
     pub order: u8,
 }
 
 impl Extent {
-    /// Extent of a single chunk.
+    /// Returns the extent that consists of a single chunk.
     pub fn chunk(start: ChunkId) -> Self {
         Self { start, order: 0 }
     }
 
-    /// Number of chunks.
+    /// Returns the number of chunks.
     pub fn chunks(self) -> u32 {
         1 << self.order
     }
 
-    /// Offset in the pool's file.
+    /// Returns the offset of the extent in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
-    /// Length in bytes.
+    /// Returns the length of the extent in bytes.
     #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks()) * CHUNK_BYTES
     }
 
-    /// Range of bytes in the pool's file.
+    /// Returns the range of bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.run().byte_range()
     }
@@ -79,39 +79,39 @@ impl fmt::Display for Extent {
     }
 }
 
-/// Contiguous chunks, of any number and alignment.
+/// Any number of contiguous chunks with any alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Run {
-    /// First chunk.
+    /// First chunk of the run.
     pub start: ChunkId,
     /// Number of chunks.
     pub chunks: u32,
 }
 
 impl Run {
-    /// Offset in the pool's file.
+    /// Returns the offset of the run in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
-    /// Length in bytes.
+    /// Returns the length of the run in bytes.
     #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// First chunk behind the run.
+    /// Returns the first chunk behind the run.
     pub(crate) fn end(self) -> ChunkId {
         self.start.plus(self.chunks)
     }
 
-    /// Range of bytes in the pool's file.
+    /// Returns the range of bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.offset_bytes()..self.offset_bytes() + self.len_bytes()
     }
 
-    /// All chunks of the run.
+    /// Returns all chunks of the run.
     pub fn ids(self) -> impl Iterator<Item = ChunkId> {
         (self.start.0..self.start.0 + self.chunks).map(ChunkId)
     }
@@ -136,14 +136,14 @@ impl Run {
     }
 }
 
-/// Joins chunks that are contiguous in the given order into runs.
+/// Groups chunks into runs. Chunks that are contiguous in the given order form one run.
 pub(crate) fn runs(chunks: impl IntoIterator<Item = ChunkId>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     chunks.into_iter().for_each(|chunk| push(&mut runs, chunk));
     runs
 }
 
-/// Sorts runs and joins adjacent ones. They must not overlap.
+/// Sorts runs and merges adjacent ones. They must not overlap.
 pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
     runs.sort_unstable();
     runs.dedup_by(|next, run| {

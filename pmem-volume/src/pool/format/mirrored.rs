@@ -1,8 +1,8 @@
-//! Records with two copies: superblocks and volume records.
+//! Records that are stored in two copies: superblocks and volume records.
 //!
-//! An update writes and persists the first copy, then the second. At least one copy is whole after
-//! any crash, and the newer whole copy counts. Between updates, damage to either copy loses
-//! nothing.
+//! An update writes and persists the first copy, then the second. After any crash, at least one
+//! copy is whole, and the newer whole copy is used. Between updates, either copy may be damaged
+//! without losing information.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -11,7 +11,7 @@ use crate::pool::format::layout::{
     SUPERBLOCK_MAGIC, SuperblockBytes, VOLUME_MAGIC, VolumeRecordBytes,
 };
 
-/// Record with a magic, a sequence number, and a CRC-32 in its last 8 bytes.
+/// Record that contains a magic, a sequence number, and a CRC-32 in its last 8 bytes.
 pub(crate) trait Mirrored:
     Clone + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned
 {
@@ -45,11 +45,11 @@ impl Mirrored for VolumeRecordBytes {
 pub(crate) enum Copies<T> {
     /// Both copies are whole and equal.
     Agree(T),
-    /// A crash came between the two writes: `current` counts, and the other copy is older.
+    /// A crash happened between the two writes. `current` is used, and the other copy is older.
     Stale { current: T, stale: usize },
-    /// One copy is damaged or half written, and `current` is the other copy.
+    /// One copy is damaged or partially written. `current` is the other one.
     Damaged { current: T, damaged: usize },
-    /// Neither copy can be trusted.
+    /// Neither copy is trustworthy.
     Lost,
 }
 
@@ -58,7 +58,7 @@ fn checksum<T: Mirrored>(record: &T) -> u64 {
     u64::from(crc32fast::hash(&bytes[..bytes.len() - 8]))
 }
 
-/// Sets the checksum of a record whose other fields are final.
+/// Sets the checksum of a record. All other fields must already be set.
 pub(crate) fn seal<T: Mirrored>(record: &mut T) {
     let checksum = checksum(record);
     let bytes = record.as_mut_bytes();
@@ -66,13 +66,13 @@ pub(crate) fn seal<T: Mirrored>(record: &mut T) {
     bytes[at..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Checks magic and checksum.
+/// Checks the magic and the checksum.
 pub(crate) fn is_whole<T: Mirrored>(record: &T) -> bool {
     let bytes = record.as_bytes();
     record.magic() == T::MAGIC && bytes[bytes.len() - 8..] == checksum(record).to_le_bytes()
 }
 
-/// Chooses the copy that counts.
+/// Selects the copy to use.
 pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
     let whole = [is_whole(&copies[0]), is_whole(&copies[1])];
     let [first, second] = copies;
@@ -84,7 +84,8 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
             Copies::Stale { current: second, stale: 0 }
         }
         [true, true] if first.as_bytes() == second.as_bytes() => Copies::Agree(first),
-        // Neither this code nor a crash writes different records with the same sequence number.
+        // Neither pool code nor a crash can produce different records with the same sequence
+        // number.
         [true, true] => Copies::Lost,
         [true, false] => Copies::Damaged { current: first, damaged: 1 },
         [false, true] => Copies::Damaged { current: second, damaged: 0 },
@@ -110,11 +111,12 @@ pub(crate) fn read_copies<T: Mirrored>(
     Ok(copies)
 }
 
-/// Limit of differing words of two damaged copies, because each combination is tried.
+/// Maximum number of words in which two damaged copies may differ. Every combination of these words
+/// is tried.
 const MAX_DIFFERING_WORDS: usize = 12;
 
-/// Combines two damaged copies into a whole record: each word in which they differ is taken from
-/// one of them. Returns `None` if no combination or more than one is whole.
+/// Combines two damaged copies into a whole record. Each word in which they differ is taken from
+/// one of the copies. Returns `None` if no combination is whole, or if several are.
 pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
     let (first, _) = copies[0].as_bytes().as_chunks::<8>();
     let (second, _) = copies[1].as_bytes().as_chunks::<8>();
@@ -134,10 +136,12 @@ pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
     whole.next().is_none().then_some(merged)
 }
 
-/// Writes both copies, one after the other. They are durable at return. The record must be sealed.
+/// Writes both copies, one after the other. When the call returns, they are durable. The record
+/// must be sealed.
 ///
-/// 1. First copy, persist. The new record counts from here on.
-/// 2. Second copy, persist. Damage to one copy loses nothing from here on.
+/// 1. Write the first copy and persist it. From here on, the new record is used.
+/// 2. Write the second copy and persist it. From here on, either copy may be damaged without losing
+///    information.
 pub(crate) fn write<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -150,7 +154,7 @@ pub(crate) fn write<T: Mirrored>(
     Ok(())
 }
 
-/// Writes one copy. It is durable at return.
+/// Writes one copy. When the call returns, it is durable.
 pub(crate) fn write_copy<T: Mirrored>(
     media: &dyn Media,
     offset: u64,
@@ -160,7 +164,8 @@ pub(crate) fn write_copy<T: Mirrored>(
     media.persist_range(offset..offset + size_of::<T>() as u64)
 }
 
-/// Words in which a copy on the media differs from the record, as offsets and new values.
+/// Returns the words in which a copy on the media differs from the record, as offsets and new
+/// values.
 pub(crate) fn changed_words<T: Mirrored>(
     media: &dyn Media,
     offset: u64,

@@ -1,4 +1,4 @@
-//! Verified superblock.
+//! Superblock with verified fields.
 
 use std::ops::Range;
 
@@ -17,23 +17,24 @@ use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::mirrored;
 
-/// Impossible field of a superblock with a correct checksum.
+/// Invalid field in a superblock whose checksum is correct.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("superblock field {field} is {value:#x}, but {rule}")]
 pub struct SuperblockError {
-    /// Name in [`SuperblockBytes`].
+    /// Name of the field in [`SuperblockBytes`].
     pub field: &'static str,
-    /// Value on the media.
+    /// Value of the field on the media.
     pub value: u64,
     /// Rule that the value violates.
     pub rule: &'static str,
 }
 
-/// Verified superblock: every region lies inside the pool and every number fits its type.
+/// Superblock with verified fields. Every region is inside the pool, and every number fits its
+/// type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
     pub(crate) sequence: u64,
-    /// The pool is a file on a disk whose free chunks are holes.
+    /// True if the pool is a file on a disk whose free chunks are holes.
     pub(crate) is_thin: bool,
     pub(crate) uuid: Uuid,
     pub(crate) chunks: u32,
@@ -44,12 +45,13 @@ pub(crate) struct Superblock {
     pub(crate) log_offset: u64,
     pub(crate) log_bytes: u64,
     pub(crate) created_unix_s: u64,
-    /// Zero, or the file size that a growth in progress may reach.
+    /// Zero, or the file size after a growth that is in progress.
     pub(crate) growing_to_bytes: u64,
 }
 
 impl Superblock {
-    /// Superblock of a new pool. The caller has checked `chunks` and `strg_bytes`.
+    /// Returns the superblock for a new pool. The caller must have checked `chunks` and
+    /// `strg_bytes`.
     pub(crate) fn new(uuid: Uuid, created_unix_s: u64, chunks: u32, strg_bytes: u64) -> Self {
         Self {
             sequence: 1,
@@ -71,7 +73,7 @@ impl Superblock {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// End of the metadata in a new pool, where it precedes all other chunks.
+    /// Returns the end of the metadata in a new pool, where the metadata precedes all other chunks.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         u64::from(self.metadata_chunks()) * CHUNK_BYTES
     }
@@ -82,12 +84,12 @@ impl Superblock {
         self.regions().iter().any(|region| region.start < end && start < region.end)
     }
 
-    /// Number of chunks for which [`Self::is_metadata`] returns true.
+    /// Returns the number of chunks that contain metadata.
     pub(crate) fn metadata_chunks(&self) -> u32 {
         let mut regions = self.regions();
         regions.sort_by_key(|region| region.start);
-        // Counts ranges instead of chunks, because the table of a large pool has thousands of
-        // chunks.
+        // Counts ranges instead of chunks, because the chunk table of a large pool occupies
+        // thousands of chunks.
         let (mut count, mut counted_to) = (0, 0);
         for region in regions.iter().filter(|region| region.start < region.end) {
             let end = region.end.div_ceil(CHUNK_BYTES);
@@ -97,12 +99,12 @@ impl Superblock {
         count as u32
     }
 
-    /// First chunk behind the chunk table.
+    /// Returns the first chunk behind the chunk table.
     pub(crate) fn chunk_table_end_chunk(&self) -> u64 {
         self.tables()[0].end.div_ceil(CHUNK_BYTES)
     }
 
-    /// Offsets of the two copies of a volume record.
+    /// Returns the offsets of both copies of a volume record.
     pub(crate) fn volume_record_offsets(&self, slot: Slot) -> [u64; 2] {
         assert!(u32::from(slot.0) < self.volume_slots);
         self.volume_table_offsets.map(|table| table + u64::from(slot.0) * VOLUME_RECORD_BYTES)
@@ -112,7 +114,7 @@ impl Superblock {
         (0..self.volume_slots).map(|slot| Slot(slot as u16))
     }
 
-    /// Chunk table and volume tables. A transaction of the log may store to them.
+    /// Returns the ranges of the chunk table and the volume tables. Transactions may store to them.
     pub(crate) fn tables(&self) -> [Range<u64>; 3] {
         let table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
         let [first, second] = self.volume_table_offsets;
@@ -124,7 +126,7 @@ impl Superblock {
         ]
     }
 
-    /// All metadata of the pool.
+    /// Returns the ranges of all metadata in the pool.
     pub(crate) fn regions(&self) -> [Range<u64>; 6] {
         let [chunk_table, volumes_a, volumes_b] = self.tables();
         let [superblock_a, superblock_b] = SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES);
@@ -132,12 +134,13 @@ impl Superblock {
         [superblock_a, superblock_b, chunk_table, volumes_a, volumes_b, log]
     }
 
-    /// Sealed bytes.
+    /// Returns the superblock in the media format, with its checksum.
     pub(crate) fn to_bytes(&self) -> SuperblockBytes {
         self.to_bytes_over(SuperblockBytes::new_zeroed())
     }
 
-    /// Sealed bytes. Unknown parts of `bytes` are kept.
+    /// Returns the superblock in the media format, with its checksum. Unknown parts of `bytes` are
+    /// preserved.
     pub(crate) fn to_bytes_over(&self, mut bytes: SuperblockBytes) -> SuperblockBytes {
         bytes.magic = SUPERBLOCK_MAGIC;
         bytes.version.set(FORMAT_VERSION);
@@ -165,7 +168,7 @@ impl Superblock {
         bytes
     }
 
-    /// Verifies a superblock of version 1 whose checksum is correct.
+    /// Verifies a version 1 superblock whose checksum is correct.
     pub(crate) fn parse(bytes: &SuperblockBytes) -> Result<Self, SuperblockError> {
         check_sizes(bytes)?;
         let superblock = Self {
@@ -232,7 +235,8 @@ impl Superblock {
         Ok(())
     }
 
-    /// The regions must be checked before, because the number of their chunks is used.
+    /// Checks the size of the part reserved for volumes. The regions must be checked first, because
+    /// the number of their chunks is used.
     fn check_strg(&self) -> Result<(), SuperblockError> {
         let usable_bytes = u64::from(self.chunks - self.metadata_chunks()) * CHUNK_BYTES;
         let fits = self.strg_bytes.is_multiple_of(CHUNK_BYTES) && self.strg_bytes <= usable_bytes;
@@ -281,7 +285,7 @@ fn require(
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
-/// Updates the superblock. Unknown parts, such as compatible features, are kept.
+/// Updates the superblock. Unknown parts, such as compatible features, are preserved.
 pub(in crate::pool) fn rewrite(
     media: &dyn Media,
     superblock: &Superblock,
@@ -290,7 +294,8 @@ pub(in crate::pool) fn rewrite(
         mirrored::Copies::Agree(bytes)
         | mirrored::Copies::Stale { current: bytes, .. }
         | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
-        // Both copies were damaged after the pool was opened. Use the content read at open.
+        // Both copies were damaged after the pool was opened. The content that was read at that
+        // time is used.
         mirrored::Copies::Lost => superblock.to_bytes(),
     };
     mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
@@ -322,7 +327,7 @@ mod tests {
         assert_eq!(sector[440..446], [1, 2, 3, 4, 0, 0]);
         assert!(sector[446..510].iter().all(|byte| *byte == 0));
         assert_eq!(sector[510..], [0x55, 0xaa]);
-        // Pools of older programs have zeros there, and get the MBR when they grow.
+        // Pools of older programs contain zeros there. They get the MBR when they grow.
         let old = SuperblockBytes { mbr_id: [0; 4], mbr_signature: [0; 2], ..bytes.clone() };
         assert_eq!(Superblock::parse(&old), Ok(superblock.clone()));
         assert!(superblock.to_bytes_over(old).as_bytes() == bytes.as_bytes());

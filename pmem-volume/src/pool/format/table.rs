@@ -1,7 +1,8 @@
-//! Chunk table: owner of each chunk, and how often it was used.
+//! Chunk table. It records the owner of each chunk and the number of its uses.
 //!
-//! An entry is two words. Each word has its own checksum, and a store of it cannot tear. A change
-//! of one entry therefore needs no log, and a crash leaves the old or the new word.
+//! An entry consists of two words. Each word has its own checksum, and its store cannot tear.
+//! Therefore, a change of a single entry needs no log. A crash leaves either the old or the new
+//! word.
 
 use std::ops::Range;
 
@@ -16,8 +17,8 @@ const STATE_SHIFT: u32 = 44;
 const CHECK_SHIFT: u32 = 48;
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
 
-// Zero is not a state. A lost table that reads as zeros is damage instead of a pool full of free
-// chunks.
+// Zero is not a valid state. If the table is lost and reads as zeros, that is damage instead of a
+// pool full of free chunks.
 const STATE_FREE: u64 = 1;
 const STATE_METADATA: u64 = 2;
 const STATE_VOLUME: u64 = 3;
@@ -29,24 +30,24 @@ const STATE_RETIRED: u64 = 6;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot(pub(crate) u16);
 
-/// Owner of a chunk.
+/// Owner of a chunk, with its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// No owner; reads as zeros.
+    /// The chunk has no owner and reads as zeros.
     Free,
-    /// Metadata of the pool.
+    /// The chunk contains metadata of the pool.
     Metadata,
-    /// Volume.
+    /// The chunk belongs to a volume.
     Volume {
         slot: Slot,
-        /// Logical index in the volume.
+        /// Index of the chunk in the volume.
         index: u32,
     },
-    /// Lent as memory. The next open treats it like `Scrub`.
+    /// The chunk is lent as memory. The next open treats it like `Scrub`.
     Memory,
-    /// No owner, but the old content is not erased yet.
+    /// The chunk has no owner, but its old content is not erased yet.
     Scrub,
-    /// Permanently unused because its media is bad.
+    /// The chunk is permanently unused because its media is bad.
     Retired,
 }
 
@@ -65,16 +66,16 @@ impl std::fmt::Display for Owner {
     }
 }
 
-/// Word of the chunk table with a wrong checksum or content.
+/// Word of the chunk table with a wrong checksum or invalid content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadWord(pub(crate) u64);
 
-/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word, the number of its chunk and its
-/// kind. It detects damaged words and words of other chunks.
+/// CRC-16 (CCITT polynomial 0x1021) of the low 48 bits of a word, its chunk's number, and its kind.
+/// It detects damaged words, and words that belong to other chunks.
 ///
-/// A CRC is linear: the CRC of 11 bytes is the sum of the contributions of each byte at its
-/// position and of the initial value (all ones). The bytes are therefore looked up in parallel
-/// instead of one after the other.
+/// A CRC is linear. The CRC of 11 bytes is the sum of one contribution per byte, which depends on
+/// its position, and a contribution of the initial value (all ones). Therefore, all bytes can be
+/// looked up in parallel.
 fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     let words = u128::from(low)
         | u128::from(chunk.0) << CHECK_SHIFT
@@ -85,10 +86,10 @@ fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     u64::from(CRC16_OF_INITIAL ^ of_bytes)
 }
 
-/// Number of bytes that a check covers.
+/// Number of bytes that the checksum of a word covers.
 const CHECKED_BYTES: usize = 11;
 
-/// CRC after one more byte, which is zero or already added to `crc`.
+/// Returns the CRC after one more byte. The byte is zero, or has already been added to `crc`.
 const fn crc16_step(crc: u16) -> u16 {
     let mut crc = crc;
     let mut bit = 0;
@@ -99,8 +100,8 @@ const fn crc16_step(crc: u16) -> u16 {
     crc
 }
 
-/// Contribution of a byte to a CRC over [`CHECKED_BYTES`] with initial value 0, by position and
-/// value.
+/// Contribution of each byte to a CRC of [`CHECKED_BYTES`] with initial value 0, indexed by
+/// position and value.
 static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     let mut tables = [[0u16; 256]; CHECKED_BYTES];
     let mut place = CHECKED_BYTES;
@@ -118,7 +119,7 @@ static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     tables
 };
 
-/// Contribution of the initial value.
+/// Contribution of the CRC's initial value.
 const CRC16_OF_INITIAL: u16 = {
     let mut crc = 0xffff;
     let mut place = 0;
@@ -129,11 +130,13 @@ const CRC16_OF_INITIAL: u16 = {
     crc
 };
 
-/// Kind of word, which is part of the check so that the two words of an entry cannot be confused.
+/// Kind of a word. It is included in the checksum, so that the two words of an entry cannot be
+/// confused.
 const KIND_OWNER: u8 = 0;
 const KIND_WEAR: u8 = 1;
 
-/// Repeated reads of words that look damaged. If they keep changing, the last copy is used.
+/// Maximum number of repeated reads of words that look damaged. If they keep changing, the last
+/// copy is used.
 const READS_AGAIN: u32 = 8;
 
 fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
@@ -146,7 +149,8 @@ fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
     run.ids().zip(pairs).map(entry).collect()
 }
 
-/// Owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
+/// Encodes an owner word. Bits 0 to 27 contain the index, 28 to 43 the slot, 44 to 47 the state,
+/// and 48 to 63 the checksum.
 pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
     let low = match owner {
         Owner::Free => STATE_FREE << STATE_SHIFT,
@@ -181,7 +185,8 @@ pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> 
     if index == 0 && slot.0 == 0 { Ok(owner) } else { Err(BadWord(word)) }
 }
 
-/// Wear word: count in bits 0 to 31, zero in 32 to 47, check in 48 to 63.
+/// Encodes a wear word. Bits 0 to 31 contain the count, 32 to 47 are zero, and 48 to 63 contain the
+/// checksum.
 pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
     let low = u64::from(count);
     check(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
@@ -195,24 +200,25 @@ pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
     u32::try_from(low).map_err(|_| BadWord(word))
 }
 
-/// Adds the correct check to the low bits of an owner or wear word.
+/// Adds the correct checksum to the low bits of an owner or wear word.
 #[cfg(test)]
 pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
     let low = low & ((1 << CHECK_SHIFT) - 1);
     check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
 }
 
-/// Decoded entry.
+/// Decoded entry of the chunk table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: Result<Owner, BadWord>,
     pub(crate) wear: Result<u32, BadWord>,
 }
 
-/// Entries that are read together: 16 KiB, which fit into the L1 cache until they are decoded.
+/// Number of entries that are read at a time: 16 KiB, which fit into the L1 cache until they are
+/// decoded.
 const PIECE_ENTRIES: u32 = 1024;
 
-/// Position of the table, with the loads and stores of its words.
+/// Chunk table at a position on the media. Loads and stores single words.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkTable {
     offset: u64,
@@ -224,7 +230,7 @@ impl ChunkTable {
         Self { offset: superblock.chunk_table_offset, entries: superblock.chunks }
     }
 
-    /// Number of entries, one for each chunk of the pool.
+    /// Returns the number of entries, one for each chunk of the pool.
     pub(crate) fn entries(self) -> u32 {
         self.entries
     }
@@ -234,7 +240,7 @@ impl ChunkTable {
         self.offset + u64::from(chunk.0) * CHUNK_ENTRY_BYTES
     }
 
-    /// Range of the entries of a run.
+    /// Returns the range of bytes that contains the entries of a run.
     pub(crate) fn byte_range(self, run: Run) -> Range<u64> {
         let start = self.entry_offset(run.start);
         start..start + u64::from(run.chunks) * CHUNK_ENTRY_BYTES
@@ -256,7 +262,7 @@ impl ChunkTable {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
     }
 
-    /// Pieces of the table, to be read one after the other.
+    /// Divides the table into pieces, which are read one after the other.
     pub(crate) fn pieces(self) -> impl Iterator<Item = Run> {
         (0..self.entries).step_by(PIECE_ENTRIES as usize).map(move |start| Run {
             start: ChunkId(start),
@@ -264,9 +270,9 @@ impl ChunkTable {
         })
     }
 
-    /// Reads the entries of a run as a copy. This touches no page of the mapping, so holes of a
-    /// file that is only read stay holes. A copy may be torn if another process stores meanwhile,
-    /// so words that look damaged are read again until two reads are equal.
+    /// Reads the entries of a run as a copy. The mapping is not accessed, so holes in a file that
+    /// is only read remain holes. If another process stores concurrently, a copy may be torn.
+    /// Therefore, words that look damaged are read again until two reads are equal.
     pub(crate) fn read_entries(
         self,
         media: &dyn Media,
@@ -292,7 +298,8 @@ impl ChunkTable {
         Ok(decode_entries(run, &bytes))
     }
 
-    /// Copies a chunk's words to another table without decoding them. They are not durable yet.
+    /// Copies a chunk's words to another table without decoding them. They are not durable when the
+    /// call returns.
     pub(crate) fn copy_entry(
         self,
         media: &dyn Media,
@@ -308,7 +315,7 @@ impl ChunkTable {
         Ok(())
     }
 
-    /// Stores the owner. It is not durable yet.
+    /// Stores the owner. It is not durable when the call returns.
     pub(crate) fn set_owner(
         self,
         media: &dyn Media,
@@ -318,7 +325,7 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
     }
 
-    /// Stores the wear count. It is not durable yet.
+    /// Stores the wear count. It is not durable when the call returns.
     pub(crate) fn set_wear(
         self,
         media: &dyn Media,
@@ -328,8 +335,8 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
     }
 
-    /// Counts one more use of a chunk. An unreadable count restarts at zero, because it is only a
-    /// hint.
+    /// Increments the number of uses of a chunk. An unreadable count restarts at zero, because it
+    /// is only a hint.
     pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
         let count = self.wear(media, chunk)?.unwrap_or(0);
         self.set_wear(media, chunk, count.saturating_add(1))
@@ -350,7 +357,7 @@ mod tests {
         Owner::Retired,
     ];
 
-    /// Definition of the CRC: bit by bit, one byte after the other.
+    /// Reference implementation of the CRC, bit by bit.
     fn plain_check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
         let mut crc: u16 = 0xffff;
         for byte in low.to_le_bytes()[..6].iter().chain(&chunk.0.to_le_bytes()).chain(&[kind]) {

@@ -1,4 +1,4 @@
-//! Verified volume records, and the rules for names.
+//! Verified volume records, and rules for volume names.
 
 use foreshore_types::VolumeFormat;
 use thiserror::Error;
@@ -15,11 +15,11 @@ use crate::CHUNK_BYTES;
 use crate::btt::MIN_VOLUME_BYTES;
 use crate::pool::format::mirrored;
 
-/// Name of a volume: 1 to 64 bytes that need no quoting in a flag or a shell.
+/// Name of a volume. It has 1 to 64 bytes, and needs no quoting in a flag or a shell.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VolumeName(String);
 
-/// Reason why a text is not a valid name.
+/// Reason why a volume name is invalid.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
@@ -27,7 +27,7 @@ pub enum NameError {
     Empty,
     #[error("volume name {name:?} has {length_bytes} bytes; the maximum is {MAX_NAME_BYTES}")]
     TooLong { name: String, length_bytes: usize },
-    /// A character that flags, shells or paths treat specially.
+    /// The name contains a character that flags, shells or paths treat specially.
     #[error("volume name {name:?} contains {character:?}; use letters, digits and . _ -")]
     Character { name: String, character: char },
     /// The name looks like a flag or a hidden file.
@@ -40,7 +40,7 @@ pub enum NameError {
 }
 
 impl VolumeName {
-    /// Name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -75,7 +75,7 @@ impl std::str::FromStr for VolumeName {
     }
 }
 
-/// Impossible field of a record with a correct checksum.
+/// Invalid field in a volume record whose checksum is correct.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum VolumeRecordError {
     #[error("its slot number is {0}")]
@@ -101,7 +101,7 @@ pub(crate) enum VolumeRecordError {
     Name(#[from] NameError),
 }
 
-/// Record of a live volume.
+/// Record of an existing volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VolumeRecord {
     pub(crate) sequence: u64,
@@ -110,16 +110,16 @@ pub(crate) struct VolumeRecord {
     pub(crate) uuid: Uuid,
     pub(crate) format: VolumeFormat,
     pub(crate) thin: bool,
-    /// Part of a split volume, until the split is finished.
+    /// Set for a part of a split volume until the split is finished.
     pub(crate) part: Option<Part>,
     pub(crate) chunks: u32,
     pub(crate) created_unix_s: u64,
 }
 
-/// Unfinished work for a part of a split volume.
+/// Remaining work for a part of a split volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Slot of the split volume. Its chunks behind the end of the first part belong to other parts.
+    /// Slot of the split volume. Chunks behind the end of its first part belong to other parts.
     pub(crate) origin: Slot,
     /// Index of the part's first chunk in the split volume.
     pub(crate) index: u32,
@@ -127,7 +127,7 @@ pub(crate) struct Part {
     pub(crate) is_unformatted: bool,
 }
 
-/// Sealed record of an empty slot.
+/// Returns the record of an empty slot, with its checksum.
 pub(crate) fn empty_record(slot: Slot, sequence: u64) -> VolumeRecordBytes {
     let mut bytes = VolumeRecordBytes::new_zeroed();
     bytes.magic = VOLUME_MAGIC;
@@ -143,7 +143,7 @@ impl VolumeRecord {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// Sealed bytes.
+    /// Returns the record in the media format, with its checksum.
     pub(crate) fn to_bytes(&self) -> VolumeRecordBytes {
         let mut bytes = empty_record(self.slot, self.sequence);
         bytes.state = VOLUME_LIVE;
@@ -178,7 +178,7 @@ impl VolumeRecord {
             return Err(VolumeRecordError::Slot(bytes.slot.get()));
         }
         match bytes.state {
-            // The chunks of a volume whose record is wrongly marked as empty would be erased.
+            // If a volume's record were wrongly marked as empty, its chunks would be erased.
             VOLUME_EMPTY if describes_a_volume(bytes) => return Err(VolumeRecordError::NotEmpty),
             VOLUME_EMPTY => return Ok(None),
             VOLUME_LIVE => {}
@@ -227,7 +227,7 @@ impl VolumeRecord {
 
 const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
 
-/// Part that the record in slot `own` describes. The first part, and only this one, has the slot of
+/// Returns the part that the record in slot `own` describes. Only the first part is in the slot of
 /// the split volume.
 fn parse_part(
     own: Slot,
@@ -250,7 +250,7 @@ fn no_part(bytes: &VolumeRecordBytes) -> Result<Option<Part>, VolumeRecordError>
     }
 }
 
-/// Returns true if a record has data that an empty slot's record lacks.
+/// Returns true if a record contains data that the record of an empty slot does not.
 fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
     let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
     let places = [bytes.origin_slot, bytes.origin_index];

@@ -1,5 +1,5 @@
-//! Complete check of a pool and its volumes, from the media alone. Changes nothing. A failed read
-//! does not make the pool read-only, because durability does not depend on it.
+//! Complete check of a pool and its volumes, based only on the media. It changes nothing. A failed
+//! read does not make the pool read-only, because it does not affect durability.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use crate::pool::volume::{Space, VolumeInfo, volume_extents};
 use crate::pool::{Pool, PoolError, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Chunks that are read at once with the state locked: some 10 ms.
+/// Number of chunks that are read while the state is locked. This takes about 10 ms.
 const LOCKED_CHUNKS: u32 = 32;
 
-/// Repeated checks of a volume in use if a check reports defects.
+/// Number of repeated checks of a volume in use if a check finds defects.
 const LOOKS_AGAIN: u32 = 3;
 
 /// Result of a check.
@@ -32,7 +32,7 @@ pub struct CheckReport {
     pub pool: Vec<Finding>,
     /// Results for each volume.
     pub volumes: Vec<VolumeCheck>,
-    /// Bytes with an unknown owner, for example those of a volume whose record is lost.
+    /// Bytes whose owner is unknown, for example because the record of a volume is lost.
     pub damaged_bytes: u64,
 }
 
@@ -41,14 +41,14 @@ pub struct CheckReport {
 pub struct VolumeCheck {
     /// Name of the volume.
     pub name: String,
-    /// Report on its BTT, if it has one that could be checked.
+    /// Report on the volume's BTT, if it has one that could be checked.
     pub btt: Option<btt::Report>,
     /// Reason why the volume could not be checked.
     pub unusable: Option<String>,
 }
 
 impl CheckReport {
-    /// Returns true if nothing is wrong, apart from expected leftovers of a crash.
+    /// Returns true if nothing is damaged. Expected leftovers of a crash are not damage.
     pub fn is_clean(&self) -> bool {
         self.pool.iter().all(|finding| finding.severity() == Severity::Note)
             && self
@@ -57,7 +57,7 @@ impl CheckReport {
                 .all(|v| v.unusable.is_none() && v.btt.as_ref().is_none_or(btt::Report::is_clean))
     }
 
-    /// Number of defects.
+    /// Returns the number of defects.
     pub fn damaged(&self) -> u64 {
         let pool = self.pool.iter().filter(|finding| finding.severity() > Severity::Note).count();
         let of_volume = |volume: &VolumeCheck| match (&volume.btt, &volume.unusable) {
@@ -68,8 +68,8 @@ impl CheckReport {
         pool as u64 + self.volumes.iter().map(of_volume).sum::<u64>()
     }
 
-    /// Bytes that wait to be erased if the pool is not in use. Memory lent by another process does
-    /// not wait.
+    /// Returns the number of bytes that must be erased if the pool is not in use. Memory that
+    /// another process has borrowed is not included.
     pub fn waiting_bytes(&self) -> u64 {
         let waiting = |finding: &Finding| match finding {
             Finding::StillLent { chunks }
@@ -81,7 +81,8 @@ impl CheckReport {
     }
 }
 
-/// Progress of a check of free space and volumes, one after the other, as one task.
+/// Progress of a check, as a single task. The check covers the free space first, and then the
+/// volumes.
 pub(in crate::pool) struct Checking<'a> {
     done_bytes: u64,
     total_bytes: u64,
@@ -89,7 +90,7 @@ pub(in crate::pool) struct Checking<'a> {
 }
 
 impl<'a> Checking<'a> {
-    /// `free_bytes` is the size of the free space that is checked before the volumes.
+    /// `free_bytes` is the size of the free space, which is checked before the volumes.
     pub(in crate::pool) fn new(
         free_bytes: u64,
         volumes: &[VolumeInfo],
@@ -99,7 +100,7 @@ impl<'a> Checking<'a> {
         Self { done_bytes: 0, total_bytes, progress }
     }
 
-    /// Checks the next volume. `check` reports the position that it has reached.
+    /// Checks the next volume. `check` reports its position.
     pub(in crate::pool) fn volume<T>(
         &mut self,
         info: &VolumeInfo,
@@ -128,13 +129,14 @@ impl<'a> Checking<'a> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Checks tables and volumes, and that free chunks read as zeros. Findings that open has
-    /// corrected are not reported again. Open the pool for reading to see the media as it was left.
+    /// Checks the tables and volumes, and checks that free chunks read as zeros. Findings that
+    /// opening the pool has corrected are not reported again. To examine the media as the last user
+    /// left it, open the pool for reading.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
         self.check_with(&mut unheard)
     }
 
-    /// Like [`Pool::check`], and reports the progress of free space and volumes to `progress`.
+    /// Like [`Pool::check`], but reports the progress to `progress`.
     pub fn check_with(
         self: &Arc<Self>,
         progress: OnProgress<'_>,
@@ -145,8 +147,8 @@ impl<M: Media> Pool<M> {
             // Nothing changes while the state is locked.
             let state = self.lock_state();
             if self.mode != crate::pool::OpenMode::ReadWrite {
-                // Superblocks and log were examined when the pool was opened, and have not changed
-                // since.
+                // The superblocks and the log were examined when the pool was opened, and have not
+                // changed since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
             let log = redo_log::read(self.media(), &self.superblock)?;
@@ -176,7 +178,7 @@ impl<M: Media> Pool<M> {
     }
 
     /// Checks the BTT of one volume, and reports the progress to `progress`. Returns `None` for a
-    /// raw volume, which has nothing to check.
+    /// raw volume.
     pub fn check_volume_with(
         self: &Arc<Self>,
         name: &str,
@@ -208,8 +210,8 @@ impl<M: Media> Pool<M> {
         Ok(found.into_list())
     }
 
-    /// Checks the chunks of a run that are still free. The locked state prevents their allocation,
-    /// so it is locked only for short periods.
+    /// Checks those chunks of a run that are still free. Locking the state prevents their
+    /// allocation, so it is locked only for short periods.
     fn look_while_free(
         &self,
         run: Run,
@@ -233,8 +235,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Checks a volume that is open in this process and may be written meanwhile. Only findings
-    /// that occur every time count.
+    /// Checks a volume that is open in this process and may be written concurrently. Only findings
+    /// that every repeated check returns are reported.
     fn check_in_use(
         &self,
         name: &str,
@@ -273,10 +275,11 @@ impl<M: Media> Pool<M> {
         };
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),
-            // An unfinished part is not damaged, and is among the findings of the pool.
+            // An unfinished part is not damage of the volume. It is reported as a finding of the
+            // pool.
             Err(PoolError::VolumeUnfinished { .. }) => (None, None),
             Err(PoolError::Media(error)) => (None, Some(foreshore_types::chain(&error))),
-            // The caller knows the rest of the error.
+            // The caller already knows the rest of the error.
             Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),
             Err(error) => (None, Some(foreshore_types::chain(&error))),
         };

@@ -1,5 +1,5 @@
-//! Giving up a volume that lacks chunks. The missing chunks are unknown, so a pool with such a
-//! volume opens for reading only. Giving up the rest of the volume makes the pool usable again.
+//! Deletion of a volume with missing chunks. These chunks are unknown, so a pool with such a volume
+//! opens only for reading. Giving up the remaining data of the volume makes the pool usable again.
 
 use std::collections::BTreeMap;
 
@@ -14,15 +14,16 @@ use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, scan};
 use crate::pool::{PoolError, Run};
 
-/// Deletes a volume that lacks chunks. A dry run only returns the change, and sees `planned` words
-/// as if they were stored. Returns `None` if the log is damaged, because it may contain the
-/// volume's record.
+/// Deletes a volume with missing chunks. A dry run only returns the change, and treats `planned`
+/// words as if they had been stored. Returns `None` if the log is damaged, because it may contain
+/// the volume's record.
 ///
-/// 1. Redo a committed transaction, as open would.
-/// 2. Mark free chunks as *scrub*; persist. Any of them may be a missing chunk of the volume and
-///    not read as zeros. A crash leaves the volume, and open still refuses the pool.
-/// 3. Write an empty record. The volume's chunks are leftovers from here on, and open marks them
-///    for erasing.
+/// 1. Redo a committed transaction, as opening the pool would.
+/// 2. Mark all free chunks as *scrub* and persist the marks. Any of them may be a missing chunk of
+///    the volume, and so may contain data. After a crash here, the volume still exists, and opening
+///    still refuses the pool.
+/// 3. Write an empty record. From here on, the volume's chunks are leftovers, which the next open
+///    marks for erasing.
 pub(in crate::pool) fn give_up(
     media: &dyn Media,
     superblock: &Superblock,
@@ -68,7 +69,7 @@ pub(in crate::pool) fn give_up(
     Ok(Some(Mending { what, words: changed }))
 }
 
-/// Finds a volume with this name that lacks chunks.
+/// Finds the volume with this name and missing chunks.
 fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
     let mut named =
         seen.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
@@ -76,15 +77,15 @@ fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), Po
         let known = seen.volumes.values().map(|volume| volume.record.name.to_string()).collect();
         return Err(PoolError::NoSuchVolume { name: name.to_owned(), known });
     }
-    // A thin volume may lack chunks and be whole.
+    // A thin volume may be complete although chunks are missing.
     let lacks =
         |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
     let found = named.find(|(_, volume)| lacks(volume)).map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeLacksNothing { name: name.to_owned() })
 }
 
-/// Returns the copies in the order of writing. The copy that counts is written last, when the other
-/// one is whole.
+/// Returns the offsets of both copies in the order of writing. The copy that is in use is written
+/// last, when the other one is already whole.
 fn whole_one_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
     let [first, second] = offsets;
     Ok(match mirrored::read::<VolumeRecordBytes>(media, offsets)? {

@@ -1,5 +1,5 @@
-//! Check that free chunks read as zeros. Their next owner relies on it, and must not read data of
-//! an earlier owner.
+//! Check that free chunks read as zeros. The next owner of a chunk depends on it, and must not be
+//! able to read data of an earlier owner.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::{ChunkId, Run};
 
-/// Bytes per read.
+/// Number of bytes per read.
 const READ_BYTES: u64 = 256 << 10;
 
 /// Finds data in free chunks.
@@ -22,8 +22,8 @@ impl ContentFinder {
         Self { bytes: zeros.clone(), zeros }
     }
 
-    /// Reads a run of chunks except for its holes, and passes each chunk with data to `found`.
-    /// Passes the number of examined bytes of the run to `reached`.
+    /// Reads a run of chunks, except for its holes. `found` receives each chunk that contains data,
+    /// and `reached` the number of bytes examined so far.
     pub(in crate::pool) fn look(
         &mut self,
         media: &dyn Media,
@@ -44,7 +44,7 @@ impl ContentFinder {
             if !is_zero {
                 found(chunk);
             }
-            // A single nonzero byte is sufficient.
+            // A single nonzero byte is sufficient, so the rest of the chunk is skipped.
             at = if is_zero { piece_end } else { chunk_end };
             reached(at - start);
         }
@@ -59,7 +59,8 @@ mod tests {
     use crate::media::MemoryMedia;
     use crate::media::simulator::Simulator;
 
-    /// Chunks found in a run of all chunks but the first, and the reported positions.
+    /// Returns the chunks that were found in a run of all chunks except the first, and the reported
+    /// positions.
     fn found(media: &dyn Media) -> (Vec<u32>, Vec<u64>) {
         let run = Run { start: ChunkId(1), chunks: (media.len_bytes() / CHUNK_BYTES) as u32 - 1 };
         let (mut found, mut heard) = (vec![], vec![]);

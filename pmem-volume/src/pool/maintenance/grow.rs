@@ -1,4 +1,4 @@
-//! Growth of a pool: a longer file or more of its device, and a larger chunk table.
+//! Growth of a pool, by extending its file or using more of its device. The chunk table grows too.
 
 use std::io;
 use std::ops::Range;
@@ -18,15 +18,15 @@ use crate::progress::{OnProgress, unheard};
 use foreshore_types::size::Size;
 
 impl Pool {
-    /// Enlarges a pool that is not in use, and opens it. On a disk, all blocks are allocated,
-    /// unless the pool is thin. Nothing changes if there is not enough space.
+    /// Enlarges a pool that is not in use, and opens it. On a disk, all blocks are allocated unless
+    /// the pool is thin. If there is not enough space, nothing changes.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         Self::grow_with(path, Some(size_bytes), false, &mut unheard)
     }
 
-    /// Like [`Pool::grow`]. Without a size, the pool takes all of its device. Data behind the pool
-    /// on a device is erased only with `force`. `progress` receives the progress of allocating the
-    /// file or erasing the device.
+    /// Like [`Pool::grow`]. Without a size, the pool grows to the size of its device. Data behind
+    /// the pool on a device is erased only with `force`. `progress` receives the progress of
+    /// allocating the file or erasing the device.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,
@@ -54,7 +54,7 @@ impl Pool {
             new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
             Ok(grown)
         };
-        // The lock is kept, because both media share the open file.
+        // The lock is kept, because both media use the same open file.
         let grown =
             carry_out(media, &pool.superblock, &new, lengthen).map_err(
                 |failure| match failure {
@@ -73,7 +73,7 @@ impl Pool {
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 
-    /// Requested size, or that of the device.
+    /// Returns the requested size, or the size of the device.
     fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
         match size_bytes {
             Some(bytes) => Ok(bytes),
@@ -93,7 +93,8 @@ impl Pool {
         }
     }
 
-    /// Refuses to take a range with data, for example if a partition was enlarged over another one.
+    /// Refuses to use a range that contains data, for example because a partition was enlarged over
+    /// another one.
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed = |source| PoolError::File {
             path: self.path.clone(),
@@ -118,19 +119,18 @@ impl Pool {
     }
 }
 
-/// Chunks of a new table in the new part of the pool, if the table moves.
+/// Returns the range of a new chunk table in the added part of the pool, if the table moves there.
 fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
     let start = new.chunk_table_offset;
     (start != old.chunk_table_offset).then(|| start..new.chunk_table_end_chunk() * CHUNK_BYTES)
 }
 
-/// Reason why a pool did not grow.
+/// Reason why a growth failed.
 #[derive(Debug)]
 pub(in crate::pool) enum Failure {
-    /// The file could not be lengthened, or the rest of the device not erased. The pool is
-    /// unchanged.
+    /// The file could not be extended, or the device could not be erased. The pool is unchanged.
     NoRoom(io::Error),
-    /// The media failed. The next open finds either size.
+    /// The media failed. The next open finds the old or the new size.
     Media(MediaError),
 }
 
@@ -142,12 +142,14 @@ impl From<MediaError> for Failure {
 
 /// Grows a pool, and returns its media with the new length.
 ///
-/// 1. Announce the future file size in the superblock. A longer file is expected from here on.
-/// 2. Lengthen the file, or erase the device where the new chunks will be, durably.
-/// 3. Store table entries of the new chunks, behind the old ones or in a new table; persist.
-/// 4. Write the superblock with the new size and table. The pool is larger from here on.
+/// 1. Announce the future file size in the superblock. From here on, a longer file is not damage.
+/// 2. Extend the file, or erase the part of the device for the new chunks. Make the change durable.
+/// 3. Store the table entries of the new chunks behind the old ones or in a new table, and persist
+///    them.
+/// 4. Write the superblock with the new size and table. From here on, the pool is larger.
 ///
-/// The chunks of an old table are leftovers in the new one. The next open marks them for erasing.
+/// If the table moved, the new table lists the chunks of the old one as leftovers. The next open
+/// marks them for erasing.
 pub(in crate::pool) fn carry_out<M: Media>(
     media: &M,
     old: &Superblock,
@@ -158,7 +160,7 @@ pub(in crate::pool) fn carry_out<M: Media>(
     let grown = match lengthen(media) {
         Ok(grown) => grown,
         Err(error) => {
-            // If this fails too, the next open does it.
+            // If this fails too, the next open withdraws the announcement.
             withdraw(media, old)?;
             return Err(Failure::NoRoom(error));
         }
@@ -168,8 +170,8 @@ pub(in crate::pool) fn carry_out<M: Media>(
     Ok(grown)
 }
 
-/// Superblock of the grown pool. The table stays in place if its chunks have space for the new
-/// entries. Otherwise it moves to the first new chunks.
+/// Returns the superblock of the grown pool. If the chunks of the table have space for the new
+/// entries, the table is not moved. Otherwise, it is moved to the first new chunks.
 pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
     let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
     let old_bytes = old.size_bytes();
@@ -186,7 +188,7 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
         return refuse(format!("exceeds the maximum {}", Size(MAX_POOL_BYTES).rounded()));
     }
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
-    // Two updates: announcement and new size.
+    // Two updates follow: the announcement and the new size.
     let grown = Superblock {
         sequence: old.sequence.wrapping_add(2),
         chunks,
@@ -209,7 +211,7 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
     Ok(moved)
 }
 
-/// Step 1.
+/// Performs step 1 of a growth.
 pub(in crate::pool) fn announce(
     media: &dyn Media,
     old: &Superblock,
@@ -219,8 +221,8 @@ pub(in crate::pool) fn announce(
     rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
 }
 
-/// Step 3. The entries have no effect before the superblock refers to them: they are behind the
-/// table's old end, or in chunks that the pool did not have.
+/// Performs step 3 of a growth. The entries have no effect until the superblock refers to them.
+/// They are behind the end of the old table, or in chunks that were not part of the pool.
 pub(in crate::pool) fn write_table(
     media: &dyn Media,
     old: &Superblock,

@@ -1,8 +1,10 @@
-//! Repair of a pool that does not open, or opens with damage, from information on its media.
+//! Repair of a pool that does not open, or that opens with damage. It uses only information on the
+//! media.
 //!
-//! There are three sources: the other copy of a record, a word that passes its checksum after one
-//! bit is flipped, and elimination after all other chunks are accounted for. The checksum makes the
-//! result of a flip unique. Damage that none of them explains stays as it is.
+//! There are three sources of information: the other copy of a record, a damaged word that passes
+//! its checksum after one bit is flipped, and elimination after all other chunks are accounted for.
+//! The checksum makes the result of a flip unique. If none of these sources explains some damage,
+//! that damage is not changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -31,23 +33,23 @@ use crate::pool::volume::{Space, Volume};
 use crate::pool::{OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, unheard};
 
-/// Changes of a repair or of a dry run.
+/// Changes that a repair has made, or that a dry run would make.
 #[derive(Debug, Default, Serialize)]
 pub struct RepairReport {
-    /// Repaired damage, and leftovers of a crash.
+    /// Repaired damage and cleared leftovers of a crash.
     pub mended: Vec<String>,
-    /// Remaining damage, which the media does not explain.
+    /// Remaining damage, which could not be repaired from information on the media.
     pub left: Vec<String>,
-    /// Volumes that lack chunks for an unknown reason. A repair gives up only the volume that the
-    /// caller names.
+    /// Volumes with missing chunks for an unknown reason. A repair deletes such a volume only if
+    /// the caller names it.
     pub incomplete_volumes: Vec<String>,
 }
 
-/// Largest number of damaged owner words that are repaired. With more of them, a part of the table
-/// is lost or the pool is crafted. The limit also bounds the memory of the repair.
+/// Maximum number of damaged owner words that are repaired. If more are damaged, a part of the
+/// table is lost or the pool is crafted. The limit also bounds the memory use of the repair.
 const MAX_MENDED_OWNERS: usize = 1 << 16;
 
-/// One repair, as words to store.
+/// A single repair, as a list of words to store.
 #[derive(Debug)]
 pub(in crate::pool) struct Mending {
     pub(in crate::pool) what: String,
@@ -55,7 +57,7 @@ pub(in crate::pool) struct Mending {
 }
 
 impl Mending {
-    /// Stores the words. They are durable at return.
+    /// Stores the words. When the call returns, they are durable.
     pub(in crate::pool) fn store(&self, media: &dyn Media) -> Result<(), MediaError> {
         for (at, word) in &self.words {
             media.store_word(*at, *word)?;
@@ -66,15 +68,16 @@ impl Mending {
 }
 
 impl Pool {
-    /// Repairs a pool that is not in use: everything that opening corrects, damage that the sources
-    /// of this module explain, and info blocks of BTTs. A dry run only reports the changes.
+    /// Repairs a pool that is not in use. It makes all corrections that opening makes, repairs
+    /// damage that the sources of this module explain, and restores info blocks of BTTs. A dry run
+    /// only reports the changes.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
         Self::repair_with(path, dry_run, None, &mut unheard)
     }
 
-    /// Like [`Pool::repair`]. Deletes the volume `give_up`, which must lack chunks, and erases all
-    /// free chunks again. `progress` receives the progress of checking free space, erasing waiting
-    /// chunks and checking volumes.
+    /// Like [`Pool::repair`]. Also deletes the volume `give_up`, which must have missing chunks,
+    /// and erases all free chunks again. `progress` receives the progress of checking free space,
+    /// erasing waiting chunks and checking volumes.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,
@@ -94,7 +97,7 @@ impl Pool {
         if !dry_run {
             make_durable(&media, &superblock)?;
         }
-        // Done even with a damaged log, because no transaction stores into superblocks.
+        // Performed even if the log is damaged, because transactions never store into superblocks.
         if let Some(merged) = &merged {
             let mending = mend_superblocks(&media, merged)?;
             if !dry_run {
@@ -128,7 +131,8 @@ impl Pool {
         Ok(report)
     }
 
-    /// Reports the corrections by open, and repairs the volumes, after the tables are repaired.
+    /// Reports the corrections that opening has made, and repairs the volumes. The tables must have
+    /// been repaired.
     fn finish_repair(
         self: &Arc<Self>,
         dry_run: bool,
@@ -158,7 +162,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Repairs a BTT: info blocks from their copies, and map and flog from each other.
+    /// Repairs a BTT. Info blocks are restored from their copies, and the map and the flog from
+    /// each other.
     fn mend_btt(
         &self,
         volume: &Volume,
@@ -180,7 +185,7 @@ impl Pool {
     }
 }
 
-/// Chooses the superblock. The third value is the combination of both copies if neither is whole. A
+/// Selects the superblock. If neither copy is whole, the third value is the combination of both. A
 /// dry run refuses the same pools as a repair.
 fn judge_for_repair(
     path: &Path,
@@ -210,7 +215,7 @@ impl RepairReport {
         self.left.push(text);
     }
 
-    /// Adds the repairs and the remaining damage of a BTT.
+    /// Adds the repairs and the remaining damage of a BTT to the report.
     pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
         let say =
             |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
@@ -225,7 +230,8 @@ impl RepairReport {
     }
 }
 
-/// Repairs the tables, and gives up a volume. Returns the words that a dry run would have stored.
+/// Repairs the tables, and deletes a volume that is given up. Returns the words that a dry run
+/// would have stored.
 pub(in crate::pool) fn mend_tables(
     media: &dyn Media,
     superblock: &Superblock,
@@ -248,7 +254,7 @@ pub(in crate::pool) fn mend_tables(
         super::discard_damaged::give_up(media, superblock, name, &planned, dry_run)?
     {
         keep(given_up, &mut planned);
-        // Without the gaps of this volume, further words may be explained.
+        // Once this volume is deleted, its gaps no longer prevent the repair of other words.
         let rest = match dry_run {
             true => mend(&Redone::with(media, &planned), superblock, true)?,
             false => mend(media, superblock, false)?,
@@ -263,8 +269,8 @@ fn opening_mends(finding: &Finding) -> bool {
     finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
 }
 
-/// Determines the repairs, and stores them durably unless it is a dry run. Every stored word is
-/// final, so a crash leaves less to repair.
+/// Determines the repairs, and stores them durably unless this is a dry run. Every stored word has
+/// its final value, so after a crash there is less to repair.
 pub(in crate::pool) fn mend(
     media: &dyn Media,
     superblock: &Superblock,
@@ -275,20 +281,21 @@ pub(in crate::pool) fn mend(
         true => redo_log::read(media, superblock)?,
         false => LogState::Empty,
     };
-    // The transaction may have been committed. Its records may then own chunks that look unused
-    // without it.
+    // The transaction may have been committed. Chunks that look unused may therefore belong to its
+    // records.
     if matches!(log, LogState::Damaged(_)) {
         return Ok(vec![]);
     }
     let mut words = log.words();
     mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
     words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
-    // The repaired records determine the owners of chunks.
+    // The owners of chunks are determined from the repaired records.
     let view = Redone::with(media, &words);
     let seen = scan(&view, superblock)?;
     mendings.extend(mend_owners(&view, superblock, &seen)?);
     if !dry_run {
-        // Redo a committed transaction first. Otherwise open would redo it over the repaired words.
+        // Redo a committed transaction first. Otherwise, the next open would overwrite the repaired
+        // words with it.
         if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
             redo_log::replay(media, superblock, entries)?;
         }
@@ -299,9 +306,9 @@ pub(in crate::pool) fn mend(
     Ok(mendings)
 }
 
-/// Repairs a log without a transaction if its magic or commit word has one wrong bit. A transaction
-/// that may have been committed is kept as it is: it may be an old one, and redoing it would undo
-/// later changes.
+/// Repairs a log without a transaction if a single bit of its magic or commit word is wrong. A
+/// transaction that may have been committed is not changed. It may be an old one, and redoing it
+/// would undo later changes.
 fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
     if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
@@ -320,7 +327,7 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
     Ok(vec![Mending { what: "the header of the empty log has one wrong bit".to_owned(), words }])
 }
 
-/// Repairs superblocks if both copies are damaged, in different words.
+/// Repairs the superblocks if both copies are damaged in different words.
 pub(in crate::pool) fn mend_superblocks(
     media: &dyn Media,
     merged: &SuperblockBytes,
@@ -329,9 +336,9 @@ pub(in crate::pool) fn mend_superblocks(
     mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
 }
 
-/// Replaces both copies of a record by their combination. Only wrong words are stored, and each
-/// store cannot tear. With any subset of them after a crash, the copies differ in no more words
-/// than before, and still combine to the same record.
+/// Replaces both copies of a record with their combination. Only wrong words are stored, and no
+/// store can tear. After a crash with any subset of these stores, the copies differ in no more
+/// words than before, and still combine to the same record.
 fn mend_copies<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -343,7 +350,7 @@ fn mend_copies<T: Mirrored>(
     Ok(Mending { what, words })
 }
 
-/// Repairs volume records if both copies are damaged, in different words.
+/// Repairs volume records of which both copies are damaged in different words.
 fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for slot in superblock.slots() {
@@ -365,9 +372,10 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
     Ok(mendings)
 }
 
-/// Repairs owner words. A chunk of a volume is never treated as unused: while a gap is left or may
-/// be hidden, only words that fill gaps are trusted. The others stay damaged, so open refuses the
-/// pool and erases nothing. If very many words are damaged, none is repaired.
+/// Repairs owner words. A chunk of a volume must never be treated as unused. Therefore, while a
+/// volume has a gap or may have a hidden one, only words that fill gaps are repaired. The other
+/// words remain damaged, so opening refuses the pool and erases nothing. If very many words are
+/// damaged, none of them is repaired.
 pub(in crate::pool) fn mend_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -408,15 +416,15 @@ pub(in crate::pool) fn mend_owners(
     for chunk in own {
         mended(chunk, Owner::Metadata, "according to the superblock");
     }
-    // 1. Gaps that a single chunk claims. If a crash keeps only some of these words, the others
-    //    stay as they were.
+    // 1. Fill gaps that a single chunk claims. If a crash keeps only some of these words, the
+    //    others remain as they were.
     let mut gaps = Gaps::of(seen);
     for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
         mended(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
         gaps.fill(slot, index);
         bad.remove(&chunk);
     }
-    // 2. Chunks that remain after all others are accounted for.
+    // 2. Repair the remaining chunks if all others are accounted for.
     let mut rest = bad.into_iter();
     match (is_accounted(seen), gaps.count()) {
         (true, 0) => {
@@ -437,7 +445,7 @@ pub(in crate::pool) fn mend_owners(
     Ok(mendings)
 }
 
-/// Returns true if no gap can be hidden. A lost record or a thin volume may own any chunk.
+/// Returns true if there can be no hidden gap. A lost record or a thin volume could own any chunk.
 fn is_accounted(seen: &Scan) -> bool {
     let hides_chunks = |finding: &Finding| {
         matches!(
@@ -451,18 +459,19 @@ fn is_accounted(seen: &Scan) -> bool {
         && !seen.findings.iter().any(hides_chunks)
 }
 
-/// Owner of a damaged chunk if no volume has a gap. `says` is its word after one bit is flipped.
+/// Returns the owner of a damaged chunk if no volume has a gap. `says` is the chunk's word after
+/// one bit is flipped.
 fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
     match says {
-        // The volume already has the index, or ends before it.
+        // The volume already has a chunk at this index, or ends before it.
         Some(Owner::Volume { .. }) | None => (Owner::Scrub, "no volume lacks a chunk"),
-        // Erased again, because the erasure is unproven.
+        // Erased again, because nothing proves that the chunk was erased.
         Some(Owner::Free) => (Owner::Scrub, "correction of one bit makes it free"),
         Some(owner) => (owner, "correction of one bit makes it valid"),
     }
 }
 
-/// Missing indexes that exactly one chunk claims.
+/// Returns the missing indexes that exactly one chunk claims.
 fn sole_claims(
     bad: &BTreeMap<ChunkId, Option<Owner>>,
     gaps: &Gaps,
@@ -479,8 +488,8 @@ fn sole_claims(
     claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
 }
 
-/// Indexes that volumes lack, as ranges, because an untrusted record may claim any number of
-/// chunks.
+/// Missing indexes of volumes. They are stored as ranges, because an untrusted record may claim any
+/// number of chunks.
 struct Gaps {
     ranges: BTreeMap<Slot, Vec<Range<u32>>>,
     filled: BTreeSet<(Slot, u32)>,
@@ -522,7 +531,7 @@ impl Gaps {
     }
 }
 
-/// Gaps between the chunks of a volume, which are sorted with unique indexes.
+/// Returns the gaps between the chunks of a volume, whose indexes are sorted and unique.
 fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     let mut ranges = Vec::new();
     let mut next = 0;
@@ -535,8 +544,8 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     ranges
 }
 
-/// Marks free chunks with data for erasing. Chunks that may belong to a volume with a gap stay as
-/// they are, and are returned as findings.
+/// Marks free chunks that contain data for erasing. Chunks that may belong to a volume with a gap
+/// are not changed, and are returned as findings.
 pub(in crate::pool) fn mend_free(
     media: &dyn Media,
     superblock: &Superblock,
@@ -574,14 +583,15 @@ pub(in crate::pool) fn mend_free(
     Ok((Some(Mending { what, words }), vec![]))
 }
 
-/// Offset and new value of an owner word.
+/// Returns the offset and the new value of an owner word.
 fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
     let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
     (at, encode_owner(chunk, owner))
 }
 
-/// Owner word after one bit is flipped. The checksum makes the result unique. Zeros and ones are
-/// excluded, because lost words read as these, and for some chunks a valid word is one bit away.
+/// Returns the owner after one bit of a word is flipped. The checksum makes the result unique.
+/// Words of all zeros or all ones are excluded, because lost words read as such, and for some
+/// chunks they differ from a valid word in a single bit.
 pub(in crate::pool) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
     if word == 0 || word == !0 {
         return None;
