@@ -1,4 +1,4 @@
-//! Reading and verification of an arena's info block.
+//! Reads and verifies the info block of an arena.
 
 use thiserror::Error;
 use uuid::Uuid;
@@ -13,54 +13,53 @@ use crate::media::Media;
 
 /// Sector sizes that Linux supports. Sizes that are not a power of two include integrity data.
 const SECTOR_SIZES: [u32; 7] = [512, 520, 528, 4096, 4104, 4160, 4224];
-/// Limit of lanes, more than any implementation uses.
+/// Maximum number of lanes, which is more than any implementation uses.
 const MAX_LANES: u32 = 1 << 16;
 
-/// Verified info block of an arena: every region lies inside the arena.
+/// Verified info block of an arena. Every region is inside the arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaInfo {
     /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// Offset of the next arena, if there is one.
+    /// Offset of the next arena in the volume, if there is one.
     pub next_bytes: Option<u64>,
-    /// End of the arena in the volume, as Linux calculates it. The end of the last arena is behind
-    /// its second info block.
+    /// End of the arena in the volume, as Linux calculates it. For the last arena, it is the end of
+    /// the second info block.
     pub end_bytes: u64,
-    /// Bytes of a sector.
+    /// Size of a sector in bytes.
     pub sector_bytes: u32,
-    /// Sectors that the guest sees.
+    /// Number of sectors that the guest sees.
     pub sectors: u32,
-    /// Identity of the BTT.
+    /// UUID of the BTT.
     pub uuid: Uuid,
-    /// The arena had an error and is read-only.
+    /// True if the arena had an error, which makes it read-only.
     pub has_error: bool,
-    /// Offset of the second info block.
+    /// Offset of the second info block in the volume.
     pub copy_at: u64,
-    /// Bytes of a block, which contains one sector.
+    /// Size of a block in bytes. A block contains one sector.
     pub block_bytes: u32,
-    /// Number of blocks: one for each sector and each lane.
+    /// Number of blocks, which is the number of sectors plus the number of lanes.
     pub blocks: u32,
-    /// Number of lanes, which is the largest number of writes in progress.
+    /// Number of lanes, which limits the number of concurrent writes.
     pub lanes: u32,
-    /// Offset of the first block in the volume. The two offsets below also count from the start of
-    /// the volume.
+    /// Offset of the first block in the volume.
     pub data_at: u64,
-    /// Offset of the map.
+    /// Offset of the map in the volume.
     pub map_at: u64,
-    /// Offset of the log.
+    /// Offset of the log in the volume.
     pub flog_at: u64,
 }
 
-/// Info block that was used.
+/// Info block of an arena that was used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InfoSource {
-    /// Both are whole and equal.
+    /// Both info blocks are whole and equal.
     Both,
-    /// Both are whole but differ. The first one was used, as in Linux.
+    /// Both info blocks are whole but differ. The first one was used, as in Linux.
     Differ,
-    /// Only the first is whole.
+    /// Only the first info block is whole.
     First,
-    /// Only the second is whole. Linux ignores it and would see no BTT here.
+    /// Only the second info block is whole. Linux does not read it, and would find no BTT here.
     Second,
 }
 
@@ -74,16 +73,16 @@ pub enum InfoError {
     Signature,
     #[error("the checksum is wrong")]
     Checksum,
-    /// Version 2.0 or unknown.
+    /// The version is 2.0 or unknown.
     #[error("version {0}.{1} is not 1.1")]
     Version(u16, u16),
     #[error("{field} is {value:#x}, but {rule}")]
     Field { field: &'static str, value: u64, rule: &'static str },
 }
 
-/// Reads an arena's info block, or its copy. `size_bytes` is the length of the arena according to
-/// the volume's size, and the copy is at its end. An unreadable block is treated like a damaged
-/// one.
+/// Reads the info block of an arena, or its copy. `size_bytes` is the length of the arena based on
+/// the volume's size, and the copy is at its end. An unreadable info block is treated like a
+/// damaged one.
 pub(super) fn read_arena(
     space: &impl Media,
     start_bytes: u64,
@@ -92,16 +91,17 @@ pub(super) fn read_arena(
     let end_bytes = space.len_bytes();
     let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
     let first = read_info(space, start_bytes).and_then(|block| Ok((parse(&block)?, block)));
-    // The first block has the offset of its copy. Without it, the copy is where Linux puts it, or
-    // at an earlier end of the volume, before it grew.
+    // The first info block contains the offset of the second one. Without the first, the second one
+    // is at the place that Linux would use. If the volume has grown, it may be at an earlier end of
+    // the volume.
     let second = match &first {
         Ok((_, block)) => read_info(space, start_bytes + block.info2off.get()),
         Err(_) => {
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            // The copy of a later arena has another distance. A block with another offset is not a
-            // copy, because it would then be written to that offset.
+            // In the copy of a later arena, the distance is different. An info block with a
+            // different offset is not the copy, and must not be written to that offset.
             let copy_at = |at: u64| {
                 let block = Some(at)
                     .filter(|at| has_signature(space, *at))
@@ -137,14 +137,14 @@ pub(super) fn read_info(space: &impl Media, at: u64) -> Result<InfoBytes, InfoEr
     Ok(info)
 }
 
-/// Checks for the signature. An unreadable block has none.
+/// Checks for the signature of an info block. An unreadable block has no signature.
 fn has_signature(space: &impl Media, at: u64) -> bool {
     let mut signature = [0; SIGNATURE.len()];
     space.read(at, &mut signature).is_ok() && signature == SIGNATURE
 }
 
 impl ArenaInfo {
-    /// Verifies an info block of an arena at `start` in a volume of `end` bytes.
+    /// Verifies an info block of an arena at `start` in a volume that ends at `end`.
     pub(super) fn parse(info: &InfoBytes, start: u64, end: u64) -> Result<Self, InfoError> {
         if info.signature != SIGNATURE {
             return Err(InfoError::Signature);
@@ -181,7 +181,7 @@ impl ArenaInfo {
         })
     }
 
-    /// Offset of a block in the volume.
+    /// Returns the offset of a block in the volume.
     #[inline]
     pub(super) fn block_at(&self, block: u32) -> u64 {
         assert!(block < self.blocks);
@@ -221,7 +221,7 @@ fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
     require("external_nlba", number(sectors), spare, "each sector and each lane has a block")
 }
 
-/// Checks the offsets of the regions. The geometry must be checked before.
+/// Checks the offsets of the regions. The geometry must be checked first.
 fn check_regions(info: &InfoBytes, arena_bytes: u64) -> Result<(), InfoError> {
     let number = u64::from;
     let data_bytes = number(info.internal_nlba.get()) * number(info.internal_lbasize.get());

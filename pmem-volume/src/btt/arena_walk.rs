@@ -1,9 +1,10 @@
-//! Enumeration of the arenas of a volume.
+//! Enumeration of the arenas in a volume.
 //!
-//! Each info block has the offset of the next arena. If an arena has no whole info block, the next
-//! one is searched from the volume's end. The last page of an arena is its second info block, which
-//! has the start of the arena. No sector is ever in that page. A first info block cannot be used
-//! for this, because a guest may have written the same bytes to a sector.
+//! Each info block contains the offset of the next arena. If neither info block of an arena is
+//! whole, the search for the next arena starts at the end of the volume. The last page of an arena
+//! contains its second info block, from which the start of the arena follows. This page never
+//! contains a sector. First info blocks cannot be used for the search, because a guest may have
+//! written the same bytes to a sector.
 
 use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena, read_info};
 use super::layout::{
@@ -13,22 +14,24 @@ use super::layout::{
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 
-/// Arena with the info block that was used, or the reason why it is missing.
+/// Existing arena with the info block that was used, or a missing arena.
 pub type Place = Result<(ArenaInfo, InfoSource), Missing>;
 
-/// Missing arena.
+/// Arena without a whole info block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// Offset in the volume.
+    /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// End in the volume. `None` if it is unknown, which makes everything behind it unknown too.
+    /// End of the arena in the volume, or `None` if it is unknown. In that case, everything behind
+    /// the arena is unknown too.
     pub end_bytes: Option<u64>,
-    /// Reason why it is missing.
+    /// Reason why the arena is missing.
     pub why: InfoError,
 }
 
 impl Missing {
-    /// Number of sectors of this size, if the arena was laid out like others.
+    /// Returns the number of sectors of the given size, provided that the arena has the usual
+    /// layout.
     pub fn sectors(&self, sector_bytes: u32) -> Option<u64> {
         let size_bytes =
             (self.end_bytes? - self.start_bytes).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
@@ -36,23 +39,23 @@ impl Missing {
     }
 }
 
-/// Returns true if the block of the first info block can be read and has other content, as after a
-/// guest has replaced its BTT. A block with the signature, for example a torn one, and a block that
-/// cannot be read are damage of the BTT.
+/// Returns true if a guest has replaced its BTT: the first info block is readable, but contains
+/// something else. If it has the signature, for example because it is torn, or if it is unreadable,
+/// the BTT is damaged instead.
 pub fn is_replaced(space: &impl Media) -> bool {
     let mut signature = [0; SIGNATURE.len()];
     let has_block = space.len_bytes() >= START_BYTES + SIGNATURE.len() as u64;
     has_block && space.read(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
 }
 
-/// Finds the arenas of a volume, from the first on. A missing arena with an unknown end is the last
-/// element.
+/// Finds the arenas of a volume, starting with the first. If the end of a missing arena is unknown,
+/// that arena is the last element.
 pub fn arenas(space: &impl Media) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::new();
     let mut next = Some(START_BYTES);
     while let Some(start_bytes) = next {
         let room = space.len_bytes().saturating_sub(start_bytes);
-        // Only the first arena can be too small, because each info block's next offset is verified.
+        // Only the first arena can be too small, because each offset to a next arena is verified.
         if room < ARENA_MIN_BYTES {
             places.push(Err(Missing { start_bytes, end_bytes: None, why: InfoError::Signature }));
             break;
@@ -90,13 +93,13 @@ pub fn arenas(space: &impl Media) -> Vec<Place> {
     places
 }
 
-/// End of the last arena that fits into the space from `start` on.
+/// Returns the end of the last arena that fits into the space from `start`.
 fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_places_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
-/// Start of the first arena behind a missing one, found by following second info blocks from the
-/// end.
+/// Returns the start of the first arena behind a missing one. It is found by following second info
+/// blocks backwards from the end.
 fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;
     let mut found = None;
@@ -107,7 +110,8 @@ fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u
     found
 }
 
-/// Start of the arena that ends at `end`, if it belongs to this BTT and its next arena is `next`.
+/// Returns the start of the arena that ends at `end`. Returns `None` if that arena does not belong
+/// to this BTT, or if its next arena is not `next`.
 fn start_of_arena_to(
     space: &impl Media,
     end: u64,
@@ -118,13 +122,13 @@ fn start_of_arena_to(
     let copy_at = end.checked_sub(INFO_BYTES)?;
     let copy = read_info(space, copy_at).ok().filter(|block| block.signature == SIGNATURE)?;
     let start = copy_at.checked_sub(copy.info2off.get())?;
-    // The missing arena needs space, and reads must not precede the volume.
+    // There must be space for the missing arena. Reads must not begin before the volume.
     if start < missing_start + ARENA_MIN_BYTES || space.len_bytes() - start < ARENA_MIN_BYTES {
         return None;
     }
     let room = space.len_bytes() - start;
     let (info, source) = read_arena(space, start, room.min(ARENA_MAX_BYTES)).ok()?;
-    // Without a whole copy, only a first info block remains, which cannot be trusted.
+    // If the copy is not whole, only a first info block remains, which is not trustworthy.
     let is_it = source != InfoSource::First
         && info.copy_at == copy_at
         && info.next_bytes == next
@@ -132,9 +136,9 @@ fn start_of_arena_to(
     is_it.then_some(start)
 }
 
-/// End of a missing arena: the start of the next known arena, or the end of the volume. Returns
-/// `None` if the space may have been several arenas. Arenas end at earlier ends of the volume. If
-/// such a place has a trace of an info block or is unreadable, there may be several.
+/// Returns the end of a missing arena: the start of the next known arena, or the end of the volume.
+/// Returns `None` if the space may have contained several arenas. That is the case if an earlier
+/// end of the volume, where an arena could end, is unreadable or has traces of an info block.
 fn end_of_missing(space: &impl Media, start: u64, behind: Option<u64>) -> Option<u64> {
     let end = behind.or_else(|| last_end(space, start))?;
     let has_no_trace = |at: u64| {

@@ -1,5 +1,5 @@
-//! Consistency check of a BTT from its media alone: after a replay of the flog in memory, map and
-//! free list together name every block exactly once.
+//! Consistency check of a BTT, based only on its media. After a replay of the flog in memory, the
+//! map and the free list together must name every block exactly once.
 
 use serde::ser::{SerializeStruct, Serializer};
 use serde::{Serialize, ser};
@@ -11,12 +11,12 @@ use super::flog::{MapKind, Recovery, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use crate::media::Media;
 
-/// Listed findings of an arena. Further ones are only counted.
+/// Maximum number of listed findings per arena. Further findings are only counted.
 const MAX_FINDINGS: usize = 100;
-/// Entries of the map that are read at once.
+/// Number of map entries that are read at a time.
 const MAP_PIECE: u32 = 1 << 16;
 
-/// Defect of a BTT. `L` is a sector that the guest sees (pre-map LBA), and `B` is a block (post-map
+/// Defect in a BTT. `L` is a sector that the guest sees (pre-map LBA), and `B` is a block (post-map
 /// LBA).
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
@@ -37,7 +37,7 @@ pub enum Finding {
     FlogUnreadable(String),
     #[error("the map cannot be read: {0}")]
     MapUnreadable(String),
-    /// Reported once, for the first unreadable sector of the lanes' newest entries.
+    /// Reported only once, for the first unreadable sector among the newest entries of the lanes.
     #[error("the map entry of sector L{sector} cannot be read: {why}")]
     EntryUnreadable { sector: u32, why: String },
     #[error("the flog uses its slots in an unknown way")]
@@ -49,14 +49,14 @@ pub enum Finding {
         lane: u32,
         field: &'static str,
         value: u32,
-        /// First number out of range.
+        /// First number that is out of range.
         bound: u32,
     },
     #[error("sector L{sector} is mapped to block B{block}, which is not below B{bound}")]
     MapRange {
         sector: u32,
         block: u32,
-        /// First number out of range.
+        /// First number that is out of range.
         bound: u32,
     },
     #[error("block B{block} is referenced twice, the second time by {by}")]
@@ -66,7 +66,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// Returns true if the media could not be read. A later check may find something else.
+    /// Returns true if the media could not be read. A later check may produce a different finding.
     pub(super) fn is_unreadable(&self) -> bool {
         matches!(
             self,
@@ -74,8 +74,8 @@ impl Finding {
         )
     }
 
-    /// Returns true if the flog may have had writes that are not in the map. Without them, the map
-    /// entry of a sector may name a block that was overwritten since.
+    /// Returns true if the flog may contain writes that are missing in the map. In that case, the
+    /// map entry of a sector may name a block that has been overwritten since.
     pub fn loses_writes(&self) -> bool {
         matches!(
             self,
@@ -96,16 +96,16 @@ impl Serialize for Finding {
 /// Result of the check of an arena.
 #[derive(Debug)]
 pub struct ArenaReport {
-    /// Offset in the volume.
+    /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// Verified info block, or `None` if neither is whole.
+    /// Verified info block, or `None` if neither info block is whole.
     pub info: Option<ArenaInfo>,
-    /// Map entries that a crash prevented from being written. The next open for writing stores
-    /// them.
+    /// Number of map entries that a crash prevented from being written. The next open for writing
+    /// stores them.
     pub redo: u32,
-    /// Sectors whose reads fail because of failed media.
+    /// Number of sectors whose reads fail because the media failed.
     pub error_sectors: u32,
-    /// First 100 findings.
+    /// Findings, of which at most the first 100 are listed.
     pub findings: Vec<Finding>,
     /// Number of all findings.
     pub findings_total: u64,
@@ -139,19 +139,19 @@ impl Report {
         !self.arenas.is_empty() && self.arenas.iter().all(|arena| arena.findings_total == 0)
     }
 
-    /// Keeps only the findings that another check has as well. Only these are defects if the volume
-    /// is written meanwhile.
+    /// Keeps only the findings that another check reports too. If the volume is written during the
+    /// checks, only these are defects.
     pub(crate) fn keep_common(&mut self, other: &Self) {
         for (arena, again) in self.arenas.iter_mut().zip(&other.arenas) {
             let listed = arena.findings.len() as u64;
             arena.findings.retain(|finding| again.findings.contains(finding));
             let gone = listed - arena.findings.len() as u64;
-            // Unlisted findings cannot be compared.
+            // Findings that are not listed cannot be compared.
             arena.findings_total = again.findings_total.min(arena.findings_total - gone);
         }
     }
 
-    /// Sectors that the guest sees.
+    /// Returns the number of sectors that the guest sees.
     pub fn sectors(&self) -> u64 {
         self.arenas.iter().filter_map(|a| a.info.as_ref()).map(|info| u64::from(info.sectors)).sum()
     }
@@ -162,8 +162,8 @@ pub fn check(space: &impl Media) -> Report {
     check_with(space, &mut |_| {})
 }
 
-/// Like [`check`]. Passes the number of checked bytes to `reached`. The last number is the length
-/// of the volume.
+/// Like [`check`], but passes the number of checked bytes to `reached`. The last number is the
+/// length of the volume.
 pub fn check_with(space: &impl Media, reached: &mut dyn FnMut(u64)) -> Report {
     let places = arenas(space).into_iter();
     let arenas = places.map(|place| match place {
@@ -200,8 +200,7 @@ fn check_arena(
     for (block, lane) in &recovery.free {
         report.name(&mut named, *block, || format!("lane {lane} of the flog"));
     }
-    // Without the whole flog and map, it is unknown which blocks they name, so blocks in neither of
-    // them are not a finding.
+    // Unnamed blocks are a finding only if the flog and the map were read completely.
     if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, named.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }
@@ -240,8 +239,8 @@ impl ArenaReport {
         }
     }
 
-    /// Inserts the blocks of all map entries as recovery leaves them. Returns false if a part of
-    /// the map is unreadable.
+    /// Inserts the blocks of all map entries, as they are after recovery. Returns false if a part
+    /// of the map is unreadable.
     fn name_mapped(
         &mut self,
         space: &impl Media,
@@ -281,15 +280,14 @@ impl ArenaReport {
                 }
             }
             first += count;
-            // Most of the time is spent on the map, so the progress counts the blocks of its
-            // sectors.
+            // Most of the time is spent on the map, so the progress is based on its sectors.
             reached(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
         }
         is_whole
     }
 }
 
-/// Set of block numbers, one bit each.
+/// Set of block numbers with one bit per block.
 pub(super) struct BlockSet {
     words: Vec<u64>,
     bound: u32,
@@ -309,7 +307,7 @@ impl BlockSet {
         fresh
     }
 
-    /// Blocks that are not in the set, in order.
+    /// Returns the blocks that are not in the set, in order.
     pub(super) fn iter_missing(&self) -> impl Iterator<Item = u32> {
         let in_word = |(at, word): (usize, &u64)| {
             let mut left = !word;
@@ -322,7 +320,7 @@ impl BlockSet {
         self.words.iter().enumerate().flat_map(in_word).take_while(|block| *block < self.bound)
     }
 
-    /// Number of blocks that are not in the set, and the first of them.
+    /// Returns the number of blocks that are not in the set, and the first of them.
     fn missing(&self) -> Option<(u32, u32)> {
         let count = self.bound - self.words.iter().map(|w| w.count_ones()).sum::<u32>();
         self.iter_missing().next().map(|first| (count, first))
@@ -342,7 +340,7 @@ mod tests {
         Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
         let arenas = arenas(&media);
         let [Ok((info, _))] = &arenas[..] else { panic!("one arena") };
-        // Map after a lane has written sector 7, without that lane's redo.
+        // Map after a lane has written sector 7. The redo of that lane is missing.
         let entry_at = info.map_at + 7 * MAP_ENTRY_BYTES;
         let (free, _) = recover(&media, info).free[0];
         media.store(entry_at, &(3 << 30 | free).to_le_bytes()).unwrap();

@@ -5,11 +5,11 @@ use super::flog::{MapKind, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use crate::media::{Media, MediaError};
 
-/// Bytes of the map that are read at once.
+/// Number of bytes of the map that are read at a time.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// Returns true if a sector may have data other than zeros. Sectors that were never written or were
-/// discarded have none. Damaged arenas may have data.
+/// Returns true if a sector may contain nonzero bytes. Sectors that were never written or were
+/// discarded contain none. A damaged arena may contain data.
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for place in arenas(space) {
         let Ok((info, _)) = place else { return Ok(true) };
@@ -20,7 +20,7 @@ pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
         let end = info.map_at + u64::from(info.sectors) * MAP_ENTRY_BYTES;
         let mut bytes = vec![0; PIECE_BYTES.min(end - info.map_at) as usize];
         let mut next = info.map_at;
-        // Entries in a hole were never written.
+        // Map entries in a hole were never written.
         while let Some(data) = space.next_data(next..end)? {
             let at = data.start / MAP_ENTRY_BYTES * MAP_ENTRY_BYTES;
             let piece = &mut bytes[..(end - at).min(PIECE_BYTES) as usize];
@@ -39,7 +39,8 @@ pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     Ok(false)
 }
 
-/// Bytes of all sectors. `None` if the number of sectors is unknown because an arena is damaged.
+/// Returns the total size of all sectors. Returns `None` if the number of sectors is unknown
+/// because an arena is damaged.
 pub fn usable_bytes(space: &impl Media) -> Option<u64> {
     let places = arenas(space);
     let sector_bytes = places.first()?.as_ref().ok()?.0.sector_bytes;

@@ -1,8 +1,8 @@
-//! Growth of a BTT by further arenas behind the last one.
+//! Growth of a BTT by additional arenas behind the last one.
 //!
-//! Existing arenas stay the same, byte for byte, except for `nextoff` and the checksum in both info
-//! blocks of the last one. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and adds
-//! up the arenas' sectors, so existing sectors keep their numbers.
+//! Existing arenas remain unchanged, byte for byte, except for `nextoff` and the checksum in both
+//! info blocks of the last one. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and
+//! adds up the sectors of the arenas. Existing sectors therefore keep their numbers.
 
 use thiserror::Error;
 use zerocopy::{FromZeros, IntoBytes};
@@ -17,7 +17,7 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use foreshore_types::size::Size;
 
-/// Bytes of zeros that are written at once.
+/// Number of zero bytes that are written at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Reason why a BTT cannot grow.
@@ -37,10 +37,10 @@ pub enum ExtendError {
     TooLittle { size_bytes: u64, least_bytes: u64 },
 }
 
-/// Plan of further arenas.
+/// Plan for additional arenas.
 #[derive(Debug)]
 pub struct Extension {
-    /// Current info block of the last arena, the template of the new ones.
+    /// Current info block of the last arena, which is the template for new ones.
     last: InfoBytes,
     last_start: u64,
     arenas: Vec<ArenaLayout>,
@@ -48,7 +48,7 @@ pub struct Extension {
     old_bytes: u64,
 }
 
-/// Plans further arenas for the volume `space`, which will have `size_bytes`.
+/// Plans additional arenas for the volume `space`, which will have `size_bytes`.
 pub fn extend(
     space: &impl Media,
     size_bytes: u64,
@@ -75,8 +75,8 @@ pub fn extend(
         if number + 1 >= MAX_ARENAS {
             return Ok(Err(ExtendError::TooMany { limit: MAX_ARENAS }));
         }
-        // Another implementation may have made the last arena small. The distance to the next one
-        // still has its lower bound.
+        // Another implementation may have created a small last arena. Even so, the distance to the
+        // next arena must not be less than the minimum size.
         let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);
         let arenas = arena_places_from(from, size_bytes);
         if arenas.is_empty() {
@@ -95,10 +95,10 @@ pub fn extend(
 }
 
 impl Extension {
-    /// Writes the new arenas, durably. They are not linked into the BTT yet. `space` has the new
-    /// size, and its new part reads as zeros.
+    /// Writes the new arenas durably, without linking them into the BTT. `space` already has the
+    /// new size, and its added part reads as zeros.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
-        // The rest behind the last arena is unused and may contain anything.
+        // The space behind the last arena was unused and may contain any data.
         let unused = self.arenas[0].start..self.old_bytes;
         let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
         for at in unused.clone().step_by(PIECE_BYTES as usize) {
@@ -110,8 +110,8 @@ impl Extension {
         write_arenas(space, &self.arenas, &self.last)
     }
 
-    /// Words of the volume, with their offsets, that link the new arenas into the BTT. They must
-    /// become durable together, because an info block with only some of them is damaged.
+    /// Returns the words that link the new arenas into the BTT, with their offsets in the volume.
+    /// They must become durable together, because an info block with only some of them is damaged.
     pub fn link(&self) -> Vec<(u64, u64)> {
         let mut linked = self.last.clone();
         linked.nextoff.set(self.arenas[0].start - self.last_start);

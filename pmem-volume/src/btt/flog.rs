@@ -1,4 +1,4 @@
-//! Flog: free block and last recorded write of each lane.
+//! Flog, which records the free block and the last write of each lane.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,8 +27,8 @@ pub(super) enum MapKind {
     Error,
 }
 
-/// Decodes a map entry. An entry without flags was never written, and stands for the block with the
-/// sector's own number.
+/// Decodes a map entry. An entry without flags was never written, and refers to the block with the
+/// number of the sector.
 #[inline]
 pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
     let block = entry & MAP_BLOCK;
@@ -54,46 +54,48 @@ fn read_entry(space: &impl Media, arena: &ArenaInfo, sector: u32) -> Result<u32,
     Ok(u32::from_le_bytes(entry))
 }
 
-/// State of a lane before its next write.
+/// State of a lane, from which its next write follows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Lane {
-    /// Number of the lane.
+    /// Number of the lane in the arena.
     pub(super) number: u32,
-    /// Its free block.
+    /// Free block of the lane.
     pub(super) block: u32,
-    /// The media under that block failed when a sector had it, so data written to it may be lost.
+    /// True if the media of the free block failed while a sector used the block. Data that is
+    /// written to it may be lost.
     pub(super) has_failed: bool,
-    /// Slot of its next entry, from 0 to 3.
+    /// Slot for the lane's next entry, from 0 to 3.
     slot: usize,
-    /// Sequence number of its next entry.
+    /// Sequence number for the lane's next entry.
     sequence: u32,
-    /// Sector of its newest entry. The map entry of this sector may not be durable yet.
+    /// Sector of the lane's newest entry. The map entry of this sector may not be durable yet.
     pub(super) sector: u32,
 }
 
 impl Lane {
-    /// Offset of its next entry. Both halves are words.
+    /// Returns the offset of the lane's next entry. Each half of the entry is a word.
     #[inline]
     pub(super) fn entry_at(&self, arena: &ArenaInfo) -> u64 {
         self.group_at(arena) + (self.slot * size_of::<FlogEntryBytes>()) as u64
     }
 
-    /// Offset of its part of the flog.
+    /// Returns the offset of the lane's part of the flog.
     #[inline]
     pub(super) fn group_at(&self, arena: &ArenaInfo) -> u64 {
         arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
     }
 
-    /// Halves of the entry that exchanges the lane's block for `old`, the block of a sector. `old`
-    /// has the error flag if the media under it failed. Storing the second half makes the entry the
-    /// lane's newest.
+    /// Returns both halves of the entry that exchanges the lane's block for `old`, the block of a
+    /// sector. `old` has the error flag if its media failed. Storing the second half makes the
+    /// entry the lane's newest.
     #[inline]
     pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
         let word = |low, high| u64::from(high) << 32 | u64::from(low);
         [word(sector, old), word(self.block, self.sequence)]
     }
 
-    /// Completes the exchange. The lane now has the old block, in the encoding of [`Lane::halves`].
+    /// Completes the exchange. The lane now owns the old block, in the encoding of
+    /// [`Lane::halves`].
     #[inline]
     pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old: u32) {
         self.block = old & MAP_BLOCK;
@@ -104,24 +106,24 @@ impl Lane {
     }
 }
 
-/// Result of a recovery in memory.
+/// Result of a recovery that is performed in memory.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
-    /// Block and number of each lane.
+    /// Free block and number of each lane.
     pub(super) free: Vec<(u32, u32)>,
-    /// Second slot that the flog uses, besides slot 0.
+    /// Second slot that the flog uses in addition to slot 0.
     pub(super) second_slot: usize,
-    /// Lanes with valid entries.
+    /// Lanes whose entries are valid.
     pub(super) lanes: Vec<Lane>,
-    /// Sectors whose map entry a crash prevented from being written completely, and the new block
-    /// of each.
+    /// Sectors whose map entries a crash prevented from being completely written, with their new
+    /// blocks.
     pub(super) redo: BTreeMap<u32, u32>,
-    /// Sectors whose last write is unknown, because a part of the map cannot be read. Their entries
+    /// Sectors whose last write is unknown because a part of the map cannot be read. Their entries
     /// in the map and in `redo` are ignored.
     pub(super) doubtful: BTreeSet<u32>,
-    /// Sectors of the lanes' newest entries, and their blocks according to the map.
+    /// Sectors of the lanes' newest entries, with their blocks in the map.
     named: Vec<(u32, u32)>,
-    /// Defects of flog and map.
+    /// Defects of the flog and the map.
     pub(super) findings: Vec<Finding>,
 }
 
@@ -152,7 +154,7 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
         let next_slot = if newest == 0 { second } else { 0 };
         suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot));
     }
-    // An entry that is the complete old one of another lane's newest write is not torn.
+    // If the complete old entry of another lane's newest write is still in the map, it is not torn.
     suspects.retain(|suspect| !recovery.redo.contains_key(&suspect.sector));
     if !suspects.is_empty() {
         torn_entry::redo_torn(space, arena, suspects, &mut recovery);
@@ -162,8 +164,9 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
 
 impl Recovery {
     /// Replays the newest entry of a lane. The lane's free block is the one that its last write
-    /// replaced. If the map still names that block, the crash preceded the map entry. If it names
-    /// neither block, the entry may be torn and is returned as a suspect.
+    /// replaced. If the map still names that block, a crash prevented the store to the map. If the
+    /// map names neither the old nor the new block, the entry may be torn and is returned as a
+    /// suspect.
     fn replay(
         &mut self,
         space: &impl Media,
@@ -198,10 +201,11 @@ impl Recovery {
         });
         let entry = match read_entry(space, arena, sector) {
             Ok(entry) => entry,
-            // The lane has written nothing yet, so the sector's last write is not in doubt.
+            // The lane has not written anything yet, so the last write of the sector is not in
+            // doubt.
             Err(_) if old == new => return None,
             Err(error) => {
-                // One lost page of the map may hold the entries of all lanes.
+                // A single lost page of the map may contain the entries of all lanes.
                 if self.doubtful.is_empty() {
                     let why = foreshore_types::chain(&error);
                     self.findings.push(Finding::EntryUnreadable { sector, why });
@@ -218,15 +222,15 @@ impl Recovery {
         looks_torn(entry, old, new).then_some(Suspect { sector, names, new })
     }
 
-    /// Sectors whose map entry is ignored, with the block that recovery gives them. `None`: the
-    /// block is unknown.
+    /// Returns the sectors whose map entries are ignored, with the blocks that recovery assigns to
+    /// them. `None` means that the block is unknown.
     pub(super) fn pending(&self) -> BTreeMap<u32, Option<u32>> {
         let redone = self.redo.iter().map(|(sector, block)| (*sector, Some(*block)));
         redone.chain(self.doubtful.iter().map(|sector| (*sector, None))).collect()
     }
 
-    /// Finds a block that has two owners after recovery. Only blocks of lanes and of the entries
-    /// that they changed last are compared, because reading the whole map would take long.
+    /// Finds a block that has two owners after recovery. Only the lanes' blocks and the map entries
+    /// that the lanes changed last are compared, because reading the whole map would take long.
     pub(super) fn block_twice(&self) -> Option<Finding> {
         let mut free = BTreeSet::new();
         for (block, lane) in &self.free {
@@ -246,8 +250,8 @@ impl Recovery {
     }
 }
 
-/// Second slot in use: 1, or 2 as in Linux before 4.15. Unused slots are zero. Returns 1 if no lane
-/// has written twice, and `None` if neither padding fits.
+/// Returns the second slot in use: 1, or 2 as in Linux before 4.15. Unused slots are zero. Returns
+/// 1 if no lane has written twice, and `None` if neither layout matches.
 pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     let is_used =
         |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
@@ -258,8 +262,8 @@ pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     }
 }
 
-/// Index of the newer of two entries. Sequence numbers cycle through 1, 2 and 3, and 0 is a slot
-/// that was never written. Returns `None` for impossible numbers.
+/// Returns the index of the newer of two entries. Sequence numbers cycle through 1, 2 and 3, and 0
+/// marks a slot that was never written. Returns `None` for impossible numbers.
 pub(super) fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
     match pair.map(|entry| entry.sequence.get()) {
         [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(0),
@@ -321,7 +325,8 @@ mod tests {
             Recovery { free: vec![(1, 0), (2, 1)], named: vec![(7, 1)], ..Recovery::default() };
         let by = "sector L7".to_owned();
         assert_eq!(recovery.block_twice(), Some(Finding::BlockTwice { block: 1, by }));
-        // The entry was readable for one lane, but not for another lane with a newer write.
+        // The entry was unreadable for a newer write of another lane, although it was readable for
+        // this lane.
         recovery.doubtful.insert(7);
         assert_eq!(recovery.block_twice(), None);
     }

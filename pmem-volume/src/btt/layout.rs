@@ -1,5 +1,5 @@
-//! Media format of a BTT, and calculation of its layout. Offsets in an info block count from the
-//! start of its arena.
+//! Media format of a BTT, and calculation of its layout. Offsets in an info block are relative to
+//! the start of its arena.
 
 use std::mem::{offset_of, size_of};
 
@@ -15,37 +15,40 @@ use foreshore_types::size::Size;
 
 /// First bytes of an info block.
 pub(super) const SIGNATURE: [u8; 16] = *b"BTT_ARENA_INFO\0\0";
-/// Version 1.1, which a namespace without labels has.
+/// Version 1.1, which namespaces without labels use.
 pub(super) const VERSION: (u16, u16) = (1, 1);
-/// Offset of the first arena in a volume, for version 1.1.
+/// Offset of the first arena in a volume in version 1.1.
 pub const START_BYTES: u64 = 4096;
-/// Alignment of everything except sectors.
+/// Alignment of all regions except sectors.
 pub(super) const PAGE_BYTES: u64 = 4096;
-/// Sector size of volumes that the pool creates.
+/// Sector size of volumes that a pool creates.
 pub const SECTOR_BYTES: u32 = 4096;
-/// Smallest arena.
+/// Minimum size of an arena.
 pub const ARENA_MIN_BYTES: u64 = 16 << 20;
-/// Largest arena.
+/// Maximum size of an arena.
 pub const ARENA_MAX_BYTES: u64 = 512 << 30;
-/// Smallest volume with a BTT: the smallest arena and its offset, in whole chunks.
+/// Minimum size of a volume with a BTT: the offset of the first arena plus its minimum size, in
+/// whole chunks.
 pub const MIN_VOLUME_BYTES: u64 = (START_BYTES + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
-/// Lanes, and therefore free blocks. Linux requires 256.
+/// Number of lanes, which is also the number of free blocks. Linux requires 256.
 pub(super) const LANES: u32 = 256;
-/// Block size is the sector size rounded up to this.
+/// The block size is the sector size rounded up to a multiple of this.
 const BLOCK_ALIGNMENT: u32 = 64;
 
-/// Bytes of a map entry.
+/// Size of a map entry in bytes.
 pub(super) const MAP_ENTRY_BYTES: u64 = 4;
-/// Map entry: block.
+/// Bits of a map entry that contain the block.
 pub(super) const MAP_BLOCK: u32 = (1 << 30) - 1;
-/// Map entry: reads of the sector fail. With [`MAP_ZERO`], the entry is an ordinary one.
+/// Bit of a map entry: reads of the sector fail. With [`MAP_ZERO`] also set, the entry is an
+/// ordinary one.
 pub(super) const MAP_ERROR: u32 = 1 << 30;
-/// Map entry: the sector reads as zeros. With [`MAP_ERROR`], the entry is an ordinary one.
+/// Bit of a map entry: the sector reads as zeros. With [`MAP_ERROR`] also set, the entry is an
+/// ordinary one.
 pub(super) const MAP_ZERO: u32 = 1 << 31;
-/// Info block flag: the arena has an error and is read-only.
+/// Flag in an info block: the arena has an error and is read-only.
 pub(super) const FLAG_ERROR: u32 = 1;
 
-/// Info block, at the start and the end of an arena.
+/// Info block, which is stored at the start and at the end of an arena.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoBytes {
@@ -80,8 +83,8 @@ pub(super) struct FlogEntryBytes {
     pub(super) sequence: U32,
 }
 
-/// Part of the flog for a lane. Two of the four entries are used, depending on the implementation
-/// that wrote it.
+/// Part of the flog that belongs to a lane. Two of the four entries are used. Which ones depends on
+/// the implementation that wrote the flog.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct FlogGroupBytes {
@@ -112,17 +115,17 @@ pub enum GeometryError {
         Size(*size_bytes).rounded(), Size(MIN_VOLUME_BYTES).rounded()
     )]
     TooSmall { size_bytes: u64 },
-    /// The sector size is supported neither here nor in Linux.
+    /// The sector size is not supported by this module or by Linux.
     #[error("sector size {sector_bytes} is neither 512 nor 4096")]
     SectorSize { sector_bytes: u32 },
 }
 
-/// Fletcher's checksum with 64 bits over 32-bit words, with a checksum field of zero.
+/// Computes the 64-bit Fletcher checksum of 32-bit words, with the checksum field set to zero.
 pub(super) fn checksum(info: &InfoBytes) -> u64 {
     let (mut low, mut high) = (0u32, 0u32);
     let bytes = info.as_bytes();
     let (words, _) = bytes[..offset_of!(InfoBytes, checksum)].as_chunks::<4>();
-    // Two more words, both zero, stand for the field itself.
+    // Two additional zero words represent the checksum field itself.
     for word in words.iter().map(|w| u32::from_le_bytes(*w)).chain([0, 0]) {
         low = low.wrapping_add(word);
         high = high.wrapping_add(low);
@@ -130,7 +133,7 @@ pub(super) fn checksum(info: &InfoBytes) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 
-/// Layout of a new BTT.
+/// Layout for a new BTT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     sector_bytes: u32,
@@ -138,10 +141,10 @@ pub struct Layout {
     pub(super) arenas: Vec<ArenaLayout>,
 }
 
-/// Layout of an arena. All offsets except `start` count from the arena's start.
+/// Layout of an arena. All offsets except `start` are relative to the start of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArenaLayout {
-    /// Offset in the volume.
+    /// Offset of the arena in the volume.
     pub(super) start: u64,
     pub(super) internal_lbasize: u32,
     pub(super) internal_nlba: u32,
@@ -153,12 +156,12 @@ pub(super) struct ArenaLayout {
     pub(super) nextoff: u64,
 }
 
-/// Start and size of each arena of a volume, for all sector sizes.
+/// Returns the start and size of each arena in a volume. They are the same for all sector sizes.
 pub(super) fn arena_places(volume_bytes: u64) -> Vec<(u64, u64)> {
     arena_places_from(START_BYTES, volume_bytes)
 }
 
-/// Like [`arena_places`], for arenas behind `start`.
+/// Like [`arena_places`], but for arenas from `start` on.
 pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
     let mut places = Vec::new();
     let mut start = start;
@@ -170,8 +173,8 @@ pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)
     places
 }
 
-/// Smallest volume, in whole chunks, whose sectors of [`SECTOR_BYTES`] hold `data_bytes`. `None` if
-/// no pool has room for it.
+/// Returns the smallest volume size, in whole chunks, for which sectors of [`SECTOR_BYTES`] can
+/// hold `data_bytes`. Returns `None` if no pool has space for it.
 pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
     let mut size_bytes = data_bytes.max(MIN_VOLUME_BYTES).checked_next_multiple_of(CHUNK_BYTES)?;
     while size_bytes <= MAX_MAPPED_BYTES {
@@ -185,7 +188,7 @@ pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
 }
 
 impl Layout {
-    /// Lays out a volume, as Linux would.
+    /// Calculates the layout of a volume, as Linux would.
     pub fn new(volume_bytes: u64, sector_bytes: u32, uuid: Uuid) -> Result<Self, GeometryError> {
         if ![512, 4096].contains(&sector_bytes) {
             return Err(GeometryError::SectorSize { sector_bytes });
@@ -202,18 +205,18 @@ impl Layout {
         self.arenas.iter().map(ArenaLayout::sectors).sum()
     }
 
-    /// Writes an empty table. The space must read as zeros, like an unwritten map.
+    /// Writes an empty BTT. The space must read as zeros, like an unwritten map.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
         write_arenas(space, &self.arenas, &self.common())
     }
 
-    /// Fields that the info blocks of all arenas share.
+    /// Returns an info block with the fields that all arenas share.
     fn common(&self) -> InfoBytes {
         let mut common = InfoBytes::new_zeroed();
         common.signature = SIGNATURE;
         common.uuid = self.uuid.into_bytes();
-        // The parent is the namespace, which has no identity without labels. A null UUID matches
-        // any.
+        // The parent is the namespace, which has no UUID without labels. A null UUID matches any
+        // parent.
         common.version_major.set(VERSION.0);
         common.version_minor.set(VERSION.1);
         common.external_lbasize.set(self.sector_bytes);
@@ -221,12 +224,12 @@ impl Layout {
     }
 }
 
-/// Writes empty arenas. `common` has their shared fields: identities, version and sector size.
+/// Writes empty arenas. `common` contains their shared fields: UUIDs, version and sector size.
 ///
-/// The last arena is written first, so that none is recognized before all are complete. For each
+/// The last arena is written first, so that no arena is recognized until all are complete. For each
 /// arena:
-/// 1. Flog and second info block; persist.
-/// 2. First info block; persist.
+/// 1. Write the flog and the second info block, and persist them.
+/// 2. Write the first info block and persist it.
 pub(super) fn write_arenas(
     space: &impl Media,
     arenas: &[ArenaLayout],
@@ -247,7 +250,8 @@ pub(super) fn write_arenas(
 }
 
 impl ArenaLayout {
-    /// Arenas at the given places. The last of them is the BTT's last.
+    /// Returns the layouts of arenas at the given places. The last of them is also the last arena
+    /// of the BTT.
     pub(super) fn all(places: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
         let last = places.len() - 1;
         let numbered = places.iter().enumerate();
@@ -305,7 +309,8 @@ impl ArenaLayout {
         }
     }
 
-    /// Flog in which each lane has one of the blocks behind the initial blocks of the sectors.
+    /// Returns a flog in which each lane owns one of the blocks that follow the initial blocks of
+    /// the sectors.
     fn initial_flog(&self) -> Vec<u8> {
         let mut flog = Vec::with_capacity((u64::from(LANES) * FLOG_GROUP_BYTES) as usize);
         for lane in 0..LANES {

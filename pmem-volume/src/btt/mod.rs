@@ -1,14 +1,15 @@
-//! Block Translation Table (UEFI 2.10, chapter 6): sectors that do not tear, on memory that does.
+//! Block Translation Table (UEFI 2.10, chapter 6), which provides atomic sectors on memory that can
+//! tear larger writes.
 //!
-//! A volume has the layout that Linux's nd_btt driver expects from a namespace without labels:
-//! version 1.1, the first 4 KiB unused, then one or more arenas. In an arena, each sector that the
-//! guest sees (pre-map LBA) is mapped to a block (post-map LBA). A write stores data in a free
-//! block, records the exchange in the log (flog), and changes the map entry by one aligned store.
-//! After a crash, recovery finishes exchanges from the log.
+//! A volume has the layout that the Linux driver nd_btt expects from a namespace without labels.
+//! The version is 1.1, and the first 4 KiB are unused. One or more arenas follow. In an arena, each
+//! sector that the guest sees (pre-map LBA) is mapped to a block (post-map LBA). A write stores
+//! data in a free block, records the exchange in the log (flog), and changes the map entry with a
+//! single aligned store. After a crash, recovery completes the exchanges in the log.
 //!
-//! [`Layout`] writes an empty table, and [`check()`] proves from the media alone that a table is
-//! consistent. [`Reader`] reads sectors of a volume that is not being written, and [`Engine`]
-//! serves a volume. All use [`Media`](crate::media::Media), so that the chunks of a volume may be
+//! [`Layout`] writes an empty BTT, and [`check()`] verifies that a BTT is consistent, based only on
+//! the media. [`Reader`] reads sectors of a volume that is not being written, and [`Engine`] serves
+//! a volume. All use [`Media`](crate::media::Media), so that the chunks of a volume may be
 //! anywhere.
 
 mod arena;

@@ -1,4 +1,4 @@
-//! Reading sectors of a volume that is not being written, for checks, exports and tests.
+//! Reader for sectors of a volume that is not being written, for checks, exports and tests.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,8 +12,8 @@ use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::{MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::{Media, MediaError};
 
-/// Sectors whose map entries are searched in one go, at first and at most. Where data is dense, the
-/// first few entries are enough.
+/// Minimum and maximum number of sectors whose map entries are searched at a time. A search starts
+/// with few entries, which are enough if data is dense.
 const MAP_PIECE_SECTORS: Range<u32> = 1 << 10..64 << 10;
 
 fn is_unwritten(entry: &[u8; 4]) -> bool {
@@ -27,11 +27,11 @@ fn is_zeros(entry: &[u8; 4]) -> bool {
 /// Content of a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sector {
-    /// Bytes that were read.
+    /// The sector contains data, which was read.
     Data,
-    /// Zeros.
+    /// The sector reads as zeros.
     Zeros,
-    /// The media under the sector failed.
+    /// The media of the sector failed.
     Error,
 }
 
@@ -48,29 +48,29 @@ pub enum Lost {
     /// The sector's last write is unknown.
     #[error("not recovered, because a part of the map cannot be read")]
     NotRecovered,
-    /// Its arena has lost both info blocks, so the place of its map is unknown.
+    /// Both info blocks of the sector's arena are lost, so the position of its map is unknown.
     #[error("in arena {0}, which is lost")]
     Arena(usize),
 }
 
-/// An arena and the changes that recovery would make to its map (`Recovery::pending`).
+/// Arena, and the changes that recovery would make to its map (`Recovery::pending`).
 struct Arena {
     info: ArenaInfo,
     pending: BTreeMap<u32, Option<u32>>,
 }
 
-/// Place of an arena.
+/// Part of the volume that is an arena, or that should be one.
 enum Part {
     Arena(Arena),
-    /// Arena without whole info blocks. The number of sectors is that of an arena laid out in its
-    /// place.
+    /// Arena without a whole info block. The number of sectors is that of an arena with the usual
+    /// layout in its place.
     Missing {
         arena: usize,
         sectors: u64,
     },
 }
 
-/// BTT as it is after recovery, which is done in memory only.
+/// BTT as it will be after recovery, which is performed only in memory.
 pub struct Reader<'a, S> {
     space: &'a S,
     parts: Vec<Part>,
@@ -78,7 +78,7 @@ pub struct Reader<'a, S> {
 }
 
 impl<'a, S: Media> Reader<'a, S> {
-    /// Finds the arenas and replays their flogs. A damaged arena is an error.
+    /// Finds the arenas and replays their flogs. Damage of an arena is an error.
     pub fn open(space: &'a S) -> Result<Self, Finding> {
         let (reader, troubles) = Self::open_damaged(space);
         match troubles.into_iter().next() {
@@ -87,15 +87,15 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Opens all arenas that can be found, and returns the findings with the numbers of their
-    /// arenas.
+    /// Opens all arenas that can be found. Also returns the findings, each with the number of its
+    /// arena.
     ///
-    /// Recovery covers all readable lanes. If a lane or the whole flog is unreadable, a recently
-    /// written sector may read as its old data or as another sector, because its map entry may name
-    /// a block that was overwritten since. If a part of the map is unreadable, sectors whose last
-    /// write is unknown cannot be read either.
+    /// Recovery covers all readable lanes. If a lane or the whole flog is unreadable, the map entry
+    /// of a recently written sector may name a block that has been overwritten since. Such a sector
+    /// may read as its old data or as another sector's data. If a part of the map is unreadable,
+    /// sectors whose last write is unknown cannot be read either.
     ///
-    /// Arenas behind one without info blocks are read if their start is known.
+    /// Arenas behind a missing one are opened if their start is known.
     pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {
         let mut troubles = Vec::new();
         let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
@@ -127,13 +127,13 @@ impl<'a, S: Media> Reader<'a, S> {
         self.parts.iter().map(Part::sectors).sum()
     }
 
-    /// Bytes of a sector, the same in all arenas. 0 if there is no arena.
+    /// Size of a sector in bytes, which is the same in all arenas. It is 0 if there is no arena.
     pub fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
 
-    /// Reads a sector into `bytes`, which has its size. `sector` must be less than
-    /// [`Reader::sectors`].
+    /// Reads a sector into `bytes`, whose length must be the sector size. `sector` must be less
+    /// than [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
         assert_eq!(bytes.len(), self.sector_bytes() as usize);
         let (part, sector) = self.place_of(sector);
@@ -157,12 +157,12 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Finds the first of `sectors` that may have bytes other than zeros or that cannot be
-    /// examined. Returns `None` if all of them read as zeros.
+    /// Finds the first of `sectors` that may contain nonzero bytes or that cannot be examined.
+    /// Returns `None` if all of them read as zeros.
     ///
-    /// A sector reads as zeros if its map entry says so. A sector whose map entry was never written
-    /// maps to the block with its own number, and reads as zeros if that block is a hole. Holes of
-    /// blocks and of the map are reported by the file system and not read.
+    /// A sector reads as zeros if its map entry has the flag for zeros. If its map entry was never
+    /// written, the sector maps to the block with its own number, and reads as zeros if that block
+    /// is a hole. The file system reports holes, so they are not read.
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
         while at < sectors.end {
@@ -180,8 +180,8 @@ impl<'a, S: Media> Reader<'a, S> {
         None
     }
 
-    /// Searches `sectors` of one arena. Returns a sector that cannot be examined, because reading
-    /// it reports the reason.
+    /// Searches `sectors` in one arena. Also returns a sector that cannot be examined, because a
+    /// read of it reports the reason.
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let pending = arena.pending.range(sectors.clone()).next();
         let end = pending.map_or(sectors.end, |(sector, _)| *sector);
@@ -191,7 +191,7 @@ impl<'a, S: Media> Reader<'a, S> {
             let Ok(written) = self.space.next_data(place(at)..place(end)) else {
                 return Some(at);
             };
-            // Entries in a hole were never written.
+            // Map entries in a hole were never written.
             let mapped = written
                 .map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
             if let Some(sector) = self.next_unwritten_data(arena, at..mapped) {
@@ -206,7 +206,7 @@ impl<'a, S: Media> Reader<'a, S> {
         pending.map(|(sector, _)| *sector)
     }
 
-    /// Searches sectors by their map entries.
+    /// Searches for sectors with data by reading their map entries.
     fn next_mapped_data(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let mut bytes = vec![0; sectors.len() * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(sectors.start) * MAP_ENTRY_BYTES;
@@ -229,7 +229,7 @@ impl<'a, S: Media> Reader<'a, S> {
         None
     }
 
-    /// Searches sectors that were never written, by their blocks.
+    /// Searches sectors that were never written, by examining their blocks.
     fn next_unwritten_data(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let last = sectors.end.checked_sub(1).filter(|last| *last >= sectors.start)?;
         let from = arena.info.block_at(sectors.start);
@@ -244,7 +244,7 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Reads sectors from `first` on, as many as fit into `into`. Unreadable sectors are filled
+    /// Reads sectors starting at `first`, as many as fit into `into`. Unreadable sectors are filled
     /// with zeros and passed to `lost`. All sectors must be less than [`Reader::sectors`].
     pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, Lost)) {
         let sector_bytes = self.sector_bytes() as usize;
@@ -269,7 +269,7 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Like [`Reader::read_many`], in one arena.
+    /// Like [`Reader::read_many`], but within one arena.
     fn read_many_in(
         &self,
         arena: &Arena,
@@ -280,7 +280,8 @@ impl<'a, S: Media> Reader<'a, S> {
         into.fill(0);
         let sector_bytes = self.sector_bytes() as usize;
         let entries = self.entries(arena, first, into.len() / sector_bytes);
-        // Runs of sectors in contiguous blocks: first sector, offset and number of sectors.
+        // Runs of sectors in contiguous blocks. Each has its first sector, its offset, and its
+        // number of sectors.
         let mut runs: Vec<(u32, u64, u64)> = Vec::new();
         for (sector, entry) in (first..).zip(entries) {
             let block = match entry {
@@ -318,8 +319,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Map entries as recovery leaves them. They are read one by one if they cannot be read
-    /// together.
+    /// Returns map entries as they are after recovery. If they cannot be read together, they are
+    /// read one by one.
     fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, Lost>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
@@ -335,7 +336,7 @@ impl<'a, S: Media> Reader<'a, S> {
         (first..).zip(entries).map(of_sector).collect()
     }
 
-    /// Part that contains a sector, and the sector's number in it.
+    /// Returns the part that contains a sector, and the number of the sector in this part.
     fn place_of(&self, sector: u64) -> (&Part, u64) {
         let mut sector = sector;
         for part in &self.parts {

@@ -1,14 +1,14 @@
-//! Repair of a damaged BTT from its own metadata.
+//! Repair of a damaged BTT, based on its own metadata.
 //!
-//! The map is authoritative, because only it assigns blocks to sectors. The free list is the rest.
-//! A damaged lane of the flog is therefore given a block without an owner, if it is certain that no
-//! sector has it either. If only one sector has lost its block, and only one block has no owner,
-//! they belong together. After a crash, a lane may have a write whose map entry is not durable yet.
-//! If such a lane is damaged, that write is lost.
+//! The map is authoritative, because only the map assigns blocks to sectors. All other blocks
+//! belong to the free list. Therefore, a damaged lane of the flog receives a block without an
+//! owner, provided that no sector can own the block. If only one sector has lost its block, and
+//! only one block has no owner, they belong together. After a crash, the map entry of a lane's last
+//! write may not be durable yet. If such a lane is damaged, that write is lost.
 //!
-//! A repair changes no sector that reads correctly, and writes no block that may contain a sector's
-//! data. If two owners claim a block and the right one is unknown, both stay as they are, unless
-//! they are given up.
+//! A repair changes no sector that reads correctly, and writes to no block that may contain a
+//! sector's data. If two owners claim the same block and the right one is unknown, neither is
+//! changed unless the caller gives them up.
 
 mod overlay;
 mod survey;
@@ -31,41 +31,43 @@ use super::layout::{
 };
 use crate::media::{Media, MediaError};
 
-/// Data that a repair may give up, so that the arena can be written again.
+/// Data that a repair may discard to make the arena writable again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GiveUp {
-    /// No readable data.
+    /// Discard no readable data.
     Nothing,
-    /// Sectors that share a block. Only one of them is right, and it is unknown which.
+    /// Discard sectors that share a block. Only one of them has the right content, and it is
+    /// unknown which one.
     Sectors,
 }
 
 /// Repair of one defect.
 #[derive(Debug)]
 pub struct Mending {
-    /// Arena, from 0.
+    /// Number of the arena, counted from 0.
     pub arena: usize,
-    /// Description and reason.
+    /// Description of the repair, with the reason.
     pub what: String,
-    /// Stores. Each phase is durable before the next one.
+    /// Stores of the repair. Each phase is made durable before the next one begins.
     phases: Vec<Vec<Store>>,
 }
 
-/// Offset and bytes of whole words.
+/// Store of whole words: their offset and bytes.
 type Store = (u64, Vec<u8>);
 
 /// Planned repair of a BTT.
 #[derive(Debug)]
 pub struct Repair {
-    /// Repairs in the order of execution.
+    /// Repairs in the order in which they are carried out.
     pub mendings: Vec<Mending>,
     /// Result of a check after the repair.
     pub after: Report,
-    /// Metadata that the plan relies on: info blocks, maps and flogs.
+    /// Metadata on which the plan is based: info blocks, maps and flogs.
     seen: Vec<Range<u64>>,
 }
 
-/// Plans a repair without changing anything. Passes the number of examined bytes to `reached`.
+/// Plans a repair without changing anything. `reached` receives the number of bytes examined so
+/// far.
 pub fn plan_repair(
     space: &impl Media,
     give_up: GiveUp,
@@ -79,7 +81,7 @@ pub fn plan_repair(
     let mut more = Vec::new();
     for (number, info) in whole(&places) {
         if is_inconsistent(&after.arenas[number]) {
-            // An arena with unreadable metadata is not repaired. The report has the finding.
+            // An arena with unreadable metadata is not repaired. The report contains the finding.
             more.extend(mend_arena(&overlay, number, info, give_up).unwrap_or_default());
         }
     }
@@ -102,7 +104,7 @@ pub fn plan_repair(
     Ok(Repair { mendings, after, seen })
 }
 
-/// Metadata of an arena.
+/// Returns the ranges of an arena's metadata.
 fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
     let map_bytes = (u64::from(info.sectors) * MAP_ENTRY_BYTES).next_multiple_of(8);
     let flog_bytes = u64::from(info.lanes) * FLOG_GROUP_BYTES;
@@ -114,7 +116,7 @@ fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
     ]
 }
 
-/// Existing arenas with their numbers.
+/// Returns the existing arenas with their numbers.
 fn whole(places: &[Place]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
     places.iter().enumerate().filter_map(|(number, place)| Some((number, &place.as_ref().ok()?.0)))
 }
@@ -132,12 +134,13 @@ fn mend_arena(
 }
 
 impl Repair {
-    /// Carries out the repair, durably. A crash leaves less to repair, and never damages correct
-    /// data.
+    /// Carries out the repair, durably. After a crash, there is less to repair, and correct data is
+    /// never damaged.
     ///
     /// The examined metadata is made durable first, because the process that stored it may have
-    /// been killed before. Otherwise, a lane may be given a block that the map has released. If a
-    /// power loss then undoes only the change of the map, both have the block.
+    /// been killed before it was durable. Otherwise, a lane could receive a block that a sector has
+    /// released in the map. If a power loss then undid only the change of the map, both would own
+    /// the block.
     pub fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
         if self.mendings.is_empty() {
             return Ok(());
@@ -165,13 +168,13 @@ impl Mending {
     }
 }
 
-/// Returns true if map or flog has a defect.
+/// Returns true if the map or the flog has a defect.
 fn is_inconsistent(arena: &ArenaReport) -> bool {
     arena.findings.iter().any(|finding| !matches!(finding, Finding::ErrorFlag | Finding::NoInfo(_)))
 }
 
-/// Plans to rewrite info blocks that are damaged, or differ from the first one, which counts for
-/// Linux.
+/// Plans to rewrite info blocks that are damaged or that differ from the first one, which Linux
+/// uses.
 fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for (number, place) in arenas(space).into_iter().enumerate() {
@@ -192,8 +195,8 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     Ok(mendings)
 }
 
-/// Clears the error flag and updates the checksum, in one block and then the other, so that one of
-/// them is always whole.
+/// Clears the error flag and updates the checksum in one info block and then in the other, so that
+/// one of them is always whole.
 fn without_error_flag(
     space: &impl Media,
     number: usize,
@@ -214,8 +217,9 @@ fn without_error_flag(
 }
 
 impl Survey {
-    /// Plans the repair of map and flog. Sectors precede lanes: when all sectors have blocks, the
-    /// remaining blocks belong to the lanes, also for a repair that restarts after a crash.
+    /// Plans the repair of the map and the flog. Sectors are repaired before lanes. Once all
+    /// sectors have blocks, the remaining blocks belong to the lanes. This also holds for a repair
+    /// that starts again after a crash.
     fn mend(
         &self,
         space: &impl Media,
@@ -231,7 +235,7 @@ impl Survey {
         let mut lanes = self.lanes_without();
         lanes.extend(shared.iter().flat_map(|(_, owners)| &owners.lanes));
         let outside = self.outside.iter().map(|(sector, _)| (*sector, None));
-        // The first of the sectors that share a block keeps it.
+        // If sectors share a block, the first of them keeps it.
         let kept = |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
         let given_up = shared
             .iter()
@@ -268,14 +272,15 @@ impl Survey {
         Ok(mendings)
     }
 
-    /// Map entries of lost sectors, and pending ones of lanes that are about to be replaced.
+    /// Returns the map entries of lost sectors, and pending map entries of lanes that will be
+    /// replaced.
     fn entries(&self, lanes: &[(u32, u32)], lost: &[(u32, u32)]) -> BTreeMap<u32, u32> {
         let redo = lanes.iter().filter_map(|(lane, _)| self.lanes[*lane as usize].redo);
         let redone = redo.map(|(sector, block)| (sector, block | MAP_ERROR | MAP_ZERO));
         redone.chain(lost.iter().map(|(sector, block)| (*sector, block | MAP_ERROR))).collect()
     }
 
-    /// Lanes without a block, or with one that an earlier lane has too.
+    /// Returns lanes without a block, and lanes whose block also belongs to an earlier lane.
     fn lanes_without(&self) -> Vec<u32> {
         let is_damaged =
             |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
@@ -284,7 +289,7 @@ impl Survey {
         damaged.chain(twice.flat_map(|owners| owners.lanes.iter().skip(1).copied())).collect()
     }
 
-    /// Block without an owner that a damaged lane still names.
+    /// Takes a block without an owner that the entries of a damaged lane name.
     fn take_hinted(&self, lane: u32, nobodys: &mut Vec<u32>) -> Option<u32> {
         let hints = &self.lanes[lane as usize].hints;
         let at = nobodys.iter().position(|block| hints.contains(block))?;
@@ -292,7 +297,7 @@ impl Survey {
     }
 }
 
-/// Words of the map with changed entries.
+/// Returns the words of the map that contain changed entries.
 fn map_words(
     space: &impl Media,
     info: &ArenaInfo,
@@ -338,8 +343,8 @@ fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending
     Mending::new(number, what, vec![words])
 }
 
-/// Gives blocks to lanes. Each phase except the last leaves an impossible sequence number, so an
-/// interrupted lane stays damaged until it is whole.
+/// Assigns blocks to lanes. Every phase except the last one leaves an impossible sequence number,
+/// so that an interrupted lane remains damaged until it is complete.
 fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
     let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
     let what = format!(
@@ -370,7 +375,7 @@ fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)])
     Mending::new(number, what, phases.into_iter().filter(|phase| !phase.is_empty()).collect())
 }
 
-/// Ranges of numbers that a text lists.
+/// Maximum number of ranges in a text that lists numbers.
 const LISTED: usize = 20;
 
 fn listed(prefix: &str, numbers: &[u32]) -> String {

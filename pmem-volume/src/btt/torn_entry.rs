@@ -1,21 +1,22 @@
-//! Torn map entries, which a killed VMM may leave.
+//! Torn map entries, which can occur when a VMM is killed.
 //!
-//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes, because it does not
-//! start at a multiple of eight (arch/x86/lib/usercopy_64.c, __memcpy_flushcache). On many CPUs,
-//! memcpy() is `rep movsb` (arch/x86/lib/memcpy_64.S). An interrupt may occur between any two of
-//! the bytes. If the VMM is killed in that interrupt, the first bytes are those of the new entry,
-//! and the rest are those of the old one. This occurred once in 390 kills of emulated guests.
+//! Linux 6.1 stores the map entry of an odd sector with a memcpy() of four bytes, because its
+//! address is not a multiple of eight (arch/x86/lib/usercopy_64.c, __memcpy_flushcache). On many
+//! CPUs, memcpy() is `rep movsb` (arch/x86/lib/memcpy_64.S). An interrupt may occur between any two
+//! of the bytes. If the VMM is killed during that interrupt, the first bytes belong to the new
+//! entry, and the rest belong to the old one. This was observed once in 390 kills of emulated
+//! guests.
 //!
-//! Linux's recovery checks if the map has the old entry (drivers/nvdimm/btt.c, btt_freelist_init).
-//! A torn entry is neither the old nor the new one, so it stays. The sector then shares a block
-//! with another sector, and data written to one is read from the other. The flog still has the
-//! intended entry, because its second half was stored before. A torn entry is therefore redone like
-//! an old one.
+//! Recovery in Linux checks if the map contains the old entry (drivers/nvdimm/btt.c,
+//! btt_freelist_init). A torn entry is neither the old nor the new one, so Linux does not correct
+//! it. The sector then shares a block with another sector, and data written to one of them appears
+//! in the other. The flog still contains the intended entry, because the second half of its own
+//! entry was stored earlier. Therefore, a torn entry is redone like an old one.
 //!
-//! An entry that only looks torn must stay. The lane's newest write may be old, and another lane
-//! may have given the sector another block since. That block has only this owner. The block that a
-//! torn entry names by accident has another owner or does not exist, because each block is named
-//! exactly once.
+//! An entry that only looks torn must not be changed. The lane's newest write may be old, and
+//! another lane may have given the sector a different block since. Such a block has only this
+//! owner. In contrast, the block that a torn entry names has a second owner or does not exist,
+//! because each block is named exactly once.
 
 use super::arena::ArenaInfo;
 use super::check::Finding;
@@ -23,26 +24,26 @@ use super::flog::{Recovery, decode_map};
 use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::Media;
 
-/// Entries that are read at once.
+/// Number of map entries that are read at a time.
 const PIECE: u32 = 1 << 16;
 
-/// Entry that may be torn.
+/// Map entry that may be torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Suspect {
     /// Sector of the entry.
     pub(super) sector: u32,
-    /// Block that the entry names, by accident if it is torn.
+    /// Block that the entry names. If the entry is torn, this block is arbitrary.
     pub(super) names: u32,
-    /// Intended block.
+    /// Block that the entry was meant to name.
     pub(super) new: u32,
 }
 
-/// Returns true if `entry` may result from an interrupted store of the entry of a written sector
-/// with block `new` over one with block `old`. A complete old or new entry does not.
+/// Returns true if `entry` can result from an interrupted store. The store replaces block `old`
+/// with block `new` in the map entry of a sector. A complete old or new entry is not torn.
 pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     let after = new | MAP_ERROR | MAP_ZERO;
     let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| old | kind);
-    // Entries are little-endian: their low bytes are stored first.
+    // Entries are little-endian, so their low bytes are stored first.
     let is_torn = |before: u32| {
         [0xff, 0xffff, 0xff_ffff].iter().any(|stored| entry == after & stored | before & !stored)
     };
@@ -50,7 +51,8 @@ pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
 }
 
 /// Adds a suspect to the redo of a recovery if another sector or lane also names its block, or if
-/// the block is out of range. If the map cannot be read to decide this, the suspect is doubtful.
+/// the block is out of range. If this cannot be determined because the map is unreadable, the
+/// suspect is doubtful.
 pub(super) fn redo_torn(
     space: &impl Media,
     arena: &ArenaInfo,
@@ -102,11 +104,12 @@ mod tests {
 
     #[test]
     fn torn_entry_has_new_first_bytes_and_old_last_ones() {
-        // Observed case: block 319 for 1150, after one byte.
+        // Observed case: block 319 replaced block 1150, and the store was interrupted after one
+        // byte.
         assert!(looks_torn(WRITTEN | 0x43f, 0x47e, 0x13f));
         assert!(!looks_torn(WRITTEN | 0x17e, 0x47e, 0x13f), "the last bytes first");
         assert!(!looks_torn(WRITTEN | 0x43e, 0x47e, 0x13f));
-        // The sector was discarded or in error before.
+        // The sector had been discarded or marked as failed before.
         assert!(looks_torn(MAP_ZERO | 0x1_0203, 0x1_aabb, 0x2_0203));
         assert!(looks_torn(MAP_ERROR | 0x1_0203, 0x1_aabb, 0x2_0203));
     }
@@ -138,7 +141,7 @@ mod tests {
                 assert!(!looks_torn(kind | block, 0x47e, 0x13f));
             }
         }
-        // Blocks with the same first bytes, so the first stored bytes change nothing.
+        // The blocks have the same first bytes, so the first stored bytes change nothing.
         assert!(!looks_torn(WRITTEN | 0x0100, 0x0100, 0x0200));
     }
 }

@@ -1,4 +1,4 @@
-//! Arena in use: open, recovered, and latched when a defect is found.
+//! Open arena. It has been recovered, and becomes read-only when a defect is found.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,31 +18,32 @@ use crate::media::{Media, MediaError};
 
 /// Arena with a whole info block.
 pub(super) struct Arena {
-    /// Index in the volume.
+    /// Index of the arena in the volume.
     pub(super) number: usize,
-    /// First of its sectors in the volume.
+    /// Number of the arena's first sector in the volume.
     pub(super) first_sector: u64,
     pub(super) info: ArenaInfo,
     pub(super) map: Map,
     pub(super) lanes: Lanes,
-    /// Second slot that the flog uses, besides slot 0.
+    /// Second slot that the flog uses in addition to slot 0.
     pub(super) second_slot: usize,
     pub(super) source: InfoSource,
     /// Blocks whose reads have failed.
     failed: FailedBlocks,
-    /// Blocks that recovery would store in the map if the arena were writable, by sector. `None`:
-    /// the sector's last write is unknown.
+    /// Blocks by sector that recovery would store in the map if the arena were writable. `None`
+    /// means that the sector's last write is unknown.
     pending: BTreeMap<u32, Option<u32>>,
-    /// Finding about a part of flog or map that recovery could not read. If the arena is damaged as
-    /// well, `fault` holds the damage.
+    /// Finding about a part of the flog or the map that recovery could not read. If the arena is
+    /// damaged as well, `fault` contains the damage.
     unreadable: Option<Finding>,
     fault: OnceLock<Fault>,
 }
 
 impl Arena {
-    /// Recovers an arena, durably, and makes it ready. A damaged arena gets its error flag and is
-    /// read-only. If recovery cannot read the flog or the map, the arena is read-only until the
-    /// next open, because the media may be readable then. Without its flog it also refuses reads.
+    /// Recovers an arena durably, and makes it available. If the arena is damaged, it gets its
+    /// error flag and is read-only. If recovery cannot read the flog or the map, the arena is
+    /// read-only until the next open, because the media may be readable by then. If the flog is
+    /// unreadable, reads fail too.
     pub(super) fn open(
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
@@ -88,7 +89,7 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Reason why it is read-only.
+    /// Returns the reason why the arena is read-only.
     pub(super) fn fault(&self) -> Option<&Fault> {
         self.fault.get()
     }
@@ -109,8 +110,9 @@ impl Arena {
         }
     }
 
-    /// Fails if the flog could not be read. It may have writes of any sectors that the map lacks.
-    /// The map entries of such sectors name blocks that may hold the data of other sectors.
+    /// Fails if the flog could not be read. The flog may contain writes that are missing in the
+    /// map. The map entries of their sectors then name blocks that may contain data of other
+    /// sectors.
     #[inline]
     fn check_readable(&self) -> Result<(), EngineError> {
         match self.unreadable {
@@ -119,19 +121,20 @@ impl Arena {
         }
     }
 
-    /// Makes the arena read-only at the first failed store or persist, because it is then unknown
-    /// which writes are durable. Results of reads must not be passed, because they do not concern
+    /// Makes the arena read-only at the first failed store or persist, because the durability of
+    /// writes is unknown from then on. Do not pass the results of reads, because they do not affect
     /// durability.
     #[inline]
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
-            // Only the first fault is kept.
+            // Only the first fault is recorded.
             let _ = self.fault.set(Fault::Media(foreshore_types::chain(&error)));
             EngineError::Media(error)
         })
     }
 
-    /// Makes the arena read-only because of impossible metadata, durably.
+    /// Makes the arena read-only because its metadata is impossible. The error flag is stored
+    /// durably.
     pub(super) fn damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
         let why = Fault::Damaged(finding);
         if self.fault.set(why.clone()).is_ok()
@@ -142,7 +145,7 @@ impl Arena {
         EngineError::ReadOnly { arena: self.number, why }
     }
 
-    /// Returns true if the sector is lost because the media under its block failed.
+    /// Returns true if the sector is lost because the media of its block failed.
     #[inline]
     pub(super) fn has_failed(&self, sector: u32, entry: u32) -> bool {
         let decoded = decode_map(sector, entry);
@@ -152,8 +155,8 @@ impl Arena {
     /// Reads a sector. Never waits for a writer.
     ///
     /// Linux marks the map entry of an unreadable sector, which is then never read again
-    /// (drivers/nvdimm/btt.c, btt_read_pg). It is not marked here, because it may be readable
-    /// later. Its block is not written in either case.
+    /// (drivers/nvdimm/btt.c, btt_read_pg). It is not marked here, because it may become readable
+    /// again. Its block is not written in either case.
     pub(super) fn read(
         &self,
         common: &Common<impl Media>,
@@ -183,7 +186,8 @@ impl Arena {
             into.fill(0);
             return Ok(());
         };
-        // A sector that was never written may have no memory yet, and needs none to be read.
+        // A sector that was never written may have no memory yet, and reading it must not allocate
+        // any.
         let read = if is_unwritten { space.read(at, into) } else { space.load(at, into) };
         read.map_err(|source| {
             self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
@@ -206,9 +210,9 @@ impl Arena {
         }
     }
 
-    /// Makes map words durable that another program, using these lanes without recovery, would not
-    /// redo: the words that the lanes changed last. All other words are durable already, or become
-    /// so before the entry of a later exchange counts.
+    /// Makes those words of the map durable that the lanes changed last. Another program that uses
+    /// the lanes without recovery would not redo them. All other words are already durable, or
+    /// become durable before a later exchange of the same lane is committed.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
@@ -216,8 +220,8 @@ impl Arena {
     }
 
     /// Makes sectors read as zeros, durably. At any time, each of them reads as before or as zeros.
-    /// Returns the sectors that must be written instead, because the media under their blocks
-    /// failed and a discard would keep these blocks without a mark.
+    /// Sectors whose blocks are on failed media are returned, and must be written instead. A
+    /// discard would keep such a block without a mark.
     pub(super) fn discard(
         &self,
         common: &Common<impl Media>,
@@ -228,7 +232,7 @@ impl Arena {
         Ok(failed)
     }
 
-    /// First half of [`Arena::discard`]. From here on, other threads read zeros.
+    /// Performs the first half of [`Arena::discard`]. From here on, other threads read zeros.
     pub(super) fn store_discarded(
         &self,
         common: &Common<impl Media>,
@@ -244,7 +248,7 @@ impl Arena {
             let locked = common.locks.lock(self.map.words_of(&(first..end)));
             let before = failed.len();
             for sector in first..end {
-                // Nothing in the line has been stored yet.
+                // No entry in the line has been stored yet.
                 let entry = self.map.entry(space, sector).map_err(EngineError::Media)?;
                 failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
             }
@@ -258,8 +262,8 @@ impl Arena {
         Ok(failed)
     }
 
-    /// Second half of [`Arena::discard`]. An exchange of the same sector between the halves makes
-    /// the entry durable itself before it counts.
+    /// Performs the second half of [`Arena::discard`]. If a sector is exchanged between the halves,
+    /// the exchange itself makes the entry durable before it is committed.
     pub(super) fn persist_discarded(
         &self,
         space: &impl Media,
@@ -271,11 +275,11 @@ impl Arena {
 }
 
 /// Completes the exchanges that a crash interrupted. Stores of a killed process are visible but not
-/// necessarily durable, therefore:
+/// necessarily durable, which requires two steps:
 ///
-/// 1. Persist the flog, because the redone exchanges must stay committed.
-/// 2. Persist the whole map. The lanes are reused, so their newest entries are no longer redone,
-///    and a discard that was visible once must not be undone.
+/// 1. Persist the flog, because the redone exchanges must remain committed.
+/// 2. Persist the whole map. The lanes are reused, so their current entries will not be redone
+///    again. Besides, a discard that was once visible must not be undone.
 fn redo(
     common: &Common<impl Media>,
     info: &ArenaInfo,
@@ -293,8 +297,8 @@ fn redo(
     space.persist(std::slice::from_ref(&map.words_of(&(0..info.sectors))))
 }
 
-/// Sets the error flag in both info blocks. The one that counts is written last, so a crash leaves
-/// one of them whole.
+/// Sets the error flag in both info blocks. The info block in use is written last, so one of them
+/// is whole after a crash.
 fn set_error_flag(
     space: &impl Media,
     info: &ArenaInfo,

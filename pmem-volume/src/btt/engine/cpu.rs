@@ -1,6 +1,6 @@
-//! Primitives of the protocol between readers and writers, and of the locks. The model that tests
-//! it (`tests/order.rs`) replaces them by those of loom, which tries every order that the memory
-//! model allows.
+//! Primitives for locks, and for the protocol between readers and writers. The model that tests the
+//! protocol (`tests/order.rs`) replaces them with those of loom, which tries every order that the
+//! memory model allows.
 
 use std::cell::Cell;
 pub(super) use std::cell::UnsafeCell;
@@ -12,20 +12,22 @@ pub(super) use std::thread::yield_now;
 use std::time::Duration;
 
 thread_local! {
-    /// Last slot of this thread, which is likely to be free.
+    /// Slot that this thread used last, which is probably free.
     static LAST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Reads of a lock before a thread sleeps. Locks are usually held for less than a microsecond.
+/// Number of times that a lock is read before a thread sleeps. Locks are usually held for less than
+/// a microsecond.
 pub(super) const SPINS: u32 = 100;
 
-/// Releases a lock by a store.
+/// Releases a lock with a store.
 #[inline]
 pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
     lock.store(free, ordering);
 }
 
-/// Ordering of the acquisition of a lock. The model can weaken it, to show that this is detected.
+/// Returns the memory ordering for acquiring a lock. The model can weaken it, to prove that the
+/// tests detect this.
 #[inline]
 pub(super) fn taking(ordering: Ordering) -> Ordering {
     ordering
@@ -41,27 +43,27 @@ pub(super) fn set_last_slot(number: usize) {
     LAST.set(number);
 }
 
-/// Full barrier behind a locked instruction, which is a barrier itself: later accesses wait until
-/// it is globally visible (Intel SDM, volume 3, 9.2.3.9). Therefore only the compiler needs a
-/// fence.
+/// Full barrier after a locked instruction. The instruction is itself a barrier, because later
+/// accesses wait until it is globally visible (Intel SDM, volume 3, 9.2.3.9). Therefore, only the
+/// compiler needs a fence.
 #[inline]
 pub(super) fn fence_behind_locked() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Like [`fence_behind_locked`], for writers. The model can omit each of them.
+/// Like [`fence_behind_locked`], but for writers. The model can omit the two fences separately.
 #[inline]
 pub(super) fn writers_fence_behind_locked() {
     fence_behind_locked();
 }
 
-/// Sleeps while a word has a value, until it is woken, at most for `at_most`. May return early
-/// (futex(2)).
+/// Sleeps while a word has the given value, until the thread is woken or `at_most` has passed. May
+/// return early (futex(2)).
 pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
     let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: at_most.subsec_nanos().into() };
-    // SAFETY: the system call reads the word and the time. The caller checks the word again
-    // whatever the result.
+    // SAFETY: the system call reads the word and the time. The caller checks the word again in any
+    // case.
     unsafe {
         libc::syscall(
             libc::SYS_futex,
@@ -78,7 +80,7 @@ pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
 /// Wakes all threads that sleep on a word.
 #[cold]
 pub(super) fn wake_all(word: &AtomicU32) {
-    // SAFETY: the system call uses the address, and accesses nothing there.
+    // SAFETY: the system call uses the address only as a key, and accesses nothing there.
     unsafe {
         libc::syscall(
             libc::SYS_futex,

@@ -1,42 +1,42 @@
-//! Exchange: writes of sectors that a crash leaves either old or new.
+//! Exchange: a write of sectors after which a crash leaves each sector old or new.
 //!
-//! Each sector has its own lane. Up to [`MAX_SECTORS`] contiguous sectors are exchanged together
-//! and share the barriers:
+//! An exchange uses a separate lane for each sector. Up to [`MAX_SECTORS`] contiguous sectors are
+//! exchanged together and share the barriers:
 //!
-//! 1. Lanes are taken whose free blocks are not being read.
-//! 2. The lines of the map are locked. First halves of the flog entries are stored (sector and its
-//!    current block), and the data is stored to the free blocks. **Persist**: both, and two kinds
-//!    of map words: those of the sectors, and those that the lanes changed last. (The data is
-//!    stored after the lock because a locked instruction waits until earlier stores have left the
-//!    CPU, as the following fence does.)
-//! 3. Second halves are stored (new block and sequence number). From each of them on, its exchange
-//!    counts. **Persist**.
-//! 4. The words of the map are stored. From here on, other threads see the new sectors. The lines
-//!    are unlocked.
+//! 1. Take lanes whose free blocks are not being read.
+//! 2. Lock the lines of the map. Store the first halves of the flog entries (the sector and its
+//!    current block), and store the data to the free blocks. **Persist** both. Also persist the map
+//!    words of the sectors, and the map words that the lanes changed last. (The data is stored
+//!    after the lock is taken, because a locked instruction waits until earlier stores have left
+//!    the CPU. The following fence waits for them anyway.)
+//! 3. Store the second halves (the new block and the sequence number). Each of them commits the
+//!    exchange of its sector. **Persist** them.
+//! 4. Store the words of the map. From here on, other threads read the new sectors. Unlock the
+//!    lines.
 //!
-//! Reasons for each order:
+//! Reasons for this order:
 //!
-//! - Data before second half: an exchange that counts has all of its data.
-//! - First half before second half: an entry that counts is whole. Until then, the older entry of
-//!   the two is overwritten, which is not used.
-//! - Second half before map: if the map names a new block and the flog lacks the exchange, the new
-//!   block also belongs to a lane, and the old block has no owner.
+//! - Data before second half: a committed exchange has all of its data.
+//! - First half before second half: a committed entry is whole. Until then, the store only
+//!   overwrites the older of the lane's two entries, which is not in use.
+//! - Second half before map: if the map named a new block without an exchange in the flog, that
+//!   block would also belong to a lane, and the old block would have no owner.
 //! - Map before the next entry of the same lane: the map need not be durable when a write returns,
 //!   because recovery redoes it from the lane's newest entry. It must be durable before another
-//!   entry is the newest. Step 2 therefore persists the word that the lane changed last.
-//! - Map before the next entry for the same sector, which may be in another lane: if recovery
-//!   redoes only the later exchange, the map names neither its old block nor its new one. If it
-//!   then redoes the earlier exchange, the map names the old block of that one. Step 2 therefore
-//!   persists the words of its sectors.
+//!   entry becomes the newest. Therefore, step 2 persists the word that the lane changed last.
+//! - Map before the next entry for the same sector, which may be in another lane: recovery expects
+//!   the map to name the old or the new block of an exchange. If the earlier exchange were not in
+//!   the map, the map would name neither block of the later one. Therefore, step 2 persists the
+//!   words of its sectors.
 //!
-//! The lane's next data may overwrite the old block before the map is durable. This is harmless,
-//! because recovery redoes the map, which then no longer names that block, until the lane's next
-//! entry counts.
+//! The lane's next data may overwrite the old block before the map is durable. This is harmless.
+//! Until the lane's next entry is committed, recovery redoes the map, which then no longer names
+//! the old block.
 //!
-//! Linux's driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). It
-//! therefore assumes a durable map (btt_freelist_init), and would overwrite lanes whose map word is
-//! not durable. It may open the media only after [`Engine::settle`](super::Engine::settle) or a
-//! recovery by this code.
+//! The Linux driver has the same steps, and persists each of them (drivers/nvdimm/btt.c,
+//! btt_write_pg). It therefore assumes that the map is durable (btt_freelist_init), and would
+//! overwrite lanes whose map word is not. It may open the media only after
+//! [`Engine::settle`](super::Engine::settle) or a recovery by this code.
 
 use std::iter;
 use std::ops::Range;
@@ -50,23 +50,24 @@ use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
 use crate::media::{Media, MediaError, Pending};
 
-/// Limit of sectors in an exchange: a quarter of the lanes, so that four threads find some.
+/// Maximum number of sectors in an exchange: a quarter of the lanes, so that four threads can write
+/// at the same time.
 pub(super) const MAX_SECTORS: usize = 64;
 
 /// Exchange in progress. If it is dropped before it is logged, it has no effect.
 ///
-/// `L` is its lanes: several, or a single one, which is the usual case and needs no loops.
+/// `L` contains its lanes. The usual case is a single lane, which needs no loops.
 pub(super) struct Exchange<'a, S, L> {
     common: &'a Common<S>,
     arena: &'a Arena,
     first: u32,
     lanes: L,
-    /// Locked lines of the sectors, after it is logged.
+    /// Locked map lines of the sectors, once the exchange has been logged.
     locked: Option<Locked<'a>>,
 }
 
-/// Exchanges sectors from `first` on, as many as there are lanes for. `bytes` is whole sectors.
-/// Returns the number of sectors.
+/// Exchanges sectors starting at `first`, as many as there are free lanes. `bytes` must contain
+/// whole sectors. Returns the number of sectors.
 #[inline]
 pub(super) fn exchange(
     common: &Common<impl Media>,
@@ -85,7 +86,7 @@ pub(super) fn exchange(
 }
 
 impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
-    /// Step 1 for one sector.
+    /// Performs step 1 for a single sector.
     #[inline]
     pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
         let lanes = [arena.lanes.take_one(&arena.info, &common.readers)];
@@ -94,7 +95,7 @@ impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
 }
 
 impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
-    /// Step 1 for as many of the wanted sectors as there are lanes.
+    /// Performs step 1 for as many of the requested sectors as there are free lanes.
     pub(super) fn begin(
         common: &'a Common<S>,
         arena: &'a Arena,
@@ -107,7 +108,7 @@ impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
 }
 
 impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
-    /// Steps 2 to 4. Returns the number of sectors.
+    /// Performs steps 2 to 4. Returns the number of sectors.
     #[inline]
     fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {
         let sectors = self.sectors().len();
@@ -122,12 +123,12 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         self.first..self.first + self.lanes.as_ref().len() as u32
     }
 
-    /// Step 2. `bytes` has at least the sectors.
+    /// Performs step 2. `bytes` must contain at least the sectors of the exchange.
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
-        // Checked after the lanes are taken: a lane released by a failed exchange still has its
-        // entry.
+        // Checked after the lanes are taken, because a lane that a failed exchange has released
+        // still contains the entry of that exchange.
         arena.check_writable()?;
         let locked = locks.lock(arena.map.words_of(&self.sectors()));
         self.look_up()?;
@@ -138,10 +139,10 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         Ok(())
     }
 
-    /// Reads the blocks of the sectors, whose lines are locked, in the encoding of the flog. A
-    /// failed block has the error flag, so that the next program that opens the volume knows it
-    /// (Linux then clears the error). Nothing has been stored yet, so an unreadable entry changes
-    /// nothing.
+    /// Reads the blocks of the sectors, whose map lines are locked, in the encoding of the flog. A
+    /// failed block gets the error flag. It tells the next program that opens the volume about the
+    /// failure (Linux then clears the error). If an entry is unreadable, nothing changes, because
+    /// nothing has been stored yet.
     #[inline]
     fn look_up(&mut self) -> Result<(), EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
@@ -178,10 +179,10 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         Ok(())
     }
 
-    /// Step 3.
+    /// Performs step 3.
     #[inline]
     pub(super) fn commit(&mut self) -> Result<(), EngineError> {
-        // Nothing may be committed after a failure.
+        // After a failure, nothing may be committed.
         self.arena.check_writable()?;
         self.arena.latch(self.store_commit())
     }
@@ -199,7 +200,7 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         space.end_persist(&pending)
     }
 
-    /// Step 4.
+    /// Performs step 4.
     #[inline]
     pub(super) fn publish(mut self) -> Result<(), EngineError> {
         let locked = self.locked.take().expect("it was logged before");
@@ -219,8 +220,8 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     }
 }
 
-/// Joins each range with its predecessor if they touch. Sectors that were written together have
-/// contiguous lanes and words.
+/// Merges each range with its predecessor if they are adjacent. Sectors that were written together
+/// have contiguous lanes and words.
 #[inline]
 fn joined(mut ranges: impl Iterator<Item = Range<u64>>) -> impl Iterator<Item = Range<u64>> {
     let mut next = ranges.next();
@@ -243,7 +244,7 @@ mod tests {
 
     #[test]
     fn joined_ranges_cover_the_same_bytes() {
-        /// Starts and ends.
+        /// Starts and ends of ranges.
         type Ranges = &'static [[u64; 2]];
         let cases: [(Ranges, Ranges); 6] = [
             (&[], &[]),

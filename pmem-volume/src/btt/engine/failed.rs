@@ -1,11 +1,11 @@
-//! Blocks whose reads have failed. Their content is lost, and a lane that gets one does not write
-//! to it.
+//! Blocks whose reads have failed. Their content is lost. A lane that receives such a block does
+//! not write to it.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Limit of remembered blocks. A write to a forgotten one fails by itself.
+/// Maximum number of recorded blocks. A write to a block that is not recorded fails by itself.
 const MAX_REMEMBERED: usize = 1 << 16;
 
 /// Failed blocks of an open arena. The next open finds those that a lane has recorded in the flog.

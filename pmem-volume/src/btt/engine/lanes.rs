@@ -1,4 +1,4 @@
-//! Lanes of an arena. Each allows one write at a time, and has a free block.
+//! Lanes of an arena. Each lane has a free block, and allows one write at a time.
 
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -10,15 +10,15 @@ use super::readers::Readers;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::Lane;
 
-/// Distance between the first lanes that threads try. It is the largest number of lanes that a
-/// thread takes at once.
+/// Distance between the lanes that different threads try first. It is the largest number of lanes
+/// that a thread takes at a time.
 const DISTANCE: usize = 64;
 
-/// Limit of used lanes. An arena may have 65536, and untrusted media must not determine how much
-/// memory is allocated.
+/// Maximum number of lanes that are used. An arena may claim 65536, but untrusted media must not
+/// determine how much memory is allocated.
 const MAX_LANES: usize = 256;
 
-/// Lanes, each locked by its writer.
+/// Lanes, each of which is locked while a write uses it.
 pub(super) struct Lanes(Box<[Slot]>);
 
 #[repr(align(64))]
@@ -30,13 +30,14 @@ pub(super) type Taken<'a> = Vec<Held<'a>>;
 /// Lane that this thread holds.
 pub(super) struct Held<'a> {
     lane: LockGuard<'a, Lane>,
-    /// Old block of the sector in the current exchange, which the lane gets, in the encoding of the
-    /// flog.
+    /// Old block of the sector in the current exchange, in the encoding of the flog. The lane
+    /// receives this block.
     pub(super) old: u32,
 }
 
 thread_local! {
-    /// First lane that this thread tries, whose lines are likely to be in its own cache.
+    /// Lane that this thread tries first. The cache lines of this lane are probably in the cache of
+    /// the thread's CPU.
     static START: Cell<usize> = {
         static THREADS: AtomicUsize = AtomicUsize::new(0);
         Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * DISTANCE)
@@ -48,13 +49,13 @@ impl Lanes {
         Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Lock::new(lane))).collect())
     }
 
-    /// Sector of each lane's newest entry. Waits for exchanges in progress.
+    /// Returns the sector of each lane's newest entry. Waits for exchanges in progress.
     pub(super) fn sectors(&self) -> Vec<u32> {
         self.0.iter().map(|slot| slot.0.lock().sector).collect()
     }
 
-    /// Takes a lane whose block is not being read. Waits only if all lanes are taken or all blocks
-    /// are being read. A lane with a failed block is used only if no other is available.
+    /// Takes a lane whose block is not being read. Waits only if all lanes are in use or all blocks
+    /// are being read. A lane with a failed block is used only if no other lane is available.
     #[inline]
     pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> Held<'_> {
         loop {
@@ -67,11 +68,11 @@ impl Lanes {
         }
     }
 
-    /// Takes up to `wanted` lanes, and at least one. A thread that waits here holds no lane, and a
-    /// thread that holds lanes waits for no other.
+    /// Takes at least one and up to `wanted` lanes. A thread holds no lane while it waits here,
+    /// which prevents deadlocks.
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
-            // Allocated before any lane is held.
+            // Allocated before any lane is taken.
             let mut taken = Taken::with_capacity(wanted);
             taken.extend(self.free().take(wanted));
             if taken.is_empty() {
@@ -86,14 +87,14 @@ impl Lanes {
         }
     }
 
-    /// All blocks are being read. Start the next search at other lanes.
+    /// All free blocks are being read. The next search starts at other lanes.
     #[cold]
     fn look_further(&self, lanes: usize) {
         START.set(START.get().wrapping_add(lanes));
         thread::yield_now();
     }
 
-    /// Waits for a lane with a good block, or for any if there is none.
+    /// Waits for a lane with a good block, or for any lane if none has a good block.
     #[cold]
     fn wait(&self) -> Held<'_> {
         let first = self.in_turn().next().expect("an arena has lanes");
@@ -101,7 +102,7 @@ impl Lanes {
         all.find(|held| !held.has_failed).unwrap_or_else(|| Held::new(first.0.lock()))
     }
 
-    /// Takes free lanes with good blocks, one after another.
+    /// Takes free lanes with good blocks one by one.
     #[inline]
     fn free(&self) -> impl Iterator<Item = Held<'_>> {
         self.in_turn()
@@ -110,7 +111,7 @@ impl Lanes {
             .filter(|held| !held.has_failed)
     }
 
-    /// All slots, in the order in which this thread tries them.
+    /// Returns all slots in the order in which this thread tries them.
     #[inline]
     fn in_turn(&self) -> impl Iterator<Item = &Slot> {
         let (before, from) = self.0.split_at(START.get() % self.0.len());

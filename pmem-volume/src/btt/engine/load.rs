@@ -1,22 +1,23 @@
-//! Filling an empty BTT in bulk.
+//! Bulk filling of an empty BTT.
 //!
-//! An exchange makes a few sectors durable, with two flushes of the media. Sectors that read as
-//! zeros need no exchange: each has a block of its own, which nobody reads once its map entry says
-//! zeros. So a window of many sectors takes three steps:
+//! An exchange makes a few sectors durable with two flushes of the media. Sectors that read as
+//! zeros need no exchange. Each of them has its own block, which is never read while its map entry
+//! is marked as zeros. Therefore, a window of many sectors takes only three steps:
 //!
-//! 1. Map entries of all sectors of the window: zeros. Each keeps its block. **Persist**.
-//! 2. Data, to these blocks. **Persist**.
-//! 3. Map entries of the sectors that were stored: their blocks. **Persist**, together with step 1
-//!    of the next window.
+//! 1. Mark the map entries of all sectors in the window as zeros. Each entry keeps its block.
+//!    **Persist** them.
+//! 2. Store the data to these blocks. **Persist** it.
+//! 3. For the sectors that were stored, make the map entries name their blocks. **Persist** them
+//!    together with step 1 of the next window.
 //!
-//! What each order is for:
+//! Reasons for this order:
 //!
-//! - Zeros before data: a sector that was never written names its block, and would show data that
-//!   is torn.
+//! - Zeros before data: a sector that was never written maps to its own block, and would expose
+//!   torn data.
 //! - Data before the last step: an entry that names its block has all of its data.
 //!
-//! After a crash, a sector reads as zeros or as its new data. No block changes its owner, so the
-//! log has nothing to record, and recovery changes nothing: the lanes keep their blocks.
+//! After a crash, a sector reads as zeros or as its new data. No block changes its owner, so
+//! nothing is logged, and recovery changes nothing. The lanes keep their blocks.
 
 use std::mem;
 use std::ops::Range;
@@ -29,10 +30,10 @@ use crate::btt::content::holds_data;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
 use crate::media::{Media, MediaError, Pending};
 
-/// Bytes of the sectors of a window. On a disk, each window costs two barriers.
+/// Size of a window in bytes. On a disk, each window costs two barriers.
 const WINDOW_BYTES: u64 = 64 << 20;
 
-/// A BTT that is being filled. It owns the engine, so that nobody reads or writes meanwhile.
+/// BTT that is being filled. It owns the engine, so that no sector is read or written concurrently.
 pub struct Load<S> {
     engine: Engine<S>,
     window_sectors: u32,
@@ -42,23 +43,21 @@ pub struct Load<S> {
     last_entered: Option<(usize, u32)>,
 }
 
-/// Sectors between steps 1 and 3.
+/// Sectors that are between steps 1 and 3.
 struct Window {
-    /// Number of their arena.
+    /// Number of the arena that contains the sectors.
     arena: usize,
     sectors: Range<u32>,
-    /// Sectors that were stored.
+    /// Sectors that have been stored.
     stored: Vec<Range<u32>>,
     data: Pending,
 }
 
 impl<S: Media> Engine<S> {
-    /// Begins to fill an empty BTT. Returns the engine if that is impossible, so that sectors can
-    /// be written one by one:
+    /// Begins to fill an empty BTT. Returns the engine if bulk filling is impossible, so that the
+    /// caller can write sectors individually:
     ///
-    /// - A sector holds data, or an arena takes no writes.
-    /// - A check has findings. A guest may have stored map entries that name no block, or the same
-    ///   block twice.
+    /// - A sector contains data, or an arena is read-only.
     /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
     pub fn into_load(self) -> Result<Load<S>, Box<Self>> {
         let is_writable = |place: &Place| place.arena().and_then(Arena::check_writable).is_ok();
@@ -75,17 +74,13 @@ impl<S: Media> Engine<S> {
 }
 
 impl<S: Media> Load<S> {
-    /// The engine, to look at.
+    /// Returns the engine for queries.
     pub fn engine(&self) -> &Engine<S> {
         &self.engine
     }
 
-    /// Stores whole sectors. They are durable when [`Load::finish`] has returned. After a crash,
-    /// each reads as zeros or as its last stored data.
-    ///
-    /// # Panics
-    ///
-    /// Panics if the sectors precede the current window.
+    /// Stores whole sectors in any order. They are durable when [`Load::finish`] has returned.
+    /// After a crash, each sector reads as zeros or as the data that was stored last.
     pub fn write(&mut self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let sectors = self.engine.whole_sectors(first_sector, bytes.len())?;
         let sector_bytes = self.engine.sector_bytes as usize;
@@ -105,7 +100,7 @@ impl<S: Media> Load<S> {
         Ok(())
     }
 
-    /// Steps 2 and 3 of the last window. Returns the engine.
+    /// Performs steps 2 and 3 for the last window, and returns the engine.
     pub fn finish(mut self) -> Result<Engine<S>, EngineError> {
         if let Some((arena, words)) = self.leave()? {
             let arena = self.engine.places[arena].arena()?;
@@ -114,7 +109,8 @@ impl<S: Media> Load<S> {
         Ok(self.engine)
     }
 
-    /// Step 1 of the window of a sector, unless it is the current one. Returns its end.
+    /// Performs step 1 for the window that contains a sector, unless it is the current window.
+    /// Returns the end of the window.
     fn enter(&mut self, arena: usize, sector: u32) -> Result<u32, EngineError> {
         if let Some(window) = &self.window
             && window.arena == arena
@@ -139,8 +135,8 @@ impl<S: Media> Load<S> {
         Ok(end)
     }
 
-    /// The first half of step 2, for sectors of the current window. Sectors whose blocks follow
-    /// each other are one store.
+    /// Performs the first half of step 2 for sectors of the current window. Sectors with contiguous
+    /// blocks are stored together.
     fn store(&mut self, sectors: Range<u32>, bytes: &[u8]) -> Result<(), EngineError> {
         let Engine { places, common, sector_bytes, .. } = &self.engine;
         let window = self.window.as_mut().expect("it was entered");
@@ -161,8 +157,8 @@ impl<S: Media> Load<S> {
         Ok(())
     }
 
-    /// The second half of step 2, and step 3 without its persist. Returns the arena and the words
-    /// of the map that are to be persisted.
+    /// Performs the second half of step 2, and step 3 without its persist. Returns the arena and
+    /// the map words that must be persisted.
     fn leave(&mut self) -> Result<Option<(usize, Range<u64>)>, EngineError> {
         let Some(window) = self.window.take() else { return Ok(None) };
         let common = &self.engine.common;
@@ -176,7 +172,7 @@ impl<S: Media> Load<S> {
     }
 }
 
-/// Lets map entries that say zeros name their blocks.
+/// Changes map entries from zeros to their blocks.
 fn publish(
     common: &Common<impl Media>,
     arena: &Arena,
@@ -194,7 +190,7 @@ fn publish(
 
 #[cfg(test)]
 impl<S> Load<S> {
-    /// The same with small windows.
+    /// Changes the size of windows.
     pub(super) fn in_windows_of(self, window_sectors: u32) -> Self {
         Self { window_sectors, ..self }
     }

@@ -1,13 +1,13 @@
 //! Lock that is released by a plain store.
 //!
-//! A write ends in stores that take time to leave the CPU. A mutex is released by a locked
-//! instruction, which detects waiting threads, and which lasts until all earlier stores have left.
-//! After a plain store, the next write begins at once and reads the map meanwhile.
+//! A write ends with stores that take time to leave the CPU. A mutex is released by a locked
+//! instruction, which detects waiting threads but blocks until all earlier stores have left the
+//! CPU. After a plain store, the next write can begin immediately, and can read the map in the
+//! meantime.
 //!
-//! A waiting thread marks the lock and sleeps. The mark may be missed, if the holder reads it just
-//! before and releases the lock just after. A waiting thread therefore sleeps at most for [`SLEEP`]
-//! before it checks again. Threads rarely meet, because they have different lanes and the map has a
-//! thousand line locks.
+//! A waiting thread marks the lock and sleeps. The holder may read the mark just before it is set,
+//! and so miss it. Therefore, a waiting thread sleeps for at most [`SLEEP`] before it checks again.
+//! Contention is rare, because threads use different lanes, and the map has a thousand line locks.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -17,24 +17,25 @@ use super::cpu::{self, AtomicU32, Ordering, UnsafeCell};
 
 const FREE: u32 = 0;
 const HELD: u32 = 1;
-/// Held, and a thread may be sleeping until it is released.
+/// The lock is held, and a thread may be sleeping until it is released.
 const AWAITED: u32 = 2;
 
-/// Longest sleep of a thread whose mark was missed.
+/// Maximum sleep of a thread whose mark was missed.
 const SLEEP: Duration = Duration::from_millis(1);
 
-/// Value that one thread holds at a time.
+/// Value that only one thread at a time can access.
 pub(super) struct Lock<T> {
     state: AtomicU32,
     longest_sleep: Duration,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is accessed only through a guard, of which there is one at a time. If threads
-// share a guard, its own bounds decide if they may share the value.
+// SAFETY: the value is accessed only through a guard, and only one guard exists at a time. If
+// threads share the guard, the bounds of the guard determine if they may share the value.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
-/// Releases the lock when dropped. It is like an exclusive reference to the value.
+/// Guard that acts like an exclusive reference to the value, and releases the lock when it is
+/// dropped.
 #[must_use]
 pub(super) struct LockGuard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
@@ -43,7 +44,7 @@ impl<T> Lock<T> {
         Self { state: AtomicU32::new(FREE), longest_sleep: SLEEP, value: UnsafeCell::new(value) }
     }
 
-    /// Changes the longest sleep, for tests of waking.
+    /// Changes the maximum sleep, for tests of the wake-up.
     #[cfg(test)]
     pub(super) fn sleeping(self, longest_sleep: Duration) -> Self {
         Self { longest_sleep, ..self }
@@ -61,13 +62,13 @@ impl<T> Lock<T> {
         taken.is_ok().then(|| LockGuard(self, PhantomData))
     }
 
-    /// Waits for the lock and takes it.
+    /// Waits for the lock, and takes it.
     #[inline]
     pub(super) fn lock(&self) -> LockGuard<'_, T> {
         self.try_lock().unwrap_or_else(|| self.wait())
     }
 
-    /// Returns true if a thread has marked the lock as awaited.
+    /// Returns true if a thread has marked the lock and waits for it.
     #[cfg(test)]
     pub(super) fn is_awaited(&self) -> bool {
         self.state.load(Ordering::Relaxed) == AWAITED
@@ -76,8 +77,8 @@ impl<T> Lock<T> {
     #[cold]
     fn wait(&self) -> LockGuard<'_, T> {
         for _ in 0..cpu::SPINS {
-            // Read before the attempt, so that the holder need not wait for the cache line when it
-            // releases the lock.
+            // The lock is read before the attempt to take it. Otherwise, the holder would have to
+            // wait for the cache line to release the lock.
             if self.state.load(Ordering::Relaxed) == FREE
                 && let Some(guard) = self.try_lock()
             {
@@ -85,8 +86,8 @@ impl<T> Lock<T> {
             }
             cpu::spin_loop();
         }
-        // The releasing thread wakes all sleeping threads. The lock therefore counts as awaited
-        // until it is taken without waiting.
+        // The releasing thread wakes all sleeping threads. Therefore, the lock remains marked until
+        // a thread takes it without waiting.
         while self.state.swap(AWAITED, cpu::taking(Ordering::Acquire)) != FREE {
             cpu::sleep_while(&self.state, AWAITED, self.longest_sleep);
         }

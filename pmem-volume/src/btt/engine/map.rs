@@ -1,8 +1,9 @@
-//! Map of an arena in use: a lock for each line, and entries that change by one aligned store.
+//! Map of an open arena. A lock covers each line of entries, and a single aligned store changes an
+//! entry.
 //!
-//! An entry has 32 bits, and a word of the media has two entries. A change of one entry must
-//! preserve the other, which must not change meanwhile. A lock therefore covers a whole cache line,
-//! like the locks of Linux.
+//! An entry has 32 bits, and a word of the media contains two entries. Changing one of them must
+//! preserve the other, which must not change concurrently. Like the locks of Linux, a lock covers a
+//! whole cache line.
 
 use std::ops::Range;
 
@@ -14,9 +15,10 @@ use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::{Media, MediaError};
 
 const LINE_BYTES: u64 = 64;
-/// Number of sectors whose entries share a line.
+/// Number of sectors whose entries share a cache line.
 pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
-/// Number of locks for the lines of all arenas. Lines at this distance share one.
+/// Number of line locks for all arenas together. Lines whose numbers differ by a multiple of this
+/// share a lock.
 pub(super) const LOCKS: usize = 1024;
 
 /// Locks for the lines of maps.
@@ -42,7 +44,8 @@ impl Locks {
         Self((0..locks).map(|_| Line(Lock::new(()))).collect())
     }
 
-    /// Locks the lines of words, in the order of the locks to prevent deadlocks.
+    /// Locks the lines that contain the words. Locks are taken in a fixed order to prevent
+    /// deadlocks.
     #[inline]
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
@@ -67,7 +70,7 @@ impl Map {
         Self { at: info.map_at, sectors: info.sectors }
     }
 
-    /// Entry as it is on the media.
+    /// Reads the entry of a sector from the media.
     #[inline]
     pub(super) fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, MediaError> {
         let word = space.load_word(self.word_at(sector))?;
@@ -80,8 +83,8 @@ impl Map {
         space.expect_word(self.word_at(sector));
     }
 
-    /// Changes entries of locked lines, each word by one store that cannot tear. `change` returns
-    /// the new entry. Unchanged words are not stored.
+    /// Changes entries in locked lines. Each word is changed by one store that cannot tear.
+    /// `change` returns the new entry. Unchanged words are not stored.
     #[inline]
     pub(super) fn change(
         &self,
@@ -116,7 +119,7 @@ impl Map {
         Ok(())
     }
 
-    /// Range of the words that contain the entries of `sectors`.
+    /// Returns the range of words that contain the entries of `sectors`.
     #[inline]
     pub(super) fn words_of(&self, sectors: &Range<u32>) -> Range<u64> {
         self.word_at(sectors.start)..self.word_at(sectors.end - 1) + 8
@@ -129,14 +132,14 @@ impl Map {
     }
 }
 
-/// Entry of a written sector.
+/// Returns the entry of a written sector.
 #[inline]
 pub(super) fn written(block: u32) -> u32 {
     block | MAP_ERROR | MAP_ZERO
 }
 
-/// Entry of a sector after a discard. The sector keeps its block, which a later write exchanges (as
-/// Linux reads it: drivers/nvdimm/btt.c, btt_map_read).
+/// Returns the entry of a sector after a discard. The sector keeps its block until a later write
+/// exchanges it. Linux reads such an entry in the same way (drivers/nvdimm/btt.c, btt_map_read).
 pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }

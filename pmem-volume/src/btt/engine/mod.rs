@@ -1,29 +1,31 @@
-//! Engine: access to the sectors of a BTT for any number of threads.
+//! Engine that gives any number of threads access to the sectors of a BTT.
 //!
 //! - [`exchange`]: order of the steps of a write.
-//! - [`load`]: filling an empty BTT with fewer flushes.
+//! - [`load`]: bulk filling of an empty BTT with fewer flushes.
 //! - [`readers`]: protection of blocks that are being read. Readers and writers never wait for each
 //!   other.
-//! - [`map`]: entries change under a lock of their line. Otherwise, writes with different lanes
-//!   ([`lanes`]) share nothing. Their locks ([`lock`]) do not wait for pending stores.
+//! - [`map`]: map entries, which change while their line is locked. Apart from these locks, writes
+//!   with different lanes ([`lanes`]) share nothing. Releasing a lock ([`lock`]) does not wait for
+//!   pending stores.
 //! - [`arena`]: recovery at open, reading, discarding, and handling of damage.
 //!
-//! A write is durable when it returns, to the degree that the media supports
-//! ([`crate::Durability`]), because recovery redoes an exchange that counts. A flush therefore only
-//! reports errors. A program without this recovery may use the media after [`Engine::settle`].
+//! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),
+//! because recovery redoes committed exchanges. Therefore, a flush only reports errors. A program
+//! without this recovery may use the media after [`Engine::settle`].
 //!
-//! An unreadable sector is an error of that sector alone. It can be written, and then gets another
-//! block. A failed store or persist makes its arena read-only, because it is unknown which writes
-//! are durable.
+//! An unreadable sector is an error of that sector alone. The sector can be written, which gives it
+//! another block. After a failed store or persist, the durability of writes is unknown, so the
+//! arena becomes read-only.
 //!
-//! An arena whose flog or map is inconsistent is read-only. Its info blocks record that, as the
-//! format requires. All other arenas stay writable.
+//! An arena whose flog or map is inconsistent is read-only. Its info blocks record this, as the
+//! format requires. All other arenas remain writable.
 //!
-//! If an arena has no whole info block, the number of its sectors follows from its size, and none
-//! of them can be read. If its size is unknown ([`arena_walk`]), the volume is not opened.
+//! If neither info block of an arena is whole, none of its sectors can be read. Their number
+//! follows from the size of the arena. If that size is unknown ([`arena_walk`]), the volume cannot
+//! be opened.
 //!
 //! An arena whose flog cannot be read at open refuses reads and writes. If the map entry of a
-//! lane's last write cannot be read, the arena refuses writes, and reads of that sector.
+//! lane's last write is unreadable, the arena refuses writes, and reads of that sector.
 
 mod arena;
 mod cpu;
@@ -52,11 +54,12 @@ use super::check::Finding;
 use super::layout::PAGE_BYTES;
 use crate::media::{Media, MediaError};
 
-/// Limit of arenas. The largest pool has space for 128 of full size. A volume that has grown often
-/// has smaller ones.
+/// Maximum number of arenas. The largest pool has space for 128 arenas of full size. A volume that
+/// has grown often has smaller ones.
 pub(super) const MAX_ARENAS: usize = 1024;
 
-/// Open BTT. Any number of threads may use it. Of concurrent writes to a sector, one is the last.
+/// Open BTT. Any number of threads may use it. If writes to the same sector overlap, one of them
+/// takes effect last.
 pub struct Engine<S> {
     common: Common<S>,
     sector_bytes: u32,
@@ -77,7 +80,8 @@ enum Place {
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
 }
 
-/// Reason why an arena refuses writes and, if it is [`Fault::Unreadable`], some or all reads.
+/// Reason why an arena refuses writes. If it is [`Fault::Unreadable`], the arena also refuses some
+/// or all reads.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Fault {
@@ -86,8 +90,8 @@ pub enum Fault {
     /// The flog or the map is inconsistent.
     #[error("{0}")]
     Damaged(Finding),
-    /// The flog or a part of the map could not be read at open, and recovery stored nothing.
-    /// Without the flog, all reads fail. Otherwise, reads of sectors whose last write is unknown
+    /// The flog or a part of the map could not be read at open, so recovery stored nothing. If it
+    /// was the flog, all reads fail. Otherwise, only reads of sectors whose last write is unknown
     /// fail.
     #[error("{0}")]
     Unreadable(Finding),
@@ -96,28 +100,28 @@ pub enum Fault {
     Media(String),
 }
 
-/// Failure of a call of the engine. Arenas count from 0.
+/// Error of an engine operation. Arenas are numbered from 0.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
-    /// There is no BTT, or its first arena is lost, so the size of a sector is unknown.
+    /// There is no BTT, or its first arena is lost. In both cases, the sector size is unknown.
     #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({why})")]
     NoBtt { start_bytes: u64, why: InfoError },
     #[error("sector size {sector_bytes} is not supported; supported sizes are 512 and 4096")]
     SectorSize { sector_bytes: u32 },
-    /// An arena is missing, and the arenas behind it cannot be found, because a guest's data may
-    /// look like an arena.
+    /// An arena is missing, and the arenas behind it cannot be found. Searching for them is not
+    /// safe, because a guest's data may look like an arena.
     #[error(
         "arena {arena}, at {start_bytes:#x}, is missing ({why}). Its end is unknown, and so are the numbers of the sectors after it. Sectors before it can be read"
     )]
     Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
-    /// More arenas than any volume needs. Each uses memory.
+    /// The BTT has more arenas than any volume needs. Each of them uses memory.
     #[error("the BTT has more than {MAX_ARENAS} arenas, the maximum")]
     Arenas,
     #[error("sectors {first} to {} are outside the volume, which has {sectors}", end.saturating_sub(1))]
     Outside {
         first: u64,
-        /// First sector behind the range.
+        /// First sector behind the requested range.
         end: u64,
         sectors: u64,
     },
@@ -128,15 +132,15 @@ pub enum EngineError {
     /// Recovery at open was impossible or incomplete.
     #[error("arena {arena} is not recovered: {why}")]
     NotRecovered { arena: usize, why: Fault },
-    /// The last write of the sector is unknown. Its arena is read-only.
+    /// The last write of the sector is unknown. The arena is read-only.
     #[error("sector {sector} is not recovered: a part of the map could not be read")]
     SectorNotRecovered { sector: u64 },
     #[error("arena {arena} is missing: neither info block is intact ({why})")]
     Missing { arena: usize, why: InfoError },
-    /// The sector cannot be read. It can be written.
+    /// The sector cannot be read, but can be written.
     #[error("sector {sector} is marked as failed: its content is lost")]
     Sector { sector: u64 },
-    /// The media under the sector failed. The sector can be written.
+    /// The media of the sector failed. The sector can be written.
     #[error("sector {sector} cannot be read")]
     Unreadable {
         sector: u64,
@@ -150,24 +154,24 @@ pub enum EngineError {
 /// State of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaStatus {
-    /// Offset in the volume.
+    /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// First of its sectors in the volume.
+    /// Number of the arena's first sector in the volume.
     pub first_sector: u64,
-    /// Number of sectors.
+    /// Number of sectors in the arena.
     pub sectors: u64,
     /// UUID of the BTT in this arena. `None` if the arena is missing.
     pub uuid: Option<Uuid>,
-    /// Info block that was used.
+    /// Info block of the arena that was used.
     pub source: Option<InfoSource>,
-    /// Reason why it refuses writes. A missing arena also refuses all reads, and one with
-    /// [`Fault::Unreadable`] refuses some or all of them.
+    /// Reason why the arena refuses writes. A missing arena also refuses all reads. An arena with
+    /// [`Fault::Unreadable`] refuses some or all reads.
     pub read_only: Option<String>,
 }
 
 impl<S: Media> Engine<S> {
     /// Opens the BTT in `space`, which must not be open elsewhere, and recovers it. Damage is
-    /// reported by [`Engine::arenas`] and by failing calls.
+    /// reported by [`Engine::arenas`], and by operations that it affects.
     pub fn open(space: S) -> Result<Self, EngineError> {
         let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
@@ -182,7 +186,7 @@ impl<S: Media> Engine<S> {
         Self::check(&arenas(space)).map(drop)
     }
 
-    /// Checks that the arenas are usable, before anything is stored. Returns the size of a sector.
+    /// Checks that the arenas are usable, before anything is stored. Returns the sector size.
     fn check(found: &[arena_walk::Place]) -> Result<u32, EngineError> {
         if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
@@ -226,12 +230,12 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Media of the BTT.
+    /// Returns the media of the BTT.
     pub fn space(&self) -> &S {
         &self.common.space
     }
 
-    /// Bytes of a sector: 512 or 4096.
+    /// Size of a sector in bytes: 512 or 4096.
     pub fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
@@ -241,12 +245,12 @@ impl<S: Media> Engine<S> {
         self.sectors
     }
 
-    /// The arenas, in order.
+    /// Returns the state of all arenas, in order.
     pub fn arenas(&self) -> Vec<ArenaStatus> {
         self.places.iter().map(Place::status).collect()
     }
 
-    /// Reads whole sectors. Each has the data of a write that has returned or is in progress.
+    /// Reads whole sectors. Each contains the data of a write that has returned or is in progress.
     pub fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), EngineError> {
         let mut rest = into;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -260,8 +264,8 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Writes whole sectors. After a crash, each sector is old or new. All of them are new after a
-    /// successful return. After an error, some may be new.
+    /// Writes whole sectors. After a crash, each sector is old or new. If the call succeeds, all of
+    /// them are new. After an error, some may be new.
     pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -279,12 +283,12 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably, by a flag in their map entries. They keep their
-    /// blocks.
+    /// Makes sectors read as zeros, durably, by setting a flag in their map entries. The sectors
+    /// keep their blocks.
     ///
-    /// Sectors smaller than a page are written instead. At an entry for zeros, Linux's driver ends
-    /// its read into a page and reports success (drivers/nvdimm/btt.c, btt_read_pg), so it would
-    /// not read the sectors behind.
+    /// Sectors smaller than a page are written instead. The Linux driver reads several of them into
+    /// one page. At an entry for zeros, it stops and reports success (drivers/nvdimm/btt.c,
+    /// btt_read_pg), so it would skip the following sectors.
     pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         if u64::from(self.sector_bytes) < PAGE_BYTES {
             return self.write_zero_bytes(sectors);
@@ -310,13 +314,13 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably, by a discard, which is the fastest way.
+    /// Makes sectors read as zeros, durably. It discards them, because that is the fastest way.
     pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         self.discard(sectors)
     }
 
-    /// At return, all earlier writes are durable, to the degree that the media supports. Each write
-    /// already was when it returned. An arena in which a write has failed returns an error. An
+    /// Returns when all earlier writes are durable, as far as the media supports it. Each write was
+    /// already durable when it returned. An arena in which a write has failed returns an error. An
     /// arena that could not be read at open accepts no writes, so it does not prevent a flush of
     /// the others.
     pub fn flush(&self) -> Result<(), EngineError> {
@@ -330,10 +334,10 @@ impl<S: Media> Engine<S> {
         self.common.space.persist(&[]).map_err(EngineError::Media)
     }
 
-    /// Flushes like [`Engine::flush`], and makes the map durable as well, so that a recovery has
-    /// nothing to redo. Required before a driver uses the media that assumes a durable map, as
-    /// Linux's driver does. An arena that fails, or could not be read at open, does not prevent the
-    /// settling of the others.
+    /// Flushes like [`Engine::flush`], and also makes the map durable, so that a recovery has
+    /// nothing to redo. Call it before a driver uses the media that assumes a durable map, such as
+    /// the Linux driver. If an arena fails, or could not be read at open, the others are still
+    /// settled.
     pub fn settle(&self) -> Result<(), EngineError> {
         let mut refused = Ok(());
         for place in &self.places {
@@ -364,7 +368,7 @@ impl<S: Media> Engine<S> {
         Err(EngineError::Outside { first: sectors.start, end: sectors.end, sectors: self.sectors })
     }
 
-    /// Divides sectors of the volume by arenas.
+    /// Divides a range of sectors in the volume into ranges in its arenas.
     #[inline]
     fn parts(
         &self,
@@ -391,7 +395,7 @@ impl<S: Media> Engine<S> {
 }
 
 impl Place {
-    /// Its sectors in the volume.
+    /// Returns the range of the arena's sectors in the volume.
     #[inline]
     fn sectors(&self) -> Range<u64> {
         match self {

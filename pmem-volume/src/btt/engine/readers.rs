@@ -1,24 +1,25 @@
-//! Blocks of all arenas that are being read, identified by their offsets. A block that a write has
-//! replaced is used by its lane's next write. A reader that found it in the map before may still be
-//! reading it (UEFI 2.10, 6.4: the read tracking table).
+//! Blocks that are being read in all arenas, identified by their offsets. When a write replaces a
+//! block, its lane's next write uses that block. A reader that found the block in the map earlier
+//! may still be reading it (UEFI 2.10, 6.4: the read tracking table).
 //!
 //! A reader first announces its block, and then checks that the map still names it. A writer checks
-//! the announcements after the map no longer names the block. Both have a full barrier in between,
-//! so at least one of them sees the other: the reader sees the changed map, or the writer sees the
-//! announcement. In the latter case, the writer takes another lane. Neither waits. `tests/order.rs`
-//! tries all orders, and omits each of the steps in turn.
+//! the announcements after the map no longer names the block. Both execute a full barrier between
+//! these two steps. Therefore, either the reader sees the changed map, or the writer sees the
+//! announcement and takes another lane. Neither waits for the other. `tests/order.rs` tries all
+//! orders, and omits each of the steps in turn.
 
 use super::cpu::{self, AtomicU64, AtomicUsize, Ordering};
 
-/// Number of threads that can read at once. Further ones wait until one of them has finished.
+/// Maximum number of threads that can read concurrently. Further threads wait until one of them has
+/// finished.
 pub(super) const SLOTS: usize = 128;
-/// Content of a free slot. No block is at the start of a volume.
+/// Content of an unused slot. No block is at offset 0 of a volume.
 const FREE: u64 = 0;
 
-/// Slots, each in its own cache line.
+/// Slots for announcements, each in its own cache line.
 pub(super) struct Readers {
     slots: Box<[Slot]>,
-    /// Slots from here on were never used.
+    /// Number of leading slots that have ever been used.
     used: AtomicUsize,
 }
 
@@ -26,7 +27,7 @@ pub(super) struct Readers {
 #[repr(align(64))]
 struct Slot(AtomicU64);
 
-/// Announcement of a reader, which ends when it is dropped.
+/// Announcement of a read. Dropping it ends the announcement.
 pub(super) struct Hold<'a>(&'a Slot);
 
 impl Readers {
@@ -43,8 +44,8 @@ impl Readers {
         assert_ne!(block_at, FREE);
         let mut number = cpu::last_slot();
         for attempt in 1.. {
-            // Before the slot is used: a writer that misses it has checked before this reader
-            // checks the map.
+            // Increased before the slot is used. A writer that misses the slot has checked before
+            // this reader checks the map.
             if self.used.load(Ordering::Relaxed) <= number {
                 self.used.fetch_max(number + 1, Ordering::SeqCst);
             }
@@ -65,8 +66,9 @@ impl Readers {
         unreachable!("attempts have no end")
     }
 
-    /// Finds the offset of a block with `find`, which reads the map, and holds the block. No writer
-    /// uses it before the hold ends. `find` returns `None` if there is no block.
+    /// Announces a read of the block that `find` returns. `find` looks up its offset in the map,
+    /// and returns `None` if there is no block. No writer uses the block until the announcement
+    /// ends.
     #[inline]
     pub(super) fn hold_found<E>(
         &self,
@@ -75,8 +77,8 @@ impl Readers {
         let Some(mut at) = find()? else { return Ok(None) };
         let mut hold = self.hold(at);
         loop {
-            // After the announcement: if the map still names the block, every later writer sees the
-            // announcement.
+            // Checked after the announcement. If the map still names the block, every later writer
+            // sees the announcement.
             match find()? {
                 None => return Ok(None),
                 Some(again) if again == at => return Ok(Some((at, hold))),
@@ -88,9 +90,9 @@ impl Readers {
         }
     }
 
-    /// Returns the announcements of blocks that the map stopped naming before the call. The caller
-    /// must have just taken a lane. The store to the map precedes the release of that lane, and the
-    /// slots are read after the locked instruction that took it.
+    /// Returns the announcements, for checking blocks that the map no longer named before the call.
+    /// The caller must have just taken a lane. The store to the map precedes the release of that
+    /// lane, and the slots are read after the locked instruction that took it.
     #[inline]
     pub(super) fn look_behind_lock(&self) -> Look<'_> {
         cpu::writers_fence_behind_locked();
@@ -98,11 +100,11 @@ impl Readers {
     }
 }
 
-/// Slots, read after a barrier.
+/// Announcements that are read after a barrier.
 pub(super) struct Look<'a>(&'a [Slot]);
 
 impl Look<'_> {
-    /// Returns true if a block is being read. Otherwise, no reader begins before the map names it
+    /// Returns true if a block is being read. If not, no read of it begins until the map names it
     /// again.
     #[inline]
     pub(super) fn holds(&self, block_at: u64) -> bool {
@@ -111,7 +113,7 @@ impl Look<'_> {
 }
 
 impl Hold<'_> {
-    /// Replaces the announcement by one for another block.
+    /// Replaces the announcement with one for another block.
     #[inline]
     pub(super) fn move_to(&mut self, block_at: u64) {
         assert_ne!(block_at, FREE);

@@ -1,14 +1,14 @@
-//! Overlay of planned stores over a space.
+//! View of a space that includes planned stores.
 
 use std::collections::BTreeMap;
 
 use super::Mending;
 use crate::media::{Durability, Media, MediaError};
 
-/// A repair stores only whole words.
+/// Unit of stores in a repair, which stores only whole words.
 const UNIT_BYTES: u64 = 8;
 
-/// Space whose reads include planned stores. The space below does not change.
+/// Space whose reads include planned stores. The underlying space does not change.
 pub(super) struct Overlay<'a, S> {
     space: &'a S,
     stored: BTreeMap<u64, [u8; UNIT_BYTES as usize]>,
@@ -19,7 +19,7 @@ impl<'a, S: Media> Overlay<'a, S> {
         Self { space, stored: BTreeMap::new() }
     }
 
-    /// Applies all phases of a repair.
+    /// Applies all phases of a repair to the overlay.
     pub(super) fn apply(&mut self, mending: &Mending) {
         for (at, bytes) in mending.phases.iter().flatten() {
             let (units, rest) = bytes.as_chunks();
@@ -41,7 +41,8 @@ impl<S: Media> Media for Overlay<'_, S> {
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let end = offset_bytes + into.len() as u64;
         if let Err(error) = self.space.read(offset_bytes, into) {
-            // An unreadable range is readable if planned stores cover all of it.
+            // A range that is unreadable in the underlying space can be read if planned stores
+            // cover all of it.
             let units = self.stored.range(offset_bytes..end).count() as u64;
             if !offset_bytes.is_multiple_of(UNIT_BYTES) || units * UNIT_BYTES < end - offset_bytes {
                 return Err(error);

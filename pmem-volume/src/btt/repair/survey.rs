@@ -1,4 +1,4 @@
-//! Survey of the owners of all blocks in a damaged arena.
+//! Survey of a damaged arena, which determines the owners of all blocks.
 
 use std::collections::BTreeMap;
 
@@ -10,14 +10,14 @@ use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
 use crate::media::{Media, MediaError};
 
-/// Limit of repaired defects in an arena. With more of them, a part of the map is lost or the
-/// volume is crafted. The limit also bounds the memory of the repair.
+/// Maximum number of defects in an arena that are repaired. If there are more, a part of the map is
+/// lost or the volume is crafted. The limit also bounds the memory use of the repair.
 const MAX_MENDED: usize = 1 << 16;
 
-/// Entries of the map that are read at once.
+/// Number of map entries that are read at a time.
 const MAP_PIECE: u32 = 1 << 16;
 
-/// Owners of a block that has more than one.
+/// Owners of a block with more than one owner.
 #[derive(Debug, Default)]
 pub(super) struct Owners {
     pub(super) sectors: Vec<u32>,
@@ -26,30 +26,31 @@ pub(super) struct Owners {
 
 #[derive(Debug, Default)]
 pub(super) struct Lane {
-    /// Its block, or `None` if its entries are impossible.
+    /// Free block of the lane, or `None` if its entries are impossible.
     pub(super) free: Option<u32>,
-    /// Sector whose map entry a crash prevented from being written, and its new block.
+    /// Sector whose map entry a crash prevented from being written, with its new block.
     pub(super) redo: Option<(u32, u32)>,
-    /// Blocks that its entries name.
+    /// Blocks that the entries of the lane name.
     pub(super) hints: Vec<u32>,
 }
 
-/// State of an arena as recovery would leave it.
+/// State of an arena as it would be after recovery.
 #[derive(Debug)]
 pub(super) struct Survey {
     pub(super) lanes: Vec<Lane>,
-    /// Sectors mapped out of range, with their map entries.
+    /// Sectors that are mapped to a block out of range, with their map entries.
     pub(super) outside: Vec<(u32, u32)>,
-    /// Blocks with more than one owner.
+    /// Blocks that have more than one owner.
     pub(super) shared: BTreeMap<u32, Owners>,
-    /// Blocks without an owner, up to a limit.
+    /// Blocks without an owner, up to a maximum number.
     pub(super) nobodys: Vec<u32>,
-    /// Sectors that are already marked as lost.
+    /// Number of sectors that are already marked as lost.
     pub(super) error_sectors: u32,
 }
 
 /// Surveys an arena. Returns `None` if it has too much damage for a repair, or if recovery could
-/// not read the flog or the map. In the second case, a block without an owner may contain a sector.
+/// not read the flog or the map. In the latter case, a block without a known owner may belong to a
+/// sector.
 pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
     let recovery = recover(space, info);
     if recovery.findings.iter().any(Finding::is_unreadable) {
@@ -91,8 +92,8 @@ pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Surv
 }
 
 impl Survey {
-    /// Finds the owners of shared blocks in a second pass over the map, because only the first pass
-    /// finds these blocks.
+    /// Finds the owners of shared blocks in a second pass over the map. The first pass only
+    /// determines which blocks are shared.
     fn find_owners(
         &mut self,
         space: &impl Media,
@@ -117,7 +118,7 @@ impl Survey {
     }
 }
 
-/// Calls `look` with each sector's map entry until it returns false.
+/// Calls `look` with the map entry of each sector until it returns false.
 fn each_entry(
     space: &impl Media,
     info: &ArenaInfo,
@@ -136,7 +137,8 @@ fn each_entry(
     Ok(())
 }
 
-/// Surveys the lanes. A write is also pending if `redo` has its torn map entry.
+/// Surveys the lanes. A write is also pending if `redo` contains the sector because of a torn map
+/// entry.
 fn survey_flog(
     space: &impl Media,
     info: &ArenaInfo,
@@ -180,7 +182,8 @@ fn hints(group: &FlogGroupBytes) -> Vec<u32> {
         .collect()
 }
 
-/// Second slot in use. If lanes disagree, the majority decides. Returns `None` without a majority.
+/// Returns the second slot in use. If lanes disagree, the majority decides. Without a majority,
+/// returns `None`.
 fn likely_second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     if let Some(second) = second_slot(groups) {
         return Some(second);
