@@ -1,4 +1,4 @@
-//! Cost of lending and returning a chunk, compared with a plain persist of 64 bytes:
+//! Cost of lending and returning a chunk, compared with a persist of 64 bytes:
 //! `docs/design/benchmarks.md`.
 
 use std::hint::black_box;
@@ -13,11 +13,12 @@ use pmem_volume::media::{FileMedia, Media, MediaError};
 use pmem_volume::{CHUNK_BYTES, ChunkId, Durability, Extent, Pool};
 
 const POOL_BYTES: u64 = 8 << 30;
-/// Extents that are lent in a row. They are parts of one large extent, so lending one splits two
-/// others on average.
+/// Number of extents that are lent in succession. They are parts of one large extent, so lending
+/// one of them splits two extents on average.
 const BATCH: u64 = 128;
 
-/// File in memory without erasing, so that the cost of returning chunks is that of the pool itself.
+/// File in memory whose chunks are not erased, so that only the cost of returning chunks is
+/// measured.
 struct WithoutErase(FileMedia);
 
 impl Media for WithoutErase {
@@ -47,12 +48,13 @@ impl Media for WithoutErase {
     }
 }
 
-/// Media on tmpfs, which is volatile, or the same persisted like persistent memory.
+/// Returns media on tmpfs, which is volatile, or the same media with the persists of persistent
+/// memory.
 fn at_the_cost_of(durability: Durability, media: FileMedia) -> FileMedia {
     if durability == Durability::DaxSync { media.at_the_cost_of_dax() } else { media }
 }
 
-/// Pool on tmpfs that is persisted like media of the class.
+/// Creates a pool on tmpfs with persists like those of the durability class.
 fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path: PathBuf = folder.path().join("pool");
@@ -61,8 +63,8 @@ fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempD
     (Pool::open_on(&path, media).unwrap(), folder)
 }
 
-/// Lends all of the pool except single chunks, so that nothing can be split or merged. Returns the
-/// lent extents.
+/// Lends the whole pool except for single chunks, so that no extent can be split or merged. Returns
+/// the lent extents.
 fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     let free_bytes = pool.info().free_bytes;
     let chunks = |extent: &Extent| -> Vec<Extent> {
@@ -78,14 +80,14 @@ fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     kept
 }
 
-/// Times per call of one benchmark, in ns, one for each batch. A batch is shorter than a time
-/// slice, so most batches are undisturbed on a busy machine.
+/// Time per call of one benchmark in ns, for each batch. A batch is shorter than a time slice, so
+/// most batches are undisturbed even on a busy machine.
 struct Samples {
     name: String,
     batches_ns: Vec<f64>,
 }
 
-/// Runs batches with `rounds` calls in total. `batch` receives the number of calls, and returns the
+/// Runs batches with `rounds` calls in total. `batch` receives its number of calls, and returns the
 /// measured time.
 fn in_batches(
     rounds: u64,
@@ -110,7 +112,7 @@ enum Timed {
     Free,
 }
 
-/// Lends `calls` times in a row and then returns everything.
+/// Lends an extent `calls` times in succession, and then returns all of them.
 fn lend_and_return(
     pool: &Pool<WithoutErase>,
     calls: u64,
@@ -127,12 +129,12 @@ fn lend_and_return(
         pool.free_memory(extent).unwrap();
     }
     let freed = Instant::now();
-    // Otherwise done in the background.
+    // Outside of benchmarks, a background thread does this.
     pool.scrub_all().unwrap();
     if timed == Timed::Free { freed - allocated } else { allocated - start }
 }
 
-/// Lends and returns one extent at a time, until it is free again.
+/// Lends one extent, returns it and waits until it is free, `calls` times.
 fn alternate(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64) -> Duration {
     let start = Instant::now();
     for _ in 0..calls {
@@ -154,7 +156,7 @@ fn persist_line(media: &FileMedia, calls: u64) -> Duration {
     start.elapsed()
 }
 
-/// Stores a word repeatedly, through the guard against lost pages or directly.
+/// Stores a word repeatedly, either through the guard against lost pages or directly.
 fn store_words(calls: u64, mut store: impl FnMut(u64)) -> Duration {
     let start = Instant::now();
     (0..calls).for_each(&mut store);
@@ -204,7 +206,8 @@ fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Sa
     all
 }
 
-/// Prints the table of a class: medians and minima of the batches, and the same in plain persists.
+/// Prints the table for a durability class: median and minimum of the batches, and their ratio to a
+/// plain persist.
 fn print_table(class: &str, all: &mut [Samples]) {
     println!("\n| {class} | median | least | persists of 64 bytes |\n|---|---|---|---|");
     let mut persist_ns = None;

@@ -1,6 +1,6 @@
-//! Cost of the BTT engine, compared with memcpy(), memcpy() that bypasses the cache, and the
-//! minimum that the format requires. Each accesses the same amount at random places with the same
-//! number of threads, in the same run and the same memory: `docs/design/benchmarks.md`.
+//! Cost of the BTT engine, compared with memcpy(), with non-temporal copies, and with the minimum
+//! that the format requires. All of them access the same amount of data at random places with the
+//! same number of threads, in the same run and the same memory: `docs/design/benchmarks.md`.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -22,13 +22,13 @@ use std::time::Instant;
 use pmem_volume::btt::{Engine, arenas};
 use pmem_volume::{OpenMode, Pool, Volume, VolumeFormat, VolumeSize};
 
-/// Several times the size of a cache.
+/// Size of the volume, which is several times the size of a cache.
 const VOLUME_BYTES: u64 = 1 << 30;
 const SMALL_VOLUME_BYTES: u64 = 64 << 20;
 const SECTOR_BYTES: usize = 4096;
 const THREADS: [usize; 2] = [1, 2];
 
-/// Kind of access.
+/// Kind of access that is measured.
 #[derive(Clone, Copy, PartialEq)]
 enum Work {
     ReadRandom,
@@ -36,7 +36,7 @@ enum Work {
     /// Blocks are in the order of their sectors, as in a volume that was written sequentially.
     ReadInOrder,
     WriteInOrder,
-    /// Blocks are anywhere, as after random writes.
+    /// Blocks are in random order, as after random writes.
     ReadScattered,
     WriteScattered,
 }
@@ -45,16 +45,16 @@ enum Work {
 enum Who {
     Engine,
     Memcpy,
-    /// Minimum work of any BTT implementation ([`Place::least_of_a_write`]), which shows the
-    /// potential gain.
+    /// Minimum work of any BTT implementation ([`Place::least_of_a_write`]). The difference is the
+    /// possible improvement.
     Least,
-    /// memcpy() that bypasses the cache, for stores.
+    /// Non-temporal copy, for stores.
     Stream,
 }
 
 const EVERYBODY: [Who; 4] = [Who::Engine, Who::Memcpy, Who::Least, Who::Stream];
 
-/// In this order, because each finds the volume as the previous one has left it.
+/// The order matters, because each kind of access finds the volume as the previous one has left it.
 const WORK: [(Work, &str, usize); 6] = [
     (Work::ReadInOrder, "1 MiB sequential read, in order", 1 << 20),
     (Work::WriteInOrder, "1 MiB sequential write, in order", 1 << 20),
@@ -65,7 +65,7 @@ const WORK: [(Work, &str, usize); 6] = [
 ];
 
 fn main() {
-    // cargo bench passes --bench, and further arguments such as "random read".
+    // cargo bench passes --bench. Further arguments such as "random read" may follow.
     let arguments: Vec<String> = env::args().skip(1).collect();
     let is_whole = arguments.iter().any(|argument| argument == "--bench");
     let wanted = arguments.iter().find(|argument| !argument.starts_with("--"));
@@ -89,8 +89,8 @@ fn main() {
             for round in 0..rounds {
                 for threads in THREADS {
                     for (turn, who) in (0..).zip(EVERYBODY) {
-                        // Different places for each, so that none finds data in a cache that
-                        // another has just read.
+                        // Each peer uses different places, so that none finds data in a cache that
+                        // another peer has just read.
                         let seed = round * EVERYBODY.len() as u64 + turn;
                         let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
                         let rate = gb_per_s(
@@ -110,7 +110,7 @@ fn main() {
     }
 }
 
-/// Rates of each peer and number of threads, one for each round.
+/// Rates of each peer for each number of threads, one rate per round.
 #[derive(Default)]
 struct Rates([[Vec<f64>; EVERYBODY.len()]; THREADS.len()]);
 
@@ -119,8 +119,8 @@ impl Rates {
         &mut self.0[threads - 1][who as usize]
     }
 
-    /// Prints the medians of the rounds' ratios, because other load on the machine affects a whole
-    /// round, and the ratios of the best rates.
+    /// Prints the ratios of the best rates, and the medians of the ratios in each round. Other load
+    /// on the machine affects all peers in a round.
     fn print(&mut self, name: &str, class: &str) {
         for threads in THREADS {
             let mut rates = |who, threads| self.of(who, threads).clone();
@@ -156,28 +156,29 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Volume of an engine, and the memory of its blocks. The physical pages affect the results, so all
-/// peers use the same ones. The engine does not depend on the data that the others leave there.
+/// Volume of an engine, and the memory of its blocks. All peers use the same physical pages,
+/// because these affect the results. The engine does not depend on data that the other peers leave
+/// there.
 struct Place {
     engine: Engine<Volume>,
-    /// One mapping for each of the engine's peers, so that page tables are equally cold.
+    /// One mapping for each of the engine's peers, so that their page tables are equally cold.
     blocks: [Map; EVERYBODY.len() - 1],
-    /// Substitutes for the format's map and flog in [`Place::least_of_a_write`], with one map in
-    /// order and one scattered.
+    /// Substitutes for the map and the flog of the format in [`Place::least_of_a_write`]. There is
+    /// one map with blocks in order, and one with scattered blocks.
     in_order: Map,
     scattered: Map,
     records: Map,
     is_dax: bool,
 }
 
-/// Lines for records like those of the flog, for four threads, each with as many as it has lanes in
-/// the engine.
+/// Number of lines for records like those of the flog. Each of four threads has as many records as
+/// it has lanes in the engine.
 const RECORDS: u64 = 4 * THREAD_RECORDS;
 const THREAD_RECORDS: u64 = 64;
 const RECORD_BYTES: u64 = 64;
 
 thread_local! {
-    /// First record of this thread, and the sector whose map word it has changed last.
+    /// First record of this thread, and the sector whose map word the thread changed last.
     static RECORDS_AT: Cell<u64> = {
         static THREADS: AtomicU64 = AtomicU64::new(0);
         Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * THREAD_RECORDS % RECORDS)
@@ -232,9 +233,9 @@ impl Place {
         }
     }
 
-    /// Steps of a read in the format, without error handling: look up each sector, announce the
-    /// read, look up again, and copy. It has one locked instruction, because writers must see the
-    /// announcement before the second lookup.
+    /// Performs the steps of a read in the format without error handling: look up each sector,
+    /// announce the read, look up again, and copy. It needs one locked instruction, because writers
+    /// must see the announcement before the second lookup.
     fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
         for (sector, piece) in
             (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
@@ -247,9 +248,9 @@ impl Place {
         }
     }
 
-    /// Steps of a write in the format (`pmem_volume::btt`, exchange). It has one locked
-    /// instruction, for the lock of the map. There are no checks, lanes or free blocks. Data is
-    /// made durable only where the engine does so.
+    /// Performs the steps of a write in the format (`pmem_volume::btt`, exchange). It needs one
+    /// locked instruction, for the lock of the map. It has no checks, lanes or free blocks. Data is
+    /// made durable only at the points where the engine does so.
     fn least_of_a_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
         claimed(1, || self.least_of_an_exchange(table, blocks, at, buffer));
     }
@@ -264,8 +265,8 @@ impl Place {
         };
         let record_at =
             |sector: u64| (RECORDS_AT.get() + (sector - first) % THREAD_RECORDS) * RECORD_BYTES;
-        // 1. Data to the block in the map, half of the record, and two map words: this sector's,
-        //    and the last changed one.
+        // 1. Store the data in the block from the map, and half of the record. Persist them and two
+        //    map words: this sector's, and the one that was changed last.
         for (sector, piece) in sectors.clone().zip(buffer.chunks_exact(SECTOR_BYTES)) {
             let block = table.word(sector);
             blocks.stream(u64::from(block) * SECTOR_BYTES as u64, piece);
@@ -275,7 +276,7 @@ impl Place {
             write_back(table, LAST_SECTOR.replace(sector) * 4);
         }
         fence();
-        // 2. Second half, which commits the record.
+        // 2. Store the second half, which commits the record.
         for sector in sectors.clone() {
             self.records.set_word(record_at(sector) / 4 + 2, sector as u32);
             write_back(&self.records, record_at(sector));
@@ -283,15 +284,15 @@ impl Place {
         if self.is_dax {
             fence();
         }
-        // 3. The map.
+        // 3. Store the words of the map.
         for sector in sectors {
             table.set_word(sector, table.word(sector));
         }
     }
 }
 
-/// Runs `work` between a locked instruction, which other threads see before later accesses, and a
-/// store.
+/// Runs `work` between a locked instruction and a store. Other threads see the locked instruction
+/// before later accesses.
 fn claimed(what: u64, work: impl FnOnce()) {
     thread_local! {
         static CLAIM: AtomicU64 = const { AtomicU64::new(0) };
@@ -308,7 +309,7 @@ fn fence() {
     unsafe { _mm_sfence() }
 }
 
-/// Numbers below `count`, in order or shuffled, in a mapping like a volume's.
+/// Returns the numbers below `count`, in order or shuffled, in a mapping like that of a volume.
 fn numbers(count: u64, is_shuffled: bool) -> Map {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(count * 4).unwrap();
@@ -323,8 +324,8 @@ fn numbers(count: u64, is_shuffled: bool) -> Map {
     Map::new(&file, 0, count * 4)
 }
 
-/// Runs `operation` on pieces of the volume, `round_bytes` in total for each thread, and returns
-/// the rate.
+/// Runs `operation` on pieces of the volume, `round_bytes` in total per thread, and returns the
+/// rate.
 fn gb_per_s(
     threads: usize,
     at_once: usize,
@@ -334,13 +335,13 @@ fn gb_per_s(
     operation: &(dyn Fn(u64, &mut [u8]) + Sync),
 ) -> f64 {
     let start = Barrier::new(threads);
-    // Excludes the end of the volume, where the BTT's metadata is.
+    // Excludes the end of the volume, which contains the metadata of the BTT.
     let pieces = (volume_bytes - (4 << 20)) / at_once as u64;
     let times: Vec<_> = thread::scope(|scope| {
         let thread = |thread: u64| {
             let start = &start;
             scope.spawn(move || {
-                // Aligned to a page, like buffers of a guest.
+                // Aligned to a page, like the buffers of a guest.
                 let mut bytes = vec![thread as u8; at_once + SECTOR_BYTES];
                 let start_at = bytes.as_ptr().align_offset(SECTOR_BYTES);
                 let buffer = &mut bytes[start_at..start_at + at_once];
@@ -369,20 +370,21 @@ fn gb_per_s(
     (threads * round_bytes) as f64 / (end - begin).as_nanos() as f64
 }
 
-/// Mapping of a file on tmpfs, like the engine's media.
+/// Mapping of a file on tmpfs, like the media of the engine.
 struct Map {
     start: *mut u8,
     length: usize,
 }
 
-// SAFETY: raw memory without references. Concurrent stores to the same place are expected.
+// SAFETY: the mapping is raw memory without references. Concurrent stores to the same place are
+// expected.
 unsafe impl Sync for Map {}
 
 impl Map {
     fn new(file: &File, offset: u64, length: u64) -> Self {
         let length = length as usize;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // All pages are in the page tables before the measurement.
+        // All pages are in the page tables before the measurement starts.
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         let offset = libc::off_t::try_from(offset).unwrap();
         // SAFETY: a new mapping at an address of the kernel's choice.
@@ -409,7 +411,7 @@ impl Map {
         unsafe { self.at(number * 4, 4).cast::<u32>().write_volatile(word) }
     }
 
-    /// Writes back the line of a byte, by clwb if the CPU has it.
+    /// Writes back the cache line that contains a byte, with clwb if the CPU has it.
     fn write_back(&self, at: u64) {
         let line = self.at(at, 1);
         // CPUID leaf 7, EBX bit 24 (Intel SDM).
@@ -435,11 +437,11 @@ impl Map {
         }
     }
 
-    /// Bypasses the cache, in the widest pieces of the CPU. The caller fences.
+    /// Copies with non-temporal stores of the CPU's maximum width. The caller must fence.
     fn stream(&self, at: u64, buffer: &[u8]) {
         let map = self.at(at, buffer.len());
-        // SAFETY: inside the mapping, which is aligned like its offsets. The CPU has the
-        // instructions.
+        // SAFETY: the range is inside the mapping, which has the alignment of its offsets. The CPU
+        // has the instructions.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 stream_by_64(map.cast(), buffer);

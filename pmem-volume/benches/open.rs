@@ -1,8 +1,8 @@
 //! Time and memory to open a large pool: `docs/design/benchmarks.md`.
 //!
-//! A pool of 1 TiB with 10^5 used extents and as many free ones between them is created by the
-//! public API on a sparse tmpfs. Fresh processes open it, and report the time and their peak of
-//! resident memory.
+//! The benchmark creates a pool of 1 TiB through the public API on a sparse tmpfs. The pool has
+//! 10^5 used extents, and as many free ones between them. New processes open it, and report the
+//! time and their peak resident memory.
 
 use std::env;
 use std::ffi::CString;
@@ -15,7 +15,7 @@ use std::time::Instant;
 use pmem_volume::{CHUNK_BYTES, ChunkId, Extent, OpenMode, Pool, VolumeFormat, VolumeSize};
 
 const POOL_BYTES: u64 = 1 << 40;
-/// Used without space for a large pool, and for a trial run of the benchmark.
+/// Size of the pool if there is no space for a large one, or if this is a trial run.
 const SMALL_POOL_BYTES: u64 = 4 << 30;
 const VOLUMES: u64 = 100;
 const ROUNDS: usize = 7;
@@ -45,21 +45,21 @@ fn main() {
     );
     for mode in ["write", "peek"] {
         let mut lines: Vec<String> = (0..ROUNDS).map(|_| in_child(&path, mode)).collect();
-        // Sorted by time, which is first and has a fixed width.
+        // Sorts the lines by time, which is the first field and has a fixed width.
         lines.sort();
         println!("| {mode}, median of {ROUNDS} | {} |", lines[ROUNDS / 2]);
         println!("| {mode}, least | {} |", lines[0]);
     }
 }
 
-/// Mounts a tmpfs that is larger than the memory, visible only to this process and its children.
+/// Mounts a tmpfs that is larger than the memory. Only this process and its children can see it.
 fn own_tmpfs(folder: &Path) -> io::Result<()> {
     let done =
         |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     let (tmpfs, options) = (c"tmpfs", c"size=2t");
     let folder = CString::new(folder.as_os_str().as_encoded_bytes()).expect("a path has no zero");
-    // SAFETY: system calls on numbers, and on strings that outlive them. There are no other threads
-    // yet.
+    // SAFETY: the system calls take numbers, and strings that outlive them. There are no other
+    // threads yet.
     unsafe {
         if libc::geteuid() == 0 {
             done(libc::unshare(libc::CLONE_NEWNS))?;
@@ -78,10 +78,10 @@ fn own_tmpfs(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Creates volumes from pieces of two chunks, with three free chunks between them.
+/// Creates volumes that consist of pieces of two chunks, with three free chunks between the pieces.
 ///
-/// 1. Lend all of the pool.
-/// 2. Return two of each five chunks.
+/// 1. Lend the whole pool.
+/// 2. Return two of every five chunks.
 /// 3. Create volumes, which get these chunks because no others are free.
 /// 4. Return the rest.
 fn make_pool(path: &Path, size_bytes: u64) {
@@ -132,17 +132,18 @@ fn open_and_report(path: &Path, mode: OpenMode) {
     println!("{ms:6.1} ms | {cpu_ms:.1} ms | {before_mib:.1} MiB | {peak_mib:.1} MiB");
 }
 
-/// CPU time of this process. Elapsed time on a busy machine would include other processes.
+/// Returns the CPU time of this process. Elapsed time would include other processes on a busy
+/// machine.
 fn cpu_ms() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a system call that fills the struct.
+    // SAFETY: the system call fills the struct.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
     assert_eq!(result, 0, "every process has that clock");
     time.tv_sec as f64 * 1e3 + time.tv_nsec as f64 / 1e6
 }
 
-/// Peak of the resident memory with page tables. It includes mapped pages of the file (proc(5),
-/// VmHWM and VmPTE).
+/// Returns the peak of resident memory plus page tables. It includes mapped pages of the file
+/// (proc(5), VmHWM and VmPTE).
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let field = |name: &str| -> u64 {

@@ -1,4 +1,4 @@
-//! Speed of erasing chunks, compared with memset on the same mapping in the same run:
+//! Speed of erasing chunks, compared with memset() on the same mapping in the same run:
 //! `docs/design/benchmarks.md`.
 
 use std::env;
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use pmem_volume::CHUNK_BYTES;
 use pmem_volume::media::{FileMedia, Media};
 
-/// Many times the size of a cache.
+/// Size of the media, which is many times the size of a cache.
 const MEDIA_BYTES: u64 = 512 << 20;
 const SMALL_MEDIA_BYTES: u64 = 8 << 20;
-/// Bytes that are erased or set at a time: a chunk, which fits into a cache, and more than any
-/// cache.
+/// Number of bytes that are erased or set at a time: one chunk, which fits into a cache, and more
+/// than fits into any cache.
 const PIECES_BYTES: [u64; 2] = [CHUNK_BYTES, 32 * CHUNK_BYTES];
 
 fn main() {
@@ -31,7 +31,7 @@ fn main() {
     let map = Map::new(&file_of_dax, media_bytes);
     let dax = FileMedia::new(file_of_dax, media_bytes, true).unwrap().at_the_cost_of_dax();
     let volatile = FileMedia::new(file(), media_bytes, true).unwrap();
-    // Both mappings of the first file have their pages before the measurement.
+    // Allocates the pages of both mappings of the first file before the measurement.
     map.set(0..media_bytes, 1);
     erase(&dax, 0..media_bytes);
 
@@ -46,8 +46,8 @@ fn compare(map: &Map, dax: &FileMedia, volatile: &FileMedia, piece_bytes: u64, r
     for _ in 0..rounds {
         for start in (0..map.length).step_by(piece_bytes as usize) {
             let piece = start..start + piece_bytes;
-            // One after the other on the same piece, so that other load on the machine affects
-            // both.
+            // Both methods erase the same piece in succession, so that other load on the machine
+            // affects both.
             by_memset.push(time(|| map.set(piece.clone(), 0)));
             by_erase.push(time(|| erase(dax, piece.clone())));
             volatile.store(start, &ones).unwrap();
@@ -88,7 +88,7 @@ fn erase(media: &FileMedia, range: Range<u64>) {
     media.erase(std::slice::from_ref(&range)).unwrap();
 }
 
-/// Mapping of a file, for memset.
+/// Mapping of a file, for memset().
 struct Map {
     start: *mut libc::c_void,
     length: u64,

@@ -1,9 +1,10 @@
-//! A flush of a volume writes only that volume's part of the pool's file.
+//! Tests that a flush of a volume writes back only that volume's part of the pool's file.
 //!
-//! The kernel reports dirty pages for each mapping: /proc/self/smaps counts pages of a file that
+//! The kernel reports dirty pages for each mapping. /proc/self/smaps counts pages of a file that
 //! have not been written back (Linux Documentation/filesystems/proc.rst). The kernel also writes
-//! dirty pages by itself, sooner on a busy machine. Pages that must stay dirty are therefore
-//! checked in one of a few rounds, and pages that must be clean in every round.
+//! back dirty pages by itself, earlier on a busy machine. Therefore, it is enough if the pages that
+//! must stay dirty are dirty in one of several rounds. Pages that must be clean are checked in
+//! every round.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -15,10 +16,10 @@ use pmem_volume::{CHUNK_BYTES, Durability, Pool, Volume, VolumeFormat, VolumeSiz
 
 const MIB: u64 = 1 << 20;
 const PAGE_BYTES: usize = 4096;
-/// In each round, the kernel may write all pages by itself.
+/// Number of rounds, because in any one of them the kernel may write back all pages by itself.
 const ROUNDS: u32 = 20;
 
-/// Part of the pool's file, mapped like in a VMM.
+/// Mapping of a part of the pool's file, like that of a VMM.
 struct Mapping {
     start: NonNull<u8>,
     length: usize,
@@ -29,8 +30,9 @@ impl Mapping {
         let (length, offset) = (len_bytes as usize, offset_bytes.cast_signed());
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // A guard page precedes the mapping, because smaps shows adjacent mappings of adjacent
-        // parts as one. SAFETY: new mappings at addresses of the kernel's choice, the second one
-        // inside the first.
+        // parts as one.
+        // SAFETY: new mappings at addresses that the kernel chooses. The second one is inside the
+        // first.
         let start = unsafe {
             let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             let room =
@@ -47,12 +49,13 @@ impl Mapping {
     /// Stores to every page.
     fn dirty(&self, byte: u8) {
         for page in (0..self.length).step_by(PAGE_BYTES) {
-            // SAFETY: inside a writable mapping of this test, without references.
+            // SAFETY: the page is inside a writable mapping of this test, to which there are no
+            // references.
             unsafe { self.start.as_ptr().add(page).write_volatile(byte) };
         }
     }
 
-    /// Bytes that have not been written back.
+    /// Returns the number of bytes that have not been written back.
     fn dirty_bytes(&self) -> u64 {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let first = format!("{:x}-", self.start.as_ptr() as usize);
@@ -69,14 +72,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the whole unused mapping, and the page before it.
+        // SAFETY: unmaps the whole mapping, which is no longer used, and the guard page before it.
         unsafe {
             libc::munmap(self.start.as_ptr().sub(PAGE_BYTES).cast(), self.length + PAGE_BYTES)
         };
     }
 }
 
-/// Parts of a pool: a fragmented volume, another volume, and lent memory.
+/// Parts of a pool: a fragmented volume, a second volume, and lent memory.
 struct Parts {
     pool: Arc<Pool>,
     volume: Volume,
@@ -93,7 +96,7 @@ fn mapped(volume: &Volume) -> Vec<Mapping> {
     volume.extents().iter().map(map).collect()
 }
 
-/// Returns `None` if a flush has nothing to write.
+/// Creates the pool. Returns `None` if its media is such that a flush has nothing to write.
 fn parts() -> Option<Parts> {
     let folder = tempfile::tempdir_in(std::env::current_dir().unwrap()).unwrap();
     let pool = Pool::create(&folder.path().join("pool"), 32 * MIB, 0).unwrap();
@@ -127,8 +130,8 @@ fn dirty_bytes(mappings: &[Mapping]) -> u64 {
     mappings.iter().map(Mapping::dirty_bytes).sum()
 }
 
-/// Dirties everything and makes the volume durable by `flush`. Returns true if all other parts
-/// stayed dirty in one of the rounds.
+/// Dirties all parts and makes the volume durable with `flush`. Returns true if all other parts
+/// remained dirty in one of the rounds.
 fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
     let others_bytes = parts.others.iter().map(|mapping| mapping.length as u64).sum::<u64>();
     (0..ROUNDS).any(|round| {
@@ -150,19 +153,19 @@ fn flush_writes_only_its_volume_and_all_extents_of_it() {
     );
 }
 
-/// Shows that the test above is effective.
+/// Proves that the test above is effective.
 #[test]
 fn flush_of_the_whole_file_is_detected() {
     let Some(parts) = parts() else { return };
     assert!(!leaves_the_others_alone(&parts, |parts| parts.pool.file().sync_data().unwrap()));
 }
 
-/// Shows that the test above also detects a missing part.
+/// Proves that the test above also detects a missing part.
 #[test]
 #[should_panic(expected = "the volume has not been written")]
 fn flush_that_omits_an_extent_is_detected() {
     let Some(parts) = parts() else { panic!("the volume has not been written; this needs a disk") };
-    // For a machine that writes pages slowly by itself.
+    // Repeated for machines that write back pages slowly.
     for _ in 0..ROUNDS {
         leaves_the_others_alone(&parts, |parts| {
             parts.volume.flush_guest_stores(0..2 * CHUNK_BYTES).unwrap();

@@ -1,5 +1,5 @@
-//! Fuzz targets without a fuzzer: a few thousand seeded inputs each, and all inputs found by a
-//! fuzzer.
+//! Runs the fuzz targets without a fuzzer, each with a few thousand seeded inputs and with all
+//! inputs that a fuzzer has found.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;

@@ -1,6 +1,7 @@
-//! Repeated kills of a process that executes random operations on a real pool, with a scrubber and
-//! a second thread. Afterwards, the pool has the reported state, or that after the operation in
-//! progress. Written data of volumes exists, and content of lent memory does not.
+//! Repeated kills of a process that performs random operations on a real pool, with a scrubber and
+//! a second thread. After a kill, the pool must be in the state that was reported last, or in the
+//! state after the operation in progress. Data written to volumes must exist. The content of lent
+//! memory must not be readable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -21,11 +22,12 @@ use pmem_volume::{
 const POOL_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_POOL";
 const SEED_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_SEED";
 const POOL_BYTES: u64 = 96 << 20;
-/// Limit of its growth, one chunk at a time.
+/// Maximum size to which the pool grows, one chunk at a time.
 const MAX_POOL_BYTES: u64 = 256 << 20;
-/// Smallest BTT volume.
+/// Size of the smallest BTT volume.
 const BTT_CHUNKS: u64 = 9;
-/// Bytes at both ends of a chunk that are compared, and written in lent memory.
+/// Number of bytes at both ends of a chunk that are compared. In lent memory, the same bytes are
+/// written.
 const PAGE_BYTES: usize = 4096;
 
 /// xorshift64*.
@@ -46,7 +48,8 @@ fn say(text: &str) {
     out.flush().unwrap();
 }
 
-/// Origin of the marks in a raw volume's chunks: the volume itself, or the split volume for a part.
+/// Origin of the marks in the chunks of a raw volume. It is the volume itself, or the split volume
+/// if the volume is a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
     base: u64,
@@ -58,23 +61,24 @@ impl Origin {
         Self { base: volume.uuid.as_u64_pair().0 | 1, first: 0 }
     }
 
-    /// Mark in the first word of a chunk.
+    /// Returns the mark for the first word of a chunk.
     fn mark(self, index: u64) -> u64 {
         self.base.wrapping_mul(2 * (self.first + index) + 1)
     }
 }
 
-/// Offset in a chunk at which BTT volumes of these sizes have only blocks.
+/// Offset in a chunk. In BTT volumes of the sizes used here, only blocks are located there.
 const BLOCKS_AT: u64 = CHUNK_BYTES / 2;
 
-/// Offsets of a volume's chunks in the file.
+/// Returns the offsets of a volume's chunks in the file.
 fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
     let volume = pool.open_volume(name).unwrap();
     let chunks = volume.extents().iter().flat_map(|extent| extent.run.ids());
     chunks.map(|chunk| chunk.offset_bytes()).collect()
 }
 
-/// Open pool in use by a scrubber, and by a thread that lends, writes and returns memory.
+/// Open pool that is used by a scrubber, and by a thread that lends memory, writes to it and
+/// returns it.
 struct Busy {
     pool: Arc<Pool>,
     scrubber: Scrubber,
@@ -91,7 +95,7 @@ impl Busy {
         Self { pool, scrubber, ended, lender }
     }
 
-    /// Stops without returning lent memory, as when a process exits.
+    /// Stops the threads without returning lent memory, as when a process exits.
     fn stop(self) {
         self.ended.store(true, Ordering::Relaxed);
         self.lender.join().unwrap();
@@ -102,7 +106,7 @@ impl Busy {
 fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
     let mut lent: Vec<Extent> = Vec::new();
     while !ended.load(Ordering::Relaxed) {
-        // A full pool is ordinary.
+        // The pool may be full.
         let extents = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES).unwrap_or_default();
         for chunk in
             extents.iter().flat_map(|extent| (0..extent.chunks()).map(|n| extent.start.0 + n))
@@ -118,7 +122,7 @@ fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
     }
 }
 
-/// Not a test of its own: the process to be killed. It never ends by itself.
+/// Not a test of its own, but the process to be killed. It never exits by itself.
 #[test]
 fn process_to_be_killed() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
@@ -158,7 +162,7 @@ fn process_to_be_killed() {
     }
 }
 
-/// Names of BTT volumes begin with b, and all others with v.
+/// Returns a free name. The names of BTT volumes begin with b, and all others with v.
 fn free_name(pool: &Pool, kind: char, random: &mut Random) -> Option<String> {
     let name = format!("{kind}{}", random.below(if kind == 'b' { 2 } else { 5 }));
     pool.volumes().iter().all(|volume| volume.name != name).then_some(name)
@@ -178,7 +182,7 @@ fn make(pool: &Arc<Pool>, random: &mut Random) {
     }
 }
 
-/// Splits a volume in two. The first part keeps the name.
+/// Splits a volume into two parts, of which the first keeps the name.
 fn split(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
     let (kind, first) = match volume.format {
@@ -197,7 +201,7 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
         (volume.name.clone(), VolumeSize::Bytes(first * CHUNK_BYTES)),
         (other, VolumeSize::Remaining),
     ];
-    // A refusal is ordinary if the volume is too small.
+    // The split is refused if the volume is too small.
     let parts = pool.split_volume(&volume.name, &parts, SplitContent::GiveUp);
     say(if parts.is_ok() { "done" } else { "refused" });
     parts.iter().flatten().for_each(|part| mark(pool, part, 0));
@@ -209,7 +213,7 @@ fn resize(pool: &Arc<Pool>, random: &mut Random) {
         if volume.format == VolumeFormat::Btt { 2 * BTT_CHUNKS } else { random.below(5) + 1 };
     say(&format!("resize {} {chunks}", volume.name));
     let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
-    // A refusal is ordinary if the pool is full or the volume has the size already.
+    // The resize is refused if the pool is full or if the volume already has that size.
     let resized = pool.resize_volume(&volume.name, size, Shrink::Allow);
     say(if resized.is_ok() { "done" } else { "refused" });
     let had = volume.size_bytes / CHUNK_BYTES;
@@ -227,8 +231,8 @@ fn rename(pool: &Arc<Pool>, random: &mut Random) {
     say("done");
 }
 
-/// Marks a volume's chunks from `first` on, as a guest would. In a BTT volume, it writes to blocks
-/// that the map does not use.
+/// Marks the chunks of a volume starting with `first`, as a guest would. In a BTT volume, it writes
+/// to blocks that the map does not use.
 fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
     let places = places(pool, &volume.name);
     say(&format!("mark {} {}", volume.name, places.len()));
@@ -256,13 +260,13 @@ fn start(path: &Path, seed: u64) -> Child {
         .unwrap()
 }
 
-/// Known state of a volume, in chunks.
+/// Known state of a volume. Sizes are in chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Known {
     chunks: u64,
     /// Number of marked chunks.
     marked: u64,
-    /// Set if they are marked as chunks of another volume.
+    /// Set if the chunks have the marks of another volume.
     origin: Option<Origin>,
 }
 
@@ -271,7 +275,7 @@ impl Known {
         Self { chunks, marked: 0, origin: None }
     }
 
-    /// Origin of the marks, unless they were renewed.
+    /// Returns the origin of the marks, which is the volume itself if they were renewed.
     fn origin(&self, volume: &VolumeInfo) -> Origin {
         self.origin.unwrap_or(Origin::of(volume))
     }
@@ -279,7 +283,7 @@ impl Known {
 
 type State = BTreeMap<String, Known>;
 
-/// Parts of a raw volume keep its marks. Parts of a BTT volume are empty.
+/// Records a split. Parts of a raw volume keep its marks, and parts of a BTT volume are empty.
 fn split_known(state: &mut State, words: &[&str]) {
     let number = |at: usize| words[at].parse::<u64>().unwrap();
     let (first, rest, base) = (number(1), number(3), number(4));
@@ -296,11 +300,11 @@ fn split_known(state: &mut State, words: &[&str]) {
     state.extend(parts.map(|(name, known)| (name.to_owned(), known)));
 }
 
-/// State that the process has reported before its death.
+/// State that the process reported before it was killed.
 #[derive(Default)]
 struct Said {
     state: State,
-    /// State after the operation in progress.
+    /// State after the operation that was in progress.
     next: Option<State>,
     done: u32,
 }
@@ -342,7 +346,7 @@ impl Said {
         self.next = Some(next);
     }
 
-    /// Returns the states that match the found volumes.
+    /// Returns the possible states that match the volumes that were found.
     fn settle(&mut self, found: &BTreeMap<String, u64>) -> [State; 2] {
         let is = |state: &State| {
             state
@@ -352,7 +356,7 @@ impl Said {
         };
         let before = std::mem::take(&mut self.state);
         let after = self.next.take().unwrap_or_else(|| before.clone());
-        // Marking changes no sizes, so both states are possible.
+        // Marking does not change sizes, so both states are possible.
         match (is(&before), is(&after)) {
             (true, true) => [before, after],
             (true, false) => [before.clone(), before],
@@ -362,15 +366,15 @@ impl Said {
     }
 }
 
-/// Compares the content of volumes with the marks: at least those of the first state, at most those
-/// of the second.
+/// Compares the content of volumes with the marks. It must contain at least the marks of the first
+/// state, and at most those of the second.
 fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     for volume in pool.volumes() {
         let (least, most) = (&least[&volume.name], &most[&volume.name]);
         let is_raw = volume.format == VolumeFormat::Raw;
         for (index, at) in (0..).zip(places(pool, &volume.name)) {
             let mut pages = [[0; PAGE_BYTES]; 2];
-            // The rest of a BTT is its metadata.
+            // The rest of a BTT volume is metadata.
             let looked_at = match is_raw {
                 true => [at, at + CHUNK_BYTES - PAGE_BYTES as u64],
                 false => [at + BLOCKS_AT, at + BLOCKS_AT + PAGE_BYTES as u64],
@@ -394,24 +398,24 @@ fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     }
 }
 
-/// Chunks of a file on tmpfs that have blocks.
+/// Returns the chunks of a file on tmpfs that have blocks.
 fn chunks_with_data(file: &File) -> BTreeSet<u64> {
     let mut chunks = BTreeSet::new();
     let mut at = 0;
     loop {
-        // SAFETY: takes only numbers.
+        // SAFETY: lseek() takes only numbers.
         let data = unsafe { libc::lseek(file.as_raw_fd(), at, libc::SEEK_DATA) };
         if data < 0 {
             return chunks;
         }
-        // SAFETY: takes only numbers.
+        // SAFETY: lseek() takes only numbers.
         let hole = unsafe { libc::lseek(file.as_raw_fd(), data, libc::SEEK_HOLE) };
         chunks.extend(data as u64 / CHUNK_BYTES..(hole as u64).div_ceil(CHUNK_BYTES));
         at = hole;
     }
 }
 
-/// Opens the pool of a killed process. Returns true if memory was still lent.
+/// Opens and verifies the pool of a killed process. Returns true if memory was still lent.
 fn verify(path: &Path, said: &mut Said) -> bool {
     let report = Pool::open(path, OpenMode::ReadOnly).unwrap().check().unwrap();
     assert!(report.is_clean(), "{report:?}");
@@ -430,9 +434,9 @@ fn verify(path: &Path, said: &mut Said) -> bool {
         stray.retain(|chunk| *chunk >= 2 && !owned.contains(chunk));
         assert!(stray.is_empty(), "free chunks {stray:?} still have pages");
     }
-    // Includes a check that free chunks read as zeros.
+    // The check includes that free chunks read as zeros.
     assert_eq!(pool.check().unwrap().pool, []);
-    // Completes interrupted marks, so that the next round starts with a known state.
+    // Completes marks that were interrupted, so that the next round starts with a known state.
     for volume in pool.volumes() {
         let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
         for (index, at) in (0..).zip(places(&pool, &volume.name)) {
@@ -471,7 +475,7 @@ fn kill_again_and_again(folder: &Path, rounds: u64) {
     assert!(with_memory > rounds / 2, "memory was lent in {with_memory} of {rounds} rounds only");
 }
 
-/// Prints the number of a failed round.
+/// Prints the number of the round if it fails.
 struct Round(u64);
 
 impl Drop for Round {
@@ -487,7 +491,7 @@ fn pool_on_tmpfs_survives_repeated_kills() {
     kill_again_and_again(Path::new("/dev/shm"), 160);
 }
 
-/// The folder of the tests is probably on a disk.
+/// The current folder of the tests is probably on a disk.
 #[test]
 fn pool_on_a_disk_survives_repeated_kills() {
     kill_again_and_again(&std::env::current_dir().unwrap(), 40);

@@ -1,5 +1,5 @@
-//! Truncation of an open pool's file: every call returns an error, the process survives, and the
-//! file stays as it is.
+//! Tests that truncate the file of an open pool. Every call must return an error, the process must
+//! survive, and the file must not change.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -9,12 +9,12 @@ use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, Shrink, VolumeFormat, 
 
 const MIB: u64 = 1 << 20;
 
-/// On tmpfs, and in the current folder, which is probably on a disk.
+/// Returns a folder on tmpfs, and the current folder, which is probably on a disk.
 fn folders() -> Vec<PathBuf> {
     vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
 }
 
-/// Pool with two volumes and lent memory.
+/// Creates a pool with two volumes and lent memory.
 fn new_pool(folder: &Path) -> (Arc<Pool>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in(folder).unwrap();
     let pool = Pool::create(&folder.path().join("pool"), 64 * MIB, 0).unwrap();
@@ -25,7 +25,7 @@ fn new_pool(folder: &Path) -> (Arc<Pool>, tempfile::TempDir) {
 
 type Call = fn(&Arc<Pool>) -> Result<(), PoolError>;
 
-/// Calls that access the pool's tables. Each is the first on a pool of its own.
+/// Calls that access the tables of the pool. Each is the first call on a separate pool.
 const CALLS: [(&str, Call); 6] = [
     ("lending", |pool| pool.alloc_memory(2 * MIB).map(drop)),
     ("making a raw volume", |pool| {
@@ -66,8 +66,8 @@ fn assert_fails(
 #[test]
 fn call_on_a_pool_without_its_tables_fails_and_the_process_survives() {
     for folder in folders() {
-        // Truncation to nothing; without the chunk table and half of the volume table; without the
-        // chunk table.
+        // Truncates the file to nothing, then without the chunk table and half of the volume table,
+        // and then without only the chunk table.
         for cut_to_bytes in [0, 1 << 20, CHUNK_BYTES] {
             for (name, call) in CALLS {
                 let renames = matches!(name, "renaming");
@@ -84,7 +84,7 @@ fn call_on_a_pool_without_its_tables_fails_and_the_process_survives() {
     }
 }
 
-/// A check changes nothing, so the pool stays writable, and the next call that needs its tables
+/// A check changes nothing, so the pool remains writable. The next call that needs its tables
 /// fails.
 #[test]
 fn check_reports_the_truncation_without_changes() {

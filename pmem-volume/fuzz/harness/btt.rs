@@ -1,4 +1,4 @@
-//! BTTs with arbitrary content, in memory.
+//! Fuzz targets for BTTs with arbitrary content in memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,10 +14,10 @@ use super::image::Image;
 const MIB: u64 = 1 << 20;
 const INFO_BYTES: u64 = 4096;
 const MAX_EDITS: usize = 48;
-/// Number of operations on an engine.
+/// Number of operations on an engine per input.
 const OPERATIONS: u8 = 12;
 
-/// Bytes of a volume.
+/// Bytes of a volume in memory.
 struct Space(Mutex<Image>);
 
 impl Media for Space {
@@ -72,18 +72,19 @@ fn formatted(volume_bytes: u64, sector_bytes: u32) -> Space {
     space
 }
 
-/// Whole BTT, and the content of some of its sectors.
+/// Valid BTT, and the content of some of its sectors.
 struct Base {
     image: Image,
     content: BTreeMap<u64, Vec<u8>>,
 }
 
-/// Sectors with content. They are swapped in pairs: each is in the block of its neighbor.
+/// Number of sectors with content. They are swapped in pairs, so that each is in its neighbor's
+/// block.
 const WRITTEN: u64 = 64;
-/// Sectors that are compared at each end of a volume.
+/// Number of sectors at each end of a volume that are compared.
 const LOOKED_AT: u64 = 80;
 
-/// Content of the readable sectors.
+/// Returns the content of the readable sectors.
 fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = btt::Reader::open_damaged(space);
     let (sectors, sector_bytes) = (reader.sectors(), reader.sector_bytes() as usize);
@@ -98,7 +99,7 @@ fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
     read
 }
 
-/// Writes sectors of the first arena: their blocks, and the map that swaps them in pairs.
+/// Writes sectors of the first arena. It stores their blocks, and a map that swaps them in pairs.
 fn write_some(space: &Space, sector_bytes: u64) {
     const WRITTEN_ENTRY: u32 = 3 << 30;
     let info: [u8; INFO_BYTES as usize] = space.0.lock().unwrap().bytes(INFO_BYTES);
@@ -115,7 +116,8 @@ fn write_some(space: &Space, sector_bytes: u64) {
     assert!(btt::check(space).is_clean());
 }
 
-/// An arena of 4096-byte sectors, one of 512-byte sectors, and two arenas.
+/// Returns three BTTs: an arena with 4096-byte sectors, one with 512-byte sectors, and one with two
+/// arenas.
 fn bases() -> &'static [Base] {
     static BASES: OnceLock<Vec<Base>> = OnceLock::new();
     BASES.get_or_init(|| {
@@ -138,7 +140,8 @@ fn bases() -> &'static [Base] {
     })
 }
 
-/// Fletcher's checksum (UEFI 2.10, 6.2) of 32-bit words, with a checksum field of zero.
+/// Updates an info block's Fletcher checksum (UEFI 2.10, 6.2). It covers 32-bit words, with the
+/// checksum field set to zero.
 pub(super) fn seal_info(image: &mut Image, at: u64) {
     let bytes: [u8; INFO_BYTES as usize - 8] = image.bytes(at);
     let (mut low, mut high) = (0u32, 0u32);
@@ -153,7 +156,7 @@ pub(super) fn seal_info(image: &mut Image, at: u64) {
 fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     let len_bytes = image.len_bytes;
     let arena_end = 18 * MIB;
-    // Flog and second info block, and the map before them.
+    // End of the arena, with the flog, the second info block, and the map before them.
     let tail = arena_end - INFO_BYTES - 16384 - 32768;
     match from.number(1) % 6 {
         0 => image.write_word(from.below(len_bytes / 8) * 8, from.value()),
@@ -166,7 +169,7 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
             if how & 32 == 0 {
                 seal_info(image, at);
             }
-            // Often changes the other copy as well.
+            // In most cases, the other copy is changed too.
             if how & 64 == 0 {
                 let block: [u8; INFO_BYTES as usize] = image.bytes(at);
                 image.write(infos[(how as usize % 4) ^ 1], &block);
@@ -192,9 +195,9 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Serves any bytes as a BTT, also after a repair. Operations succeed or are refused, and correct
-/// sectors that are not written stay correct. A BTT that passes a check executes all operations,
-/// keeps the written data, and passes a check afterwards.
+/// Opens any bytes as a BTT, even after a repair. Operations must succeed or be refused. Correct
+/// sectors that are not written must remain correct. If the BTT passes a check, it must execute all
+/// operations, keep the written data, and pass a check afterwards.
 pub(crate) fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
@@ -224,7 +227,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
     let sector_bytes = engine.sector_bytes() as usize;
     let mut written = BTreeMap::new();
     for version in 1..=OPERATIONS {
-        // Around the ends of the volume, and far behind it.
+        // Sectors around the ends of the volume, and far behind it.
         let first = from.below(engine.sectors() + 4);
         let count = 1 + from.below(100);
         let sectors = first..first.saturating_add(count);
@@ -236,7 +239,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
             1 => engine.discard(sectors.clone()),
             _ => engine.write(first, &bytes),
         };
-        // Unwritten sectors may be in error.
+        // Sectors that were not written may be in error.
         let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
         assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, but {result:?}");
         if what > 0 {
@@ -270,8 +273,8 @@ pub(crate) fn btt_engine(data: &[u8]) {
     }
 }
 
-/// Checks, reads and extends any bytes as a BTT. All operations return, access nothing outside, and
-/// agree.
+/// Checks, reads and extends any bytes as a BTT. All operations must return, stay inside the media,
+/// and agree with each other.
 pub(crate) fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();

@@ -1,6 +1,6 @@
-//! Numbers from a fuzzer's bytes.
+//! Reads numbers from the bytes of a fuzzer.
 
-/// Returns the remaining bytes, and zeros after their end.
+/// Cursor over the bytes, which continues with zeros after their end.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
 }

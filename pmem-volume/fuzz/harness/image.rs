@@ -10,7 +10,7 @@ pub(super) const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
 const PAGE_BYTES: u64 = 4096;
 const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
 
-/// Pages that are not listed are zero.
+/// Sparse content. Missing pages are zero.
 #[derive(Clone, Default)]
 pub(super) struct Image {
     pub len_bytes: u64,
@@ -44,7 +44,7 @@ impl Image {
         bytes
     }
 
-    /// Bytes behind the end are dropped.
+    /// Writes bytes. Those behind the end are dropped.
     pub(super) fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
         let inside = self.len_bytes.saturating_sub(offset_bytes).min(bytes.len() as u64) as usize;
         let (mut at, mut rest) = (offset_bytes, &bytes[..inside]);
@@ -73,7 +73,7 @@ impl Image {
         }
     }
 
-    /// Content of a file on tmpfs, which reports its holes.
+    /// Reads the content of a file on tmpfs, which reports its holes.
     pub(super) fn of_file(file: &File) -> io::Result<Self> {
         let mut image = Self { len_bytes: file.metadata()?.len(), ..Self::default() };
         let mut at = 0;
@@ -104,7 +104,7 @@ impl Image {
 }
 
 impl PartialEq for Image {
-    /// Pages of zeros are ignored.
+    /// Compares images. Pages of zeros are equal to missing pages.
     fn eq(&self, other: &Self) -> bool {
         let [this, that] =
             [self, other].map(|image| image.pages.iter().filter(|(_, page)| **page != ZEROS));
@@ -112,9 +112,9 @@ impl PartialEq for Image {
     }
 }
 
-/// Start of data or of a hole at or behind an offset. Returns `None` behind the last data.
+/// Returns the next data or hole at or after an offset. Returns `None` behind the last data.
 fn seek(file: &File, from: u64, what: i32) -> io::Result<Option<u64>> {
-    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
+    // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
     match unsafe { libc::lseek(file.as_raw_fd(), from as i64, what) } {
         at if at >= 0 => Ok(Some(at as u64)),
         _ => match io::Error::last_os_error() {

@@ -1,8 +1,9 @@
-//! Bodies of the fuzz targets. A fuzzer's bytes are edits of a valid pool or BTT, or its first
-//! bytes. The same functions run in the tests (`tests/fuzz.rs`), so that they stay usable.
+//! Bodies of the fuzz targets. The fuzzer's bytes describe edits of a valid pool or BTT, or replace
+//! its first bytes. The tests run the same functions (`tests/fuzz.rs`), so that these remain
+//! usable.
 //!
-//! A target fails by a panic. Put failing inputs into `fuzz/found/TARGET/`, where the tests run
-//! them again.
+//! A target panics if it fails. Add failing inputs to `fuzz/found/TARGET/`. The tests run all
+//! inputs in this folder.
 
 mod btt;
 mod cursor;

@@ -1,4 +1,4 @@
-//! Pools with arbitrary content, in a file on tmpfs.
+//! Fuzz targets for pools with arbitrary content, in a file on tmpfs.
 
 use std::fs::{File, OpenOptions};
 use std::mem::{offset_of, size_of};
@@ -17,28 +17,29 @@ use super::image::{CHUNK_BYTES, Image};
 
 const CHUNKS: u64 = 20;
 const METADATA_BYTES: u64 = 2 * CHUNK_BYTES;
-/// Few slots, so that a pool opens quickly.
+/// Number of slots, which is small so that a pool opens quickly.
 const SLOTS: u32 = 8;
 const MAX_EDITS: usize = 48;
 
-/// File for all runs of a process, and its content before the fuzzer's edits.
+/// File that all runs of a process use, and its content before the edits of the fuzzer.
 struct Ground {
     folder: tempfile::TempDir,
     file: File,
     base: Image,
-    /// Offset of the BTT volume.
+    /// Offset of the BTT volume in the file.
     btt_offset: u64,
     btt_bytes: u64,
 }
 
 impl Ground {
-    /// Each thread has its own, because tests run on several.
+    /// Calls `run` with the file of this thread. Each thread has its own, because tests run on
+    /// several threads.
     fn with<T>(run: impl FnOnce(&Ground) -> T) -> T {
         thread_local! { static GROUND: OnceLock<Ground> = const { OnceLock::new() } }
         GROUND.with(|ground| run(ground.get_or_init(Ground::new)))
     }
 
-    /// Pool with volumes of both formats and lent memory.
+    /// Creates a pool with volumes of both formats and lent memory.
     fn new() -> Self {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
@@ -75,7 +76,7 @@ impl Ground {
         assert!(*image == Image::of_file(&self.file).unwrap(), "{what} changed the media");
     }
 
-    /// Pool with the fuzzer's edits, or the fuzzer's bytes.
+    /// Returns the pool with the edits of the fuzzer, or the bytes of the fuzzer themselves.
     fn image(&self, data: &[u8]) -> Image {
         let mut from = Cursor::new(data);
         let mut image = self.base.clone();
@@ -146,10 +147,10 @@ impl Ground {
         }
     }
 
-    /// Changes a word of one or both copies of a record, with or without a correct checksum.
+    /// Changes a word in one or both copies of a record. The checksum may or may not be updated.
     fn edit_copies(&self, image: &mut Image, from: &mut Cursor<'_>, copies: [u64; 2], bytes: u64) {
         let how = from.number(1);
-        // Mostly words with fields.
+        // In most cases, the word contains a field.
         let words = if how & 8 == 0 { bytes.min(160) / 8 } else { bytes / 8 };
         let (word, half, value) = (from.below(words) * 8, how & 16 != 0, from.value());
         for (_, start) in copies.iter().enumerate().filter(|(copy, _)| how >> copy & 1 == 0) {
@@ -171,7 +172,8 @@ fn seal(image: &mut Image, start: u64, bytes: u64) {
     image.write_word(start + bytes - 8, u64::from(crc32fast::hash(&record)));
 }
 
-/// Adds the CRC-16 to an owner word (kind 0) or a wear word (1), as in docs/reference/format.md.
+/// Adds the CRC-16 to an owner word (kind 0) or a wear word (kind 1), as described in
+/// docs/reference/format.md.
 fn seal_word(chunk: u32, kind: u8, low: u64) -> u64 {
     let mut crc: u16 = 0xffff;
     for byte in low.to_le_bytes()[..6].iter().chain(&chunk.to_le_bytes()).chain(&[kind]) {
@@ -220,8 +222,8 @@ fn assert_adds_up(info: &PoolInfo) {
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
 }
 
-/// Opens any bytes as a pool. Reading or a refused open changes nothing. An opened pool works and
-/// opens again.
+/// Opens any bytes as a pool. If opening is for reading or is refused, nothing may change. If it
+/// succeeds, the pool must work and open again.
 pub(crate) fn pool_open(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
@@ -238,7 +240,7 @@ pub(crate) fn pool_open(data: &[u8]) {
             Err(PoolError::Media(error)) => panic!("the media is tmpfs: {error}"),
             Err(_) => return ground.assert_is(&image, "a refused open"),
         }
-        // Corrections are permanent.
+        // The corrections must be permanent.
         let again = Pool::open(&path, OpenMode::ReadWrite).unwrap();
         assert_adds_up(&again.info());
         assert_eq!(again.info().memory_bytes, 0);
@@ -250,8 +252,8 @@ pub(crate) fn pool_open(data: &[u8]) {
     });
 }
 
-/// Returns true if the fuzzer may have marked the chunk as free, which must read as zeros:
-/// directly, in a transaction or in another table.
+/// Returns true if the fuzzer may have marked the chunk as free, directly, in a transaction or in
+/// another table. Free chunks must read as zeros.
 fn said_to_be_free(image: &Image, chunk: u32) -> bool {
     let word = |at: u64| u64::from_le_bytes(image.bytes(at));
     let table = offset_of!(SuperblockBytes, chunk_table_offset) as u64;
@@ -260,7 +262,7 @@ fn said_to_be_free(image: &Image, chunk: u32) -> bool {
         || SUPERBLOCK_OFFSETS.iter().any(|copy| word(copy + table) != CHUNK_TABLE_OFFSET)
 }
 
-/// Executes all operations that the pool allows.
+/// Performs all operations that the pool allows.
 fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert_adds_up(&pool.info());
     pool.check().unwrap();
@@ -291,8 +293,8 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
 }
 
-/// Repairs any bytes as a pool. A dry run changes nothing and reports the same result as the
-/// repair. A pool without remaining damage is clean.
+/// Repairs any bytes as a pool. A dry run must change nothing, and must report the same result as
+/// the repair. If no damage remains, the pool must be clean.
 pub(crate) fn repair(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());

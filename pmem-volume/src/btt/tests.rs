@@ -1,5 +1,5 @@
-//! Tests with a writer that follows Linux's order of steps and stops after each of them, and with
-//! all kinds of damage.
+//! Tests with a writer that follows the order of steps in Linux and stops after each step, and
+//! tests with all kinds of damage.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,7 +22,7 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
-/// Offset of a sector's map entry.
+/// Returns the offset of a sector's map entry.
 fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
     info.map_at + u64::from(sector) * MAP_ENTRY_BYTES
 }
@@ -37,13 +37,13 @@ pub(super) fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry
     media.store(entry_at(arena, sector), &entry.to_le_bytes()).unwrap();
 }
 
-/// Writes sectors as the Linux driver does, one lane at a time.
+/// Writes sectors like the Linux driver, one lane at a time.
 pub(super) struct Writer<'a> {
     media: &'a MemoryMedia,
     pub(super) arena: ArenaInfo,
-    /// Free block, next sequence number, and next slot of each lane.
+    /// Free block, next sequence number and next slot of each lane.
     pub(super) lanes: Vec<(u32, u32, usize)>,
-    /// Second slot in use: 1, or 2 for the old padding.
+    /// Second slot in use: 1, or 2 with the old padding.
     second: usize,
 }
 
@@ -151,7 +151,7 @@ fn interrupted_write_leaves_the_old_or_new_sector() {
 
 #[test]
 fn map_entry_before_its_flog_entry_is_detected() {
-    // The wrong order of steps must fail the check, or the check would prove nothing.
+    // The check must fail for the wrong order of steps. Otherwise, it would prove nothing.
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let (free, _, _) = writer.lanes[5];
@@ -214,7 +214,7 @@ fn damaged_info_block_is_reported_and_the_other_one_is_used() {
     assert!(check(&media).is_clean());
 }
 
-/// Changes both info blocks and their checksums.
+/// Changes both info blocks, and updates their checksums.
 pub(super) fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
     let mut bytes = [0; INFO_BYTES as usize];
     for at in [START_BYTES, VOLUME_BYTES - INFO_BYTES] {
@@ -332,7 +332,7 @@ fn findings_beyond_the_limit_are_counted_but_not_listed() {
 
 #[test]
 fn unused_rest_is_zeroed_before_an_arena_gets_it() {
-    // 6 MiB of data behind the only arena.
+    // There are 6 MiB of data behind the only arena.
     let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
     Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     media.store(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
@@ -364,7 +364,7 @@ fn unused_rest_is_zeroed_before_an_arena_gets_it() {
 fn arena_behind_a_small_one_keeps_the_minimum_distance() {
     let media = MemoryMedia::new(40 << 20);
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
-    // Halve the blocks, and move everything behind them to where the map was.
+    // Halves the number of blocks, and moves everything behind them to the old place of the map.
     let mut bytes = [0; INFO_BYTES as usize];
     media.read(START_BYTES, &mut bytes).unwrap();
     let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();
@@ -445,7 +445,7 @@ fn btt_written_by_linux_is_clean_and_readable() {
     }
 }
 
-/// Media whose zero pages are holes. Counts the bytes that are read from it.
+/// Media whose zeroed pages are holes. It counts the bytes that are read from it.
 struct Sparse<'a> {
     media: &'a MemoryMedia,
     read_bytes: AtomicU64,
@@ -492,8 +492,8 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
             (reader.next_data(0..reader.sectors()), sparse.read_bytes.load(Ordering::Relaxed)),
             (None, 0)
         );
-        // Sector 700 is written, and the writes of 2000 and 2001 stop after 3 and 2 steps. Sector
-        // 1500 was never written, but its block has data.
+        // Sector 700 is written. The writes of sectors 2000 and 2001 stop after 3 and 2 steps.
+        // Sector 1500 was never written, but its block contains data.
         let mut writer = Writer::new(&media, 1);
         for (lane, sector, steps) in [(0, 700, ALL_STEPS), (1, 2000, 3), (2, 2001, 2)] {
             writer.write(lane, sector, &content(sector, 1, sector_bytes), steps);
@@ -513,8 +513,8 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
             if sector_bytes == 4096 {
                 assert_eq!(found, expected, "from {start} on");
             }
-            // A page of data is several small sectors, so a sector may be found early, and none may
-            // be missed.
+            // A page with data contains several small sectors. A sector may be reported too early,
+            // but none may be missed.
             assert!(found.is_some() || expected.is_none(), "no data from {start} on");
             assert!(
                 found.is_none_or(|found| found >= start && expected.is_none_or(|at| found <= at)),

@@ -1,4 +1,4 @@
-//! Seeded inputs for fuzz targets, without a fuzzer.
+//! Seeded inputs for running fuzz targets without a fuzzer.
 
 use std::path::Path;
 
@@ -13,15 +13,15 @@ impl Random {
         (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % bound
     }
 
-    /// Mostly few edits, because a pool with many does not open.
+    /// Returns an input. Most have few edits, because a pool with many edits does not open.
     pub(crate) fn input(&mut self) -> Vec<u8> {
         let length = 1 << self.below(8);
         (0..length).map(|_| self.below(256) as u8).collect()
     }
 }
 
-/// Runs inputs with the length of a fuzzer's, then mutations of them, then inputs found by the
-/// crate's fuzzer.
+/// Runs inputs with typical lengths of fuzzer inputs, then mutations of inputs, and then inputs
+/// that the fuzzer of the crate has found.
 pub(crate) fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
     let mut random = Random(0x5eed_0000 + inputs);
     let mut said = Said { target, input: vec![] };
@@ -39,7 +39,7 @@ pub(crate) fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
     }
 }
 
-/// Prints the input of a panic, to be put into fuzz/found.
+/// Prints the input if the target panics, so that it can be added to fuzz/found.
 struct Said<'a> {
     target: &'a str,
     input: Vec<u8>,

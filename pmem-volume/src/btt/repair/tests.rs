@@ -1,4 +1,5 @@
-//! Tests of all kinds of damage: the finding of a check, the repair, and unchanged sectors.
+//! Tests of all kinds of damage. Each checks the finding of a check, the repair, and that other
+//! sectors do not change.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,13 +14,13 @@ use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::{Media, MemoryMedia};
 
 const SECTOR_BYTES: usize = 4096;
-/// Sectors that are compared: some have content.
+/// Sectors that the tests compare. Some of them have content.
 const LOOKED_AT: Range<u64> = 0..60;
-/// Lanes of the writes.
+/// Lanes that the tests use for writes.
 const WRITERS: [usize; 4] = [0, 7, 200, 255];
 
-/// Volume whose sectors 0 to 29 were written, some of them several times, so that they have each
-/// other's blocks.
+/// Creates a volume in which sectors 0 to 29 were written. Some were written several times, so that
+/// sectors have blocks which other sectors had before.
 fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
     let media = formatted(4096);
     let mut writer = Writer::new(&media, second);
@@ -34,7 +35,7 @@ fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
     (media, arena)
 }
 
-/// Content of all readable sectors.
+/// Returns the content of all readable sectors.
 fn sectors(space: &impl Media) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = Reader::open_damaged(space);
     if reader.sectors() == 0 {
@@ -51,8 +52,8 @@ fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
     plan_repair(space, give_up, &mut |_| {}).unwrap()
 }
 
-/// Carries out a repair and compares the result with its plan. Sectors with correct content must
-/// keep it.
+/// Carries out a repair and compares the result with its plan. Sectors whose content is correct
+/// must not change.
 fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let before = sectors(media);
     let repair = plan(media, give_up);
@@ -77,7 +78,7 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
     repair
 }
 
-/// Expects a repair that restores the state before the damage.
+/// Expects a repair to restore the state before the damage.
 fn assert_mended(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let repair = repaired(media, GiveUp::Nothing, right);
     assert!(repair.after.is_clean(), "{repair:?}");
@@ -85,7 +86,7 @@ fn assert_mended(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair 
     repair
 }
 
-/// Expects a plan that leaves the damage as it is.
+/// Expects a repair to leave the damage unchanged.
 fn assert_left(media: &MemoryMedia) -> Repair {
     let before = media.to_bytes();
     let repair = plan(media, GiveUp::Nothing);
@@ -139,7 +140,7 @@ fn volume_without_info_blocks_is_unchanged() {
         assert!(sectors(&media).is_empty());
         places.iter().for_each(|at| flip(&media, *at, 1));
     }
-    // The truncated volume is smaller than its info block claims.
+    // The truncated volume is smaller than its info block states.
     for bytes in [START_BYTES, 8 << 20, VOLUME_BYTES - 4096, VOLUME_BYTES - 8] {
         let cut = MemoryMedia::from_bytes(&media.to_bytes()[..bytes as usize]);
         let repair = assert_left(&cut);
@@ -157,7 +158,8 @@ fn impossible_lanes_get_blocks_without_an_owner() {
             lanes.iter().map(|lane| lane.free.unwrap()).collect()
         };
         let before = blocks(&media);
-        // Lanes that have written once, several times, and never.
+        // A lane that has written once, one that has written several times, and one that has never
+        // written.
         for lane in [0, 7, 100] {
             for (field, value) in
                 [(0, MAP_BLOCK), (1, MAP_BLOCK - 1), (2, u32::MAX), (3, 9), (3, 0), (3, 4)]
@@ -169,7 +171,7 @@ fn impossible_lanes_get_blocks_without_an_owner() {
                 assert_eq!(before, blocks(&media), "lane {lane}, field {field}");
             }
         }
-        // Two equally new entries, and several lanes at once.
+        // Two equally new entries in each of several lanes.
         let media = MemoryMedia::from_bytes(&good);
         for lane in [0, 7, 100, 255] {
             [0, second as u64].iter().for_each(|slot| set_flog(&media, &arena, lane, *slot, 3, 2));
@@ -214,7 +216,7 @@ fn only_sector_without_a_block_gets_the_only_block_without_an_owner() {
         assert!(repair.mendings[0].what.starts_with(&format!("sector L{sector} ")), "{repair:?}");
         assert!(good == media.to_bytes());
     }
-    // A discarded sector stays discarded.
+    // A discarded sector remains discarded.
     set_map(&media, &arena, 40, 40 | MAP_ZERO);
     let good = media.to_bytes();
     set_map(&media, &arena, 40, (arena.blocks + 40) | MAP_ZERO);
@@ -242,8 +244,8 @@ fn sectors_with_unknown_blocks_are_marked_as_lost() {
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
-    // Whichever word a crash loses, the remaining sector is not treated as the only one, because
-    // its block need not be the remaining one.
+    // A crash may lose any one of the words. In each case, the remaining sector must not be treated
+    // as the only one, because the remaining block may not be its block.
     let stores = &repair.mendings[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
@@ -304,7 +306,8 @@ fn block_of_a_sector_and_a_lane_stays_unless_the_sector_is_given_up() {
     let repair = repaired(&media, GiveUp::Sectors, &right);
     assert!(repair.after.is_clean(), "{repair:?}");
     assert_eq!(sectors(&media).get(&12), None);
-    // The sector keeps the block regardless of its content, because the lane would write to it.
+    // The sector keeps the block regardless of its content. Otherwise, the lane would write to the
+    // block.
     assert_eq!(map_entry(&media, &arena, 12), lane | MAP_ERROR);
 }
 
@@ -324,12 +327,12 @@ fn lanes_that_share_a_block_are_repaired_without_losing_a_sector() {
 fn pending_map_entry_is_stored_before_its_lane_is_replaced() {
     let (media, arena) = filled(1);
     let mut writer = Writer::new(&media, 1);
-    // The log entry is complete, but the map entry is missing.
+    // The flog entry is complete, but the map entry has not been written.
     writer.write(50, 12, &content(12, 9, 4096), 3);
     let right = sectors(&media);
     assert_eq!(right[&12], content(12, 9, 4096));
     let old = survey(&media, &arena).unwrap().unwrap().lanes[50].free.unwrap();
-    // An earlier lane has the block too, so the later one gets another.
+    // The block also belongs to an earlier lane, so the later lane receives another block.
     set_flog(&media, &arena, 3, 0, 1, old);
     let repair = assert_mended(&media, &right);
     assert!(repair.mendings[0].what.contains("lane 50"), "{repair:?}");
@@ -345,12 +348,12 @@ fn error_flag_is_cleared_if_nothing_else_is_damaged() {
     let repair = assert_mended(&media, &right);
     assert!(repair.mendings[0].what.contains("error flag"), "{repair:?}");
     assert!(good == media.to_bytes());
-    // Together with the defect that caused it.
+    // The flag is cleared together with the repair of the defect that caused it.
     with_info(&media, set);
     set_flog(&media, &arena, 7, 0, 3, 9);
     flip(&media, START_BYTES + 20, 1);
     assert_eq!(assert_mended(&media, &right).mendings.len(), 3);
-    // The flag stays as long as another defect remains.
+    // The flag is not cleared while another defect remains.
     with_info(&media, set);
     set_map(&media, &arena, 12, map_entry(&media, &arena, 20));
     assert!(assert_left(&media).after.arenas[0].findings.contains(&Finding::ErrorFlag));
@@ -363,8 +366,8 @@ fn lost_map_stays_and_uses_little_memory() {
     media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
     assert_left(&media);
     media.store(arena.map_at, &vec![0xff; map_bytes]).unwrap();
-    // All sectors are mapped out of range and could be anywhere. Here they are fewer than the
-    // limit.
+    // All sectors are mapped out of range and could have any block. Their number is less than the
+    // limit of a repair.
     let repair = plan(&media, GiveUp::Nothing);
     assert!(repair.after.is_clean());
     assert_eq!(repair.after.arenas[0].error_sectors, arena.sectors);
@@ -386,7 +389,7 @@ fn second_arena_is_repaired_independently() {
     let second = arenas(&media)[1].clone().unwrap().0;
     set_flog(&media, &second, 9, 0, 3, 7);
     let damaged = media.to_bytes();
-    // Remaining damage of the first arena does not prevent the repair of the second.
+    // Damage that remains in the first arena does not prevent the repair of the second.
     let first = arenas(&media)[0].clone().unwrap().0;
     set_map(&media, &first, 12, 20 | MAP_ERROR | MAP_ZERO);
     let repair = plan(&media, GiveUp::Nothing);
@@ -398,8 +401,8 @@ fn second_arena_is_repaired_independently() {
     assert!(check(&media).is_clean() && damaged != media.to_bytes());
 }
 
-/// Volume with all kinds of repairable damage: both kinds of info block, sectors, lanes, and the
-/// flag.
+/// Creates a volume with all kinds of repairable damage: both info blocks, sectors, lanes, and the
+/// error flag.
 fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -409,7 +412,7 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     let shared = survey(&media, &arena).unwrap().unwrap().lanes[50].free.unwrap();
     with_info(&media, |info| info.flags.set(FLAG_ERROR));
     set_flog(&media, &arena, 3, 0, 1, shared);
-    // Equally new entries. The older one has the lane's block.
+    // Both entries are equally new. The older one contains the lane's block.
     [0, 1].iter().for_each(|slot| set_flog(&media, &arena, 200, *slot, 3, 1));
     set_map(&media, &arena, 20, MAP_BLOCK | MAP_ERROR | MAP_ZERO);
     flip(&media, START_BYTES + 60, 3);
@@ -419,8 +422,8 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     (simulator, right)
 }
 
-/// Verifies every image of every point: a second repair finishes the first, and only the sector
-/// without a block is lost.
+/// Verifies every image of every point. A second repair must complete the first one, and only the
+/// sector without a block may be lost.
 fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Result<usize, String> {
     let (mut images, mut random) = (0, Random::new(5));
     for (place, point) in points.iter().enumerate() {
@@ -464,7 +467,8 @@ fn repair_can_be_interrupted_anywhere() {
 fn repair_of_a_lane_in_one_phase_is_detected() {
     let (space, right) = damaged_simulation();
     let mut repair = plan(&space, GiveUp::Nothing);
-    // Missing: the impossible sequence number until the rest of a lane is durable.
+    // Omits a step: the impossible sequence number that protects a lane until the rest of it is
+    // durable.
     for mending in repair.mendings.iter_mut().filter(|mending| mending.what.contains("lane(s)")) {
         mending.phases = vec![mending.phases.drain(..).flatten().collect()];
     }
@@ -473,7 +477,7 @@ fn repair_of_a_lane_in_one_phase_is_detected() {
     verify_points(&space.take_points(), &right).expect_err("the wrong order was not detected");
 }
 
-/// Writes a sector twice, kills the process at each persist, and damages the lanes that wrote.
+/// Writes a sector twice, kills the process at each persist, and damages the lanes of these writes.
 fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -510,7 +514,8 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     found
 }
 
-/// Repairs the state after a kill, then loses power. A sector and a lane must never share a block.
+/// Repairs the state after a kill, and then simulates a power failure. A sector and a lane must
+/// never own the same block.
 fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
     let mut images = 0;
     for (number, (killed, right)) in killed_and_damaged().iter().enumerate() {
@@ -527,8 +532,8 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
             if !report.is_clean() {
                 return Err(format!("killed at {number}: {report:?}"));
             }
-            // The last write of a damaged lane may be lost, because only the lane had the
-            // information that its map word was not durable.
+            // The last write of a damaged lane may be lost, because only the lane recorded that its
+            // map word was not durable.
             let wrong = sectors(&image)
                 .into_iter()
                 .find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);

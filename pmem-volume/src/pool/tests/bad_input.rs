@@ -1,5 +1,5 @@
-//! Files that are not pools, or no longer: each kind has its own error with a remedy, and nothing
-//! is changed.
+//! Tests of files that are not pools, or no longer are. Each kind must cause a specific error with
+//! a remedy, and must not be changed.
 
 use super::damage::with_superblock;
 use super::*;
@@ -8,12 +8,12 @@ use crate::media::MemoryMedia;
 
 const POOL_BYTES: u64 = 16 * MIB;
 
-/// All bytes and properties of the file.
+/// Returns all bytes and properties of the file.
 fn whole(fixture: &Fixture) -> (Vec<u8>, (Vec<u8>, u64, u64)) {
     (fs::read(fixture.path()).unwrap(), fixture.image())
 }
 
-/// Every operation on the path is refused with the same words and changes nothing.
+/// Checks that every operation on the path is refused with the same words and changes nothing.
 fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     let before = whole(fixture);
     let path = fixture.path();
@@ -35,7 +35,7 @@ fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     assert!(before == whole(fixture), "{what}: the file has changed");
 }
 
-/// Start of an ext4 file system as mke2fs writes it: block size, inodes, magic, state.
+/// Returns the start of an ext4 file system as mke2fs writes it: block size, inodes, magic, state.
 fn ext4_head() -> Vec<u8> {
     let mut head = vec![0; 4 * MIB as usize];
     head[1024..1032].copy_from_slice(&[0, 0, 1, 0, 0, 0, 4, 0]);
@@ -44,7 +44,7 @@ fn ext4_head() -> Vec<u8> {
     head
 }
 
-/// Bytes of a BTT volume outside of a pool.
+/// Returns the bytes of a BTT volume that is not in a pool.
 fn btt_raw() -> Vec<u8> {
     let media = MemoryMedia::new(18 * MIB);
     btt::Layout::new(18 * MIB, btt::SECTOR_BYTES, uuid::Uuid::from_u128(3))
@@ -107,7 +107,7 @@ fn truncated_or_lengthened_pool_is_refused_and_unchanged() {
         fs::write(fixture.path(), bytes).unwrap();
         refused(&fixture, &format!("{more} bytes longer"), &["16777216", "truncate -s 16777216"]);
     }
-    // Pool at a wrong offset: behind a header, or without its first part.
+    // Pool at a wrong offset. Either a header precedes it, or its first part is missing.
     fs::write(fixture.path(), [&[0; 512], &good[..]].concat()).unwrap();
     refused(&fixture, "shifted", &["not a pool: "]);
     fs::write(fixture.path(), &good).unwrap();

@@ -1,4 +1,4 @@
-//! Pools whose file has lost blocks of its file system.
+//! Tests of pools whose file has lost file system blocks.
 
 use std::error::Error;
 use std::fs::File;
@@ -9,7 +9,7 @@ use super::*;
 use crate::media::Media;
 use crate::pool::layout::SUPERBLOCK_OFFSETS;
 
-/// Pool of 32 MiB on a disk, with a volume that has data at its start.
+/// Creates a pool of 32 MiB on a disk. Its volume has data at the start.
 fn pool_on_disk() -> (TempDir, PathBuf) {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");
@@ -25,7 +25,7 @@ fn allocated_bytes(path: &Path) -> u64 {
     path.metadata().unwrap().blocks() * 512
 }
 
-/// Bytes without blocks according to `findings`.
+/// Returns the number of bytes without blocks according to `findings`.
 fn lost_bytes(findings: &[Finding]) -> u64 {
     let lost = |finding: &Finding| match finding {
         Finding::BlocksLost { hole_bytes, shared_bytes } => hole_bytes + shared_bytes,
@@ -53,7 +53,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
     for name in ["copy", "dug"] {
         let path = folder.path().join(name);
         assert!(allocated_bytes(&path) < 8 << 20, "{name} is not sparse");
-        // A reader reports the loss and changes nothing.
+        // Opening for reading reports the loss and changes nothing.
         let pool = look(&path);
         let lost = lost_bytes(&pool.findings_at_open());
         assert!(lost > 24 << 20, "{name} lacks {lost}");
@@ -113,7 +113,7 @@ fn pool_without_room_for_its_blocks_is_opened_read_only() {
         CreateOptions { size_bytes: Some(size_bytes), thin: true, ..CreateOptions::default() };
     match Pool::create_with(&path, options) {
         Ok(pool) => {
-            // As a sparse copy of a pool that is not thin.
+            // Simulates a sparse copy of a pool that is not thin.
             let solid = Superblock { is_thin: false, sequence: 100, ..pool.superblock.clone() };
             mirrored::write(pool.media(), SUPERBLOCK_OFFSETS, &solid.to_bytes()).unwrap();
         }

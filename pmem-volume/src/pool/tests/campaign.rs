@@ -1,5 +1,5 @@
-//! Support for tests that open hundreds of thousands of crash images: counting, and replay of one
-//! image by its numbers.
+//! Support for tests that open hundreds of thousands of crash images. It counts images, and can
+//! replay a single image by its numbers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::media::simulator::{CrashPoint, Digest, Random, Simulator};
 
-/// Image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints
-/// it. A test without seeds or steps accepts any number in their place.
+/// Numbers of the image to replay: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a
+/// failing test prints them. Tests without seeds or steps accept any number in these places.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Replay {
     seed: Option<u64>,
@@ -28,7 +28,7 @@ impl Replay {
             .map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
-    /// Returns true if only some images must be opened.
+    /// Returns true if only some of the images must be opened.
     fn is_wanted(&self) -> bool {
         *self != Self::default()
     }
@@ -38,8 +38,9 @@ impl Replay {
         self.step.is_none_or(|only| only == step)
     }
 
-    /// Counts the images of a whole test, and checks that they are at least `least`. Fewer images
-    /// mean that the simulator misses some. A replay opens few images, but at least one.
+    /// Counts the images of a whole test, and checks that there are at least `least`. If there are
+    /// fewer, the simulator does not generate all images. A replay opens few images, but at least
+    /// one.
     pub(crate) fn count(&self, images: usize, least: usize) {
         say_images(images);
         if self.is_wanted() {
@@ -62,11 +63,11 @@ impl Replay {
 }
 
 thread_local! {
-    /// Replay of this thread, which overrides the environment.
+    /// Replay numbers for this thread, which override the environment.
     static INSTEAD: RefCell<Option<Replay>> = const { RefCell::new(None) };
 }
 
-/// Runs `run` as if the numbers in an error's text were in the environment.
+/// Runs `run` as if the environment contained the numbers in the text of an error.
 pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
     let (_, numbers) =
         error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("the steps to reproduce it");
@@ -77,7 +78,8 @@ pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Seeds of a run, from 1: `usual`, or more in a soak test. A replay uses its own seed.
+/// Returns the seeds of a run, starting at 1. Their number is `usual`, or more in a soak test. A
+/// replay uses only its own seed.
 pub(crate) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     if let Some(seed) = Replay::from_environment().seed {
         return seed..=seed;
@@ -86,7 +88,8 @@ pub(crate) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     1..=from_environment.map_or(usual, |seeds| seeds.parse().expect("a number of seeds"))
 }
 
-/// Adds the numbers for a replay to an error of [`verify_each`]. `seed` is 0 if the test has none.
+/// Adds the numbers for a replay to an error of [`verify_each`]. `seed` is 0 if the test has no
+/// seed.
 pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
     let numbers: Vec<&str> = error
         .split(':')
@@ -104,13 +107,13 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
 static EQUAL_IMAGES: AtomicUsize = AtomicUsize::new(0);
 
-/// Adds to the total, which is printed when the test program exits, because the test harness
-/// captures the output of passing tests.
+/// Adds to the total number of images. It is printed when the test program exits, because the test
+/// harness captures the output of passing tests.
 pub(crate) fn say_images(count: usize) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
-        // SAFETY: the function is plain and does not unwind, because the result of its only
-        // fallible call is ignored.
+        // SAFETY: the function cannot unwind, because it ignores the result of its only fallible
+        // call.
         unsafe { libc::atexit(print_total) };
     });
     IMAGES.fetch_add(count, Ordering::Relaxed);
@@ -122,14 +125,14 @@ extern "C" fn print_total() {
     let _ = writeln!(std::io::stderr(), "crash images opened: {images}");
 }
 
-/// Interval of the images that crash in their recovery as well.
+/// Number of images per image that also crashes during its recovery.
 const RECOVERIES: usize = 16;
-/// Images of each point of such a recovery.
+/// Maximum number of images per crash point of a recovery.
 const RECOVERY_BOUND: usize = 8;
 
-/// Opens the images of every point, at most `bound` of each. Returns the number of images that are
-/// different within these points. An error names point and image. The same `random` always yields
-/// the same images.
+/// Opens up to `bound` images of each crash point. Returns the number of images that are distinct
+/// within their points. An error contains the numbers of the point and the image. The same `random`
+/// always produces the same images.
 pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,
@@ -139,17 +142,18 @@ pub(crate) fn verify_each(
     Opened::default().verify_each(points, bound, random, verify)
 }
 
-/// Images that were opened, by content. Many images of a crash point are images of the next one
-/// too. Equal images have the same result under the same oracle, so only one of them is opened.
+/// Images that were opened, identified by their content. Many images of a crash point are also
+/// images of the next one. With the same oracle, equal images have the same result, so only one of
+/// them is opened.
 #[derive(Default)]
 pub(crate) struct Opened {
-    /// True if crashes in the recovery were verified as well.
+    /// True if crashes during the recovery were verified too.
     images: HashMap<Digest, bool>,
 }
 
 impl Opened {
-    /// Like [`verify_each`], but skips images that were opened before. `verify` must be the same
-    /// oracle each time.
+    /// Like [`verify_each`], but skips images that were opened before. The oracle in `verify` must
+    /// always be the same.
     pub(crate) fn verify_each(
         &mut self,
         points: &[CrashPoint],
@@ -206,7 +210,8 @@ impl Opened {
         Ok(())
     }
 
-    /// Records an image. Returns false if an equal one was verified as thoroughly.
+    /// Records an image. Returns false if an equal image was already verified at least as
+    /// thoroughly.
     fn is_wanted(&mut self, image: &Simulator, with_recovery: bool) -> bool {
         let digest = image.digest();
         let is_wanted = match self.images.get(&digest) {
@@ -239,7 +244,7 @@ fn equal_images_are_verified_once_and_counted_once() {
     media.record();
     for word in 0..4 {
         media.store_word(word * 8, word + 1).unwrap();
-        // A crash point at which nothing becomes durable. The next point has all of its images.
+        // Crash point at which nothing becomes durable. The next point includes all of its images.
         media.persist(&[]).unwrap();
     }
     let (points, calls) = (media.take_points(), RefCell::new(Vec::new()));
@@ -258,7 +263,7 @@ fn equal_images_are_verified_once_and_counted_once() {
     assert_eq!(verify_points(&mut Opened::default()).unwrap(), 16);
 }
 
-/// Images of 40 stores, and the one that `replay` opens again.
+/// Generates images of 40 stores, and selects the one that `replay` opens again.
 #[test]
 fn image_is_replayed_by_its_numbers() {
     use crate::media::Media;

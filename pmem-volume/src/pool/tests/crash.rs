@@ -1,9 +1,9 @@
-//! Enumerated crashes of the pool: at every persist of an operation, every possible crash image is
+//! Enumerated crashes of the pool. At every persist of an operation, every possible crash image is
 //! opened and verified.
 //!
 //! 1. The volumes are exactly those before or after the operation.
 //! 2. Their content is complete.
-//! 3. Free chunks read as zeros. All other chunks without an owner are free after erasing.
+//! 3. Free chunks read as zeros. All other chunks without an owner are free after they are erased.
 //! 4. A check finds nothing.
 
 use std::cell::RefCell;
@@ -22,15 +22,15 @@ use crate::pool::format::table::Owner;
 const CHUNKS: u32 = 14;
 const SLOTS: u32 = 3;
 
-/// Sizes of volumes in chunks, by name.
+/// Size of each volume in chunks, by name.
 pub(super) type Volumes = BTreeMap<String, u32>;
 
-/// Small pool with few slots, so that an image opens quickly.
+/// Creates a small pool with few slots, so that an image opens quickly.
 fn new_pool() -> (Simulator, Arc<OtherPool>) {
     new_pool_with(|_| {})
 }
 
-/// Like [`new_pool`], with a changed superblock.
+/// Like [`new_pool`], but `change` modifies the superblock.
 pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
     new_pool_of(CHUNKS, change)
 }
@@ -48,7 +48,8 @@ pub(super) fn new_pool_of(
     (media, pool)
 }
 
-/// Opens a crash image. Superblocks and the length of the file determine the size of the pool.
+/// Opens a crash image. The size of the pool is determined from its superblocks and the length of
+/// the file.
 pub(super) fn open(image: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     open_for(image, OpenMode::ReadWrite)
 }
@@ -65,12 +66,12 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
-/// Content at the start of each chunk of a volume.
+/// Returns the content at the start of a volume's chunk.
 fn mark_of(volume: Uuid, index: u32) -> u64 {
     (volume.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
 }
 
-/// Writes a volume as a guest would, and flushes.
+/// Writes to a volume as a guest would, and flushes it.
 pub(super) fn fill_volume(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     fill_volume_from(media, pool, name, 0);
 }
@@ -87,7 +88,7 @@ pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &
     }
 }
 
-/// Writes lent memory as a guest would, without a persist. The host may still write it back.
+/// Writes to lent memory as a guest would, without a persist. The host may still write it back.
 pub(super) fn fill_memory(media: &Simulator, extents: &[Extent]) {
     for chunk in extents.iter().flat_map(|extent| extent.run().ids()) {
         media.store_word(chunk.offset_bytes() + 64, 0xdead_beef).unwrap();
@@ -99,9 +100,9 @@ pub(super) fn volumes_of(pool: &OtherPool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
-/// Expected content of a volume: its first `chunks` chunks have the marks of the volume `origin`
-/// from its chunk `first` on. `origin` is the volume itself, unless it is a part of a split volume.
-/// The other chunks read as zeros.
+/// Expected content of a volume. Its first `chunks` chunks contain the marks of the volume
+/// `origin`, starting with that volume's chunk `first`. `origin` is the volume itself, unless it is
+/// a part of a split volume. All other chunks read as zeros.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Marked {
     pub(super) chunks: u32,
@@ -118,7 +119,7 @@ impl Marked {
 /// Expected content by UUID. A volume without an entry was never written.
 pub(super) type Marks = BTreeMap<Uuid, Marked>;
 
-/// Adds the parts of a volume that is or will be split, with its marks. The volume keeps its own
+/// Adds the parts of a volume that was or will be split, with their marks. The volume keeps its own
 /// entry, because it may still exist.
 pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) {
     let Some(of) = marks.get(&whole).copied() else { return };
@@ -131,8 +132,8 @@ pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) 
     }
 }
 
-/// Writes to blocks of a BTT volume that no sector has, as a guest's driver or a discarded sector
-/// leaves them.
+/// Writes to blocks of a BTT volume that contain no sector. A guest's driver or a discarded sector
+/// may leave such data.
 pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
@@ -143,7 +144,7 @@ pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) 
     }
 }
 
-/// Number of nonzero words in each chunk of a new BTT volume.
+/// Returns the number of nonzero words in each chunk of a new BTT volume.
 fn fresh_words(size_bytes: u64, uuid: Uuid) -> Vec<usize> {
     let fresh = Simulator::new(size_bytes);
     btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid).unwrap().format(&fresh).unwrap();
@@ -151,7 +152,7 @@ fn fresh_words(size_bytes: u64, uuid: Uuid) -> Vec<usize> {
     starts.map(|start| fresh.dirty_words(start..start + CHUNK_BYTES)).collect()
 }
 
-/// [`fresh_words`] by the volume's size and UUID.
+/// Results of [`fresh_words`] by the size and UUID of the volume.
 type FreshWords = HashMap<(u64, Uuid), Rc<[usize]>>;
 
 thread_local! {
@@ -180,7 +181,7 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
     Ok(())
 }
 
-/// Verifies an image. Its volumes must be one of `allowed`, and raw ones must have all of their
+/// Verifies an image. Its volumes must match one of `allowed`, and raw ones must have all of their
 /// content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
@@ -201,7 +202,7 @@ fn verify_content(
     marked: &dyn Fn(&VolumeInfo) -> Option<Marked>,
 ) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
-    // Scrub first, so that wrongly erased content of a volume is detected below.
+    // Scrub first, so that the following checks detect wrongly erased content of a volume.
     scrub(image, &pool)?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
@@ -245,7 +246,7 @@ fn verify_free(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     Ok(())
 }
 
-/// Erases waiting chunks, and checks before and after it that free chunks are zero.
+/// Erases waiting chunks. Before and after this, checks that free chunks are zero.
 fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     verify_free(image, pool)?;
     if pool.info().scrubbing_bytes > 0 {
@@ -255,7 +256,7 @@ fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that all chunks without an owner are free and zero after erasing.
+/// Checks that all chunks without an owner are free and zero after they are erased.
 pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(), String> {
     scrub(image, pool)?;
     let owned: u32 = volumes_of(pool).values().sum();
@@ -308,7 +309,7 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
     let offsets = pool.superblock.volume_record_offsets(slot);
     for offset in offsets {
         media.store(offset, record.as_bytes()).unwrap();
-        // Missing: persist of the first copy before the other is written.
+        // Omitted: the persist of the first copy before the second one is written.
     }
     media.persist(&offsets.map(|at| at..at + 256)).unwrap();
     let points = media.take_points();
@@ -318,8 +319,8 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
     assert!(error.contains("damaged"), "{error}");
 }
 
-/// Runs `wrong` on a pool with a volume `v` of two chunks, and expects a crash in it to be
-/// detected.
+/// Runs `wrong` on a pool with a volume `v` of two chunks. Expects the verification of a crash
+/// during it to fail.
 pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
@@ -337,7 +338,7 @@ fn lending_before_the_mark_is_durable_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let chunk = ChunkId(10);
         pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
-        // Missing: persist.
+        // Omitted: the persist.
         fill_memory(media, &[Extent::chunk(chunk)]);
     });
     assert!(error.contains("old content"), "{error}");

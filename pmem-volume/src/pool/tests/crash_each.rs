@@ -1,4 +1,4 @@
-//! Crashes in each single operation, with all of its images or `BOUND` samples.
+//! Crashes during each single operation, with all images or `BOUND` samples per crash point.
 
 use std::cell::RefCell;
 
@@ -19,7 +19,7 @@ pub(super) struct Start {
     pub(super) media: Simulator,
     pub(super) pool: Arc<OtherPool>,
     lent: Vec<Extent>,
-    /// Expected content of volumes, including parts that an operation creates.
+    /// Expected content of all volumes, including parts that an operation creates.
     pub(super) marks: RefCell<Marks>,
 }
 
@@ -55,8 +55,8 @@ pub(super) fn bytes(chunks: u64) -> VolumeSize {
 
 pub(super) type Operation = fn(&Start);
 
-/// Operations, each with its least number of images that are different within that operation. With
-/// fewer, the simulator would miss some of them.
+/// Operations, each with its minimum number of distinct images. If there are fewer, the simulator
+/// does not generate all of them.
 pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 2200),
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 480),
@@ -97,31 +97,31 @@ fn make(start: &Start, name: &str, chunks: u64, format: VolumeFormat) {
     start.pool.create_volume(name, bytes(chunks), format).unwrap();
 }
 
-/// Erases single chunks, so that marked chunks wait meanwhile.
+/// Erases chunks one by one, so that other marked chunks wait in the meantime.
 fn take_back_and_scrub(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     while start.pool.scrub_some(CHUNK_BYTES).unwrap() > 0 {}
 }
 
-/// Lends more than the clean chunks.
+/// Lends more chunks than are clean.
 fn lend_waiting_chunks(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     let clean_bytes = start.pool.info().free_bytes;
     fill_memory(&start.media, &start.pool.alloc_memory(clean_bytes + 2 * CHUNK_BYTES).unwrap());
 }
 
-/// Splits a volume with old content in blocks that the map does not use.
+/// Splits a volume with old data in blocks that its map does not use.
 fn split_a_btt_volume(start: &Start) {
     start.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap();
     fill_blocks(&start.media, &start.pool, "b");
-    // The crash does not concern the preparation.
+    // The preparation is not part of the crash.
     start.media.take_points();
     start.media.record();
     start.split("b", [("b", bytes(9)), ("c", VolumeSize::Remaining)]);
 }
 
-/// Volumes that are also possible during an operation: between a deletion and the next step, or
-/// before recording.
+/// Returns volumes that are also possible during an operation, for example between a deletion and
+/// the next step.
 pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
     let mut between = before.clone();
     match what {
@@ -132,20 +132,20 @@ pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
     Some(between)
 }
 
-/// The new volume gets the slot and the chunks of the old one.
+/// The new volume receives the slot and the chunks of the old one.
 fn delete_scrub_and_make(start: &Start) {
     start.pool.delete_volume("v").unwrap();
     start.pool.scrub_all().unwrap();
     make(start, "x", 3, VolumeFormat::Raw);
 }
 
-/// The new volume gets the slot of the old one, whose chunks still wait to be erased.
+/// The new volume receives the slot of the old one, whose chunks are still waiting to be erased.
 fn delete_and_make(start: &Start) {
     start.pool.delete_volume("v").unwrap();
     make(start, "x", 3, VolumeFormat::Raw);
 }
 
-/// Combines everything that open corrects: different copies, a wear word, memory and leftovers.
+/// Combines everything that opening corrects: different copies, a wear word, memory and leftovers.
 fn open_after_much(start: &Start) {
     let (media, superblock) = (&start.media, &start.pool.superblock);
     let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
@@ -161,7 +161,7 @@ fn open_after_much(start: &Start) {
         media.store_word(chunk.offset_bytes() + 8, 7).unwrap();
     }
     media.persist_range(0..media.len_bytes()).unwrap();
-    // The crash does not concern the preparation.
+    // The preparation is not part of the crash.
     media.take_points();
     media.record();
     open(media).unwrap().scrub_all().unwrap();

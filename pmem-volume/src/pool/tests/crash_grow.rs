@@ -1,4 +1,5 @@
-//! Crashes while a pool grows: it has its old or its new size, and all of its content.
+//! Crashes during the growth of a pool. The pool must have its old or new size, and all of its
+//! content.
 
 use super::crash::{
     Volumes, fill_volume, new_pool_with, open, say_images, verify_points, volumes_of,
@@ -9,7 +10,7 @@ use crate::media::simulator::{Random, Simulator};
 const CHUNKS: u32 = 14;
 const GROWN: u32 = 17;
 
-/// Pool with a volume, and with its chunk table at `table_offset`.
+/// Creates a pool with a volume. Its chunk table is at `table_offset`.
 fn with_volume(table_offset: u64) -> (Simulator, Arc<OtherPool>, Volumes) {
     let (media, pool) = new_pool_with(|superblock| superblock.chunk_table_offset = table_offset);
     pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
@@ -18,14 +19,14 @@ fn with_volume(table_offset: u64) -> (Simulator, Arc<OtherPool>, Volumes) {
     (media, pool, volumes)
 }
 
-/// The table ends at the end of its chunk, so it cannot grow in place.
+/// At this offset, the table ends at the end of its chunk, so it cannot grow in place.
 const TABLE_AT_THE_END: u64 = 2 * CHUNK_BYTES - CHUNKS as u64 * 16;
 
 fn new_bytes() -> u64 {
     u64::from(GROWN) * CHUNK_BYTES
 }
 
-/// Opens the images, and returns the sizes of the pools in them.
+/// Opens the images, and returns the sizes of their pools.
 fn sizes_seen(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<u64>, String> {
     let points = media.take_points();
     let mut random = Random::new(17);
@@ -51,7 +52,7 @@ fn crash_in_a_growth_leaves_the_old_or_new_size_and_all_volumes() {
         media.record();
         let grown =
             grow::carry_out(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
-        // Last step of Pool::grow().
+        // Performs the last step of Pool::grow().
         drop(open(&grown).unwrap());
         let sizes = sizes_seen(&media, &volumes, 160).unwrap();
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
@@ -69,7 +70,7 @@ fn failed_growth_of_a_file_changes_nothing() {
     let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
     media.record();
     let full = |media: &Simulator| {
-        // The disk was full after a part of the growth.
+        // The disk becomes full after a part of the growth.
         media.grown(new_bytes() - CHUNK_BYTES);
         Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
     };
@@ -141,7 +142,7 @@ fn pool_in_a_file_grows_and_keeps_its_content() {
         drop(pool);
         assert!(fixture.check().is_clean());
         assert_eq!(fixture.image().1, 96 * MIB);
-        // Again, with an unknown feature.
+        // The same with an unknown feature.
         super::damage::with_superblock(&fixture, |s| s.features_compatible.set(16));
         let pool = Pool::grow(&fixture.path(), 128 * MIB).unwrap();
         pool.scrub_all().unwrap();
@@ -163,7 +164,7 @@ fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
     let roomy = Superblock::new(uuid::Uuid::nil(), 0, 131_071, 0);
     let stays = grow::plan(&roomy, 131_072 * CHUNK_BYTES).unwrap();
     assert_eq!(stays.chunk_table_offset, roomy.chunk_table_offset);
-    // Another table directly behind it, in the same chunk.
+    // Another table follows directly in the same chunk.
     let mut crowded = Superblock::new(uuid::Uuid::nil(), 0, 100, 0);
     crowded.volume_table_offsets[1] = CHUNK_BYTES + 1600;
     assert_eq!(

@@ -1,5 +1,5 @@
-//! A kill of the process, and a loss of power after it. The next process sees all stores, and must
-//! not rely on them before they are durable.
+//! A kill of the process that is followed by a power failure. The next process sees all stores, and
+//! must not rely on them before they are durable.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,11 @@ use crate::media::simulator::{Random, Simulator};
 use crate::pool::maintenance::repair::mend;
 use crate::pool::scan::make_durable;
 
-/// Images of each point of the loss of power.
+/// Maximum number of images per crash point of the power failure.
 const BOUND: usize = 24;
 
 /// Kills an operation at each of its persists. The next process opens the visible state, and may
-/// reuse a slot that a deletion has left. The power fails at each of its own persists.
+/// reuse a slot that a deletion has freed. The power fails at each persist of this process.
 fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize {
     let start = Start::new();
     let before = volumes_of(&start.pool);
@@ -26,7 +26,7 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
     let after = volumes_of(&open(&start.media).unwrap());
     let between = between(what, &before).unwrap_or_else(|| before.clone());
     let mut images = 0;
-    // Verified images by the volumes that they must contain.
+    // Verified images, grouped by the volumes that they must contain.
     let mut verified: BTreeMap<Volumes, Opened> = BTreeMap::new();
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();
@@ -39,7 +39,7 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
             "{what}, killed at {number}: {opened:?}"
         );
         if makes_another {
-            // If all slots are in use, none can be reused.
+            // Fails if all slots are in use.
             let made = pool.create_volume("another", bytes(3), VolumeFormat::Raw);
             assert!(
                 matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })),
@@ -70,8 +70,8 @@ fn every_operation_survives_a_kill_and_then_a_loss_of_power() {
     }
 }
 
-/// A kill during a deletion, and a damaged owner word of the volume. The repair treats it as unused
-/// only because of a record that may not be durable.
+/// A deletion is killed, and an owner word of the volume is damaged. The repair treats the chunk as
+/// unused only because of a record that may not be durable.
 #[test]
 fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
     let (media, pool) = new_pool_with(|_| {});
@@ -99,7 +99,7 @@ fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
     assert!(images > 100, "only {images} images");
 }
 
-/// Steps of [`Pool::repair`].
+/// Performs the steps of [`Pool::repair`].
 fn repair(media: &Simulator, superblock: &Superblock) {
     make_durable(media, superblock).unwrap();
     mend(media, superblock, false).unwrap();

@@ -11,19 +11,19 @@ use crate::media::simulator::{Random, Simulator};
 const STEPS: usize = 50;
 const SEEDS: u64 = 24;
 const BOUND: usize = 32;
-/// Size of a pool with raw volumes only.
+/// Size of a pool that contains only raw volumes, in chunks.
 const CHUNKS: u32 = 14;
-/// Sizes of the smallest BTT volume, and of one with a second arena.
+/// Size of the smallest BTT volume, and of one with a second arena, in chunks.
 const BTT_CHUNKS: [u64; 2] = [9, 18];
-/// One of this many seeds has a pool that is large enough for BTT volumes.
+/// For one of this many seeds, the pool is large enough for BTT volumes.
 const BTT_SEEDS: u64 = 6;
 const BTT_POOL_CHUNKS: u32 = 28;
-/// Chunks that every second pool reserves for volumes, more than most of them use.
+/// Number of chunks that every second pool reserves for volumes. Most pools use fewer.
 const STRG_CHUNKS: u64 = 5;
-/// Largest growth of a pool in a sequence.
+/// Maximum growth of a pool in a sequence, in chunks.
 const MORE_CHUNKS: u64 = 6;
 
-/// Pool and its expected content.
+/// Pool with its expected content.
 struct World {
     media: Simulator,
     pool: Arc<OtherPool>,
@@ -48,7 +48,7 @@ impl World {
             .then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
     }
 
-    /// Runs one random operation, and returns its name. Refusals are ordinary, for example because
+    /// Performs one random operation, and returns its name. It may be refused, for example because
     /// the pool is full or a name is in use.
     fn step(&mut self, random: &mut Random) -> &'static str {
         match random.below(16) {
@@ -141,7 +141,7 @@ impl World {
                 VolumeFormat::Raw => random.below(3) + 1,
                 VolumeFormat::Btt => BTT_CHUNKS[0],
             };
-            // A part may have the name of the volume, or that of another one.
+            // A part may have the name of the split volume, or the name of another volume.
             let name = |random: &mut Random| format!("v{}", random.below(4));
             let parts = [
                 (name(random), VolumeSize::Bytes(chunks * CHUNK_BYTES)),
@@ -161,7 +161,8 @@ impl World {
         "open"
     }
 
-    /// Kills the process in another step. The next process opens the visible state, durable or not.
+    /// Kills the process during another operation. The next process opens the visible state,
+    /// durable or not.
     fn die(&mut self, random: &mut Random) -> &'static str {
         self.step(random);
         let mut points = self.media.take_points();
@@ -169,12 +170,12 @@ impl World {
         self.media = point.killed();
         self.media.record();
         self.reopen();
-        // Open has truncated the file after an unfinished growth.
+        // If a growth was unfinished, opening has truncated the file.
         self.media = self.media.part(self.pool.superblock.size_bytes());
         "die"
     }
 
-    /// Steps of [`Pool::grow`].
+    /// Performs the steps of [`Pool::grow`].
     fn grow(&mut self) -> &'static str {
         self.reopen();
         let size_bytes = self.pool.superblock.size_bytes() + CHUNK_BYTES;
@@ -188,12 +189,12 @@ impl World {
         "grow"
     }
 
-    /// Writes content to new chunks of volumes. The crash does not concern it.
+    /// Writes content to new chunks of volumes. This is not part of the crash.
     fn fill_new(&mut self) {
         let mut marked = Marks::new();
         for volume in self.pool.volumes() {
             let chunks = (volume.size_bytes / CHUNK_BYTES) as u32;
-            // A part has the marks of the split volume, and gets its own from now on.
+            // A part has the marks of the split volume, and receives its own marks from now on.
             let had = self.marked.get(&volume.uuid).filter(|had| had.origin == volume.uuid);
             let had = had.map_or(0, |had| had.chunks);
             match volume.format {
@@ -211,7 +212,8 @@ impl World {
     }
 }
 
-/// Checks that STRG is reserved for volumes, minus their chunks, and that the rest is lendable.
+/// Checks that the STRG size minus the chunks of volumes is reserved, and that the rest is
+/// lendable.
 fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
     let info = pool.info();
     let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
@@ -263,7 +265,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
                     let pool = open(image).map_err(|error| error.to_string())?;
                     verify_strg(&pool, world.strg_bytes)
                 };
-                // Seeded separately, so that this step alone opens the same images.
+                // Seeded separately, so that a replay of only this step opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
                 images +=
                     verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {

@@ -1,4 +1,4 @@
-//! Crashes in a repair: another repair leads to the same result.
+//! Crashes during a repair. Another repair must produce the same result.
 
 use super::campaign::{Replay, replay_as, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verify, volumes_of};
@@ -10,7 +10,7 @@ use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
 use crate::pool::maintenance::repair::{Mending, mend, mend_superblocks};
 
-/// Damages a pool with a volume in chunks 2 to 4, repairs it, and opens each crash image after
+/// Damages and repairs a pool with a volume in chunks 2 to 4. Then opens each crash image after
 /// `again` has repaired it.
 fn survives_crashes(
     damage: impl Fn(&dyn Fn(u64, u64)),
@@ -45,13 +45,14 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
     let records = VOLUME_TABLE_OFFSETS;
     let mend_it =
         |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
-    // A record in two halves, and a word of the metadata.
+    // Both copies of a record are damaged in different words, and so is an owner word of the
+    // metadata.
     let both = |flip: &dyn Fn(u64, u64)| {
         flip(records[0] + 48, 1 << 3);
         flip(records[1] + 64, 1 << 9);
         flip(entry(1), 1);
     };
-    // A word with one wrong bit, and one that only the record explains.
+    // One owner word has a single wrong bit, and only the record explains the other.
     let gap = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
@@ -61,7 +62,7 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))),
         4
     );
-    // Words of unused chunks, which are known only after the gap is filled.
+    // Owner words of unused chunks are repaired only after the gap is filled.
     let nobodys = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(4), 1 << 17);
@@ -104,7 +105,7 @@ fn crash_in_a_repair_of_superblocks_leaves_repairable_ones() {
 const CHUNKS: u32 = 16;
 const DAMAGES: u64 = 250;
 
-/// Damages a few words, repairable or not.
+/// Damages a few words. The damage may or may not be repairable.
 fn damage_something(media: &Simulator, random: &mut Random) {
     let flip =
         |at: u64, bits: u64| media.store_word(at, media.load_word(at).unwrap() ^ bits).unwrap();
@@ -123,14 +124,14 @@ fn damage_something(media: &Simulator, random: &mut Random) {
     media.persist_range(0..media.len_bytes()).unwrap();
 }
 
-/// Copy of the media as it is now.
+/// Returns a copy of the media in its current state.
 fn copy_of(media: &Simulator) -> Simulator {
     media.record();
     let now = media.take_points().pop().expect("one for now");
     now.images(1, &mut Random::new(0)).pop().expect("an image")
 }
 
-/// Repairs and opens the pool. Returns its volumes if it opens.
+/// Repairs and opens the pool. Returns its volumes if it can be opened.
 fn repaired(media: &Simulator, superblock: &Superblock) -> Result<Volumes, String> {
     mend(media, superblock, false).map_err(|error| error.to_string())?;
     open(media).map(|pool| volumes_of(&pool)).map_err(|error| error.to_string())
@@ -160,8 +161,8 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
             (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
                 verify(image, &[expected])
             }
-            // A volume that lacks a chunk or is damaged cannot be checked. The rest must be
-            // correct.
+            // A volume with a missing chunk or other damage cannot be checked. Everything else must
+            // be correct.
             (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
             (Err(_), Err(_)) => Ok(()),
             (now, expected) => Err(format!("{now:?}, but {expected:?} without a crash")),

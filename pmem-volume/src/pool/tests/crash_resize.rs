@@ -1,5 +1,5 @@
-//! Crashes while a volume is resized: it has its old or its new size, its BTT agrees, and its
-//! content is complete.
+//! Crashes during a resize. The volume must have its old or new size, a matching BTT, and all of
+//! its content.
 
 use super::crash::{
     Replay, Volumes, fill_volume, new_pool_of, open, open_for, say_images, verify, verify_each,
@@ -31,7 +31,8 @@ fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<OtherPool>)
     (media, pool)
 }
 
-/// Words at the start of the volume's old chunks, which are its content in these tests.
+/// Returns the words at the start of the volume's old chunks, which are the volume's content in
+/// these tests.
 fn content(pool: &Arc<OtherPool>, chunks: u32) -> Vec<u64> {
     let volume = pool.open_volume("v").unwrap();
     let word = |index: u32| {
@@ -46,14 +47,14 @@ fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
     pool.open_volume("v").unwrap().check_btt().unwrap().sectors()
 }
 
-/// Verifies images of a BTT volume that grew. Record and BTT change together.
+/// Verifies images of a BTT volume that has grown. The record and the BTT must change together.
 fn verify_growth(
     points: &[CrashPoint],
     sectors_of: [u64; 2],
     held: &[u64],
 ) -> Result<usize, String> {
     let judge = |image: &Simulator| {
-        // A reader sees the state that the next open for writing produces.
+        // A reader must see the state that the next open for writing produces.
         let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
         let report = look.check().map_err(|error| error.to_string())?;
         if !report.is_clean() {
@@ -86,13 +87,13 @@ fn growth_of_a_btt_volume_is_atomic() {
     let points = media.take_points();
     assert_eq!((info.size_bytes, info.extents), (u64::from(NEW) * CHUNK_BYTES, 1));
     let new_sectors = sectors(&pool);
-    // Two arenas of about the same size.
+    // The two arenas have about the same size.
     assert!(new_sectors > 2 * old_sectors, "{new_sectors} after {old_sectors}");
     let images = verify_growth(&points, [old_sectors, new_sectors], &held).unwrap();
     Replay::from_environment().count(images, 400);
 }
 
-/// Runs all steps of a growth except the last correctly, then `finish`.
+/// Performs all steps of a growth correctly except the last one, for which it calls `finish`.
 fn grow_wrongly(
     finish: impl Fn(&Simulator, &OtherPool, &Space<'_>, &btt::Extension, &VolumeRecord),
 ) -> String {
@@ -172,7 +173,8 @@ fn clearing_the_log_before_its_words_are_durable_is_detected() {
         media.store_word(commit, 0).unwrap();
         media.persist_range(log..log + 4096).unwrap();
         store_words(media, &[(commit, committed)]);
-        // Correct up to here. Then the wrong order: clear the log, then store the words.
+        // All steps so far are correct. The wrong order follows: the log is cleared before the
+        // words are stored.
         store_words(media, &[(commit, 0)]);
         store_words(media, &words);
     });
@@ -192,7 +194,7 @@ fn reuse_of_an_index_before_the_scrub_mark_is_detected() {
             .unwrap();
     };
     write(&shrunk);
-    // Missing: the owner word of the removed chunk becomes scrub, persist.
+    // Omitted: changing the owner word of the removed chunk to *scrub*, and persisting it.
     let again = Run { start: ChunkId(20), chunks: 1 };
     pool.mark(&[again], |_| table::Owner::Volume { slot, index: 3 }).unwrap();
     write(&grown);
@@ -207,7 +209,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
     pool.scrub_all().unwrap();
-    // The added chunks are not the removed ones.
+    // The added chunks differ from the removed ones.
     let again = pool.resize_volume("v", bytes(4), Shrink::Refuse).unwrap();
     assert_eq!(again.extents, 1);
     let points = media.take_points();
@@ -219,7 +221,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
             drop(pool);
             return verify(image, &[&only(6), &only(2)]);
         }
-        // Added chunks have no marks yet.
+        // The added chunks have no marks yet.
         match content(&pool, 4)[2..] {
             [0, 0] => verify_space(image, &pool),
             _ => Err("the lost content is back".to_owned()),
@@ -235,7 +237,7 @@ fn removed_index_never_has_two_chunks_later() {
     for (name, chunks) in [("x", 1), ("v", 2), ("y", 1)] {
         pool.create_volume(name, bytes(chunks), VolumeFormat::Raw).unwrap();
     }
-    // The volume continues behind y, and is later extended before y, where x was.
+    // The volume continues behind y. Later it is extended before y, at the former place of x.
     pool.resize_volume("v", bytes(6), Shrink::Refuse).unwrap();
     pool.delete_volume("x").unwrap();
     pool.scrub_all().unwrap();
@@ -267,9 +269,9 @@ fn erasing_before_a_volume_has_shrunk_is_detected() {
     assert!(error.contains("has lost chunk"), "{error}");
 }
 
-/// Offset of a sector that was never written before: the map assigns its own block to it.
+/// Returns the offset of a sector that was never written. The map assigns its own block to it.
 fn sector_place(volume: &Volume, sector: u64) -> u64 {
-    // The first arena starts at 4 KiB, and its blocks one page later.
+    // The first arena starts at 4 KiB. Its blocks start one page later.
     let offset = 8192 + sector * 4096;
     let extents = volume.extents();
     let space = Space { media: volume.pool().media(), extents };
@@ -281,7 +283,7 @@ fn btt_volume_in_a_file_grows_twice_and_keeps_its_sectors() {
     let fixture = Fixture::new();
     let pool = fixture.create(256 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
-    // Makes the growing volume fragmented.
+    // Makes the volume fragmented when it grows.
     pool.create_volume("w", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
     let volume = pool.open_volume("v").unwrap();
     for sector in [0, 77, 2000] {
@@ -373,7 +375,7 @@ fn impossible_sizes_are_refused_without_changes() {
     drop(volume);
     assert!(before == fixture.image());
 
-    // A damaged BTT is not changed.
+    // A resize does not change a damaged BTT.
     let place = pool.open_volume("btt").unwrap().extents()[0].offset_bytes();
     fixture.flip(place + 4096 + 60, 1);
     let before = fixture.image();

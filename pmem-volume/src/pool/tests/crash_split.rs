@@ -1,4 +1,4 @@
-//! Splits of volumes: refusals, content of the parts, and crashes.
+//! Tests of splits: refusals, content of the parts, and crashes.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,8 @@ use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
 
 const CHUNKS: u32 = 30;
-/// Sectors of the BTT volume with content: some in each part, also at the start of chunks.
+/// Sectors of the BTT volume that have content. Each part has some, and some are at the start of
+/// chunks.
 const WRITTEN: [u64; 9] = [0, 1, 500, 509, 510, 1022, 1534, 4607, 8700];
 
 fn part(name: &str, chunks: u64) -> (String, VolumeSize) {
@@ -29,12 +30,12 @@ fn rest(name: &str) -> (String, VolumeSize) {
     (name.to_owned(), VolumeSize::Remaining)
 }
 
-/// Content of a raw volume at the start of each chunk.
+/// Returns the content at the start of a chunk in a raw volume.
 fn mark(index: u64) -> u64 {
     0x1234_0000 + index
 }
 
-/// Pool with a fragmented raw volume `v` of six chunks, and another volume.
+/// Creates a pool with a fragmented raw volume `v` of six chunks, and another volume.
 fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
     for (name, chunks) in [("x", 1), ("v", 2), ("w", 1)] {
@@ -52,7 +53,7 @@ fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     (media, pool)
 }
 
-/// Requested parts.
+/// Returns the requested parts.
 fn raw_parts() -> [(String, VolumeSize); 3] {
     [part("v", 1), part("b", 3), rest("c")]
 }
@@ -73,7 +74,7 @@ fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
     Ok((0..volume.size_bytes() / CHUNK_BYTES).map(word).collect())
 }
 
-/// Either the volume is whole or all parts exist, and every byte is in its place.
+/// Checks that either the volume or all parts exist, and that every byte is in the right place.
 fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
     // A reader sees the same, even before the remaining steps.
     let looked = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
@@ -111,7 +112,7 @@ fn split_of_a_raw_volume_is_atomic() {
     let images =
         verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
     Replay::from_environment().count(images, 730);
-    // The parts are ordinary volumes.
+    // The parts are ordinary volumes from here on.
     pool.delete_volume("b").unwrap();
     pool.resize_volume("c", VolumeSize::Bytes(4 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     pool.scrub_all().unwrap();
@@ -134,7 +135,7 @@ fn plan(
     pool.plan_parts(&pool.lock_state(), slot, parts, &chunks).unwrap()
 }
 
-/// Parts of the volume according to the records.
+/// Returns the parts of the volume according to their records.
 fn entries(
     pool: &OtherPool,
     slot: Slot,
@@ -159,7 +160,7 @@ fn owner_words_before_the_records_are_detected() {
     media.record();
     let (parts, slots) = entries(&pool, slot, &records);
     name_chunks(&media, &pool.superblock, &parts, &slots).unwrap();
-    // Too late: the records must be written first.
+    // This is too late, because the records must be written first.
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
@@ -182,7 +183,7 @@ fn records_without_a_transaction_are_detected() {
         .expect_err("the wrong order was not detected");
 }
 
-/// Pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
+/// Creates a pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
 fn with_btt_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
     pool.create_volume("v", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
@@ -201,7 +202,7 @@ fn old_sector(sector: u64) -> [u8; 4096] {
     bytes
 }
 
-/// Either the volume is whole with its content, or both parts exist and are empty.
+/// Checks that either the volume exists with its content, or both parts exist and are empty.
 fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), String> {
     let pool = open(image).map_err(|error| error.to_string())?;
     let volumes = volumes_of(&pool);
@@ -252,13 +253,13 @@ fn split_of_a_btt_volume_is_atomic_and_parts_are_empty() {
     let judge = |image: &Simulator| judge_btt(image, &before, 97);
     let images = verify_each(&points, 60, &mut Random::new(5), &judge).unwrap();
     Replay::from_environment().count(images, 500);
-    // Empty parts can be split without permission to lose content.
+    // Empty parts can be split without permission to discard content.
     pool.resize_volume("a", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     pool.split_volume("a", &[part("c", 9), part("d", 9)], SplitContent::Refuse).unwrap();
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
-/// Splits the BTT volume in wrong steps, and returns the error that detects it.
+/// Splits the BTT volume with wrong steps, and returns the error that reveals it.
 fn split_wrongly(
     steps: impl Fn(&Simulator, &OtherPool, &[volume_record::VolumeRecord], &mut Parts, &[Slot]),
 ) -> String {
@@ -311,7 +312,7 @@ fn missing_erasure_of_parts_is_detected() {
     });
 }
 
-/// The chunk contains only blocks, which no map entry names.
+/// The chunk contains only blocks that no map entry names.
 #[test]
 fn missing_erasure_of_a_single_chunk_is_detected() {
     let found = split_wrongly(|media, pool, records, parts, slots| {
@@ -353,8 +354,8 @@ fn final_records_before_the_last_step_are_detected() {
     });
 }
 
-/// Discarded sectors count as empty and cannot be read, but a guest that maps a part reads its
-/// bytes.
+/// Discarded sectors are treated as empty and cannot be read, but a guest that maps a part could
+/// read their bytes.
 #[test]
 fn discarded_sectors_are_erased_from_parts() {
     let (media, pool) = with_btt_volume();
@@ -368,7 +369,7 @@ fn discarded_sectors_are_erased_from_parts() {
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
-/// Other threads use the pool while the parts are erased, which may take minutes.
+/// Erasing the parts may take minutes. In the meantime, other threads use the pool.
 #[test]
 fn pool_is_usable_while_parts_are_erased() {
     let fixture = Fixture::new();
@@ -404,7 +405,7 @@ fn pool_is_usable_while_parts_are_erased() {
     assert!(fixture.check().is_clean());
 }
 
-/// A crash leaves only the records. A reader reports them.
+/// After a crash, only the records exist. Opening for reading reports them.
 #[test]
 fn unfinished_split_is_a_note_instead_of_damage() {
     let (media, pool) = with_btt_volume();
@@ -417,7 +418,7 @@ fn unfinished_split_is_a_note_instead_of_damage() {
     assert_eq!(report.pool.len(), 2, "{report:?}");
     assert!(report.pool.iter().all(|finding| matches!(finding, Finding::SplitUnfinished { .. })));
     assert!(matches!(looked.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
-    // The part cannot be copied either, because it still has the data of the old volume.
+    // The part cannot be copied either, because it still contains data of the split volume.
     assert!(matches!(looked.open_damaged_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
     drop(looked);
     let pool = open(&media).unwrap();

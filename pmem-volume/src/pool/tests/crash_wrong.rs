@@ -1,4 +1,4 @@
-//! Wrong orders of commit protocols that are not tested elsewhere. Their detection shows that the
+//! Wrong orders of commit protocols that are not tested elsewhere. Their detection proves that the
 //! tests of the right orders are effective.
 
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ fn reuse_of_a_slot_before_the_scrub_marks_is_detected() {
         let slot = Slot(0);
         mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
             .unwrap();
-        // Missing: its owner words become scrub, persist.
+        // Omitted: changing its owner words to *scrub*, and persisting them.
         let run = Run { start: ChunkId(8), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
         write_record(media, pool, &record_of(slot, "v", VolumeFormat::Raw, 2));
@@ -66,7 +66,7 @@ fn record_of_a_btt_volume_before_its_format_is_detected() {
     assert!(error.contains("BTT of b"), "{error}");
 }
 
-/// Handles chunks that a crash left lent, in the wrong order.
+/// Performs the steps for chunks that a crash left lent, in the wrong order.
 #[test]
 fn freeing_before_erasing_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -85,8 +85,8 @@ fn freeing_before_erasing_is_detected() {
     assert!(error.contains("old content"), "{error}");
 }
 
-/// A crash left a chunk of an unfinished volume. Open does not mark it, and the slot is reused
-/// meanwhile.
+/// A crash left a chunk of an unfinished volume. Opening does not mark it, and the slot is reused
+/// in the meantime.
 #[test]
 fn open_that_does_not_mark_leftovers_is_detected() {
     let error = must_be_found_out(|media, pool| {
@@ -98,15 +98,15 @@ fn open_that_does_not_mark_leftovers_is_detected() {
             })
         };
         make(8).unwrap();
-        // Missing: its owner word becomes scrub, persist, before all other changes.
+        // Omitted: changing its owner word to *scrub* and persisting it before all other changes.
         make(10).unwrap();
         write_record(media, pool, &record_of(slot, "w", VolumeFormat::Raw, 1));
     });
     assert!(error.contains("are both chunk"), "{error}");
 }
 
-/// An owner word is *free* while the chunk is still being erased. The chunk is lent again, and
-/// stores of its new owner may be erased.
+/// An owner word is *free* while the chunk is still being erased. The chunk is lent again, and the
+/// erasure may destroy stores of its new owner.
 #[test]
 fn chunk_that_is_free_during_its_erasure_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -118,7 +118,7 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
         pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
     }
     batch.iter().for_each(|run| pool.lock_state().buddy.free_run(*run));
-    // The chunk becomes part of a volume, which reads the old content of memory.
+    // The chunk becomes part of a volume, from which the old content of memory can be read.
     let all = VolumeSize::Bytes(pool.info().free_bytes);
     media.record();
     pool.create_volume("v", all, VolumeFormat::Raw).unwrap();
@@ -130,7 +130,7 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
     assert!(error.contains("the old content of chunk") || error.contains("old content"), "{error}");
 }
 
-/// Open rewrites a damaged superblock in the wrong way: both copies at once.
+/// Opening rewrites a damaged superblock in a wrong way, by writing both copies at the same time.
 #[test]
 fn open_that_also_writes_the_good_superblock_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -138,7 +138,7 @@ fn open_that_also_writes_the_good_superblock_is_detected() {
     let newer = Superblock { sequence: pool.superblock.sequence + 1, ..pool.superblock.clone() };
     for at in layout::SUPERBLOCK_OFFSETS {
         media.store(at, zerocopy::IntoBytes::as_bytes(&newer.to_bytes())).unwrap();
-        // Missing: persist of the first copy before the other is written.
+        // Omitted: the persist of the first copy before the second one is written.
     }
     let opens = |image: &Simulator| open(image).map(drop).map_err(|error| error.to_string());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &opens)

@@ -1,5 +1,5 @@
-//! Damaged pools: data with a second copy is read from it, data without one is refused, and the
-//! damage never gets worse.
+//! Tests of damaged pools. Data with a second copy is read from that copy, and data without one is
+//! refused. The damage must never get worse.
 
 use std::mem::offset_of;
 
@@ -11,7 +11,7 @@ use crate::pool::layout::{
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
-/// Pool with a volume of three chunks, at 5 to 7 times 2 MiB from its start.
+/// Creates a pool with a volume of three chunks, numbers 5 to 7 of the pool.
 fn with_volume() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 4 * MIB);
@@ -20,7 +20,7 @@ fn with_volume() -> Fixture {
     fixture
 }
 
-/// Sample of the fields. The test in `fields.rs` flips every bit of all fields.
+/// Sample of superblock fields. The test in `fields.rs` flips every bit of all fields.
 const SUPERBLOCK_FIELDS: [(&str, usize); 3] = [
     ("magic", offset_of!(SuperblockBytes, magic)),
     ("sequence", offset_of!(SuperblockBytes, sequence)),
@@ -62,7 +62,7 @@ fn flipped_bit_in_both_superblocks_is_refused() {
     fixture.open();
 }
 
-/// Changes both superblocks and their checksums.
+/// Changes both superblocks, and updates their checksums.
 pub(super) fn with_superblock(fixture: &Fixture, change: impl Fn(&mut SuperblockBytes)) {
     use zerocopy::{FromBytes, IntoBytes};
     let bytes = fs::read(fixture.path()).unwrap();
@@ -119,7 +119,7 @@ fn volume_record_is_read_from_either_copy() {
 #[test]
 fn crash_between_copies_of_a_record_leaves_the_newer_one() {
     let fixture = with_volume();
-    // The second copy as it was before the volume was created.
+    // Restores the second copy to its state before the volume was created.
     let empty = volume_record::empty_record(Slot(0), 0);
     fixture.overwrite(VOLUME_TABLE_OFFSETS[1], zerocopy::IntoBytes::as_bytes(&empty));
     let report = fixture.check();
@@ -208,8 +208,7 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
     let owner = |chunk, owner| {
         fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
     };
-    // Leftovers of a creation and a growth of a volume and of a moved table, and an unscrubbed
-    // chunk.
+    // Leftovers of creating and growing a volume, and of a moved table, and an unscrubbed chunk.
     let leftovers = [
         Owner::Volume { slot: Slot(5), index: 0 },
         Owner::Volume { slot: Slot(0), index: 3 },
@@ -239,7 +238,7 @@ fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
     let last = pool.open_volume("data").unwrap().extents()[0].run.start.0 + 2;
     let superblock = pool.superblock.clone();
     drop(pool);
-    // The last chunk of the volume moves to chunk 25: two words that must change together.
+    // The last chunk of the volume moves to chunk 25. Two words must change together.
     let moved = encode_owner(ChunkId(25), Owner::Volume { slot: Slot(0), index: 2 });
     let words = [(entry(last), encode_owner(ChunkId(last), Owner::Scrub)), (entry(25), moved)];
     let media = crate::media::MemoryMedia::from_bytes(&fs::read(fixture.path()).unwrap());
@@ -267,8 +266,8 @@ fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
     drop((volume, pool));
     assert_eq!(fixture.check().pool, []);
 
-    // Transactions that would store into a free chunk, a superblock, the log itself, and behind the
-    // end.
+    // Each transaction would store to an invalid place: a free chunk, a superblock, the log itself,
+    // or behind the end.
     for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {
         redo_log::write_for_test(&media, &superblock, &[(at, 1)]);
         fs::write(fixture.path(), media.to_bytes()).unwrap();
@@ -297,7 +296,7 @@ fn wear_leveling_continues_after_an_open() {
         (2..32).map(|chunk| table.wear(pool.media(), ChunkId(chunk)).unwrap().unwrap()).collect();
     assert_eq!(wear.iter().sum::<u32>(), 10_000);
     let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
-    // 333 on average. Without wear leveling, one chunk would have all uses.
+    // The average is 333. Without wear leveling, a single chunk would have all uses.
     assert!(*least >= 290 && *most <= 380, "{wear:?}");
     assert_eq!(pool.info().free_bytes, 60 * MIB);
 }

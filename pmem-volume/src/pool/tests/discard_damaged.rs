@@ -1,5 +1,5 @@
-//! Volumes that lack chunks: their chunks are never reused, and giving up such a volume makes the
-//! pool usable again.
+//! Tests of volumes with missing chunks. Their chunks must never be reused. Giving up such a volume
+//! must make the pool usable again.
 
 use super::campaign::{say_images, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};
@@ -11,7 +11,7 @@ use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::layout::VOLUME_TABLE_OFFSETS;
 use crate::pool::maintenance::repair::mend_tables;
 
-/// Changes an owner word and its check, as if the disk had lost a store.
+/// Changes an owner word and its checksum, as if the disk had lost a store.
 fn set_owner(fixture: &Fixture, chunk: u32, owner: Owner) {
     fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
 }
@@ -20,12 +20,12 @@ fn give_up(fixture: &Fixture, name: &str, dry_run: bool) -> Result<RepairReport,
     Pool::repair_with(&fixture.path(), dry_run, Some(name), &mut |_| {})
 }
 
-/// Possible owner words of a lost chunk of the volume `raw`.
+/// Owner words that a lost chunk of the volume `raw` may have.
 const LOST: [Owner; 4] = [
     Owner::Free,
     Owner::Scrub,
     Owner::Memory,
-    // Leftover: behind the end of another volume.
+    // A leftover behind the end of another volume.
     Owner::Volume { slot: Slot(0), index: 9 },
 ];
 
@@ -112,7 +112,7 @@ fn only_a_volume_without_all_chunks_can_be_given_up() {
             "{error}"
         );
     }
-    // The log may contain a store into the volume's record.
+    // The log may contain a store to the volume's record.
     fixture.flip(layout::LOG_OFFSET + 24, 3);
     fixture.flip(layout::LOG_OFFSET + 25, 3);
     for dry_run in [true, false] {
@@ -127,8 +127,8 @@ fn only_a_volume_without_all_chunks_can_be_given_up() {
     assert!(before == fs::read(fixture.path()).unwrap());
 }
 
-/// Gives up `v`, whose chunk 3 is marked *free*, and repeats it after each crash. If `damaged` is
-/// set, this copy of its record is damaged.
+/// Gives up volume `v`, whose chunk 3 is marked *free*, and repeats this after each crash. If
+/// `damaged` is set, that copy of the volume's record is damaged.
 fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     for (name, chunks) in [("v", 3), ("w", 2)] {

@@ -1,6 +1,6 @@
-//! Flips of every bit of every field of every structure, with the old and with a matching checksum.
-//! The expected outcomes are listed for each field. A refused pool is not changed, and the states
-//! of an opened pool add up.
+//! Flips of every bit in every field of every structure, with the old checksum and with an updated
+//! one. The expected outcomes are listed for each field. If opening is refused, the pool must not
+//! change. If it succeeds, the bytes by state must add up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -18,10 +18,11 @@ use crate::pool::layout::{
     SuperblockBytes, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
-/// Name and bits of a field.
+/// Name of a field and range of its bits.
 type Field = (&'static str, Range<usize>);
 
-/// All fields of a structure, by its definition. A missing or misplaced field does not pass.
+/// Returns all fields of a structure, based on its definition. Fails if a field is missing or
+/// misplaced.
 macro_rules! fields {
     ($type:ty: $($field:ident),*) => {{
         let zeroed = <$type>::new_zeroed();
@@ -56,23 +57,23 @@ fn log_entry_fields() -> Vec<Field> {
     fields!(LogEntryBytes: offset, word)
 }
 
-/// Fields of an owner word, as in docs/reference/format.md.
+/// Returns the fields of an owner word, as in docs/reference/format.md.
 fn owner_fields() -> Vec<Field> {
     vec![("index", 0..28), ("slot", 28..44), ("state", 44..48), ("check", 48..64)]
 }
 
-/// Fields of a wear word.
+/// Returns the fields of a wear word.
 fn wear_fields() -> Vec<Field> {
     vec![("count", 0..32), ("zero", 32..48), ("check", 48..64)]
 }
 
-/// Removes the checksum, which would be corrected again.
+/// Removes the checksum, because it would be corrected again.
 fn but_the_checksum(mut fields: Vec<Field>) -> Vec<Field> {
     fields.retain(|(name, _)| !["checksum", "check"].contains(name));
     fields
 }
 
-/// Pool with a volume in chunks 2 to 4, and another one in chunk 5.
+/// Creates a pool with a volume in chunks 2 to 4, and another one in chunk 5.
 fn sample() -> Simulator {
     let (media, pool) = new_pool_of(12, |superblock| {
         superblock.strg_bytes = 4 * CHUNK_BYTES;
@@ -95,7 +96,7 @@ fn copy_of(media: &Simulator) -> Simulator {
     now.images(1, &mut Random::new(0)).pop().expect("an image")
 }
 
-/// Name of the variant, and of the superblock's field.
+/// Returns the name of the error's variant, and the superblock field if there is one.
 fn name_of(error: &PoolError) -> String {
     match error {
         PoolError::SuperblockInvalid { source, .. } => {
@@ -108,7 +109,7 @@ fn name_of(error: &PoolError) -> String {
     }
 }
 
-/// Opens an image for reading and writing, and returns the outcome in one word.
+/// Opens an image for reading and for writing, and returns the outcome in one word.
 fn outcome(image: &Simulator) -> String {
     let before = image.content();
     for mode in [OpenMode::ReadOnly, OpenMode::Peek] {
@@ -132,7 +133,7 @@ fn outcome(image: &Simulator) -> String {
             assert_states_add_up(&pool.info());
             let findings = pool.findings_at_open();
             assert!(findings.iter().all(|f| f.severity() < Severity::Fatal), "{findings:?}");
-            // A word with a correct checksum can mark a chunk with content as free.
+            // A word with a correct checksum can mark a chunk that contains data as free.
             let found = pool.check().unwrap().pool;
             assert!(found.iter().all(|f| matches!(f, Finding::NotErased { .. })), "{found:?}");
             let names: BTreeSet<_> = findings
@@ -149,13 +150,14 @@ fn outcome(image: &Simulator) -> String {
     }
 }
 
-/// Outcomes of the bits of each field.
+/// Outcomes of flipping the bits of each field.
 type Outcomes = BTreeMap<&'static str, BTreeSet<String>>;
 
 fn outcomes(media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)) -> Outcomes {
     let mut seen = Outcomes::new();
     for (name, bits) in fields {
-        // A sample of reserved fields, whose bits have no different meanings.
+        // Only a sample of the bits in reserved fields is flipped, because these bits do not differ
+        // in meaning.
         let step = if bits.len() > 512 { 61 } else { 1 };
         for bit in bits.clone().step_by(step) {
             let image = copy_of(media);
@@ -171,7 +173,7 @@ fn turn_bit(media: &Simulator, start: u64, bit: usize) {
     media.store_word(at, media.load_word(at).unwrap() ^ 1 << (bit % 64)).unwrap();
 }
 
-/// Flips a bit in both copies of a record, and corrects their checksums.
+/// Flips a bit in both copies of a record, and updates their checksums.
 fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
     for start in copies {
         turn_bit(media, start, bit);
@@ -185,7 +187,7 @@ fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
 
 type Expected = &'static [(&'static str, &'static [&'static str])];
 
-/// Prints the difference field by field. All fields must be listed.
+/// Compares the outcomes, and prints differences for each field. All fields must be listed.
 fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
     let expected: Outcomes = expected
         .iter()
@@ -224,14 +226,14 @@ fn turn_word_sealed(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize
     media.store_word(at, seal_for_test(chunk, is_wear, low)).unwrap();
 }
 
-/// Committed transaction that was not redone: the volume's last chunk moves to another place.
+/// Transaction that is committed but not redone. It moves the volume's last chunk to another place.
 fn transaction() -> [(u64, u64); 2] {
     let moved = Owner::Volume { slot: Slot(0), index: 2 };
     [(LAST, Owner::Scrub), (OTHER, moved)]
         .map(|(chunk, owner)| (entry_of(chunk), encode_owner(chunk, owner)))
 }
 
-/// Last chunk of the volume, and a free one.
+/// Last chunk of the volume, and a free chunk.
 const LAST: ChunkId = ChunkId(4);
 const OTHER: ChunkId = ChunkId(9);
 
@@ -246,7 +248,7 @@ fn with_transaction() -> Simulator {
     media
 }
 
-/// Flips a bit of the transaction's second entry, and corrects the checksum.
+/// Flips a bit in the second entry of the transaction, and updates the checksum.
 fn turn_entry_sealed(media: &Simulator, bit: usize) {
     let [first, (mut offset, mut word)] = transaction();
     match bit {
@@ -338,10 +340,11 @@ const RECORD_SEALED: Expected = &[
     ("format", &["Damaged VolumeRecordInvalid"]),
     ("name_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved0", &["opens"]),
-    // Two single flags are valid: one allows missing chunks, and one marks an unfinished split.
+    // Two flags are valid alone. One allows missing chunks, and the other marks an unfinished
+    // split.
     ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
-    // As before a growth or after shrinking.
+    // The same values occur before a growth or after shrinking.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
@@ -409,7 +412,7 @@ fn flipped_bits_of_the_chunk_table_have_the_listed_outcomes() {
 
 const EMPTY_LOG: Expected = &[
     ("magic", &["Damaged LogDamaged"]),
-    // In an empty log, the fields of its last transaction are ignored.
+    // If the log is empty, the fields of its last transaction are ignored.
     ("entries", &["opens"]),
     ("checksum", &["opens"]),
     ("commit", &["Damaged LogDamaged"]),
@@ -430,7 +433,8 @@ const LOG_ENTRY_SEALED: Expected = &[
         &[
             "Damaged LogDamaged",
             "Damaged OwnerWord",
-            // Inside a volume, or a wear word: the transaction leaves a chunk missing.
+            // The offset is inside a volume or is a wear word, so a chunk is missing after the
+            // transaction.
             "Damaged IndexMissing",
         ],
     ),
@@ -449,8 +453,8 @@ fn flipped_bits_of_the_log_have_the_listed_outcomes() {
     assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
 }
 
-/// First and last bit of each field again, in a real file. A refused file keeps its bytes, length
-/// and blocks.
+/// Flips the first and last bit of each field in a real file. If opening is refused, the file must
+/// keep its bytes, length and blocks.
 #[test]
 fn refused_file_is_unchanged() {
     let fixture = Fixture::new();

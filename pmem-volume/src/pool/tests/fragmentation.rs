@@ -1,5 +1,5 @@
-//! Contiguity of a pool after a million random operations. The figures are in
-//! docs/design/benchmarks.md.
+//! Contiguity of a pool's free space after a million random operations. docs/design/benchmarks.md
+//! contains the results.
 
 use std::io::Write;
 
@@ -7,21 +7,21 @@ use super::*;
 use crate::media::simulator::Random;
 use crate::pool::alloc::buddy::{Buddy, Placement};
 
-/// 256 GiB.
+/// Number of chunks in a pool of 256 GiB.
 const CHUNKS: u32 = 1 << 17;
 const OPERATIONS: u32 = 1_000_000;
-/// Extents of this order are 1 GiB, the size of the second-largest page.
+/// Order of extents of 1 GiB, the largest page size of x86-64.
 const LARGE_ORDER: u8 = 9;
-/// Requests are 2 MiB to 4 GiB.
+/// Binary logarithm that limits the size of a request. Requests have 2 MiB to 4 GiB.
 const MAX_REQUEST_BITS: u64 = 12;
 
-/// Random size with a uniformly distributed logarithm.
+/// Returns a random size with a uniformly distributed logarithm.
 fn request(random: &mut Random) -> u32 {
     let order = random.below(MAX_REQUEST_BITS);
     (1 << order) + random.below(1 << order) as u32
 }
 
-/// Percentage of chunks in large extents.
+/// Returns the percentage of chunks that are in large extents.
 fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
     let (mut large, mut all) = (0u64, 0u64);
     for extent in extents {
@@ -31,8 +31,8 @@ fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
     100.0 * large as f64 / all.max(1) as f64
 }
 
-/// Lends and returns memory, a request or a part of it at a time, so that `percent` of the pool
-/// stays lent.
+/// Lends and returns memory, one request or a part of one at a time. `percent` of the pool remains
+/// lent.
 fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut buddy = Buddy::default();
     buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
@@ -41,8 +41,8 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut operations = 0;
     while operations < OPERATIONS {
         let chunks = request(random);
-        // Make space for requests of any size. Otherwise only small ones would be left after a
-        // while.
+        // Returns memory until there is space for a request of any size. Otherwise, only small
+        // requests would be left after a while.
         while buddy.free_chunks() < keep_free + chunks {
             let place = random.below(held.len() as u64) as usize;
             let keep = if random.below(4) == 0 { held[place].len() / 2 } else { 0 };
@@ -58,11 +58,11 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     (buddy, held)
 }
 
-/// Free extents, largest first.
+/// Returns the free extents, largest first.
 fn free_extents(buddy: &mut Buddy) -> Vec<Extent> {
     let all = buddy.free_chunks();
     let mut extents = Vec::new();
-    // Allocated one by one, because a larger request would be divided by its own size.
+    // Allocated one by one, because a larger request would be divided according to its own size.
     while let Some(order) = buddy.largest_order() {
         extents.extend(buddy.allocate(1 << order, Placement::Low).expect("it is free"));
     }

@@ -1,9 +1,9 @@
-//! Free chunks that do not read as zeros: a check reports them and a repair erases them. Tests of
-//! chunks that a volume may need are in `discard_damaged.rs`.
+//! Tests of free chunks that do not read as zeros. A check must report them, and a repair must
+//! erase them. `discard_damaged.rs` tests chunks that a volume may need.
 
 use super::*;
 
-/// Pool with a raw volume in chunks 2 to 4.
+/// Creates a pool with a raw volume in chunks 2 to 4.
 fn with_volume(folder: &Path) -> Fixture {
     let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
     let pool = fixture.create(32 * MIB, 0);
@@ -15,7 +15,7 @@ fn with_volume(folder: &Path) -> Fixture {
     fixture
 }
 
-/// On tmpfs, and in the current folder, which is probably on a disk.
+/// Returns a pool on tmpfs, and one in the current folder, which is probably on a disk.
 fn fixtures() -> [Fixture; 2] {
     ["/dev/shm".into(), std::env::current_dir().unwrap()].map(|folder| with_volume(&folder))
 }
@@ -34,7 +34,7 @@ fn old_content_of_a_free_chunk_is_detected_and_erased() {
         let report = fixture.check();
         assert_eq!(report.pool, not_erased(&[7, 9]));
         assert!(!report.is_clean());
-        // Open does not read the chunks, but a check of the open pool does.
+        // Opening does not read the chunks, but a check of the open pool does.
         assert_eq!(fixture.open().check().unwrap().pool, not_erased(&[7, 9]));
         let dry = Pool::repair(&fixture.path(), true).unwrap();
         assert_eq!(fixture.check().pool, not_erased(&[7, 9]), "a dry run changes nothing");

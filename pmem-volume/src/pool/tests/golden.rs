@@ -1,9 +1,9 @@
 //! Golden image of the format. Pools of this version must be readable forever, and the format must
 //! not change by accident.
 //!
-//! The image is kept as text. To see what changed, run with
-//! `PMEM_VOLUME_WRITE_GOLDEN=1` and look at the difference; then the version has to change as well,
-//! unless its readers ignore the difference.
+//! The image is stored as text. To show the changes, run the test with `PMEM_VOLUME_WRITE_GOLDEN=1`
+//! and compare the files. If the format has changed, its version must change too, unless readers of
+//! this version ignore the difference.
 
 use uuid::Uuid;
 use zerocopy::{FromBytes, IntoBytes};
@@ -20,7 +20,8 @@ use crate::test_image::{from_text, to_text};
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
 const POOL_BYTES: u64 = 32 * MIB;
 
-/// Pool with lent memory, a chunk to be scrubbed, a retired one, a BTT volume and a raw one.
+/// Builds a pool with lent memory, a chunk that waits to be scrubbed, a retired chunk, a BTT volume
+/// and a raw one.
 fn build() -> MemoryMedia {
     let media = MemoryMedia::new(POOL_BYTES);
     let superblock =
@@ -74,7 +75,7 @@ fn this_version_writes_the_golden_image() {
 fn this_version_reads_the_golden_image_and_an_older_one() {
     let mut bytes = from_text(&fs::read_to_string(GOLDEN).unwrap(), POOL_BYTES);
     read_golden(&bytes);
-    // The first programs of version 1 wrote no MBR.
+    // The first programs for version 1 wrote no MBR.
     for at in crate::pool::layout::SUPERBLOCK_OFFSETS {
         let copy = &mut bytes[at as usize..][..size_of::<SuperblockBytes>()];
         let mut superblock = SuperblockBytes::read_from_bytes(copy).unwrap();

@@ -1,5 +1,5 @@
-//! Pool on media that calls a hook before each persist and erase, and before the persist of each
-//! range begins.
+//! Pool on media with a hook that is called before each persist and erase, and before the persist
+//! of each range begins.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use crate::media::{MediaError, Pending};
 
 type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 
-/// Simulated media with the hook. Clones share the media.
+/// Simulated media with a hook. Clones share the same media.
 #[derive(Clone)]
 pub(super) struct Hooked {
     media: Simulator,
     before: Arc<Hook>,
     stored: Arc<Mutex<Vec<u64>>>,
-    /// Unreadable range.
+    /// Range whose reads fail.
     bad: Arc<Mutex<Option<Range<u64>>>>,
 }
 
@@ -30,7 +30,7 @@ impl Hooked {
         Self { media, before: Arc::new(before), stored: Arc::default(), bad: Arc::default() }
     }
 
-    /// Offsets of words stored since the last call.
+    /// Returns the offsets of words that were stored since the last call.
     pub(super) fn take_stored(&self) -> Vec<u64> {
         std::mem::take(&mut *self.stored.lock().unwrap())
     }
@@ -40,7 +40,7 @@ impl Hooked {
         *self.bad.lock().unwrap() = bad;
     }
 
-    /// Offsets of words with this value.
+    /// Returns the offsets of words with this value.
     pub(super) fn find_words(&self, value: u64) -> Vec<u64> {
         let (words, _) = self.media.content();
         words.into_iter().filter(|(_, word)| *word == value).map(|(at, _)| at).collect()
@@ -64,7 +64,7 @@ impl Hooked {
         }
     }
 
-    /// Crash point of a loss of power now.
+    /// Returns the crash point of a power failure at this moment.
     pub(super) fn crash_point(&self) -> CrashPoint {
         self.media.record();
         self.media.take_points().pop().expect("one for now")
@@ -111,7 +111,7 @@ impl Media for Hooked {
     }
 }
 
-/// Opens the pool on `media`, and creates one if there is none.
+/// Opens the pool on `media`, and creates the pool if it does not exist.
 pub(super) fn open(media: Hooked) -> Arc<OtherPool> {
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = 4;

@@ -1,4 +1,5 @@
-//! Pool files with arbitrary content and correct checksums: open and check must return a result.
+//! Tests of pool files with arbitrary content and correct checksums. Opening and checking must
+//! return a result.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -16,17 +17,17 @@ const POOL_BYTES: u64 = 32 * MIB;
 
 #[derive(Clone, Debug)]
 enum Change {
-    /// Word of both superblocks, with correct checksums.
+    /// Changes a word in both superblocks, with correct checksums.
     Superblock { word: usize, value: u64 },
-    /// Word of both copies of a volume record, with correct checksums.
+    /// Changes a word in both copies of a volume record, with correct checksums.
     Record { slot: u64, word: usize, value: u64 },
-    /// Complete owner word.
+    /// Replaces an owner word.
     Owner { chunk: u32, slot: u16, index: u32, kind: u8 },
-    /// Word anywhere in the metadata.
+    /// Changes a word anywhere in the metadata.
     Anything { word: u64, value: u64 },
-    /// Word of the first volume's BTT: info block, map or flog.
+    /// Changes a word in the first volume's BTT: in an info block, the map or the flog.
     Btt { word: u64, value: u64 },
-    /// Committed transaction.
+    /// Writes a committed transaction.
     Log { words: Vec<(u64, u64)> },
 }
 
@@ -97,7 +98,7 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
                 .copy_from_slice(&value.to_le_bytes());
         }
         Change::Log { words } => {
-            // Copies only the log, because copying all of the media would be slow.
+            // Copies only the log, because copying the whole media would be slow.
             let media = crate::media::simulator::Simulator::new(POOL_BYTES);
             redo_log::write_for_test(&media, superblock, words);
             let log = &mut bytes[LOG_OFFSET as usize..][..4096];
@@ -106,8 +107,8 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
     }
 }
 
-/// Checks that a repair makes the changes that the dry run reported, and that a pool without
-/// remaining damage opens and is clean.
+/// Checks that a repair makes the changes that its dry run reported. If no damage remains, the pool
+/// must open and be clean.
 fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(), TestCaseError> {
     let copy = Fixture::new();
     fs::write(copy.path(), bytes).unwrap();
@@ -131,7 +132,7 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
     Ok(())
 }
 
-/// Sparse file whose superblock assigns nearly all of it to the log, with a transaction that fills
+/// In a sparse file, the superblock assigns almost all space to the log, and a transaction fills
 /// it.
 #[test]
 fn huge_log_is_refused_before_it_is_read() {
@@ -201,7 +202,7 @@ proptest! {
                     }
                 }
                 drop(pool);
-                // Corrections are permanent.
+                // The corrections must be permanent.
                 let pool = Pool::open(&fixture.path(), OpenMode::ReadWrite).unwrap();
                 assert_states_add_up(&pool.info());
                 drop(pool);
@@ -213,7 +214,7 @@ proptest! {
     }
 }
 
-/// The table of a sparse file is a hole and therefore has only bad words, which are read more than
+/// In a sparse file, the chunk table is a hole. All its words are bad, so they are read more than
 /// once.
 #[test]
 fn reading_holes_allocates_no_blocks() {

@@ -1,4 +1,5 @@
-//! Sparse files that claim many TiB: checking and repairing them uses little memory.
+//! Tests of sparse files whose metadata claims many TiB. Checking and repairing them must use
+//! little memory.
 
 use std::process::Command;
 
@@ -10,12 +11,12 @@ use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::format::volume_record::VolumeRecord;
 
 const HUGE_BYTES: u64 = 2 << 40;
-/// A map of the pool's chunks has 4 bytes for each, which is 4 MiB. The program itself uses some 10
-/// MiB.
+/// Limit of resident memory. A list with 4 bytes for each chunk takes 4 MiB. The program itself
+/// uses about 10 MiB.
 const MAX_RESIDENT_BYTES: u64 = 64 << 20;
 const POOL_VARIABLE: &str = "PMEM_VOLUME_HUGE_TEST_POOL";
 
-/// Pool with only superblocks and a log.
+/// Creates a pool that has only superblocks and a log.
 fn claim(fixture: &Fixture) -> (fs::File, Superblock) {
     let superblock = create::plan(HUGE_BYTES, 0, Uuid::from_u128(1), 1).unwrap();
     let mut options = OpenOptions::new();
@@ -28,7 +29,7 @@ fn claim(fixture: &Fixture) -> (fs::File, Superblock) {
     (file, superblock)
 }
 
-/// Fills each slot with a volume as large as the pool.
+/// Fills each slot with a volume that claims the size of the whole pool.
 fn claim_volumes(file: &fs::File, superblock: &Superblock) {
     for slot in superblock.slots() {
         let record = VolumeRecord {
@@ -55,8 +56,8 @@ fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) ->
     file.write_all_at(&bytes, superblock.chunk_table_offset).unwrap();
 }
 
-/// Not a test of its own: the operations on the pool, in a separate process to measure their
-/// memory.
+/// Not a test of its own. It performs the operations in a separate process, so that their memory
+/// use can be measured.
 #[test]
 fn process_that_checks_a_huge_pool() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };

@@ -1,4 +1,5 @@
-//! Failing media: the first failure makes the pool read-only, and the next open finds it intact.
+//! Tests of failing media. The first failure must make the pool read-only, and the next open must
+//! find it intact.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
@@ -13,7 +14,8 @@ use crate::btt::{Engine, EngineError, arenas};
 use crate::media::simulator::Random;
 use crate::media::{Media, MediaError, Pending};
 
-/// Media whose persists and erases fail without any effect after `left` successful ones.
+/// Creates media on which persists and erases fail without any effect after `left` of them have
+/// succeeded.
 fn failing(left: Arc<AtomicU32>) -> Hooked {
     Hooked::new(40 * MIB, move || {
         let counted = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
@@ -30,11 +32,11 @@ fn failure() -> MediaError {
     }
 }
 
-/// Images of each loss of power after a failure.
+/// Maximum number of images of a power failure after a media failure.
 const BOUND: usize = 50;
 
-/// Checks that every image of a loss of power opens and is intact, whatever part of the failed
-/// write it keeps.
+/// Checks that every image of a power failure opens and is intact, whichever part of the failed
+/// write it contains.
 fn assert_survives_loss_of_power(media: &Hooked) {
     for image in media.crash_point().images(BOUND, &mut Random::new(1)) {
         let pool = crash::open(&image).unwrap();
@@ -46,7 +48,7 @@ fn assert_survives_loss_of_power(media: &Hooked) {
     }
 }
 
-/// Lends and returns memory, creates, flushes, renames, resizes and deletes volumes, up to the
+/// Lends and returns memory, and creates, flushes, renames, resizes and deletes volumes, until the
 /// first error.
 fn work(pool: &Arc<Pool<impl Media>>) -> Result<(), PoolError> {
     let memory = pool.alloc_memory(6 * MIB)?;
@@ -108,7 +110,7 @@ fn first_failure_makes_the_pool_read_only_until_it_is_reopened() {
     assert!(failures >= 20, "only {failures} calls could fail");
 }
 
-/// Checks an engine and its pool after a failed write.
+/// Checks an engine and its pool after a write has failed.
 fn assert_read_only<M: Media>(
     pool: &Pool<M>,
     engine: &Engine<Volume<M>>,
@@ -150,20 +152,20 @@ fn failed_write_back_makes_arena_and_pool_read_only() {
         assert_survives_loss_of_power(&media);
         failures += 1;
     }
-    // Begun persists: map words of the sectors and of the lanes, and for each sector two halves and
-    // data. Ended persists: two.
+    // The write begins persists for the map words of the sectors, for the map words of the lanes,
+    // and for two halves and the data of each sector. It ends two persists.
     assert_eq!(failures, 1 + 1 + 2 * 3 + 2, "each of them can fail");
 }
 
 #[test]
 fn truncated_file_makes_arena_and_pool_read_only() {
     for is_dax in [false, true] {
-        // The map stays, so that the write reaches the log.
+        // The map is not truncated, so that the write reaches the log.
         let (_fixture, pool, engine, _) = open_and_cut(is_dax);
         assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was truncated");
 
-        // The data was stored before the truncation, and is lost before its write-back. This cannot
-        // be detected where a persist does nothing.
+        // The data was stored before the truncation, and is lost before its write-back. On media
+        // whose persist does nothing, this cannot be detected.
         let (_fixture, pool, engine, flog_at) = open_and_cut(is_dax);
         let begun = engine.space().begin_persist(flog_at..flog_at + 8, &mut Pending::default());
         assert_eq!(begun.is_err(), is_dax, "{begun:?}");
@@ -177,7 +179,7 @@ fn truncated_file_makes_arena_and_pool_read_only() {
     }
 }
 
-/// An engine that has written, on a file that was then truncated to the start of the volume's log.
+/// Creates an engine that has written. Then truncates the file to the start of the volume's log.
 fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
     let fixture = Fixture::new();
     let made = fixture.create(64 * MIB, 0);
@@ -198,12 +200,12 @@ fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
     (fixture, pool, engine, flog_at)
 }
 
-/// Media on which one persist or erase waits at a gate, while another may fail.
+/// Media on which one persist or erase waits at a gate while another call may fail.
 struct Slow {
     media: Hooked,
     gate: Arc<Barrier>,
     fails: Arc<AtomicBool>,
-    /// The call that waited at the gate fails.
+    /// Makes the call that waited at the gate fail.
     waiter_fails: Arc<AtomicBool>,
 }
 
@@ -226,8 +228,8 @@ impl Slow {
         Self { media: Hooked::new(60 * MIB, hook), gate, fails, waiter_fails }
     }
 
-    /// Makes a flush of volume `b` fail while `change` waits for the media. The wait ends without
-    /// an error.
+    /// Makes a flush of volume `b` fail while `change` waits for the media. The wait itself ends
+    /// without an error.
     fn flush_fails_during<T: Send>(
         &self,
         pool: &Arc<OtherPool>,
@@ -247,7 +249,7 @@ impl Slow {
     }
 }
 
-/// Waits until a thread sleeps (proc(5), /proc/pid/stat: the state follows the name).
+/// Waits until a thread sleeps. In /proc/pid/stat, the state follows the name (proc(5)).
 fn wait_until_asleep(thread: libc::pid_t) {
     let end = Instant::now() + PATIENCE;
     let is_asleep = || {
@@ -319,7 +321,8 @@ fn erased_chunks_are_not_freed_after_another_failure() {
     assert_eq!((pool.info().free_bytes, pool.info().scrubbing_bytes), (free_bytes, 4 * MIB));
 }
 
-/// A page whose write-back failed may be clean in the cache, and reads as if it had been written.
+/// If the write-back of a page failed, the page may be clean in the cache. Reads then return data
+/// that was not written.
 #[test]
 fn open_stores_scrub_words_again() {
     let media = Hooked::new(40 * MIB, || Ok(()));
@@ -336,7 +339,7 @@ fn open_stores_scrub_words_again() {
     assert_eq!(media.take_stored(), words);
 }
 
-/// An unreadable sector, and a map that is unreadable during a check: neither concerns durability.
+/// Neither an unreadable sector nor a map that is unreadable during a check affects durability.
 #[test]
 fn read_errors_do_not_latch_the_pool() {
     const MARK: u64 = 0x5a5a_5a5a_5a5a_5a5a;
@@ -352,8 +355,8 @@ fn read_errors_do_not_latch_the_pool() {
     engine.write(8, &[1; 4096]).unwrap();
     engine.space().flush_guest_stores(0..18 * MIB).unwrap();
 
-    // The whole volume except its first chunk, including the map, while it is in use and while it
-    // is not.
+    // Makes the whole volume unreadable except its first chunk, while it is in use and while it is
+    // not. This range includes the map.
     let last = engine.space().extents().last().unwrap();
     let end = last.offset_bytes() + last.len_bytes();
     media.set_bad(Some(end - MIB..end));

@@ -48,7 +48,7 @@ const MIB: u64 = 1 << 20;
 type OtherPool = Pool<Box<dyn Media>>;
 type OtherVolume = Volume<Box<dyn Media>>;
 
-/// Pool on tmpfs.
+/// Folder on tmpfs for a pool.
 struct Fixture {
     folder: TempDir,
 }
@@ -77,7 +77,7 @@ impl Fixture {
         error
     }
 
-    /// State of the file that tests compare: metadata, length and number of blocks.
+    /// Returns the state of the file that tests compare: metadata, length and number of blocks.
     fn image(&self) -> (Vec<u8>, u64, u64) {
         let file = fs::File::open(self.path()).unwrap();
         let metadata = file.metadata().unwrap();
@@ -234,7 +234,7 @@ fn strg_is_never_lent_but_usable_by_volumes() {
     assert_eq!((pool.info().lendable_bytes, reserved_bytes), (0, 20 * MIB));
     pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     pool.free_memory(&memory).unwrap();
-    // Bytes of volumes count towards STRG.
+    // The bytes of volumes are part of STRG.
     assert_eq!(pool.info().lendable_bytes, 40 * MIB);
     assert_states_add_up(&pool.info());
     pool.delete_volume("data").unwrap();
@@ -249,7 +249,7 @@ fn memory_lent_at_a_crash_is_erased_and_freed_after_the_next_open() {
     let pool = fixture.create(64 * MIB, 0);
     let extents = pool.alloc_memory(10 * MIB).unwrap();
     extents.iter().for_each(|e| fill(&pool, *e, 0x77));
-    // Dropped without returning memory, like a killed process.
+    // The pool is dropped without returning memory, as when a process is killed.
     drop(pool);
     let report = fixture.check();
     assert_eq!(report.pool, [Finding::StillLent { chunks: 5 }]);

@@ -1,5 +1,5 @@
-//! Comparison of a whole pool with a simple model: a list of volumes, a set of lent chunks, and
-//! numbers.
+//! Comparison of a whole pool with a simple model, which consists of a list of volumes, a set of
+//! lent chunks, and counters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ const METADATA: u32 = 2;
 const STRG: u32 = 12;
 const SLOTS: u32 = 3;
 const MAX_GROWTH: u32 = 6;
-/// Smallest BTT volume, and growth by an arena.
+/// Size of the smallest BTT volume, in chunks. Further growth adds an arena.
 const BTT_CHUNKS: u32 = 9;
 
 #[derive(Clone, Debug)]
@@ -61,7 +61,7 @@ enum End {
     Exists,
     NoSuch,
     NoSlot,
-    /// Invalid size.
+    /// The size is invalid.
     Refused,
 }
 
@@ -103,7 +103,7 @@ impl Model {
         self.chunks - METADATA - self.in_volumes() - self.in_memory()
     }
 
-    /// Memory leaves free the part of STRG that volumes do not use yet.
+    /// Lending memory leaves free the part of STRG that volumes do not use yet.
     fn lendable(&self) -> u32 {
         self.free() - STRG.saturating_sub(self.in_volumes()).min(self.free())
     }
@@ -124,7 +124,8 @@ impl Model {
         match () {
             () if chunks == *has || (chunks < *has && !may_shrink) => End::Refused,
             () if chunks < *has => End::Done,
-            // Another arena has at least 16 MiB, behind the rest after the last one.
+            // An additional arena has at least 16 MiB. It starts behind the last arena and the
+            // unused space after it.
             () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => End::Refused,
             () if chunks - has > self.free() => End::Full,
             () => End::Done,
@@ -151,7 +152,7 @@ impl World {
         Self { media, pool, model: Model { chunks: CHUNKS, ..Model::default() } }
     }
 
-    /// Applies an operation to pool and model, and returns both results.
+    /// Applies an operation to the pool and the model, and returns both results.
     fn apply(&mut self, operation: Operation) -> (End, End) {
         let name = |number: u8| format!("v{number}");
         let model = &mut self.model;
@@ -281,7 +282,7 @@ impl World {
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
-        // Chunks that wait to be erased are available to allocations.
+        // Chunks that wait to be erased are also available for allocations.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
         prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
         prop_assert_eq!(self.pool.offered_bytes(), info.lendable_bytes);
@@ -298,7 +299,7 @@ impl World {
             .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format)))
             .collect();
         prop_assert_eq!(&volumes, &model.volumes);
-        // Every chunk has one owner.
+        // Every chunk has exactly one owner.
         let mut taken = BTreeSet::from_iter((0..METADATA).map(ChunkId));
         for name in volumes.keys() {
             for extent in self.pool.open_volume(name).unwrap().extents() {

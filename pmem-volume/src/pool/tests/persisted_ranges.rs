@@ -1,6 +1,6 @@
-//! Calls of the engine to media of each class when it writes a sector. If stores are durable by
-//! themselves, or never, it names no ranges. On other media it persists each store before the next
-//! step.
+//! Calls from the engine to media of each durability class while it writes a sector. On media where
+//! stores become durable by themselves or never, the engine must pass no ranges. On other media, it
+//! must persist each store before the next step.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -16,18 +16,18 @@ use crate::media::{MediaError, Place, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
 
-/// Calls since the last reset.
+/// Calls that were recorded since the last reset.
 #[derive(Default)]
 struct Asked {
-    /// Number of ranges of each persist.
+    /// Number of ranges in each persist.
     named: Vec<usize>,
-    /// Stored, but not persisted.
+    /// Ranges that were stored but not persisted.
     stored: Vec<Range<u64>>,
-    /// Stored before a persist that did not include it.
+    /// Ranges that were stored before a persist that did not include them.
     left_out: Vec<Range<u64>>,
 }
 
-/// File that reports `class` as its durability.
+/// File whose reported durability is `class`.
 struct OfClass {
     file: FileMedia,
     class: Durability,
@@ -89,7 +89,8 @@ impl Media for OfClass {
     }
 }
 
-/// Writes to media that report `said`, and judges the calls by the needs of `class`.
+/// Writes to media that reports the durability `said`, and compares the calls with the requirements
+/// of `class`.
 fn judge(class: Durability, said: Durability) -> Result<(), String> {
     let fixture = Fixture::new();
     fixture
@@ -105,8 +106,8 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         *asked.lock().unwrap() = Asked::default();
         engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
         let Asked { named, stored, left_out } = std::mem::take(&mut *asked.lock().unwrap());
-        // 1. First halves of the log and data; 2. second halves. The next exchange persists the map
-        //    words.
+        // Two persists: 1. the first halves of the flog entries and the data, and 2. the second
+        // halves. The next exchange persists the map words.
         if named.len() != 2 || stored.is_empty() {
             return Err(format!("{} persists, and {stored:?} after the last", named.len()));
         }
@@ -124,15 +125,16 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
     Ok(())
 }
 
-/// Pool with a volume without adjacent chunks. Its BTT ends a little behind a chunk boundary, so
-/// that its map is on both sides. Returns the first sector whose map entry is behind the boundary.
+/// Creates a pool with a volume that has no adjacent chunks. Its BTT ends shortly behind a chunk
+/// boundary, so that its map is on both sides. Returns the first sector whose map entry is behind
+/// the boundary.
 fn fragmented(fixture: &Fixture) -> u64 {
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
     let every_other =
         memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk);
     pool.free_memory(&every_other.collect::<Vec<_>>()).unwrap();
-    // Created as raw, because the map of a BTT volume would be in the last chunk.
+    // Created as a raw volume, because the map of a BTT volume would be in the last chunk.
     let info = pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     assert_eq!(info.extents, 10);
     let volume = pool.open_volume("data").unwrap();
@@ -143,9 +145,9 @@ fn fragmented(fixture: &Fixture) -> u64 {
     (18 * MIB - info.map_at) / 4
 }
 
-/// Exchanges of one sector on each side of the boundary, of two across it, and of as many as are
-/// written together. Each is done twice, because the second one persists the map words of the
-/// first.
+/// Returns exchanges of one sector on each side of the boundary, of two sectors across it, and of
+/// the maximum number of sectors. Each exchange is performed twice, because the second one persists
+/// the map words of the first.
 fn across(border: u64) -> impl Iterator<Item = (u64, usize)> {
     let writes = [(border - 1, 1), (border, 1), (border - 1, 2), (border - 40, 64)];
     writes.into_iter().flat_map(|write| [write, write])
@@ -171,15 +173,15 @@ fn stores_across_an_extent_boundary_are_persisted() {
                 "{}: {sectors} from {first} on: {left_out:x?}",
                 class.name()
             );
-            // Words of the map, none of which is durable yet.
+            // These are words of the map, and none of them is durable yet.
             assert!(asked.stored.len() >= sectors / 2, "{:x?}", asked.stored);
         }
         assert_eq!(asked.lock().unwrap().named.len(), 2 * across(border).count());
     }
 }
 
-/// The same for the file's own persist, which names no ranges: at each fence, all earlier stores
-/// have left the caches.
+/// Tests the persist of the file itself, which names no ranges. At each fence, all earlier stores
+/// must have left the caches.
 #[test]
 fn stores_across_an_extent_boundary_leave_the_caches() {
     let fixture = Fixture::new();

@@ -1,5 +1,5 @@
-//! Pools on block devices, and thin ones. Block devices require a loop device and therefore root.
-//! `ci/guest-tests` has further tests.
+//! Tests of pools on block devices, and of thin pools. Block devices require a loop device and
+//! therefore root. `ci/guest-tests` contains further tests.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -18,14 +18,14 @@ use crate::pool::lock::{LockKind, try_lock};
 use crate::pool::ownership::{ClaimError, claim};
 use crate::progress::{Progress, Task, unheard};
 
-/// Loop device over a sparse file.
+/// Loop device backed by a sparse file.
 struct Loop {
     folder: TempDir,
     device: PathBuf,
 }
 
 impl Loop {
-    /// Returns `None` if there are no loop devices.
+    /// Creates a loop device. Returns `None` if the host has no loop devices.
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = TempDir::new_in("/dev/shm").unwrap();
         let image = folder.path().join("image");
@@ -61,7 +61,7 @@ impl Loop {
         Pool::open(&self.device, OpenMode::ReadWrite)
     }
 
-    /// Content of the disk itself.
+    /// Returns the content of the disk itself.
     fn content(&self) -> Vec<u8> {
         File::open(&self.device).unwrap().sync_all().unwrap();
         fs::read(self.image()).unwrap()
@@ -116,7 +116,8 @@ fn pool_uses_all_whole_chunks_of_a_block_device() {
     );
     let extents = pool.alloc_memory(8 * MIB).unwrap();
     extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
-    // As after a crash, lent memory is free again and reads as zeros, also on the disk.
+    // As after a crash, the memory that was lent is free again and reads as zeros, even on the
+    // disk.
     drop(pool);
     let pool = disk.open().unwrap();
     pool.scrub_all().unwrap();
@@ -157,8 +158,8 @@ fn pool_grows_into_an_enlarged_block_device() {
     );
     assert!(too_small, "{error}");
     disk.lengthen(48 * MIB);
-    // Data behind the pool must not be visible to its next owner. It is not at an end of the new
-    // part.
+    // Data behind the pool must not be visible to the next owner of that space. It is in the middle
+    // of the added part.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();
@@ -166,7 +167,7 @@ fn pool_grows_into_an_enlarged_block_device() {
     let extents = pool.alloc_memory(pool.info().free_bytes).unwrap();
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     drop(pool);
-    // Data at either end may belong to someone, and is only erased with permission.
+    // Data at either end of the added part may be valuable, so it is erased only with permission.
     disk.write(48 * MIB - 512, b"the end");
     let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
     let text = error.to_string();
@@ -276,7 +277,7 @@ fn pool_with_unknown_volumes_is_not_erased_by_force() {
             assert!(matches!(error, PoolError::DeviceUnknownVolumes { .. }), "{what}: {error}");
         }
         assert!(before == disk.content(), "{what}: a refused pool has changed the device");
-        // Erased by hand.
+        // Erases the superblock without the pool's functions.
         disk.write(0, &vec![0; 2 << 20]);
         disk.create_with(CreateOptions { force: true, ..CreateOptions::default() }).unwrap();
     }
@@ -319,11 +320,11 @@ fn error_of_a_block_device_in_use_names_the_holder() {
     let peeked = Pool::open(&disk.device, OpenMode::Peek).unwrap();
     assert_eq!(peeked.holder().unwrap().pid, me);
     drop((peeked, pool));
-    // Opened exclusively by a user that takes no lock.
+    // The device is opened exclusively by a user that takes no lock.
     let mut options = OpenOptions::new();
     let taken = std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_EXCL);
-    // A forked child of another test may still have a copy of the pool's descriptor before its
-    // execve().
+    // Until its execve(), a forked child of another test may still hold a copy of the pool's
+    // descriptor.
     let taken = loop {
         match taken.open(&disk.device) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => thread::yield_now(),
@@ -339,7 +340,7 @@ fn error_of_a_block_device_in_use_names_the_holder() {
     let claimed = claim(&disk.device, true, 0).unwrap();
     assert_eq!(holder(disk.open().unwrap_err()), me);
     drop(claimed);
-    // udev reads a disk under a shared lock after writes.
+    // After writes, udev reads a disk under a shared lock.
     let udev = File::open(&disk.device).unwrap();
     // The forked child may have a copy of this descriptor as well.
     while try_lock(&udev, LockKind::Shared).unwrap().is_err() {
@@ -365,14 +366,14 @@ fn other_character_devices_are_refused_without_being_opened() {
     }
     let error = Pool::open(Path::new("/dev/tty"), OpenMode::ReadWrite).unwrap_err();
     assert!(matches!(&error, PoolError::NotDax { .. }), "{error}");
-    // A pipe without a writer does not block.
+    // Opening a pipe without a writer does not block.
     let folder = TempDir::new_in("/dev/shm").unwrap();
     let pipe = folder.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     assert!(matches!(Pool::open(&pipe, OpenMode::ReadWrite), Err(PoolError::NotAFile { .. })));
 }
 
-/// Simulated media on a device, which cannot be truncated.
+/// Simulated media on a device. A device cannot be truncated.
 struct OnDevice(Simulator);
 
 impl Media for OnDevice {
@@ -425,7 +426,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
-/// Verifies a crash image of a growth on a device. Returns the size of the pool.
+/// Verifies a crash image of a growth on a device, and returns the size of the pool.
 fn verify_device(device: &Simulator) -> Result<u64, String> {
     let pool = open_device(device).map_err(|error| format!("cannot open it: {error}"))?;
     let volumes: Vec<_> =
@@ -449,8 +450,8 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
     Ok(pool.info().total_bytes)
 }
 
-/// Grows a simulated pool on a device with data behind it, and returns the sizes of the pools in
-/// the crash images.
+/// Grows a simulated pool on a device that has data behind the pool. Returns the sizes of the pools
+/// in the crash images.
 fn grow_on_device(
     table_offset: u64,
     lengthen: impl Fn(&Simulator) -> std::io::Result<Simulator>,
@@ -477,7 +478,8 @@ fn grow_on_device(
     Ok(sizes)
 }
 
-/// Offsets with and without space in the table's last chunk.
+/// Offsets of the chunk table. With the first one, the table's last chunk has space for more
+/// entries.
 const TABLES: [u64; 2] = [CHUNK_BYTES, 2 * CHUNK_BYTES - 14 * 16];
 
 #[test]
@@ -500,7 +502,7 @@ fn missing_erasure_in_a_growth_on_a_device_is_detected() {
     }
 }
 
-/// Pool in the current folder. Returns `None` if this is not on a disk.
+/// Creates a pool in the current folder. Returns `None` if this folder is not on a disk.
 fn on_disk(thin: bool) -> Option<(TempDir, Arc<Pool>)> {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     let options = CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
@@ -520,7 +522,7 @@ fn blocks_bytes(pool: &Pool) -> u64 {
 #[test]
 fn thin_pool_has_blocks_only_for_metadata_and_used_chunks() {
     let Some((folder, pool)) = on_disk(true) else { return };
-    // The file system may need some blocks for itself.
+    // The file system may use some blocks for its own metadata.
     let own = 4 * MIB..5 * MIB;
     assert!(pool.info().thin);
     assert!(own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
@@ -533,7 +535,7 @@ fn thin_pool_has_blocks_only_for_metadata_and_used_chunks() {
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     let path = folder.path().join("pool");
     drop(pool);
-    // The pool stays thin when it grows.
+    // The pool remains thin when it grows.
     let pool = Pool::grow(&path, 1 << 30).unwrap();
     assert!(pool.info().thin && own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
     drop(pool);

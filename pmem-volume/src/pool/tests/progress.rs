@@ -1,10 +1,10 @@
-//! Progress of long operations.
+//! Tests of progress reports for long operations.
 
 use super::*;
 use crate::pool::CreateOptions;
 use crate::progress::{Progress, Task};
 
-/// Checks that the reports are of one task, start at zero, never decrease, and end with the total.
+/// Checks that all reports belong to one task, start at zero, never decrease, and end at the total.
 fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
     let (first, last) = (heard.first().unwrap(), heard.last().unwrap());
     assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{heard:?}");

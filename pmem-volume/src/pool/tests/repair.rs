@@ -1,4 +1,5 @@
-//! Repairs: explained damage is restored byte for byte, and other damage is not touched.
+//! Tests of repairs. Damage that can be explained must be restored byte for byte, and other damage
+//! must not be changed.
 
 use uuid::Uuid;
 
@@ -13,7 +14,7 @@ pub(super) fn entry(chunk: u32) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
 }
 
-/// Pool with a BTT volume in chunks 2 to 10, and a raw one in 11 to 13.
+/// Creates a pool with a BTT volume in chunks 2 to 10 and a raw volume in chunks 11 to 13.
 pub(super) fn with_volumes() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(44 * MIB, 0);
@@ -29,7 +30,7 @@ fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
     Pool::repair(&fixture.path(), dry_run).unwrap()
 }
 
-/// Damages and repairs a pool, and expects the original bytes. `words` occur in the report.
+/// Damages and repairs a pool, and expects the original bytes. The report must contain `words`.
 fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
@@ -51,7 +52,7 @@ fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: the repair is incomplete");
 }
 
-/// Damages a pool, and expects a repair to leave it unchanged.
+/// Damages a pool, and expects a repair not to change it.
 fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     damage(&fixture);
@@ -96,14 +97,15 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
         "no volume lacks a chunk",
     );
     mends("of the pool's own", |f| zero(f, 1), "according to the superblock");
-    // A *free* word, although the chunk contains metadata.
+    // An owner word is *free* although the chunk contains metadata.
     let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
     mends(
         "of the pool's own, free",
         |f| f.overwrite(entry(1), &freed),
         "according to the superblock",
     );
-    // Two damaged words of one volume cannot be told apart, nor can one from a free chunk.
+    // Two damaged owner words of the same volume cannot be distinguished. A damaged word of a
+    // volume cannot be distinguished from that of a free chunk.
     leaves(
         "two of one volume",
         |f| [11, 12].iter().for_each(|c| zero(f, *c)),
@@ -114,7 +116,7 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
         |f| [12, 20].iter().for_each(|c| zero(f, *c)),
         "owner word of chunk C20",
     );
-    // A word with one wrong bit that claims an index which another chunk has.
+    // Owner word with one wrong bit. Without it, the word names an index that another chunk has.
     let twice =
         table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
     mends(
@@ -124,7 +126,7 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     );
 }
 
-/// Pool on sparse media with space for a distant chunk.
+/// Creates a pool on sparse media that has space for a distant chunk.
 fn with_chunk_at(far: ChunkId) -> Fixture {
     let fixture = Fixture::new();
     let size_bytes = u64::from(far.0 + 1) * CHUNK_BYTES;
@@ -232,7 +234,7 @@ fn halves_of_a_record_are_merged_and_a_lost_word_stays() {
         f.flip(second + 10, 6);
     };
     mends("the record", both, "volume record 1");
-    // The record is needed to find the owner of the chunk.
+    // Without the record, the owner of the chunk cannot be determined.
     let more = |f: &Fixture| {
         both(f);
         f.overwrite(entry(12), &[0; 8]);
@@ -267,7 +269,7 @@ fn chunk_is_not_unused_while_a_record_is_lost() {
         f.overwrite(entry(12), &[0; 8]);
     };
     leaves("a chunk of the lost volume", damage, "owner word of chunk C12");
-    // The lost record prevents the repair: without that finding, the volume's chunk would be
+    // The lost record prevents the repair. If the loss were not found, the volume's chunk would be
     // erased.
     let fixture = with_volumes();
     damage(&fixture);
@@ -307,7 +309,7 @@ fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
         fs::write(f.path(), media.to_bytes()).unwrap();
     };
     leaves("a damaged transaction", transaction, "log is damaged");
-    // Its stores might explain the words differently.
+    // The stores of the transaction might explain the words differently.
     let more = |f: &Fixture| {
         transaction(f);
         f.flip(entry(12), 0);
@@ -328,7 +330,7 @@ fn explained_damage_of_a_btt_is_repaired() {
         |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)),
         "neither info block",
     );
-    // Last page of the map, and two sectors with one block.
+    // Damages the last page of the map, where two sectors then share a block.
     let map_at = second - 16384 - 4096;
     let entry = |block: u32| (block | 3 << 30).to_le_bytes();
     leaves(

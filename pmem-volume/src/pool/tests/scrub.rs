@@ -1,4 +1,4 @@
-//! Background erasing: which operations wait for it, and which do not.
+//! Tests of background erasing: operations that wait for it, and operations that do not.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,7 +13,8 @@ use crate::media::MediaError;
 use crate::pool::alloc::pacer::{MAX_DEBT, Pacer};
 use crate::pool::alloc::scrubber::next_wait;
 
-/// Pool with 36 MiB of usable space, and the barrier before each persist and erase.
+/// Creates a pool with 36 MiB of usable space. Returns it with a barrier that precedes each persist
+/// and erase.
 fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
     let barrier = Barrier::new();
     let media = Hooked::new(40 * MIB, {
@@ -26,13 +27,13 @@ fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
     (open(media), barrier)
 }
 
-/// Lends and returns memory, which then waits to be erased.
+/// Lends and returns memory, so that it waits to be erased.
 fn let_wait(pool: &Pool<impl Media>, size_bytes: u64) {
     let memory = pool.alloc_memory(size_bytes).unwrap();
     pool.free_memory(&memory).unwrap();
 }
 
-/// Waits until the scrubber has erased all chunks, without helping it.
+/// Waits until the scrubber has erased all chunks, without erasing any itself.
 fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
     let (done, clean) = mpsc::channel();
     let waiter = Arc::clone(pool);
@@ -48,22 +49,22 @@ fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
     clean.recv_timeout(PATIENCE).expect("no thread erases");
 }
 
-/// Kernel's ID of the calling thread.
+/// Returns the kernel's ID of the calling thread.
 fn this_task() -> i32 {
-    // SAFETY: takes no arguments, and cannot fail.
+    // SAFETY: gettid() takes no arguments and cannot fail.
     unsafe { libc::gettid() }
 }
 
-/// Waits until a thread of this process has answered or sleeps. If it sleeps without an answer, it
-/// is waiting for an event.
+/// Waits until a thread of this process has answered or sleeps. A thread that sleeps without an
+/// answer is waiting for an event.
 fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
     loop {
         let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
-        // State in `number (name) state ...`; S: waits for an event (proc_pid_stat(5)). A thread
-        // that is gone has none.
+        // The state follows the name in `number (name) state ...`, and S means that the thread
+        // waits for an event (proc_pid_stat(5)). A thread that has ended has no state.
         let is_asleep = stat
             .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
-        // Read after the state, so that an answer sent before the sleep is not missed.
+        // Read after the state, so that an answer sent before the thread fell asleep is not missed.
         match answer() {
             Some(answer) => return Some(answer),
             None if is_asleep => return None,
@@ -115,7 +116,7 @@ fn allocation_waits_only_for_needed_chunks_in_flight() {
             task.send(this_task()).unwrap();
             answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap();
         });
-        // The thread either has answered or sleeps while it waits.
+        // Either the thread has answered, or it sleeps because it must wait.
         let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || {
             answered.try_recv().ok()
         });
@@ -124,7 +125,7 @@ fn allocation_waits_only_for_needed_chunks_in_flight() {
         assert!(early.is_none(), "lent before it was erased: {early:?}");
         answered.recv_timeout(PATIENCE).expect("it hangs").unwrap();
     });
-    // The chunks in flight were sufficient, so the last chunk still waits.
+    // The chunks in flight were sufficient, so the last chunk is still waiting.
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([32, 0, 2, 2], 8 * MIB));
 }
 
@@ -140,7 +141,7 @@ fn only_missing_clean_chunks_are_erased_on_demand() {
     pool.resize_volume("a", VolumeSize::Bytes(8 * MIB), Shrink::Refuse).unwrap();
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 8, 0, 6], 14 * MIB));
     pool.free_memory(&memory).unwrap();
-    // Too large even with all waiting chunks, so none is erased.
+    // The request is too large even if all waiting chunks were erased, so none of them is erased.
     let error = pool.alloc_memory(30 * MIB).unwrap_err();
     assert!(
         matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB),
@@ -153,7 +154,7 @@ fn only_missing_clean_chunks_are_erased_on_demand() {
         "{error}"
     );
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
-    // `Remaining` includes waiting chunks.
+    // `Remaining` includes chunks that wait to be erased.
     assert_eq!(create(VolumeSize::Remaining).unwrap().size_bytes, 28 * MIB);
     assert_eq!(levels(&pool.info()), [0, 36, 0, 0]);
     assert_eq!(pool.check().unwrap().pool, []);
@@ -180,7 +181,7 @@ fn waiting_chunks_count_towards_the_reserve() {
     let pool = fixture.create(64 * MIB, 20 * MIB);
     let_wait(&pool, 40 * MIB);
     assert_eq!((pool.info().free_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
-    // Clean chunks are lent. The waiting ones fulfill the reservation.
+    // Clean chunks are lent, because waiting chunks are enough for the reservation.
     let memory = pool.alloc_memory(20 * MIB).unwrap();
     assert_eq!((pool.scrubbed_bytes(), pool.info().lendable_bytes), (0, 20 * MIB));
     assert!(matches!(pool.alloc_memory(22 * MIB), Err(PoolError::PoolFull { .. })));
@@ -236,7 +237,7 @@ fn readers_see_waiting_chunks_but_cannot_erase_them() {
     assert_eq!(peek.info().scrubbing_bytes, 8 * MIB);
 }
 
-/// Slowest limit: after its first batch, of one chunk, the scrubber pauses for weeks.
+/// Lowest limit. After its first batch, which has one chunk, the scrubber pauses for weeks.
 const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
 
 #[test]
@@ -244,13 +245,13 @@ fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     let (pool, _barrier) = slow_pool();
     let_wait(&pool, 20 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
-    // The scrubber has the first chunk. An allocation that needs more than the clean chunks does
-    // not wait for the others.
+    // The scrubber is erasing the first chunk. An allocation that needs more than the clean chunks
+    // does not wait until all others are erased.
     let memory = pool.alloc_memory(30 * MIB).unwrap();
     let scrubbed = pool.scrubbed_bytes();
     assert!((14 * MIB..=16 * MIB).contains(&scrubbed), "{scrubbed}");
     drop(scrubber);
-    // At most one more chunk.
+    // At most one more chunk was erased.
     assert!(pool.scrubbed_bytes() <= 16 * MIB);
     assert!(pool.info().scrubbing_bytes >= 4 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
@@ -258,7 +259,7 @@ fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     scrubber.set_bytes_per_s(None);
     wait_until_clean(&pool);
     assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
-    // Later chunks wake the scrubber.
+    // Chunks that are queued later wake the scrubber.
     let_wait(&pool, 4 * MIB);
     wait_until_clean(&pool);
 }
@@ -270,12 +271,12 @@ fn erasures_on_demand_count_towards_the_limit() {
     let rate = NonZeroU64::new(2 * MIB);
     let_wait(&pool, 20 * MIB);
     assert_eq!(next_wait(&pool, &mut pacer, rate, Duration::ZERO), Duration::ZERO);
-    // 16 MiB are clean, and the rest is erased on demand.
+    // Of these chunks, 16 MiB are clean, and the others are erased on demand.
     pool.alloc_memory(22 * MIB).unwrap();
     assert_eq!(pool.scrubbed_bytes(), 6 * MIB);
     let s = Duration::from_secs;
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(1)), s(3));
-    // Counted once.
+    // Erasures on demand are counted only once.
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(3)), s(1));
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(4)), s(2));
@@ -291,7 +292,7 @@ fn erasures_before_the_scrubber_starts_do_not_count_towards_its_limit() {
     let began = Instant::now();
     let _scrubber = Scrubber::start(&pool, CRAWL).unwrap();
     wait_until_clean(&pool);
-    // Otherwise the first batch would wait because of the 36 MiB.
+    // Otherwise, the first batch would be delayed because of the 36 MiB.
     assert!(began.elapsed() < MAX_DEBT);
 }
 
@@ -350,9 +351,9 @@ fn scrubber_ends_with_or_before_its_pool() {
         scope.spawn(move || {
             task.send(this_task()).unwrap();
             drop(scrubber);
-            // The receiver is gone if it has seen the thread asleep.
+            // If the test has seen that the thread sleeps, the receiver no longer exists.
             let _ = end.send(());
-            // The thread has dropped its reference.
+            // The thread has already dropped its reference.
             assert!(weak.strong_count() <= 1);
         });
         let early =
@@ -361,7 +362,7 @@ fn scrubber_ends_with_or_before_its_pool() {
         assert!(early.is_none(), "it did not wait for the current batch of the thread");
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
-    // The reverse order: the scrubber does not keep the pool open.
+    // In the reverse order, the scrubber must not keep the pool open.
     let scrubber = Scrubber::start(&pool, None).unwrap();
     wait_until_clean(&pool);
     let weak = Arc::downgrade(&pool);

@@ -1,4 +1,4 @@
-//! Slow media: queries of the pool's levels do not wait for it.
+//! Tests with slow media. Queries of the pool's levels must not wait for the media.
 
 use std::sync::{Condvar, mpsc};
 use std::thread;
@@ -7,15 +7,15 @@ use std::time::Duration;
 use super::hooked::{Hooked, open};
 use super::*;
 
-/// Longer waits count as hangs.
+/// Time after which a wait is considered to be a hang.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
     Open,
-    /// The next call shuts the gate and waits.
+    /// The next call closes the gate and waits.
     Armed,
-    /// A call waits for it to open.
+    /// A call waits until the gate opens.
     Shut,
 }
 
@@ -65,7 +65,7 @@ impl Barrier {
             let (answer, answered) = mpsc::channel();
             scope.spawn(move || answer.send(pool.info()).unwrap());
             let info = answered.recv_timeout(PATIENCE);
-            // Open the gate in any case, so that a failing test ends.
+            // Opens the gate in any case, so that a failing test can end.
             self.set(Gate::Open);
             let outcome = change.join().unwrap();
             (info.expect("info() waits for the media"), outcome)
@@ -73,7 +73,7 @@ impl Barrier {
     }
 }
 
-/// Memory, volumes, free and waiting bytes, in MiB.
+/// Returns the sizes of memory, volumes, free space and waiting chunks, in MiB.
 pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
     assert_states_add_up(info);
     [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes]

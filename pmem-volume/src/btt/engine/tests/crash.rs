@@ -1,5 +1,6 @@
-//! Enumerated crashes of the engine: at every persist of interleaved exchanges and discards, and of
-//! the following recovery, the possible images are opened and compared with the oracle.
+//! Enumerated crashes of the engine. The tests crash at every persist of interleaved exchanges and
+//! discards, and of the recovery that follows. They open the possible images and compare them with
+//! the oracle.
 
 use std::sync::atomic::Ordering;
 
@@ -8,14 +9,14 @@ use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::tests::campaign::{Replay, replay_as, replayed, seeds, verify_each};
 
-/// Limit of images for each point.
+/// Maximum number of images per crash point.
 const BOUND: usize = 48;
 
-/// Number of crash points of a case, if a seed has several cases.
+/// Number of crash points per case, for seeds that have several cases.
 const POINTS: usize = 256;
 
-/// Opens every image of every point. The points are numbered from `first_step` on. Returns the
-/// number of images that are different within one crash point.
+/// Opens every image of every point. `first_step` is the number of the first point. Returns the
+/// number of images that are distinct within their crash point.
 pub(super) fn verify(
     points: &[(CrashPoint, Oracle)],
     bound: usize,
@@ -49,8 +50,8 @@ pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> 
     verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
-/// Like [`crash_at_random`], with a killed process. The next process opens the visible state,
-/// durable or not, and continues. The power fails while it opens and later.
+/// Like [`crash_at_random`], but kills the process. The next process opens the visible state,
+/// durable or not, and continues. A power failure follows while it opens the media or later.
 pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -66,7 +67,7 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
         next.record();
         let engine = Engine::open(&next).unwrap();
         next.is_open.store(true, Ordering::Relaxed);
-        // From here on, the oracle is the state that this process has seen.
+        // From here on, the oracle is the state that this process has read.
         let found = oracle.read(&engine).map_err(|error| format!("killed at {step}: {error}"))?;
         *next.oracle.lock().unwrap() = found;
         let mut script = Script::new(&engine, &next, 2, 1000);
@@ -78,8 +79,8 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     Ok(images)
 }
 
-/// Like [`crash_at_random`], with an engine that ends and leaves the media to a driver that
-/// persists only its own stores. Then the power fails.
+/// Like [`crash_at_random`], but the engine ends and hands the media over to a driver that persists
+/// only its own stores. A power failure follows.
 pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), wrong, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -122,18 +123,19 @@ fn sectors_survive_a_kill_and_then_a_loss_of_power() {
     Replay::from_environment().count(images, 21_000);
 }
 
-/// All orders of the steps of two exchanges, with up to a thousand images of each.
+/// Executes all orders of the steps of two exchanges, with up to a thousand images per order.
 fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;
-    // In the same line, so that one waits; in another line; of the same sector.
+    // The second exchange uses the same map line, so that one of them waits, then another line, and
+    // then the same sector.
     for (place, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
         for order in (0..1u32 << (2 * STEPS)).filter(|order| order.count_ones() == STEPS) {
             let recorded = Recorded::new(new_media(), wrong, Oracle::default());
             let engine = Engine::open(&recorded).unwrap();
             recorded.is_open.store(true, Ordering::Relaxed);
             let mut script = Script::new(&engine, &recorded, 2, 0);
-            // A write that is not settled yet, in the same lanes.
+            // Leaves an unsettled write in the same lanes.
             script.begin(0, 1..3);
             script.finish();
             recorded.record();
@@ -159,7 +161,7 @@ fn two_exchanges_survive_in_every_order_of_their_steps() {
     Replay::from_environment().count(two_exchanges(Wrong::Nothing).unwrap(), 20_000);
 }
 
-/// The numbers in the error of each test replay only the failing image.
+/// A replay with the numbers in a test's error opens only the failing image.
 #[test]
 fn failing_image_is_replayed_by_its_numbers() {
     let of_seed = |wrong: Wrong| {

@@ -1,10 +1,10 @@
-//! Wrong orders, which the media imposes instead of the engine. Their detection shows that the
+//! Wrong orders of steps, which the media imposes on the engine. Their detection proves that the
 //! tests of the right order are effective.
 
 use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::Wrong;
 
-/// Expects that some seed detects the wrong order.
+/// Expects at least one seed to detect the wrong order.
 pub(super) fn must_be_found_out(
     campaign: fn(u64, Wrong) -> Result<usize, String>,
     wrong: Wrong,

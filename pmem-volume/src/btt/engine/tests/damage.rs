@@ -1,5 +1,5 @@
-//! Impossible metadata and failing media: each is reported for its arena, and the other arena is
-//! served as usual.
+//! Impossible metadata and failing media. Damage must be reported for its own arena, and must not
+//! affect the other arena.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
     read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().0
 }
 
-/// Second arena of two.
+/// Returns the second of two arenas.
 pub(super) fn second_of(media: &MemoryMedia) -> ArenaInfo {
     info_at(media, info_at(media, START_BYTES).next_bytes.unwrap())
 }
@@ -26,7 +26,7 @@ fn store_u32(media: &MemoryMedia, at: u64, value: u32) {
     media.store(at, &value.to_le_bytes()).unwrap();
 }
 
-/// Changes an info block or its copy, and its checksum.
+/// Changes an info block or its copy, and updates its checksum.
 pub(super) fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
     let mut info = InfoBytes::new_zeroed();
     media.read(at, info.as_mut_bytes()).unwrap();
@@ -47,8 +47,8 @@ pub(super) fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
     info.flags.get()
 }
 
-/// Checks that only the second arena is read-only, also on the media, and that the first one is
-/// served as usual. Returns the reason.
+/// Checks that only the second arena is read-only, in the engine and on the media, and that the
+/// first one still works. Returns the reason.
 fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedia>) -> String {
     let arenas = engine.arenas();
     let border = arenas[1].first_sector;
@@ -64,7 +64,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
         };
         assert_eq!(reason.to_string(), why);
     }
-    // A write across the boundary writes the sectors of the first arena.
+    // A write across the boundary still writes the sectors of the first arena.
     assert!(matches!(
         engine.write(border - 1, &vec![1; 8192]),
         Err(EngineError::ReadOnly { arena: 1, .. })
@@ -104,13 +104,13 @@ fn impossible_flog_makes_its_arena_read_only() {
         let border = engine.arenas()[1].first_sector;
         engine.write(border + 5, &content(border + 5, 1, 4096)).unwrap();
         drop(engine);
-        // Lane 3 and its neighbors are not the first ones that a thread uses.
+        // A new thread does not use lane 3 and its neighbors first.
         let info = second_of(&media);
         change(&media, &info, &recover(&media, &info));
         let engine = Engine::open(&media).unwrap();
         let why = only_the_second_is_read_only(&media, &engine);
         assert!(why.contains(what), "{what}: {why}");
-        // Readable sectors can be read.
+        // Sectors that are readable can still be read.
         assert_eq!(read(&engine, border + 5), content(border + 5, 1, 4096), "{what}");
     }
 }
@@ -145,7 +145,8 @@ fn map_entry_out_of_range_is_detected_on_use() {
 fn arena_with_error_flag_is_unchanged_and_recovered_in_memory() {
     let media = formatted_twice(4096);
     let info = second_of(&media);
-    // A write of sector 3 that the map lacks: the lane's block and an entry that counts.
+    // Simulates a write of sector 3 that is missing in the map: data in the lane's block, and a
+    // committed entry.
     let recovery = recover(&media, &info);
     let (block, _) = recovery.free[0];
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
@@ -177,7 +178,7 @@ fn sector_in_error_is_unreadable_but_writable() {
     engine.discard(7..8).unwrap();
     assert_eq!(read(&engine, 7), vec![0; 4096]);
     assert!(check(&media).is_clean());
-    // As in Linux, the flog records that the lane's new block has failed.
+    // As in Linux, the flog records that the block which the lane received has failed.
     let entries = (0..256).map(|lane| word_at(&media, info.flog_at + lane * 64 + 16));
     assert!(entries.into_iter().any(|half| half == u64::from(6 | MAP_ERROR) << 32 | 6));
 }
@@ -221,7 +222,7 @@ fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
     );
 }
 
-/// Offset of the first arena's second info block.
+/// Returns the offset of the first arena's second info block.
 fn info_at_copy(media: &MemoryMedia) -> u64 {
     info_at(media, START_BYTES).copy_at
 }
@@ -244,7 +245,7 @@ fn unsupported_sector_sizes_are_refused() {
     }
 }
 
-/// Opens an arena with impossible metadata, and crashes while its error flag is set.
+/// Opens an arena with impossible metadata, and crashes while the error flag is being set.
 fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
     let media = new_media();
     let info = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().0;
@@ -276,15 +277,15 @@ fn error_flag_set_in_both_blocks_at_once_is_detected() {
     assert!(error.contains("neither info block is intact"), "{error}");
 }
 
-/// Media whose changes fail after `left` successful ones, and with ranges that can be neither read
-/// nor stored to, like lost pages.
+/// Media on which changes fail after the first `left` have succeeded. It also has ranges that can
+/// neither be read nor written, like lost pages.
 pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
     bad: Mutex<Vec<Range<u64>>>,
-    /// Number of successful reads before one that fails.
+    /// Number of reads that succeed before one fails.
     pub(super) read_fails_after: AtomicU64,
-    /// Ranges of [`Media::persist`], in order.
+    /// Ranges of all calls of [`Media::persist`], in order.
     pub(super) persisted: Mutex<Vec<Range<u64>>>,
     /// Makes the next [`Media::persist`] fail.
     pub(super) persist_fails: AtomicBool,
@@ -337,7 +338,7 @@ impl Media for Failing {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.reach(offset_bytes, into.len())?;
-        // The count wraps around at the failure, so that later reads succeed.
+        // The counter wraps around at the failure, so that later reads succeed.
         if self.read_fails_after.fetch_sub(1, Ordering::SeqCst) == 0 {
             return Err(Self::failure());
         }
@@ -377,8 +378,8 @@ impl Media for Failing {
     }
 }
 
-/// A sector whose media fails. No other sector is lost, and its block is never written, even after
-/// another open and many writes of the others.
+/// The media of a single sector fails. No other sector is lost. The failed block is never written,
+/// even after another open and many writes of other sectors.
 #[test]
 fn unreadable_sector_does_not_affect_other_sectors() {
     for is_discarded in [false, true] {
@@ -424,7 +425,7 @@ fn unreadable_sector_does_not_affect_other_sectors() {
     }
 }
 
-/// An unreadable map entry does not concern durability either.
+/// An unreadable map entry does not affect durability either.
 #[test]
 fn unreadable_map_entry_does_not_latch_the_arena() {
     let media = MemoryMedia::new(VOLUME_BYTES);
@@ -467,7 +468,7 @@ fn first_failure_makes_the_arena_read_only_until_it_is_reopened() {
             break;
         }
         assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");
-        // Only reads continue.
+        // Only reads succeed from here on.
         let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
         let is_latched = |result| {
             matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }))

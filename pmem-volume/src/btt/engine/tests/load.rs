@@ -1,4 +1,4 @@
-//! Filling an empty BTT in bulk: what it leaves, and what a crash leaves of it.
+//! Bulk filling of an empty BTT: its result, and the state after a crash.
 
 use std::sync::atomic::Ordering;
 
@@ -12,12 +12,12 @@ use crate::btt::layout::{MAP_BLOCK, MAP_ZERO};
 use crate::media::simulator::Random;
 use crate::pool::tests::campaign::{Replay, seeds};
 
-/// Images of each point, at most.
+/// Maximum number of images per crash point.
 const BOUND: usize = 48;
 const WINDOW: u32 = 16;
 
-/// Fills a BTT as a seed has it, and crashes at every persist. Some of its sectors have been
-/// exchanged and discarded before, so that their blocks are others.
+/// Fills a BTT with a random sequence, and crashes at every persist. Some sectors were exchanged
+/// and discarded before, so that they have other blocks than their own.
 fn crash_while_loading(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), wrong, Oracle::default());
     let mut random = Random::new(seed);
@@ -75,8 +75,8 @@ fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
     let sectors = border - 90..border + 90;
     let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, 4096)).collect();
     let mut load = engine.into_load().unwrap().in_windows_of(64);
-    // Out of order within a window, and again.
-    load.write(9, &content(9, 1, 4096)).unwrap();
+    load.write(sectors.start, &bytes).unwrap();
+    // Writes out of order, and one sector twice.
     load.write(3, &content(3, 1, 4096)).unwrap();
     load.write(3, &content(3, 2, 4096)).unwrap();
     load.write(sectors.start, &bytes).unwrap();

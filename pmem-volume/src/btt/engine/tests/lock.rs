@@ -1,4 +1,4 @@
-//! The lock with real threads.
+//! Tests of the lock with real threads.
 
 use std::sync::mpsc;
 use std::thread;
@@ -31,7 +31,7 @@ fn sleeping_threads_get_the_released_lock() {
                 got.send(()).unwrap();
             });
         }
-        // One of them sleeps, or is about to.
+        // One of the threads sleeps, or is about to.
         while !lock.is_awaited() {
             thread::yield_now();
         }
@@ -45,7 +45,7 @@ fn sleeping_threads_get_the_released_lock() {
 
 #[test]
 fn sleeping_thread_is_woken_without_a_timeout() {
-    // A timeout would exceed the time limit of the test.
+    // The maximum sleep exceeds the time limit of the test.
     let lock = Lock::new(0u64).sleeping(Duration::from_secs(3600));
     let held = lock.lock();
     thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! Missing and unreadable arenas: arenas behind them are served only if the numbers of their
-//! sectors are known.
+//! Missing and unreadable arenas. The arenas behind a missing one are available only if the numbers
+//! of their sectors are known.
 
 use std::sync::atomic::Ordering;
 
@@ -9,7 +9,7 @@ use crate::btt::layout::{INFO_BYTES, SIGNATURE};
 use crate::btt::{Finding, GiveUp, InfoSource, Lost, plan_repair};
 use crate::media::Media;
 
-/// Three arenas, each with its first sector written.
+/// Creates three arenas and writes the first sector of each.
 fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
     let media = grown(&formatted_twice(4096), 3 * VOLUME_BYTES);
     let engine = Engine::open(&media).unwrap();
@@ -47,7 +47,7 @@ fn arenas_behind_a_missing_one_keep_their_sectors() {
     assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
     let sectors = engine.sectors();
     drop(engine);
-    // The reader and the check find the same arenas.
+    // The reader and the check find the same arenas as the engine.
     let report = check(&media);
     let totals: Vec<_> = report.arenas.iter().map(|arena| arena.findings_total).collect();
     assert_eq!(totals, [0, 1, 0]);
@@ -63,7 +63,7 @@ fn arenas_behind_a_missing_one_keep_their_sectors() {
     assert_eq!(reader.read(second, &mut bytes[..4096]).unwrap(), Sector::Error);
 }
 
-/// Checks that unknown arenas are not guessed, and that nothing is stored.
+/// Checks that opening does not guess unknown arenas, and stores nothing.
 fn assert_refused(media: &MemoryMedia) {
     let before = media.to_bytes();
     let error = Engine::open(media).unwrap_err();
@@ -87,7 +87,7 @@ fn several_missing_arenas_are_ambiguous() {
     let (media, arenas) = thrice();
     let third = info_at(&media, arenas[2].start_bytes);
     lose_second(&media);
-    // Its first block is whole, but a guest may have written it.
+    // Its first info block is whole, but a guest may have written it.
     spoil(&media, third.copy_at);
     assert_refused(&media);
     spoil(&media, third.start_bytes);
@@ -101,8 +101,8 @@ fn arena_in_the_data_of_a_guest_is_ignored() {
     engine.write(0, &content(0, 1, 4096)).unwrap();
     drop(engine);
     let real = second_of(&media);
-    // A whole third arena in the data of the second one. A guest may have written every block of
-    // it.
+    // Places a complete third arena into the data of the second one, as a guest could do that
+    // writes to all blocks.
     let (three, arenas) = thrice();
     let start = arenas[2].start_bytes;
     let fake = info_at(&three, start);
@@ -127,7 +127,7 @@ fn arena_in_the_data_of_a_guest_is_ignored() {
     assert_eq!(fake.uuid, real.uuid);
     lose_second(&media);
     assert_refused(&media);
-    // A trace is sufficient, as of an arena whose blocks are lost.
+    // A trace of an info block is sufficient, even if all blocks of the arena are lost.
     media.store(start, &[0; INFO_BYTES as usize]).unwrap();
     media.store(start - INFO_BYTES, &SIGNATURE).unwrap();
     assert_refused(&media);
@@ -157,7 +157,7 @@ fn arena_with_another_sector_size_is_missing_and_others_are_served() {
     assert_eq!(read(&engine, third), content(third, 1, 4096));
 }
 
-/// Metadata that is unreadable during open, check, export and repair affects only its arena.
+/// If metadata is unreadable during open, check, export or repair, only its arena is affected.
 #[test]
 fn unreadable_metadata_affects_only_its_arena() {
     let info = second_of(&formatted_twice(4096));
@@ -244,7 +244,7 @@ fn unreadable_metadata_affects_only_its_arena() {
             repair.carry_out(&failing.media).unwrap();
         }
         assert!(check(&failing.media).is_clean(), "{what}");
-        // Unreadable media does not set the arena's error flag.
+        // Unreadable media does not cause the arena's error flag to be set.
         assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
         assert!(
             Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none())
@@ -252,9 +252,9 @@ fn unreadable_metadata_affects_only_its_arena() {
     }
 }
 
-/// Writes two sectors whose map entries share no line. One call writes both, so it uses two lanes.
-/// Then restores their old map entries, as a power cut may. Returns the first sector and the words
-/// of the map.
+/// Writes two sectors whose map entries are in different lines. A single call writes both, so it
+/// uses two lanes. Then restores their old map entries, as a power failure may do. Returns the
+/// first sector and the words of the map.
 fn leave_redo_of_two_lanes(media: &MemoryMedia) -> (u64, [u64; 2]) {
     let info = second_of(media);
     let engine = Engine::open(media).unwrap();
@@ -284,7 +284,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         troubles.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
         [(1, why)]
     );
-    // The entry is old. It stays doubtful even when it can be read again.
+    // The entry is old, and remains doubtful even when it becomes readable.
     for bad in [unreadable..unreadable + 8, 0..0] {
         failing.set_bad(std::slice::from_ref(&bad));
         assert_eq!(read(&engine, first), content(first, 2, 4096));
@@ -321,7 +321,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
 fn settle_refuses_a_damaged_arena_with_an_unreadable_entry() {
     let media = formatted_twice(4096);
     let (_, [_, unreadable]) = leave_redo_of_two_lanes(&media);
-    // Sequence numbers 9 and 0 of a lane that the writes have not used.
+    // Stores the sequence numbers 9 and 0 in a lane that the writes have not used.
     media.store(second_of(&media).flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap();
     let failing = Failing::new(media);
     failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));

@@ -1,4 +1,4 @@
-//! Comparison of the engine with a list of sectors, and with the checks by other code.
+//! Comparison of the engine with a list of sectors, and with checks that do not use the engine.
 
 mod crash;
 mod crash_wrong;
@@ -30,12 +30,12 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
-/// Two arenas, the second one behind the initial size of the volume.
+/// Creates media with two arenas. The second one is behind the initial size of the volume.
 pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
     grown(&formatted(sector_bytes), 2 * VOLUME_BYTES)
 }
 
-/// The same BTT with another arena, which extends to the new end of its volume.
+/// Returns the BTT with an additional arena, which ends at the new end of the volume.
 pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     let extension = crate::btt::extend(media, size_bytes).unwrap().unwrap();
     let mut bytes = media.to_bytes();
@@ -48,7 +48,7 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     media
 }
 
-/// An arena with few sectors and lanes, in the place of the one that Linux would lay out. Blocks
+/// Formats an arena with few sectors and lanes in place of the one that Linux would create. Blocks
 /// are reused soon, and an image opens quickly.
 pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
@@ -73,7 +73,7 @@ pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u
     }
 }
 
-/// Content that identifies a sector and its version.
+/// Returns content that identifies a sector and its version.
 pub(super) fn content(sector: u64, version: u64, sector_bytes: u32) -> Vec<u8> {
     let seed = sector << 32 | version;
     let words = (0..u64::from(sector_bytes) / 8)
@@ -98,7 +98,7 @@ fn written_sectors_are_read_across_arenas_and_after_a_reopen() {
         assert_eq!(engine.sector_bytes(), sector_bytes);
         let border = engine.arenas()[1].first_sector;
         assert!(border > 100 && engine.sectors() > border + 100);
-        // More than one exchange covers, and in both arenas.
+        // A range in both arenas that is longer than an exchange.
         let sectors = border - 90..border + 90;
         let bytes: Vec<u8> =
             sectors.clone().flat_map(|sector| content(sector, 1, sector_bytes)).collect();
@@ -176,8 +176,8 @@ fn impossible_requests_are_refused_with_the_reason() {
 
 #[test]
 fn reader_sees_written_and_discarded_sectors() {
-    // Map entries for zeros are used only for sectors of a page: Linux does not read beyond one for
-    // a smaller sector.
+    // Map entries with the flag for zeros are used only for sectors of a page, because Linux does
+    // not read beyond such an entry if sectors are smaller.
     for (sector_bytes, discarded) in [(4096, Sector::Zeros), (512, Sector::Data)] {
         let media = formatted(sector_bytes);
         let engine = Engine::open(&media).unwrap();
@@ -195,7 +195,7 @@ fn reader_sees_written_and_discarded_sectors() {
             assert_eq!(reader.read(sector, &mut bytes).unwrap(), discarded);
             assert!(bytes.iter().all(|byte| *byte == 0), "sector {sector}");
         }
-        // Discarded sectors can be written.
+        // Discarded sectors can be written again.
         engine.write(5, &content(5, 2, sector_bytes)).unwrap();
         assert_eq!(read(&engine, 5), content(5, 2, sector_bytes));
         assert!(check(&media).is_clean());

@@ -1,5 +1,5 @@
-//! Comparison of random operations on the engine and on a list of sectors. The engine is reopened
-//! from time to time.
+//! Comparison of random operations on the engine with the same operations on a list of sectors. The
+//! engine is reopened from time to time.
 
 use proptest::prelude::*;
 
@@ -15,8 +15,8 @@ enum Operation {
     Reopen,
 }
 
-/// Number of sectors on each side of the boundary of two arenas: few, so that each is written
-/// often.
+/// Number of sectors on each side of the boundary between two arenas. It is small, so that each
+/// sector is written often.
 const AROUND: u64 = 40;
 
 fn operations() -> impl Strategy<Value = Operation> {
@@ -35,7 +35,7 @@ fn run(sector_bytes: u32, operations: Vec<Operation>) {
     let media = formatted_twice(sector_bytes);
     let mut engine = Engine::open(&media).unwrap();
     let base = engine.arenas()[1].first_sector - AROUND;
-    // Versions. Version 0 reads as zeros.
+    // Version of each sector. Version 0 reads as zeros.
     let mut model = vec![0u64; 2 * AROUND as usize];
     let expected = |model: &[u64], at: u64| match model[at as usize] {
         0 => vec![0; sector_bytes as usize],

@@ -1,4 +1,4 @@
-//! Engine sources compiled for the memory model of loom instead of the CPU.
+//! Engine sources compiled with the memory model of loom instead of the real CPU.
 
 #[path = "../lock.rs"]
 #[allow(clippy::duplicate_mod, dead_code, reason = "see below")]
@@ -27,8 +27,8 @@ mod cpu {
 
     pub(super) const SPINS: u32 = 1;
 
-    /// Releases by an exchange. Loom has no order between a store and concurrent exchanges of
-    /// others, and may never show them the store.
+    /// Releases a lock with an exchange. Loom does not order a store with concurrent exchanges of
+    /// other threads, and might never make it visible to them.
     pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
         lock.swap(
             free,
@@ -40,14 +40,14 @@ mod cpu {
         if LEFT_OUT.get() == LeftOut::Acquire { Ordering::Relaxed } else { ordering }
     }
 
-    /// A sleeping thread may wake at any time, and checks again.
+    /// A sleeping thread may wake up at any time, and then checks again.
     pub(super) fn sleep_while(_: &AtomicU32, _: u32, _: Duration) {
         yield_now();
     }
 
     pub(super) fn wake_all(_: &AtomicU32) {}
 
-    /// Cell that detects two threads with access to its content at once.
+    /// Cell that detects concurrent access by two threads to its content.
     pub(super) struct UnsafeCell<T>(loom::cell::UnsafeCell<T>);
 
     impl<T> UnsafeCell<T> {
@@ -60,28 +60,29 @@ mod cpu {
         }
     }
 
-    /// Omitted step.
+    /// Step that the model omits.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(super) enum LeftOut {
         Nothing,
-        /// Reader's barrier between its announcement and its check of the map.
+        /// Barrier of a reader between its announcement and its check of the map.
         ReadersFence,
-        /// Writer's barrier between its change of the map and its check of the readers.
+        /// Barrier of a writer between its change of the map and its check of the readers.
         WritersFence,
-        /// Reader's second check of the map.
+        /// Second check of the map by a reader.
         SecondLook,
-        /// Writer's check of the readers.
+        /// Check of the readers by a writer.
         LookAtReaders,
-        /// Lock of the map's line.
+        /// Lock of a map line.
         LineLock,
-        /// Release ordering of the lock: the next holder need not see accesses under the lock.
+        /// Release ordering of the lock. Without it, the next holder need not see accesses made
+        /// under the lock.
         Release,
         /// Acquire ordering of the lock.
         Acquire,
     }
 
     thread_local! {
-        // All threads of a model are one.
+        // Thread-local, because all threads of a model run on a single thread.
         pub(super) static LEFT_OUT: Cell<LeftOut> = const { Cell::new(LeftOut::Nothing) };
     }
 
@@ -91,8 +92,8 @@ mod cpu {
 
     pub(super) fn set_last_slot(_: usize) {}
 
-    /// A model has no locked instructions. Its atomics order less than those of the CPU, whatever
-    /// their ordering.
+    /// Loom does not model locked instructions. Whatever their ordering, its atomics give weaker
+    /// guarantees than those of the CPU.
     pub(super) fn fence_behind_locked() {
         if LEFT_OUT.get() != LeftOut::ReadersFence {
             atomic::fence(Ordering::SeqCst);

@@ -1,11 +1,11 @@
-//! Readers, writers and locks of the map in every order that the memory model allows (loom). The
-//! code of the engine is compiled again with loom's atomics. Each step is omitted once, which must
-//! be detected.
+//! Tests of readers, writers and map locks in every order that the memory model allows (loom). The
+//! engine's code is compiled again with the atomics of loom. Each step is omitted in turn, and the
+//! tests must detect it.
 //!
-//! One difference remains: locks are released by an exchange here, and by a store in the engine,
-//! because loom cannot check a store beside exchanges of others. A store is sufficient: an exchange
-//! sees the newest value, which is that of the store, or of an exchange before it that the store
-//! has overwritten. In the second case, only the mark of a waiting thread is lost.
+//! One difference remains. Here, locks are released by an exchange, because loom cannot check a
+//! store that is concurrent with exchanges. The engine uses a store, which is sufficient. A later
+//! exchange sees the newest value, which is that of the store. If the store overwrites the value of
+//! an exchange, only the mark of a waiting thread is lost.
 
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,8 +24,8 @@ use crate::media::{Durability, Media};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-/// Runs a test in its own process, because loom's coroutines install a SIGBUS handler without
-/// calling the earlier one, which other tests need. `name` is the test that calls this.
+/// Runs a test in a separate process. The coroutines of loom install a SIGBUS handler without
+/// calling the previous one, which other tests need. `name` is the calling test.
 fn in_own_process(name: &str, test: fn()) {
     if env::var_os(CHILD).is_some() {
         return test();
@@ -37,7 +37,7 @@ fn in_own_process(name: &str, test: fn()) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// Tries all orders of a model. Returns the failure of one of them, if any.
+/// Executes all orders of a model. Returns the error of a failing order, if there is one.
 fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
     cpu::LEFT_OUT.set(left_out);
     let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
@@ -50,9 +50,9 @@ fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> R
     })
 }
 
-/// Sector and two blocks of two words each. A block whose words differ is torn.
+/// Sector with two blocks of two words each. If the words of a block differ, it is torn.
 struct Sector {
-    /// Block of the sector in the map: 1 or 2.
+    /// Block of the sector according to the map: 1 or 2.
     map: AtomicU64,
     blocks: [[AtomicU64; 2]; 2],
     readers: Readers,
@@ -64,7 +64,8 @@ impl Sector {
         Self { map: AtomicU64::new(1), blocks: [block(), block()], readers: Readers::new(2) }
     }
 
-    /// Writes twice with one lane, which has block 2 at first. Stops if its block is being read.
+    /// Writes twice with the same lane, which initially has block 2. Stops if the lane's block is
+    /// being read.
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
@@ -77,7 +78,7 @@ impl Sector {
                 .iter()
                 .for_each(|word| word.store(version, Ordering::Relaxed));
             let old = self.map.load(Ordering::Relaxed);
-            // Like a store of the media, it is ordered after all earlier ones.
+            // Like a store to the media, it is ordered after all earlier stores.
             self.map.store(free, Ordering::Release);
             free = old;
         }
@@ -126,7 +127,7 @@ fn omission_of_any_step_between_readers_and_writers_is_detected() {
     });
 }
 
-/// Word of the map.
+/// Media that consists of one word of the map.
 struct OneWord(AtomicU64);
 
 impl Media for OneWord {
@@ -160,7 +161,7 @@ impl Media for OneWord {
     }
 }
 
-/// Two writers change the two entries of a word.
+/// Two writers change the two entries of the same word.
 fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
     let media = formatted(4096);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -192,8 +193,8 @@ fn changes_of_both_entries_in_a_map_word_are_kept() {
     });
 }
 
-/// Two threads add to a value under a lock. Loom detects an access before the other thread's
-/// accesses are complete.
+/// Two threads add to a value under a lock. Loom detects an access that overlaps with accesses of
+/// the other thread.
 fn two_add(left_out: LeftOut) -> Result<(), String> {
     every_order(left_out, || {
         let lock = Arc::new(Lock::new(0));

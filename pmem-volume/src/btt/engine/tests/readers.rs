@@ -1,4 +1,4 @@
-//! Single slots of readers. `order.rs` tests the order of their use.
+//! Tests of single reader slots. `order.rs` tests the order of their use.
 
 use std::thread;
 

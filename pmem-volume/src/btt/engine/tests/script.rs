@@ -1,8 +1,8 @@
-//! Writers with randomly interleaved steps, on media that records crash points.
+//! Simulation of writers whose steps are randomly interleaved, on media that records crash points.
 //!
-//! All writers run on one thread, so a seed is sufficient to reproduce a failure. Each has an
-//! exchange, and executes one step at a time. At every persist, the possible content of each sector
-//! is recorded.
+//! All writers run on a single thread, so a seed is enough to reproduce a failure. Each writer has
+//! one exchange in progress, and executes one step at a time. At every persist, the possible
+//! content of each sector is recorded.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -19,30 +19,30 @@ use crate::media::{Durability, Media, Pending};
 pub(super) const SECTORS: u32 = 48;
 pub(super) const LANES: u32 = 4;
 
-/// Possible versions of a sector. Version 0 is zeros.
+/// Possible versions of a sector. Version 0 reads as zeros.
 #[derive(Clone, Debug, Default)]
 struct Held {
-    /// Version if no write is in progress.
+    /// Version of the sector if no write is in progress.
     current: u64,
-    /// Versions of writes in progress.
+    /// Versions of the writes in progress.
     pending: Vec<u64>,
 }
 
-/// All sectors that were ever written.
+/// Possible content of all sectors that were ever written.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Oracle(BTreeMap<u32, Held>);
 
-/// Wrong order between the engine and the media.
+/// Wrong order that is simulated between the engine and the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
     Nothing,
-    /// The second half precedes durable data.
+    /// The second half is stored before the data is durable.
     Data,
-    /// The second half precedes a durable first half.
+    /// The second half is stored before the first half is durable.
     FirstHalf,
     /// The second half is not durable when the map changes and the write returns.
     SecondHalf,
-    /// The map changes durably before the second half.
+    /// A change of the map is durable before the second half.
     MapBeforeFlog,
     /// A lane is reused before the map word that it changed last is durable.
     LaneReused,
@@ -56,36 +56,36 @@ pub(super) enum Wrong {
     RecoveredMap,
     /// Another driver uses the media before the map is durable.
     NotSettled,
-    /// The error flag is stored to the second info block before it is durable in the first one.
+    /// The error flag is stored in the second info block before it is durable in the first one.
     ErrorFlag,
-    /// Data is stored after its persist has begun.
+    /// The data is stored after its persist has begun.
     DataBegunTooEarly,
-    /// Halves of the log are stored after their persist has begun.
+    /// The halves of the flog entry are stored after their persist has begun.
     LogBegunTooEarly,
-    /// The first map entries of a load, which say zeros, are not durable before the data.
+    /// Map entries that mark the sectors of a load as zeros are not durable before the data.
     LoadZeros,
 }
 
-/// Begun persist of a range. Like a CPU, it writes back the current content of the lines. The end
-/// makes just that content durable.
+/// Persist that has begun for a range. Like a CPU, it writes back the current content of the cache
+/// lines. The end makes exactly this content durable.
 #[derive(Debug)]
 struct Begun {
     range: Range<u64>,
     words: Vec<(u64, u64)>,
 }
 
-/// Media with an optional wrong order, and the oracle at each crash point.
+/// Media that can simulate a wrong order, with the oracle for each crash point.
 pub(super) struct Recorded {
     pub(super) media: Simulator,
     wrong: Wrong,
     map: Range<u64>,
     flog: Range<u64>,
-    /// While the engine is being opened, persists are those of recovery.
+    /// False while the engine is being opened. Persists then belong to the recovery.
     pub(super) is_open: std::sync::atomic::AtomicBool,
     held_back: Mutex<Vec<(u64, u64)>>,
-    /// Begun persists in order. Only one thread makes them.
+    /// Persists that have begun, in order. Only one thread begins them.
     begun: Mutex<Vec<Begun>>,
-    /// Begun persists of ranges that are stored too late.
+    /// Persists that have begun for ranges that are stored too late.
     begun_too_early: Mutex<Vec<Begun>>,
     pub(super) oracle: Mutex<Oracle>,
     seen: Mutex<Vec<Oracle>>,
@@ -110,7 +110,7 @@ impl Recorded {
         }
     }
 
-    /// Starts to record crash points with the possible content of sectors.
+    /// Starts to record crash points, each with the possible content of sectors.
     pub(super) fn record(&self) {
         self.seen.lock().unwrap().clear();
         self.media.record();
@@ -130,7 +130,7 @@ impl Recorded {
         Media::persist(&self.media, ranges).unwrap();
     }
 
-    /// Ends begun persists, like [`Self::persist_all`].
+    /// Ends persists that have begun, like [`Self::persist_all`].
     fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b Begun>) {
         self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
         let words: Vec<_> =
@@ -142,7 +142,7 @@ impl Recorded {
         Begun { words: self.media.written_back(range.clone()), range }
     }
 
-    /// Returns true if a persist of these ranges is the one to omit.
+    /// Returns true if the persist of these ranges must be omitted.
     fn is_left_out(&self, ranges: &[Range<u64>]) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
@@ -162,7 +162,8 @@ impl Recorded {
         is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata)
     }
 
-    /// Are these the map entries of a window that begins, and is their persist the wrong one?
+    /// Returns true if the range contains map entries at the start of a window, and if their
+    /// persist must be omitted.
     fn is_left_out_of_load(&self, range: &Range<u64>) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let mut words = (range.start..range.end).step_by(8);
@@ -262,12 +263,12 @@ impl Media for Recorded {
         assert!(begun.iter().map(|begun| &begun.range).eq(pending.ranges()), "{begun:x?}");
         let is_data = |range: &Range<u64>| !self.in_map(range) && !self.in_flog(range);
         if !pending.ranges().iter().any(is_data) {
-            // A persist without the log of an exchange.
+            // Omits the persist of the flog entries of an exchange.
             let is_left_out = self.is_left_out(pending.ranges());
             self.persist_begun(begun.iter().filter(|_| !is_left_out));
             return Ok(());
         }
-        // The words of the exchange's own sectors come first.
+        // The map words of the exchange's own sectors come first.
         let is_kept = |(place, range): (usize, &Range<u64>)| match self.wrong {
             Wrong::FirstHalf => !self.in_flog(range),
             Wrong::SectorRewritten => place > 0,
@@ -282,7 +283,8 @@ impl Media for Recorded {
     }
 }
 
-/// Sector with few nonzero words, so that a few images are a large share of all possible ones.
+/// Returns the content of a sector with few nonzero words. A small number of images then covers a
+/// large share of all possible ones.
 pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
     if (1..DISCARDS).contains(&version) {
@@ -294,14 +296,14 @@ pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Media with a small arena, and only as many lanes as the script needs.
+/// Creates media with a small arena, which has only as many lanes as the script needs.
 pub(super) fn new_media() -> Simulator {
     let media = Simulator::new(VOLUME_BYTES);
     format_small(&media, SECTORS, LANES);
     media
 }
 
-/// Exchange in progress, or discard that is not durable yet.
+/// Exchange in progress, or a discard that is not durable yet.
 struct Active<'a> {
     exchange: Option<OneOrMore<'a>>,
     sectors: Range<u32>,
@@ -309,7 +311,7 @@ struct Active<'a> {
     steps: u32,
 }
 
-/// Exchange of one sector or of several, as in the engine.
+/// Exchange of one or several sectors, as in the engine.
 enum OneOrMore<'a> {
     One(Exchange<'a, &'a Recorded, [lanes::Held<'a>; 1]>),
     More(Exchange<'a, &'a Recorded, Taken<'a>>),
@@ -351,10 +353,10 @@ impl<'a> OneOrMore<'a> {
     }
 }
 
-/// Versions from here on are discards, which leave zeros.
+/// Versions with this bit are discards, which leave zeros.
 const DISCARDS: u64 = 1 << 32;
 
-/// Interleaved writers.
+/// Script of interleaved writers.
 pub(super) struct Script<'a> {
     engine: &'a Engine<&'a Recorded>,
     recorded: &'a Recorded,
@@ -363,7 +365,7 @@ pub(super) struct Script<'a> {
 }
 
 impl<'a> Script<'a> {
-    /// `versions` must be larger than all versions on the media.
+    /// Creates a script. `versions` must be larger than all versions on the media.
     pub(super) fn new(
         engine: &'a Engine<&'a Recorded>,
         recorded: &'a Recorded,
@@ -397,7 +399,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Step 1 of an exchange, if a lane is left.
+    /// Performs step 1 of an exchange if a lane is free.
     pub(super) fn begin(&mut self, writer: usize, sectors: Range<u32>) {
         let exchanges = self.active.iter().flatten().filter(|active| active.exchange.is_some());
         let taken: usize = exchanges.map(|active| active.sectors.len()).sum();
@@ -413,7 +415,8 @@ impl<'a> Script<'a> {
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
 
-    /// Next step of a writer's exchange, unless it has none or would wait.
+    /// Performs the next step of a writer's exchange. Does nothing if there is no exchange or if
+    /// the step would block.
     pub(super) fn step(&mut self, writer: usize) {
         let Some(active) = &self.active[writer] else { return };
         if active.exchange.is_some() && active.steps == 1 && self.is_locked(&active.sectors) {
@@ -443,7 +446,8 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// First step of a discard, unless it would wait. The second step makes it durable.
+    /// Performs the first step of a discard unless it would block. The second step makes the
+    /// discard durable.
     pub(super) fn discard(&mut self, writer: usize, sectors: Range<u32>) {
         if self.is_locked(&sectors) {
             return;
@@ -472,8 +476,8 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Another driver, which persists each of its stores and assumes that existing content is durable,
-/// like Linux's driver (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
+/// Simulates a different driver. Like the Linux driver (drivers/nvdimm/btt.c, btt_freelist_init and
+/// btt_write_pg), it persists each of its stores and assumes that existing content is durable.
 pub(super) struct Driver<'a> {
     recorded: &'a Recorded,
     info: ArenaInfo,
@@ -492,7 +496,7 @@ impl<'a> Driver<'a> {
         Self { recovery, ..driver }
     }
 
-    /// Writes a sector with one of the lanes.
+    /// Writes a sector through the given lane.
     pub(super) fn write(&mut self, lane: usize, sector: u32, version: u64) {
         let note = |change: fn(&mut Held, u64)| {
             let mut oracle = self.recorded.oracle.lock().unwrap();
@@ -527,7 +531,7 @@ impl<'a> Driver<'a> {
 }
 
 impl Held {
-    /// Ends a write or a discard, which is now the content of the sector.
+    /// Ends a write or a discard. From here on, its version is the content of the sector.
     fn end(&mut self, version: u64) {
         let Some(place) = self.pending.iter().position(|pending| *pending == version) else {
             assert!(version >= DISCARDS);
@@ -536,27 +540,27 @@ impl Held {
         self.pending.remove(place);
         self.current = version;
         if version < DISCARDS {
-            // Discards in progress were stored before this exchange locked the line, and it made
-            // them durable.
+            // Discards in progress were stored before this exchange locked the line. The exchange
+            // has made them durable.
             self.pending.retain(|pending| *pending < DISCARDS);
         }
     }
 }
 
 impl Oracle {
-    /// From here on, sectors may hold this version.
+    /// From here on, sectors may contain this version.
     pub(super) fn expect_write(&mut self, sectors: Range<u32>, version: u64) {
         sectors.for_each(|sector| self.0.entry(sector).or_default().pending.push(version));
     }
 
-    /// All writes have ended.
+    /// Ends all writes.
     pub(super) fn end_writes(&mut self) {
         for held in self.0.values_mut() {
             held.current = held.pending.drain(..).next_back().unwrap_or(held.current);
         }
     }
 
-    /// Verifies an image, and returns its content as an oracle without writes in progress.
+    /// Verifies an image. Returns an oracle with its content and without writes in progress.
     ///
     /// 1. A check finds nothing.
     /// 2. The engine opens it, and reads a possible version of every sector.
@@ -579,7 +583,7 @@ impl Oracle {
         Ok(found)
     }
 
-    /// Versions that an engine reads, if all of them are possible.
+    /// Returns the versions that an engine reads, provided that all of them are possible.
     pub(super) fn read(&self, engine: &Engine<impl Media>) -> Result<Self, String> {
         let mut found = Self::default();
         let untouched = Held::default();

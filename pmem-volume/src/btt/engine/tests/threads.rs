@@ -1,4 +1,4 @@
-//! Real threads on few sectors, and readers that are stopped at the worst moments.
+//! Tests with real threads on few sectors. Some stop readers at the worst moments.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,10 +15,10 @@ fn small(sectors: u32, lanes: u32) -> MemoryMedia {
     media
 }
 
-/// Version of zeros.
+/// Version of a sector that reads as zeros.
 const DISCARDED: u64 = u64::MAX;
 
-/// Version of a whole sector.
+/// Returns the version of a sector, or `None` if the sector is torn.
 fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     if bytes.iter().all(|byte| *byte == 0) {
         return Some(DISCARDED);
@@ -29,7 +29,8 @@ fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     (bytes == content(sector, version, 4096)).then_some(version)
 }
 
-/// Two arenas, the first one with few lanes. Their boundary is among the sectors.
+/// Uses two arenas, of which the first has few lanes. The boundary between them is within the range
+/// of sectors.
 #[test]
 fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     const SECTORS: u64 = 18;
@@ -84,17 +85,18 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     assert!(check(&media).is_clean());
     for (sector, last) in (0..).zip(last) {
         let version = version_of(sector, &read(&engine, sector)).expect("whole");
-        // Any of the last concurrent writes may be the last one.
+        // Any of the last concurrent writes may have taken effect last.
         assert!(
             last.into_inner().unwrap().iter().rev().take(WRITERS as usize).any(|v| *v == version)
         );
     }
 }
 
-/// Media on which a thread stops once: before it copies a block, or after it has read the map.
+/// Media on which a thread stops once, either before it copies a block or after it has read the
+/// map.
 struct Stopping {
     media: MemoryMedia,
-    /// Remaining loads of the map before the thread stops.
+    /// Number of map loads before the thread stops.
     stop_after_map_loads: AtomicUsize,
     stop_at_data: AtomicBool,
     stopped: Mutex<Sender<()>>,
@@ -154,7 +156,7 @@ impl Media for Stopping {
     }
 }
 
-/// Media on which threads stop, with channels that report a stop and end it.
+/// Creates media on which threads stop. One channel reports a stop, and the other one ends it.
 fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     let media = small(sectors, lanes);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -170,9 +172,9 @@ fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     (stopping, has_stopped, continues)
 }
 
-/// Stops a reader of sector 1, overwrites the sector until every lane has been used often, and
-/// continues the reader. Returns the version that it has read if it is whole, and the data
-/// that a reader without an announcement would have read.
+/// Stops a reader of sector 1, overwrites the sector until every lane has been used often, and lets
+/// the reader continue. Returns the version that the reader has read, provided that it is not torn.
+/// Also returns the data that a reader without an announcement would have read.
 fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>) {
     let (stopping, has_stopped, continues) = stopping(16, 3);
     let (info, _) = read_arena(&stopping, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -183,7 +185,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
         prepare(engine.space());
         let reader = scope.spawn(|| read(&engine, 1));
         has_stopped.recv().unwrap();
-        // This would hang if a writer waited for the reader.
+        // If a writer waited for the reader, this would hang.
         (2..32).for_each(|version| engine.write(1, &content(1, version, 4096)).unwrap());
         let mut of_block = vec![0; 4096];
         engine.space().read(block_at, &mut of_block).unwrap();
@@ -205,6 +207,6 @@ fn late_reader_reads_the_map_again() {
     let late = |media: &Stopping| media.stop_after_map_loads.store(1, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(late);
     assert_eq!(version, Some(31));
-    // Without the second check it would have read another version, or half of one.
+    // Without the second check, it would have read another version, or parts of two versions.
     assert_ne!(of_block, content(1, 1, 4096));
 }

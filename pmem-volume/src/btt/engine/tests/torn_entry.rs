@@ -1,4 +1,5 @@
-//! Map entries with new first bytes and old last bytes after a crash (`btt::torn_entry`).
+//! Tests of torn map entries, whose first bytes are new and whose last bytes are old after a crash
+//! (`btt::torn_entry`).
 
 use std::sync::atomic::Ordering;
 
@@ -11,8 +12,8 @@ use crate::btt::{Finding, GiveUp, flog, plan_repair};
 
 const SECTOR: u64 = 6;
 
-/// BTT whose last write was the third one of [`SECTOR`], with the sector's entries before and after
-/// it.
+/// Creates a BTT whose last write was the third one of [`SECTOR`]. Returns it with the sector's map
+/// entries before and after this write.
 fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     let media = formatted(4096);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -25,7 +26,7 @@ fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     (media, info, entries[1], entries[2])
 }
 
-/// Entry after an interrupted store of `stored` bytes.
+/// Returns the entry after a store that was interrupted when `stored` bytes were written.
 fn torn(before: u32, after: u32, stored: usize) -> u32 {
     let mut bytes = before.to_le_bytes();
     bytes[..stored].copy_from_slice(&after.to_le_bytes()[..stored]);
@@ -49,7 +50,8 @@ fn torn_entry_is_redone_by_check_reader_and_engine() {
         assert_eq!(reader.read(SECTOR, &mut bytes).unwrap(), Sector::Data);
         assert_eq!(bytes, content(SECTOR, 3, 4096), "{stored} bytes");
 
-        // Corrected on the media too, because a guest's driver would not correct it.
+        // The entry is also corrected on the media, because the driver of a guest would not correct
+        // it.
         let engine = Engine::open(&media).unwrap();
         assert_eq!(map_entry(&media, &info, SECTOR as u32), after);
         assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
@@ -83,7 +85,7 @@ fn read_of_suspect_fails_if_its_other_owner_is_unreadable() {
     assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
 }
 
-/// Without the redo of the torn entry, its sector would seem to share a block with another sector.
+/// If the torn entry were not redone, its sector would seem to share a block with another sector.
 #[test]
 fn repair_after_failed_read_gives_up_no_sector_with_torn_entry() {
     let (media, info, before, after) = written();
@@ -93,7 +95,7 @@ fn repair_after_failed_read_gives_up_no_sector_with_torn_entry() {
     let failing = Failing::new(media);
     let plan = || {
         let repair = plan_repair(&failing, GiveUp::Sectors, &mut |_| {}).ok()?;
-        // An unreadable info block is rewritten regardless of other damage.
+        // An unreadable info block is rewritten even if there is other damage.
         let of_flog = repair.mendings.iter().filter(|mending| !mending.what.contains("info block"));
         Some(of_flog.map(|mending| format!("{mending:?}")).collect::<Vec<_>>())
     };
@@ -119,8 +121,7 @@ fn entry_that_only_looks_torn_stays() {
         owner < info.sectors && map_entry(&media, &info, owner) == 0,
         "the block has the sector's number"
     );
-    // As if other lanes had written both sectors since, and had made other writes later: each block
-    // has one owner.
+    // Simulates later writes of both sectors by other lanes. Each block has only one owner.
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
     assert!(flog::recover(&media, &info).redo.is_empty());
@@ -137,8 +138,8 @@ fn pending_entry_of_another_lane_precedes_one_that_looks_torn() {
     let owner = torn & MAP_BLOCK;
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
-    // The last write of the sector is that of a lane which had not written before, and a crash kept
-    // it from the map.
+    // The sector's last write used a lane that had never written before, and a crash prevented the
+    // store to the map.
     let lanes = flog::recover(&media, &info).lanes;
     let lane = lanes
         .iter()
@@ -156,7 +157,7 @@ fn pending_entry_of_another_lane_precedes_one_that_looks_torn() {
 #[test]
 fn impossible_torn_entry_is_damage() {
     let (media, info, before, _) = written();
-    // Only the last byte differs, and names a block that only larger arenas have.
+    // Only the last byte differs. It refers to a block that exists only in larger arenas.
     let far = before | 0x3f << 24;
     assert!(far & MAP_BLOCK >= info.blocks);
     set_map(&media, &info, SECTOR as u32, far);
