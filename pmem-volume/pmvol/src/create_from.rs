@@ -22,7 +22,7 @@ const SUFFIX: &str = ".importing";
 /// A volume to create.
 pub(crate) struct New<'a> {
     pub(crate) name: &'a str,
-    /// Without a size, the volume is as large as the image requires.
+    /// Size of the volume. `None` means the smallest size that holds the image.
     pub(crate) size: Option<VolumeSize>,
     pub(crate) format: VolumeFormat,
 }

@@ -144,7 +144,7 @@ impl FileMedia {
         }
     }
 
-    /// Sets whether erasing punches holes in a file on a disk. Other kinds of media are either
+    /// Makes erasing punch holes in a file on a disk if `is_thin`. Other kinds of media are either
     /// always or never thin.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;

@@ -212,7 +212,7 @@ impl Arena {
 
     /// Makes those words of the map durable that the lanes changed last. Another program that uses
     /// the lanes without recovery would not redo them. All other words are already durable, or
-    /// become durable before a later exchange of the same lane is committed.
+    /// become durable before a later exchange that depends on them is committed.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));

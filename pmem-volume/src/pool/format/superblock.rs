@@ -84,7 +84,7 @@ impl Superblock {
         self.regions().iter().any(|region| region.start < end && start < region.end)
     }
 
-    /// Returns the number of chunks that contain metadata.
+    /// Returns the number of chunks for which [`Self::is_metadata`] returns true.
     pub(crate) fn metadata_chunks(&self) -> u32 {
         let mut regions = self.regions();
         regions.sort_by_key(|region| region.start);

@@ -125,7 +125,7 @@ extern "C" fn print_total() {
     let _ = writeln!(std::io::stderr(), "crash images opened: {images}");
 }
 
-/// Number of images per image that also crashes during its recovery.
+/// One out of this many images also crashes during its recovery.
 const RECOVERIES: usize = 16;
 /// Maximum number of images per crash point of a recovery.
 const RECOVERY_BOUND: usize = 8;

@@ -11,7 +11,7 @@ use crate::pool::layout::{
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
-/// Creates a pool with a volume of three chunks, numbers 5 to 7 of the pool.
+/// Creates a pool with a volume of three chunks, which start at 5, 6 and 7 times 2 MiB.
 fn with_volume() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 4 * MIB);

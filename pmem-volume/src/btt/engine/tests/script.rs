@@ -353,7 +353,7 @@ impl<'a> OneOrMore<'a> {
     }
 }
 
-/// Versions with this bit are discards, which leave zeros.
+/// Versions of at least this value are discards, which leave zeros.
 const DISCARDS: u64 = 1 << 32;
 
 /// Script of interleaved writers.
