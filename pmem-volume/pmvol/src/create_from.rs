@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn name_during_the_import_is_a_valid_one() {
+    fn name_during_import_is_valid() {
         for name in ["data", &"x".repeat(MAX_NAME_BYTES), &"ü".repeat(MAX_NAME_BYTES / 2)] {
             let new = New { name, size: None, format: VolumeFormat::Btt };
             let part = new.name_of_part();

@@ -87,13 +87,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_outlasts_our_patience_is_shown() {
+    fn meter_appears_only_for_long_work() {
         assert!(is_long(Err(RecvTimeoutError::Timeout)));
         assert!(!is_long(Err(RecvTimeoutError::Disconnected)), "it was over sooner");
     }
 
     #[test]
-    fn every_task_starts_a_bar_of_its_own() {
+    fn each_task_starts_a_new_bar() {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let mut task = None;
         let mut hear = |kind, done_bytes, total_bytes| {

@@ -27,7 +27,7 @@ const CONTENTS: &[(&str, u64, &[u8])] = &[
 ];
 
 #[test]
-fn rows_of_pmvol_are_those_that_this_file_tests() {
+fn page_rows_of_pmvol_match_these_tests() {
     let rows: Vec<_> = PAGE.lines().filter(|line| line.starts_with("| `pmvol ")).collect();
     assert_eq!(
         rows,
@@ -39,7 +39,7 @@ fn rows_of_pmvol_are_those_that_this_file_tests() {
 }
 
 #[test]
-fn page_lists_the_formats_that_are_recognized() {
+fn page_lists_the_recognized_formats() {
     let without_article = |name: &'static str| {
         ["an ", "a ", "the "].iter().find_map(|article| name.strip_prefix(article)).unwrap_or(name)
     };
@@ -63,7 +63,7 @@ fn with_file(folder: &Folder, offset: u64, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn create_replaces_no_file_whatever_is_in_it() {
+fn create_never_replaces_a_file() {
     let folder = Folder::new();
     let refuse = |before: &[u8], content: &str| {
         for force in [&["--force"][..], &[]] {
@@ -86,7 +86,7 @@ fn create_replaces_no_file_whatever_is_in_it() {
 }
 
 #[test]
-fn export_replaces_a_file_by_force_alone_and_never_a_pool() {
+fn export_replaces_a_file_only_with_force_and_never_a_pool() {
     let folder = Folder::new();
     folder.succeed(&["create", "source", "--size", "32M"]);
     folder.succeed(&["volume", "create", "source", "v", "--size", "18M"]);

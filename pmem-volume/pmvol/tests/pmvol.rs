@@ -18,7 +18,7 @@ fn listed(folder: &Folder) -> Vec<Value> {
 }
 
 #[test]
-fn a_pool_is_made_filled_listed_and_checked() {
+fn pool_is_created_filled_listed_and_checked() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
     folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
@@ -71,7 +71,7 @@ fn a_pool_is_made_filled_listed_and_checked() {
 }
 
 #[test]
-fn a_volume_is_split_into_several_with_names() {
+fn volume_is_split_into_named_parts() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "128M"]);
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
@@ -133,7 +133,7 @@ fn sizes_are_parsed_as_in_all_programs() {
 }
 
 #[test]
-fn wrong_arguments_are_named_and_nothing_is_made() {
+fn wrong_arguments_are_reported_and_create_nothing() {
     let folder = Folder::new();
     folder.fail(&["create", "pool", "--size", "1X"], &["--size", "1X", "K, M, G or T"]);
     folder.fail(&["create", "pool", "--size", "0"], &["--size", "pool size 0", "8 MiB"]);
@@ -190,7 +190,7 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
 }
 
 #[test]
-fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
+fn thin_flag_is_reported_and_unsuitable_devices_are_refused() {
     let folder = Folder::new();
     folder.fail(&["create", "pool"], &["--size", "pool", "a new file", "a size is required"]);
     folder.fail(&["create", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
@@ -223,7 +223,7 @@ fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
 }
 
 #[test]
-fn names_that_are_no_text_are_refused_with_a_rule() {
+fn names_that_are_not_utf8_are_refused() {
     use std::os::unix::ffi::OsStrExt;
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -247,7 +247,7 @@ fn names_that_are_no_text_are_refused_with_a_rule() {
 }
 
 #[test]
-fn a_pool_in_use_can_be_looked_at_and_not_changed() {
+fn pool_in_use_is_readable_and_refuses_changes() {
     let folder = Folder::new();
     let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();
     pool.alloc_memory(10 << 20).unwrap();
@@ -267,7 +267,7 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
 }
 
 #[test]
-fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
+fn leftovers_of_a_killed_vm_are_reported_and_erased_on_demand() {
     use std::os::unix::fs::FileExt;
     let folder = Folder::new();
     let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();
@@ -315,7 +315,7 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
 }
 
 #[test]
-fn check_finds_damage_says_where_and_changes_nothing() {
+fn check_reports_damage_with_its_place_and_changes_nothing() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
@@ -347,14 +347,14 @@ fn check_finds_damage_says_where_and_changes_nothing() {
 }
 
 #[test]
-fn command_of_volumes_without_volume_is_suggested() {
+fn missing_volume_subcommand_is_suggested() {
     let folder = Folder::new();
     folder.fail(&["list", "pool"], &["unrecognized subcommand 'list'", "exists: 'volume list'"]);
     folder.fail(&["chek", "pool"], &["exists: 'check'"]);
 }
 
 #[test]
-fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
+fn repair_fixes_explained_damage_and_reports_the_rest() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
@@ -398,7 +398,7 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
 }
 
 #[test]
-fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
+fn exit_codes_distinguish_damage_from_failed_checks() {
     let folder = Folder::new();
     let code = |arguments: &[&str]| folder.run(arguments).status.code();
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -421,7 +421,7 @@ fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
 }
 
 #[test]
-fn nobody_is_told_to_make_a_pool_over_one_without_superblocks() {
+fn lost_superblocks_do_not_suggest_creating_a_pool() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     overwrite(&folder.path("pool"), 0, &[0; 4096]);
@@ -440,7 +440,7 @@ fn nobody_is_told_to_make_a_pool_over_one_without_superblocks() {
 }
 
 #[test]
-fn repair_counts_what_it_does_not_list() {
+fn repair_counts_unlisted_findings() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "18M"]);
@@ -460,7 +460,7 @@ fn repair_counts_what_it_does_not_list() {
 }
 
 #[test]
-fn a_shell_completes_our_commands_and_flags() {
+fn shell_completes_commands_and_flags() {
     let folder = Folder::new();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         assert!(folder.succeed(&["completion", shell]).contains("pmvol"), "{shell}");
@@ -496,7 +496,7 @@ fn version_has_commit_and_date_in_its_second_line() {
 }
 
 #[test]
-fn manual_pages_say_what_help_says() {
+fn manual_pages_match_the_help() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);
     assert!(
@@ -525,7 +525,7 @@ fn manual_pages_say_what_help_says() {
 }
 
 #[test]
-fn every_command_shows_an_example() {
+fn help_of_every_command_has_an_example() {
     let folder = Folder::new();
     for command in [
         &["create"][..],
@@ -555,7 +555,7 @@ fn every_command_shows_an_example() {
 }
 
 #[test]
-fn the_examples_of_the_help_work_in_their_order() {
+fn examples_of_the_help_work_in_order() {
     let folder = Folder::new();
     let help = folder.succeed(&["--help"]);
     let examples = help.split_once("Examples:\n").unwrap().1;
@@ -576,7 +576,7 @@ fn the_examples_of_the_help_work_in_their_order() {
 }
 
 #[test]
-fn what_cannot_be_printed_is_an_error_and_no_panic() {
+fn failed_output_is_an_error_instead_of_a_panic() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
@@ -617,7 +617,7 @@ fn what_cannot_be_printed_is_an_error_and_no_panic() {
 }
 
 #[test]
-fn damage_shows_wherever_a_pool_is_looked_at() {
+fn every_query_of_a_damaged_pool_reports_the_damage() {
     let folder = Folder::new();
     let info = || (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -659,7 +659,7 @@ fn damage_shows_wherever_a_pool_is_looked_at() {
 }
 
 #[test]
-fn a_volume_with_a_damaged_btt_gets_no_other_size() {
+fn volume_with_damaged_btt_is_not_resized() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
@@ -701,7 +701,7 @@ impl Drop for SmallTmpfs {
 }
 
 #[test]
-fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
+fn full_tmpfs_error_names_required_and_free_bytes() {
     let Some(tmpfs) = SmallTmpfs::new(16 << 20) else { return };
     let folder = &tmpfs.0;
     folder.fail(&["create", "pool", "--size", "64M"], &["--size", "needs 64 MiB"]);
@@ -730,7 +730,7 @@ fn files_are_private_at_every_umask() {
 }
 
 #[test]
-fn an_exported_image_is_private_at_every_umask() {
+fn exported_image_is_private_at_every_umask() {
     for umask in [0o000, 0o022] {
         let folder = Folder::new();
         folder.succeed(&["create", "pool", "--size", "64M"]);

@@ -67,7 +67,7 @@ fn write(folder: &Folder, sector: &str, bytes: &[u8]) -> std::process::Output {
 }
 
 #[test]
-fn sectors_are_written_read_and_looked_at() {
+fn sectors_are_written_and_read() {
     let folder = with_volume();
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     assert_eq!((&info["sector_bytes"], &info["arenas"][0]["lanes"]), (&4096.into(), &256.into()));
@@ -134,7 +134,7 @@ fn sectors_are_written_read_and_looked_at() {
 }
 
 #[test]
-fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
+fn imported_image_is_exported_unchanged_and_sparse() {
     let folder = with_volume();
     image(&folder.path("in"), 20 * MIB, (0..500).step_by(7).chain([4000]), 0x11);
     let text = folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
@@ -182,7 +182,7 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
 }
 
 #[test]
-fn raw_volumes_are_copied_as_well() {
+fn raw_volumes_are_exported_and_imported() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "8M", "--format", "raw"]);
@@ -208,7 +208,7 @@ fn raw_volumes_are_copied_as_well() {
 }
 
 #[test]
-fn a_volume_in_use_names_who_has_it() {
+fn volume_in_use_error_names_the_holder() {
     let folder = with_volume();
     let pool = Pool::open(&folder.path("pool"), OpenMode::ReadWrite).unwrap();
     let pid = std::process::id().to_string();
@@ -236,7 +236,7 @@ fn a_volume_in_use_names_who_has_it() {
 }
 
 #[test]
-fn a_file_with_a_btt_needs_no_pool() {
+fn btt_in_a_file_needs_no_pool() {
     let folder = Folder::new();
     let media = MemoryMedia::new(18 * MIB);
     Layout::new(18 * MIB, 512, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
@@ -280,7 +280,7 @@ fn places(folder: &Folder) -> (u64, u64) {
 }
 
 #[test]
-fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
+fn btt_repair_reports_steps_and_leaves_unexplained_damage() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
@@ -348,7 +348,7 @@ fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
 }
 
 #[test]
-fn what_is_left_in_a_damaged_pool_is_copied_out() {
+fn readable_data_of_a_damaged_pool_is_exported() {
     let folder = with_volume();
     let count = sectors(&folder);
     image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
@@ -404,7 +404,7 @@ fn overwrite_volume(folder: &Folder, at: u64, bytes: &[u8]) {
 }
 
 #[test]
-fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
+fn lost_arena_is_reported_and_sectors_keep_their_numbers() {
     let (folder, content) = with_two_arenas();
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let second = &info["arenas"][1];
@@ -456,7 +456,7 @@ const OLD_DATA: &str =
     "arena 0: sectors that were written last may hold old data, or data of other sectors";
 
 #[test]
-fn a_damaged_log_is_told_by_the_exit_code_too() {
+fn damaged_log_sets_the_exit_code() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
@@ -497,7 +497,7 @@ fn import_over_a_damaged_log_does_not_advise_force() {
 }
 
 #[test]
-fn info_blocks_are_told_as_they_are() {
+fn state_of_info_blocks_is_reported() {
     let folder = with_volume();
     let good = fs::read(folder.path("pool")).unwrap();
     let end = VOLUME_AT + 24 * MIB - 4096;
@@ -528,7 +528,7 @@ fn info_blocks_are_told_as_they_are() {
 
 /// Write access to the folder must not allow another user to redirect the export to other files.
 #[test]
-fn an_export_follows_no_link_and_replaces_nothing_unasked() {
+fn export_follows_no_link_and_replaces_only_with_force() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
@@ -573,7 +573,7 @@ fn names_in(folder: &Folder) -> Vec<String> {
 }
 
 #[test]
-fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
+fn qcow2_export_and_import_work_with_real_qemu_img() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, (0..1024).step_by(3), 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
@@ -615,7 +615,7 @@ fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
 /// A qcow2 header that a guest writes to sector 0 is never interpreted, and passes through export
 /// and import unchanged.
 #[test]
-fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
+fn qcow2_header_written_by_guest_exposes_no_host_files() {
     const SECRET: &[u8; 16] = b"the host's alone";
     let folder = with_volume();
     fs::write(folder.path("secret"), SECRET.repeat(4096)).unwrap();
@@ -654,7 +654,7 @@ fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
 }
 
 #[test]
-fn that_qemu_img_is_not_there_or_fails_is_told() {
+fn missing_or_failing_qemu_img_is_reported() {
     let folder = with_volume();
     let run = |path: &str, arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
@@ -688,7 +688,7 @@ fn that_qemu_img_is_not_there_or_fails_is_told() {
 }
 
 #[test]
-fn after_an_interrupted_import_each_sector_is_old_or_new() {
+fn interrupted_import_leaves_each_sector_old_or_new() {
     let folder = with_volume();
     let count = sectors(&folder);
     image(&folder.path("old"), count * SECTOR_BYTES as u64, 0..count, 0x11);

@@ -83,7 +83,7 @@ fn changes_are_reported_in_json() {
 }
 
 #[test]
-fn usable_size_is_that_of_the_sectors() {
+fn usable_size_is_the_size_of_all_sectors() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     let made = folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
@@ -110,7 +110,7 @@ fn usable_size_is_that_of_the_sectors() {
 }
 
 #[test]
-fn a_volume_that_grew_comes_with_a_hint() {
+fn growth_of_a_volume_prints_a_hint() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
@@ -124,7 +124,7 @@ fn a_volume_that_grew_comes_with_a_hint() {
 }
 
 #[test]
-fn json_says_what_the_text_says() {
+fn json_reports_match_text_reports() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
     let (text, json) =
@@ -164,7 +164,7 @@ fn util_linux(folder: &Folder, words: &[&str]) -> Option<String> {
 }
 
 #[test]
-fn wipefs_and_blkid_do_not_take_a_pool_for_an_empty_device() {
+fn wipefs_and_blkid_recognize_a_pool() {
     let folder = Folder::new();
     let made = folder.json(&["create", "pool", "--size", "64M", "--json"]);
     let uuid = made["uuid"].as_str().unwrap();

@@ -69,7 +69,7 @@ fn usable(folder: &Folder, name: &str) -> usize {
 }
 
 #[test]
-fn an_image_goes_through_pipes_as_through_files() {
+fn images_through_pipes_equal_images_through_files() {
     let (folder, image) = with_image();
     for name in ["v", "r"] {
         let output = feed(&folder, &["volume", "import", "pool", name, "--from", "-"], &image);
@@ -97,7 +97,7 @@ fn an_image_goes_through_pipes_as_through_files() {
 }
 
 #[test]
-fn a_stream_replaces_all_of_a_volume_with_force() {
+fn import_from_stream_with_force_replaces_the_whole_volume() {
     let (folder, image) = with_image();
     let full = vec![0x77; usable(&folder, "v")];
     assert!(
@@ -113,7 +113,7 @@ fn a_stream_replaces_all_of_a_volume_with_force() {
 }
 
 #[test]
-fn streams_that_cannot_be_are_refused_with_a_reason() {
+fn impossible_streams_are_refused_with_a_reason() {
     let (folder, image) = with_image();
     let export = ["volume", "export", "pool", "v", "--to", "-"];
     let import = ["volume", "import", "pool", "v", "--from", "-"];
@@ -133,7 +133,7 @@ fn streams_that_cannot_be_are_refused_with_a_reason() {
 }
 
 #[test]
-fn an_export_whose_reader_goes_away_fails() {
+fn export_to_a_closed_pipe_fails() {
     let (folder, _) = with_image();
     let mut child =
         pmvol(&folder, &["volume", "export", "pool", "v", "--to", "-"]).spawn().unwrap();
@@ -145,7 +145,7 @@ fn an_export_whose_reader_goes_away_fails() {
 }
 
 #[test]
-fn a_volume_is_created_from_an_image() {
+fn volume_is_created_from_an_image() {
     let (folder, image) = with_image();
     let create = ["volume", "create", "pool", "new", "--from"];
     let text = folder.succeed(&[&create[..], &["in"]].concat());
@@ -181,7 +181,7 @@ fn a_volume_is_created_from_an_image() {
 }
 
 #[test]
-fn a_creation_whose_import_fails_leaves_no_volume() {
+fn failed_import_during_creation_leaves_no_volume() {
     let (folder, image) = with_image();
     let info = || folder.json(&["info", "pool", "--json"]);
     let before = info();
@@ -199,7 +199,7 @@ fn a_creation_whose_import_fails_leaves_no_volume() {
 }
 
 #[test]
-fn a_killed_creation_leaves_a_part_that_is_named_and_removed() {
+fn killed_creation_leaves_a_partial_volume_that_can_be_deleted() {
     let (folder, image) = with_image();
     let arguments = ["volume", "create", "pool", "new", "--size", "20M", "--from", "-"];
     let mut child = pmvol(&folder, &arguments).stdin(Stdio::piped()).spawn().unwrap();

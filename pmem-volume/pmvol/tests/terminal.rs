@@ -83,7 +83,7 @@ fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
 }
 
 #[test]
-fn what_takes_over_a_second_shows_how_far_it_is_and_leaves_no_trace() {
+fn long_commands_show_a_meter_that_leaves_no_trace() {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     // Doubles the size until the check takes long enough, even on a fast machine.
     for doublings in 0..6 {
@@ -112,7 +112,7 @@ fn what_takes_over_a_second_shows_how_far_it_is_and_leaves_no_trace() {
 }
 
 #[test]
-fn what_is_over_soon_draws_nothing_and_an_error_has_its_line_for_itself() {
+fn short_commands_show_no_meter_and_errors_start_a_line() {
     let folder = TempDir::new_in("/dev/shm").unwrap();
     let (output, screen) = run_on_terminal(&["create", "pool", "--size", "64M"], folder.path());
     assert!(output.status.success());
@@ -202,7 +202,7 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
 }
 
 #[test]
-fn an_interrupted_creation_leaves_no_file() {
+fn interrupted_creation_leaves_no_file() {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     let mut command = pmvol(&["create", "pool", "--size", "64M"], folder.path());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();

@@ -354,7 +354,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lost_sectors_are_named_in_ranges() {
+    fn lost_sectors_are_listed_as_ranges() {
         let mut lost = LostSectors::default();
         for sector in [4, 5, 6, 9] {
             lost.add(sector, &Lost::Marked);

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_qemu_img_says_of_its_progress_is_understood_in_any_pieces() {
+    fn progress_of_qemu_img_is_parsed_in_any_pieces() {
         let said = b"    (0.00/100%)\r    (12.50/100%)\r    (100.00/100%)\r\n";
         for size in [1, 7, 16, 100] {
             let mut heard = vec![];

@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_to_a_raw_volume_become_durable_in_batches_and_at_the_end() {
+    fn writes_to_a_raw_volume_are_persisted_in_batches_and_at_the_end() {
         let piece = vec![0; PIECE_BYTES as usize];
         let mut raw =
             Bytes { media: Recorder::default(), pending: Pending::default(), pending_bytes: 0 };

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_in_one_file_is_taken_and_its_size_told() {
+    fn image_in_a_single_file_is_accepted_with_its_size() {
         assert_eq!(parse(&header(2)[..V2_BYTES]), Ok(5 << 20));
         let mut image = header(3);
         // Sets the dirty, corrupt, compression type and extended L2 bits, which qemu-img checks
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_names_another_file_is_refused_whatever_byte_says_so() {
+    fn image_that_refers_to_another_file_is_refused() {
         for at in 8..16 {
             for version in [2, 3] {
                 let mut image = header(version);
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_header_is_told() {
+    fn invalid_headers_are_reported() {
         assert_eq!(parse(b""), Err(Qcow2Error::NoMagic));
         assert_eq!(parse(&header(3)[1..]), Err(Qcow2Error::NoMagic));
         for (version, length) in [(2, 4), (2, 71), (3, 79)] {
