@@ -182,7 +182,7 @@ fn make(pool: &Arc<Pool>, random: &mut Random) {
     }
 }
 
-/// Splits a volume into two parts, of which the first keeps the name.
+/// Splits a volume into two parts. The first part keeps the name.
 fn split(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
     let (kind, first) = match volume.format {

@@ -429,7 +429,8 @@ fn volume_format() -> impl TypedValueParser<Value = VolumeFormat> {
     })
 }
 
-/// Any text, and bytes that are none are named: clap alone says only that some argument has them.
+/// Accepts any text as a volume name. If the name is not UTF-8, the error shows its bytes, which
+/// clap's own error does not.
 pub(crate) fn volume_name() -> impl TypedValueParser<Value = String> {
     let text = |name: std::ffi::OsString| {
         name.into_string().map_err(|name| {

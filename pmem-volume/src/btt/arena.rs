@@ -100,8 +100,8 @@ pub(super) fn read_arena(
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            // In the copy of a later arena, the distance is different. An info block with a
-            // different offset is not the copy, and must not be written to that offset.
+            // The info block of a later arena contains a different offset. An info block with a
+            // wrong offset is not used as the copy, because a repair would write to that offset.
             let copy_at = |at: u64| {
                 let block = Some(at)
                     .filter(|at| has_signature(space, *at))

@@ -105,7 +105,7 @@ pub struct ArenaReport {
     pub redo: u32,
     /// Number of sectors whose reads fail because the media failed.
     pub error_sectors: u32,
-    /// Findings, of which at most the first 100 are listed.
+    /// First findings of the check, at most 100.
     pub findings: Vec<Finding>,
     /// Number of all findings.
     pub findings_total: u64,

@@ -112,7 +112,8 @@ global_asm!(
     "ja foreshore_guarded_stream",
     "xor eax, eax",
     "ret",
-    // The same with AVX-512, which writes each line with a single store.
+    // (to, from, length): like `foreshore_guarded_stream`, but with AVX-512, which writes each line
+    // with a single store.
     ".balign 16",
     ".globl foreshore_guarded_stream_wide",
     "foreshore_guarded_stream_wide:",

@@ -45,7 +45,7 @@ pub struct CreateOptions<'a> {
 
 impl Pool {
     /// Creates a pool of `size_bytes` in a new file, reserves `strg_bytes` for volumes, and opens
-    /// the pool. On a disk, all blocks of the file are allocated. An error leaves no file.
+    /// the pool. On a disk, all blocks of the file are allocated. After an error, no file remains.
     pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         let size_bytes = Some(size_bytes);
         Self::create_with(

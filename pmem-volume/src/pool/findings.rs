@@ -13,11 +13,11 @@ use foreshore_types::size::Size;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Expected after a crash. Opening the pool for writing corrects it.
+    /// The finding is expected after a crash. Opening the pool for writing corrects it.
     Note,
-    /// Damage that the pool can compensate for, for example with a copy.
+    /// The damage does not prevent the use of the pool, for example because a copy exists.
     Degraded,
-    /// Damage because of which the pool is not trustworthy and opens only for reading.
+    /// The damage makes the pool untrustworthy, so it opens only for reading.
     #[serde(rename = "damaged")]
     Fatal,
 }

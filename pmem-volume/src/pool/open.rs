@@ -212,8 +212,8 @@ fn put_right(
     findings: &[Finding],
     scan: &mut Scan,
 ) -> Result<(), MediaError> {
-    // Copied as bytes, because a good copy may have compatible features that this version does not
-    // know.
+    // The copy is transferred as bytes, because a good copy may have compatible features that this
+    // version does not know.
     for finding in findings {
         if let Finding::SuperblockCopy { copy } | Finding::SuperblockStale { copy } = finding {
             heal::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, *copy)?;

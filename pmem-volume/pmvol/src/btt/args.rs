@@ -159,7 +159,7 @@ pub(crate) struct ImportOptions {
     pub(crate) output: Output,
 }
 
-/// Where a BTT is.
+/// Location of a BTT.
 #[derive(Args, Serialize)]
 pub(crate) struct Place {
     /// Pool; omitted with --file
@@ -182,7 +182,7 @@ impl Place {
         Self { pool: Some(pool.to_owned()), volume: Some(name.to_owned()), file: None }
     }
 
-    /// The file or device that it is in.
+    /// Returns the path of the file or device that contains the BTT.
     pub(crate) fn path(&self) -> &Path {
         self.pool.as_deref().or(self.file.as_deref()).expect("a command line has one of them")
     }

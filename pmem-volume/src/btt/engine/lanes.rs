@@ -18,7 +18,7 @@ const DISTANCE: usize = 64;
 /// determine how much memory is allocated.
 const MAX_LANES: usize = 256;
 
-/// Lanes, each of which is locked while a write uses it.
+/// Lanes of an arena. A write locks the lanes that it uses.
 pub(super) struct Lanes(Box<[Slot]>);
 
 #[repr(align(64))]

@@ -350,7 +350,7 @@ fn mend_copies<T: Mirrored>(
     Ok(Mending { what, words })
 }
 
-/// Repairs volume records of which both copies are damaged in different words.
+/// Repairs volume records if both copies are damaged in different words.
 fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for slot in superblock.slots() {

@@ -142,7 +142,7 @@ fn pool_in_a_file_grows_and_keeps_its_content() {
         drop(pool);
         assert!(fixture.check().is_clean());
         assert_eq!(fixture.image().1, 96 * MIB);
-        // The same with an unknown feature.
+        // Grows again, with an unknown feature in the superblocks.
         super::damage::with_superblock(&fixture, |s| s.features_compatible.set(16));
         let pool = Pool::grow(&fixture.path(), 128 * MIB).unwrap();
         pool.scrub_all().unwrap();
