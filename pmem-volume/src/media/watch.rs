@@ -1,10 +1,10 @@
 //! Watched memory: mapped memory that may lose pages, and that other code accesses without the
 //! routines of [`super::guarded`].
 //!
-//! A VMM maps parts of a pool into its guest. Code of devices accesses them like any other guest
-//! memory. The SIGBUS handler cannot make such an access fail, so it completes the access. It
-//! notifies the watcher of the range, and then replaces the lost page with zeros. The watcher must
-//! ensure that the zeros are not used as data.
+//! A VMM maps parts of a pool into its guest. The code of devices accesses these parts like any
+//! other guest memory. The SIGBUS handler cannot make such an access fail, so it completes the
+//! access. It notifies the watcher of the range, and then replaces the lost page with zeros. The
+//! watcher must ensure that the zeros are not used as data.
 
 use std::cell::UnsafeCell;
 use std::fmt;

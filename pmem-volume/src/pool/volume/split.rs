@@ -43,9 +43,10 @@ pub enum SplitContent {
 
 impl<M: Media> Pool<M> {
     /// Splits a volume that is not open in this process into volumes with the given names and
-    /// sizes. The parts get its chunks in the given order. [`VolumeSize::Remaining`] is the rest.
-    /// One part may keep the name of the volume. Raw volumes keep their bytes. Parts with a BTT are
-    /// erased and start empty. After a crash, either the volume is unchanged or all parts exist.
+    /// sizes. The parts receive the chunks of the volume in the given order.
+    /// [`VolumeSize::Remaining`] means the remaining size. One part may keep the name of the
+    /// volume. Raw volumes keep their bytes. Parts with a BTT are erased and start empty. After a
+    /// crash, either the volume is unchanged or all parts exist.
     pub fn split_volume(
         &self,
         name: &str,
