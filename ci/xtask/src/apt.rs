@@ -15,7 +15,7 @@ use crate::root::Root;
 const INSTALL: &str =
     "env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends";
 
-/// apt, with package lists that are refreshed at most once.
+/// Runner of apt commands. Refreshes the package lists at most once.
 pub(crate) struct Apt<'checkout> {
     checkout: &'checkout Checkout,
     root: Root,
@@ -29,7 +29,7 @@ impl<'checkout> Apt<'checkout> {
 
     pub(crate) fn install(&mut self, packages: &[&str]) -> Result<()> {
         say!("installing by apt: {}", packages.join(" "));
-        // Checked here, because the first attempt below discards its errors.
+        // Checked here, because errors of the first attempt below are discarded.
         self.root.require(&["apt-get", "install"])?;
         let command: Vec<_> = INSTALL.split(' ').chain(packages.iter().copied()).collect();
         if self.root.run(&command, true)?.success() {
@@ -42,7 +42,7 @@ impl<'checkout> Apt<'checkout> {
         Ok(())
     }
 
-    /// Refreshes the package lists, unless it already has.
+    /// Refreshes the package lists, unless they have been refreshed already.
     pub(crate) fn refresh_lists(&mut self) -> Result<()> {
         if self.has_fresh_lists {
             return Ok(());
@@ -55,7 +55,8 @@ impl<'checkout> Apt<'checkout> {
         Ok(())
     }
 
-    /// Downloads `PACKAGE` or `PACKAGE=VERSION` to the cache. False if the mirror lacks it.
+    /// Downloads `PACKAGE` or `PACKAGE=VERSION` to the cache. Returns false if the mirror does not
+    /// have it.
     pub(crate) fn download(&mut self, package: &str) -> Result<bool> {
         let cache = self.checkout.debs();
         create_folder(cache)?;
@@ -73,7 +74,8 @@ impl<'checkout> Apt<'checkout> {
         download()
     }
 
-    /// The folder that a package is unpacked in. Downloads and unpacks it unless it is there.
+    /// Returns the folder with the unpacked package. Downloads and unpacks the package first if the
+    /// folder is missing.
     pub(crate) fn unpacked(&mut self, package: &str) -> Result<PathBuf> {
         let tree = self.checkout.ci("packages").join(package);
         if tree.is_dir() {
@@ -96,7 +98,7 @@ impl<'checkout> Apt<'checkout> {
         Ok(tree)
     }
 
-    /// The newest file of the package in the cache.
+    /// Returns the package's newest file in the cache.
     fn newest_cached(&self, package: &str) -> Result<Option<PathBuf>> {
         let prefix = format!("{package}_");
         let mut newest = None;
@@ -110,7 +112,7 @@ impl<'checkout> Apt<'checkout> {
     }
 }
 
-/// Unpacks a `.deb` file to a folder, which replaces one of that name.
+/// Unpacks a `.deb` file to `folder`, and replaces a folder of that name.
 pub(crate) fn unpack(deb: &Path, folder: &Path) -> Result<()> {
     remove_folder(folder)?;
     create_folder(folder)?;

@@ -1,4 +1,4 @@
-//! Measurements of foreshore beside Debian's QEMU, in one boot of the host.
+//! Benchmarks that compare foreshore with Debian's QEMU during one boot of the host.
 
 mod requests;
 
@@ -24,13 +24,14 @@ const FOLDER: &str = "target/bench";
 const MEASUREMENTS: [&str; 11] = [
     "peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream",
 ];
-/// The measurement whose guests have one CPU. A host with a counted clock has only one CPU, and
-/// there two CPUs of a guest would wait for each other.
+/// Only benchmark that works with a counted clock. Such a host has one CPU. Its guests have one CPU
+/// as well, because two vCPUs on it would wait for each other.
 const COUNTABLE: &str = "agent";
-/// Variable with the path of a VMM that is measured as well.
+/// Variable with the path of another VMM to measure.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
 const PEERS: &str = "FORESHORE_PEERS";
-/// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
+/// Shell script that runs on the host. It keeps logs of guests and VMMs, because they may show why
+/// a run failed.
 const SCRIPT: &str =
     r#"bench "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 
@@ -65,7 +66,7 @@ enum Clock {
 }
 
 impl Arguments {
-    /// Arguments of `host`, with spaces between them.
+    /// Arguments for `host`, separated by spaces.
     fn of_host(&self) -> Result<String> {
         let is_counted = self.clock == Clock::Counted;
         if is_counted && self.only != [COUNTABLE] {
@@ -95,7 +96,7 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let options = arguments.of_host()?;
         let other_vmm = other_vmm()?;
         let folder = checkout.path(FOLDER);
-        // Results of an earlier run are not evidence of this one.
+        // Results of an earlier run must not be taken for results of this run.
         remove_folder(&folder)?;
         create_folder(&folder)?;
         setup::ensure_set_up(checkout)?;
@@ -136,7 +137,7 @@ fn other_vmm() -> Result<Option<PathBuf>> {
     Ok(Some(path.canonicalize()?))
 }
 
-/// Makes another VMM available to the program `bench` on the host.
+/// Makes another VMM available to the `bench` program on the host.
 fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
     let (folder, name) = (
         vmm.parent().context("path without a folder")?,

@@ -1,4 +1,4 @@
-//! The book: mdBook makes HTML of the pages in docs/.
+//! Builds the book: HTML that mdBook generates from the pages in docs/.
 
 use anyhow::Result;
 
@@ -7,7 +7,7 @@ use crate::jobs;
 use crate::programs;
 use crate::tools::MDBOOK;
 
-/// Builds the book in target/book. Returns false if mdBook refused a page or the table of contents.
+/// Builds the book in target/book. Returns false if mdBook rejects a page or the table of contents.
 pub(crate) fn build(checkout: &Checkout) -> Result<bool> {
     let mut mdbook = programs::user(&MDBOOK.path(checkout)?);
     mdbook.arg("build").arg(checkout.root().join("docs"));

@@ -1,5 +1,5 @@
-//! Runs of cargo. On a terminal cargo shows its own progress. Elsewhere that would be a line for
-//! each of many crates, so a line now and then stands for them.
+//! Runs cargo and reports its progress. On a terminal, cargo shows its own progress. Elsewhere it
+//! would print a line per crate, so a progress line at intervals replaces them.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
@@ -15,7 +15,7 @@ use crate::jobs;
 use crate::messages::say;
 use crate::programs;
 
-/// Interval of the lines about a long build.
+/// Interval between progress lines during a long build.
 const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Builds the programs in release mode.
@@ -27,8 +27,8 @@ pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
     build(checkout, &["--bins"])
 }
 
-/// Builds the API clients of the tests. Apart: cargo unites the features of all crates that it
-/// builds at once, and the clients need more of hyper than the VMM does.
+/// Builds the API clients for tests. They need a separate build: cargo merges the features of all
+/// crates in one build, and the clients need more features of hyper than the VMM.
 pub(crate) fn build_clients(checkout: &Checkout) -> Result<()> {
     say!("building the API clients of the tests");
     build(checkout, &["-p", "client-tests"])
@@ -41,7 +41,7 @@ fn build(checkout: &Checkout, choice: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A command that runs cargo in the checkout.
+/// Returns a command that runs cargo in the checkout.
 pub(crate) fn command(
     checkout: &Checkout,
     arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
@@ -51,13 +51,13 @@ pub(crate) fn command(
     cargo
 }
 
-/// Runs a command of cargo, and reports its progress.
+/// Runs a cargo command and reports its progress.
 pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }
     cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_QUIET", "true");
-    // Not even a quiet cargo omits a progress bar that the user has turned on.
+    // Even with --quiet, cargo shows a progress bar if the user has enabled it.
     cargo.env("CARGO_TERM_PROGRESS_WHEN", "never");
     let started = Instant::now();
     let (over, is_over) = mpsc::channel::<()>();

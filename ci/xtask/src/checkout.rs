@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Variable with the folder that `ci/xtask/run` was called from.
+/// Variable with the folder in which the user called `ci/xtask/run`.
 pub(crate) const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
-/// Variable with the folder of this package, which `cargo run` sets.
+/// Variable with the folder of this package. `cargo run` sets it.
 pub(crate) const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
 
 pub(crate) struct Checkout {
@@ -19,7 +19,7 @@ pub(crate) struct Checkout {
 }
 
 impl Checkout {
-    /// The checkout that this program was built from.
+    /// Returns the checkout that this program was built from.
     pub(crate) fn new() -> Result<Self> {
         let package =
             env::var_os(PACKAGE_FOLDER).unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
@@ -36,35 +36,35 @@ impl Checkout {
         &self.root
     }
 
-    /// A path in the checkout.
+    /// Returns the path of a file in the checkout.
     pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.root.join(path)
     }
 
-    /// A path in the folder of all files that tasks make.
+    /// Returns a path in the folder for generated files.
     pub(crate) fn ci(&self, path: &str) -> PathBuf {
         self.root.join("target/ci").join(path)
     }
 
-    /// The folder of downloaded packages. Several checkouts may share one.
+    /// Returns the folder for downloaded packages, which checkouts may share.
     pub(crate) fn debs(&self) -> &Path {
         &self.debs
     }
 
-    /// The folder of our release programs.
+    /// Returns the folder with this repository's release programs.
     pub(crate) fn programs(&self) -> PathBuf {
         self.root.join("target/x86_64-unknown-linux-gnu/release")
     }
 }
 
-/// Changes to the folder that the user called `ci/xtask/run` from, which itself runs cargo in the
-/// checkout.
+/// Changes to the folder in which the user called `ci/xtask/run`. That script changes to the
+/// checkout before it runs cargo.
 pub(crate) fn enter_caller_folder() -> Result<()> {
     let Some(folder) = env::var_os(CALLER_FOLDER) else { return Ok(()) };
     env::set_current_dir(&folder).with_context(|| format!("Cannot enter {}", folder.display()))
 }
 
-/// Waits for the lock file at `path` and holds the lock until the file is dropped.
+/// Locks the file at `path`, and waits until the lock is free. Dropping the file releases the lock.
 pub(crate) fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
     file.lock().with_context(|| format!("Cannot lock {}", path.display()))?;
@@ -79,7 +79,7 @@ pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     check_removed(fs::remove_dir_all(path), path)
 }
 
-/// Paths of the entries of a folder, in their order.
+/// Returns the sorted paths of the entries in a folder.
 pub(crate) fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries =
         fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
@@ -88,7 +88,7 @@ pub(crate) fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Copies a file and its mode.
+/// Copies a file with its mode.
 pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::copy(from, to)
         .with_context(|| format!("Cannot copy {} to {}", from.display(), to.display()))?;
@@ -103,14 +103,14 @@ pub(crate) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     fs::write(path, content).with_context(|| format!("Cannot write {}", path.display()))
 }
 
-/// Gives a finished file its name.
+/// Renames a finished temporary file to its final name.
 pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to)
         .with_context(|| format!("Cannot rename {} to {}", from.display(), to.display()))
 }
 
-/// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at
-/// any time.
+/// Creates a symbolic link and atomically replaces an existing file. At any time, other processes
+/// find either the old file or the link.
 pub(crate) fn link(target: &Path, path: &Path) -> Result<()> {
     let mut name = path.file_name().context("path without a file name")?.to_owned();
     name.push(format!(".{}", std::process::id()));

@@ -1,9 +1,9 @@
-//! Check that a rewrite of comments and documents keeps the facts of the old text.
+//! Checks that a rewrite of comments and documents keeps the facts of the old text.
 //!
-//! A fact is a back-ticked word, a number, or the name of a C file or a kernel function. A fact
-//! that a comment loses must occur in a new comment of the same file. A fact that a document loses
-//! must occur in a new text of any document, because pages are divided and joined. A commit lists
-//! what it drops on purpose: `Dropped facts: mm/foo.c; 5.10`.
+//! A fact is a back-ticked word, a number, or the name of a C file or a kernel function. If a
+//! comment loses a fact, a new comment in the same file must contain it. If a document loses a
+//! fact, new text in any document may contain it, because pages are split and merged. A commit
+//! message lists facts dropped on purpose: `Dropped facts: mm/foo.c; 5.10`.
 
 use std::collections::BTreeSet;
 
@@ -11,10 +11,11 @@ use anyhow::Result;
 
 use crate::repository::Repository;
 
-/// Start of a line in a commit's message that lists dropped facts, separated by semicolons.
+/// Prefix of a line in a commit message that lists dropped facts, separated by semicolons.
 const DROPPED: &str = "Dropped facts:";
 
-/// Facts that the work tree lost since `base` and that no commit since then lists.
+/// Returns facts that the work tree has lost since `base`, except those that a later commit message
+/// lists as dropped.
 pub(crate) fn lost(repository: &Repository, base: &str) -> Result<Vec<String>> {
     let dropped = dropped(&repository.messages_since(base)?);
     let mut changes = parse_diff(&repository.text_diff(base)?);
@@ -37,8 +38,8 @@ pub(crate) fn lost(repository: &Repository, base: &str) -> Result<Vec<String>> {
     Ok(lost)
 }
 
-/// Changes of a file: its path in the work tree, added text, and removed texts with the lines
-/// where they stood.
+/// Changes to a file: its path in the work tree, the added text, and removed texts with their old
+/// line numbers.
 #[derive(Debug, PartialEq)]
 struct Change {
     path: String,
@@ -54,8 +55,8 @@ fn facts_of<'a>(changes: impl IntoIterator<Item = &'a Change>) -> BTreeSet<Strin
     changes.into_iter().flat_map(|change| facts(&prose(&change.path, &change.added))).collect()
 }
 
-/// Parses `git diff --unified=0`. A line inside a hunk starts with `+` or `-`, so no line of a file
-/// looks like a header.
+/// Parses `git diff --unified=0`. Lines in a hunk start with `+` or `-`, so they cannot be mistaken
+/// for a header.
 fn parse_diff(diff: &str) -> Vec<Change> {
     let mut changes: Vec<Change> = Vec::new();
     let mut old_path = "";
@@ -87,7 +88,7 @@ fn parse_diff(diff: &str) -> Vec<Change> {
     changes
 }
 
-/// The text that the check reads: a document as it is, and the comments of code.
+/// Returns the text to check: a whole document, or the comments in code.
 fn prose(path: &str, text: &str) -> String {
     if is_document(path) {
         return text.replace('\n', " ");
@@ -120,8 +121,8 @@ fn is_separator(letter: char) -> bool {
     letter.is_whitespace() || "|[]\"'!?;:<>=*~–…".contains(letter)
 }
 
-/// A number, the name of a C file, or a function with its parentheses. A separator of thousands
-/// and a point at the end of a sentence do not count.
+/// Returns the number, C file or function with parentheses in `word`. Ignores thousands separators
+/// and a full stop at the end of a sentence.
 fn fact(word: &str) -> Option<String> {
     let word = word.trim_end_matches(['.', ',', ')']).trim_start_matches(['(', '-', '+']);
     let is_function = word.ends_with('(') && word.len() > 1;
@@ -131,7 +132,7 @@ fn fact(word: &str) -> Option<String> {
     if !word.starts_with(|letter: char| letter.is_ascii_digit()) {
         return None;
     }
-    // A unit or a comma with more text may stand behind the digits.
+    // The digits may be followed by a unit, or by a comma and more text.
     let end = word.find(|letter: char| !letter.is_ascii_alphanumeric() && !".,".contains(letter));
     let number = word[..end.unwrap_or(word.len())].split_inclusive(',');
     let is_group = |group: &&str| group.starts_with(|letter: char| letter.is_ascii_digit());

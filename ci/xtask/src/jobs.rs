@@ -1,7 +1,9 @@
-//! Child processes and temporary folders that end with this process, also after a signal.
+//! Child processes and temporary folders that this process cleans up when it ends, even after a
+//! signal.
 //!
-//! Each job is a process group, which Ctrl-C at a terminal does not reach. On SIGINT, SIGTERM or
-//! SIGHUP a thread ends all groups, removes the temporary folders and ends this process.
+//! Each job is a process group of its own, so Ctrl-C at a terminal does not reach it. On SIGINT,
+//! SIGTERM or SIGHUP, a thread ends all groups, removes the temporary folders, and ends this
+//! process.
 
 use std::fs;
 use std::io::{self, PipeReader, Read};
@@ -20,12 +22,13 @@ use rustix::process::{
 };
 use tempfile::TempDir;
 
-/// Exit code of a shell for a command that a signal ended, less the signal.
+/// Base of a shell's exit code for a command that a signal ended. The shell adds the signal's
+/// number.
 pub(crate) const SIGNAL_BASE: u8 = 128;
 const SIGNALS: [Signal; 3] = [Signal::HUP, Signal::INT, Signal::TERM];
-/// Time until a job that ignores SIGTERM is killed, unless it must not be.
+/// Time after SIGTERM until a killable job is killed.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
-/// Time that jobs have to end, together.
+/// Time for all jobs together to end.
 const END_LIMIT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
 
@@ -35,7 +38,7 @@ static STATE: Mutex<State> =
 struct State {
     groups: Vec<Group>,
     folders: Vec<PathBuf>,
-    /// Set when a signal has arrived. No job starts afterwards.
+    /// Set when a signal has arrived. No job is started afterwards.
     is_ending: bool,
 }
 
@@ -49,7 +52,7 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A running child process, which leads a process group.
+/// Running child process that leads a process group.
 pub(crate) struct Job {
     child: Child,
     leader: Pid,
@@ -61,13 +64,14 @@ impl Job {
     }
 
     pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
-        // The process must keep its number until no signal can be sent to it any more.
+        // The zombie must be left until signals can no longer be sent to it, so that its process ID
+        // is not reused.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while matches!(waitid(WaitId::Pid(self.leader), options), Err(Errno::INTR)) {}
         self.reap()
     }
 
-    /// The status of a child that has ended.
+    /// Returns the exit status if the child has ended.
     pub(crate) fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         match waitid(WaitId::Pid(self.leader), options) {
@@ -76,7 +80,7 @@ impl Job {
         }
     }
 
-    /// The group, unless the child has been waited for.
+    /// Returns the process group, or `None` after the child has been reaped.
     fn group(&self) -> Option<Group> {
         state().groups.iter().find(|group| group.leader == self.leader).copied()
     }
@@ -95,13 +99,13 @@ impl Job {
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
-        // The group may have ended.
+        // The group may have ended already.
         let _ = kill_process_group(self.leader, signal);
     }
 }
 
 impl Drop for Job {
-    /// Ends a job that an error has left behind.
+    /// Ends a job that was abandoned because of an error.
     fn drop(&mut self) {
         let Some(group) = self.group() else { return };
         end_groups(&[group]);
@@ -109,19 +113,19 @@ impl Drop for Job {
     }
 }
 
-/// Blocks for good: the thread of the signals ends the process.
+/// Blocks forever, because the signal thread ends the process.
 fn park() -> ! {
     loop {
         thread::park();
     }
 }
 
-/// Starts a job that gets SIGTERM when this process ends, and no SIGKILL afterwards.
+/// Starts a job that receives SIGTERM when this process ends. It is never killed with SIGKILL.
 pub(crate) fn spawn(command: &mut Command) -> Result<Job> {
     start(command, false)
 }
 
-/// Starts a job that is killed if it ignores SIGTERM.
+/// Starts a job that is killed with SIGKILL if it ignores SIGTERM.
 pub(crate) fn spawn_killable(command: &mut Command) -> Result<Job> {
     start(command, true)
 }
@@ -150,13 +154,13 @@ pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     spawn(command)?.wait()
 }
 
-/// Runs a command as a job. It is an error if it fails.
+/// Runs a command as a job. Returns an error if the command fails.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = status(command)?;
     check(command, status)
 }
 
-/// Runs a command as a job, and returns its output. It is an error if it fails.
+/// Runs a command as a job and returns its output. Returns an error if the command fails.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let (status, output) = attempt(command)?;
     check(command, status)?;
@@ -174,20 +178,21 @@ pub(crate) fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
     Ok((status, output.with_context(|| format!("Output of {}", name(command)))?))
 }
 
-/// Runs a command as a job, forwards its output and errors at once, and returns its exit status.
+/// Runs a command as a job, immediately forwards its output and errors, and returns its exit
+/// status.
 pub(crate) fn stream(
     command: &mut Command,
     receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
     let (reader, writer) = io::pipe()?;
     let job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
-    // The command holds ends of the pipe.
+    // The command itself holds write ends of the pipe.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     drain(command, job, reader, receive)
 }
 
-/// Runs a command as a job, forwards its output at once, and returns its exit status. It has the
-/// standard error of this process.
+/// Runs a command as a job, immediately forwards its output, and returns its exit status. The job
+/// inherits this process's standard error.
 pub(crate) fn stream_output(
     command: &mut Command,
     receive: impl FnMut(&[u8]) -> Result<()>,
@@ -197,7 +202,8 @@ pub(crate) fn stream_output(
     drain(command, job, output, receive)
 }
 
-/// Forwards the content of a pipe until it is closed, and returns the exit status of the job.
+/// Forwards the content of a pipe until all writers have closed it, and returns the job's exit
+/// status.
 fn drain(
     command: &Command,
     mut job: Job,
@@ -216,7 +222,7 @@ fn drain(
     }
 }
 
-/// An error unless the command succeeded.
+/// Returns an error unless the command succeeded.
 pub(crate) fn check(command: &Command, status: ExitStatus) -> Result<()> {
     if !status.success() {
         bail!("{} failed: {status}", name(command));
@@ -224,17 +230,18 @@ pub(crate) fn check(command: &Command, status: ExitStatus) -> Result<()> {
     Ok(())
 }
 
-/// Exit code of a process as a shell reports it.
+/// Returns the exit code that a shell would report for a process.
 pub(crate) fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| Some(status.signal()? + i32::from(SIGNAL_BASE)));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
 }
 
-/// A temporary folder, which is removed on drop and when a signal ends this process.
+/// Temporary folder. It is removed on drop and when a signal ends this process.
 pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
-    /// A folder below `parent` or, without one, where temporary files belong.
+    /// Creates a folder below `parent`, or in the default folder for temporary files if `parent` is
+    /// `None`.
     pub(crate) fn new(parent: Option<&Path>, prefix: &str) -> Result<Self> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(prefix);
@@ -263,7 +270,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Starts the thread that ends this process and its jobs on a signal.
+/// Starts a thread that ends this process and its jobs when a signal arrives.
 pub(crate) fn end_on_signals() -> Result<()> {
     let (reader, writer) = io::pipe()?;
     let writer = std::sync::Arc::new(writer);
@@ -274,14 +281,15 @@ pub(crate) fn end_on_signals() -> Result<()> {
         let action = move || {
             let _ = rustix::io::write(&*writer, &byte);
         };
-        // SAFETY: the handler calls write(2) alone, which signal-safety(7) allows.
+        // SAFETY: the handler only calls write(2), which signal-safety(7) allows.
         unsafe { signal_hook_registry::register(signal.as_raw(), action) }?;
     }
     thread::spawn(move || wait_for_signal(reader));
     Ok(())
 }
 
-/// Bit mask of the signals that the parent has ignored, as `nohup` does. They stay ignored.
+/// Returns a bit mask of the signals that the parent process ignored, as `nohup` does. This process
+/// ignores them too.
 fn ignored_signals() -> Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).context("no SigIgn")?;
@@ -312,7 +320,7 @@ fn end(signal: u8) -> ! {
 fn end_groups(groups: &[Group]) {
     for group in groups {
         let _ = kill_process_group(group.leader, Signal::TERM);
-        // A stopped job ends when it continues.
+        // A stopped process handles SIGTERM only after it continues.
         let _ = kill_process_group(group.leader, Signal::CONT);
     }
     let started = Instant::now();
@@ -326,9 +334,9 @@ fn end_groups(groups: &[Group]) {
     }
 }
 
-/// True if the group has a process that is not a zombie of ours.
+/// Returns true if the group contains a process other than a zombie of this process.
 fn is_running(group: Group) -> bool {
-    // The main thread may reap it at the same moment.
+    // The main thread may reap the process at the same time.
     let _ = waitpid(Some(group.leader), WaitOptions::NOHANG);
     test_kill_process_group(group.leader).is_ok()
 }

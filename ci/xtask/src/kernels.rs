@@ -1,4 +1,4 @@
-//! Debian kernels that guests and the emulated host run, pinned by `ci/kernels.lock`.
+//! Debian kernels for guests and the emulated host. `ci/kernels.lock` pins their versions.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,15 +14,15 @@ use crate::programs;
 
 /// Path of the pins in the checkout.
 pub(crate) const LOCK: &str = "ci/kernels.lock";
-/// Name of the kernel of the emulated host and of guests whose image has no other.
+/// Kernel of the emulated host, and of guests whose image does not name another kernel.
 pub(crate) const DEFAULT: &str = "6.12";
-/// End of the names of kernels with all drivers. Others are the cloud flavor.
+/// Suffix of kernel names with all drivers. Other names are kernels of the cloud flavor.
 const GENERIC: &str = "-generic";
 
-/// A line of the lock.
+/// Line of the lock file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pin {
-    /// Series, with the flavor if it is the generic one.
+    /// Kernel series, followed by the flavor for generic kernels.
     pub name: String,
     package: String,
     pub version: String,
@@ -30,31 +30,33 @@ pub(crate) struct Pin {
 }
 
 impl Pin {
-    /// True for the generic flavor, which has drivers that the cloud flavor lacks, such as F2FS.
+    /// Returns true for the generic flavor. It has drivers that the cloud flavor lacks, for example
+    /// F2FS.
     pub(crate) fn is_generic(&self) -> bool {
         self.name.ends_with(GENERIC)
     }
 
-    /// Name that `apt-get download` gives the file. It encodes the colon of an epoch.
+    /// Returns the name that `apt-get download` gives to the file. The colon of an epoch is
+    /// encoded.
     fn file_name(&self) -> String {
         format!("{}_{}_amd64.deb", self.package, self.version.replace(':', "%3a"))
     }
 
-    /// Pattern of the package names of this series and flavor, for `apt-cache search`.
+    /// Returns a pattern for `apt-cache search` that matches packages of this series and flavor.
     fn search_pattern(&self) -> String {
         let series = self.name.trim_end_matches(GENERIC).replace('.', "\\.");
-        // Other flavors end in amd64 as well, so only the hyphens of the ABI and the flavor may
-        // occur.
+        // Names of other flavors also end in amd64. So the pattern allows only the hyphens of the
+        // ABI and of the flavor.
         let flavor = if self.is_generic() { "amd64" } else { "cloud-amd64" };
         format!("^linux-image-{series}\\.[^-]*(-[0-9]+)?-{flavor}-unsigned$")
     }
 
-    /// Folder that the package is unpacked in.
+    /// Folder with the unpacked package.
     pub(crate) fn tree(&self, checkout: &Checkout) -> PathBuf {
         checkout.ci("kernels").join(&self.package)
     }
 
-    /// Release of the unpacked kernel, as `uname -r` prints it.
+    /// Returns the release of the unpacked kernel, as `uname -r` prints it.
     pub(crate) fn release(&self, checkout: &Checkout) -> Result<String> {
         let modules = self.tree(checkout).join("lib/modules");
         let mut entries =
@@ -64,7 +66,7 @@ impl Pin {
         release.file_name().into_string().ok().context("the release is not UTF-8")
     }
 
-    /// The unpacked kernel itself.
+    /// Returns the path of the unpacked kernel image.
     pub(crate) fn image(&self, checkout: &Checkout) -> Result<PathBuf> {
         let release = self.release(checkout)?;
         Ok(self.tree(checkout).join(format!("boot/vmlinuz-{release}")))
@@ -75,7 +77,7 @@ pub(crate) fn pins(checkout: &Checkout) -> Result<Vec<Pin>> {
     parse(&read(&checkout.path(LOCK))?)
 }
 
-/// The pinned kernel `name`.
+/// Returns the pin of the kernel `name`.
 pub(crate) fn pin(checkout: &Checkout, name: &str) -> Result<Pin> {
     let pin = pins(checkout)?.into_iter().find(|pin| pin.name == name);
     pin.with_context(|| format!("{LOCK} has no kernel {name}"))
@@ -96,11 +98,11 @@ fn parse(text: &str) -> Result<Vec<Pin>> {
     lines.map(pin).collect()
 }
 
-/// Fetches, verifies and unpacks a kernel, unless it is there.
+/// Fetches, verifies and unpacks a kernel, unless that has been done already.
 pub(crate) fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result<()> {
     let Pin { name, package, version, .. } = pin;
     let tree = pin.tree(checkout);
-    // The verified hash is the stamp, so a changed pin causes another unpacking.
+    // The stamp is the verified hash. If the pin changes, the kernel is unpacked again.
     let stamp = tree.join("verified");
     if fs::read_to_string(&stamp).is_ok_and(|verified| verified.trim_end() == pin.sha256) {
         return Ok(());
@@ -132,7 +134,7 @@ pub(crate) fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result
     write(&stamp, format!("{}\n", pin.sha256))
 }
 
-/// Moves all pins to the newest kernels that the mirror has.
+/// Changes all pins to the newest kernels on the mirror.
 pub(crate) fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
     apt.refresh_lists()?;
     let lock = checkout.path(LOCK);
@@ -176,7 +178,7 @@ fn newest(pin: &Pin) -> Result<Option<(String, String)>> {
     Ok(newest)
 }
 
-/// True if Debian's order puts `version` behind `known`.
+/// Returns true if `version` is newer than `known` in Debian's order.
 fn is_newer(version: &str, known: &str) -> Result<bool> {
     let mut command = programs::system("dpkg");
     let command = command.args(["--compare-versions", version, "gt", known]).stderr(Stdio::null());

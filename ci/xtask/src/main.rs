@@ -1,4 +1,4 @@
-//! Tasks of this repository: `cargo xtask --help`.
+//! Tasks of this repository. `cargo xtask --help` lists them.
 
 mod apt;
 mod bench;
@@ -35,7 +35,7 @@ use crate::checkout::Checkout;
 use crate::messages::{Refused, say};
 use crate::repository::Repository;
 
-/// Exit code of a command line that makes no sense, as clap's.
+/// Exit code for an invalid command line. clap uses the same code.
 const BAD_COMMAND_LINE: u8 = 2;
 
 /// Checks and tasks of the Foreshore repository
@@ -150,7 +150,7 @@ enum Task {
 }
 
 fn main() -> ExitCode {
-    // Files of images and outputs have the same modes for all users.
+    // Image files and outputs have the same modes whichever user creates them.
     umask(Mode::from(0o022));
     let result = jobs::end_on_signals().and_then(|()| {
         checkout::enter_caller_folder()?;
@@ -192,7 +192,7 @@ fn run(task: Task) -> Result<u8> {
     Ok(0)
 }
 
-/// Prints `findings`, and returns the exit code for them.
+/// Prints `findings` and returns the exit code: 0 if there are none.
 fn print(findings: Vec<String>) -> Result<u8> {
     findings.iter().for_each(|finding| println!("{finding}"));
     Ok(u8::from(!findings.is_empty()))
@@ -204,7 +204,7 @@ mod tests {
 
     use super::*;
 
-    /// Parses the options of a task.
+    /// Parses a task's options.
     pub(crate) fn parse<T: Args>(line: &str) -> Result<T, Error> {
         let command = T::augment_args(Command::new("task").no_binary_name(true));
         T::from_arg_matches(&command.try_get_matches_from(line.split_whitespace())?)

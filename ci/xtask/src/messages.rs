@@ -1,4 +1,4 @@
-//! Messages to the user: lines on standard error that begin with the name of a task.
+//! Messages to the user: lines on standard error with the task's name as a prefix.
 
 use std::fmt::{self, Display};
 use std::io::{self, Write};
@@ -6,16 +6,16 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Error, Result};
 
-/// Name of the task that works now.
+/// Name of the current task.
 static NAME: Mutex<String> = Mutex::new(String::new());
 
-/// Prints a message like `println!`, with the name of the task in front.
+/// Prints a message like `println!`, prefixed with the task's name.
 macro_rules! say {
     ($($text:tt)*) => { $crate::messages::print(&format!($($text)*)) };
 }
 pub(crate) use say;
 
-/// A command line that makes no sense. The exit code is 2.
+/// Error for an invalid command line. The exit code is 2.
 #[derive(Debug)]
 pub(crate) struct Refused(pub String);
 
@@ -27,19 +27,20 @@ impl Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Returns an error from a task that got a command line without a meaning.
+/// Returns from a task with an error about an invalid command line.
 macro_rules! refuse {
     ($($text:tt)*) => { return Err($crate::messages::Refused(format!($($text)*)).into()) };
 }
 pub(crate) use refuse;
 
-/// Prints `message` with the name of the task.
+/// Prints `message`, prefixed with the task's name.
 pub(crate) fn print(message: &str) {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
     write_errors(format!("{name}: {message}\n").as_bytes());
 }
 
-/// Runs `work` under the name `name`. After an error the name stays, for the error's message.
+/// Runs `work` as the task `name`. The name is kept after an error, so that the error message can
+/// use it.
 pub(crate) fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let previous = replace(name);
     let result = work()?;
@@ -47,7 +48,7 @@ pub(crate) fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Resul
     Ok(result)
 }
 
-/// Runs a part of a task. Reports an error and returns `None`, so that later parts still run.
+/// Runs one part of a task. Reports an error and returns `None`, so that later parts still run.
 pub(crate) fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let report = |error: Error| {
@@ -57,23 +58,23 @@ pub(crate) fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
     work().map_err(report).ok()
 }
 
-/// Writes to standard output at once. It may be closed.
+/// Writes to standard output without buffering. Standard output may be closed.
 pub(crate) fn write_output(bytes: &[u8]) {
     let mut output = io::stdout().lock();
     let _ = output.write_all(bytes).and_then(|()| output.flush());
 }
 
-/// Writes to standard error. It may be closed.
+/// Writes to standard error, which may be closed.
 pub(crate) fn write_errors(bytes: &[u8]) {
     let _ = io::stderr().lock().write_all(bytes);
 }
 
-/// Output of a program in lines. The last line may be incomplete.
+/// Splits a program's output into lines. The last line may be incomplete.
 #[derive(Default)]
 pub(crate) struct Lines(Vec<u8>);
 
 impl Lines {
-    /// Adds output and returns the lines that it completes, with their newlines.
+    /// Adds output, and returns the lines that it completes. They include their newlines.
     pub(crate) fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         self.0.extend_from_slice(bytes);
         let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Vec::new() };
@@ -82,12 +83,12 @@ impl Lines {
         complete.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_owned).collect()
     }
 
-    /// True if the last line has no newline yet.
+    /// Returns true if the last line has no newline yet.
     pub(crate) fn is_partial(&self) -> bool {
         !self.0.is_empty()
     }
 
-    /// Returns the last line with a newline, unless it is empty.
+    /// Returns the last line, with a newline added, unless it is empty.
     pub(crate) fn finish(&mut self) -> Vec<Vec<u8>> {
         if self.0.is_empty() { Vec::new() } else { self.feed(b"\n") }
     }

@@ -1,4 +1,4 @@
-//! Check of the names by which files refer to documents and to included files.
+//! Checks that references to documents, headings and included files can be resolved.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,12 +7,12 @@ use anyhow::Result;
 
 use crate::repository::Repository;
 
-/// Folder of the documents. Other files name a document by its path from the root.
+/// Folder of the documents. Other files refer to a document by its path from the repository's root.
 const DOCS: &str = "docs/";
 const MARKDOWN: &str = ".md";
 const INCLUDES: [&str; 2] = ["include_str!(\"", "include_bytes!(\""];
 
-/// References in the repository's text files to missing files and headings.
+/// Returns references in the repository's text files to missing files and headings.
 pub(crate) fn unresolved(repository: &Repository) -> Result<Vec<String>> {
     let root = repository.root();
     let mut texts = BTreeMap::new();
@@ -49,7 +49,7 @@ pub(crate) fn unresolved(repository: &Repository) -> Result<Vec<String>> {
     Ok(unresolved)
 }
 
-/// References in a line, with the folders that they are relative to.
+/// Returns the references in a line. The folder next to each is the folder that it is relative to.
 fn references<'text>(file: &'text str, line: &'text str) -> Vec<(&'text str, &'text Path)> {
     let folder = Path::new(file).parent().unwrap_or(Path::new(""));
     let mut relative = Vec::new();
@@ -61,7 +61,7 @@ fn references<'text>(file: &'text str, line: &'text str) -> Vec<(&'text str, &'t
         INCLUDES.iter().for_each(|start| relative.extend(between(line, start, '"')));
     }
     let relative = relative.into_iter().map(|reference| (reference, folder));
-    // A link's text may name another document in full.
+    // A link's text may contain another document's full path.
     relative.chain(mentions(line).map(|mention| (mention, Path::new("")))).collect()
 }
 
@@ -69,8 +69,8 @@ fn between<'line>(line: &'line str, start: &str, end: char) -> impl Iterator<Ite
     line.split(start).skip(1).filter_map(move |rest| rest.split(end).next())
 }
 
-/// Paths of documents in a line, with their anchors. The end of another path, for example of the
-/// kernel's or of a link, is none.
+/// Returns the paths of documents in a line, with their anchors. Skips matches that are the end of
+/// another path, for example of a kernel file or a link.
 fn mentions(line: &str) -> impl Iterator<Item = &str> {
     let is_part = |letter: char| letter.is_alphanumeric() || "/._-#".contains(letter);
     let words = line.split(move |letter| !is_part(letter)).filter(|word| word.starts_with(DOCS));
@@ -81,8 +81,8 @@ fn mentions(line: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Anchors of the headings in a Markdown text, as GitHub makes them: lower case, without
-/// punctuation, hyphens for spaces, and a number after an anchor that occurs again.
+/// Returns the anchors that GitHub generates for the headings in a Markdown text: lower case,
+/// without punctuation, with hyphens for spaces. A repeated anchor is followed by a number.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut counts = BTreeMap::new();
     let mut is_code = false;
@@ -119,8 +119,8 @@ mod tests {
 
     use super::*;
 
-    /// Puts the folder of the documents in place of `DOCS`. The check also reads this file, so no
-    /// name here may look like a document's.
+    /// Replaces `DOCS` with the folder of the documents. The check also reads this file, so no test
+    /// string may look like a document's path.
     fn text(template: &str) -> String {
         template.replace("DOCS/", DOCS)
     }

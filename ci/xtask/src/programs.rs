@@ -1,4 +1,4 @@
-//! Commands for other programs, in an environment without settings of the user or of cargo.
+//! Commands that run other programs in an environment without settings of the user or of cargo.
 
 use std::env;
 use std::ffi::OsString;
@@ -12,45 +12,48 @@ use anyhow::{Context, Result};
 use crate::checkout::{CALLER_FOLDER, Checkout, PACKAGE_FOLDER};
 use crate::root::IS_JOB;
 
-/// Folders of the distribution's programs. Images are made with these alone.
+/// Folders with the distribution's programs. Only these programs build images.
 pub(crate) const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
-/// No such file exists, so mke2fs uses its own defaults instead of those in /etc/mke2fs.conf.
+/// Missing file. It makes mke2fs use its own defaults instead of those in /etc/mke2fs.conf.
 const MKE2FS_CONFIG: &str = "/nonexistent/mke2fs.conf";
-/// Variables of the user or of cargo that would change images, other cargo runs or programs'
-/// output.
+/// Variables of the user or of cargo that could change images, other cargo runs or output of
+/// programs.
 const REMOVED: [&str; 8] = [
     "CDPATH",
-    // A file that bash runs before a script, for example before ldd.
+    // Names a file that bash runs before a script, for example before ldd.
     "BASH_ENV",
     "MODPROBE_OPTIONS",
     "CARGO",
     PACKAGE_FOLDER,
     "CARGO_MANIFEST_PATH",
-    // `cargo run` adds the toolchain's libraries.
+    // `cargo run` adds the toolchain's libraries to this variable.
     "LD_LIBRARY_PATH",
     CALLER_FOLDER,
 ];
-/// Prefixes of further such variables. Functions that bash exports replace programs in its scripts.
+/// Prefixes of more such variables. Functions that bash exports would replace programs in its
+/// scripts.
 const REMOVED_PREFIXES: [&str; 2] = ["CARGO_PKG_", "BASH_FUNC_"];
 
-/// The user's PATH. An ordinary user's lacks the folders of mke2fs and modprobe.
+/// Returns the user's PATH and the folders of mke2fs and modprobe. An ordinary user's PATH lacks
+/// those folders.
 pub(crate) fn user_path() -> OsString {
     let mut path = env::var_os("PATH").unwrap_or_default();
     path.push(":/usr/sbin:/sbin");
     path
 }
 
-/// A command that runs a program of the distribution, without input.
+/// Returns a command that runs a program of the distribution without input.
 pub(crate) fn system(name: &str) -> Command {
     with_path(name, SYSTEM_PATH)
 }
 
-/// A command that runs a program which may be the user's own, without input.
+/// Returns a command that runs a program found in the user's PATH, without input.
 pub(crate) fn user(name: impl AsRef<std::ffi::OsStr>) -> Command {
     with_path(name, user_path())
 }
 
-/// A command whose program is looked up in `path`, which is also its own PATH.
+/// Returns a command that looks up its program in `path`. The program also receives `path` as its
+/// PATH.
 pub(crate) fn with_path(
     name: impl AsRef<std::ffi::OsStr>,
     path: impl AsRef<std::ffi::OsStr>,
@@ -62,7 +65,7 @@ pub(crate) fn with_path(
             command.env_remove(&*name);
         }
     }
-    // Tasks parse the output of programs, so its language must not be the user's.
+    // Tasks parse the output of programs, so it must not be in the user's language.
     command.env("LC_ALL", "C.UTF-8").env("MKE2FS_CONFIG", MKE2FS_CONFIG).env("PATH", path);
     command.stdin(Stdio::null());
     command
@@ -72,8 +75,8 @@ fn is_removed(name: &str) -> bool {
     REMOVED.contains(&name) || REMOVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// A command like that of `with_path`. The program gets the signal if the thread that has started
-/// it ends first, for example because this process is killed. `signal` is a name without SIG.
+/// Same as `with_path`, but the program receives a signal when the thread that started it ends, for
+/// example because this process is killed. `signal` is a name without SIG.
 pub(crate) fn ending_with_this_one(
     signal: &str,
     program: &Path,
@@ -84,21 +87,22 @@ pub(crate) fn ending_with_this_one(
     Ok(command)
 }
 
-/// A command that runs another task of this program. The task ends if this process is killed.
+/// Returns a command that runs another task of this program. That task ends if this process is
+/// killed.
 pub(crate) fn task(checkout: &Checkout, name: &str) -> Result<Command> {
-    // This path names the same program even if cargo has built another one since.
+    // This path still names the same program if cargo has built another one since.
     let program = format!("/proc/{}/exe", std::process::id());
     let mut command = ending_with_this_one("TERM", Path::new(&program), user_path())?;
     command.arg(name).env(PACKAGE_FOLDER, checkout.path("ci/xtask")).env(IS_JOB, "yes");
     Ok(command)
 }
 
-/// The program `name` in the folders of `path`.
+/// Finds the program `name` in the folders of `path`.
 pub(crate) fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
     env::split_paths(&path).map(|folder| folder.join(name)).find(|program| is_program(program))
 }
 
-/// The program `name` of the distribution.
+/// Finds the distribution's program `name`.
 pub(crate) fn find_system(name: &str) -> Result<PathBuf> {
     find(name, SYSTEM_PATH)
         .with_context(|| format!("{name} is not installed (ci/setup installs it)"))

@@ -2,14 +2,14 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Random number below `bound`.
+/// Returns a random number below `bound`.
 pub(crate) fn below(bound: u32) -> u32 {
     reduce(RandomState::new().hash_one(()), bound)
 }
 
-/// Number below `bound` that is the same in each run with this seed.
+/// Returns a number below `bound` that depends only on the arguments.
 pub(crate) fn of_seed(seed: u32, index: u32, bound: u32) -> u32 {
-    // Finalizer of SplitMix64.
+    // Finalizer of the SplitMix64 generator.
     let number = (u64::from(seed) << 32 | u64::from(index)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let number = (number ^ number >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let number = (number ^ number >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);

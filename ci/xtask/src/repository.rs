@@ -1,4 +1,4 @@
-//! Files of the repository, by git.
+//! Reads files and history of the repository with git.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ pub(crate) struct Repository {
     root: PathBuf,
 }
 
-/// Path of a changed file in a commit, `None` for a new file, and in the work tree, `None` for a
-/// removed file.
+/// Paths of a changed file in the old commit and in the work tree. The first is `None` for a new
+/// file, and the second is `None` for a removed file.
 pub(crate) type Change = (Option<String>, Option<String>);
 
 impl Repository {
@@ -34,7 +34,7 @@ impl Repository {
         String::from_utf8(output.stdout).context("git printed no UTF-8")
     }
 
-    /// Paths of all tracked files and of files that git does not ignore.
+    /// Returns the paths of tracked files, and of untracked files that git does not ignore.
     pub(crate) fn files(&self) -> Result<Vec<String>> {
         let listed = self.git(&["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
         let paths =
@@ -42,7 +42,7 @@ impl Repository {
         Ok(paths.map(str::to_owned).collect())
     }
 
-    /// Reads a file of the work tree. `None` if it is not text.
+    /// Reads a file in the work tree. Returns `None` if the file is not text.
     pub(crate) fn read(&self, path: &str) -> Result<Option<String>> {
         let bytes =
             fs::read(self.root.join(path)).with_context(|| format!("Cannot read {path}"))?;
@@ -53,7 +53,8 @@ impl Repository {
         self.git(&["show", &format!("{commit}:{path}")])
     }
 
-    /// Rust files that differ between `base` and the work tree. A renamed file is one entry.
+    /// Returns the Rust files that differ between `base` and the work tree. A renamed file is one
+    /// entry.
     pub(crate) fn changed_rust_files(&self, base: &str) -> Result<Vec<Change>> {
         let listed =
             self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
@@ -63,27 +64,28 @@ impl Repository {
         Ok(changed)
     }
 
-    /// New Rust files and documents that git does not track yet.
+    /// Returns Rust files and documents that git does not track yet.
     pub(crate) fn untracked(&self) -> Result<Vec<String>> {
         let listed = ["ls-files", "-z", "--others", "--exclude-standard", "--"];
         let listed = self.git(&[&listed[..], &TEXTS].concat())?;
         Ok(listed.split('\0').filter(|path| !path.is_empty()).map(str::to_owned).collect())
     }
 
-    /// Changed lines of Rust files and documents between `base` and the work tree, without
-    /// context.
+    /// Returns the changed lines of Rust files and documents between `base` and the work tree,
+    /// without context lines.
     pub(crate) fn text_diff(&self, base: &str) -> Result<String> {
         let options = ["diff", "--no-ext-diff", "--no-color", "--unified=0", "--find-renames"];
         self.git(&[&options[..], &[base, "--"], &TEXTS].concat())
     }
 
-    /// Messages of the commits since `base`.
+    /// Returns the messages of all commits since `base`.
     pub(crate) fn messages_since(&self, base: &str) -> Result<String> {
         self.git(&["log", "--format=%B", &format!("{base}..HEAD")])
     }
 }
 
-/// Parses `git diff --name-status -z`: a status and one path, or two paths after `R`.
+/// Parses `git diff --name-status -z`. An entry is a status and a path. After `R` there are two
+/// paths.
 fn parse_name_status(listed: &str) -> Result<Vec<Change>> {
     let mut fields = listed.split('\0').filter(|field| !field.is_empty()).map(str::to_owned);
     let mut changed = Vec::new();

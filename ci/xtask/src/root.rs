@@ -1,4 +1,4 @@
-//! Commands that need root.
+//! Runs commands that need root.
 
 use std::env;
 use std::fs::File;
@@ -9,17 +9,17 @@ use anyhow::{Result, bail};
 use crate::jobs;
 use crate::programs::{self, SYSTEM_PATH};
 
-/// Set by tasks that run this program as a job, which cannot ask for a password: it would be
-/// stopped for reading from the terminal.
+/// Variable set by tasks that run this program as a background job. Such a job cannot ask for a
+/// password, because it would be stopped when it reads from the terminal.
 pub(crate) const IS_JOB: &str = "FORESHORE_IS_JOB";
 const ADVICE: &str =
     "sudo asks for a password, which no job can give. Run `sudo -v`, and then this script again";
 
-/// The way in which this user becomes root.
+/// Method by which this user becomes root.
 pub(crate) struct Root {
     is_root: bool,
     is_job: bool,
-    /// Folders that sudo is looked up in.
+    /// Folders in which sudo is looked up.
     path: String,
 }
 
@@ -32,7 +32,7 @@ impl Root {
         }
     }
 
-    /// Runs a command as root, through sudo for other users.
+    /// Runs a command as root. Other users run it through sudo.
     pub(crate) fn run(&self, arguments: &[&str], is_silent: bool) -> Result<ExitStatus> {
         self.require(arguments)?;
         let mut command = if self.is_root {
@@ -47,7 +47,8 @@ impl Root {
             command.stderr(Stdio::null());
         }
         if self.asks_for_password() {
-            // In the foreground, where sudo can ask. Ctrl-C ends it there as well.
+            // Runs in the foreground, where sudo can ask for the password. Ctrl-C also ends the
+            // command there.
             return Ok(command.stdin(Stdio::inherit()).status()?);
         }
         jobs::status(&mut command)
@@ -62,7 +63,7 @@ impl Root {
         command
     }
 
-    /// An error if there is no way to run the command as root.
+    /// Returns an error if this user cannot run the command as root.
     pub(crate) fn require(&self, arguments: &[&str]) -> Result<()> {
         if !self.is_root && programs::find("sudo", &self.path).is_none() {
             bail!("needs root for: {} (neither root nor sudo here)", arguments.join(" "));
@@ -70,8 +71,9 @@ impl Root {
         Ok(())
     }
 
-    /// A remedy if sudo would ask a job for a password, else an empty text. sudo remembers the last
-    /// one for some minutes only, and a job may need root later than that.
+    /// Returns a remedy if sudo would ask a background job for a password, and an empty text
+    /// otherwise. sudo remembers a password only for some minutes, and a job may need root later
+    /// than that.
     pub(crate) fn advice(&self) -> String {
         if self.is_root || self.remembers_password() {
             String::new()
@@ -80,7 +82,7 @@ impl Root {
         }
     }
 
-    /// True if sudo would ask for a password, and there is a terminal to ask at.
+    /// Returns true if sudo would ask for a password and a terminal is available.
     fn asks_for_password(&self) -> bool {
         !self.is_root
             && !self.is_job
@@ -110,7 +112,7 @@ mod tests {
         let error = root.run(&["apt-get", "install"], true).unwrap_err();
         let expected = "needs root for: apt-get install (neither root nor sudo here)";
         assert_eq!(error.to_string(), expected);
-        // As sudo is with `-n` after it has forgotten the password.
+        // Behaves like `sudo -n` after sudo has forgotten the password.
         let sudo = folder.path().join("sudo");
         fs::write(&sudo, "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\nexit 1\n").unwrap();
         fs::set_permissions(&sudo, fs::Permissions::from_mode(0o755)).unwrap();

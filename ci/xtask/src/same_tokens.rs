@@ -1,7 +1,7 @@
-//! Comparison of Rust files by their tokens.
+//! Compares the tokens of Rust files.
 //!
-//! Comments and doc attributes are not compared. For a commit that changes only words, the
-//! differences are string literals. Help texts that clap takes from doc comments are not compared.
+//! Comments and doc attributes are not compared. If a commit changes only wording, the differences
+//! are string literals. Help texts that clap takes from doc comments are not compared.
 
 use std::str::FromStr;
 
@@ -18,7 +18,7 @@ struct Token {
     line: usize,
 }
 
-/// All differences between the Rust files of `base` and of the work tree.
+/// Returns all differences between the Rust files in `base` and in the work tree.
 pub(crate) fn differences(repository: &Repository, base: &str) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     for file in repository.changed_rust_files(base)? {
@@ -67,7 +67,8 @@ fn tokens(path: &str, text: &str) -> Result<Vec<Token>> {
 
 fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     let mut trees = stream.into_iter().peekable();
-    // The lexer splits `&&` into two marks and calls the first one joint. `& &` has no joint mark.
+    // The lexer splits `&&` into two marks and marks the first one as joint. `& &` has no joint
+    // mark.
     let mut is_joint = false;
     while let Some(tree) = trees.next() {
         let continues = std::mem::take(&mut is_joint);
@@ -106,7 +107,8 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     }
 }
 
-/// Returns true for the brackets of `#[doc = ...]`, which the lexer makes of a doc comment.
+/// Returns true for the brackets of `#[doc = ...]`. The lexer turns doc comments into such
+/// attributes.
 fn is_doc(tree: &TokenTree) -> bool {
     let TokenTree::Group(group) = tree else { return false };
     let mut inner = group.stream().into_iter();

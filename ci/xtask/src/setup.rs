@@ -1,4 +1,4 @@
-//! Set-up of a machine: tools by apt, components of Rust, and kernels.
+//! Sets up a machine: installs tools with apt, adds Rust components, and fetches kernels.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -13,14 +13,14 @@ use crate::kernels;
 use crate::messages::{say, speak_as};
 use crate::programs::{self, SYSTEM_PATH, user_path};
 
-/// A tool and its package.
+/// Name of a tool and of its Debian package.
 type Tool = (&'static str, &'static str);
 
-/// Tools that may be the user's own.
+/// Tools that the user may have installed.
 const USER_TOOLS: [Tool; 3] =
     [("cc", "gcc"), ("qemu-system-x86_64", "qemu-system-x86"), ("qemu-img", "qemu-utils")];
-/// Tools that must be the distribution's, because images are made with them or scripts expect their
-/// options.
+/// Tools that must come from the distribution, because they build images or because scripts use
+/// their options.
 const SYSTEM_TOOLS: [Tool; 12] = [
     ("busybox", "busybox-static"),
     ("cpio", "cpio"),
@@ -35,7 +35,8 @@ const SYSTEM_TOOLS: [Tool; 12] = [
     ("setpriv", "util-linux"),
     ("strip", "binutils"),
 ];
-/// File that a static glibc program needs. No command shows that it is missing.
+/// File that static glibc programs need, and its package. No missing command reveals that the file
+/// is missing.
 const STATIC_LIBC: Tool = ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev");
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 
@@ -49,7 +50,7 @@ pub(crate) struct Arguments {
 pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     speak_as("setup", || {
         create_folder(&checkout.ci(""))?;
-        // Two runs at once must not unpack into one another.
+        // Two concurrent runs would overwrite each other's unpacked files.
         let _lock = lock(&checkout.ci("setup.lock"))?;
         let mut apt = Apt::new(checkout);
         let missing = missing_packages()?;
@@ -64,7 +65,7 @@ pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// Sets up without moving the kernels.
+/// Sets up this machine without updating the pinned kernels.
 pub(crate) fn ensure_set_up(checkout: &Checkout) -> Result<()> {
     set_up(checkout, &Arguments { update_kernels: false })
 }
@@ -86,8 +87,8 @@ fn missing_packages() -> Result<Vec<&'static str>> {
     Ok(packages)
 }
 
-/// False if busybox comes from another package, whose busybox may be linked dynamically: it would
-/// be useless in an initramfs.
+/// Returns false if another package installed busybox. It may be linked dynamically and would then
+/// not run in an initramfs.
 fn has_static_busybox() -> Result<bool> {
     let mut query = programs::system("dpkg-query");
     query.args(["-W", "-f", "${Status}", BUSYBOX_PACKAGE]).stderr(Stdio::null());
@@ -95,8 +96,8 @@ fn has_static_busybox() -> Result<bool> {
     Ok(status == "install ok installed")
 }
 
-/// Adds rustfmt and clippy, which a minimal installation of Rust lacks. `ci/xtask/run` checks
-/// Rust's own version, because an older one cannot build this program.
+/// Adds rustfmt and clippy, which a minimal Rust installation lacks. `ci/xtask/run` checks the
+/// version of Rust, because an older version cannot build this program.
 fn add_components() -> Result<()> {
     let works = |tool: &str| {
         let mut command = programs::user("cargo");

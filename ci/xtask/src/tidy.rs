@@ -1,4 +1,4 @@
-//! Check of rules that compiler and lints cannot express: length of files, width of lines, and
+//! Checks rules that the compiler and lints cannot express: length of files, width of lines, and
 //! direction of layers.
 
 mod layers;
@@ -7,15 +7,15 @@ use anyhow::Result;
 
 use crate::repository::Repository;
 
-/// Upper limit of lines in a Rust file.
+/// Maximum number of lines in a Rust file.
 const MOST_LINES: usize = 800;
-/// Upper limit of characters in a line of a comment, as in rustfmt.toml for code.
+/// Maximum number of columns in a comment line. rustfmt.toml has the same limit for code.
 const MOST_COLUMNS: usize = 100;
 
-/// Starts of tables in which a comment is data, of one line.
+/// First lines of tables in which each comment is data and must fit on one line.
 const TABLES: [&str; 2] = ["params! {", "reasons! {"];
 
-/// Violations of the rules, with file and line.
+/// Returns violations of the rules, with file and line.
 pub(crate) fn violations(repository: &Repository) -> Result<Vec<String>> {
     let sources = sources(repository)?;
     let mut violations: Vec<_> =
@@ -24,7 +24,7 @@ pub(crate) fn violations(repository: &Repository) -> Result<Vec<String>> {
     Ok(violations)
 }
 
-/// Drawing of the VMM's layers for docs/design/architecture.md.
+/// Returns the layer diagram of the VMM for docs/design/architecture.md.
 pub(crate) fn drawing(repository: &Repository) -> Result<String> {
     layers::drawing(repository, &sources(repository)?)
 }
@@ -57,8 +57,8 @@ fn in_text(file: &str, text: &str) -> Vec<String> {
     too_long.into_iter().chain(too_wide).collect()
 }
 
-/// True for a comment that can be broken: neither a row of a table nor a line of a drawing. rustfmt
-/// checks the width of code.
+/// Returns true for a comment that can be wrapped, unlike a table row or a line of a drawing.
+/// rustfmt checks the width of code.
 fn is_prose(line: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix("//") else { return false };
     let comment = comment.trim_start_matches(['/', '!']).trim_start();

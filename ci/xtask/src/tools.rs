@@ -1,4 +1,4 @@
-//! Programs from crates.io that checks need, built once at pinned versions.
+//! Programs from crates.io that checks need. They are built once, at pinned versions.
 
 use std::path::{Path, PathBuf};
 
@@ -15,11 +15,11 @@ pub(crate) struct Tool {
     version: &'static str,
     install_options: &'static [&'static str],
     build_minutes: &'static str,
-    /// Text of `--version` before the version.
+    /// Text that `--version` prints before the version.
     version_prefix: &'static str,
 }
 
-/// Checks dependencies. A newer version may refuse a license or source that this one accepts.
+/// Checks dependencies. A newer version may reject a license or source that this version accepts.
 pub(crate) const CARGO_DENY: Tool = Tool {
     name: "cargo-deny",
     version: "0.20.2",
@@ -28,7 +28,7 @@ pub(crate) const CARGO_DENY: Tool = Tool {
     version_prefix: "cargo-deny ",
 };
 
-/// Builds the book, without its web server and its search index.
+/// Builds the book. Compiled without its web server and its search index.
 pub(crate) const MDBOOK: Tool = Tool {
     name: "mdbook",
     version: "0.5.4",
@@ -38,7 +38,7 @@ pub(crate) const MDBOOK: Tool = Tool {
 };
 
 impl Tool {
-    /// Path of the program. Builds it if the pinned version is missing.
+    /// Returns the path of the program. Builds the pinned version if it is missing.
     pub(crate) fn path(&self, checkout: &Checkout) -> Result<PathBuf> {
         let program = checkout.ci("tools").join("bin").join(self.name);
         if !self.is_installed(&program) {
@@ -59,7 +59,8 @@ impl Tool {
         let mut cargo = cargo::command(checkout, ["install", "--quiet", "--locked", name]);
         cargo.args(self.install_options);
         cargo.args(["--version", version, "--force", "--root"]).arg(checkout.ci("tools"));
-        // cargo's settings of this repository are for our programs: a static build and a target.
+        // Run outside the repository, because its cargo settings are for our programs: a static
+        // build and a target.
         if !jobs::status(cargo.current_dir("/"))?.success() {
             bail!("cannot build {name} {version}");
         }

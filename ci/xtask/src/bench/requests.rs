@@ -1,4 +1,4 @@
-//! Instructions of requests to virtio-blk and virtio-mem, counted by callgrind. Other load on the
+//! Counts the instructions of virtio-blk and virtio-mem requests with callgrind. Other load on the
 //! machine hardly changes the result.
 
 use std::path::Path;
@@ -12,8 +12,8 @@ use crate::jobs::{self, Scratch};
 use crate::messages::{refuse, say, write_output};
 use crate::programs;
 
-/// Devices and operations, with the tests of `foreshore-devices` that send such requests one at a
-/// time: the module of the device, and the name.
+/// Devices, operations, and the tests of `foreshore-devices` that send such requests one at a time.
+/// A test is given by its device's module and its name.
 const LOADS: [(&str, &str, &str); 6] = [
     ("BTT volume, write of 4 KiB", "block", "volume_returns_each_page_that_was_written"),
     ("BTT volume, read of 4 KiB", "block", "volume_returns_the_same_page_to_each_read"),
@@ -34,17 +34,17 @@ const LOADS: [(&str, &str, &str); 6] = [
         "each_block_is_unplugged_by_a_request_of_its_own",
     ),
 ];
-/// Variable with the number of requests of a test.
+/// Variable that sets how many requests a test sends.
 const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
-/// Numbers of requests of the two runs. Their difference excludes the start and the end of the
-/// device.
+/// Numbers of requests in the two runs. Subtracting one run from the other removes the cost of
+/// starting and stopping the device.
 const COUNTS: [u64; 2] = [1000, 3000];
-/// Variable with the command that cargo runs tests with. Cargo splits it at each space.
+/// Variable with the command that cargo uses to run tests. Cargo splits it at each space.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
-/// Key of cargo's configuration with the same command as a list.
+/// Key in cargo's configuration for the same command as a list.
 const RUNNER_KEY: &str = "target.x86_64-unknown-linux-gnu.runner";
-/// Command that counts instructions only while the workers of the devices serve requests. The event
-/// handler of virtio-mem itself is inlined into its caller.
+/// Command that counts instructions only while device workers serve requests. It does not name the
+/// event handler of virtio-mem, which is inlined into its caller.
 const VALGRIND: [&str; 4] = [
     "valgrind",
     "--tool=callgrind",
@@ -52,14 +52,14 @@ const VALGRIND: [&str; 4] = [
     "--toggle-collect=*virtio*mem*event*Worker*serve_unless_early*",
 ];
 
-/// Prints a table of the instructions of each request.
+/// Prints a table with the instructions per request.
 pub(super) fn run(checkout: &Checkout) -> Result<()> {
     if programs::find("valgrind", programs::user_path()).is_none() {
         refuse!("--requests requires valgrind (apt install valgrind)");
     }
     say!("building the tests (cargo test --release)");
     jobs::run(&mut command(checkout, &["--no-run"]))?;
-    // Callgrind replaces the file of its profile, so the file cannot be /dev/null.
+    // Callgrind replaces its profile file, so that file cannot be /dev/null.
     let scratch = Scratch::new(None, "requests")?;
     let runner = runner(scratch.path());
     write_output(b"| Request | Instructions |\n|---|---|\n");
@@ -72,10 +72,10 @@ pub(super) fn run(checkout: &Checkout) -> Result<()> {
     Ok(())
 }
 
-/// Setting that makes cargo run a test in callgrind, which writes its profile to `folder`.
+/// Cargo setting that runs a test under callgrind, which writes its profile to `folder`.
 fn runner(folder: &Path) -> String {
     let profile = format!("--callgrind-out-file={}/profile", folder.display());
-    // A list of strings looks the same in Rust and in TOML.
+    // Rust's debug format of a list of strings is valid TOML.
     format!("{RUNNER_KEY}={:?}", [&VALGRIND[..], &[&profile]].concat())
 }
 
@@ -84,7 +84,7 @@ fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
     cargo::command(checkout, first.iter().chain(arguments))
 }
 
-/// Runs a test with this number of requests, and returns the instructions of the worker.
+/// Runs a test with `requests` requests, and returns the number of instructions in the worker.
 fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result<u64> {
     let mut cargo = command(checkout, &["--config", runner, "--", "--exact", test]);
     cargo.env_remove(RUNNER).env(REQUESTS, requests.to_string());
@@ -100,13 +100,13 @@ fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result
     collected(&output).with_context(|| format!("{test}: no count in\n{output}"))
 }
 
-/// The number in `==1234== Collected : 56789`.
+/// Returns the number in `==1234== Collected : 56789`.
 fn collected(output: &str) -> Option<u64> {
     let line = output.lines().find_map(|line| line.split_once("Collected :"))?;
     line.1.trim().parse().ok()
 }
 
-/// Instructions of one request.
+/// Returns the instructions per request.
 fn difference(few: u64, many: u64) -> Result<u64> {
     let more = many.checked_sub(few).filter(|more| *more > 0);
     let more = more.context("more requests took no more instructions")?;

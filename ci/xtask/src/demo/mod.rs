@@ -1,4 +1,4 @@
-//! The demonstration: five phases with a line for each claim, and a picture.
+//! The demonstration: five phases that print a line for each claim, and a picture.
 
 mod narrator;
 mod picture;
@@ -26,23 +26,25 @@ use narrator::Narrator;
 use prometheus::Prometheus;
 
 const FOLDER: &str = "target/demo";
-/// The demo boots the first. The other is for the commands in README.md.
+/// Images to build. The demo boots the first one. The commands in README.md use the other.
 const IMAGES: [&str; 2] = ["redis-6.12", "basic-6.12"];
-/// Time for a demo to end by itself, with the logs of its VMs, before the host cuts it off.
+/// Time for a demo to end by itself and save the logs of its VMs, before the host kills it.
 const END_S: u32 = 60;
 const HOST_MIB: &str = "5120";
-/// On a host with two CPUs, the emulation breaks 1 in 20 boots of a guest with two CPUs. Some of
-/// them leave no mark: a vCPU spins, and an NMI does not reach it (docs/design/testing.md).
+/// Number of host CPUs. On an emulated host with two CPUs, 1 in 20 boots of a two-CPU guest fails
+/// because of the emulation. Some failures leave no trace: a vCPU spins, and an NMI does not reach
+/// it (docs/design/testing.md).
 const HOST_CPUS: &str = "1";
-/// Ports below those that the kernel gives to connections.
+/// First port to try. It is below the ports that the kernel assigns to outgoing connections.
 const FIRST_PORT: u32 = 20_000;
 const PORTS: u32 = 12_000;
-/// Folder of pools, and their size. The blocks of a pool on tmpfs show how much is returned.
+/// Folder for pools. On tmpfs, the blocks that a pool file uses show how much memory has been
+/// returned.
 const POOLS: &str = "/dev/shm";
 const POOLS_MIB: u64 = 2048;
-/// Variable with the folder of pools and logs.
+/// Variable with the folder for pools and logs.
 const TEST_FOLDER: &str = "FORESHORE_TEST_DIR";
-/// Part of a line about a claim that does not hold.
+/// Part of the line that reports a claim that does not hold.
 const NOT_SEEN: &str = "NOT SEEN";
 
 #[derive(Args, Clone, Debug)]
@@ -87,7 +89,7 @@ fn prepare(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// A port on which nothing listens.
+/// Returns a port that no process listens on.
 fn free_port() -> Result<u16> {
     loop {
         let port = u16::try_from(FIRST_PORT + random::below(PORTS))?;
@@ -102,11 +104,11 @@ struct Demo<'run> {
     limit_s: u32,
     folder: PathBuf,
     metrics_ports: [u16; 2],
-    /// Address on the host that the VMs listen on.
+    /// Address on the host where the VMs listen.
     listen: &'static str,
-    /// Folder of pools and logs on the host.
+    /// Folder for pools and logs on the host.
     pools: PathBuf,
-    /// Folder of pools and logs if the host is this machine. It is removed at the end.
+    /// Folder for pools and logs if the host is this machine. It is removed at the end.
     _scratch: Option<Scratch>,
 }
 
@@ -128,7 +130,7 @@ impl<'run> Demo<'run> {
         Ok(Self { checkout, limit_s, folder, metrics_ports, listen, pools, _scratch: scratch })
     }
 
-    /// Shows all phases, and returns the exit code.
+    /// Runs all phases, and returns the exit code.
     fn show(&self, prometheus: &Prometheus) -> Result<u8> {
         let mut narrator = Narrator::new(&self.folder);
         let end =
@@ -179,7 +181,7 @@ impl<'run> Demo<'run> {
         Ok(missing.is_none())
     }
 
-    /// Reports a failure. Its picture shows how far the demo came.
+    /// Reports a failure, and draws a picture that shows how far the demo got.
     fn report_failure(&self, code: u8, prometheus: &Prometheus, narrator: &Narrator) -> Result<()> {
         let show = |bytes: &[u8]| {
             crate::messages::write_output(bytes);
@@ -201,7 +203,7 @@ impl<'run> Demo<'run> {
     }
 }
 
-/// Lines after the picture of a demo in which all claims hold.
+/// Lines that follow the picture if all claims hold.
 const SEEN: &str = "\
 == all claims were seen to hold
   picture: target/demo/timeline.svg and timeline.png; its data: timeline.csv

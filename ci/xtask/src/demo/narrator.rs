@@ -1,4 +1,4 @@
-//! Lines of the demo with their times, for the terminal, the log and the picture.
+//! Output lines of the demo with time stamps, for the terminal, the log and the picture.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,10 +10,10 @@ use anyhow::{Context, Result};
 use crate::messages::{Lines, write_output};
 
 pub(super) const LOG: &str = "demo.log";
-/// Start of a line about an event, which the picture has.
+/// Prefix of a line about an event that the picture shows.
 const EVENT: &str = "* ";
 
-/// An event, with its time since 1970.
+/// Event and its time since 1970.
 #[derive(Clone)]
 pub(super) struct Event {
     pub time: Duration,
@@ -21,11 +21,11 @@ pub(super) struct Event {
     pub text: String,
 }
 
-/// Forwards lines, each with its time.
+/// Forwards lines and adds the time to each.
 pub(super) struct Narrator {
     folder: PathBuf,
     lines: Lines,
-    /// Second of the first line. Times in the log and in the picture count from it.
+    /// Second of the first line. Times in the log and in the picture are relative to it.
     pub zero_s: Option<u64>,
     pub events: Vec<Event>,
 }
@@ -36,7 +36,7 @@ impl Narrator {
         Self { folder, lines: Lines::default(), zero_s: None, events: Vec::new() }
     }
 
-    /// Begins a new run, whose times count from its own first line.
+    /// Begins a new run. Its times are relative to its own first line.
     pub(super) fn begin(&mut self) {
         self.zero_s = None;
         self.events.clear();
@@ -47,7 +47,7 @@ impl Narrator {
         self.pass(lines)
     }
 
-    /// Forwards the last line even if it lacks a newline.
+    /// Forwards the last line, even if it has no newline.
     pub(super) fn finish(&mut self) -> Result<()> {
         let lines = self.lines.finish();
         self.pass(lines)

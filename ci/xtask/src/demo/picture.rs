@@ -1,4 +1,4 @@
-//! The picture of the metrics that Prometheus has collected.
+//! Draws the metrics that Prometheus has collected.
 
 use std::fmt::Write;
 
@@ -14,13 +14,13 @@ use crate::jobs;
 use crate::programs;
 
 const FORMATS: [&str; 2] = ["svg", "png"];
-/// Title that gnuplot gives to every picture.
+/// Title that gnuplot writes into every picture.
 const GNUPLOT_TITLE: &str = "<title>Gnuplot</title>";
 const TITLE: &str = "<title>Foreshore: a guest's memory grows into PM and back</title>";
 
-/// Writes the data to the folder of the demo and draws the picture there. Times count from
-/// the second `zero_s`. If the demo is judged, returns the first claim that the data do not show,
-/// without a picture.
+/// Writes the data to the demo's folder and draws the picture there. Times are relative to the
+/// second `zero_s`. If the demo is judged and the data contradict a claim, draws nothing and
+/// returns the first such claim.
 pub(super) fn draw(
     demo: &Demo<'_>,
     prometheus: &Prometheus,

@@ -1,14 +1,14 @@
-//! Script of the picture for gnuplot.
+//! gnuplot script that draws the picture.
 
 use super::narrator::Event;
 use super::prometheus::Range;
 use super::table::{OTHER_VM, VM};
 
-/// Names are written this far apart at least, as a part of the time axis, or they cover one
-/// another.
+/// Minimum distance between event names, as a fraction of the time axis. Closer names would
+/// overlap.
 const NAME_SPACING: f64 = 0.034;
 
-/// The script: gnuplot runs it in the directory of timeline.csv.
+/// Returns the script. gnuplot runs it in the folder that contains timeline.csv.
 pub(super) fn script(range: &Range, events: &[Event]) -> String {
     let times: Vec<f64> = events.iter().map(|event| event.elapsed_s).collect();
     let names_at = spread(&times, range.len_s() as f64);
@@ -22,16 +22,16 @@ pub(super) fn script(range: &Range, events: &[Event]) -> String {
         .replace("@OTHER_VM@", OTHER_VM)
 }
 
-/// Positions of the names of events at these times, in the same order. They are apart from one
-/// another, and on the time axis if there is room, otherwise near their times.
+/// Returns positions for the names of events at these times, in the same order. Names do not
+/// overlap. They are on the time axis if there is room, and otherwise near their times.
 fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
     let spacing_s = axis_s * NAME_SPACING;
-    // 1. To the right, away from the one before.
+    // 1. Move names to the right, away from their predecessors.
     let mut places_s = times_s.to_vec();
     for next in 1..places_s.len() {
         places_s[next] = places_s[next].max(places_s[next - 1] + spacing_s);
     }
-    // 2. Back from the axis' end, where several happened close to it.
+    // 2. Move names back from the end of the axis, where several events may be close together.
     let mut most_s = axis_s;
     for place_s in places_s.iter_mut().rev() {
         *place_s = place_s.min(most_s);
@@ -40,11 +40,13 @@ fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
     places_s
 }
 
-/// A line through every panel, which leads to its name above the top one, past that one's title.
+/// Draws a line through all panels to the event's name above the top panel. The line passes behind
+/// that panel's title.
 fn mark(number: usize, event: &Event, name_at: f64) -> String {
     let at = event.elapsed_s;
     let [past, lead] = [number + PAST_TITLE_FROM, number + LEADS_FROM];
-    // gnuplot reads quotes and backslashes in a string; events are our own, and plain.
+    // gnuplot interprets quotes and backslashes in a string. Event texts are our own and need
+    // neither.
     let what: String = event.text.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
     let style = "nohead back lw 1 lc rgb '#999999' dt 3";
     format!(
@@ -56,8 +58,8 @@ fn mark(number: usize, event: &Event, name_at: f64) -> String {
     )
 }
 
-/// Arrows with higher numbers are in the top panel alone: timeline.gnuplot takes them away after
-/// it.
+/// Arrows with higher numbers are in the top panel only. timeline.gnuplot removes them after
+/// drawing it.
 const PAST_TITLE_FROM: usize = 100;
 const LEADS_FROM: usize = 200;
 
@@ -72,8 +74,7 @@ mod tests {
         assert!(spread(&[], 100.0).is_empty());
         assert_eq!(spread(&[5.0, 50.0], 100.0), [5.0, 50.0]);
         assert_eq!(spread(&[5.0, 5.5, 30.0], 100.0), [5.0, 8.4, 30.0]);
-        // At the end they make room to the left, and one that is far enough from them stays where
-        // it was.
+        // Names at the end move left to make room. A name that is far enough away does not move.
         let places = spread(&[40.0, 98.0, 99.0, 100.0], 100.0);
         for (place, expected) in places.iter().zip([40.0, 93.2, 96.6, 100.0]) {
             assert!((place - expected).abs() < 1e-9, "{places:?}");
@@ -91,7 +92,7 @@ mod tests {
         assert!(!script.contains('@'), "{script}");
     }
 
-    /// gnuplot draws nothing at all if a panel has no points, as after a demo that failed early.
+    /// gnuplot fails if a panel has no points, for example after a demo that failed early.
     #[test]
     fn every_panel_has_points_without_data() {
         let script = script(&Range { start_s: 1000, end_s: 1100 }, &[]);

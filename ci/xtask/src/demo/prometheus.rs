@@ -1,4 +1,5 @@
-//! Debian's Prometheus, which scrapes both VMs every second. It is not installed.
+//! Runs Debian's Prometheus, which scrapes both VMs every second. The package is unpacked but not
+//! installed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,15 +18,15 @@ use crate::checkout::{Checkout, create_folder, write};
 use crate::jobs::{self, Job, Scratch};
 use crate::programs;
 
-/// One point per second, as often as it scrapes.
+/// Query one point per second, because Prometheus scrapes every second.
 const STEP_S: u64 = 1;
 const POLL: Duration = Duration::from_millis(100);
-/// Longest time without a byte of an answer.
+/// Longest wait for the next byte of a response.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
-/// Number of lines of its log that are shown if it ends early.
+/// Number of log lines to show if Prometheus exits early.
 const LAST_LINES: usize = 3;
 
-/// A span of time in whole seconds, both ends included.
+/// Time range in whole seconds, with both ends included.
 #[derive(Clone, Copy)]
 pub(super) struct Range {
     pub start_s: u64,
@@ -38,10 +39,10 @@ impl Range {
     }
 }
 
-/// Values by their seconds.
+/// Values by time in seconds.
 pub(super) type Series = BTreeMap<u64, f64>;
 
-/// A running Prometheus, which ends on drop.
+/// Running Prometheus. Drop ends it.
 pub(super) struct Prometheus {
     port: u16,
     _job: Job,
@@ -62,7 +63,7 @@ impl Prometheus {
         command.arg(format!("--storage.tsdb.path={}", data.path().display()));
         command.arg(format!("--web.listen-address=127.0.0.1:{port}"));
         let mut job = jobs::spawn_killable(command.stdout(log.try_clone()?).stderr(log))?;
-        // It refuses connections while it starts.
+        // Prometheus refuses connections while it starts.
         while get(port, "/-/ready").is_err() {
             if job.try_wait()?.is_some() {
                 let log = fs::read_to_string(folder.join("prometheus.log"))?;
@@ -77,8 +78,8 @@ impl Prometheus {
         Ok(Self { port, _job: job, _data: data })
     }
 
-    /// Values of an expression over a span of time, by the label `vm`. See Prometheus'
-    /// documentation, "HTTP API", range queries.
+    /// Returns the values of an expression over a time range, grouped by the label `vm`. See
+    /// Prometheus' documentation, "HTTP API", range queries.
     pub(super) fn query(
         &self,
         expression: &str,
@@ -99,7 +100,7 @@ fn configuration(ports: [u16; 2]) -> String {
     )
 }
 
-/// Requests a page, and returns its body. A server of HTTP/1.0 sends it in one piece and then
+/// Requests a page and returns its body. An HTTP/1.0 server sends the body in one piece and then
 /// closes the connection.
 fn get(port: u16, path: &str) -> Result<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
@@ -113,7 +114,7 @@ fn get(port: u16, path: &str) -> Result<String> {
     Ok(body.to_owned())
 }
 
-/// Encodes all characters but the unreserved ones of RFC 3986.
+/// Percent-encodes all characters except the unreserved ones of RFC 3986.
 fn percent_encoded(text: &str) -> String {
     let byte = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {

@@ -1,4 +1,4 @@
-//! The timeline as a table: a row per VM and second, a column per size.
+//! Timeline as a table, with a row per VM and second and a column per size.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::prometheus::{Prometheus, Range, Series};
 
-/// Name and expression of every column.
+/// Name and Prometheus expression of each column.
 const COLUMNS: [(&str, &str); 14] = [
     ("dram_boot_bytes", r#"foreshore_memory_boot_bytes{zone="dram"}"#),
     ("dram_requested_bytes", r#"foreshore_memory_requested_bytes{zone="dram"}"#),
@@ -24,15 +24,15 @@ const COLUMNS: [(&str, &str); 14] = [
     ("oom_kills", "foreshore_guest_oom_kills_total"),
 ];
 
-/// Names that the program `demo` gives to the main VM and to the one without a governor.
+/// Names that the `demo` program gives to the main VM and to the VM without a governor.
 pub(super) const VM: &str = "governed";
 pub(super) const OTHER_VM: &str = "policy-off";
 
 const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 
-/// Required part of the seconds between a VM's first and last sample that have a sample. It is not
-/// 100 because a VM is restarted in between.
+/// Minimum share of seconds with a sample, between a VM's first and last sample. It is below 100
+/// because a VM is restarted in between.
 const LEAST_COVERED_PERCENT: usize = 60;
 
 pub(super) struct Table {
@@ -66,7 +66,8 @@ impl Table {
         series.len() * 100 / ((last - first) as usize + 1)
     }
 
-    /// Claims of the demo with values from Prometheus. Each claim has true if it holds.
+    /// Returns the demo's claims with values from Prometheus. The flag of each claim is true if the
+    /// claim holds.
     pub(super) fn claims(&self) -> [(bool, String); 7] {
         let empty =
             self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
@@ -113,7 +114,7 @@ impl Table {
         ]
     }
 
-    /// Rows by VM, then by time; a cell is empty when there was no sample.
+    /// Returns rows sorted by VM, then by time. A cell without a sample is empty.
     pub(super) fn to_csv(&self) -> String {
         let names: Vec<&str> = self.columns.iter().map(|(name, _)| *name).collect();
         let mut csv = format!("time_s,elapsed_s,vm,{}\n", names.join(","));
@@ -163,7 +164,7 @@ mod tests {
         Table { range: Range { start_s: 1, end_s: 11 }, columns: COLUMNS.map(column).into() }
     }
 
-    /// Claims that fail after a value of VM `vm` is replaced.
+    /// Returns the claims that fail after a value of `vm` is replaced.
     fn broken_by(column: &str, vm: &str, time_s: u64, value: Option<f64>) -> Vec<String> {
         let mut table = table();
         let (_, by_vm) = table.columns.iter_mut().find(|(name, _)| *name == column).unwrap();

@@ -1,4 +1,5 @@
-# Draws timeline.csv: gnuplot -e "format='svg'" timeline.gnuplot, or format='png'. Columns go by name.
+# Draws timeline.csv: gnuplot -e "format='svg'" timeline.gnuplot, or format='png'. Columns are found
+# by name.
 set datafile separator comma
 set datafile columnheaders
 if (format eq 'svg') {
@@ -25,7 +26,7 @@ set tics nomirror
 set xtics format ''
 set yrange [0:*]
 set ytics 200
-# A panel's title hides the lines of the events that pass behind it.
+# The opaque box of a panel's title hides event lines that pass behind it.
 set style textbox opaque noborder fillcolor rgb 'white' margins 0.6, 0.4
 
 top(panel) = 0.825 - 0.158 * panel

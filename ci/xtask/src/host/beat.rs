@@ -1,10 +1,11 @@
-//! Heartbeat of the emulated host: it responds to periodic requests, ends the command on request,
-//! and is ended itself if it stands still.
+//! Heartbeat of the emulated host. The host answers periodic requests and ends the command when a
+//! request says so. A host that stops responding is killed.
 //!
-//! Each request is an interrupt as well, and keeps the host from standing still: QEMU's SVM changes
-//! a CPU's word of pending interrupts without a lock (target/i386/tcg/sysemu/svm_helper.c,
-//! do_vmexit), and loses what a timer sets there at the same moment. The interrupt controller still
-//! has it, and delivers it with the next interrupt. On one CPU that took minutes.
+//! Each request also raises an interrupt, which keeps the host from hanging. QEMU's SVM code
+//! changes a CPU's word of pending interrupts without a lock (target/i386/tcg/sysemu/svm_helper.c,
+//! do_vmexit). It can lose a bit that a timer sets at the same moment. The interrupt controller
+//! still has that interrupt and delivers it with the next one. On one CPU, this took minutes
+//! without requests.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -17,27 +18,27 @@ use rustix::fs::{CWD, Mode, OFlags, mkfifoat};
 
 use crate::jobs::Job;
 
-/// Interval of the requests.
+/// Interval between requests.
 pub(super) const INTERVAL: Duration = Duration::from_millis(250);
-/// Requests without a response after which the host stands still: 120 s, in which it also has to
-/// boot.
+/// Number of unanswered requests after which the host counts as hung: 120 s. Booting must fit into
+/// this time.
 pub(super) const MOST_SILENT: u32 = 480;
-/// Requests without a response after which only one in so many intervals has a request. Otherwise,
+/// After this many unanswered requests, only one in this many intervals sends a request. Otherwise
 /// the pipe would fill up.
 const FREQUENT: u32 = 8;
-/// Limit for the response of QEMU's monitor.
+/// Time limit for a response from QEMU's monitor.
 const MONITOR_LIMIT: Duration = Duration::from_secs(5);
-/// Commands that print the registers of all CPUs and send an NMI. The kernel panics on the NMI,
-/// which ends QEMU.
+/// Monitor commands that print the registers of all CPUs and send an NMI. The kernel panics on the
+/// NMI, and the panic ends QEMU.
 const MONITOR_COMMANDS: &[u8] = b"info registers -a\nnmi\n";
 
-/// Our ends of the pair of pipes that QEMU's `pipe` backend uses.
+/// Task's ends of the two pipes that connect it to QEMU's `pipe` backend.
 struct Pipes {
     to_qemu: File,
     from_qemu: File,
 }
 
-/// Makes the pipes of the backend `name` in the folder of a run.
+/// Creates the pipes of the backend `name` in the run's folder.
 pub(super) fn make_pipes(run: &Path, name: &str) -> Result<()> {
     for end in ["in", "out"] {
         mkfifoat(CWD, run.join(format!("{name}.{end}")), Mode::from(0o600))
@@ -49,7 +50,7 @@ pub(super) fn make_pipes(run: &Path, name: &str) -> Result<()> {
 impl Pipes {
     fn open(run: &Path, name: &str) -> Result<Self> {
         let open = |end: &str| {
-            // Both ends of each, so that opening waits for no other process.
+            // Opened for reading and writing, so that opening does not wait for another process.
             let flags = OFlags::NONBLOCK.bits().cast_signed();
             let path = run.join(format!("{name}.{end}"));
             let file = File::options().read(true).write(true).custom_flags(flags).open(&path);
@@ -58,7 +59,7 @@ impl Pipes {
         Ok(Self { to_qemu: open("in")?, from_qemu: open("out")? })
     }
 
-    /// Writes as much as the pipe takes.
+    /// Writes as many bytes as fit into the pipe.
     fn send(&mut self, bytes: &[u8]) -> Result<()> {
         match self.to_qemu.write_all(bytes) {
             Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error.into()),
@@ -66,7 +67,7 @@ impl Pipes {
         }
     }
 
-    /// Reads what is there.
+    /// Reads the bytes that are available.
     fn receive(&mut self) -> Result<Vec<u8>> {
         let mut received = Vec::new();
         match self.from_qemu.read_to_end(&mut received) {
@@ -76,7 +77,7 @@ impl Pipes {
     }
 }
 
-/// State of the requests.
+/// State of the heartbeat.
 pub(super) struct Beat {
     pipes: Pipes,
     silent: u32,
@@ -85,7 +86,7 @@ pub(super) struct Beat {
 }
 
 impl Beat {
-    /// After `most_silent` requests without a response, the host stands still.
+    /// `most_silent` is the number of unanswered requests after which the host counts as hung.
     pub(super) fn new(run: &Path, most_silent: u32) -> Result<Self> {
         Ok(Self {
             pipes: Pipes::open(run, "beat")?,
@@ -95,7 +96,7 @@ impl Beat {
         })
     }
 
-    /// Sends a request. With `is_over`, also requests once that the host end the command.
+    /// Sends a request. If `is_over` is set, also asks the host, once, to end the command.
     pub(super) fn send_request(&mut self, is_over: bool) -> Result<()> {
         if self.silent < FREQUENT || self.silent.is_multiple_of(FREQUENT) {
             self.pipes.send(b"\n")?;
@@ -107,15 +108,15 @@ impl Beat {
         Ok(())
     }
 
-    /// Receives the responses, an interval after the request. False if the host stands still.
+    /// Receives the responses, one interval after the request. Returns false if the host has hung.
     pub(super) fn receive_response(&mut self) -> Result<bool> {
         self.silent = if self.pipes.receive()?.is_empty() { self.silent + 1 } else { 0 };
         Ok(self.silent < self.most_silent)
     }
 }
 
-/// Requests the registers of a host that stands still from QEMU, and returns the response. A QEMU
-/// that lives ends after that.
+/// Requests the registers of a hung host from QEMU's monitor, and returns the response. A QEMU that
+/// still works then exits.
 pub(super) fn examine(
     run: &Path,
     qemu: &mut Job,
@@ -138,7 +139,7 @@ pub(super) fn examine(
 mod tests {
     use super::*;
 
-    /// A heartbeat, and its pipes as QEMU has them.
+    /// Returns a heartbeat and QEMU's ends of its pipes.
     fn beat(folder: &Path) -> (Beat, File, File) {
         make_pipes(folder, "beat").unwrap();
         let Pipes { to_qemu, from_qemu } = Pipes::open(folder, "beat").unwrap();

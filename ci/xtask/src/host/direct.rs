@@ -1,4 +1,4 @@
-//! The command on this machine.
+//! Runs the command on this machine.
 
 use std::env;
 use std::os::unix::process::ExitStatusExt;
@@ -18,7 +18,7 @@ use crate::programs::{self, user_path};
 
 pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     if host.disk.is_some() || host.nvdimm_file.is_some() || host.power_cut.is_some() {
-        // Cutting this machine's power is out of the question.
+        // A task must not cut the power of this machine.
         refuse!("--disk, --nvdimm-file and --power-cut require {PLACE}=nested");
     }
     say!("running directly on this machine: {reason}");
@@ -35,7 +35,7 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
     let (program, arguments) = host.command.split_first().context("no command")?;
     let path =
         env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
-    // timeout ends the whole process group, also if this task is killed.
+    // timeout kills the whole process group, even if this task is killed.
     let mut command =
         programs::ending_with_this_one("TERM", &programs::find_system("timeout")?, path)?;
     command.args(["-k", &GRACE.as_secs().to_string(), &host.timeout_s.to_string()]);
@@ -44,7 +44,7 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
     command.env(MEASURED_ON, measured_on(checkout, Place::Direct)?);
     let started = Instant::now();
     let status = jobs::spawn_killable(&mut command)?.wait()?;
-    // With SIGKILL, timeout ends itself as well.
+    // If timeout uses SIGKILL, it is killed by that signal as well.
     let may_be_cut_off =
         status.code() == Some(CUT_OFF.into()) || status.signal() == Some(Signal::KILL.as_raw());
     if may_be_cut_off && started.elapsed() >= host.timeout() {

@@ -8,22 +8,23 @@ use std::process::ExitStatus;
 use super::{CUT_OFF, HOST_FAILED};
 use crate::jobs::SIGNAL_BASE;
 
-/// Console of the emulated host in the folder of `--out`.
+/// Console log of the emulated host in the folder of `--out`.
 pub(crate) const CONSOLE: &str = "host-console.log";
-/// Registers of a host that stood still or triple-faulted.
+/// Register dump of a host that hung or triple-faulted.
 pub(crate) const REGISTERS: &str = "host-registers.log";
 
 const PANIC: &str = "Kernel panic - not syncing";
-/// A host that runs out of memory was killed by its workload, which is a result.
+/// Console lines of a host that ran out of memory. The workload caused this, so it is a valid
+/// result.
 const RESULTS: [&str; 2] = [": Out of memory", ": System is deadlocked"];
-/// Start of the line that `host` appends to the console when QEMU ends before the command.
+/// Prefix of the line that `host` appends to the console log if QEMU ends before the command.
 pub(crate) const CAUSE: &str = "host: ";
 pub(crate) const TRIPLE_FAULT: &str = "a CPU triple-faulted";
 pub(crate) const ENDED_BY_SIGNAL: &str = "QEMU was ended by signal";
 pub(crate) const STOOD_STILL: &str = "the host stood still";
 
-/// True if the kernel or the QEMU of an emulated host, not the command, ended the boot that has
-/// left its console in `folder`.
+/// Returns true if the emulated host's kernel or QEMU ended the run, rather than the command.
+/// `folder` contains the console log.
 pub(crate) fn has_host_died(code: u8, folder: &Path) -> bool {
     let console = fs::read(folder.join(CONSOLE));
     console.is_ok_and(|console| is_death(code, &String::from_utf8_lossy(&console)))
@@ -43,7 +44,7 @@ fn is_death(code: u8, console: &str) -> bool {
         && !console.lines().any(is_result)
 }
 
-/// Meaning of an exit code of `host`.
+/// Describes an exit code of `host`.
 pub(crate) fn meaning(code: u8) -> String {
     match code {
         CUT_OFF => "time limit reached".to_owned(),

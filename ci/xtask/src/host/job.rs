@@ -1,4 +1,4 @@
-//! The job's disk: a tar archive with the command, its environment and its files, for `root-init`.
+//! Job disk: a tar archive with the command, its environment and its files. `root-init` reads it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -13,20 +13,20 @@ use crate::checkout::{Checkout, copy, create_folder, write};
 use crate::jobs;
 use crate::programs;
 
-/// Variable that names what figures are measured on.
+/// Variable with a description of the machine on which measurements are made.
 pub(super) const MEASURED_ON: &str = "FORESHORE_MEASURED_ON";
-/// Variables that are passed on, and the prefix of others.
+/// Variables that are passed to the command, and the prefix of others.
 const PASSED_ON: [&str; 2] = ["RUST_LOG", "RUST_BACKTRACE"];
 const PASSED_ON_PREFIX: &str = "FORESHORE_TEST_";
 
-/// Copies the files of `--put` to a folder.
+/// Copies the files given with `--put` to a folder.
 pub(super) fn copy_puts(host: &Arguments, folder: &Path) -> Result<()> {
     host.puts.iter().try_for_each(|put| {
         copy(put, &folder.join(put.file_name().context("path without a file name")?))
     })
 }
 
-/// Makes the archive `job.tar` in the folder of a run.
+/// Creates the archive `job.tar` in the run's folder.
 pub(super) fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     let job = run.join("job");
     create_folder(&job.join("put"))?;
@@ -43,7 +43,7 @@ pub(super) fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<
     )
 }
 
-/// Files by which the host recognizes its disks and memories.
+/// Returns names of marker files from which the host recognizes its disks and memories.
 fn flags(host: &Arguments) -> impl Iterator<Item = &'static str> {
     let flags = [
         ("nvdimm", host.nvdimm_mib.is_some()),
@@ -59,7 +59,7 @@ fn command_line(host: &Arguments) -> Vec<u8> {
     host.command.iter().map(|argument| quoted(argument)).collect::<Vec<_>>().join(&b' ')
 }
 
-/// Lines that set the environment of the command.
+/// Returns shell lines that set the command's environment.
 fn environment(measured_on: &str) -> Vec<u8> {
     let fixed = [
         ("GUESTS", "/guests"),
@@ -87,7 +87,7 @@ fn export(name: &str, value: &OsStr) -> Vec<u8> {
     [format!("export {name}=").as_bytes(), &quoted(value), b"\n"].concat()
 }
 
-/// The word as a shell reads it.
+/// Quotes a word for the shell.
 fn quoted(word: &OsStr) -> Vec<u8> {
     let parts: Vec<_> = word.as_bytes().split(|byte| *byte == b'\'').collect();
     [b"'", &parts.join(&b"'\\''"[..])[..], b"'"].concat()

@@ -1,12 +1,13 @@
-//! A copy of this machine's QEMU without the one instruction by which it delivers a guest's
-//! interrupt twice.
+//! Patches a copy of this machine's QEMU: it removes the instruction that makes QEMU deliver a
+//! guest interrupt twice.
 //!
-//! VMRUN that injects an interrupt notes its vector as the CPU's exception, delivers it, and leaves
-//! the note (QEMU 7.2, target/i386/tcg/sysemu/svm_helper.c, helper_vmrun: cs->exception_index). The
-//! CPU may next leave its loop before the guest's next exit, for a due timer or for another CPU
-//! (accel/tcg/cpu-exec.c, cpu_handle_interrupt). It then takes the note for an exception: the
-//! interrupt comes again, whether or not the guest has interrupts enabled, and spins for the lock
-//! that the first one holds. Where instructions are counted, every due timer does that.
+//! When VMRUN injects an interrupt, QEMU stores the vector in cs->exception_index, delivers the
+//! interrupt, and does not clear the field (QEMU 7.2, target/i386/tcg/sysemu/svm_helper.c,
+//! helper_vmrun). Before the guest's next exit, a due timer or another CPU may make this CPU leave
+//! its loop (accel/tcg/cpu-exec.c, cpu_handle_interrupt). QEMU then takes the stale vector for an
+//! exception and delivers the interrupt again, even if the guest has disabled interrupts. The
+//! second handler spins for the lock that the first one holds. If instructions are counted, every
+//! due timer triggers this.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -18,20 +19,20 @@ use super::qemu;
 use crate::checkout::{Checkout, create_folder, rename, write};
 use crate::messages::{say, speak_as};
 
-/// Byte of a pattern. `None` matches all bytes.
+/// Byte of a pattern. `None` matches any byte.
 type Byte = Option<u8>;
 
-/// The store of the note, with a displacement of four bytes.
+/// Instruction that stores the vector, with a displacement of four bytes.
 const STORE: [Byte; 6] = [Some(0x89), Some(0xb3), None, None, None, None];
-/// An instruction without effect of the same length.
+/// No-op of the same length.
 const NO_OPERATION: [u8; 6] = [0x66, 0x0f, 0x1f, 0x44, 0x00, 0x00];
 /// Instructions after the store: error_code, exception_is_int = 0, exception_next_eip = -1, the
-/// check of the log, and do_interrupt_x86_hardirq(env, vector, 1). `..` stands for any byte.
+/// check of the log, and do_interrupt_x86_hardirq(env, vector, 1). `..` matches any byte.
 const CONTEXT: &str = "c7 83 .. .. .. .. 00 00 00 00 48 c7 83 .. .. .. .. ff ff ff ff f6 05 .. .. .. .. 02 \
                        0f 85 .. .. .. .. ba 01 00 00 00 48 89 df e8";
 
-/// The QEMU for emulated hosts: a mended copy or, if the instruction is not found exactly once,
-/// this machine's own.
+/// Returns the QEMU for emulated hosts. This is a patched copy, or this machine's own QEMU if the
+/// instruction is not found exactly once.
 pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
     speak_as("nested", || {
         let original = qemu::program()?;
@@ -56,14 +57,14 @@ pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
     })
 }
 
-/// False if `made` is missing or older than `source`.
+/// Returns false if `made` is missing or older than `source`.
 fn is_newer(made: &Path, source: &Path) -> Result<bool> {
     let Ok(made) = made.metadata() else { return Ok(false) };
     let source = source.metadata().with_context(|| format!("no {}", source.display()))?;
     Ok(made.modified()? >= source.modified()?)
 }
 
-/// Replaces the store. False if it does not occur exactly once.
+/// Replaces the store with a no-op. Returns false if the store does not occur exactly once.
 fn mend(program: &mut [u8]) -> Result<bool> {
     let context = CONTEXT.split_whitespace().map(parse_byte).collect::<Result<Vec<_>>>()?;
     let pattern = [&STORE[..], &context].concat();

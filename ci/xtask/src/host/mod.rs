@@ -1,4 +1,4 @@
-//! A command on a KVM host: this machine, or one that QEMU emulates.
+//! Runs a command on a KVM host, which is this machine or a machine that QEMU emulates.
 
 mod beat;
 mod direct;
@@ -26,7 +26,7 @@ use crate::messages::{refuse, speak_as};
 use crate::setup;
 use place::Place;
 
-/// Exit code of a command that was cut off.
+/// Exit code if the command exceeded its time limit.
 pub(crate) const CUT_OFF: u8 = 124;
 /// Exit code if the host itself failed.
 pub(crate) const HOST_FAILED: u8 = 125;
@@ -102,7 +102,7 @@ pub(crate) struct Arguments {
     command: Vec<OsString>,
 }
 
-/// Time of a power cut: some time after a line of the command's output.
+/// Time of a power cut, as a delay after a line of the command's output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct PowerCut {
     line: String,
@@ -129,14 +129,14 @@ fn parse_power_cut(text: &str) -> Result<PowerCut> {
 }
 
 impl Arguments {
-    /// Refuses combinations that clap cannot express.
+    /// Rejects combinations of arguments that clap cannot express.
     fn check(&self) -> Result<()> {
-        // Instructions of one thread can be counted. CPUs that take turns in it wait for each
-        // other.
+        // Instructions can be counted only if one thread emulates all CPUs. The CPUs would take
+        // turns in it and wait for each other.
         if self.counted && self.cpus != 1 {
             refuse!("--counted requires --cpus 1");
         }
-        // QEMU's q35 has memory above 4 GiB only once 2816 MiB are below it.
+        // QEMU's q35 puts memory above 4 GiB only once 2816 MiB are below it.
         for (option, is_given) in
             [("--nvdimm", self.nvdimm_mib.is_some()), ("--nvdimm-file", self.nvdimm_file.is_some())]
         {
@@ -152,12 +152,12 @@ impl Arguments {
     }
 }
 
-/// True if commands run on this machine itself.
+/// Returns true if commands run on this machine itself.
 pub(crate) fn is_direct() -> Result<bool> {
     Ok(place::choose()?.0 == Place::Direct)
 }
 
-/// A line that names what figures are measured on, wherever commands run.
+/// Returns a line that describes the machine on which measurements are made.
 pub(crate) fn measured_here(checkout: &Checkout) -> Result<String> {
     place::measured_on(checkout, place::choose()?.0)
 }

@@ -1,4 +1,4 @@
-//! The command on an emulated host.
+//! Runs the command on an emulated host.
 
 use std::fs;
 use std::io::{self, Write};
@@ -24,20 +24,20 @@ use crate::kernels;
 use crate::messages::{say, write_errors};
 use crate::programs;
 
-/// Time that a host may take to end a command that is cut off, and to bring back its files, before
-/// QEMU is ended.
+/// Time that the host has to end a command past its time limit and save its files. QEMU is killed
+/// afterwards.
 const END_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
-/// Size of a disk that is made for `--disk`.
+/// Size of a disk created for `--disk`.
 const DISK_MIB: u64 = 512;
-/// Size of an NVDIMM that is made for `--nvdimm-file`.
+/// Size of an NVDIMM created for `--nvdimm-file`.
 pub(super) const NVDIMM_FILE_MIB: u64 = 256;
-/// Files of a run that exist from the start, so that they can be followed.
+/// Output files of a run. They exist from the start, so that they can be followed.
 const OUTPUTS: [&str; 5] = ["stdout", "stderr", "out", "exit", "console.log"];
-/// Lines of the host's console, and of QEMU's own output, that are shown after a failure.
+/// Number of lines from the host's console and from QEMU's output to show after a failure.
 const LAST_CONSOLE_LINES: usize = 25;
 const LAST_QEMU_LINES: usize = 5;
-/// Part of a warning of QEMU that is always there.
+/// Part of a QEMU warning that every run prints.
 const USUAL_WARNING: &str = "TCG doesn't support";
 
 pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
@@ -52,7 +52,7 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
     prepare(checkout, host, run)?;
     let end = Boot::start(checkout, host, run)?.wait()?;
     if let Some(cause) = &end.cause {
-        // `xtask test` reads it, beside a panic that the kernel reports itself.
+        // `xtask test` looks for this line, in addition to panics that the kernel reports.
         let mut console = fs::File::options().append(true).open(run.join("console.log"))?;
         writeln!(console, "\n{}{cause}", ends::CAUSE)?;
     }
@@ -63,7 +63,7 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
 }
 
 fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
-    // Hard links: this run keeps its disks when another task builds new ones.
+    // Hard links, so that this run keeps its disks even if another task builds new ones.
     let disks = ["root.ext4", "peers.ext4"];
     for disk in &disks[..if host.peers { 2 } else { 1 }] {
         fs::hard_link(checkout.ci("host").join(disk), run.join(disk))
@@ -79,7 +79,7 @@ fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     job::make(checkout, host, run)
 }
 
-/// Makes a file with an ext4 file system that stays from boot to boot, unless the file exists.
+/// Creates a file with an ext4 file system that persists across boots, unless the file exists.
 fn make_lasting(file: &Path, size_mib: u64) -> Result<()> {
     if file.exists() {
         return Ok(());
@@ -99,7 +99,7 @@ fn make_lasting(file: &Path, size_mib: u64) -> Result<()> {
     rename(&new, file)
 }
 
-/// Makes the files and pipes that QEMU writes to.
+/// Creates the files and pipes that QEMU writes to.
 fn make_outputs(run: &Path) -> Result<()> {
     OUTPUTS.iter().try_for_each(|output| write(&run.join(output), ""))?;
     beat::make_pipes(run, "monitor")?;
@@ -113,19 +113,20 @@ struct Boot<'run> {
     qemu: Job,
     tails: Tails,
     beat: Beat,
-    /// Time that QEMU has to end after the command's time is over.
+    /// Time that QEMU has to exit after the command's time limit.
     end_limit: Duration,
     cutter: Option<Cutter>,
 }
 
 struct End {
     status: ExitStatus,
-    /// Set if the command's time was over.
+    /// Set if the command exceeded its time limit.
     is_late: bool,
-    /// Set if QEMU itself had to be ended after that.
+    /// Set if QEMU then had to be killed.
     is_ended: bool,
     is_power_cut: bool,
-    /// Cause of an end before that of the command, unless the host's own kernel powered it off.
+    /// Reason why the run ended before the command did. `None` if the host's kernel powered the
+    /// host off.
     cause: Option<String>,
 }
 
@@ -133,7 +134,7 @@ impl<'run> Boot<'run> {
     fn start(checkout: &Checkout, host: &'run Arguments, run: &'run Path) -> Result<Self> {
         let kernel = kernels::pin(checkout, kernels::DEFAULT)?.image(checkout)?;
         let files = qemu::Files { kernel: &kernel, initrd: &checkout.ci("host/initrd"), run };
-        // SIGKILL, because nothing would end a QEMU that ignores another signal.
+        // SIGKILL, because no one would kill a QEMU that ignores another signal.
         let qemu = mend::mended_qemu(checkout)?;
         let mut command = programs::ending_with_this_one("KILL", &qemu, programs::user_path())?;
         command.args(qemu::arguments(host, &files));
@@ -156,7 +157,8 @@ impl<'run> Boot<'run> {
         Ok(Self { host, run, started, qemu, tails, beat, end_limit: END_LIMIT, cutter })
     }
 
-    /// Waits until QEMU has ended, with the host's heartbeat, the time limit and the power cut.
+    /// Waits for QEMU to exit. Meanwhile serves the heartbeat, and enforces the time limit and the
+    /// power cut.
     fn wait(mut self) -> Result<End> {
         let timeout = self.host.timeout();
         let (mut stood_still, mut is_ended) = (false, false);
@@ -189,7 +191,7 @@ impl<'run> Boot<'run> {
         Ok(End { status, is_late, is_ended, is_power_cut, cause })
     }
 
-    /// Waits until the next request is due, or QEMU has ended.
+    /// Waits until the next request is due or QEMU has exited.
     fn wait_for_interval(&mut self) -> Result<Option<ExitStatus>> {
         let started = Instant::now();
         loop {
@@ -208,8 +210,7 @@ impl<'run> Boot<'run> {
         }
     }
 
-    /// Ends a host that stands still, after it has shown its registers and where its kernel is, as
-    /// far as it can.
+    /// Kills a hung host. First saves its registers and its kernel's stack if possible.
     fn end_standstill(&mut self) -> Result<ExitStatus> {
         let (registers, status) = beat::examine(self.run, &mut self.qemu)?;
         write(&self.run.join("registers.log"), registers)?;
@@ -219,7 +220,7 @@ impl<'run> Boot<'run> {
         }
     }
 
-    /// Ends QEMU when the host itself has not ended in time.
+    /// Ends QEMU if the host has not ended in time.
     fn end_qemu(&mut self) -> Result<ExitStatus> {
         self.qemu.signal(Signal::TERM);
         let requested = Instant::now();
@@ -238,11 +239,11 @@ impl<'run> Boot<'run> {
     }
 }
 
-/// A power cut that comes some time after a line of the command's output.
+/// Power cut with a delay after a line of the command's output.
 struct Cutter {
     watch: LineWatch,
     delay: Duration,
-    /// Time of the cut, once the line has been seen.
+    /// Time of the cut. Set when the line appears.
     due: Option<Instant>,
     has_cut: bool,
 }
@@ -253,7 +254,7 @@ impl Cutter {
         Ok(Self { watch, delay: cut.delay, due: None, has_cut: false })
     }
 
-    /// True once, at the time of the cut.
+    /// Returns true once, when the power must be cut.
     fn is_due(&mut self) -> Result<bool> {
         if self.due.is_none() && self.watch.sees_line()? {
             self.due = Some(Instant::now() + self.delay);
@@ -264,7 +265,7 @@ impl Cutter {
     }
 }
 
-/// Cause of an end of QEMU that its guest did not bring about. No console shows it.
+/// Returns why QEMU ended if its guest did not cause it. No console shows this.
 fn cause(status: ExitStatus, resets: &str) -> Option<String> {
     if let Some(signal) = status.signal() {
         Some(format!("{} {signal} (9: was memory short?)", ends::ENDED_BY_SIGNAL))
@@ -275,11 +276,11 @@ fn cause(status: ExitStatus, resets: &str) -> Option<String> {
     }
 }
 
-/// Copies the logs of the host and the files of the command to `out`.
+/// Copies the host's logs and the command's files to `out`.
 fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
     create_folder(out)?;
     copy(&run.join("console.log"), &out.join(ends::CONSOLE))?;
-    // Not those of an earlier host.
+    // Removes registers left by an earlier host.
     let registers = out.join(ends::REGISTERS);
     remove_file(&registers)?;
     if has_registers {
@@ -287,7 +288,8 @@ fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
         write(&registers, [read("resets.log"), read("registers.log")].concat())?;
     }
     if fs::metadata(run.join("out"))?.len() > 0 {
-        // The folder is the user's and keeps its mode: the host's /out is a tmpfs with mode 1777.
+        // The folder belongs to the user and keeps its mode. The host's /out is a tmpfs with mode
+        // 1777.
         let mut tar = programs::system("tar");
         tar.arg("-xf").arg(run.join("out")).args(["--no-overwrite-dir", "-C"]).arg(out);
         if !jobs::status(&mut tar)?.success() {
@@ -297,13 +299,13 @@ fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
     Ok(())
 }
 
-/// Reports how the boot ended, and returns the exit code for it.
+/// Reports how the run ended, and returns its exit code.
 fn report(host: &Arguments, run: &Path, end: &End) -> Result<u8> {
     if let Some(cut) = host.power_cut.as_ref().filter(|_| end.is_power_cut) {
         say!("the power was cut {} ms after '{}'", cut.delay.as_millis(), cut.line);
         return Ok(0);
     }
-    // A command may have the exit code of a cut-off itself.
+    // The command itself may return the exit code that means a time-out.
     let code = read(&run.join("exit"))?.trim().parse().ok();
     match code.filter(|code| *code != CUT_OFF || !end.is_late) {
         Some(code) => return Ok(code),
@@ -354,7 +356,7 @@ mod tests {
         assert_eq!(cause(ended, "CPU Reset (CPU 0)\n"), None);
     }
 
-    /// The exit code for a boot that left this exit file.
+    /// Returns the exit code for a run that left this exit file.
     fn code(exit: &str, end: &End) -> u8 {
         let run = tempfile::tempdir().unwrap();
         for name in ["console.log", "qemu.log"] {
@@ -386,7 +388,7 @@ mod tests {
         }
     }
 
-    /// Runs a shell script in place of QEMU, in the folder of the run. `limit` changes a limit.
+    /// Runs a shell script instead of QEMU in the run's folder. `limit` may change a limit.
     fn end(run: &Path, host: &Arguments, script: &str, limit: impl FnOnce(&mut Boot<'_>)) -> End {
         make_outputs(run).unwrap();
         let mut shell = Command::new("sh");

@@ -1,5 +1,5 @@
-//! The choice between this machine and an emulated host, the number of such hosts, and a line that
-//! names what figures are measured on.
+//! Chooses between this machine and an emulated host, limits the number of emulated hosts, and
+//! describes the machine for measurements.
 
 use std::env;
 use std::fmt::{self, Display};
@@ -18,9 +18,10 @@ use crate::kernels;
 use crate::messages::refuse;
 use crate::programs;
 
-/// Variable that overrides the choice. The command gets it with the place where it runs.
+/// Variable that overrides the choice. The command receives it with the place where it runs.
 pub(super) const PLACE: &str = "FORESHORE_HOST";
-/// Memory of an emulated host beside that of its guests: QEMU, and the pages of its disks.
+/// Memory that an emulated host needs in addition to its guest memory, for QEMU and for cached
+/// pages of its disks.
 const OVERHEAD_MIB: u64 = 1024;
 const MAX_HOSTS: usize = 4;
 
@@ -40,7 +41,7 @@ impl Display for Place {
     }
 }
 
-/// The place for commands, and the reason for it.
+/// Returns where commands run, and why.
 pub(super) fn choose() -> Result<(Place, String)> {
     let wanted = env::var_os(PLACE).unwrap_or_default();
     let place = match wanted.to_str() {
@@ -57,8 +58,8 @@ pub(super) fn choose() -> Result<(Place, String)> {
     Ok((place, format!("{PLACE}={place}")))
 }
 
-/// The reason why commands cannot run here, if there is one. The device alone proves nothing: a
-/// para-virtual KVM has it too, and does not run stock guests.
+/// Returns the reason why commands cannot run on this machine, if any. The existence of /dev/kvm is
+/// not sufficient, because a para-virtual KVM also provides it but does not run stock guests.
 fn why_emulated() -> Option<&'static str> {
     let device = Path::new("/dev/kvm");
     let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -73,7 +74,8 @@ fn why_emulated() -> Option<&'static str> {
     }
 }
 
-/// Number of hosts with one CPU and `memory_mib` each. One if commands run on this machine itself.
+/// Returns how many one-CPU hosts with `memory_mib` each can run concurrently. Returns 1 if
+/// commands run on this machine itself.
 pub(crate) fn hosts_at_once(memory_mib: u64) -> Result<usize> {
     let available_mib =
         parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
@@ -89,7 +91,7 @@ pub(crate) fn load() -> Result<String> {
     Ok(load.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
 }
 
-/// MemAvailable of /proc/meminfo in MiB.
+/// Parses MemAvailable of /proc/meminfo, in MiB.
 fn parse_available(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? / 1024)
@@ -100,8 +102,8 @@ fn count(cpus: usize, available_mib: u64, memory_mib: u64) -> usize {
     room.min(cpus).clamp(1, MAX_HOSTS)
 }
 
-/// The programs by their commit, and the machine or the emulated host's kernel and QEMU. A mended
-/// QEMU prints the version of the original.
+/// Describes the commit of the programs, and the machine or the emulated host's kernel and QEMU. A
+/// patched QEMU prints the version of the original.
 pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
     let ours = commit(checkout)?;
     if place == Place::Direct {
@@ -120,7 +122,7 @@ pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
 fn commit(checkout: &Checkout) -> Result<String> {
     let mut git = programs::user("git");
     git.arg("-C").arg(checkout.root()).args(["describe", "--always", "--dirty", "--abbrev=12"]);
-    // Neither a repository nor git need be here.
+    // The repository and git may both be missing.
     let described = jobs::attempt(git.stderr(Stdio::null()));
     let commit = described.ok().filter(|(status, _)| status.success());
     let commit =

@@ -8,46 +8,46 @@ use super::Arguments;
 use super::nested::NVDIMM_FILE_MIB;
 use crate::programs::{self, user_path};
 
-/// Ports of the host that QEMU writes to files of these names.
+/// Serial ports of the host whose output QEMU writes to files of these names.
 const OUTPUTS: [&str; 4] = ["stdout", "stderr", "out", "exit"];
 
-/// Features of the emulated CPU. Seen with QEMU 7.2: in a guest of the emulated host, CPUID leaf
-/// 0xd does not follow XCR0, and the guest's kernel warns at boot ("XSAVE consistency problem"),
-/// with any VMM. Without XSAVE there is nothing to disagree.
+/// Features of the emulated CPU. XSAVE is disabled because of QEMU 7.2: in a guest of the emulated
+/// host, CPUID leaf 0xd does not follow XCR0. With any VMM, the guest's kernel then warns at boot
+/// ("XSAVE consistency problem").
 const CPU: &str = "EPYC,+svm,+npt,-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
-/// Folders of the modules and the firmware. A mended QEMU would look for them where it is itself.
+/// Folders with QEMU's modules and firmware. A patched QEMU would look for them next to itself.
 pub(crate) const MODULES: (&str, &str) = ("QEMU_MODULE_DIR", "/usr/lib/x86_64-linux-gnu/qemu");
 const FIRMWARE: [&str; 3] = ["/usr/share/qemu", "/usr/share/seabios", "/usr/lib/ipxe/qemu"];
 
-/// Options of the host's kernel.
+/// Command line options for the host's kernel.
 const KERNEL_OPTIONS: [&str; 11] = [
     "console=ttyS0",
     "panic=-1",
     "quiet",
     "mitigations=off",
     "random.trust_cpu=on",
-    // On a busy machine the kernel counts too few interrupts of its timer, and panics ("IO-APIC +
-    // timer doesn't work").
+    // On a busy machine, the kernel receives too few timer interrupts and panics ("IO-APIC + timer
+    // doesn't work").
     "no_timer_check",
-    // An oops ends the host: nothing that a damaged kernel does afterwards is a result. An NMI
-    // comes from the heartbeat alone.
+    // An oops must end the host, because results from a damaged kernel are not valid. Only the
+    // heartbeat sends an NMI.
     "oops=panic",
     "unknown_nmi_panic",
-    // QEMU 7.2 with several threads does not always follow a kernel that patches its own text: a
-    // CPU may keep executing the temporary breakpoint. So the kernel boots on one CPU, and patches
-    // little once root-init has started the others. A trusted TSC prevents a patch for another
-    // clock source.
+    // A multi-threaded QEMU 7.2 may miss that a kernel patches its own text: a CPU may keep
+    // executing the temporary breakpoint. So the kernel boots on one CPU. It patches little after
+    // root-init has started the other CPUs. A trusted TSC prevents a patch for another clock
+    // source.
     "maxcpus=1",
     "noreplace-smp",
     "tsc=reliable",
 ];
 
-/// Memory of q35 below 4 GiB, if it has more than that.
+/// Memory below 4 GiB of a q35 machine that also has memory above.
 const BELOW_4G_MIB: u64 = 2048;
 const FOUR_GIB_MIB: u64 = 4096;
 
-/// This machine's QEMU, which may be the user's own.
+/// Returns this machine's QEMU, which the user may have installed.
 pub(crate) fn program() -> Result<PathBuf> {
     let found = programs::find("qemu-system-x86_64", user_path());
     found.context("qemu-system-x86_64 is not installed (ci/setup installs it)")
@@ -56,7 +56,7 @@ pub(crate) fn program() -> Result<PathBuf> {
 pub(crate) struct Files<'run> {
     pub kernel: &'run Path,
     pub initrd: &'run Path,
-    /// Folder with the disks of this run, its pipes and its outputs.
+    /// Folder of this run, with disks, pipes and outputs.
     pub run: &'run Path,
 }
 
@@ -71,7 +71,7 @@ pub(crate) fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
     list.add(["-kernel", &kernel, "-initrd", &initrd, "-append", &options]);
     let in_run = |name: &str| files.run.join(name).display().to_string();
     list.add(["-serial", &format!("file:{}", in_run("console.log"))]);
-    // The log has the triple faults of CPUs. QEMU treats that as a restart like any other.
+    // This log shows triple faults of CPUs. QEMU handles a triple fault like any other restart.
     list.add(["-d", "cpu_reset", "-D", &in_run("resets.log")]);
     add_disks(&mut list, host, &in_run);
     add_network(&mut list, host);
@@ -88,7 +88,7 @@ impl List {
         self.0.extend(arguments.map(str::to_owned));
     }
 
-    /// Adds a virtio disk. The order of the disks is the order of their names in the host.
+    /// Adds a virtio disk. The host names its disks in the order in which they are added.
     fn add_disk(&mut self, name: &str, options: &str, file: &str) {
         self.add(["-drive", &format!("if=none,id={name},format=raw,{options},file={file}")]);
         self.add(["-device", &format!("virtio-blk-pci,drive={name}")]);
@@ -97,7 +97,7 @@ impl List {
 
 fn add_pace(list: &mut List, host: &Arguments) {
     if host.counted {
-        // While all CPUs are idle, the clock jumps to the next timer.
+        // When all CPUs are idle, the clock jumps to the next timer.
         list.add(["-accel", "tcg,thread=single,tb-size=512", "-icount", "shift=0,sleep=off"]);
     } else {
         list.add(["-accel", "tcg,thread=multi,tb-size=512"]);
@@ -112,8 +112,8 @@ fn add_disks(list: &mut List, host: &Arguments, in_run: &dyn Fn(&str) -> String)
         list.add_disk("peers", "readonly=on,file.locking=off", &in_run("peers.ext4"));
     }
     if let Some(disk) = &host.disk {
-        // A flush reaches the file. Unflushed data is in the host's page cache, which is in QEMU's
-        // memory and is lost with it.
+        // A flush writes data to the file. Unflushed data is in the host's page cache, which is
+        // part of QEMU's memory and is lost with it.
         list.add_disk("disk", "cache=writeback", &disk.display().to_string());
     }
 }
@@ -129,7 +129,7 @@ fn add_network(list: &mut List, host: &Arguments) {
     ]);
 }
 
-/// Adds the ports that the job's output, its exit code and the heartbeat use, and the monitor.
+/// Adds serial ports for the job's output, its exit code and the heartbeat, and adds the monitor.
 fn add_ports(list: &mut List, in_run: &dyn Fn(&str) -> String) {
     list.add([
         "-chardev",
@@ -137,8 +137,8 @@ fn add_ports(list: &mut List, in_run: &dyn Fn(&str) -> String) {
         "-mon",
         "chardev=monitor",
     ]);
-    // Without ioeventfd a write to a port is in its file before the writer continues: power-off
-    // loses nothing.
+    // Without ioeventfd, data written to a port is in its file before the writer continues, so a
+    // power-off loses nothing.
     list.add(["-device", "virtio-serial-pci,ioeventfd=off"]);
     for (number, port) in (1..).zip(OUTPUTS) {
         list.add(["-chardev", &format!("file,id={port},path={}", in_run(port))]);
@@ -149,11 +149,11 @@ fn add_ports(list: &mut List, in_run: &dyn Fn(&str) -> String) {
     list.add(["-device", &format!("virtserialport,chardev=beat,name=beat,nr={number}")]);
 }
 
-/// Memory of the host with its persistent memories.
+/// Memory layout of the host, including persistent memory.
 struct Memory {
-    /// In total, but without an NVDIMM in a file.
+    /// Total size, without an NVDIMM in a file.
     size_mib: u64,
-    /// Options that set persistent memory apart, each with a space in front.
+    /// Kernel options that reserve persistent memory, each with a leading space.
     kernel_options: String,
 }
 
@@ -161,12 +161,13 @@ impl Memory {
     fn new(host: &Arguments) -> Self {
         let mut memory = Self { size_mib: host.memory_mib.into(), kernel_options: String::new() };
         if let Some(nvdimm_mib) = host.nvdimm_mib.map(u64::from) {
-            // The first memory above 4 GiB becomes persistent memory as firmware reports it: with
-            // struct pages, so with DAX. An emulated NVDIMM without labels has none.
+            // The first memory above 4 GiB becomes persistent memory as firmware would report it.
+            // It has struct pages and so supports DAX. An emulated NVDIMM without labels does not
+            // have them.
             memory.set_apart(nvdimm_mib, "4G");
             memory.size_mib += nvdimm_mib;
             if let Some(pmem_mib) = host.pmem_mib.map(u64::from) {
-                // Two ranges behind the first. The kernel makes a region of each.
+                // Two ranges after the first. The kernel creates a region for each.
                 for start in [FOUR_GIB_MIB + nvdimm_mib, FOUR_GIB_MIB + nvdimm_mib + pmem_mib] {
                     memory.set_apart(pmem_mib, &format!("{start}M"));
                     memory.size_mib += pmem_mib;
@@ -191,8 +192,8 @@ impl Memory {
         let preallocated = if host.prealloc { ",prealloc=on" } else { "" };
         let backend = format!("memory-backend-ram,id=ram,size={size_mib}M{preallocated}");
         if let Some(file) = &host.nvdimm_file {
-            // The file is memory of a node of its own, which comes last. The kernel options replace
-            // the firmware's report.
+            // The file is memory of a separate NUMA node, which is the last one. The kernel options
+            // override the firmware's report.
             let file = format!(
                 "memory-backend-file,id=nvdimm,share=on,mem-path={},size={NVDIMM_FILE_MIB}M",
                 file.display()

@@ -1,6 +1,6 @@
-//! Reruns of commands on an emulated host after the emulation has broken a kernel.
+//! Repeats commands on an emulated host if the emulation has broken a kernel.
 //!
-//! The failure of such a command proves nothing (docs/design/testing.md).
+//! If such a command fails, its failure proves nothing (docs/design/testing.md).
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::checkout::{Checkout, create_folder, list, rename};
 use crate::messages::say;
 
 const MAX_RUNS: usize = 3;
-/// Marks of the emulation in the console of a guest: a breakpoint or a debug exception that nothing
+/// Signs of the emulation bug in a guest's console: a breakpoint or a debug exception that no one
 /// has set (`has_the_mark` in ci/guest-tests/src/runner.rs).
 const MARKS: [&str; 2] = ["Oops: int3", " exc_debug_kernel+"];
 const CONSOLE_SUFFIX: &str = ".console.log";
@@ -26,7 +26,8 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Reports the number of repeated runs. At the end of a task it is not overlooked.
+    /// Reports the number of repeated runs. It is printed at the end of a task so that it is
+    /// noticed.
     pub(crate) fn note(&self) {
         if self.broken > 0 {
             say!(
@@ -37,8 +38,8 @@ impl End {
     }
 }
 
-/// Runs a command that boots the host and leaves its logs in `folder`. It runs again if the
-/// emulation broke a kernel. Logs of such a run are moved to `folder/broken-N`.
+/// Runs a command that boots the host and leaves its logs in `folder`. Repeats it if the emulation
+/// broke a kernel, and moves the logs of the broken run to `folder/broken-N`.
 pub(crate) fn run(
     checkout: &Checkout,
     folder: &Path,
@@ -65,7 +66,7 @@ pub(crate) fn run(
     }
 }
 
-/// Returns the kernel that the emulation broke, if a failed run has left a sign of that.
+/// Returns which kernel the emulation broke, if a failed run shows signs of that.
 fn broken_kernel(code: u8, folder: &Path) -> Result<Option<String>> {
     if ends::has_host_died(code, folder) {
         return Ok(Some("the host's kernel".to_owned()));
@@ -108,8 +109,8 @@ mod tests {
 
     const PANIC: &str = "Kernel panic - not syncing: Fatal exception";
 
-    /// Runs a command whose runs leave these consoles of the host and of a guest, and end with
-    /// these codes.
+    /// Runs a command once per entry. Each run leaves these consoles of the host and of a guest,
+    /// and exits with this code.
     fn run_all(runs: &[(u8, &str, &str)]) -> (End, Vec<String>, Vec<String>) {
         let folder = tempfile::tempdir().unwrap();
         let mut runs = VecDeque::from(runs.to_owned());

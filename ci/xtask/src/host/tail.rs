@@ -1,4 +1,4 @@
-//! Files that grow while QEMU runs.
+//! Follows files that grow while QEMU runs.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -12,8 +12,8 @@ use anyhow::{Context, Result};
 
 const POLL: Duration = Duration::from_millis(50);
 
-/// Copies of growing files to outputs of this process, each by a thread of its own: an output may
-/// block.
+/// Threads that copy growing files to outputs of this process. Each file has its own thread,
+/// because an output may block.
 pub(super) struct Tails {
     is_complete: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -31,11 +31,11 @@ impl Tails {
         Ok(())
     }
 
-    /// Copies the rest of the files, which do not grow any more.
+    /// Copies the rest of the files, which no longer grow.
     pub(super) fn finish(self) {
         self.is_complete.store(true, Ordering::Release);
         for thread in self.threads {
-            // A thread that has panicked has printed why.
+            // A thread that panicked has already printed the reason.
             let _ = thread.join();
         }
     }
@@ -43,11 +43,11 @@ impl Tails {
 
 fn follow(mut file: File, mut output: impl Write, is_complete: &AtomicBool) {
     loop {
-        // Read first: what the file gets afterwards is not the last.
+        // Must be read before the file, because bytes may be added afterwards.
         let is_last = is_complete.load(Ordering::Acquire);
         let copied = io::copy(&mut file, &mut output).and_then(|len| output.flush().map(|()| len));
         match copied {
-            // The output is closed. The command runs to its end all the same.
+            // The output is closed. The command still runs to its end.
             Err(_) => return,
             Ok(_) if is_last => return,
             Ok(0) => thread::sleep(POLL),
@@ -60,11 +60,11 @@ fn open(path: &Path) -> Result<File> {
     File::open(path).with_context(|| format!("Cannot open {}", path.display()))
 }
 
-/// A reader that looks for a line in a growing file.
+/// Reader that looks for a line in a growing file.
 pub(super) struct LineWatch {
     file: File,
     wanted: Vec<u8>,
-    /// Bytes of a line that has no end yet.
+    /// Start of a line whose end has not been written yet.
     partial: Vec<u8>,
 }
 
@@ -73,7 +73,7 @@ impl LineWatch {
         Ok(Self { file: open(path)?, wanted: wanted.as_bytes().to_owned(), partial: Vec::new() })
     }
 
-    /// Reads what is new. True if the line is among it.
+    /// Reads new data. Returns true if it contains the line.
     pub(super) fn sees_line(&mut self) -> Result<bool> {
         self.file.read_to_end(&mut self.partial)?;
         let mut lines: Vec<_> = self.partial.split(|byte| *byte == b'\n').collect();

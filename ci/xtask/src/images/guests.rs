@@ -1,4 +1,4 @@
-//! Images of the guests, as a table.
+//! Table of the guest images.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ const MODULES: &str = "\
     virtio_net";
 /// Modules that init does not load.
 const MODULES_ON_DEMAND: &str = "device_dax pvpanic-pci";
-/// Modules that the kernel loads when something is mounted.
+/// Modules that the kernel loads when a file system is mounted.
 const FILE_SYSTEM_MODULES: &str = "ext4 xfs f2fs btrfs";
 
 #[derive(Args)]
@@ -39,7 +39,7 @@ pub(crate) struct Arguments {
     images: Vec<String>,
 }
 
-/// Kernels for which there is an image of a flavor.
+/// Kernels for which a flavor has images.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernels {
     /// All of the cloud flavor.
@@ -49,7 +49,7 @@ enum Kernels {
     Default,
 }
 
-/// Difference of an image from the basic one.
+/// Changes to the basic image.
 struct Flavor {
     name: &'static str,
     kernels: Kernels,
@@ -105,10 +105,10 @@ impl Image {
         stage.add_busybox()?;
         let modules = [MODULES, MODULES_ON_DEMAND, self.flavor.modules].join(" ");
         stage.add_modules(checkout, &self.kernel, modules.trim_end())?;
-        // One module a line, for modprobe in guest/image/init.
+        // One module per line, for modprobe in guest/image/init.
         stage.write("etc/modules", &format!("{}\n", MODULES.replace(' ', "\n")))?;
         stage.install(&checkout.path("guest/image/init"), "init")?;
-        // The path that busybox' acpid derives from the button.
+        // Path that busybox' acpid derives from the power button.
         stage.install(&checkout.path("guest/image/acpi-power"), "etc/acpi/PWRF/00000080")?;
         stage.add_names("redis:x:100:100::/:/bin/sh\n", "redis:x:100:\n")?;
         stage.add_programs(checkout, apt, &EXT4)?;
@@ -118,7 +118,7 @@ impl Image {
             jobs::run(strip.arg("-o").arg(stage.path("usr/bin").join(name)).arg(&program))?;
         }
         if !self.flavor.modules.is_empty() {
-            // The kernel runs it to load the file system's module.
+            // The kernel runs modprobe to load a file system's module.
             stage.link("/bin/busybox", "sbin/modprobe")?;
         }
         match self.flavor.programs {
@@ -128,7 +128,7 @@ impl Image {
     }
 }
 
-/// All images, in the order in which they are built.
+/// Returns all images, in the order in which they are built.
 fn images(pins: &[Pin]) -> Vec<Image> {
     let has = |flavor: &Flavor, pin: &Pin| match flavor.kernels {
         Kernels::Cloud => !pin.is_generic(),
@@ -147,8 +147,8 @@ fn built_programs(checkout: &Checkout) -> Vec<PathBuf> {
     paths.filter(|program| programs::is_program(program)).collect()
 }
 
-/// Compresses the stage to an image. LZ4 unpacks fastest among the formats that all kernels
-/// support.
+/// Compresses the staged files to an image. Of the formats that all kernels support, LZ4 unpacks
+/// fastest.
 fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let new = image.with_extension("img.new");
     let mut cpio = archive(stage.folder())?;
@@ -157,7 +157,8 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let mut lz4 = programs::system("lz4");
     lz4.args(["-l", "-9", "-q"]).stdin(archive).stdout(File::create(&new)?);
     let mut packer = jobs::spawn(&mut lz4)?;
-    // The command holds an end of the pipe. cpio would not notice that lz4 has failed.
+    // The command holds an end of the pipe. While it does, cpio would not notice that lz4 has
+    // failed.
     lz4.stdin(Stdio::null());
     jobs::check(&cpio, archiver.wait()?)?;
     let status = packer.wait()?;

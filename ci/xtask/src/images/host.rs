@@ -1,7 +1,7 @@
-//! Disk and initramfs of the emulated host.
+//! Builds the disk and the initramfs of the emulated host.
 //!
-//! `initrd` has busybox and the driver of the disk. `root.ext4` has tools, modules, our programs,
-//! and kernels and images of the guests.
+//! `initrd` contains busybox and the disk driver. `root.ext4` contains tools, kernel modules, the
+//! programs of this repository, and kernels and images for guests.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -42,7 +42,7 @@ pub(crate) fn build(checkout: &Checkout) -> Result<()> {
     })
 }
 
-/// The programs of the workspace that exist: a half-built tree still boots.
+/// Returns the workspace programs that exist, so that a partly built tree still boots.
 fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
     let mut paths = list(&checkout.programs())?;
     paths.retain(|path| {
@@ -90,7 +90,7 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
     }
     let extra = checkout.ci("host/extra");
     jobs::run(programs::system("cp").arg("-a").arg(extra.join(".")).arg(stage.folder()))?;
-    // Space for the ext4 metadata, none for writing.
+    // Adds space for ext4 metadata. No space is needed for writing.
     make_file_system(stage.folder(), &folder.join("root.ext4"), |used_kib| used_kib * 9 / 8 + 16384)
 }
 

@@ -1,7 +1,7 @@
-//! Images of the guests and of the emulated host. They depend on no setting and no program of the
-//! user.
+//! Builds images of the guests and of the emulated host. The images do not depend on the user's
+//! settings and programs.
 //!
-//! Each has a stamp beside it: the key of the inputs that it was built from.
+//! Each image has a stamp file next to it with the key of the inputs that it was built from.
 
 pub(crate) mod guests;
 pub(crate) mod host;
@@ -21,18 +21,19 @@ use crate::jobs;
 use crate::kernels;
 use crate::programs;
 
-/// Code of this program. Other modules set the umask, the environment and the kernels of images.
+/// Source code of this program. Other modules set the umask, the environment and the kernels of
+/// images.
 const CODE: [&str; 2] = ["ci/xtask/src", "ci/xtask/Cargo.toml"];
 
-/// Inputs of all images: the code that builds them, the kernels and busybox.
+/// Returns inputs that all images share: the code that builds them, the kernels and busybox.
 fn common_inputs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
     let mut inputs: Vec<_> = CODE.iter().map(|code| checkout.path(code)).collect();
     inputs.extend([checkout.path(kernels::LOCK), programs::find_system("busybox")?]);
     Ok(inputs)
 }
 
-/// Names, sizes and times of the files and of all files in the folders. This text changes when one
-/// of them changes.
+/// Names, sizes and modification times of the listed files, and of all files in the listed folders.
+/// The text changes if one of them changes.
 fn inputs_key(inputs: &[PathBuf]) -> Result<String> {
     let mut find = programs::system("find");
     find.arg("-H").args(inputs).args(["-type", "f", "-printf", "%p %s %T@\\n"]);
@@ -52,7 +53,7 @@ fn file_with(text: &str) -> Result<File> {
     Ok(file)
 }
 
-/// Runs `build` unless the stamp has this key.
+/// Runs `build` unless the stamp already contains this key.
 fn rebuild(stamp: &Path, key: &str, build: impl FnOnce() -> Result<()>) -> Result<()> {
     if fs::read_to_string(stamp).is_ok_and(|built| built == key) {
         return Ok(());
@@ -61,7 +62,8 @@ fn rebuild(stamp: &Path, key: &str, build: impl FnOnce() -> Result<()>) -> Resul
     write(stamp, key)
 }
 
-/// A command that writes the files below `stage` to its output as an archive of root's files.
+/// Returns a command that writes the files below `stage` to its output as an archive. All files are
+/// owned by root.
 fn archive(stage: &Path) -> Result<Command> {
     let names = jobs::output(programs::system("find").arg(".").current_dir(stage))?;
     let mut cpio = programs::system("cpio");
@@ -71,8 +73,8 @@ fn archive(stage: &Path) -> Result<Command> {
     Ok(cpio)
 }
 
-/// Makes an ext4 image of the files below `stage`. It is meant to be mounted read-only. Blocks
-/// without data are holes in the file.
+/// Creates an ext4 image of the files below `stage`, for read-only mounts. Blocks without data are
+/// holes in the image file.
 fn make_file_system(stage: &Path, image: &Path, size: impl FnOnce(u64) -> u64) -> Result<()> {
     let used = jobs::output(programs::system("du").arg("-sk").arg(stage))?;
     let used_kib: u64 =

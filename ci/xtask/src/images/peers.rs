@@ -1,5 +1,5 @@
-//! Disk with other VMMs for the emulated host, to compare with: this machine's QEMU with its shared
-//! objects and firmware, and the static programs that `FORESHORE_PEERS` names.
+//! Builds a disk with other VMMs for the emulated host, for comparison. It contains this machine's
+//! QEMU with its shared objects and firmware, and the static programs listed in `FORESHORE_PEERS`.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::jobs;
 use crate::messages::{say, speak_as};
 use crate::programs;
 
-/// Variable with the programs, separated by colons.
+/// Variable with the paths of the programs, separated by colons.
 const PEERS: &str = "FORESHORE_PEERS";
 const FIRMWARE: [&str; 4] = [
     "/usr/share/seabios/bios-256k.bin",
@@ -23,8 +23,8 @@ const FIRMWARE: [&str; 4] = [
     "/usr/share/qemu/kvmvapic.bin",
 ];
 const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
-/// Name and content of the program that starts QEMU. The host has no shared objects of its own, so
-/// the loader gets the path of these.
+/// Name and content of the script that starts QEMU. The host has no shared objects of its own, so
+/// the loader is called with the path of these.
 const WRAPPER: (&str, &str) = (
     "bin/qemu-system-x86_64",
     "#!/bin/sh

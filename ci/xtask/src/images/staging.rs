@@ -1,4 +1,4 @@
-//! Contents of an image: busybox, kernel modules, and programs with their shared objects.
+//! Stages the files of an image: busybox, kernel modules, and programs with their shared objects.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, Permissions};
@@ -42,8 +42,8 @@ impl Stage {
         write(&self.path(path), content)
     }
 
-    /// Copies a program. Its mode does not depend on that of the file, which is the checkout's or
-    /// the build's.
+    /// Copies a program. Sets its mode, because the file's own mode depends on the checkout or the
+    /// build.
     pub(super) fn install(&self, program: &Path, path: &str) -> Result<()> {
         let target = self.path(path);
         create_folder(target.parent().context("path without a folder")?)?;
@@ -56,7 +56,7 @@ impl Stage {
         fs::set_permissions(self.path(path), mode).with_context(|| format!("Cannot change {path}"))
     }
 
-    /// Makes a symbolic link, in place of one that is there.
+    /// Creates a symbolic link, and replaces an existing one.
     pub(super) fn link(&self, target: &str, path: &str) -> Result<()> {
         remove_file(&self.path(path))?;
         symlink(target, self.path(path)).with_context(|| format!("Cannot link {path}"))
@@ -74,19 +74,19 @@ impl Stage {
         Ok(())
     }
 
-    /// Adds the files that name the user, the group and the machine. `more_*` are further lines.
+    /// Adds the files that name users, groups and the machine. `more_users` and `more_groups` are
+    /// additional lines.
     pub(super) fn add_names(&self, more_users: &str, more_groups: &str) -> Result<()> {
         self.write("etc/passwd", &format!("root:x:0:0:root:/root:/bin/sh\n{more_users}"))?;
         self.write("etc/group", &format!("root:x:0:\n{more_groups}"))?;
         self.write("etc/hosts", "127.0.0.1 localhost\n")
     }
 
-    /// Adds modules of a kernel and all they need, unpacked, with their indexes. A module that is
-    /// built into the kernel is left out.
-    ///
-    /// kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count:
-    /// packages have `install` commands there that replace a module, for example ndctl one for
-    /// libnvdimm.
+    /// Adds modules of a kernel, unpacked, with all modules that they depend on and with indexes.
+    /// Modules that are built into the kernel are left out.
+    /// Ignores kmod's configuration on this machine (/etc/modprobe.d, /etc/depmod.d). It may
+    /// contain `install` commands of packages that replace a module. For example, ndctl's command
+    /// replaces libnvdimm.
     pub(super) fn add_modules(
         &self,
         checkout: &Checkout,
@@ -120,8 +120,8 @@ impl Stage {
         )
     }
 
-    /// Adds programs of packages, and every shared object that they need, from these packages
-    /// alone.
+    /// Adds programs from packages, and all shared objects that they need. Everything comes from
+    /// these packages.
     pub(super) fn add_programs(
         &self,
         checkout: &Checkout,
@@ -151,8 +151,8 @@ impl Stage {
     fn add_object(&self, root: &Path, object: &Path) -> Result<()> {
         let target = self.folder.join(object);
         create_folder(target.parent().context("path without a folder")?)?;
-        // A program of its own takes busybox's place in PATH. Busybox's shell still prefers its own
-        // mke2fs, so scripts call mkfs.ext4.
+        // The packaged program replaces the busybox link of that name in PATH. Busybox's shell
+        // would still prefer its own mke2fs, so scripts call mkfs.ext4.
         remove_file(
             &self.path("bin").join(object.file_name().context("path without a file name")?),
         )?;
@@ -160,7 +160,8 @@ impl Stage {
     }
 }
 
-/// Paths in the output of `modprobe --show-depends`, each once. Built-in modules have none.
+/// Returns the distinct paths in the output of `modprobe --show-depends`. Built-in modules have no
+/// path.
 fn module_paths(needed: &str) -> BTreeSet<PathBuf> {
     let paths = needed.lines().filter_map(|line| line.strip_prefix("insmod ")?.split(' ').next());
     paths.map(PathBuf::from).collect()
@@ -175,7 +176,7 @@ fn add_module(module: &Path, target: &Path) -> Result<()> {
     jobs::run(programs::system("xz").arg("-dc").arg(module).stdout(unpacked))
 }
 
-/// Paths of the shared objects in the output of `ldd` or of the loader's `--list`.
+/// Returns the paths of shared objects in the output of `ldd`, or of the loader's `--list`.
 pub(super) fn shared_objects(listed: &str) -> impl Iterator<Item = &Path> {
     listed.lines().filter_map(|line| {
         let (_, path) = line.split_once(" => ")?;

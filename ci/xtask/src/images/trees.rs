@@ -1,4 +1,4 @@
-//! Packages of the images, and the programs that are taken from them.
+//! Debian packages for the images, and the programs to copy from them.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::jobs;
 use crate::programs;
 
 pub(super) struct ProgramSet {
-    /// Folder of the merged packages below target/ci/roots.
+    /// Folder below target/ci/roots that the packages are merged into.
     name: &'static str,
     /// Lists of package names, separated by spaces.
     packages: &'static [&'static str],
@@ -19,21 +19,21 @@ pub(super) struct ProgramSet {
     pub programs: &'static str,
 }
 
-/// Make, check and enlarge ext4 file systems.
+/// Tools that create, check and grow ext4 file systems.
 pub(super) const EXT4: ProgramSet = ProgramSet {
     name: "ext4",
     packages: &["libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"],
     programs: "sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4 sbin/resize2fs",
 };
 
-/// Make XFS file systems.
+/// Tools that create XFS file systems.
 pub(super) const XFS: ProgramSet = ProgramSet {
     name: "xfs",
     packages: &["libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"],
     programs: "sbin/mkfs.xfs",
 };
 
-/// Make and check all other file systems, and partition disks.
+/// Tools that create and check all other file systems, and that partition disks.
 pub(super) const FILE_SYSTEMS: ProgramSet = ProgramSet {
     name: "file-systems",
     packages: &["libc6 xfsprogs f2fs-tools btrfs-progs fdisk libblkid1 libuuid1 libinih1 \
@@ -63,7 +63,7 @@ pub(super) const REDIS: ProgramSet = ProgramSet {
                usr/bin/redis-benchmark",
 };
 
-/// Loads of the guests that have too little memory.
+/// Workloads for guests with too little memory.
 pub(super) const WORKLOADS: ProgramSet = ProgramSet {
     name: "workloads",
     packages: &[REDIS_PACKAGES, "sqlite3 libsqlite3-0 libreadline8 libtinfo6 zlib1g tcc"],
@@ -71,7 +71,8 @@ pub(super) const WORKLOADS: ProgramSet = ProgramSet {
 };
 
 impl ProgramSet {
-    /// Folder with the packages unpacked over one another. It is made unless it is there.
+    /// Returns the folder that contains all packages, unpacked over one another. Creates it if it
+    /// is missing.
     pub(super) fn merged(&self, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<PathBuf> {
         let names = self.packages.join(" ");
         let root = checkout.ci("roots").join(self.name);
@@ -83,7 +84,7 @@ impl ProgramSet {
         create_folder(&root)?;
         for package in names.split(' ') {
             let tree = apt.unpacked(package)?;
-            // Hard links.
+            // -l creates hard links.
             jobs::run(programs::system("cp").arg("-al").arg(tree.join(".")).arg(&root))?;
         }
         write(&stamp, format!("{names}\n"))?;

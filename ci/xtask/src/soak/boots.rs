@@ -1,4 +1,5 @@
-//! Boots of emulated hosts whose output is kept, one after another or in lanes.
+//! Boots emulated hosts and keeps their output. Boots run one after another or concurrently in
+//! lanes.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -15,21 +16,22 @@ use crate::jobs;
 use crate::messages::{self, Lines, write_output};
 use crate::programs;
 
-/// File with the output of the host and its command in the folder of a boot.
+/// File in a boot's folder that contains the output of the host and of its command.
 const OUTPUT: &str = "said";
-/// Starts of lines about acknowledged flushes. There are thousands, so only the file has them.
+/// Prefixes of lines about acknowledged flushes. There are thousands of them, so they are only
+/// written to the file.
 const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
 
 pub(super) struct Boots<'run> {
     pub checkout: &'run Checkout,
     pub folder: PathBuf,
     pub memory_mib: u32,
-    /// Start of each line that is shown, for boots at the same time.
+    /// Prefix of each printed line, so that output of parallel boots can be told apart.
     pub prefix: String,
 }
 
 impl Boots<'_> {
-    /// Boots the host, and returns the exit code of the command after `--`.
+    /// Boots the host and returns the exit code of the command after `--`.
     pub(super) fn boot(&self, arguments: &[String]) -> Result<u8> {
         create_folder(&self.folder)?;
         let path = self.folder.join(OUTPUT);
@@ -51,7 +53,7 @@ impl Boots<'_> {
         Ok(jobs::exit_code(status))
     }
 
-    /// Runs a command that boots the host, and again if the emulation broke a kernel.
+    /// Runs a command that boots the host. Runs it again if the emulation broke a kernel.
     pub(super) fn run(&self, command: impl FnMut() -> Result<u8>) -> Result<End> {
         reruns::run(self.checkout, &self.folder, |note| self.note(note), command)
     }
@@ -73,15 +75,15 @@ impl Boots<'_> {
     }
 }
 
-/// The output of the last boot that left its logs in this folder.
+/// Returns the output of the last boot whose logs are in this folder.
 pub(super) fn output_in(folder: &Path) -> Result<String> {
     let path = folder.join(OUTPUT);
     let output = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
     Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
-/// The complete lines about acknowledged flushes. A power cut may have cut off the last line, and
-/// then a line of the host follows it at once.
+/// Returns the complete lines about acknowledged flushes. A power cut may cut off the last line. A
+/// line from the host then follows on the same line.
 pub(super) fn flushes(output: &str) -> String {
     let is_flush = |line: &&str| {
         let numbers = FLUSHES.iter().find_map(|flush| line.strip_prefix(flush));
@@ -91,8 +93,8 @@ pub(super) fn flushes(output: &str) -> String {
     output.split_inclusive('\n').filter(is_flush).collect()
 }
 
-/// Runs `work` for all items, several at the same time, and returns the results in the order of the
-/// items. After a result that `is_last` accepts, no further item begins.
+/// Runs `work` for all items, several at a time, and returns the results in item order. After a
+/// result that `is_last` accepts, no other item starts.
 pub(crate) fn in_lanes<T: Send, R: Send>(
     lanes: usize,
     items: Vec<T>,
@@ -136,7 +138,7 @@ mod tests {
 
     #[test]
     fn items_run_at_the_same_time_and_results_keep_their_order() {
-        // Each of two items waits for the other.
+        // Each of the two items waits for the other one.
         let both = Barrier::new(2);
         let work = |item: &u32| {
             both.wait();

@@ -1,5 +1,5 @@
-//! Kills of guests that write, in batches: hosts with one CPU each, as many at once as this machine
-//! can run.
+//! Kills writing guests, in batches. Each host has one CPU, and as many hosts run concurrently as
+//! fit on this machine.
 
 use anyhow::{Context, Result, bail};
 
@@ -8,15 +8,16 @@ use super::{FOLDER, Soak};
 use crate::checkout::remove_folder;
 use crate::host::place;
 
-/// Kills in one boot of the host. If the host dies, only these run again.
+/// Number of kills during one boot of the host. If the host dies, only these kills are repeated.
 const BATCH: u32 = 25;
-/// Guests of a batch at the same time. Each has a seed of its own.
+/// Number of guests in a batch that run concurrently. Each guest has its own seed.
 const SEEDS_OF_BATCH: u32 = 2;
 pub(super) const HOST_MIB: u32 = 3072;
-/// Limit of an emulated kill. It usually takes 7 to 12 s; 15 processes on 2 CPUs took 37 s.
+/// Time limit for a kill on an emulated host. It usually takes 7 to 12 s. With 15 processes on 2
+/// CPUs it took 37 s.
 const KILL_S: u32 = 90;
 const BOOT_S: u32 = 120;
-/// Upper limit of kills until a sector is torn.
+/// Maximum number of kills until a sector must be torn.
 const RAW_ROUNDS: u32 = 6;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -34,12 +35,12 @@ fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
 }
 
 impl Soak<'_> {
-    /// Kills guests on volumes. No sector may be torn or lost.
+    /// Kills guests that use volumes. No sector may be torn or lost.
     pub(super) fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
         self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
     }
 
-    /// Kills guests on a raw volume. A sector must be torn.
+    /// Kills guests that use a raw volume. At least one sector must be torn.
     pub(super) fn kill_raw(&mut self, kernel: &str) -> Result<()> {
         self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
     }
@@ -73,7 +74,7 @@ impl Soak<'_> {
             let tally = read_tally(&boots.output()?);
             tally.with_context(|| format!("{name}, seed {}: no tally", batch.seed))
         };
-        // Running batches finish. No other begins after a failure.
+        // After a failure, running batches finish and no other batch starts.
         let results = in_lanes(hosts, batches(self.seed, rounds), run, |result| result.is_none());
         let seed = self.seed.to_string();
         let folder_of = |batch: &Batch| folder.join(batch.seed.to_string());
@@ -86,7 +87,7 @@ impl Soak<'_> {
     }
 }
 
-/// Arguments of `host` for a batch.
+/// Returns the arguments that `host` needs to run a batch.
 fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>) -> Vec<String> {
     let Batch { seed, rounds } = batch;
     let timeout = rounds * KILL_S + BOOT_S;
@@ -101,7 +102,7 @@ fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>)
 type Tally = Vec<(u64, String)>;
 
 /// Reads the tally that `soak` prints at the end of a boot: `SETUP, seed N: 25 kills, 200 looks`.
-/// Returns `None` if it is missing or has a part that is not a count.
+/// Returns `None` if the tally is missing or contains something other than counts.
 fn read_tally(output: &str) -> Option<Tally> {
     let tally = |line: &str| {
         let (setup, tally) = line.split_once(": ")?;

@@ -1,8 +1,8 @@
-//! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in
-//! too little DRAM.
+//! Tests that take hours: kills of writing guests, power cuts of their host, and workloads with too
+//! little DRAM.
 //!
-//! docs/design/testing.md (Torn sectors, for real) and docs/design/benchmarks.md (Guests that are
-//! too small) describe the conditions.
+//! The pass conditions are described in docs/design/testing.md (Torn sectors, for real) and
+//! docs/design/benchmarks.md (Guests that are too small).
 
 mod boots;
 mod kills;
@@ -24,16 +24,16 @@ use crate::setup;
 pub(crate) use boots::in_lanes;
 use table::Table;
 
-/// Folder of all files of this task.
+/// Folder for all files of this task.
 const FOLDER: &str = "target/soak";
 const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
-/// The cloud flavors. The generic one has the same drivers.
+/// Cloud flavors only, because the generic flavor uses the same drivers.
 const KERNELS: [&str; 2] = ["6.12", "6.1"];
 const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
 const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
-/// Limit of `--rounds`. The time limits of so many rounds fit into 32 bits.
+/// Upper limit of `--rounds`. Time limits of this many rounds fit into 32 bits.
 const MAX_ROUNDS: u32 = 100_000;
-/// Bound of a random seed. Numbers below it are short enough to type.
+/// Upper bound of a random seed. Smaller numbers are short enough to type.
 const SEEDS: u32 = 1_000_000;
 
 #[derive(Args, Clone, Debug)]

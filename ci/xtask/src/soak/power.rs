@@ -1,4 +1,4 @@
-//! Power cuts: boots that write until the power is cut, and a last one that verifies the result.
+//! Power cuts: several boots write until the power is cut, and a last boot verifies the data.
 
 use std::fs::File;
 use std::io::Write;
@@ -15,17 +15,17 @@ use crate::messages::{attempt, say};
 use crate::programs;
 use crate::random;
 
-/// Line of the program `soak` after which the power is cut.
+/// Line that the `soak` program prints before the power is cut.
 const CUT_LINE: &str = "all guests write";
-/// Bound of the time between that line and the cut.
+/// Upper bound of the delay between that line and the cut.
 const MAX_CUT_MS: u32 = 1500;
 const TIMEOUT_S: &str = "600";
-/// Disk and NVDIMM of the host.
+/// Names of the host's disk and NVDIMM.
 const DISKS: [&str; 2] = ["disk", "nvdimm"];
-/// File with the lines about all flushes that were acknowledged before.
+/// File with the lines about all flushes that were acknowledged so far.
 const HEARD: &str = "heard";
 
-/// Tasks of the program `soak` in boots that are cut, and in the last one.
+/// Tasks of the `soak` program: one for boots that are cut, and one for the last boot.
 pub(super) struct Tasks {
     name: &'static str,
     write: &'static str,
@@ -37,7 +37,7 @@ pub(super) const LIES: Tasks =
     Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
 
 impl Soak<'_> {
-    /// Cuts the power `cuts` times and adds one row.
+    /// Cuts the power `cuts` times and adds one row to the table.
     pub(super) fn cut_power(&mut self, tasks: &Tasks, cuts: u32) -> Result<()> {
         let folder = self.checkout.path(FOLDER).join(tasks.name);
         remove_folder(&folder)?;
@@ -64,7 +64,8 @@ impl Soak<'_> {
         DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
     }
 
-    /// Boots with the disks of the previous boot until the power is cut. Returns false on failure.
+    /// Boots with the disks left by the previous boot, until the power is cut. Returns false on
+    /// failure.
     fn boot_and_cut(&self, folder: &Path, task: &str, boot: u32, delay_ms: Option<u32>) -> bool {
         let seed = self.seed.wrapping_add(boot).to_string();
         let boots = Boots {
@@ -100,8 +101,8 @@ fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Ve
     host.into_iter().chain(cut.into_iter().flatten()).chain(soak).collect()
 }
 
-/// Boots on copies of the disks, which replace the disks after a success. A boot that the emulation
-/// broke leaves the disks as they were, because its flushes do not count.
+/// Boots with copies of the disks. After a success, the copies replace the disks. If the emulation
+/// broke the boot, the disks are left unchanged, because flushes in that boot do not count.
 fn boot_on_copies(boots: &Boots<'_>, folder: &Path, arguments: &[String]) -> Result<u8> {
     for disk in DISKS {
         remove_file(now(folder, disk).as_ref())?;
@@ -128,8 +129,8 @@ fn outputs(folder: &Path) -> Result<String> {
     Ok(outputs)
 }
 
-/// Adds the lines `disk: ... 0 torn, 0 lost`. Returns `None` unless both places have one after each
-/// cut.
+/// Adds up the lines `disk: ... 0 torn, 0 lost`. Returns `None` unless both disks have one such
+/// line after each cut.
 fn losses(output: &str, cuts: u32) -> Option<(u64, u64)> {
     let losses_in = |place: &str| {
         let counts = |line: &str| {

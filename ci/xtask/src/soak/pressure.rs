@@ -1,8 +1,8 @@
-//! Workloads in guests with too little DRAM.
+//! Runs workloads in guests with too little DRAM.
 //!
-//! Hosts have one CPU each. A boot runs one workload or, where instructions are counted, one
-//! workload with one share of DRAM and one configuration. Counted times are the same in every boot,
-//! so the runs need not share one, and a boot that stands still costs only its own run.
+//! Each host has one CPU. A boot runs one workload. If instructions are counted, a boot runs only
+//! one DRAM size and one configuration of it. Counted times are the same in every boot, so runs
+//! need not share a boot, and a hung boot affects only one run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,18 +20,20 @@ use crate::messages::{say, write_output};
 use crate::programs::{self, user_path};
 
 const HOST_MIB: u32 = 4096;
-/// Limit of a run in real time, boots included. A run itself is cut off after 4 minutes.
+/// Limit of a run in real time, including boots. The run itself is cut off after 4 minutes.
 const REAL_RUN_S: u32 = 330;
 const MAX_REAL_RUNS: u32 = 30;
-/// Limits of a run in counted time, and of its boots: a QEMU that was not patched may stand still
+/// Limits of a run in counted time, and of the number of boots. An unpatched QEMU may hang
 /// (ci/xtask/src/host/mend.rs).
 const COUNTED_RUN_S: u32 = 180;
 const MAX_BOOTS: usize = 5;
-/// Limit for a guest that swaps. Its CPU never idles until it is cut off after 3 minutes of counted
-/// time, on a machine with other work. A standstill cannot be distinguished, so it runs once.
+/// Real-time limit for a guest that swaps. Its CPU never idles until the guest is cut off after 3
+/// minutes of counted time, on a machine with other load. A hang cannot be told apart from slow
+/// progress, so such a guest runs only once.
 const COUNTED_SWAP_S: u32 = 3600;
 const SWAPS: [&str; 2] = ["zram", "swap-"];
-/// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
+/// Shell script that runs on the host. It keeps logs of guests and VMMs, because they may show why
+/// a run failed.
 const SCRIPT: &str =
     r#"soak pressure "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 const TABLE: &str = "table.md";
@@ -44,7 +46,7 @@ struct Run {
     dram: String,
 }
 
-/// All boots, in folders below `folder`.
+/// Returns all boots. Their folders are below `folder`.
 fn runs(arguments: &Arguments, folder: &Path) -> Vec<Run> {
     let is_real = arguments.clock == Clock::Real;
     let split =
@@ -64,7 +66,7 @@ fn runs(arguments: &Arguments, folder: &Path) -> Vec<Run> {
 }
 
 impl Run {
-    /// Limit of the time in seconds, and of the boots if they stand still.
+    /// Returns the time limit in seconds, and the maximum number of boots if the host hangs.
     fn limits(&self, clock: Clock, rounds: u32) -> (u32, usize) {
         let is_swap = SWAPS.iter().any(|swap| self.configs.starts_with(swap));
         match clock {
@@ -111,7 +113,7 @@ impl Soak<'_> {
         Ok(())
     }
 
-    /// Runs a workload, again if the emulation stands still. Returns true if its conditions hold.
+    /// Runs a workload. Runs it again if the emulation hangs. Returns true if its conditions hold.
     fn run_on_hosts(&self, run: &Run) -> Result<bool> {
         let (clock, rounds) = (self.arguments.clock, self.arguments.rounds(1));
         let boots = Boots {
@@ -142,7 +144,7 @@ impl Soak<'_> {
         Ok(code == 0)
     }
 
-    /// Prints the table and the verdicts of all boots of a workload.
+    /// Prints the table and the verdicts of all boots that ran a workload.
     fn sum_up(&mut self, workload: &str, folder: &Path, boots: &[(PathBuf, bool)]) -> Result<()> {
         let is_real = self.arguments.clock == Clock::Real;
         let tables: String = boots
@@ -178,15 +180,15 @@ fn is_verdict(line: &&str) -> bool {
     line.starts_with(MET) || line.starts_with(NOT_MET)
 }
 
-/// Returns true if the table of a boot has rows and, with psi, its output has verdicts. Other
-/// configurations have a verdict only if a result is wrong.
+/// Returns true if a boot's table has rows and, with psi, its output has verdicts. Other
+/// configurations print a verdict only if a result is wrong.
 fn has_result(configs: &str, table: &str, output: &str) -> bool {
     let is_judged = configs.split(',').any(|config| config == "psi");
     table.lines().count() > HEAD_LINES
         && (!is_judged || output.lines().any(|line| is_verdict(&line)))
 }
 
-/// Lines of a table above its rows.
+/// Number of lines above a table's rows.
 const HEAD_LINES: usize = 2;
 
 /// Joins the tables of several boots. Keeps only the first head and the first row of all-dram,

@@ -1,4 +1,4 @@
-//! The table of all results, which is written to a file row by row.
+//! Table of all results. Each row is also written to a file immediately.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::messages::{say, write_output};
 pub(super) struct Table {
     path: PathBuf,
     text: String,
-    /// Folders are shown relative to it.
+    /// Printed folder names are relative to this folder.
     root: PathBuf,
     pub has_failed: bool,
 }
@@ -31,7 +31,7 @@ impl Table {
         rename(&new, &self.path)
     }
 
-    /// Adds a row of a failure, whose logs are in these folders.
+    /// Adds a row for a failure. Its logs are in the given folders.
     pub(super) fn add_failure(
         &mut self,
         name: &str,

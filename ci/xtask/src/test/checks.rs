@@ -1,5 +1,5 @@
-//! Checks with one verdict each: formatting, lints, fuzz targets, names of documents, the book,
-//! power cuts.
+//! Checks with one verdict each: formatting, lints, fuzz targets, references to documents, the
+//! book, power cuts.
 
 use anyhow::Result;
 
@@ -17,7 +17,7 @@ use crate::tidy;
 use crate::tools::CARGO_DENY;
 
 const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
-/// Number of power cuts. `ci/soak` makes more.
+/// Number of power cuts. `ci/soak` runs more of them.
 const POWER_CUTS: &str = "2";
 
 pub(super) fn run(checkout: &Checkout, report: &mut Report) {
@@ -42,7 +42,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) {
     check(report, "book (cargo xtask book)", || book::build(checkout));
 }
 
-/// Runs a check, which counts only if it fails. Returns true if it has passed.
+/// Runs a check and returns true if it passed. A check adds to the report only if it fails.
 fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -> bool {
     report.begin_step(name);
     say!("{name}");
@@ -54,17 +54,17 @@ fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -
     has_passed
 }
 
-/// Compiles the fuzz targets, which no other step builds.
+/// Compiles the fuzz targets, which no other step compiles.
 fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
     for package in FUZZED {
         let manifest = format!("{package}/fuzz/Cargo.toml");
         let arguments =
             ["check", "--locked", "--manifest-path", &manifest, "--target-dir", "target"];
         let mut cargo = cargo::command(checkout, arguments);
-        // Nothing is linked, so libFuzzer, which is C++, is left out: its build script takes a path
-        // as a library that is built already.
+        // Nothing is linked, so libFuzzer, a C++ library, need not be built. If this variable is
+        // set, its build script assumes that the library at this path is already built.
         cargo.env("CUSTOM_LIBFUZZER_PATH", "/nonexistent/libfuzzer.a");
-        // With the profile of our workspace, both share the artifacts of the lints.
+        // With the workspace's profile, fuzz targets and lints share build artifacts.
         cargo.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
         if !cargo::run(cargo)?.success() {
             return Ok(false);
@@ -73,14 +73,14 @@ fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
     Ok(true)
 }
 
-/// Checks the dependencies' licenses, sources and versions (deny.toml).
+/// Checks licenses, sources and versions of dependencies (deny.toml).
 fn check_dependencies(checkout: &Checkout) -> Result<bool> {
     let mut deny = programs::user(&CARGO_DENY.path(checkout)?);
     deny.args(["--offline", "--all-features", "check", "bans", "licenses", "sources"]);
     Ok(jobs::status(deny.current_dir(checkout.root()))?.success())
 }
 
-/// Cuts the power of emulated hosts, unless commands run on this machine itself.
+/// Cuts the power of emulated hosts. Skipped if commands run on this machine itself.
 pub(super) fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
     if host::is_direct()? {
         say!("power cuts: skipped, the host is this machine");

@@ -1,6 +1,6 @@
-//! Guest tests: several hosts with one CPU each share them.
+//! Runs the guest tests, shared among several hosts with one CPU each.
 //!
-//! With more CPUs the emulation breaks kernels (docs/design/testing.md).
+//! On hosts with more CPUs, the emulation breaks kernels (docs/design/testing.md).
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,18 +27,18 @@ use crate::soak::in_lanes;
 const HOST_CPUS: u64 = 1;
 const HOST_MIB: u64 = 6144;
 const HOST_NVDIMM_MIB: u64 = 512;
-/// Two devices for tests.
+/// Persistent memory of a host: two devices for tests.
 const HOST_PMEM_MIB: u64 = 320;
-/// Time of each host beside its part: boots, and shares of uneven length.
+/// Extra time for each host, for boots and because shares differ in length.
 const UNEVEN_S: u64 = 600;
-/// Time for a runner to end by itself and to keep the logs of the test that it cuts off. Otherwise
-/// the host's own limit ends it.
+/// Time for a runner to end by itself and to save the logs of the test that it cuts off. After
+/// that, the host's own time limit ends it.
 const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
 
 pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
-    // If this build fails, no logs of an earlier run may remain.
+    // Logs of an earlier run must not remain if this build fails.
     remove_folder(&checkout.ci(FOLDER))?;
     if attempt(|| build(checkout, report)).is_none() {
         report.add_failure("build of the guest tests");
@@ -57,7 +57,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
         queue: Mutex::new(Queue::new(&tests, hosts)),
         events: Mutex::default(),
     };
-    // Tests of a lane that fails itself have no verdict.
+    // If a lane itself fails, its tests have no verdict.
     let run = |lane: &usize| lanes.run_lane(*lane).with_context(|| format!("lane {lane}"));
     in_lanes(hosts, (1..=hosts).collect(), run, |_| false);
     let events = lanes.events.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +66,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     Ok(())
 }
 
-/// Builds the programs, the clients, and the guests' images, which contain some of the programs.
+/// Builds the programs, the clients, and the guest images, which contain some of these programs.
 fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
     report.begin_step("release build");
     cargo::build_programs(checkout)?;
@@ -76,7 +76,8 @@ fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
     images::guests::build_all(checkout)
 }
 
-/// Names of the chosen tests. A filter without a match refuses the command line, before any boot.
+/// Returns the names of the chosen tests. A filter that matches no test is an error, before any
+/// boot.
 fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
     let mut program = programs::user(checkout.programs().join("guest-tests"));
     let (status, listed) = jobs::attempt(program.arg("--list").args(arguments.choice()))?;
@@ -87,11 +88,11 @@ fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
     Ok(listed.lines().map(str::to_owned).collect())
 }
 
-/// Hosts that run at the same time.
+/// Emulated hosts that run tests concurrently.
 struct Lanes<'run> {
     checkout: &'run Checkout,
     started: Instant,
-    /// Time of each lane.
+    /// Time limit of each lane.
     seconds: u64,
     boots: AtomicUsize,
     queue: Mutex<Queue>,
@@ -103,7 +104,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Lanes<'_> {
-    /// Runs shares as long as tests are left.
+    /// Runs shares of tests until none is left.
     fn run_lane(&self, lane: usize) -> Result<()> {
         for number in 1.. {
             let share = lock(&self.queue).next_share();
@@ -116,7 +117,8 @@ impl Lanes<'_> {
             let mut log = Log::create(&folder.join("log"), lane, write_output)?;
             let mut host = EmulatedHost { lanes: self, folder: &folder };
             let result = lanes::run_share(&share, &mut host, &mut log);
-            // A host that does not boot, or has no time left, must not take tests from others.
+            // A host that fails to boot or has run out of time must not take tests from other
+            // hosts.
             let is_over = log.events.has_failure_without_verdict();
             lock(&self.events).append(log.events);
             result?;

@@ -1,7 +1,7 @@
-//! A lane: guest tests one after another on one emulated host, and on another if the emulation has
-//! broken that one.
+//! A lane runs guest tests one after another on an emulated host. If the emulation breaks the host,
+//! the lane continues on a new one.
 //!
-//! At the end the lane's log has a verdict of each test.
+//! At the end, the lane's log contains a verdict for each test.
 
 use std::fs::File;
 use std::io::Write;
@@ -13,11 +13,11 @@ use super::verdicts::{Events, HOST_DEATH, Kind, NO_VERDICT, THE_HOST, failure};
 use crate::host::ends;
 use crate::messages::Lines;
 
-/// Limit of boots for one share. A boot takes seconds, and only the test in which a host has died
-/// runs twice.
+/// Maximum number of boots for one share. A boot takes seconds, and only the test that ran while
+/// the host died is repeated.
 const MAX_BOOTS: usize = 5;
 
-/// Log of a lane. Its lines are also shown, with the lane's number in front.
+/// Log of a lane. Its lines are also printed, prefixed with the lane's number.
 pub(super) struct Log {
     file: File,
     pub events: Events,
@@ -43,7 +43,7 @@ impl Log {
         Ok(())
     }
 
-    /// Ends a line that the end of a boot has cut off.
+    /// Completes a line that was cut off when the host ended.
     fn end_line(&mut self) -> Result<()> {
         if self.lines.is_partial() { self.add(b"\n") } else { Ok(()) }
     }
@@ -54,17 +54,17 @@ impl Log {
 }
 
 pub(super) trait Host {
-    /// Boots a host that runs these tests, adds all output to the log, and returns the exit code.
+    /// Boots a host that runs these tests. Adds all output to the log, and returns the exit code.
     fn boot(&mut self, tests: &[String], log: &mut Log) -> Result<u8>;
 
-    /// True if the emulation has ended the last boot, whose exit code this is.
+    /// Returns true if the emulation ended the last boot, which returned `code`.
     fn has_died(&self, code: u8) -> bool;
 
-    /// Keeps the logs of the host that has died under the number of its death.
+    /// Keeps the logs of a dead host. `death` numbers the deaths of this lane.
     fn keep_logs(&mut self, death: usize) -> Result<()>;
 }
 
-/// Runs tests until all have a verdict.
+/// Runs tests until every test has a verdict.
 pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -> Result<()> {
     let (mut deaths, mut interrupted) = (0, None);
     let mut left = tests.to_owned();
@@ -86,7 +86,7 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
             "{HOST_DEATH} the host in {test}: {count} tests have no verdict yet"
         ))?;
         if interrupted.replace(test.clone()).as_ref() == Some(&test) {
-            // The test is the cause if a host dies in it twice.
+            // If a host dies twice during the same test, the test counts as the cause.
             log.add_line(&failure(&test, "the emulated host died in it twice"))?;
             left.remove(0);
         }
@@ -97,8 +97,8 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
     close(log, &left, code)
 }
 
-/// Adds the failures that no test has reported: of a host, of a time limit, of a runner that
-/// aborts.
+/// Adds failures that no test has reported: those of a host, of a time limit, or of a runner that
+/// aborted.
 fn close(log: &mut Log, left: &[String], code: u8) -> Result<()> {
     let meaning = ends::meaning(code);
     for test in left {
@@ -133,11 +133,11 @@ mod tests {
         Boot { output, code: HOST_FAILED, has_died: true }
     }
 
-    /// A host whose boots are known beforehand.
+    /// Fake host with a fixed list of boots.
     struct Script {
         boots: VecDeque<Boot>,
         has_died: bool,
-        /// Tests of each boot.
+        /// Tests that each boot received.
         tests: Vec<String>,
         kept: Vec<usize>,
     }
@@ -163,11 +163,11 @@ mod tests {
     }
 
     thread_local! {
-        /// Lines of the lane that this test has shown.
+        /// Lines that the lane has printed in this test.
         static SHOWN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Runs the boots and requires that each line of the log was shown. Returns the host after the
+    /// Runs the boots, and checks that each line of the log was printed. Returns the host after the
     /// last boot, and the log.
     fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
@@ -188,7 +188,7 @@ mod tests {
         (host, log)
     }
 
-    /// Checks the logs of lanes whose host does not die.
+    /// Checks the logs of lanes on hosts that do not die.
     #[test]
     fn end_of_a_boot_is_a_failure_of_each_test_left_or_of_the_host() {
         let failed = "test a ... FAILED (1.0 s)\n";
@@ -225,7 +225,7 @@ mod tests {
         let death =
             "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
         assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
-        // After the last verdict, a death loses nothing, but it counts.
+        // A death after the last verdict loses no result, but it is counted.
         let (host, log) = run("a", [died("test a ... ok (1.0 s)\n")]);
         assert_eq!(
             log,
@@ -249,7 +249,7 @@ mod tests {
             ["test a ... ok\n", "test b ... ok\n", "test c ... ok\n", "test d ... ok\n", ""];
         let (host, log) = run("a b c d e f", verdicts.map(died));
         assert_eq!(host.tests.len(), MAX_BOOTS);
-        // The host died twice in `e`.
+        // The host died twice in test `e`.
         assert!(log.contains("test e ... FAILED (the emulated host died in it twice)\n"));
         assert!(log.ends_with("test f ... FAILED (no verdict: the host failed)\n"), "{log}");
     }

@@ -1,4 +1,4 @@
-//! All tests, the same here and in CI.
+//! Runs all tests, in the same way here and in CI.
 
 mod checks;
 mod guests;
@@ -20,10 +20,10 @@ use crate::messages::{Refused, attempt, say, speak_as};
 use crate::setup;
 use report::Report;
 
-/// Time of all guest tests on one host.
+/// Time limit for all guest tests on one host.
 const GUEST_TESTS_S: u64 = 6000;
 const ALL_GUEST_TESTS_S: u64 = 12_000;
-/// Disk space that the first run needs, mostly for its three builds.
+/// Disk space that a first run needs, mostly for three builds.
 const FIRST_RUN_BYTES: u64 = 10_000_000_000;
 
 #[derive(Args, Clone, Debug)]
@@ -49,7 +49,7 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// Arguments of the program `guest-tests` for the same choice.
+    /// Returns the arguments that make `guest-tests` choose the same tests.
     fn choice(&self) -> Vec<&str> {
         let flags = [("--long", self.long), ("--all", self.all), ("--exact", self.exact)];
         let flags = flags.into_iter().filter_map(|(flag, is_set)| is_set.then_some(flag));
@@ -91,7 +91,7 @@ fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
     Ok(())
 }
 
-/// Refuses a first run that would fail for disk space after half an hour.
+/// Rejects a first run that would run out of disk space after half an hour.
 fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     create_folder(folder)?;
     let space = statvfs(folder).with_context(|| format!("Cannot look at {}", folder.display()))?;
@@ -106,7 +106,7 @@ fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Runs the guest tests. Returns an error if they refuse the filters of the command line.
+/// Runs the guest tests. Returns an error if `guest-tests` rejects the filters on the command line.
 fn run_guest_tests(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     let mut refused = Ok(());
     run_part(report, "guest tests", |report| match guests::run(checkout, arguments, report) {
@@ -119,7 +119,7 @@ fn run_guest_tests(checkout: &Checkout, arguments: &Arguments, report: &mut Repo
     refused
 }
 
-/// Runs a part. Its error is a failure in the report, which keeps the results of other parts.
+/// Runs one part. Reports an error as a failure, so that results of other parts are kept.
 fn run_part(report: &mut Report, name: &str, part: impl FnOnce(&mut Report) -> Result<()>) {
     if attempt(|| part(report)).is_none() {
         say!("{name}: FAILED");

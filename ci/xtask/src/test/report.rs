@@ -1,24 +1,24 @@
-//! Results of a run, and the text that reports them at the end.
+//! Results of a run, and the report printed at its end.
 
 use std::time::Instant;
 
 use super::verdicts::{Events, Kind};
 use crate::messages::{say, write_errors, write_output};
 
-/// Limit of suspects in a run: tests that failed without a mark of the emulation, ran once more and
-/// passed.
+/// Maximum number of suspects in a run. A suspect is a test that failed without signs of an
+/// emulation bug, and then passed in one more run.
 const MAX_SUSPECTS: usize = 2;
-/// Number of the longest guest tests that are listed.
+/// Number of slowest guest tests to list.
 const LONGEST_TESTS: usize = 20;
 
 pub(super) struct Report {
     started: Instant,
-    /// Steps and the seconds of the run in which they began.
+    /// Name of each step, and seconds from the start of the run to the start of the step.
     steps: Vec<(String, u64)>,
     pub passed: usize,
     failed: usize,
     pub skipped: usize,
-    /// Names of tests, checks and conditions that have failed.
+    /// Names of failed tests, checks and conditions.
     failures: Vec<String>,
     pub crash_images: u64,
     guests: Option<Guests>,
@@ -26,7 +26,7 @@ pub(super) struct Report {
 
 pub(super) struct Guests {
     pub events: Events,
-    /// Folder of the logs, relative to the checkout.
+    /// Folder with the logs, relative to the checkout.
     pub folder: String,
     pub boots: usize,
 }
@@ -45,7 +45,7 @@ impl Report {
         }
     }
 
-    /// Ends the previous step.
+    /// Begins a step, which ends the previous one.
     pub(super) fn begin_step(&mut self, name: &str) {
         self.steps.push((name.to_owned(), self.started.elapsed().as_secs()));
     }
@@ -54,7 +54,7 @@ impl Report {
         self.add_failures(1, [name.to_owned()]);
     }
 
-    /// Adds `count` failures. Some may lack a name.
+    /// Adds `count` failures. There may be fewer names than failures.
     pub(super) fn add_failures(&mut self, count: usize, names: impl IntoIterator<Item = String>) {
         self.failed += count;
         self.failures.extend(names);
@@ -86,7 +86,8 @@ impl Report {
         self.failed > 0
     }
 
-    /// Prints the report. The last line is on standard output, all others are messages.
+    /// Prints the report. Its last line goes to standard output, and all others go to standard
+    /// error.
     pub(super) fn print(&self) {
         if let Some(guests) = &self.guests {
             guests.notes().iter().for_each(|note| say!("{note}"));
@@ -128,7 +129,7 @@ fn format_steps(steps: &[(String, u64)], seconds: u64) -> String {
 }
 
 impl Guests {
-    /// Remarks about reruns, suspects and hosts that have died.
+    /// Returns notes about reruns, suspects and dead hosts.
     fn notes(&self) -> Vec<String> {
         let (events, folder) = (&self.events, &self.folder);
         let suspects = events.names(Kind::Suspect);
@@ -156,7 +157,7 @@ impl Guests {
         notes
     }
 
-    /// The time of all tests and those of the longest ones.
+    /// Returns the total time of all tests and the times of the slowest ones.
     fn times(&self) -> String {
         let times = self.events.times();
         let seconds: f64 = times.iter().map(|(seconds, _)| seconds).sum();

@@ -1,14 +1,15 @@
-//! Shares of the guest tests for hosts that run at the same time.
+//! Divides the guest tests among hosts that run concurrently.
 //!
-//! The time of a test is unknown beforehand, because it may run again, and a host may stand still
-//! for minutes. So a host takes a share, and returns for another one. Shares become smaller.
+//! The time of a test cannot be predicted, because it may be repeated, and a host may hang for
+//! minutes. So a host takes one share at a time and then returns for another. Shares become
+//! smaller.
 
 use std::collections::VecDeque;
 
-/// A boot costs seconds, so fewer tests are not worth one.
+/// Smallest share. A boot costs seconds, and fewer tests would not be worth one.
 const LEAST_SHARE: usize = 5;
 
-/// Tests that no host has taken.
+/// Tests that no host has taken yet.
 pub(super) struct Queue {
     tests: VecDeque<String>,
     hosts: usize,
@@ -19,7 +20,7 @@ impl Queue {
         Self { tests: tests.iter().cloned().collect(), hosts }
     }
 
-    /// Takes half of one host's equal part of the rest. A single host takes all tests.
+    /// Takes half of an equal share of the remaining tests. A single host takes all of them.
     pub(super) fn next_share(&mut self) -> Vec<String> {
         let parts = if self.hosts == 1 { 1 } else { 2 * self.hosts };
         let count = (self.tests.len() / parts).max(LEAST_SHARE).min(self.tests.len());

@@ -1,4 +1,4 @@
-//! Unit tests, and results that are read from the output of `cargo test`.
+//! Runs the unit tests, and parses the results that `cargo test` prints.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,12 +12,12 @@ use crate::jobs;
 use crate::messages::{Lines, attempt, say, write_output};
 use crate::root::IS_JOB;
 
-/// The API clients are tested apart. They need more features of hyper (Cargo.toml), which would
-/// otherwise be tested with the VMM although the VMM ships without them.
+/// Package sets for separate test runs. The API clients need more features of hyper (Cargo.toml).
+/// In a common run, the VMM would be tested with these features but ships without them.
 const PACKAGES: [&[&str]; 2] =
     [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
-/// Number of images that the simulator of media must have opened. They are different within one
-/// operation or crash point (docs/design/testing.md).
+/// Minimum number of images that the media simulator must have opened. Images are distinct within
+/// one operation or crash point (docs/design/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
 
 pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
@@ -30,7 +30,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
     for packages in PACKAGES {
         let names = packages.join(" ");
         report.begin_step(&format!("build of the unit tests ({names})"));
-        // Apart from the run, so that progress and the cause of a failure are clear.
+        // Separate from the test run, so that progress and the cause of a failure are clear.
         let build = ["test"].into_iter().chain(packages.iter().copied()).chain(["--no-run"]);
         let is_built = attempt(|| Ok(cargo::run(cargo::command(checkout, build))?.success()));
         if is_built != Some(true) {
@@ -61,7 +61,7 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
         say!("{failure}, FAILED");
         report.add_failure(&failure);
     }
-    // A test program that aborts, or a documentation test that does not build, has no result line.
+    // There is no result line if a test program aborts or a documentation test does not compile.
     let failed = if has_passed { results.failed } else { results.failed.max(1) };
     report.add_failures(failed, results.failures.clone());
     if failed > results.failures.len() {
@@ -79,7 +79,7 @@ impl Log {
     fn run_tests(&mut self, checkout: &Checkout, packages: &[&str]) -> Result<bool> {
         let mut cargo = cargo::command(checkout, ["test"]);
         cargo.args(packages).args(["--no-fail-fast", "--quiet", "--", "--show-output"]);
-        // Tests must make file systems with the same options as without this task.
+        // Tests must create file systems with the same options as outside this task.
         cargo.env_remove("MKE2FS_CONFIG").env(IS_JOB, "yes");
         self.results.section = "";
         let mut lines = Lines::default();
@@ -103,28 +103,28 @@ impl Log {
 const SUCCESSES: &str = "successes:";
 const FAILURES: &str = "failures:";
 const RESULT: &str = "test result:";
-/// Lines that begin a part of the output of a test program.
+/// Lines that begin a section in a test program's output.
 const SECTIONS: [&str; 3] = [SUCCESSES, FAILURES, RESULT];
 
-/// Results of all test programs, read line by line.
+/// Results of all test programs, parsed line by line.
 #[derive(Debug, Default)]
 struct Results {
     passed: usize,
     failed: usize,
     ignored: usize,
     failures: Vec<String>,
-    /// `NAME: REASON` of each test that passed although it skipped itself or a part.
+    /// `NAME: REASON` of each test that passed but skipped itself or a part.
     skipped: Vec<String>,
     crash_images: u64,
-    /// Present part of the output.
+    /// Current section of the output.
     section: &'static str,
-    /// Test that wrote the present lines.
+    /// Test that printed the current lines.
     test: Option<String>,
 }
 
 impl Results {
-    /// Adds a line. Returns false for a line that is not shown: progress, or output of a test that
-    /// passed.
+    /// Adds a line. Returns false if the line must not be shown: it reports progress, or is output
+    /// of a test that passed.
     fn add(&mut self, line: &str) -> bool {
         let section = if line.starts_with(RESULT) { RESULT } else { line };
         if let Some(section) = SECTIONS.into_iter().find(|known| *known == section) {
@@ -139,13 +139,13 @@ impl Results {
         } else if self.section == SUCCESSES
             && let Some(reason) = line.strip_prefix("skipped: ")
         {
-            // Only the first reason of a test counts.
+            // Only the first reason of each test is reported.
             self.skipped.extend(self.test.take().map(|test| format!("{test}: {reason}")));
         } else if self.section == FAILURES
             && self.test.is_none()
             && let Some(test) = line.strip_prefix("    ")
         {
-            // The list of failures has its own heading after the output of the tests.
+            // The list of failures follows the output of the tests under its own heading.
             self.failures.push(test.to_owned());
         }
         let is_start =
@@ -154,7 +154,7 @@ impl Results {
         self.section != SUCCESSES && !is_start && !is_progress
     }
 
-    /// Adds the numbers of ` ok. 5 passed; 0 failed; 1 ignored; ...`.
+    /// Adds the counts in ` ok. 5 passed; 0 failed; 1 ignored; ...`.
     fn add_counts(&mut self, counts: &str) {
         let words: Vec<_> = counts.split_whitespace().collect();
         for pair in words.windows(2) {
@@ -211,7 +211,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
 error: test failed, to rerun pass `-p foreshore --lib`
 ";
 
-    /// Returns the results and the lines of the log that are shown.
+    /// Returns the results, and the lines of the log that are shown.
     fn read() -> (Results, Vec<&'static str>) {
         let mut results = Results::default();
         let shown = LOG.lines().filter(|line| results.add(line)).collect();

@@ -1,16 +1,16 @@
-//! Verdicts and reruns of guest tests, read from the output of a lane.
+//! Parses verdicts and reruns of guest tests from a lane's output.
 
 use std::collections::HashSet;
 
 /// Number of lines of a test's output that the report repeats.
 const LAST_LINES: usize = 40;
-/// Start of a line of a failed or suspect test's output.
+/// Prefix of output lines of a failed or suspect test.
 const OUTPUT_PREFIX: &str = "  |";
-/// Start of the line about a dead host.
+/// Prefix of the line about a dead host.
 pub(super) const HOST_DEATH: &str = "THE EMULATION BROKE";
-/// Start of the reason of a failure that has no verdict of the runner's.
+/// Prefix of the reason for a failure without a verdict from the runner.
 pub(super) const NO_VERDICT: &str = "no verdict";
-/// Name for a failure of a run whose tests have all passed.
+/// Name of a failure in a run whose tests have all passed.
 pub(super) const THE_HOST: &str = "the-host";
 const FAILED: &str = "FAILED";
 
@@ -19,15 +19,16 @@ pub(super) enum Kind {
     Passed,
     Failed,
     Skipped,
-    /// The test runs again, because the emulation broke a guest's kernel.
+    /// The test runs again because the emulation broke a guest kernel.
     Rerun,
-    /// The test runs again, although nothing shows a fault of the emulation.
+    /// The test runs again although there is no sign of an emulation bug.
     Suspect,
     HostDeath,
 }
 
 impl Kind {
-    /// A host may die in the middle of a line, and a failure counts even then.
+    /// Matches text inside the line, because a host may die in the middle of a line. The failure
+    /// must still be counted.
     fn of_result(result: &str) -> Option<Self> {
         if result.starts_with("ok") {
             Some(Self::Passed)
@@ -41,13 +42,13 @@ impl Kind {
     }
 }
 
-/// A line that is not output of a test.
+/// Line that is not output of a test.
 struct Event {
     kind: Kind,
     /// Name of the test. Empty for a dead host.
     name: String,
     line: String,
-    /// Lines of the test's output below it.
+    /// Following lines of the test's output.
     output: Vec<String>,
 }
 
@@ -74,12 +75,12 @@ impl Event {
         matches!(self.kind, Kind::Passed | Kind::Failed | Kind::Skipped)
     }
 
-    /// The time at the end of `ok (1.2 s)`.
+    /// Returns the time at the end of `ok (1.2 s)`.
     fn seconds(&self) -> Option<f64> {
         self.line.strip_suffix(" s)")?.rsplit('(').next()?.parse().ok()
     }
 
-    /// The line and the last lines of the output below it.
+    /// Returns the line and the last lines of its output.
     fn block(&self) -> String {
         let omitted = self.output.len().saturating_sub(LAST_LINES);
         let mut block = format!("{}\n", self.line);
@@ -91,16 +92,16 @@ impl Event {
     }
 }
 
-/// The line of a failure that the runner has not reported.
+/// Returns a line about a failure that the runner has not reported.
 pub(super) fn failure(name: &str, reason: &str) -> String {
     format!("test {name} ... {FAILED} ({reason})")
 }
 
-/// All events of some lanes.
+/// All events of one or more lanes.
 #[derive(Default)]
 pub(super) struct Events {
     all: Vec<Event>,
-    /// True while lines belong to the last event. Later lines may be those of a host that has died.
+    /// True while lines belong to the last event. Later lines may come from a dead host.
     is_in_output: bool,
 }
 
@@ -121,7 +122,7 @@ impl Events {
         self.all.append(&mut other.all);
     }
 
-    /// Names of the tests with an event of this kind.
+    /// Returns the names of tests with an event of this kind.
     pub(super) fn names(&self, kind: Kind) -> Vec<&str> {
         self.all.iter().filter(|event| event.kind == kind).map(|event| &event.name[..]).collect()
     }
@@ -132,13 +133,13 @@ impl Events {
         tests.iter().filter(|test| !judged.contains(test)).cloned().collect()
     }
 
-    /// True if a test ended without a verdict of the runner's.
+    /// Returns true if a test ended without a verdict from the runner.
     pub(super) fn has_failure_without_verdict(&self) -> bool {
         let reason = format!(" ... {FAILED} ({NO_VERDICT}");
         self.all.iter().any(|event| event.line.contains(&reason))
     }
 
-    /// Seconds and names of the tests that report a time, the longest first.
+    /// Returns times in seconds and names of the tests that report a time, slowest first.
     pub(super) fn times(&self) -> Vec<(f64, &str)> {
         let judged = self.all.iter().filter(|event| event.is_verdict());
         let mut times: Vec<_> =
@@ -147,7 +148,7 @@ impl Events {
         times
     }
 
-    /// Lines with failed and suspect tests, and the ends of their output.
+    /// Returns the lines of failed and suspect tests, each with the end of its output.
     pub(super) fn blocks(&self) -> String {
         let is_shown = |event: &&Event| matches!(event.kind, Kind::Failed | Kind::Suspect);
         self.all.iter().filter(is_shown).map(Event::block).collect()
@@ -158,7 +159,7 @@ impl Events {
 pub(super) mod tests {
     use super::*;
 
-    /// Log of a lane whose host died in a test. Real lines, with a shorter output.
+    /// Log of a lane whose host died during a test. The lines are real, with shortened output.
     const LOG: &str = "\
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
 test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s)
@@ -223,7 +224,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
         for (line, kind) in [("F", Some(Kind::Failed)), ("o", None), ("", None), ("skip", None)] {
             assert_eq!(Kind::of_result(line), kind, "{line:?}");
         }
-        // The whole name must match.
+        // A filter must match the whole name.
         let tests = names(&["a", "b", "c"]);
         let log = "test a ... FAIL\nrerun b: suspect, no\ntest b ... o\ntest cc ... ok (1.0 s)\n";
         assert_eq!(events(log).without_verdict(&tests), ["b", "c"]);

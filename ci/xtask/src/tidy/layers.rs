@@ -1,5 +1,6 @@
-//! Direction of the modules of a crate. docs/design/architecture.md lists them in layers, from the
-//! top to the bottom, and a module may use its own layer and those below it.
+//! Checks the direction of dependencies between the modules of a crate. docs/design/architecture.md
+//! lists the layers from top to bottom. A module may use modules of its own layer and of lower
+//! layers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,15 +11,15 @@ use crate::repository::Repository;
 
 /// Document with the tables of layers.
 const DOCUMENT: &str = "docs/design/architecture.md";
-/// Start of a table's header row.
+/// Prefix of a table's header row.
 const TABLE_HEAD: &str = "| Layer | Modules |";
 /// Modules whose layers a table lists.
 struct Tree {
     /// Heading above the table.
     heading: &'static str,
-    /// Folders of the modules.
+    /// Folders with the modules.
     folders: &'static [&'static str],
-    /// Path from the crate to the module that contains these modules.
+    /// Path from the crate to the parent of these modules.
     parents: &'static [&'static str],
 }
 
@@ -37,16 +38,16 @@ const TREES: [Tree; 5] = [
     Tree { heading: "### `balloon`", folders: &["balloon/src/"], parents: &[] },
 ];
 
-/// First names of paths that lead to a module.
+/// First segments of paths that lead to a module.
 const ROOT_PATHS: [&str; 2] = ["crate", "foreshore_devices"];
-/// Files that belong to no module: they list the modules or start the program.
+/// Files that are not modules themselves: they list the modules or start the program.
 const ROOTS: [&str; 3] = ["lib", "main", "mod"];
 const PROGRAMS: &str = "bin";
 
-/// Fence of the drawing in the document.
+/// Line that begins the diagram in the document.
 const DRAWING_FENCE: &str = "```mermaid\n";
 
-/// Uses against the layers in `sources`, which are paths with their texts.
+/// Returns uses of upper layers by lower ones in `sources`, pairs of path and text.
 pub(super) fn violations(
     repository: &Repository,
     sources: &[(String, String)],
@@ -71,7 +72,7 @@ pub(super) fn violations(
     Ok(violations)
 }
 
-/// Mermaid drawing of the VMM's layers and of the uses between them.
+/// Returns a Mermaid diagram of the VMM's layers and of the dependencies between them.
 pub(super) fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
     draw_vmm(&repository.read(DOCUMENT)?.unwrap_or_default(), sources)
 }
@@ -83,7 +84,7 @@ fn draw_vmm(document: &str, sources: &[(String, String)]) -> Result<String> {
 #[derive(Debug)]
 struct Layers {
     names: Vec<String>,
-    /// Number of each module's layer.
+    /// Index of the layer that contains each module.
     modules: BTreeMap<String, usize>,
 }
 
@@ -114,7 +115,7 @@ impl Layers {
     }
 }
 
-/// Draws the layers, and an arrow for each use that others do not imply.
+/// Draws the layers, and an arrow for each dependency that other arrows do not imply.
 fn draw(layers: &Layers, sources: &[Module<'_>]) -> String {
     let mut arrows = BTreeSet::new();
     for module in sources {
@@ -133,13 +134,14 @@ fn draw(layers: &Layers, sources: &[Module<'_>]) -> String {
     lines.join("\n") + "\n"
 }
 
-/// Returns true if arrows lead from one layer to another, with `is_indirect` by others alone.
+/// Returns true if arrows lead from one layer to another. With `is_indirect`, only paths over other
+/// layers count.
 fn reaches(arrows: &BTreeSet<(usize, usize)>, from: usize, to: usize, is_indirect: bool) -> bool {
     let mut next = arrows.range((from, 0)..(from + 1, 0)).map(|(_, next)| *next);
     next.any(|next| (next == to && !is_indirect) || (next < to && reaches(arrows, next, to, false)))
 }
 
-/// Module file that is not compiled for tests alone.
+/// Module file that is not only compiled for tests.
 struct Module<'a> {
     path: &'a str,
     name: &'a str,
@@ -147,7 +149,7 @@ struct Module<'a> {
 }
 
 impl Tree {
-    /// Path relative to the folder that contains it.
+    /// Returns `path` relative to the folder that contains it.
     fn within<'a>(&self, path: &'a str) -> Option<&'a str> {
         self.folders.iter().find_map(|folder| path.strip_prefix(folder))
     }
@@ -205,23 +207,24 @@ fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<String> {
     violations
 }
 
-/// Names in a file, apart from items that are compiled for tests alone.
+/// Names in a file, except those in items that are compiled only for tests.
 #[derive(Debug, Default)]
 struct Source {
     /// Line and first name of each path that begins at the root of the tree.
     uses: Vec<(usize, String)>,
-    /// Modules in files of their own that are compiled for tests alone: name, and path if given.
+    /// Modules in separate files that are compiled only for tests: name, and path if one is given.
     test_modules: Vec<(String, Option<String>)>,
-    /// Names that `pub use` exports, each with its module.
+    /// Names that `pub use` exports, and the module of each.
     exports: Vec<(String, String)>,
-    /// Number of `super` between the file and the root.
+    /// Number of `super` steps from the file to the root.
     depth: usize,
     /// Path from the crate to the root.
     parents: &'static [&'static str],
 }
 
 impl Source {
-    /// Parses a file. A file with an error of syntax, which the compiler reports, has no names.
+    /// Parses a file. A file with a syntax error has no names, because the compiler reports the
+    /// error.
     fn parse(tree: &Tree, path: &str, text: &str) -> Self {
         let stem = tree.within(path).unwrap_or(path);
         let stem = stem.trim_end_matches(".rs").trim_end_matches("/mod");
@@ -263,7 +266,7 @@ impl Source {
         }
     }
 
-    /// Adds the names that a `pub use` exports. `tokens` begin after `use`.
+    /// Adds the names that a `pub use` exports. `tokens` begin after the word `use`.
     fn add_exports(&mut self, tokens: &[TokenTree]) {
         let end = tokens.iter().position(|token| token.to_string() == ";");
         let Some((TokenTree::Ident(module), names)) = tokens[..end.unwrap_or(0)].split_first()
@@ -282,7 +285,8 @@ impl Source {
         }
     }
 
-    /// Skips an item for tests. `at` is behind its first attribute.
+    /// Skips an item that is compiled only for tests. `at` is the position after its first
+    /// attribute.
     fn skip_test_item(&mut self, tokens: &[TokenTree], mut at: usize) -> usize {
         const ITEMS: [&str; 9] =
             ["const", "enum", "fn", "impl", "mod", "static", "struct", "trait", "use"];
@@ -300,7 +304,7 @@ impl Source {
                         name = tokens.get(at).map(ToString::to_string);
                     }
                 }
-                // A field, an arm or an argument.
+                // The item is a field, a match arm or an argument.
                 TokenTree::Punct(end) if end.as_char() == ',' && !is_item => return at,
                 TokenTree::Punct(end) if end.as_char() == ';' => break,
                 _ => {}
@@ -310,7 +314,7 @@ impl Source {
         at
     }
 
-    /// Adds the names after `::` and the path `parents`, and returns the position after them.
+    /// Adds the names after `::` and the path `parents`. Returns the position after them.
     fn add_path(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
         let is_mark = |token: Option<&TokenTree>, mark| matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == mark);
         if !is_mark(tokens.get(at), ':') || !is_mark(tokens.get(at + 1), ':') {
@@ -326,7 +330,7 @@ impl Source {
         self.add_name(tokens, at + 2, parents)
     }
 
-    /// Adds the name at `at`, or the names after `parents` if that path begins at `at`.
+    /// Adds the name at `at`. If the path `parents` begins there, adds the names after it instead.
     fn add_name(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
         match (tokens.get(at), parents) {
             (Some(TokenTree::Ident(name)), []) => {
@@ -340,11 +344,12 @@ impl Source {
         at + 1
     }
 
-    /// Files of the modules for tests, without extension, of the file at `path`.
+    /// Returns the files of this file's test modules, without extension.
     fn test_files(&self, tree: &Tree, path: &str) -> Vec<String> {
         let stem = path.trim_end_matches(".rs");
         let folder = stem.rsplit_once('/').map_or("", |(folder, _)| folder);
-        // The files of a module are in its folder, unless it is that folder's own file.
+        // The files of a module are in the folder named after it. A mod.rs file is itself in that
+        // folder.
         let own =
             if stem.ends_with("/mod") || tree.within(stem) == Some("lib") { folder } else { stem };
         let file = |(name, path): &(String, Option<String>)| match path {
@@ -362,7 +367,7 @@ fn is_public(tokens: &[TokenTree]) -> bool {
     visibility.is_some_and(|token| token.to_string() == "pub")
 }
 
-/// Returns true for `[cfg(test)]`, and for fakes that tests of other crates use.
+/// Returns true for `[cfg(test)]`, and for the attribute of fakes that tests of other crates use.
 fn is_test_attribute(token: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = token else { return false };
     let text: String = group.stream().into_iter().map(|token| token.to_string()).collect();

@@ -1,7 +1,8 @@
-//! The images of the guests and of the emulated host depend on no setting and no program of the
-//! user or the machine.
+//! Tests that images of the guests and of the emulated host do not depend on settings and programs
+//! of the user or the machine.
 //!
-//! Two copies of the wrappers build images, one with plain and one with hostile settings.
+//! Two copies of the wrapper scripts build images, one with plain settings and one with hostile
+//! ones.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,28 +17,29 @@ use super::tree::{Tree, debs, is_skipped, missing_tool, repository};
 const BUILDS: [&str; 3] = ["ci/setup", "guest/image/build basic-6.12", "ci/xtask/run host-disk"];
 const SCRIPTS: [&str; 4] =
     ["ci/nested/init", "ci/nested/root-init", "guest/image/init", "guest/image/acpi-power"];
-/// Code that names the packages of the images.
+/// Source file that names the packages for the images.
 const PACKAGES: &str = "ci/xtask/src/images/trees.rs";
-/// Some of the code that the images depend on.
+/// Source files that the images depend on, among others.
 const CODE: [&str; 3] = [PACKAGES, "ci/xtask/src/programs.rs", "ci/xtask/Cargo.toml"];
 const OUR_PROGRAMS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
-/// Programs of the images that come from Debian packages. Here each is the machine's mke2fs.
+/// Image programs that come from Debian packages. In this test, each is a copy of the machine's
+/// mke2fs.
 const PACKAGED_PROGRAMS: [&str; 6] =
     ["mke2fs", "mkfs.ext4", "e2fsck", "fsck.ext4", "resize2fs", "mkfs.xfs"];
-/// Package that has the files of all packages here.
+/// Package that contains the files of all packages in this test.
 const LIBC6: &str = "target/ci/packages/libc6";
 const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
-/// Programs that stand first in the PATH of a hostile user.
+/// Programs that come first in a hostile user's PATH.
 const STAND_INS: &str = "awk basename busybox cat chmod cp cpio cut depmod dpkg du find flock grep install ln lz4 \
                          mkdir mke2fs modprobe mv rm sed sha256sum sort stat strip tar xargs xz";
 const STAND_IN: &str = "#!/bin/sh\necho a stand-in\n";
 const FILE_SYSTEM_CONFIG: &str = "[defaults]\n base_features = sparse_super\n blocksize = 1024\n inode_size = 128\n\
                                   [fs_types]\n ext4 = {\n  features = ^extent\n }\n";
-/// Takes the places of /run, for kmod's configuration, and of /etc/mke2fs.conf.
+/// Mounts hostile files over /run, for kmod's configuration, and over /etc/mke2fs.conf.
 const IN_NAMESPACE: &str = "mount --bind hostile/run /run && mount --bind hostile/mke2fs.conf /etc/mke2fs.conf && exec \"$@\"";
-/// Lists the files of all images with their modes, owners and contents, and the properties of the
-/// disk. The guest's image in the disk has time stamps, so its content does not count. debugfs also
-/// fails if it may not set an owner.
+/// Lists the files of all images with modes, owners and contents, and the properties of the disk.
+/// The content of the guest image on the disk is ignored, because it has time stamps. debugfs fails
+/// if it may not set an owner.
 const LIST: &str = r#"set -e
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 disk=$PWD/target/ci/host/root.ext4
@@ -56,18 +58,19 @@ dumpe2fs -h "$disk" 2>/dev/null |
     grep -E '^(Filesystem features|Reserved block count|(Block|Inode) (size|count)):'
 "#;
 
-/// Settings of a user and of a machine.
+/// Settings of the user and of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Settings {
     Plain,
     /// Hostile umask, variables and programs of the user.
     User,
-    /// As `User`, with hostile modprobe.d, depmod.d and mke2fs.conf of the machine, which only root
-    /// can write.
+    /// Same as `User`, and hostile modprobe.d, depmod.d and mke2fs.conf files that only root can
+    /// write.
     Machine,
 }
 
-/// The lock with one kernel, unless something is missing that `ci/setup` would fetch or install.
+/// Returns a lock file with one kernel. Returns `None` if something is missing that `ci/setup`
+/// would fetch or install.
 pub(crate) fn kernel_lock() -> Option<String> {
     let lock = fs::read_to_string(repository().join("ci/kernels.lock")).unwrap();
     let line = lock.lines().find(|line| line.starts_with("6.12 ")).unwrap();
@@ -78,9 +81,9 @@ pub(crate) fn kernel_lock() -> Option<String> {
     (!is_skipped(missing.or(missing_tool().map(str::to_owned)))).then(|| format!("{line}\n"))
 }
 
-/// A tree that images are built in.
+/// Returns a tree in which images can be built.
 pub(crate) fn builder(kernel_lock: &str, umask: u32) -> Result<Tree> {
-    // Not /tmp, which may be memory.
+    // /tmp is not used, because it may be in memory.
     let tree = Tree::new(Path::new(env!("CARGO_TARGET_TMPDIR")), umask, ":")?;
     SCRIPTS.iter().try_for_each(|script| tree.copy_script(script))?;
     tree.write("ci/kernels.lock", kernel_lock, 0o644 & !umask)?;
@@ -96,7 +99,8 @@ pub(crate) fn builder(kernel_lock: &str, umask: u32) -> Result<Tree> {
     Ok(tree)
 }
 
-/// Adds unpacked packages as they are after a download: a folder for each word of the code.
+/// Adds unpacked packages as a download would leave them, with a folder for each word in the
+/// source.
 fn add_packages(tree: &Tree) -> Result<()> {
     let code = fs::read_to_string(tree.path(PACKAGES))?;
     let is_part = |letter: char| letter.is_ascii_alphanumeric() || "+-.".contains(letter);
@@ -143,8 +147,8 @@ fn command(tree: &Tree, settings: Settings, line: &str) -> Result<Command> {
     if is_machine {
         command.args(["-m", "bash", "-c", IN_NAMESPACE, "bash", "bash"]);
     }
-    // PATH is set here, so that the commands above are the machine's. env keeps the script's name
-    // relative, for CDPATH.
+    // PATH is set by env, so that the commands above are the machine's. env keeps the script's name
+    // relative, which tests CDPATH.
     let hostile = |path: &str| tree.path("hostile").join(path).display().to_string();
     let mut path = tree.user_path()?;
     if is_hostile {
@@ -155,7 +159,7 @@ fn command(tree: &Tree, settings: Settings, line: &str) -> Result<Command> {
     command.args(line.split(' ')).current_dir(tree.folder()).env("FORESHORE_DEB_CACHE", debs());
     let settings = [
         ("CDPATH", hostile("cdpath")),
-        // A function that bash has exported.
+        // Function that bash has exported.
         ("BASH_FUNC_cp%%", "() { :; }".to_owned()),
         ("MODPROBE_OPTIONS", format!("--config={}", hostile("modprobe.d"))),
         ("LANG", "de_DE.UTF-8".to_owned()),
@@ -172,13 +176,13 @@ fn command(tree: &Tree, settings: Settings, line: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Builds the images, and lists them.
+/// Builds the images and lists their files.
 fn build(tree: &Tree, settings: Settings) -> Result<BTreeSet<String>> {
     for line in BUILDS {
         output(line, &mut command(tree, settings, line)?)?;
     }
     let listed = output("list", Command::new("sh").args(["-c", LIST]).current_dir(tree.folder()))?;
-    // This machine may itself have a command of kmod's configuration in place of the module.
+    // A kmod configuration of this machine may itself replace the module with a command.
     for part in ["guest/lib/modules", "/libnvdimm.ko", " disk/sbin/init\n", "\nBlock size:"] {
         ensure!(listed.contains(part), "no {part}");
     }

@@ -1,4 +1,5 @@
-//! The wrappers of the tasks, with copies of the files that they read in a directory of their own.
+//! Tests of the wrapper scripts. Each test copies the scripts and the files that they read to its
+//! own directory.
 
 mod images;
 mod signals;

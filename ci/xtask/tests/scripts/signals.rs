@@ -1,5 +1,5 @@
-//! SIGTERM to a task, or its time limit, ends everything that the task has started. A task that is
-//! killed leaves no command and no QEMU behind.
+//! Tests that SIGTERM, or a time limit, ends everything that a task has started. A killed task
+//! leaves no command and no QEMU running.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -14,17 +14,18 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::images::{builder, kernel_lock};
 use super::tree::{BUILT, PROMETHEUS, Tree, is_skipped, missing_tool};
 
-/// Limit of each wait. Only a failure takes that long: builders are slow and busy.
+/// Limit of each wait. It is reached only on failure, and is long because build machines are slow
+/// and busy.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Starts a process that lasts until a signal ends it, and writes its number to `$STARTED`.
+/// Starts a process that runs until a signal ends it, and writes its process ID to `$STARTED`.
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
-/// Lists a guest test, which lasts.
+/// Lists one guest test. The test runs until it is ended.
 const GUEST_TESTS: &str = "#!/bin/sh\n[ \"$1\" != --list ] || exec echo a::one\nexec stub\n";
 
-/// A QEMU that emulates nothing. It writes its own number to `$STARTED`, and a line to the file of
-/// the command's output.
+/// Fake QEMU that emulates nothing. It writes its process ID to `$STARTED`, and a line to the file
+/// for the command's output.
 const LASTING_QEMU: &str = r#"#!/bin/sh
 [ "$1" != --version ] || exit 0
 echo $$ >"$STARTED.new"
@@ -35,7 +36,7 @@ done
 exec sleep 1000
 "#;
 
-/// A running task. On drop it gets SIGTERM, so that it ends before its tree goes.
+/// Running task. Drop sends SIGTERM, so that the task ends before its tree is removed.
 struct Task(Child);
 
 impl Task {
@@ -59,19 +60,19 @@ impl Drop for Task {
     }
 }
 
-/// A tree for a task, where the command `stub` and others that use it last.
+/// Tree for a task in which the command `stub`, and commands that use it, run until they are ended.
 struct Stubs {
     tree: Tree,
     host: &'static str,
 }
 
 impl Stubs {
-    /// Tree with all tools except cargo and our programs.
+    /// Returns a tree with all tools except cargo and this repository's programs.
     fn without_cargo() -> Option<Self> {
         (!is_skipped(missing_tool())).then(|| Self::new("no-cargo").unwrap())
     }
 
-    /// `lasting` is the subcommand of cargo.
+    /// `lasting` is the cargo subcommand that runs until it is ended.
     fn new(lasting: &str) -> Result<Self> {
         let cargo = format!("[ \"$1\" != {lasting} ] || exec stub");
         let tree = Tree::new(&std::env::temp_dir(), 0o022, &cargo)?;
@@ -81,7 +82,7 @@ impl Stubs {
         Self::add_to(tree, "direct")
     }
 
-    /// A tree with all that an emulated host needs, built, apart from QEMU.
+    /// Returns a tree with everything that an emulated host needs, already built, except QEMU.
     fn with_qemu(kernel_lock: &str) -> Result<Self> {
         let stubs = Self::add_to(builder(kernel_lock, 0o022)?, "nested")?;
         stubs.tree.write("bin/qemu-system-x86_64", LASTING_QEMU, 0o755)?;
@@ -111,7 +112,7 @@ impl Stubs {
         Ok(Task(command.stdout(Stdio::null()).spawn()?))
     }
 
-    /// The process that the stub has started, once it has.
+    /// Waits for the stub to start a process, and returns its process ID.
     fn started(&self, task: &mut Task) -> Result<Pid> {
         wait_for("the task runs the stub", || {
             if let Some(status) = task.0.try_wait()? {
@@ -131,7 +132,7 @@ impl Stubs {
     }
 }
 
-/// Polls until there is a value.
+/// Polls `value` until it returns a value.
 fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let started = Instant::now();
     loop {
@@ -143,7 +144,7 @@ fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Resu
     }
 }
 
-/// True until the process has ended. A zombie has ended.
+/// Returns true until the process has ended. A zombie counts as ended.
 fn is_running(process: Pid) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(process.to_string()).join("stat"));
     stat.is_ok_and(|stat| {
@@ -151,7 +152,7 @@ fn is_running(process: Pid) -> bool {
     })
 }
 
-/// Checks that a process has ended, or is about to. Ends it if it is not.
+/// Checks that a process has ended or is about to end. Kills it otherwise.
 fn has_ended(process: Pid) -> Result<()> {
     let ended = wait_for("its process has ended", || Ok((!is_running(process)).then_some(())));
     if ended.is_err() {
@@ -160,7 +161,8 @@ fn has_ended(process: Pid) -> Result<()> {
     ended
 }
 
-/// Checks a task that gets a signal while the stub runs. SIGKILL leaves the temporary files.
+/// Checks that a task ends when it receives a signal while the stub runs. SIGKILL leaves temporary
+/// files behind.
 fn check(stubs: &Stubs, line: &str, signal: Signal) -> Result<()> {
     let mut task = stubs.start(line)?;
     let started = stubs.started(&mut task)?;
@@ -197,7 +199,7 @@ fn task_that_gets_term_ends_all_its_processes() {
         ("ci/soak", "fmt"),
         ("ci/soak --only kills", "no-cargo"),
     ];
-    // All cases run at the same time, because a task may wait until init has reaped its processes.
+    // All cases run concurrently, because a task may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {
         let check = |(line, lasting): (_, _)| check(&Stubs::new(lasting)?, line, Signal::TERM);
         let run = |case| (case, scope.spawn(move || check(case)));
@@ -221,7 +223,7 @@ fn qemu_of_an_emulated_host_ends_with_a_power_cut_and_with_its_task() {
     let mut task = stubs.start("ci/nested/host --no-build --power-cut written:1 -- true").unwrap();
     let started = stubs.started(&mut task).unwrap();
     assert_eq!(task.wait().unwrap().code(), Some(0));
-    // The task has waited for its child, so not even a zombie is left.
+    // The task has reaped its child, so there is not even a zombie.
     assert!(!is_running(started));
     check(&stubs, line, Signal::KILL).unwrap();
 }
@@ -246,7 +248,7 @@ fn time_limit_ends_all_processes_of_a_command() {
     stubs.assert_clean().unwrap();
 }
 
-/// True if a process waits for a lock of the file.
+/// Returns true if a process waits for a lock on the file.
 fn is_awaited(lock: &File) -> Result<bool> {
     let suffix = format!(":{}", lock.metadata()?.ino());
     let is_waiter = |line: &str| {
@@ -263,7 +265,7 @@ fn script_without_a_built_xtask_waits_for_another_installation() {
     fs::create_dir_all(stubs.tree.path("target/ci")).unwrap();
     let lock = File::create(stubs.tree.path("target/ci/setup.lock")).unwrap();
     lock.lock().unwrap();
-    // This task takes no lock itself.
+    // This task itself takes no lock.
     let mut task = stubs.start("ci/nested/host --which").unwrap();
     let waiting = wait_for("the task waits for the lock", || {
         ensure!(task.0.try_wait()?.is_none(), "the task has ended");
@@ -277,7 +279,7 @@ fn script_without_a_built_xtask_waits_for_another_installation() {
 #[test]
 fn exit_code_and_caller_folder_reach_the_command() {
     let Some(stubs) = Stubs::without_cargo() else { return };
-    // A relative path is the caller's.
+    // A relative path is relative to the caller's folder.
     stubs.tree.write("caller/file", "exit 7\n", 0o644).unwrap();
     let line = "../ci/nested/host --no-build --put file -- sh file";
     let code = |line: &str| stubs.start(line).unwrap().wait().unwrap().code();

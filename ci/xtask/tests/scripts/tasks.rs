@@ -1,4 +1,5 @@
-//! `ci/bench`, `ci/demo` and `ci/soak` with stubs of the programs that they run on this machine.
+//! Tests of `ci/bench`, `ci/demo` and `ci/soak` with stubs for the programs that they run on this
+//! machine.
 
 use std::ffi::OsString;
 use std::fs;
@@ -12,7 +13,8 @@ fn names(tree: &Tree, folder: &str) -> Vec<OsString> {
     names
 }
 
-/// Prints its arguments and the name of another VMM, leaves a log, and ends with `$CODE`.
+/// Stub that prints its arguments and the name of another VMM, leaves a log, and exits with
+/// `$CODE`.
 const BENCH: &str = r#"#!/bin/sh
 echo "measured: $* $FORESHORE_TEST_BENCH_VMM"
 echo words >"$OUT/vm0.vmm.log"
@@ -69,9 +71,9 @@ fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
     }
 }
 
-/// Test that takes 50 instructions per request, and 7 for its start. Like cargo, it uses the
-/// setting of the runner, whose list of strings means the same in TOML and in sh. It fails if it
-/// cannot write the profile.
+/// Stub of a test that executes 50 instructions per request, and 7 to start. Like cargo, it uses
+/// the runner setting, whose list of strings is valid in TOML and in sh. It fails if it cannot
+/// write the profile.
 const COSTLY_TEST: &str = r#"case $* in *--no-run*) exit ;; esac
 for argument; do
     case $argument in target.x86_64-unknown-linux-gnu.runner=*) list=${argument#*=} ;; esac
@@ -109,18 +111,18 @@ fn early_end_of_prometheus_is_reported_with_its_last_lines() {
     let (code, _, stderr) = run(&mut command);
     assert_eq!(code, 1, "{stderr}");
     assert!(stderr.ends_with("demo: Prometheus ended: early\nthe port is taken\n"), "{stderr}");
-    // Its data are removed.
+    // The data that Prometheus collected are removed.
     assert_eq!(names(&tree, "target/demo/prometheus"), ["prometheus.log", "prometheus.yml"]);
 }
 
-/// Prints the tally of a batch, but none with the seed `$MUTE`. Fails with the seed `$BAD`.
+/// Stub that prints the tally of a batch, except with the seed `$MUTE`. Fails with the seed `$BAD`.
 const SOAK: &str = r#"#!/bin/sh
 [ "$1" = kills ] || exit 1
 [ "$5" = "$MUTE" ] || echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
 [ "$5" != "$BAD" ]
 "#;
 
-/// Kills guests in batches of 25 with the seeds 7, 9 and so on.
+/// Runs a soak of guest kills, in batches of 25 with the seeds 7, 9 and so on.
 fn kill(tree: &Tree, rounds: u32, seeds: &[(&str, &str)]) -> (i32, String, String) {
     tree.add_program("soak", SOAK).unwrap();
     let line = format!(

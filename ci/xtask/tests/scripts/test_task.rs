@@ -1,13 +1,13 @@
-//! `ci/test` with stubs of cargo and of the program with the guest tests, which run on this machine
-//! itself.
+//! Tests of `ci/test` with stubs for cargo and for the program with the guest tests. The stubs run
+//! on this machine itself.
 
 use std::fs;
 use std::process::Command;
 
 use super::tree::{self, Tree};
 
-/// Lists three tests, but aborts if `$CODE` is 134. A run of them prints `$VERDICTS`, and ends with
-/// `$CODE`.
+/// Stub that lists three tests, or aborts if `$CODE` is 134. If it is run, it prints `$VERDICTS`
+/// and exits with `$CODE`.
 const GUEST_TESTS: &str = r#"#!/bin/sh
 if [ "$1" = --list ]; then
     case $* in *NOSUCH*) echo "no test matches" >&2; exit 2 ;; esac
@@ -19,7 +19,7 @@ echo "$@" >"$OUT/arguments"
 printf "$VERDICTS"
 exit "$CODE"
 "#;
-/// Output of unit tests. One of them skips itself.
+/// Output of unit tests, one of which skips itself.
 const UNIT_TESTS: &str = r"case $* in
     *--no-run*) ;;
     test*)
@@ -32,14 +32,14 @@ esac";
 const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 s)\n  | the reason\n\n\
                         test a::three ... skipped: no disk\n";
 
-/// Drawing of a layer without a module.
+/// Diagram with one layer that has no module.
 const DRAWING: &str = "```mermaid\nflowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
-/// Code with the headings above the tables of layers.
+/// Source file with the headings of the layer tables.
 const LAYERS: &str = include_str!("../../src/tidy/layers.rs");
-/// Code with the tools' names and versions.
+/// Source file with the names and versions of the tools.
 const TOOLS: &str = include_str!("../../src/tools.rs");
 
-/// Adds tools that have nothing against any dependency or page.
+/// Adds stub tools that accept all dependencies and pages.
 fn add_tools(tree: &Tree) {
     let values = |key: &'static str| {
         let values = TOOLS.lines().filter_map(move |line| line.trim().strip_prefix(key));
@@ -52,7 +52,7 @@ fn add_tools(tree: &Tree) {
     }
 }
 
-/// A document whose tables have one layer each, without a module.
+/// Returns a document whose tables have one layer each, without a module.
 fn architecture() -> String {
     let headings =
         LAYERS.lines().filter_map(|line| line.split_once("heading: \"")?.1.split_once('"'));
@@ -71,7 +71,7 @@ fn fakes(cargo: &str) -> Option<Tree> {
     Some(tree)
 }
 
-/// Runs `ci/test`. The guest tests print `verdicts` and end with `code`.
+/// Runs `ci/test`. The guest tests print `verdicts` and exit with `code`.
 fn run(tree: &Tree, arguments: &[&str], verdicts: &str, code: u8) -> (i32, String, String) {
     let mut command = tree.command("ci/test").unwrap();
     tree::run(command.args(arguments).env("VERDICTS", verdicts).env("CODE", code.to_string()))
@@ -139,7 +139,7 @@ fn check_that_fails_does_not_end_the_run() {
     let clippy = "[ \"$1\" != clippy ] || { echo \"quiet: $CARGO_TERM_QUIET, bars: $CARGO_TERM_PROGRESS_WHEN\" >&2; exit 1; }";
     let cargo = format!("{clippy}\n{}", UNIT_TESTS.replace("150000", "149999"));
     let Some(tree) = fakes(&cargo) else { return };
-    // Without this document, the check of the layers cannot run.
+    // The layer check cannot run without this document.
     fs::remove_file(tree.path("docs/design/architecture.md")).unwrap();
     let (_, stdout, stderr) = run(&tree, &[], VERDICTS, 1);
     assert!(stdout.ends_with("\n5 passed, 4 failed, 6 skipped\n"), "{stdout}");
