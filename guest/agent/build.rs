@@ -1,5 +1,5 @@
-//! Links the agent without symbols, because all of it is locked in the guest's memory and copied
-//! into every image. Sets commit and date of the build for `--version`.
+//! Links the agent without symbols, because the whole program is locked in guest memory and copied
+//! into every image. Sets the commit and the date of the build for `--version`.
 
 #[path = "../../vmm/cli/build_info.rs"]
 mod build_info;

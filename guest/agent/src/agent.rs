@@ -1,4 +1,4 @@
-//! State of the agent that outlives a connection, and the loop that connects.
+//! State of the agent that is kept across connections, and the loop that connects to the VMM.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -17,27 +17,28 @@ use crate::trigger::Triggers;
 use crate::tune::Tuning;
 use crate::{logged, sys};
 
-/// First and longest wait before another attempt to connect.
+/// Shortest and longest wait before the next attempt to connect.
 const FIRST_BACK_OFF_MS: u64 = 100;
 const MAX_BACK_OFF_MS: u64 = 5_000;
 
-/// Duration of a good connection. After it, the next attempt follows soon.
+/// Duration after which a connection counts as good. The next attempt after a good connection
+/// follows soon.
 const GOOD_CONNECTION_MS: u64 = 10_000;
 
-/// Interval at which memory is observed while no reports can be sent.
+/// Interval between readings of memory while no reports can be sent.
 const HOUSE_MS: u64 = 1_000;
 
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) proc: Proc,
     pub blocks: Option<BlockWatch>,
-    /// Makes the thread take charge of blocks with its next request.
+    /// Requests that the block thread takes charge of onlining.
     pub(crate) take_charge: bool,
     pub triggers: Option<Triggers>,
-    /// Becomes readable when the agent must end.
+    /// Descriptor that becomes readable when the agent must end.
     pub termination: Option<OwnedFd>,
     pub reserve: Option<Reserve>,
-    /// Memory that the VMM can add, from its last settings.
+    /// Memory that the VMM can add, according to its last settings.
     pub(crate) hotplug_bytes: u64,
     pub kernel_blocks: Option<KernelBlocks>,
     pub tuning: Option<Tuning>,
@@ -47,9 +48,9 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Opens the sources of reports. Outside of tests `proc_root` is /proc and `memory_root` is
-    /// /sys/devices/system/memory. The caller adds the optional parts: the watch of memory blocks,
-    /// triggers, termination, and the parts that change the guest.
+    /// Opens the files that reports are read from. Outside of tests, `proc_root` is /proc and
+    /// `memory_root` is /sys/devices/system/memory. The caller adds the optional parts: the watch
+    /// of memory blocks, triggers, termination, and the parts that change the guest.
     pub(crate) fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(Signs::default(), sys::monotonic_ms);
@@ -82,9 +83,9 @@ impl Agent {
         Ok(&self.report)
     }
 
-    /// Reads the state of memory and adapts the guest to it.
+    /// Reads the state of memory and adapts the guest's settings to it.
     fn observe(&mut self) -> Result<(), ProcError> {
-        // Also set before an error, so that it is not retried at once.
+        // Also set before an error, so that a failed reading is not retried immediately.
         self.observed_ms = sys::monotonic_ms();
         self.proc.fill(&mut self.report, self.observed_ms)?;
         self.observed_ms = sys::monotonic_ms();
@@ -107,30 +108,30 @@ impl Agent {
             logged("set vm.lowmem_reserve_ratio", result).is_none()
         });
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            // A report follows soon after a block became kernel memory.
+            // A report must follow soon after a block became kernel memory.
             self.take_charge |=
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
         if let Some(tuning) = &mut self.tuning {
             let result = tuning.adapt(&self.report.zones, self.report.memory.total_bytes);
-            // `tuning` is kept after an error, because settings that were written before it must be
-            // restored at the end.
+            // `tuning` is kept after an error, because settings that were already written must be
+            // restored when the agent ends.
             logged("adapt the kernel's settings", result);
         }
         Ok(())
     }
 
-    /// Time at which memory is observed if no report is sent.
+    /// Time of the next reading of memory if no report is sent.
     pub(crate) fn house_due_ms(&self) -> u64 {
         self.observed_ms.saturating_add(HOUSE_MS)
     }
 
-    /// Observes memory if that is due, because a VMM that reads no reports may still plug memory.
+    /// Reads memory if a reading is due. A VMM that reads no reports may still plug memory.
     pub(crate) fn keep_house(&mut self) -> Result<(), ProcError> {
         if sys::monotonic_ms() >= self.house_due_ms() { self.observe() } else { Ok(()) }
     }
 
-    /// Reports until termination is requested.
+    /// Connects and sends reports until termination is requested.
     pub(crate) fn run(&mut self, address: &Address) {
         self.report_to(address);
         if let Some(tuning) = &mut self.tuning {
@@ -174,7 +175,7 @@ impl Agent {
         }
     }
 
-    /// Waits for `wait_ms`, and observes memory meanwhile. Returns true at once when termination is
+    /// Waits for `wait_ms` and keeps reading memory. Returns true immediately if termination is
     /// requested.
     pub(crate) fn is_told_to_end_within(&mut self, wait_ms: u64) -> bool {
         let until_ms = sys::monotonic_ms().saturating_add(wait_ms);
@@ -195,8 +196,8 @@ impl Agent {
     }
 }
 
-/// Prints an error unless it is the same as the previous one, so that a VMM that is away for a day
-/// does not fill the log.
+/// Prints an error unless the previous error was the same. Otherwise a VMM that is unreachable for
+/// a day would fill the log.
 fn say_once(error: SessionError, said: &mut String) {
     let text = format!("{:#}", anyhow::Error::from(error));
     if text != *said {
@@ -229,8 +230,8 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
         let reserve = Reserve::open(tree.path(), &tree.at("run"), "").expect("opens");
-        // Stand for the guest's zones. The zones of this machine, which the agent reads while it
-        // waits, may differ.
+        // Fake zones of the guest. The zones of this machine may differ, and the agent reads them
+        // while it waits.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
         agent.reserve.insert(reserve).adapt(&zones, 0).expect("writes");
@@ -242,7 +243,7 @@ mod tests {
     #[test]
     fn settings_written_before_a_failure_are_restored_at_the_end() {
         let defrag = "sys/kernel/mm/transparent_hugepage/defrag";
-        // A file without CPUs, so that all memory is on nodes without them.
+        // The file lists no CPUs, so all nodes with memory have none.
         let tree = Tree::new(&[("sys/devices/system/node/has_cpu", "\n"), (defrag, "madvise")]);
         tree.make("sys/kernel/mm/transparent_hugepage/khugepaged/defrag");
         let mut agent =

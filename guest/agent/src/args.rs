@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line of the agent.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -50,18 +50,19 @@ const HOST_CID: u32 = 2;
 pub(crate) enum Address {
     /// vsock address.
     Vsock { cid: u32, port: u32 },
-    /// Unix socket, for tests and measurements on a machine that is not a guest. The help omits it.
+    /// Unix socket, for tests and measurements on a machine that is not a guest. The help text
+    /// omits it.
     Unix(PathBuf),
 }
 
-/// Way in which plugged memory comes online.
+/// How plugged memory is brought online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Online {
-    /// Movable, so that it can be unplugged again.
+    /// As movable memory, so that it can be unplugged again.
     Movable,
     /// In the zone that the kernel chooses.
     Auto,
-    /// Left to the guest.
+    /// Not by the agent.
     None,
 }
 
@@ -76,7 +77,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// The same address, without the parts that change the machine.
+    /// Returns options with the same address and without parts that change the machine.
     pub(crate) fn reporting_only(&self) -> Self {
         Self {
             address: self.address.clone(),
@@ -109,7 +110,7 @@ pub(crate) enum ArgsError {
     WrongValue { option: String, value: String, expected: String },
 }
 
-/// Parses the arguments without the program's name.
+/// Parses the arguments. They do not include the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
     let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
     let args: Vec<String> = args.collect::<Result<_, _>>()?;

@@ -1,9 +1,9 @@
-//! States of memory blocks and the onlining policy, in /sys/devices/system/memory.
+//! Reads states of memory blocks and the onlining policy in /sys/devices/system/memory.
 //!
-//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them. They
-//! are read when the total has changed, in at most a twentieth of the time. A write to a block
-//! waits while the kernel plugs memory, which is when reports matter most. So a separate thread
-//! reads and writes blocks.
+//! Each block has its own directory, so a guest with a terabyte of memory has eight thousand of
+//! them. They are read when the total has changed, and reading takes at most a twentieth of the
+//! time. While the kernel plugs memory, a write to a block has to wait. Reports matter most at that
+//! time, so a separate thread reads and writes blocks.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,7 +18,7 @@ use crate::args::Online;
 use crate::logged;
 
 impl Online {
-    /// Value for a block's state and for the policy.
+    /// Value to write to a block's state or to the policy file.
     fn word(self) -> Option<&'static str> {
         match self {
             Online::Movable => Some("online_movable"),
@@ -27,7 +27,7 @@ impl Online {
         }
     }
 
-    /// Returns true if a kernel with this policy brings memory online as requested.
+    /// Returns true if a kernel with this policy itself brings memory online as requested.
     fn is_done_by(self, policy: OnlinePolicy) -> bool {
         match self {
             Online::Movable => policy == OnlinePolicy::OnlineMovable,
@@ -38,27 +38,27 @@ impl Online {
     }
 }
 
-/// Longest time between readings, because nothing else shows a block that another program has
-/// onlined.
+/// Longest time between readings. Nothing else reveals that another program has brought a block
+/// online.
 const MAX_AGE_MS: u64 = 30_000;
 
-/// Longest time between readings while blocks are offline that should not be.
+/// Longest time between readings while some blocks are offline that should be online.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
-/// Divisors of time: reading takes at most a twentieth, and a thousandth if nothing has changed.
+/// Limits for the share of time spent reading: a twentieth, or a thousandth if nothing has changed.
 const COST_PART: u64 = 20;
 const REST_COST_PART: u64 = 1_000;
 
-/// Cheap indicators of added, removed or changed blocks.
+/// Values that are cheap to read and that reveal added, removed or changed blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Signs {
     pub total_bytes: u64,
-    /// Number of links to the directory of blocks: one for each block, and some more. Plugged
-    /// blocks that stay offline do not show in the total.
+    /// Number of links to the directory of blocks. It is the number of blocks plus a constant. It
+    /// also reveals plugged blocks that are still offline and so missing from the total.
     pub links: u64,
 }
 
-/// Physical addresses of online blocks of a node.
+/// Range of physical addresses of a node's online blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range {
     pub node: u32,
@@ -67,8 +67,7 @@ pub(crate) struct Range {
     pub end: u64,
 }
 
-/// Merges the blocks with these numbers and nodes into as few ranges as possible, in ascending
-/// order.
+/// Merges blocks with these numbers and nodes into as few ranges as possible, in ascending order.
 fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
     blocks.sort_unstable();
     let mut ranges: Vec<Range> = Vec::new();
@@ -83,29 +82,30 @@ fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
     ranges
 }
 
-/// Reader of the blocks, with the last result.
+/// Reads the blocks and keeps the last result.
 #[derive(Debug)]
 pub(crate) struct BlockReader {
     root: PathBuf,
     online: Online,
-    /// True if the reader onlines offline blocks.
+    /// Set if the reader brings offline blocks online.
     in_charge: bool,
     seen: Blocks,
     ranges: Vec<Range>,
-    /// Blocks that were offline at the last reading. The kernel may have been about to online them.
+    /// Blocks that were offline at the last reading. The kernel may have been about to bring them
+    /// online.
     offline: Vec<u32>,
     signs: Signs,
-    /// Time of the last reading, and earliest time of the next one.
+    /// Time of the last reading, and the earliest time of the next one.
     read_ms: Option<u64>,
     not_before_ms: u64,
-    /// Time of the next reading if nothing changes.
+    /// Time of the next reading if nothing has changed until then.
     rest_until_ms: u64,
 }
 
 impl BlockReader {
-    /// Creates a reader of `root`, which is /sys/devices/system/memory outside of tests. It changes
-    /// nothing until [`take_charge`](Self::take_charge), after which it brings memory online as in
-    /// `online`.
+    /// Creates a reader for `root`, which is /sys/devices/system/memory outside of tests. It
+    /// changes nothing before [`take_charge`](Self::take_charge) is called. Afterwards it brings
+    /// memory online as specified by `online`.
     pub(crate) fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
@@ -121,8 +121,8 @@ impl BlockReader {
         }
     }
 
-    /// Makes plugged memory come online as requested: sets the kernel's policy if necessary, and
-    /// from now on onlines blocks that the kernel left offline.
+    /// Ensures that plugged memory comes online as requested. Sets the kernel's policy if
+    /// necessary. From now on, also brings blocks online that the kernel left offline.
     pub(crate) fn take_charge(&mut self) -> io::Result<()> {
         let Some(word) = self.online.word() else { return Ok(()) };
         self.in_charge = true;
@@ -135,7 +135,7 @@ impl BlockReader {
         &self.seen
     }
 
-    /// Time of the next reading, depending on `signs`.
+    /// Returns the time of the next reading, depending on `signs`.
     fn due_ms(&self, signs: Signs) -> u64 {
         let Some(read_ms) = self.read_ms else { return 0 };
         let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
@@ -149,9 +149,9 @@ impl BlockReader {
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads the blocks again. If the agent is in charge, onlines blocks that were already offline
-    /// at the last reading. Returns the number of blocks that did not come online. `clock` returns
-    /// the time before and after the reading.
+    /// Reads the blocks again. If the agent is in charge, brings blocks online that were already
+    /// offline at the last reading. Returns the number of blocks that could not be brought online.
+    /// `clock` returns the time before and after the reading.
     pub(crate) fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
         let mut failed = 0;
@@ -215,7 +215,7 @@ struct Block {
 }
 
 impl Block {
-    /// Reads a block's directory. `None` if it is removed meanwhile.
+    /// Reads a block's directory. Returns `None` if the block is removed during the reading.
     fn read(path: &Path, online_it: Option<&str>, failed: &mut u64) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
@@ -231,27 +231,28 @@ impl Block {
     }
 }
 
-/// Checks that a block that is online is in ZONE_MOVABLE. The block must be online: for a block
-/// that is just being added, Linux looks up the zones of node -1 and crashes
-/// (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block becomes visible).
+/// Returns true if an online block is in ZONE_MOVABLE. The block must be online. For a block that
+/// is just being added, Linux looks up the zones of node -1 and crashes (drivers/base/memory.c,
+/// valid_zones_show: `mem->nid` is set after the block becomes visible).
 pub(crate) fn is_online_block_movable(block: &Path) -> bool {
     let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
-    // The first zone is the zone of the block.
+    // The first zone is the one that contains the block.
     zones.split_whitespace().next() == Some("Movable")
 }
 
-/// Number in a name such as `memory12`.
+/// Returns the number in a name such as `memory12`.
 pub(crate) fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
-/// Stack size of the threads. It is small, because all of it is locked.
+/// Stack size of the agent's threads. It is small, because the whole stack is locked in memory.
 pub(crate) const STACK_BYTES: usize = 64 * 1024;
 
-/// [`BlockReader`] in a separate thread.
+/// Runs a [`BlockReader`] in a separate thread.
 #[derive(Debug)]
 pub(crate) struct BlockWatch {
-    /// Directory of all blocks, kept open because a path takes the kernel many times as long.
+    /// Directory of all blocks. It is kept open, because looking up its path takes the kernel many
+    /// times as long.
     root: Option<File>,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
@@ -260,19 +261,19 @@ pub(crate) struct BlockWatch {
     ask_again_ms: u64,
 }
 
-/// Request to the thread to read if that is due.
+/// Request to the thread to read the blocks if a reading is due.
 #[derive(Clone, Copy, Debug)]
 struct Request {
     signs: Signs,
-    /// Take charge first, and read in any case.
+    /// Take charge first, and then read even if no reading is due.
     take_charge: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Answer {
-    /// Blocks and their ranges, if they were read.
+    /// Blocks and their address ranges, if they were read.
     blocks: Option<(Blocks, Vec<Range>)>,
-    /// Time of the next request if nothing happens.
+    /// Time of the next request if nothing changes until then.
     ask_again_ms: u64,
 }
 
@@ -303,7 +304,7 @@ impl BlockWatch {
     }
 
     /// Requests a reading if one may be due, and returns a result that has arrived since the last
-    /// call. Does not block. Clears `take_charge` once it has been passed on.
+    /// call. Does not block. Clears `take_charge` after passing it to the thread.
     pub(crate) fn poll(
         &mut self,
         total_bytes: u64,
@@ -428,8 +429,8 @@ mod tests {
     fn policy_is_written_only_if_different_and_blocks_follow_it() {
         for (online, policy, policy_after, state_after) in [
             (Online::Movable, "online", "online_movable", "online_movable"),
-            // A policy that is in force is not written again, although its file ends with a
-            // newline.
+            // A policy that is already set is not written again, although the file's content ends
+            // with a newline.
             (Online::Movable, "online_movable", "online_movable\n", "online_movable"),
             (Online::Auto, "offline", "online", "online"),
             (Online::Auto, "online_kernel", "online_kernel\n", "online"),
@@ -449,7 +450,7 @@ mod tests {
     #[test]
     fn blocks_are_read_on_change_and_otherwise_rarely() {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
-        // The longer a reading takes because of many blocks, the less often the blocks are read.
+        // If a reading takes longer because there are many blocks, blocks are read less often.
         for (cost_ms, rest_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
             let mut reader = BlockReader::new(tree.path(), Online::Movable);
             assert_eq!(reader.due_ms(SIGNS), 0);

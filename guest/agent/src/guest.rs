@@ -1,4 +1,4 @@
-//! Recognition of a Foreshore guest. The agent changes nothing on any other machine.
+//! Recognizes a Foreshore guest. On any other machine, the agent changes nothing.
 
 use std::fs;
 use std::path::Path;
@@ -7,14 +7,14 @@ use foreshore_proto::ACPI_OEM_ID;
 
 use crate::args::Options;
 
-/// ACPI table that every VM has. Linux shows it to root only (drivers/acpi/sysfs.c).
+/// ACPI table that every VM has. Only root can read it (drivers/acpi/sysfs.c).
 const FADT: &str = "firmware/acpi/tables/FACP";
 
-/// Offset of the OEM ID in a table (ACPI 6.5, 5.2.6).
+/// Offset of the OEM ID in an ACPI table (ACPI 6.5, 5.2.6).
 const OEM_ID_OFFSET: usize = 10;
 
-/// Checks the ACPI tables, which do not depend on the VMM's readiness: memory that a VM plugs
-/// before the VMM accepts reports must come online as well.
+/// Checks the ACPI tables. They are valid even before the VMM is ready to accept reports, and
+/// memory that it plugs that early must also come online.
 ///
 /// Returns the reason if the machine is not recognized as a guest.
 fn check_ours(sys: &Path) -> Result<(), String> {
@@ -25,8 +25,8 @@ fn check_ours(sys: &Path) -> Result<(), String> {
     is_ours.then_some(()).ok_or_else(|| "This is not a guest of Foreshore (ACPI)".to_owned())
 }
 
-/// Returns `options`, without the parts that change the machine unless it is a guest of Foreshore.
-/// `sys` is /sys outside of tests.
+/// Returns `options`. On a machine that is not a Foreshore guest, removes the parts that change the
+/// machine. `sys` is /sys outside of tests.
 pub(crate) fn permitted(options: &Options, sys: &Path) -> Options {
     match check_ours(sys) {
         Ok(()) => options.clone(),

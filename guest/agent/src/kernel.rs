@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 
-/// Maximum length of texts, because the VMM refuses longer ones.
+/// Maximum length of strings. The VMM rejects longer ones.
 const MAX_TEXT_CHARS: usize = 120;
 
 pub(crate) fn hello() -> RawHello {
@@ -28,16 +28,17 @@ pub(crate) fn hello() -> RawHello {
     }
 }
 
-/// Sources for the model of a kernel with several, in the order of preference.
+/// Sources from which the preemption model can be found if the kernel supports several, in order of
+/// preference.
 #[derive(Debug, Default)]
 struct Evidence {
-    /// /sys/kernel/debug/sched/preempt, with the chosen model in parentheses. debugfs is not always
-    /// mounted.
+    /// Content of /sys/kernel/debug/sched/preempt, with the selected model in parentheses. debugfs
+    /// is not always mounted.
     scheduler: String,
-    /// Kernel log, which has a line "Dynamic Preempt: MODEL" from the boot and from each change
-    /// (kernel/sched/core.c). A busy log may have lost it.
+    /// Kernel log. It contains a line "Dynamic Preempt: MODEL" from boot and from each change
+    /// (kernel/sched/core.c). A busy log may have lost this line.
     log: String,
-    /// /proc/cmdline, with the model requested at boot.
+    /// Content of /proc/cmdline, with the model requested at boot.
     command_line: String,
 }
 
@@ -60,7 +61,8 @@ impl Evidence {
             let said = self.log.lines().filter_map(|line| line.split_once("Dynamic Preempt: "));
             said.filter_map(|(_, model)| known(model.trim())).next_back()
         };
-        // The last model that the kernel knows is in effect (setup_preempt_mode).
+        // The last model on the command line that the kernel knows is in effect
+        // (setup_preempt_mode).
         let wanted = || {
             let words = self.command_line.split_whitespace();
             words.filter_map(|word| known(word.strip_prefix("preempt=")?)).next_back()
@@ -69,7 +71,7 @@ impl Evidence {
     }
 }
 
-/// Reads the relevant lines that the kernel log still contains. Each read returns one record
+/// Reads the relevant lines that are still in the kernel log. Each read returns one record
 /// (Documentation/ABI/testing/dev-kmsg).
 fn kernel_log() -> io::Result<String> {
     let mut log = String::new();
@@ -77,19 +79,19 @@ fn kernel_log() -> io::Result<String> {
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
         .open("/dev/kmsg")?;
-    // Larger than a record. The loop is longer than a log of the usual size.
+    // Larger than a record. The loop makes more reads than a log of the usual size has records.
     let mut record = [0; 8192];
     for _ in 0..100_000 {
         match kmsg.read(&mut record) {
             Ok(len) => {
-                // Only relevant lines are kept, because all of them would be megabytes.
+                // Only relevant lines are kept, because all lines would take megabytes.
                 let text = String::from_utf8_lossy(&record[..len]);
                 if text.contains("Dynamic Preempt: ") {
                     log += text.lines().next().unwrap_or_default();
                     log.push('\n');
                 }
             }
-            // The record was overwritten. The next read returns the oldest existing one.
+            // The record was overwritten. The next read returns the oldest remaining one.
             Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
             Err(error) => return Err(error),
@@ -98,7 +100,8 @@ fn kernel_log() -> io::Result<String> {
     Ok(log)
 }
 
-/// Preemption model from `uname -v`, or from `evidence` if it can be selected at boot.
+/// Returns the preemption model from `uname -v`, or from `evidence` if the model can be selected at
+/// boot.
 fn preemption(uname_version: &str, evidence: &Evidence) -> &'static str {
     let has = |flag: &str| uname_version.split_whitespace().any(|word| word == flag);
     if has("PREEMPT_RT") {
@@ -124,12 +127,12 @@ mod tests {
         for (version, [scheduler, log, command_line], model) in [
             (DEBIAN, ["none (voluntary) full\n", "", ""], "voluntary"),
             (DEBIAN, ["none voluntary (full) lazy\n", log, wanted], "full"),
-            // The last line of the log counts.
+            // The last line in the log is used.
             (DEBIAN, ["", log, wanted], "voluntary"),
-            // The last value on the command line that the kernel knows counts.
+            // The last value on the command line that the kernel knows is used.
             (DEBIAN, ["", "6,9,1,-;Dynamic Preempt: sometimes\n", wanted], "none"),
             (DEBIAN, ["", "", "xpreempt=full preempt= PREEMPT=full"], "dynamic"),
-            // Kernels without a dynamic model name it in their version.
+            // Kernels with a fixed model name it in their version.
             ("#1 SMP PREEMPT_RT Debian", ["", "", "preempt=none"], "rt"),
             ("#7 SMP PREEMPT Mon", ["", "", "preempt=none"], "full"),
             ("#7 SMP Mon", ["", "", "preempt=none"], "static"),

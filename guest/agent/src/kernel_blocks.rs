@@ -1,12 +1,11 @@
-//! Converts blocks of plugged DRAM to kernel memory when the kernel runs short.
+//! Converts blocks of plugged DRAM to kernel memory when the kernel is short of it.
 //!
-//! Plugged memory is online movable, so it holds neither slabs nor page tables nor page
-//! descriptors. A guest that boots with little DRAM and grows by much runs out of kernel memory
-//! while gigabytes are free. So the agent takes a block offline and onlines it again with
-//! `online_kernel`. Linux first migrates the pages of the block to other blocks
-//! (mm/memory_hotplug.c, offline_pages). The block serves the kernel until the next boot, or until
-//! Linux has unplugged all parts of it (drivers/virtio/virtio_mem.c,
-//! virtio_mem_sbm_unplug_request).
+//! Plugged memory is online movable, so it cannot contain slabs, page tables or page descriptors. A
+//! guest that boots with little DRAM and grows a lot runs out of kernel memory while gigabytes are
+//! free. So the agent takes a block offline and brings it online again with `online_kernel`. Linux
+//! first migrates the pages of the block to other blocks (mm/memory_hotplug.c, offline_pages). The
+//! block serves the kernel until the next boot, or until Linux has unplugged all parts of it
+//! (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
 //!
 //! A separate thread converts blocks, because the write to a block's state waits for the migration,
 //! which may take long.
@@ -27,7 +26,7 @@ use crate::sys;
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
 const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 
-/// Converts blocks in a thread of its own.
+/// Converts blocks in a separate thread.
 #[derive(Debug)]
 pub(crate) struct KernelBlocks {
     requests: SyncSender<u32>,
@@ -38,17 +37,17 @@ pub(crate) struct KernelBlocks {
     exhausted: Option<Exhausted>,
 }
 
-/// Node without a block to convert. Its movable blocks are boot memory.
+/// Node that has no block to convert. Its movable blocks are boot memory.
 #[derive(Debug)]
 struct Exhausted {
     node: u32,
-    /// Blocks at that time. If they change, the node is tried again.
+    /// Blocks when this was found. The node is tried again if they change.
     blocks: Blocks,
 }
 
 impl KernelBlocks {
-    /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is
-    /// /proc/iomem.
+    /// Starts the thread. Outside of tests, `memory_root` is /sys/devices/system/memory and `iomem`
+    /// is /proc/iomem.
     pub(crate) fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
         let mut turner = Turner {
             memory_root: memory_root.to_owned(),
@@ -77,7 +76,7 @@ impl KernelBlocks {
         })
     }
 
-    /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block
+    /// Requests the conversion of a block if the kernel is short of memory. Returns true if a block
     /// was converted since the last call. Does not block. `other_user_pages` is the result of
     /// [`parse::zoneinfo`](crate::parse::zoneinfo).
     pub(crate) fn poll(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) -> bool {
@@ -114,20 +113,21 @@ impl KernelBlocks {
     }
 }
 
-/// Part of [`KernelBlocks`] that runs in the thread.
+/// State of the conversion thread.
 #[derive(Debug)]
 struct Turner {
     memory_root: PathBuf,
     iomem: PathBuf,
-    /// Block whose pages did not move within the limit. The next attempt begins after it.
+    /// Block whose pages could not be moved within the time limit. The next attempt starts after
+    /// it.
     unmoved: Option<u32>,
-    /// Converts the block that has this `state` file.
+    /// Function that converts the block with this `state` file.
     turn: fn(&Path) -> io::Result<()>,
 }
 
 impl Turner {
-    /// Converts one block of `node` and returns its number. Blocks of boot memory are skipped,
-    /// because they have pages that never move.
+    /// Converts one block of `node` and returns its number. Skips blocks of boot memory, because
+    /// they contain pages that never move.
     fn turn_one(&mut self, node: u32) -> io::Result<u32> {
         let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
         let block_bytes = u64::from_str_radix(block_bytes.trim(), 16)
@@ -145,7 +145,7 @@ impl Turner {
                 is_plugged && path.join(format!("node{node}")).exists() && is_movable(path)
             })
             .collect();
-        // Begins with the lowest block, because virtio_mem unplugs the highest blocks first.
+        // Starts with the lowest block, because virtio_mem unplugs the highest blocks first.
         blocks.sort_unstable();
         let after_unmoved = blocks.partition_point(|(number, _)| Some(*number) <= self.unmoved);
         blocks.rotate_left(after_unmoved);
@@ -159,16 +159,16 @@ impl Turner {
         for (number, path) in blocks {
             match (self.turn)(&path.join("state")) {
                 Ok(()) => return Ok(number),
-                // Linux holds the lock of all hotplug during the wait (drivers/base/core.c,
-                // lock_device_hotplug_sysfs), so nothing is plugged. One such wait
-                // per attempt is enough.
+                // During the wait, Linux holds the lock for all hotplug operations
+                // (drivers/base/core.c, lock_device_hotplug_sysfs), so no memory is plugged. One
+                // such wait per attempt is enough.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {
                     self.unmoved = Some(number);
                     return Err(error);
                 }
-                // virtio_mem has unplugged the block meanwhile.
+                // virtio_mem has unplugged the block in the meantime.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                // This block has pinned pages; another block may have none.
+                // This block contains pinned pages. Another block may not.
                 Err(error) => last = error,
             }
         }
@@ -183,15 +183,15 @@ fn is_movable(block: &Path) -> bool {
 
 fn turn(state: &Path) -> io::Result<()> {
     let mut file = fs::File::options().write(true).open(state)?;
-    // A single call: `write_all` would repeat it after EINTR.
+    // Makes a single call, because `write_all` would repeat it after EINTR.
     sys::within_ms(OFFLINE_LIMIT_MS, || file.write(b"offline"))?;
     fs::write(state, "online_kernel").inspect_err(|_| {
-        // If `online_kernel` fails, the block is onlined movable again.
+        // If `online_kernel` fails, the block is brought online as movable again.
         let _ = fs::write(state, "online_movable");
     })
 }
 
-/// Physical addresses of memory that virtio_mem added, from the text of /proc/iomem.
+/// Returns the physical address ranges that virtio_mem added, parsed from the text of /proc/iomem.
 fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
     let range = |line: &str| {
         let (range, _) = line.split_once(" : ").filter(|(_, name)| name.trim() == VIRTIO_MEM)?;
@@ -219,8 +219,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Node 0 is short of kernel memory and has `movable` plugged blocks. PM of node 1 has room for
-    /// their pages.
+    /// Report in which node 0 is short of kernel memory and has `movable` plugged blocks. PM of
+    /// node 1 has room for their pages.
     fn short_report(movable: u64) -> RawReport {
         let zone = |node, kind, managed_mib, free_mib| Zone {
             node,
@@ -241,7 +241,7 @@ mod tests {
         RawReport { zones, blocks, ..RawReport::default() }
     }
 
-    /// Guest of 6.12 in which a program locks 200 MiB of its memory.
+    /// Report of a guest with 6.12 in which a program locks 200 MiB of memory.
     #[test]
     fn locked_memory_does_not_make_the_kernel_short_sooner() {
         let before = include_str!("../tests/data/6.12-filled/zoneinfo");
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(virtio_mem_ranges("junk\n-1 : System RAM (virtio_mem)\n"), []);
     }
 
-    /// A sysfs with blocks 0 (boot), 32 and 33 (plugged DRAM) and 40 (PM).
+    /// Fake sysfs with blocks 0 (boot memory), 32 and 33 (plugged DRAM), and 40 (PM).
     fn sysfs() -> Tree {
         let blocks = [(0, 0), (32, 0), (33, 0), (40, 1)];
         let blocks = blocks.map(|(number, node)| (number, node, "online", "Movable"));
@@ -295,8 +295,8 @@ mod tests {
         KernelBlocks::start(tree.path(), &tree.at("iomem")).expect("starts")
     }
 
-    /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only
-    /// after the limit for 32.
+    /// Pages of blocks 32 and 33 cannot be moved. Linux finds this immediately for block 33, but
+    /// only after the time limit for block 32.
     fn turn_none(state: &Path) -> io::Result<()> {
         Err(match state.to_string_lossy().contains("memory32") {
             true => io::ErrorKind::Interrupted.into(),
@@ -327,7 +327,7 @@ mod tests {
         while kernel_blocks.exhausted.is_none() {
             kernel_blocks.poll(&report, 0, now_ms);
         }
-        // Longer than any pause.
+        // A wait longer than any pause.
         now_ms += 600_000;
         kernel_blocks.poll(&report, 0, now_ms);
         assert!(!kernel_blocks.is_busy);
@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(turner.turn_one(0).expect("turns"), 32);
         assert_eq!(state(32), "online_kernel");
         assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
-        // `valid_zones` of a real kernel shows that the block belongs to the kernel now.
+        // On a real kernel, `valid_zones` now shows that the block belongs to the kernel.
         tree.put("memory32/valid_zones", "Normal\n");
         assert_eq!(turner.turn_one(0).expect("turns"), 33);
         tree.put("memory33/valid_zones", "Normal\n");

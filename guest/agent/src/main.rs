@@ -49,14 +49,14 @@ const IOMEM: &str = "/proc/iomem";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
 const CMDLINE: &str = "/proc/cmdline";
-/// Folder of records for the next agent. It exists until the guest reboots.
+/// Folder for records that the next agent reads. It exists until the guest reboots.
 const RUN: &str = "/run/foreshore-agent";
 
 /// Exit code for an invalid command line.
 const WRONG_COMMAND_LINE: u8 = 2;
 
 fn main() -> ExitCode {
-    // Other users have no access to files that the agent creates.
+    // Other users must not have access to files that the agent creates.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let command = match args::parse(std::env::args_os().skip(1)) {
         Ok(command) => command,
@@ -102,7 +102,7 @@ fn once() -> anyhow::Result<()> {
 fn run(options: &Options) -> anyhow::Result<()> {
     let options = &guest::permitted(options, Path::new(SYS));
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
-    // Errors of the following steps are not fatal: without them the agent still reports, only less
+    // Failures of the following steps are not fatal. The agent then still reports, but less
     // reliably.
     agent.termination = logged("watch for its end", sys::watch_termination());
     logged("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
@@ -138,7 +138,7 @@ fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the result, or prints the failure to standard error.
+/// Returns the value of a successful result. Otherwise prints the failure to standard error.
 fn logged<T>(what: &str, result: io::Result<T>) -> Option<T> {
     result.inspect_err(|error| eprintln!("foreshore-agent: Cannot {what}: {error}")).ok()
 }

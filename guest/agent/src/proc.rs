@@ -1,5 +1,5 @@
-//! Files in /proc. They are kept open and read into one buffer, so that a report allocates no
-//! memory.
+//! Reads files in /proc. They are kept open and read into one buffer, so that a report needs no
+//! memory allocation.
 
 use std::fs::File;
 use std::io;
@@ -11,26 +11,27 @@ use thiserror::Error;
 
 use crate::parse::{self, ParseError};
 
-/// Initial size, larger than any text of a small guest. The buffer grows if necessary.
+/// Initial buffer size. It is larger than any text in a small guest, and the buffer grows if
+/// necessary.
 const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 
-/// Upper bound of a text's length: zoneinfo has 150 bytes per zone and CPU.
+/// Upper limit of a text's length. zoneinfo has 150 bytes per zone and CPU.
 const MAX_BUFFER_BYTES: usize = 16 << 20;
 
-/// The kernel returns whole pieces of a text while a page has room for the next one (seq_read_iter
-/// in fs/seq_file.c).
+/// Page size. The kernel fills a page with whole pieces of a text while the next piece fits
+/// (seq_read_iter in fs/seq_file.c).
 const PAGE_BYTES: usize = 4096;
 
-/// Room for the six numbers of dentry-state.
+/// Buffer size for the six numbers in dentry-state.
 const UNUSED_BYTES: usize = 256;
 
-/// Age at which watermarks and sizes of zones are read again. They are also read when the amount of
-/// memory changes.
+/// Age at which the zones' watermarks and sizes are read again. They are also read when the amount
+/// of memory changes.
 const MAX_ZONES_AGE_MS: u64 = 1_000;
 
-/// Allowed difference between the free memory of buddyinfo and meminfo, which are counted at
-/// different times. A block of pages that is being unplugged is on the free lists but not free, and
-/// has at least 2 MiB.
+/// Allowed difference between the free memory in buddyinfo and in meminfo, which are read at
+/// different times. A block of pages that is being unplugged is on the free lists but is not
+/// counted as free, and has at least 2 MiB.
 const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
 #[derive(Debug, Error)]
@@ -45,7 +46,7 @@ pub(crate) enum ProcError {
     Parse(#[from] ParseError),
 }
 
-/// File that is read repeatedly.
+/// File that is read many times.
 #[derive(Debug)]
 struct Text {
     path: PathBuf,
@@ -53,7 +54,7 @@ struct Text {
     pieces: Pieces,
 }
 
-/// Structure of a text, as the kernel writes it.
+/// Structure of a text as the kernel writes it.
 #[derive(Clone, Copy, Debug)]
 enum Pieces {
     One,
@@ -64,7 +65,8 @@ enum Pieces {
 }
 
 impl Pieces {
-    /// Returns true if the text ends where a read ended before the end of the buffer.
+    /// Returns true if a read that ended before the end of the buffer has reached the end of the
+    /// text.
     fn is_whole(self, count: usize) -> bool {
         match self {
             Pieces::One => true,
@@ -74,36 +76,36 @@ impl Pieces {
     }
 }
 
-/// Files that a report is created from.
+/// Files from which a report is created.
 #[derive(Debug)]
 pub(crate) struct Proc {
     meminfo: Text,
     zoneinfo: Text,
     vmstat: Text,
-    /// Optional for a report.
+    /// Missing on some kernels. A report can be created without it.
     buddyinfo: Option<Text>,
     /// Missing if the kernel has no pressure information.
     pressure: Option<Text>,
-    /// Numbers of cached dentries and inodes, optional for a report.
+    /// Numbers of cached dentries and inodes. A report can be created without them.
     dentries: Option<Text>,
     inodes: Option<Text>,
     buffer: Vec<u8>,
-    /// Time of the last reading of zones, and amount of memory then.
+    /// Time when the zones were last read, and the amount of memory at that time.
     zones_read: Option<(u64, u64)>,
-    /// Locked and compressed pages in the kernel's zones at that time.
+    /// Locked and compressed pages in kernel zones at that time.
     other_user_pages: u64,
 }
 
 impl Proc {
-    /// Opens the files under `root`, which is /proc outside of tests.
+    /// Opens the files below `root`, which is /proc outside of tests.
     pub(crate) fn open(root: &Path) -> Result<Self, ProcError> {
         Ok(Proc {
             meminfo: Text::open(root.join("meminfo"), Pieces::One)?,
-            // One piece per node.
+            // Each piece describes one node.
             zoneinfo: Text::open(root.join("zoneinfo"), Pieces::Long)?,
-            // One piece per line.
+            // Each piece is one line.
             vmstat: Text::open(root.join("vmstat"), Pieces::UpTo(100))?,
-            // One piece per node: a line for each zone, with eleven numbers.
+            // Each piece describes one node, with a line for each zone and eleven numbers per line.
             buddyinfo: Text::open(root.join("buddyinfo"), Pieces::UpTo(1024)).ok(),
             pressure: Text::open(root.join("pressure/memory"), Pieces::One).ok(),
             dentries: Text::open(root.join("sys/fs/dentry-state"), Pieces::One).ok(),
@@ -114,7 +116,7 @@ impl Proc {
         })
     }
 
-    /// Fills the parts of a report that are from /proc.
+    /// Fills in the parts of a report that come from /proc.
     pub(crate) fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
         let (unused_dentries, unused_inodes) =
@@ -139,20 +141,20 @@ impl Proc {
         Ok(())
     }
 
-    /// Locked and compressed pages in the kernel's zones, as old as the sizes of the zones.
+    /// Locked and compressed pages in kernel zones. Read together with the sizes of the zones.
     pub(crate) fn other_user_pages(&self) -> u64 {
         self.other_user_pages
     }
 
-    /// Objects on LRU lists by a file of /proc/sys/fs.
+    /// Number of objects on LRU lists, read from a file in /proc/sys/fs.
     fn unused(&self, text: &Option<Text>) -> Option<u64> {
         let mut buffer = [0; UNUSED_BYTES];
         parse::unused(text.as_ref()?.read_once(&mut buffer).ok()?)
     }
 
-    /// Updates the fast-changing values of zones from buddyinfo, which is shorter than zoneinfo
-    /// with its five lines for each zone and CPU. Returns false if the result does not match the
-    /// known zones.
+    /// Updates fast-changing values of the zones from buddyinfo. That file is shorter than
+    /// zoneinfo, which has five lines for each zone and CPU. Returns false if the result does not
+    /// match the known zones.
     fn fill_free_pages(&mut self, report: &mut RawReport) -> Result<bool, ProcError> {
         let Some(buddyinfo) = &self.buddyinfo else { return Ok(false) };
         let text = buddyinfo.read(&mut self.buffer)?;
@@ -168,7 +170,7 @@ impl Proc {
         let Some(buddyinfo) = &self.buddyinfo else { return Ok(()) };
         let text = buddyinfo.read(&mut self.buffer)?;
         if parse::buddyinfo(text, &mut report.zones).is_err() {
-            // A report without these values is better than none.
+            // A report without these values is still useful.
             report.zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
             self.buddyinfo = None;
         }
@@ -259,7 +261,8 @@ mod tests {
         ] {
             assert_eq!(pieces.is_whole(count), whole, "{pieces:?} {count}");
         }
-        // Uses files of the machine that runs the test. A further read would have returned the end.
+        // Uses files of the machine that runs the test. Another read would have returned the end of
+        // the text.
         let proc = Proc::open(Path::new("/proc")).expect("open");
         let texts = [
             Some(&proc.meminfo),
@@ -289,7 +292,7 @@ mod tests {
         tree.put("meminfo", text);
     }
 
-    /// Number of free pages, and low watermark, of each zone.
+    /// Number of free pages and low watermark of each zone.
     fn zones_at(proc: &mut Proc, report: &mut RawReport, now_ms: u64) -> Vec<(u64, u64)> {
         proc.fill(report, now_ms).expect("fill");
         report.zones.iter().map(|zone| (zone.free_pages, zone.low_pages)).collect()
@@ -314,7 +317,8 @@ mod tests {
         assert_eq!(zones_at(2_050), by_buddyinfo);
         put_meminfo(&tree, 1_000_004, 335_488);
         assert_eq!(zones_at(2_100), by_zoneinfo, "memory has come");
-        // Blocks that are being unplugged are on the free lists: 2 MiB more than free memory.
+        // Blocks that are being unplugged are on the free lists, which have 2 MiB more than free
+        // memory.
         put_meminfo(&tree, 1_000_004, 335_488 - 2_048);
         assert_eq!(zones_at(2_150), by_zoneinfo, "what is free does not fit");
         put_meminfo(&tree, 1_000_004, 335_488 + 2_047);
@@ -332,7 +336,7 @@ mod tests {
         tree.put("sys/fs/dentry-state", "164829\t139103\t45\t0\t93217\t0\n");
         tree.put("sys/fs/inode-nr", "120413\t507\n");
         let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());
-        // Counts this thread only, because other tests read files at the same time.
+        // Counts only this thread, because other tests read files concurrently.
         let counter = Text::open("/proc/thread-self/io".into(), Pieces::One).expect("open");
         let reads = || {
             let mut buffer = [0; 256];
@@ -347,7 +351,7 @@ mod tests {
             let before = reads();
             proc.fill(&mut report, now_ms).expect("fill");
             // The kernel counts a read when it ends, so the difference includes one read of the
-            // counter itself.
+            // counter file itself.
             assert_eq!(reads() - before - 1, SHORT_TEXTS + of_zoneinfo, "at {now_ms} ms");
         }
     }

@@ -1,4 +1,4 @@
-//! Records under /run that an agent leaves for its successor in case it is killed.
+//! Records below /run that an agent leaves for its successor in case it is killed.
 
 use std::fs;
 use std::io;
@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::logged;
 
-/// Replaces a record atomically, because with an incomplete record our values would count as the
-/// guest's. Removes the record if `text` is empty.
+/// Replaces a record atomically. With an incomplete record, values that the agent wrote would be
+/// taken for the guest's own. Removes the record if `text` is empty.
 pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
     if text.is_empty() {
         return match fs::remove_file(record) {
@@ -23,8 +23,8 @@ pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
     fs::rename(&new, record)
 }
 
-/// Replaces the record before `what` is changed. The agent continues without a record: the old
-/// value is lost only if the agent is killed.
+/// Writes the record before `what` is changed. If that fails, the agent continues without a record.
+/// The old value is then lost only if the agent is killed.
 pub(crate) fn note(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("record the guest's {what} in {}", record.display()), result);

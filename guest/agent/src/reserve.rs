@@ -1,16 +1,17 @@
-//! DRAM reserve for the kernel.
+//! Adapts the DRAM reserve for the kernel.
 //!
-//! Hotplugged memory is movable, so it serves only user pages. User pages fill the nearest node
-//! first, down to the watermark at which kswapd is woken, and only then the PM node. After that,
-//! every page table, socket buffer or page descriptor takes DRAM below the watermark, and kswapd
-//! swaps, although gigabytes of PM are free. `vm.lowmem_reserve_ratio` of Linux prevents this. It
-//! keeps pages of a zone free from allocations that a higher zone of the same node could serve. Its
-//! defaults keep half a megabyte in a small guest; this module adapts it to the kernel's need.
+//! Hotplugged memory is movable, so it serves only user pages. User pages first fill the nearest
+//! node, down to the watermark at which kswapd is woken, and only then the PM node. After that,
+//! every page table, socket buffer or page descriptor takes DRAM below the watermark. kswapd then
+//! swaps, although gigabytes of PM are free. Linux' `vm.lowmem_reserve_ratio` prevents this. It
+//! reserves pages of a zone against allocations that a higher zone of the same node could serve.
+//! Its defaults reserve half a megabyte in a small guest. This module adapts it to the kernel's
+//! need.
 //!
 //! The guest's own setting is restored when the agent ends. A killed agent cannot do that, and its
-//! successor must not take the current value for the guest's. So a record of the guest's value and
-//! of all values written by agents exists until the guest reboots. The record is written first: a
-//! current value that is not on record is the guest's own.
+//! successor must not mistake the current value for the guest's own. So the guest's value and all
+//! values written by agents are kept in a record until the guest reboots. The record is written
+//! before the setting. A current value that is not in the record is therefore the guest's own.
 
 use std::fs;
 use std::io;
@@ -20,30 +21,30 @@ use foreshore_proto::{KERNEL_ZONES, LINUX_RESERVE_RATIOS, Zone, reserve_ratios};
 
 use crate::record;
 
-/// Name of the sysctl and of the record.
+/// Name of the sysctl and of its record.
 const NAME: &str = "lowmem_reserve_ratio";
 
-/// Sysctl, with its value before any agent wrote to it.
+/// Sysctl and its value before any agent changed it.
 #[derive(Debug)]
 pub(crate) struct Reserve {
     path: PathBuf,
     record: PathBuf,
     initial: Vec<u64>,
-    /// Ratios that give the smallest reserve of the zones: `initial`, or Linux' defaults if
-    /// `initial` comes from the kernel's command line. The VMM computes those ratios for the zones
-    /// at boot. When plugged DRAM becomes ZONE_NORMAL, they would reserve memory that the kernel
-    /// needs.
+    /// Ratios that result in the smallest reserve. They are `initial`, or Linux' defaults if
+    /// `initial` comes from the kernel's command line. The VMM computes the latter ratios for the
+    /// zones at boot. When plugged DRAM becomes ZONE_NORMAL, they would reserve memory that the
+    /// kernel needs.
     least: Vec<u64>,
     current: Vec<u64>,
-    /// Values that agents have written, as on record.
+    /// Values written by agents, according to the record.
     ours: Vec<Vec<u64>>,
-    /// Input of the present setting: managed pages of the zones, and the memory that can be added
-    /// to them.
+    /// Input from which the current setting was computed: managed pages of the zones, and memory
+    /// that can be added to them.
     made_for: (Vec<u64>, u64),
 }
 
 impl Reserve {
-    /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under
+    /// Reads the setting below `root`, which is /proc/sys/vm outside of tests, and the record below
     /// `run`, which exists until the guest reboots. `cmdline` is the kernel's command line.
     pub(crate) fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
         let (path, record) = (root.join(NAME), run.join(NAME));
@@ -51,7 +52,7 @@ impl Reserve {
         if current.len() < KERNEL_ZONES.len() {
             return Err(io::Error::from(io::ErrorKind::InvalidData));
         }
-        // The first line is the guest's setting, and the others are ours.
+        // The first line is the guest's setting. The others were written by agents.
         let text = fs::read_to_string(&record).unwrap_or_default();
         let mut recorded = text.lines().map(ratios_of);
         let (initial, ours) = match recorded.next() {
@@ -65,8 +66,8 @@ impl Reserve {
         Ok(Reserve { path, record, initial, least, current, ours, made_for: Default::default() })
     }
 
-    /// Adapts the setting to the guest's zones and to the memory that can be added to them, if one
-    /// of these has changed.
+    /// Adapts the setting to the guest's zones and to the memory that can be added to them, unless
+    /// both are unchanged.
     pub(crate) fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
         let (managed, before_bytes) = &mut self.made_for;
         let managed_now = zones.iter().map(|zone| zone.managed_pages);
@@ -95,7 +96,7 @@ impl Reserve {
         record::note("vm.lowmem_reserve_ratio", &self.record, &lines.collect::<String>());
     }
 
-    /// Restores the guest's setting that a killed agent has left changed.
+    /// Restores the guest's setting after a killed agent left it changed.
     pub(crate) fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
         match run.join(NAME).try_exists()? {
             true => Self::open(root, run, "")?.restore(),
@@ -103,7 +104,7 @@ impl Reserve {
         }
     }
 
-    /// Restores the guest's setting if the current value is ours.
+    /// Restores the guest's setting if an agent wrote the current value.
     pub(crate) fn restore(self) -> io::Result<()> {
         let is_ours = ratios_of(&fs::read_to_string(&self.path)?) == self.current;
         if is_ours && self.current != self.initial {
@@ -117,7 +118,8 @@ fn ratios_of(text: &str) -> Vec<u64> {
     text.split_whitespace().filter_map(|word| word.parse().ok()).collect()
 }
 
-/// Ratios on the kernel's command line: `sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0"`.
+/// Returns the ratios from the kernel's command line: `sysctl.vm.lowmem_reserve_ratio="256 1 32 0
+/// 0"`.
 fn ratios_on(cmdline: &str) -> Option<Vec<u64>> {
     let (_, rest) = cmdline.rsplit_once("sysctl.vm.lowmem_reserve_ratio=")?;
     let value = match rest.strip_prefix('"') {
@@ -144,7 +146,7 @@ mod tests {
         Zone { kind, managed_pages: (mib << 20) / PAGE_BYTES, ..Zone::default() }
     }
 
-    /// Guest with its sysctl and a folder for the record.
+    /// Fake guest with a sysctl and a folder for the record.
     struct Guest(Tree);
 
     /// Setting as Linux prints it, and as the agent writes it.
@@ -172,14 +174,14 @@ mod tests {
             self.open("")
         }
 
-        /// Starts an agent that adapts to these zones and is killed.
+        /// Runs an agent that adapts the setting to these zones and is then killed.
         fn agent(&self, zones: &[Zone]) {
             self.reserve().adapt(zones, 0).expect("writes");
         }
     }
 
-    /// Zones of a guest without plugged memory and with two sizes of it. Each size needs its own
-    /// ratios.
+    /// Zones of a guest without plugged memory, and with two different amounts of it. Each amount
+    /// requires different ratios.
     fn zones() -> [Vec<Zone>; 3] {
         let boot = zone(ZoneKind::Dma32, 337);
         let plugged = |mib| vec![boot, zone(ZoneKind::Movable, mib)];
@@ -190,7 +192,8 @@ mod tests {
     fn setting_of_the_command_line_is_for_the_zones_at_boot() {
         let guest = Guest::new();
         guest.set("256\t8\t32\t0\t0\n");
-        // DRAM that the kernel got is ZONE_NORMAL, so ZONE_DMA32 does not have to keep 32 MiB.
+        // DRAM converted for the kernel is in ZONE_NORMAL, so ZONE_DMA32 does not have to keep 32
+        // MiB.
         let zones =
             [zone(ZoneKind::Dma32, 295), zone(ZoneKind::Normal, 256), zone(ZoneKind::Movable, 36)];
         let mut reserve =
@@ -243,7 +246,7 @@ mod tests {
         reserve.adapt(&plugged, 0).expect("writes");
         reserve.restore().expect("restores");
         assert_eq!(guest.setting(), RESTORED);
-        // The agent does not replace another program's value, and does not write if nothing has
+        // The agent does not replace another program's value, and writes nothing if nothing has
         // changed.
         let mut reserve = guest.reserve();
         reserve.adapt(&plugged, 0).expect("writes");
@@ -263,7 +266,7 @@ mod tests {
             guest.agent(zones);
             assert_ne!(guest.setting(), RESTORED);
         }
-        // Plugged memory has been unplugged meanwhile.
+        // Plugged memory has been unplugged in the meantime.
         guest.agent(&boot);
         assert_eq!(guest.setting(), RESTORED);
         guest.agent(&large);

@@ -1,4 +1,4 @@
-//! One connection to the VMM: hello, reports and settings.
+//! One connection to the VMM: sends hello and reports, and receives settings.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +17,7 @@ use crate::proc::ProcError;
 use crate::trigger::TRIGGERS;
 use crate::{kernel, sys};
 
-/// Divisor of the total memory. The quotient is the watermark until the VMM sends settings.
+/// Divisor of the total memory. The quotient is the watermark until the VMM has sent settings.
 const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]
@@ -51,7 +51,7 @@ pub(crate) struct Session<'a> {
     socket: OwnedFd,
     pace: Pace,
     lines: LineReader,
-    /// Output, and number of its bytes that have been sent.
+    /// Output bytes, and how many of them have been sent.
     out: Vec<u8>,
     sent: usize,
 }
@@ -100,7 +100,7 @@ impl<'a> Session<'a> {
         if ready.writable {
             self.flush()?;
         }
-        // A VMM that reads late gets the newest values, and not those of a minute ago.
+        // A VMM that reads late must receive the newest values instead of values from a minute ago.
         if self.is_pending() {
             return Ok(self.agent.keep_house()?);
         }
@@ -118,12 +118,12 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Returns true if a part of the output has not been sent yet.
+    /// Returns true if some of the output has not been sent yet.
     fn is_pending(&self) -> bool {
         self.sent < self.out.len()
     }
 
-    /// Waits until the socket or a trigger is ready, or a timer expires.
+    /// Waits until the socket or a trigger is ready, or until a timer expires.
     fn wait(&mut self) -> Result<Ready, SessionError> {
         let pending = self.is_pending();
         let due_ms = if pending {
@@ -153,8 +153,8 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Checks free memory, and reads the measured memory if the check is suspicious, which costs
-    /// more.
+    /// Checks free memory. Reads the measured memory only if the check is suspicious, because
+    /// reading it costs more.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes();
         if !self.pace.is_suspicious(free_bytes, now_ms) {
@@ -200,7 +200,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Handles messages of the VMM. Invalid ones are printed and ignored.
+    /// Handles messages from the VMM. Invalid messages are printed and ignored.
     fn receive(&mut self) -> Result<(), SessionError> {
         let mut buffer = [0; 2048];
         let count = sys::receive(&self.socket, &mut buffer)?.ok_or(SessionError::Closed)?;
@@ -288,7 +288,7 @@ mod tests {
         let (mut agent, mut reader) = (agent(), BufReader::new(vmm));
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         session.send_report(Cause::Rest).expect("goes on");
-        // Longer numbers in later reports must not grow the buffer.
+        // Longer numbers in later reports must not make the buffer grow.
         session.out.reserve(1024);
         let seq = session.agent.report.seq;
         let (count, ()) = allocations::count(|| {
@@ -377,7 +377,7 @@ mod tests {
         );
     }
 
-    /// Guest whose kernel leaves memory offline, with its blocks.
+    /// Guest whose kernel leaves memory offline, and its blocks.
     fn offline_guest() -> (Agent, Tree) {
         let memory = Tree::memory("offline", &[(32, 1, "offline", "Movable")]);
         let proc =

@@ -1,4 +1,4 @@
-//! System calls that std lacks.
+//! System calls that std does not provide.
 
 use std::io;
 use std::mem;
@@ -13,7 +13,7 @@ use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::time::ClockId;
 
-/// Converts the -1 of a system call into its error.
+/// Turns a result of -1 into the error of the system call.
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -24,25 +24,25 @@ pub(crate) fn monotonic_ms() -> u64 {
     now.tv_sec.cast_unsigned().saturating_mul(1000) + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
-/// Free memory, from the only system call that returns it without a text.
+/// Returns free memory, with the only system call that does so without formatting a text.
 pub(crate) fn free_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     info.freeram.saturating_mul(u64::from(info.mem_unit))
 }
 
-/// Locks all present and future memory of the process, so that it can report under memory pressure.
+/// Locks all current and future memory of the process, so that it can report under memory pressure.
 pub(crate) fn lock_memory() -> io::Result<()> {
     Ok(rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE)?)
 }
 
-/// Raises the priority over ordinary processes, because the agent's work is short and late reports
+/// Raises the priority above ordinary processes, because the agent's work is short and late reports
 /// are useless.
 pub(crate) fn raise_priority() -> io::Result<()> {
     Ok(rustix::process::setpriority_process(None, -10)?)
 }
 
-/// Calls `act`, whose system calls fail with EINTR after `limit_ms`. For calls that wait for the
-/// kernel.
+/// Calls `act`. After `limit_ms`, its system calls fail with EINTR. This limits calls that wait for
+/// the kernel.
 #[expect(unsafe_code, reason = "rustix has no timers and no signal handlers")]
 pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
@@ -50,15 +50,16 @@ pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -
         tv_sec: (limit_ms / 1000).cast_signed(),
         tv_nsec: (limit_ms % 1000 * 1_000_000).cast_signed(),
     };
-    // The timer repeats, because a signal that arrives before the call begins does not end it.
+    // The timer repeats, because a signal that arrives before the call starts does not interrupt
+    // it.
     let again = libc::timespec { tv_sec: 1, tv_nsec: 0 };
     let times = libc::itimerspec { it_interval: again, it_value: limit };
     let mut timer: libc::timer_t = ptr::null_mut();
-    // SAFETY: the structures are plain data, for which zero is a valid value, and outlive the
+    // SAFETY: the structures are plain data, for which zero is a valid value, and they outlive the
     // calls. The handler does nothing.
     let set = unsafe {
         let mut action: libc::sigaction = mem::zeroed();
-        // Without SA_RESTART, so that the signal interrupts the blocked call.
+        // SA_RESTART is not set, so that the signal interrupts the blocked call.
         action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
         check(libc::sigaction(libc::SIGALRM, &raw const action, ptr::null_mut()))?;
         let mut event: libc::sigevent = mem::zeroed();
@@ -74,9 +75,9 @@ pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -
     result
 }
 
-/// Returns a descriptor that becomes readable when termination is requested. Blocks the signals, so
-/// that they no longer end the process. It must be called before any thread is started, because
-/// threads inherit the mask.
+/// Returns a descriptor that becomes readable when termination is requested. Blocks the termination
+/// signals, so that they no longer end the process. It must be called before any thread is started,
+/// because threads inherit the mask.
 #[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
 pub(crate) fn watch_termination() -> io::Result<OwnedFd> {
     // SAFETY: `set` outlives the calls, and sigemptyset initializes it before others read it. The
@@ -92,13 +93,13 @@ pub(crate) fn watch_termination() -> io::Result<OwnedFd> {
     }
 }
 
-/// Waits until one of `fds` is ready for its events or `timeout_ms` have passed, and returns the
-/// events of each. A missing descriptor has none. An interruption counts as a time-out.
+/// Waits until one of `fds` is ready or `timeout_ms` have passed, and returns the events of each. A
+/// missing descriptor has no events. An interruption counts as a time-out.
 pub(crate) fn poll<const N: usize>(
     fds: [(Option<BorrowedFd<'_>>, PollFlags); N],
     timeout_ms: u64,
 ) -> io::Result<[PollFlags; N]> {
-    // The kernel skips negative descriptors (do_pollfd in fs/select.c), and AT_FDCWD is one.
+    // The kernel skips negative descriptors (do_pollfd in fs/select.c). AT_FDCWD is negative.
     let mut polled = fds.map(|(fd, events)| PollFd::from_borrowed_fd(fd.unwrap_or(CWD), events));
     let timeout = Timespec {
         tv_sec: (timeout_ms / 1000).cast_signed(),
@@ -112,19 +113,19 @@ pub(crate) fn poll<const N: usize>(
 }
 
 /// Highest port that Linux reserves for privileged processes (LAST_RESERVED_PORT in its
-/// af_vsock.c). The VMM accepts reports only from these.
+/// af_vsock.c). The VMM accepts reports only from privileged ports.
 const LAST_PRIVILEGED_PORT: u32 = 1023;
-/// Number of ports to try, because ports of earlier connections may still be in use on one side.
+/// Number of ports to try. Ports of earlier connections may still be in use on either side.
 const PORTS_TO_TRY: u32 = 64;
 
-/// Privileged ports to try. The first one changes each millisecond.
+/// Returns privileged ports to try. The first one changes each millisecond.
 fn privileged_ports(now_ms: u64) -> impl Iterator<Item = u32> {
     let first = (now_ms % u64::from(PORTS_TO_TRY)) as u32;
     (0..PORTS_TO_TRY).map(move |n| LAST_PRIVILEGED_PORT - (first + n) % PORTS_TO_TRY)
 }
 
-/// Returns the first of `ports` for which `bind` succeeds. Any error except a port in use ends the
-/// search.
+/// Returns the first of `ports` for which `bind` succeeds. Any error other than a port in use ends
+/// the search.
 fn bind_first(
     ports: impl Iterator<Item = u32>,
     mut bind: impl FnMut(u32) -> io::Result<()>,
@@ -165,7 +166,7 @@ unsafe impl SocketAddrArg for VsockAddress {
     }
 }
 
-/// Opens a stream to `port` of `cid` from a privileged port.
+/// Opens a stream from a privileged port to `port` of `cid`.
 pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::VSOCK,
@@ -180,12 +181,12 @@ pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Sends as many bytes as the socket accepts without blocking, possibly none.
+/// Sends as many bytes as the socket accepts without blocking. This may be none.
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
     transferred(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))
 }
 
-/// Receives available bytes. `None` at the end of the stream.
+/// Receives available bytes. Returns `None` at the end of the stream.
 pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT) {
         Ok((0, _)) => Ok(None),
@@ -193,7 +194,7 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option
     }
 }
 
-/// Number of transferred bytes. Zero if no transfer is possible without blocking.
+/// Returns the number of transferred bytes, or zero if the transfer would block.
 fn transferred(result: rustix::io::Result<usize>) -> io::Result<usize> {
     match result {
         Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(0),

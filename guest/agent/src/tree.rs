@@ -1,4 +1,4 @@
-//! Trees of files for tests, in the form of /proc or /sys.
+//! Trees of files for tests, with the structure of /proc or /sys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ impl Tree {
         tree
     }
 
-    /// A /sys/devices/system/memory with the policy by which blocks come online, and with blocks
-    /// of 128 MiB: number, node, state and zones of each.
+    /// Creates a fake /sys/devices/system/memory with an onlining policy and blocks of 128 MiB.
+    /// `blocks` gives the number, node, state and zones of each block.
     pub(crate) fn memory(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> Self {
         let policy = format!("{policy}\n");
         let tree = Tree::new(&[("auto_online_blocks", &policy), ("block_size_bytes", "8000000\n")]);
@@ -26,7 +26,7 @@ impl Tree {
         tree
     }
 
-    /// A /proc with texts of the guests in tests/data.
+    /// Creates a fake /proc with texts from guests in tests/data.
     pub(crate) fn proc(texts: &[&str]) -> Self {
         let tree = Tree::new(&[]);
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
@@ -56,7 +56,7 @@ impl Tree {
         fs::read_to_string(self.at(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
 
-    /// Creates a directory, to which a write of text fails.
+    /// Creates a directory at `path`, so that writing text to the path fails.
     pub(crate) fn make(&self, path: &str) {
         fs::create_dir_all(self.at(path)).expect("creates");
     }

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 
 use rustix::event::PollFlags;
 
-/// Requests for each trigger, in the order of preference.
+/// Alternative requests for each trigger, in order of preference.
 ///
-/// Some task has waited for 50 ms in 500 ms, or all tasks together for 15 ms. Linux accepts no
-/// window below 500 ms. Without CAP_SYS_RESOURCE it accepts only multiples of 2 s, or before 6.5
-/// none at all (psi_trigger_create in kernel/sched/psi.c).
+/// One trigger fires if some task has waited for 50 ms in 500 ms, and the other if all tasks have
+/// waited for 15 ms. Linux accepts no window below 500 ms. Without CAP_SYS_RESOURCE, it accepts
+/// only multiples of 2 s, and no trigger at all before 6.5 (psi_trigger_create in
+/// kernel/sched/psi.c).
 const REQUESTS: [[&[u8]; 2]; 2] = [
     [b"some 50000 500000\0", b"some 200000 2000000\0"],
     [b"full 15000 500000\0", b"full 60000 2000000\0"],
@@ -20,10 +21,10 @@ const REQUESTS: [[&[u8]; 2]; 2] = [
 
 pub(crate) const TRIGGERS: usize = REQUESTS.len();
 
-/// Time after which a lost trigger is requested again.
+/// Time after which the agent requests a lost trigger again.
 const AGAIN_MS: u64 = 10_000;
 
-/// Triggers that the kernel has granted. A missing one is requested again.
+/// Triggers that the kernel has accepted. A missing trigger is requested again later.
 #[derive(Debug)]
 pub(crate) struct Triggers {
     path: PathBuf,
@@ -32,8 +33,8 @@ pub(crate) struct Triggers {
 }
 
 impl Triggers {
-    /// Registers the triggers with the pressure file under `root`, which is /proc outside of tests.
-    /// Returns an error if all fail.
+    /// Registers the triggers with the pressure file below `root`, which is /proc outside of tests.
+    /// Returns an error if no trigger can be registered.
     pub(crate) fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
         let mut triggers = Triggers {
             path: root.join("pressure/memory"),
@@ -66,8 +67,8 @@ impl Triggers {
         self.files.each_ref().map(|file| file.as_ref().map(AsFd::as_fd))
     }
 
-    /// Processes the events of a poll, and returns true if a trigger has fired. Triggers that the
-    /// kernel has removed are closed, and requested again later.
+    /// Handles the events of a poll, and returns true if a trigger has fired. Triggers that the
+    /// kernel has removed are closed and requested again later.
     pub(crate) fn fired(&mut self, events: [PollFlags; TRIGGERS], now_ms: u64) -> bool {
         for (file, events) in self.files.iter_mut().zip(events) {
             if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
@@ -76,7 +77,7 @@ impl Triggers {
             }
         }
         if now_ms >= self.again_ms {
-            // An error is ignored, because reports continue at the usual intervals.
+            // An error is ignored, because reports still follow at the usual intervals.
             let _ = self.register_missing(now_ms);
         }
         events
@@ -85,7 +86,7 @@ impl Triggers {
     }
 }
 
-/// Result of the first of `requests` that is not refused.
+/// Returns the result of the first of `requests` that the kernel accepts.
 fn first_granted<T>(
     requests: [&[u8]; 2],
     mut register: impl FnMut(&[u8]) -> io::Result<T>,
@@ -104,7 +105,7 @@ fn first_granted<T>(
     }
 }
 
-/// Registers a trigger by a single write. It exists while the file is open.
+/// Registers a trigger with a single write. The trigger exists while the file is open.
 fn register_one(path: &Path, request: &[u8]) -> io::Result<File> {
     let mut file =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;

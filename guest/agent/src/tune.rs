@@ -1,4 +1,4 @@
-//! Kernel settings whose defaults suit one kind of memory, but not a guest that has two.
+//! Kernel settings whose defaults suit guests with one kind of memory, but not guests with two.
 
 use std::fs;
 use std::io;
@@ -8,23 +8,25 @@ use foreshore_proto::{Zone, full_pm_pages};
 
 use crate::record;
 
-/// Defaults of Linux, and values for a guest in which a node without CPUs has memory. PM is such a
-/// node.
+/// Linux' defaults, and the values for a guest in which a node without CPUs has memory. PM is such
+/// a node.
 ///
-/// 1. A page fault allocates a huge page from its own node, and from another one only if it may
-///    compact (mm/mempolicy.c, alloc_pages_mpol). With full DRAM, PM would only serve small pages.
-///    If compaction is impossible, as in a full node, Linux tries the next node at once
+/// 1. A page fault allocates a huge page from the local node. It uses another node only if it may
+///    compact memory (mm/mempolicy.c, alloc_pages_mpol). With full DRAM, PM would only serve small
+///    pages. If compaction is impossible, as in a full node, Linux immediately tries the next node
 ///    (mm/page_alloc.c, __alloc_pages_slowpath: COMPACT_SKIPPED).
-/// 2. khugepaged allocates a huge page from the node of most of the small ones, and reclaims memory
-///    there if necessary (mm/khugepaged.c, alloc_charge_folio). It swaps DRAM while PM is free.
-/// 3. A page block that changes its type wakes kswapd to restore the zone to a boosted watermark
-///    (mm/page_alloc.c, boost_watermark). In a full node, kswapd has to swap for that (mm/vmscan.c,
-///    balance_pgdat).
+/// 2. khugepaged allocates a huge page from the node with most of the small pages, and reclaims
+///    memory there if necessary (mm/khugepaged.c, alloc_charge_folio). It swaps DRAM while PM is
+///    free.
+/// 3. When a page block changes its type, Linux wakes kswapd to restore the zone to a boosted
+///    watermark (mm/page_alloc.c, boost_watermark). In a full node, kswapd has to swap for that
+///    (mm/vmscan.c, balance_pgdat).
 /// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c,
 ///    can_demote). Kernels since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c). Older
-///    kernels find none, and the setting has no effect. If PM is full, no page can move. Without
-///    swap, Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and scans
-///    DRAM for minutes before it calls the OOM killer. So demotion is off while PM is full.
+///    kernels do not find it, and the setting has no effect. If PM is full, no page can be moved.
+///    Without swap, Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and
+///    scans DRAM for minutes before it calls the OOM killer. So demotion is disabled while PM is
+///    full.
 const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
     Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
@@ -39,54 +41,59 @@ const BOOST_FACTOR: &str = "proc/sys/vm/watermark_boost_factor";
 const DEMOTION: &str = "sys/kernel/mm/numa/demotion_enabled";
 const ZERO_PAGE: &str = "sys/kernel/mm/transparent_hugepage/use_zero_page";
 
-/// Guests that boot with less memory have no huge pages (mm/huge_memory.c, hugepage_init).
+/// Minimum size at boot for huge pages. Linux disables them in smaller guests (mm/huge_memory.c,
+/// hugepage_init).
 const HUGE_PAGES_FROM_BYTES: u64 = 512 << 20;
 
-/// Setting whose value depends on the presence of PM.
+/// Kernel setting that depends on whether the guest has PM.
 #[derive(Debug)]
 struct Setting {
     path: &'static str,
     usual: &'static str,
     beside_pm: &'static str,
-    /// The setting applies only while PM has free memory.
+    /// Set if the setting applies only while PM has free memory.
     needs_free_pm: bool,
 }
 
-/// Name of the record. It has a line for each changed setting: its path and its previous value.
+/// Name of the record. It contains a line for each changed setting, with its path and its previous
+/// value.
 const NAME: &str = "settings";
 
-/// Adapts the kernel's settings to the guest's memory.
+/// Adapts kernel settings to the guest's memory.
 ///
-/// A killed agent leaves changed settings, which could also be an owner's. So the previous values
-/// are on record until the guest reboots. The record is written before a setting.
+/// A killed agent leaves settings changed, and its values could also have been set by the owner. So
+/// the previous values are kept in a record until the guest reboots. The record is written before a
+/// setting.
 #[derive(Debug)]
 pub(crate) struct Tuning {
     root: PathBuf,
     record: PathBuf,
-    /// Previous values of those `SETTINGS` that are changed now.
+    /// Previous values of those `SETTINGS` that are currently changed.
     was: [Option<String>; SETTINGS.len()],
-    /// Nodes at the last call.
+    /// Nodes found by the last call.
     nodes: Vec<u32>,
     /// Nodes without CPUs.
     pm_nodes: Vec<u32>,
     has_free_pm: bool,
     huge_pages: HugePages,
-    /// Size at which the kernel's build configuration was unknown, and the number of such calls.
+    /// Guest size when the kernel's build configuration could not be found, and the number of calls
+    /// since then.
     unknown_at: (u64, u64),
 }
 
-/// Huge pages of a guest that was too small for them at boot.
+/// State of huge pages in a guest that was too small for them at boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HugePages {
-    /// The guest was not too small, has huge pages now, or another program has changed the setting.
+    /// Nothing to do: the guest was not too small, already has huge pages, or another program has
+    /// changed the setting.
     Settled,
-    /// The guest was too small. `has_begun` is true if some of the settings have been written, so
-    /// that they no longer look unchanged. `by_command_line` is the choice of the command line.
+    /// The guest was too small. `has_begun` is true if some settings have already been written and
+    /// so no longer look unchanged. `by_command_line` is the value chosen on the command line.
     LeftOut { has_begun: bool, by_command_line: Option<Option<&'static str>> },
 }
 
 impl Tuning {
-    /// Reads the settings under `root`, which is / outside of tests, and the record under `run`,
+    /// Reads the settings below `root`, which is / outside of tests, and the record below `run`,
     /// which exists until the guest reboots.
     pub(crate) fn open(root: &Path, run: &Path) -> Self {
         let mut tuning = Self {
@@ -107,7 +114,7 @@ impl Tuning {
                 .map(|(_, was)| was.to_owned())
         };
         for (index, setting) in SETTINGS.iter().enumerate() {
-            // A setting on record may be unchanged: the agent was killed before it wrote the
+            // A setting in the record may be unchanged: the agent was killed before it wrote the
             // setting, or the owner has changed it since.
             tuning.was[index] = recorded(setting.path)
                 .filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
@@ -123,8 +130,8 @@ impl Tuning {
         tuning
     }
 
-    /// Adapts the settings to the guest's zones and size. Does nothing while these are unchanged.
-    /// After an error, it retries when they change.
+    /// Adapts the settings to the guest's zones and size. Does nothing while both are unchanged.
+    /// After an error, the next attempt is made when they change.
     pub(crate) fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
@@ -145,13 +152,13 @@ impl Tuning {
         huge_pages.and(self.set())
     }
 
-    /// Checks if PM is not full. The two thresholds prevent a change with every report.
+    /// Returns true if PM is not full. Two different thresholds prevent a change with every report.
     fn is_pm_free(&self, zones: &[Zone]) -> bool {
         let pm = zones.iter().filter(|zone| self.pm_nodes.contains(&zone.node));
         let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {
             (free.saturating_add(zone.free_pages), managed.saturating_add(zone.managed_pages))
         });
-        // Full PM counts as full until twice as much is free.
+        // PM that was full counts as full until twice as much is free.
         let full_pages = full_pm_pages(managed_pages);
         managed_pages > 0
             && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
@@ -165,8 +172,8 @@ impl Tuning {
     }
 
     /// Enables huge pages, because Linux checks the guest's size only at boot. The other inputs are
-    /// read here and not at the start, because /boot may not have been mounted and no program has
-    /// changed a setting then.
+    /// read here instead of at the start. At the start, /boot may not have been mounted, and no
+    /// program has changed a setting yet.
     fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
         let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else {
             return Ok(());
@@ -191,7 +198,7 @@ impl Tuning {
             self.huge_pages = HugePages::LeftOut { has_begun: true, by_command_line };
             self.put_on_record();
             self.huge_pages = HugePages::Settled;
-            // Makes the next call check the setting of defrag again.
+            // Makes the next call check the defrag setting again.
             self.nodes.clear();
             self.write(DEFRAG, "madvise")?;
             self.write(COLLAPSE_DEFRAG, "1")?;
@@ -204,9 +211,9 @@ impl Tuning {
         written
     }
 
-    /// Build configuration of the kernel, if available. /boot may be mounted later or never. If the
-    /// file is missing, it is tried again when the guest's size changes, and otherwise after one,
-    /// two, four times as many reports.
+    /// Returns the kernel's build configuration, if available. /boot may be mounted later or never.
+    /// If the file is missing, it is tried again when the guest's size changes, and otherwise after
+    /// one, two, four times as many reports.
     fn config(&mut self, total_bytes: u64) -> Option<String> {
         let (at_bytes, times) = self.unknown_at;
         let times = if total_bytes == at_bytes { times + 1 } else { 1 };
@@ -218,21 +225,21 @@ impl Tuning {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Returns true if Linux disabled huge pages because of the guest's size at boot. Linux then
-    /// clears all of these settings. `transparent_hugepage=never`, or a program that disables huge
-    /// pages later, only changes the first one.
+    /// Returns true if Linux disabled huge pages because the guest was small at boot. Linux then
+    /// clears all of these settings. In contrast, `transparent_hugepage=never`, or a program that
+    /// disables huge pages later, changes only the first one.
     fn has_been_left_out(&self) -> bool {
         chosen(&self.read(ENABLED)) == "never"
             && chosen(&self.read(DEFRAG)) == "never"
             && self.read(ZERO_PAGE).trim() == "0"
     }
 
-    /// Finds the nodes without CPUs that have memory.
+    /// Finds nodes that have memory but no CPUs.
     fn find_pm_nodes(&mut self) -> io::Result<()> {
         self.pm_nodes.clear();
         let with_cpus = match fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu"))
         {
-            // A kernel without NUMA has one node, with all CPUs.
+            // A kernel without NUMA has a single node with all CPUs.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             with_cpus => with_cpus?,
         };
@@ -242,8 +249,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// Sets or restores all settings. Values of other programs stay, and an error of one setting
-    /// does not affect the others.
+    /// Sets or restores all settings. Values written by other programs are kept. An error with one
+    /// setting does not affect the others.
     fn set(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         for (index, setting) in SETTINGS.iter().enumerate() {
@@ -301,7 +308,7 @@ impl Tuning {
         changed.chain(begun).map(|(path, was)| format!("{path} {was}\n")).collect()
     }
 
-    /// Returns an empty text if the file cannot be read.
+    /// Returns the file's text, or an empty string if the file cannot be read.
     fn read(&self, path: &str) -> String {
         fs::read_to_string(self.root.join(path)).unwrap_or_default()
     }
@@ -311,18 +318,18 @@ impl Tuning {
     }
 }
 
-/// Values that enable huge pages, for some memory or for all.
+/// Values that enable huge pages, for all memory or where a program asks for them.
 const WORDS: [&str; 2] = ["always", "madvise"];
 
-/// Value on the command line, if there is one. The inner option is `None` for a value that is not
-/// one of `WORDS`.
+/// Returns the value on the command line, if there is one. The inner option is `None` if the value
+/// is not one of `WORDS`.
 fn word_of_command_line(command_line: &str) -> Option<Option<&'static str>> {
     let words = command_line.split_whitespace();
     let word = words.filter_map(|word| word.strip_prefix("transparent_hugepage=")).next_back()?;
     Some(WORDS.into_iter().find(|known| *known == word))
 }
 
-/// Default value of a kernel with this build configuration.
+/// Returns the default value of a kernel with this build configuration.
 fn word_of_config(config: &str) -> Option<&'static str> {
     WORDS.into_iter().find(|word| {
         let line = format!("CONFIG_TRANSPARENT_HUGEPAGE_{}=y", word.to_uppercase());
@@ -330,13 +337,13 @@ fn word_of_config(config: &str) -> Option<&'static str> {
     })
 }
 
-/// Word in brackets, or the whole text.
+/// Returns the word in brackets, or the whole text if there are none.
 fn chosen(text: &str) -> &str {
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     word.map_or(text.trim(), |(word, _)| word)
 }
 
-/// Parses a set of nodes in the format of the kernel: `0-1,3`.
+/// Parses a list of nodes in the kernel's format: `0-1,3`.
 fn node_list(text: &str) -> Option<Vec<std::ops::RangeInclusive<u32>>> {
     let text = text.trim();
     let ranges = text.split(',').filter(|range| !range.is_empty());
@@ -367,7 +374,7 @@ mod tests {
         }
     }
 
-    /// Build configuration of Debian's kernels, and another one.
+    /// Build configuration of Debian's kernels, and a different one.
     const OF_DEBIAN: (&str, &str) =
         ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
     const ALWAYS: (&str, &str) =
@@ -376,7 +383,7 @@ mod tests {
     const USUAL: [&str; 4] = ["madvise", "1", "15000", "false"];
     const BESIDE_PM: [&str; 4] = ["always", "0", "0", "true"];
 
-    /// /proc and /sys of a guest, with the files that are used.
+    /// Fake /proc and /sys of a guest, with the files that the agent uses.
     struct Guest(Tree);
 
     impl Guest {
@@ -395,7 +402,7 @@ mod tests {
             guest
         }
 
-        /// Guest that was booted with less than 512 MiB.
+        /// Guest that booted with less than 512 MiB.
         fn small(files: &[(&str, &str)]) -> Self {
             let guest = Guest::new(&[
                 (ENABLED, "always madvise [never]\n"),
@@ -436,7 +443,7 @@ mod tests {
         zones_with(nodes, 3200)
     }
 
-    /// Nodes of 3,200 pages each, with `free_pages` free.
+    /// Zones of nodes with 3,200 pages each, `free_pages` of them free.
     fn zones_with(nodes: &[u32], free_pages: u64) -> Vec<Zone> {
         let zone = |node: &u32| Zone {
             node: *node,
@@ -482,7 +489,7 @@ mod tests {
     #[test]
     fn nodes_with_cpus_are_dram() {
         let other_cpus = Some("0-1,3\n");
-        // This file is missing on a kernel without NUMA.
+        // A kernel without NUMA does not have this file.
         for (has_cpu, nodes, settings) in [
             (other_cpus, &[0, 1, 3][..], USUAL),
             (other_cpus, &[0, 1, 2], BESIDE_PM),
@@ -522,8 +529,7 @@ mod tests {
         for (files, nodes, total_bytes, huge_pages) in [
             (vec![OF_DEBIAN], &[0][..], HUGE_PAGES_FROM_BYTES - 1, none),
             (vec![OF_DEBIAN], &[0], HUGE_PAGES_FROM_BYTES, ["madvise", "madvise", "1"]),
-            // The command line overrides the build configuration, and applies to small guests as
-            // well.
+            // The command line overrides the build configuration. It also applies to small guests.
             (
                 vec![OF_DEBIAN, cmdline("quiet transparent_hugepage=always\n")],
                 &[0, 1],
@@ -531,9 +537,9 @@ mod tests {
                 ["always", "always", "1"],
             ),
             (vec![OF_DEBIAN, cmdline("transparent_hugepage=never\n")], &[0, 1], GIB, none),
-            // Neither the command line nor /boot has a setting.
+            // Neither the command line nor /boot provides a value.
             (vec![], &[0, 1], GIB, none),
-            // One of the three settings has been changed since the boot.
+            // One of the three settings has been changed since boot.
             (vec![ALWAYS, (ENABLED, "[always] never\n")], &[0], GIB, ["always", "never", "0"]),
             (vec![ALWAYS, (DEFRAG, "[madvise] never\n")], &[0], GIB, ["never", "madvise", "0"]),
             (vec![ALWAYS, (ZERO_PAGE, "1\n")], &[0], GIB, ["never", "never", "1"]),
@@ -565,7 +571,7 @@ mod tests {
         guest.put(ALWAYS.0, ALWAYS.1);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
         assert_eq!(guest.get(ENABLED), "always");
-        // tmpfiles.d chooses before the guest grows.
+        // tmpfiles.d sets a value before the guest grows.
         let guest = Guest::small(&[ALWAYS]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0]), 1 << 20).expect("adapts");
@@ -602,7 +608,7 @@ mod tests {
         guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
         assert_eq!([guest.get(ENABLED), guest.get(ZERO_PAGE)], ["always", "1"]);
         assert!(!guest.run().join(NAME).exists());
-        // A program that disables them later has precedence.
+        // If a program disables huge pages later, the agent does not override it.
         guest.put(ENABLED, "always madvise [never]\n");
         guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
         assert_eq!(guest.get(ENABLED), "never");
@@ -610,8 +616,8 @@ mod tests {
 
     #[test]
     fn successor_of_a_killed_agent_distinguishes_own_and_foreign_values() {
-        // For each setting: the kernel's value, another program's, another program's that equals
-        // ours, and none.
+        // Values for each setting: one from the kernel, one from another program, one from another
+        // program that equals the agent's value, and none.
         let foreign = [("defer", "always"), ("7", "0"), ("20000", "0"), ("0", "true")];
         for which in 0..SETTINGS.len() {
             let (other, like_ours) = foreign[which];
@@ -629,10 +635,10 @@ mod tests {
                     });
                 };
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-                // A second agent leaves the same values.
+                // A second agent leaves the same values behind.
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
                 others(|setting| setting.beside_pm);
-                // Plugged memory has been unplugged meanwhile.
+                // Plugged memory has been unplugged in the meantime.
                 guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
                 others(|setting| setting.usual);
                 assert!(
@@ -668,7 +674,7 @@ mod tests {
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.put(BOOST_FACTOR, "20000\n");
         let mut tuning = guest.tuning();
-        // The record of the agent's change is removed at once.
+        // The record of the agent's change is removed immediately.
         guest.put(BOOST_FACTOR, "0\n");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.tuning().restore().expect("restores");

@@ -1,4 +1,4 @@
-//! Command lines that the program refuses.
+//! Tests command lines that the program rejects.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -20,7 +20,7 @@ fn wrong_arguments_are_refused_with_a_line_and_exit_code_2() {
     }
 }
 
-/// Text that the program prints on standard output.
+/// Returns the text that the program prints on standard output.
 fn printed(flag: &str) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_foreshore-agent")).arg(flag).output().unwrap();
     assert!(output.status.success());
@@ -46,7 +46,7 @@ fn manual_page_has_the_flags_values_and_defaults_of_the_help() {
         names.map(|name| name.split(end).next().unwrap().to_owned()).collect()
     };
     assert_eq!(flags(page, ".It Fl -"), flags(options, "--"));
-    // Rows of the list, each with the text up to the next one.
+    // Entries of the list, each with the text up to the next entry.
     let rows: Vec<_> = page.split(".It Fl -").skip(1).collect();
     for option in options.strip_prefix("  --").unwrap().split("\n  --") {
         let name = option.split([' ', '\n']).next().unwrap();

@@ -1,4 +1,4 @@
-//! Modes of the files that the agent creates.
+//! Tests the modes of the files that the agent creates.
 
 #[path = "../../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;

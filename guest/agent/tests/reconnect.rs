@@ -1,5 +1,5 @@
-//! Tests of the program with a VMM that disappears and returns. They change nothing on the machine
-//! that runs them.
+//! Tests the program with a VMM that disappears and returns. The tests change nothing on the
+//! machine that runs them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ use foreshore_proto::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit that only a hanging test exceeds.
+/// Time limit that is exceeded only if a test hangs.
 const LIMIT: Duration = Duration::from_secs(60);
 
 struct Agent(Child, BufReader<ChildStderr>);
@@ -42,7 +42,7 @@ impl Agent {
         }
     }
 
-    /// Stops the agent, and waits until it is stopped.
+    /// Sends a stop signal to the agent, and waits until it has stopped.
     fn stop(&self) {
         self.signal(Signal::STOP);
         let stat = format!("/proc/{}/stat", self.0.id());
@@ -51,7 +51,7 @@ impl Agent {
         }
     }
 
-    /// Number of voluntary sleeps so far.
+    /// Number of times that the agent has voluntarily gone to sleep so far.
     fn wakes(&self) -> u64 {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.0.id()));
         let text = text.expect("reads");
@@ -131,7 +131,7 @@ fn listening() -> (tempfile::TempDir, UnixListener) {
     (dir, listener)
 }
 
-/// Starts an agent that has sent its hello to a VMM with these settings.
+/// Starts an agent. Returns it when it has sent its hello to a VMM with these settings.
 fn connected(settings: Settings) -> (Agent, Vmm) {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
@@ -141,7 +141,7 @@ fn connected(settings: Settings) -> (Agent, Vmm) {
     (agent, vmm)
 }
 
-/// Settings with the shortest interval that a VMM can request.
+/// Settings with the shortest intervals that a VMM can request.
 fn many() -> Settings {
     Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) }
 }
@@ -152,7 +152,7 @@ fn late_or_restarted_vmm_receives_hello_and_reports_from_the_first() {
     let socket = socket_in(&dir);
     let mut agent = Agent::start(&socket);
     for _ in 0..2 {
-        // First no socket exists, then connections are refused, and then there is a VMM.
+        // First there is no socket, then connections are refused, and finally there is a VMM.
         agent.says("No such file");
         drop(UnixListener::bind(&socket).expect("binds"));
         agent.says("Connection refused");
@@ -194,7 +194,7 @@ fn vmm_that_closes_at_once_is_retried() {
 fn vmm_that_does_not_read_neither_blocks_the_agent_nor_its_end() {
     let (agent, mut vmm) = connected(many());
     let first = vmm.report_seq();
-    // Waits until the socket is full, when its content no longer grows.
+    // Waits until the amount of data in the socket no longer grows, because the socket is full.
     let mut queued = 0;
     loop {
         thread::sleep(Duration::from_millis(300));
@@ -251,12 +251,12 @@ fn restarted_agent_begins_with_a_hello() {
     }
 }
 
-/// The cost of the agent is mainly the number of wake-ups. The time depends on the machine.
+/// The agent's cost is mainly its number of wake-ups. Time would depend on the machine.
 #[test]
 fn agent_at_rest_wakes_up_ten_times_per_second_and_once_to_report() {
     const REPORTS: u64 = 3;
     let (agent, mut vmm) = connected(Settings::with_watermark(0));
-    // On a busy machine reports may come early, in which case the test measures again.
+    // On a busy machine, reports may be early. The test then measures again.
     let at_rest = (0..LIMIT.as_secs()).find_map(|_| {
         let (since_ms, before) = (vmm.report_ms(), agent.wakes());
         let until_ms = (0..REPORTS).map(|_| vmm.report_ms()).last()?;

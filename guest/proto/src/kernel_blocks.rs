@@ -1,4 +1,4 @@
-//! Decision to convert a block of plugged DRAM to kernel memory.
+//! Decides whether a block of plugged DRAM must be converted to kernel memory.
 //!
 //! The agent carries out the conversion (docs/reference/agent.md, "Memory for the kernel"), and the
 //! simulator models it.
@@ -7,24 +7,25 @@ use crate::{
     Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,
 };
 
-/// Divisor of the usual reserve. The quotient is the threshold of free memory below which the
-/// kernel is short. The whole reserve would be too high a threshold, because programs that fill
-/// DRAM before any memory is plugged leave the kernel about that much.
+/// Divisor of the usual reserve. The kernel is short of memory if less than the quotient is free.
+/// The whole reserve would be too high a threshold, because programs that fill DRAM before any
+/// memory is plugged leave the kernel about that much.
 const SHORT_PART: u64 = 2;
-/// Time that a conversion takes. The threshold includes the growth of kernel memory in that time.
+/// Duration of a conversion. The threshold includes the expected growth of kernel memory in this
+/// time.
 pub const CONVERSION_MS: u64 = 500;
-/// Time limit of the migration of a block's pages, because Linux itself would try forever.
+/// Time limit for migrating a block's pages. Linux itself would retry forever.
 pub const OFFLINE_LIMIT_MS: u64 = 10_000;
-/// Divisor of DRAM. The quotient is the largest growth that the threshold includes.
+/// Divisor of DRAM. The threshold includes at most the quotient as expected growth.
 const MAX_GROWTH_PART: u64 = 8;
-/// Pause after a successful conversion, so that reports show its effect.
+/// Pause after a successful conversion, so that reports can show its effect.
 const PAUSE_MS: u64 = 500;
-/// Pause after the first failure. It doubles with each further failure, up to
-/// [`MAX_BACK_OFF_MS`].
+/// Pause after the first failure. Each further failure doubles it, up to [`MAX_BACK_OFF_MS`].
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Growth of kernel memory, measured by counters of Linux and by the pages of the kernel's zones.
+/// Growth of kernel memory, measured in two ways: by Linux' counters and by the pages in kernel
+/// zones.
 #[derive(Clone, Debug, Default)]
 pub struct KernelBlockGrowth {
     counted: KernelGrowth,
@@ -32,28 +33,28 @@ pub struct KernelBlockGrowth {
 }
 
 impl KernelBlockGrowth {
-    /// Processes a report. `other_user_pages` is the number of locked and compressed pages in the
-    /// kernel's zones, as in [`ZoneGrowth::update`].
+    /// Updates the rates from a report. `other_user_pages` is the number of locked and compressed
+    /// pages in kernel zones, as in [`ZoneGrowth::update`].
     pub fn update(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) {
         let kernel = report.kernel.as_ref();
         self.counted.update(kernel, report.counters.allocstall_kernel, now_ms);
         self.of_zones.update(&report.zones, other_user_pages, kernel, now_ms);
     }
 
-    /// Growth within `ms` at the larger of the two present rates.
+    /// Expected growth within `ms` at the higher of the two current rates.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         self.counted.bytes_within(ms).max(self.of_zones.bytes_within(ms))
     }
 }
 
-/// Returns the node that has to give a block to the kernel. `None` if the kernel has enough memory
-/// that is free or can be reclaimed, or if no node can give a block.
+/// Returns the node from which a block must be converted. Returns `None` if the kernel has enough
+/// free or reclaimable memory, or if no node has a suitable block.
 ///
-/// Other movable memory must have room for the pages of the block. The node keeps movable memory of
-/// at least half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without
-/// movable memory. Programs would then fill the kernel's new memory.
+/// The block's pages must fit into other movable memory. The node must also retain movable memory
+/// of at least half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node
+/// without movable memory. Programs would then fill the kernel's new memory.
 ///
-/// `except` is a node none of whose blocks can be converted.
+/// `except` is a node without convertible blocks.
 pub fn short_node(
     zones: &[Zone],
     blocks: &Blocks,
@@ -64,8 +65,8 @@ pub fn short_node(
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
     let growth_bytes = growth.bytes_within(CONVERSION_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
     let short_bytes = least_bytes.saturating_add(growth_bytes);
-    // Caches count as free, because Linux drops them when the memory is needed, and a converted
-    // block would stay with the kernel.
+    // Caches count as free, because Linux drops them when it needs the memory. A converted block
+    // would be lost to programs permanently.
     let room_bytes = kernel.room_bytes.saturating_add(growth.counted.caches_bytes());
     if blocks.block_bytes == 0
         || room_bytes >= short_bytes
@@ -94,7 +95,7 @@ pub struct KernelBlockPace {
 }
 
 impl KernelBlockPace {
-    /// Returns true if the next conversion may begin.
+    /// Returns true if the next conversion may start.
     pub fn is_due(&self, now_ms: u64) -> bool {
         now_ms >= self.not_before_ms
     }
@@ -104,7 +105,7 @@ impl KernelBlockPace {
         *self = KernelBlockPace { not_before_ms: now_ms.saturating_add(PAUSE_MS), back_off_ms: 0 };
     }
 
-    /// Records a failed conversion. The pause doubles with each further failure.
+    /// Records a failed conversion. Each further failure doubles the pause.
     pub fn failed(&mut self, now_ms: u64) {
         self.back_off_ms = (self.back_off_ms * 2).clamp(FIRST_BACK_OFF_MS, MAX_BACK_OFF_MS);
         self.not_before_ms = now_ms.saturating_add(self.back_off_ms);
@@ -131,7 +132,8 @@ mod tests {
         }
     }
 
-    /// 384 MiB of boot memory, 36 MiB of it movable, two plugged blocks of DRAM, and 512 MiB of PM.
+    /// Zones of a guest with 384 MiB of boot memory (36 MiB of it movable), two plugged blocks of
+    /// DRAM, and 512 MiB of PM.
     fn zones(kernel_free_mib: u64, pm_free_mib: u64) -> [Zone; 3] {
         [
             zone(0, ZoneKind::Dma32, 300, kernel_free_mib),
@@ -151,7 +153,7 @@ mod tests {
         Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
     }
 
-    /// Returns the node that gives a block to a kernel whose memory does not grow.
+    /// Returns the node to convert a block from, for a kernel whose memory does not grow.
     fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
         short_node(zones, blocks, &KernelBlockGrowth::default(), None)
     }
@@ -173,7 +175,7 @@ mod tests {
         );
     }
 
-    /// 60 MiB/s in sockets. No kernel counter includes their data.
+    /// Sockets grow by 60 MiB/s. No kernel counter includes their data.
     #[test]
     fn uncounted_kernel_memory_makes_the_kernel_short_sooner() {
         let mut growth = KernelBlockGrowth::default();
@@ -200,8 +202,8 @@ mod tests {
         allocstalls: u64,
     }
 
-    /// Simulates one report per second while a load grows to `end`. Returns the node that has to
-    /// give a block.
+    /// Simulates one report per second while a load grows to `end`. Returns the node to convert a
+    /// block from.
     fn node_after_load(end: Slabs) -> Option<u32> {
         const SECONDS: u64 = 20;
         let mut growth = KernelBlockGrowth::default();
@@ -227,7 +229,7 @@ mod tests {
         given
     }
 
-    /// 2 million dentries. Linux drops those that do not fit.
+    /// A walk through all files caches 2 million dentries. Linux drops those that do not fit.
     #[test]
     fn caches_of_a_walk_through_all_files_get_no_block() {
         const DENTRIES: u64 = 2_000_000;
@@ -243,8 +245,8 @@ mod tests {
         assert_eq!(node_after_load(stalled), Some(0), "reclaim does not keep up");
     }
 
-    /// 400,000 files of a tmpfs, whose inodes and dentries cannot be reclaimed; and 200,000 files
-    /// of an ext4 whose page cache pins their inodes.
+    /// Inodes and dentries of 400,000 files on a tmpfs cannot be reclaimed. In addition, page cache
+    /// pins the inodes of 200,000 files on an ext4.
     #[test]
     fn slabs_that_cannot_be_reclaimed_get_a_block() {
         let [reclaimable_mib, unreclaimable_mib] = [192, 720].map(|bytes| 400_000 * bytes / MIB);

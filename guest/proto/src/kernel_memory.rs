@@ -1,35 +1,35 @@
-//! Memory that the guest's kernel can use for its own allocations.
+//! Computes how much memory the guest's kernel can use for its own allocations.
 //!
-//! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable
-//! (mm/page_alloc.c, gfp_zone). The agent, the governor and its policies compare these sums, so
-//! they are computed here for all.
+//! Slabs, page tables, stacks, sockets and page descriptors are allocated from zones that are not
+//! movable (mm/page_alloc.c, gfp_zone). The agent, the governor and its policies compare these
+//! sums, so all of them use this module.
 
 use std::collections::VecDeque;
 
 use crate::{KernelUse, PAGE_BYTES, Zone, ZoneKind, scale};
 
-/// Time in which a rate of growth falls to zero, once the growth has ended.
+/// Time in which the growth rate decays to zero after growth has stopped.
 const FORGOTTEN_MS: u64 = 1_000;
 
-/// Time after a stall of a kernel allocation in which reclaimable caches do not count as free.
+/// Time after a stalled kernel allocation during which reclaimable caches do not count as free.
 const STALLED_MS: u64 = 10_000;
 
 /// Size of `struct dentry` on x86-64 (include/linux/dcache.h).
 pub(crate) const DENTRY_BYTES: u64 = 192;
 
-/// Lower bound of the size of an inode. `struct inode` of x86-64 has some 550 bytes without any
-/// option of the kernel (include/linux/fs.h), and those of most file systems are larger.
+/// Lower bound for the size of an inode. On x86-64, `struct inode` has about 550 bytes without
+/// optional kernel features (include/linux/fs.h). Inodes of most file systems are larger.
 pub(crate) const LEAST_INODE_BYTES: u64 = 512;
 
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelMemory {
-    /// Memory that the kernel can use for itself. ZONE_DMA does not count, because only drivers
-    /// allocate from it.
+    /// Memory that the kernel can use for itself. Excludes ZONE_DMA, because only drivers allocate
+    /// from it.
     pub managed_bytes: u64,
     /// Free part of `managed_bytes` above the high watermarks.
     pub room_bytes: u64,
-    /// Memory of the nodes that have such zones, movable zones included.
+    /// Memory of all nodes that have kernel zones, including their movable zones.
     pub dram_bytes: u64,
     /// Memory in movable zones.
     pub movable_bytes: u64,
@@ -38,7 +38,7 @@ pub struct KernelMemory {
 }
 
 impl KernelMemory {
-    /// Computes the sums of `zones`. They saturate, because a guest reports the values.
+    /// Computes the sums over `zones`. They saturate, because the values come from a guest.
     pub fn of<'a>(zones: impl Iterator<Item = &'a Zone> + Clone) -> Self {
         let is_dram = |node| zones.clone().any(|zone| zone.node == node && zone.serves_kernel());
         let mut memory = KernelMemory::default();
@@ -59,28 +59,27 @@ impl KernelMemory {
     }
 }
 
-/// Rate at which kernel memory grows, and the part of it that Linux reclaims when it needs the
-/// memory.
+/// Growth rate of kernel memory, and the part of kernel memory that Linux reclaims on demand.
 ///
 /// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A
-/// fixed threshold of free memory reacts too late then, so the governor and the agent add the
-/// growth within the time that they need to provide memory.
+/// fixed threshold of free memory would react too late. So the governor and the agent add the
+/// expected growth in the time that they need to provide memory.
 ///
-/// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and
-/// inodes. kswapd drops those on an LRU list as fast as other allocations need the memory, so they
-/// count as free memory.
+/// A program that walks a file system (`updatedb`) fills the kernel zones with dentries and inodes.
+/// kswapd drops those on an LRU list as fast as other allocations need the memory, so they count as
+/// free memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
     last: Option<Sample>,
     bytes_per_s: u64,
     caches_bytes: u64,
-    /// Stalls of kernel allocations at the last update, and the time of the last update with a new
-    /// one.
+    /// Number of stalled kernel allocations at the last update, and the time of the last update
+    /// that found a new stall.
     allocstalls: Option<u64>,
     stalled_at_ms: Option<u64>,
 }
 
-/// Kernel memory at one moment.
+/// Kernel memory at one point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sample {
     at_ms: u64,
@@ -88,8 +87,8 @@ struct Sample {
 }
 
 impl KernelGrowth {
-    /// Updates the rate with the kernel memory at `now_ms`, and with the stalls of kernel
-    /// allocations since boot. Without kernel memory the rate is zero.
+    /// Updates the rate with the kernel memory at `now_ms`, and with the number of stalled kernel
+    /// allocations since boot. If `kernel` is missing, the rate is zero.
     pub fn update(&mut self, kernel: Option<&KernelUse>, allocstalls: u64, now_ms: u64) {
         let Some(kernel) = kernel else {
             *self = KernelGrowth::default();
@@ -116,52 +115,53 @@ impl KernelGrowth {
         self.bytes_per_s = rate.max(remembered);
     }
 
-    /// Dentries and inodes that Linux can reclaim. They count as free memory of the kernel's zones.
+    /// Size of the dentries and inodes that Linux can reclaim. They count as free memory in kernel
+    /// zones.
     ///
-    /// The result is 0 for 10 s after a kernel allocation had to reclaim memory itself, because
-    /// kswapd was too slow or could not reclaim enough.
+    /// Returns 0 for 10 s after a kernel allocation entered direct reclaim, because kswapd was too
+    /// slow or could not reclaim enough.
     pub fn caches_bytes(&self) -> u64 {
         self.caches_bytes
     }
 
-    /// Returns true if no stall is remembered. The expiry of a stall changes
-    /// [`caches_bytes`](Self::caches_bytes).
+    /// Returns true if no recent stall affects the result. When a stall expires,
+    /// [`caches_bytes`](Self::caches_bytes) changes.
     pub fn is_settled(&self) -> bool {
         self.stalled_at_ms.is_none()
     }
 
-    /// Growth within `ms` at the present rate.
+    /// Expected growth within `ms` at the current rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         scale(self.bytes_per_s, ms, 1_000)
     }
 }
 
-/// Growth of all kernel memory: the pages of the kernel's zones that are neither free nor user
-/// pages.
+/// Growth of all kernel memory: those pages in kernel zones that are neither free nor user pages.
 ///
-/// Linux has no counter for some kernel memory, for example the data of sockets and pipes
+/// Linux has no counter for some kinds of kernel memory, for example the data of sockets and pipes
 /// (mm/vmstat.c).
 ///
 /// Locked pages and compressed pages of programs are not kernel memory, so `mlock` and swapping to
-/// zram or zswap are not counted as growth. The agent reads them at most once per second, so they
-/// may look like growth until then. Pages of the balloon do count, because the guest's kernel has
-/// lost them for its own allocations.
+/// zram or zswap are not counted as growth. The agent reads their number at most once per second,
+/// so they may look like growth until then. Balloon pages do count, because the kernel cannot use
+/// them for its own allocations.
 ///
-/// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that
-/// free memory move pages to these lists and back. So the rate is the average of at least a second.
+/// Linux counts free pages on per-CPU lists as used (mm/page_alloc.c, free_unref_page), and
+/// programs that free memory move pages to and from these lists. So the rate is an average over at
+/// least a second.
 #[derive(Clone, Debug, Default)]
 pub struct ZoneGrowth {
     samples: VecDeque<Sample>,
 }
 
-/// Least time from the oldest sample to the newest one.
+/// Minimum time between the oldest sample and the newest one.
 const WINDOW_MS: u64 = 1_000;
 
 impl ZoneGrowth {
     /// Adds a sample of the kernel memory at `now_ms`. `other_user_pages` is the number of locked
-    /// and compressed pages in the kernel's zones, which [`Zone::user_pages`] does not include.
+    /// and compressed pages in kernel zones. [`Zone::user_pages`] does not include them.
     ///
-    /// Clears all samples if a zone does not report its user pages.
+    /// Discards all samples if a zone does not report its user pages.
     pub fn update(
         &mut self,
         zones: &[Zone],
@@ -190,7 +190,7 @@ impl ZoneGrowth {
         }
     }
 
-    /// Growth within `ms` at the present rate.
+    /// Expected growth within `ms` at the current rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         let (Some(first), Some(last)) = (self.samples.front(), self.samples.back()) else {
             return 0;
@@ -201,19 +201,19 @@ impl ZoneGrowth {
 }
 
 impl KernelUse {
-    /// Dentries and inodes on LRU lists, at most `SReclaimable`.
+    /// Size of dentries and inodes on LRU lists, limited to `SReclaimable`.
     ///
-    /// The rest of `SReclaimable` may be pinned. Linux does not put a dentry in use on a list
-    /// (fs/dcache.c, retain_dentry), for example dentries of a tmpfs, of open files and of
-    /// directories with cached entries. It does not put an inode on a list either if the inode has
-    /// a dentry, is dirty or has page cache (fs/inode.c, iput_final and __inode_add_lru;
+    /// The rest of `SReclaimable` may be pinned. Linux puts only unused dentries on a list
+    /// (fs/dcache.c, retain_dentry). For example, dentries of a tmpfs, of open files and of
+    /// directories with cached entries are in use. An inode is not on a list if it has a dentry, is
+    /// dirty or has page cache (fs/inode.c, iput_final and __inode_add_lru;
     /// include/linux/pagemap.h, mapping_shrinkable). Kernel allocations do not reclaim page cache
-    /// that lies in PM, so its inodes and xarray nodes stay.
+    /// in PM, so its inodes and xarray nodes are not freed.
     ///
     /// Linux keeps both numbers per CPU and adds them up when they are read. A dentry that is used
-    /// again stays on its list until reclaim finds it, so some dentries that count may be in use.
-    /// Linux puts an inode on its list when the last dentry of the inode is dropped, so after a
-    /// walk of a file system only the dentries count.
+    /// again remains on its list until reclaim finds it, so some counted dentries may be in use.
+    /// Linux puts an inode on its list when the inode's last dentry is dropped. So after a walk of
+    /// a file system, only the dentries are counted.
     pub fn caches_bytes(&self) -> u64 {
         let of = |count: Option<u64>, bytes| count.unwrap_or(0).saturating_mul(bytes);
         of(self.unused_dentries, DENTRY_BYTES)
@@ -223,7 +223,7 @@ impl KernelUse {
 }
 
 impl Zone {
-    /// Checks if the kernel can use pages of this zone for itself.
+    /// Returns true if the kernel can use pages of this zone for itself.
     pub fn serves_kernel(&self) -> bool {
         matches!(self.kind, ZoneKind::Dma32 | ZoneKind::Normal)
     }
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(growth, KernelGrowth::default());
     }
 
-    /// Slabs of these sizes in MiB, with these numbers of dentries and inodes on LRU lists.
+    /// Slabs with `reclaimable_mib`, and with these numbers of dentries and inodes on LRU lists.
     fn slabs(reclaimable_mib: u64, unused_dentries: u64, unused_inodes: u64) -> KernelUse {
         KernelUse {
             slab_reclaimable_bytes: reclaimable_mib << 20,
@@ -326,7 +326,7 @@ mod tests {
             growth.update(kernel, allocstalls, now_ms);
             (growth.caches_bytes(), growth.is_settled())
         };
-        // Stalls before the first update do not count.
+        // Stalls before the first update are ignored.
         assert_eq!(update(Some(&kernel), 7, 1_000), (192_000, true));
         assert_eq!(update(Some(&kernel), 8, 3_000), (0, false));
         assert_eq!(update(Some(&kernel), 8, 12_999), (0, false));
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(update(None, 8, 14_000), (0, true), "not reported");
     }
 
-    /// A kernel zone of 512 MiB.
+    /// Kernel zone of 512 MiB.
     fn zone_mib(free_mib: u64, user_mib: u64) -> [Zone; 1] {
         let pages = |mib: u64| (mib << 20) / PAGE_BYTES;
         let (free_pages, user_pages) = (pages(free_mib), Some(pages(user_mib)));
@@ -356,16 +356,16 @@ mod tests {
             growth.update(&zone_mib(400 - 6 * tenth, 50), 0, Some(&none), tenth * 100);
         }
         assert_eq!(mib(&growth), 60);
-        // Programs allocate memory of the zone.
+        // Programs allocate memory from the zone.
         for tenth in 31..=50 {
             let zone = zone_mib(220 - 6 * (tenth - 30), 50 + 6 * (tenth - 30));
             growth.update(&zone, 0, Some(&none), tenth * 100);
         }
         assert_eq!(mib(&growth), 0);
-        // Pages on lists of a CPU for a moment.
+        // Pages are on per-CPU lists for a moment.
         growth.update(&zone_mib(70, 170), 0, Some(&none), 5_050);
         assert!(mib(&growth) <= 30, "{}", mib(&growth));
-        // Caches that Linux can reclaim.
+        // Caches that Linux can reclaim grow.
         let dentries = (30 << 20) / DENTRY_BYTES;
         let caches = KernelUse {
             slab_reclaimable_bytes: 40 << 20,

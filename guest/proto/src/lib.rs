@@ -5,12 +5,12 @@
 //! [`Hello`] first, and then reports. The VMM sends [`VmmMessage`]s to change the agent's settings
 //! or to request an action.
 //!
-//! Each side treats its input as untrusted. [`LineReader`] bounds the length of a line, and
-//! [`decode_agent_message`] and [`decode_vmm_message`] check its shape. All values of a [`Report`]
+//! Both sides treat their input as untrusted. [`LineReader`] limits the length of a line, and
+//! [`decode_agent_message`] and [`decode_vmm_message`] check its shape. All values in a [`Report`]
 //! or [`Hello`] are within their bounds. Readers skip unknown fields, so either side may be newer.
-//! A change that an older reader would misunderstand raises [`PROTOCOL_VERSION`].
+//! A change that older readers would misunderstand requires a higher [`PROTOCOL_VERSION`].
 //!
-//! Names end in the unit of a size or a duration. Counters are totals since the guest booted.
+//! Field names end in the unit of a size or a duration. Counters are totals since the guest booted.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -51,18 +51,18 @@ pub use wire::{
 /// Vsock port on which the VMM listens for the agent.
 pub const VSOCK_PORT: u32 = 9746;
 
-/// OEM ID of the ACPI tables of every VM. The agent recognizes its guest by it.
+/// OEM ID in the ACPI tables of every VM. The agent uses it to recognize a Foreshore guest.
 pub const ACPI_OEM_ID: [u8; 6] = *b"FRSHOR";
 
-/// Protocol version of this crate.
+/// Protocol version implemented by this crate.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// Page size in which zones are counted. All guests are x86-64.
+/// Page size in which zones are measured. All guests are x86-64.
 const PAGE_BYTES: u64 = 4096;
 
 /// Size of the largest free blocks of Linux' page allocator on x86-64 (order 10).
 pub const LARGEST_BLOCK_BYTES: u64 = 4 << 20;
 
-/// Longest line that a reader accepts, without its newline. A report of 64 nodes needs about half
-/// of it.
+/// Maximum line length that a reader accepts, without the newline. A report of 64 nodes needs about
+/// half of it.
 pub const MAX_LINE_BYTES: usize = 64 * 1024;

@@ -1,4 +1,4 @@
-//! Splitting of a byte stream into lines of bounded length.
+//! Splits a byte stream into lines of limited length.
 
 use crate::{MAX_LINE_BYTES, Refusal};
 
@@ -6,9 +6,9 @@ use crate::{MAX_LINE_BYTES, Refusal};
 #[derive(Debug, Default)]
 pub struct LineReader {
     buffer: Vec<u8>,
-    /// Number of bytes of `buffer` that have been returned.
+    /// Number of bytes in `buffer` that have already been returned.
     taken: usize,
-    /// Set within a line that is too long. Its bytes are dropped up to its end.
+    /// Set while skipping the rest of a line that is too long.
     skipping: bool,
 }
 
@@ -17,7 +17,7 @@ pub struct LineReader {
 pub enum NextLine<'a> {
     /// Complete line without its newline.
     Line(&'a [u8]),
-    /// Line that was too long and is dropped.
+    /// Line that was too long. It has been dropped.
     Refused(Refusal),
 }
 
@@ -27,8 +27,8 @@ impl LineReader {
         Self::default()
     }
 
-    /// Consumes bytes of `input`, and returns the next line once it is complete. `None` if all of
-    /// `input` has been consumed and the line is incomplete.
+    /// Consumes bytes from `input`, and returns the next line once it is complete. Returns `None`
+    /// if all of `input` has been consumed but the line is still incomplete.
     pub fn next<'a>(&'a mut self, input: &mut &[u8]) -> Option<NextLine<'a>> {
         self.buffer.drain(..self.taken);
         self.taken = 0;
@@ -60,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns all lines that `reader` finds in `input`, with `None` for a refused line.
+    /// Returns all lines that `reader` finds in `input`. A rejected line is `None`.
     fn read_all(reader: &mut LineReader, mut input: &[u8]) -> Vec<Option<Vec<u8>>> {
         let mut lines = Vec::new();
         while let Some(next) = reader.next(&mut input) {

@@ -1,69 +1,70 @@
-//! Times at which the agent checks memory and sends reports.
+//! Decides when the agent checks memory and when it sends reports.
 //!
-//! The module is pure: callers pass the time and the values. The agent and the simulator's guests
-//! use the same code, so both have the same timing.
+//! This module does no I/O. Callers pass the time and the values. The agent and the simulated
+//! guests use the same code, so their timing is the same.
 //!
-//! A report costs the guest the formatting of four files in /proc; a check costs one cheap system
-//! call. So at rest the agent reports once per second and checks more often. The less memory is
-//! left, the more often it checks. A check that finds a large decrease leads to a report at once.
+//! For a report, the guest has to format four files in /proc. A check costs only one cheap system
+//! call. So at rest, the agent reports once per second and checks more often. The less memory is
+//! left, the more often it checks. If a check finds a large decrease, the agent reports
+//! immediately.
 //!
-//! A check compares the measure of the VMM's settings ([`Settings::watermark_of`]), free or
-//! available memory, because the VMM decides by one of the two.
+//! A check compares the kind of memory that the VMM's settings select ([`Settings::watermark_of`]),
+//! free or available memory, because the VMM bases its decisions on it.
 //!
-//! If a check finds that memory falls, the next check follows early, so that more memory is left
-//! when the VMM learns of it. (The simulator's guests do not use the early checks, and learn of a
+//! If a check finds that memory is falling, the next check is early. The VMM then learns of the
+//! fall while more memory is left. (The simulated guests do not use early checks, and so report a
 //! fall up to 35 ms later.)
 //!
 //! Between the fastest and the slowest rate, the report interval depends on two values: the
-//! distance to the watermark, and the time until it is reached at the present rate of the fall
+//! distance to the watermark, and the time until the watermark is reached at the current rate
 //! ([`interval_ms`]).
 
 use crate::{Measure, Memory, Settings, scale};
 
-/// Upper bound of the rate at which a guest fills memory for long. It determines the time of the
-/// next check.
+/// Upper bound of the rate at which a guest fills memory for a sustained time. The time of the next
+/// check follows from it.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
-/// Longest time between checks. It bounds the delay until a shortage is noticed in a guest that had
+/// Longest time between checks. It limits how late the agent notices a shortage in a guest that had
 /// plenty of memory.
 const MAX_LOOK_MS: u64 = 100;
 
-/// Time to the next check while memory falls. Each of these checks has found a decrease by an
+/// Time to the next check while memory is falling. Each of these checks has found a decrease by an
 /// eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
 const FALLING_LOOK_MS: u64 = 15;
 
-/// Divisor of [`Pace::margin_bytes`]. A decrease by more than the quotient between two checks
-/// counts as a fall.
+/// Divisor of [`Pace::margin_bytes`]. If memory decreases by more than the quotient between two
+/// checks, it counts as falling.
 const FALLING_PART: u64 = 8;
 
-/// Time after which available memory is read again although the number of free pages is unchanged.
+/// Time after which available memory is read again even if the number of free pages is unchanged.
 /// Page cache may hide a decrease, but reclaim frees 32 pages at a time and hardly ever restores
 /// the exact number.
 const UNMOVED_MS: u64 = 500;
 
-/// Time of fast reports after an alert, which show how the situation develops.
+/// Duration of fast reports after an alert. They show how the situation develops.
 const ALERT_MS: u64 = 1_000;
 
-/// Time without a change after which reports slow down.
+/// Time without a change after which reports become slower.
 const STEADY_MS: u64 = 3_000;
 
-/// Factor by which steady reports slow down below the watermark. Above it, they slow down to the
-/// rate at rest.
+/// Factor by which steady reports become slower below the watermark. Above it, they slow down to
+/// the rate at rest.
 const STEADY_FACTOR: u64 = 5;
 
-/// Divisor of the last reported amount. A decrease by the quotient is reported at once.
+/// Divisor of the last reported amount. A decrease by the quotient is reported immediately.
 const NEWS_PART: u64 = 8;
 
-/// Smallest growth of the kernel's memory that is reported at once.
+/// Smallest growth of kernel memory that is reported immediately.
 const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
 
-/// Divisor of the reported amount. A smaller change than the quotient counts as steady.
+/// Divisor of the reported amount. A change by less than the quotient counts as steady.
 const STEADY_PART: u64 = 16;
 
-/// Number of reports before the watermark is reached, at the present rate of the fall.
+/// Number of reports to send before memory falls to the watermark at the current rate.
 const REPORTS_BEFORE: u64 = 5;
 
-/// Computes the times of checks and reports.
+/// Schedule of checks and reports.
 #[derive(Clone, Debug)]
 pub struct Pace {
     settings: Settings,
@@ -72,41 +73,42 @@ pub struct Pace {
     reported_ms: u64,
     /// Time of the last check or report.
     looked_ms: u64,
-    /// Time of the last read of the measured memory, and the free memory then.
+    /// Time when the measured memory was last read, and the free memory at that time.
     read_ms: u64,
     read_free_bytes: u64,
-    /// Free memory, and the measured memory, at the last check that read each. `is_falling` is true
-    /// if the last check found a decrease.
+    /// Last free memory and last measured memory that checks have found. `is_falling` is true if
+    /// the last check found a decrease.
     seen_free_bytes: u64,
     seen_there_bytes: u64,
     is_falling: bool,
     alert_until_ms: u64,
-    /// Steady amount, and the time of its first report.
+    /// Amount of memory while it is steady, and the time of the first report with it.
     steady_bytes: u64,
     steady_since_ms: u64,
-    /// See [`fall_of`].
+    /// Rate computed by [`fall_of`].
     fall_per_s: u64,
     kernel_bytes: u64,
 }
 
-/// Rate in bytes per second at which memory falls, from two amounts and the time between them. It
-/// is at least half of the previous rate, because a load may continue after a short pause.
+/// Rate in bytes per second at which memory falls, computed from two amounts and the time between
+/// them. The result is at least half the previous rate, because a load may continue after a short
+/// pause.
 fn fall_of(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) -> u64 {
     let now_per_s = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
     now_per_s.max(before_per_s / 2)
 }
 
-/// Intervals below the watermark and at rest. The former is never longer than the latter.
+/// Report intervals below the watermark and at rest. The former never exceeds the latter.
 fn bounds_ms(settings: &Settings) -> (u64, u64) {
     let rest_ms = u64::from(settings.rest_interval_ms);
     (u64::from(settings.watermark_interval_ms).min(rest_ms), rest_ms)
 }
 
-/// Report interval for `there_bytes` of memory that falls by `fall_per_s`.
+/// Report interval while `there_bytes` of memory remain and fall by `fall_per_s`.
 ///
-/// The interval is the one below the watermark at the watermark, and the one at rest at twice the
-/// watermark. Between them it is proportional, and short enough for [`REPORTS_BEFORE`] reports
-/// before the watermark is reached.
+/// At the watermark, the interval for use below the watermark applies. At twice the watermark, the
+/// interval at rest applies. In between, the interval is proportional, and short enough for
+/// [`REPORTS_BEFORE`] reports before memory falls to the watermark.
 fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
     let (fast_ms, rest_ms) = bounds_ms(settings);
     let watermark = settings.watermark_bytes;
@@ -124,7 +126,7 @@ fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
 }
 
 impl Pace {
-    /// Creates the pace of a new connection. A report is due at once.
+    /// Creates the schedule of a new connection. The first report is due immediately.
     pub fn new(settings: Settings) -> Self {
         Pace {
             settings: settings.clamped(),
@@ -147,7 +149,7 @@ impl Pace {
     /// Replaces the settings.
     pub fn set(&mut self, settings: Settings) {
         if settings.watermark_of != self.settings.watermark_of {
-            // Rates and amounts of the previous measure do not apply to the new one.
+            // Rates and amounts of the previous kind of memory do not apply to the new one.
             self.fall_per_s = 0;
             self.steady_bytes = settings.watermark_of.of(&self.reported);
             self.steady_since_ms = self.reported_ms;
@@ -180,12 +182,12 @@ impl Pace {
         }
     }
 
-    /// Records the kernel memory of the last report.
+    /// Records the kernel memory in the last report.
     pub fn reported_kernel(&mut self, kernel_bytes: u64) {
         self.kernel_bytes = kernel_bytes;
     }
 
-    /// Checks if kernel memory has grown so much since the last report that another report is due.
+    /// Returns true if kernel memory has grown enough since the last report to require another one.
     /// Available memory may not show the growth, because it includes slabs that cannot be reclaimed
     /// (mm/show_mem.c, si_mem_available).
     pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
@@ -197,9 +199,9 @@ impl Pace {
         self.measure().of(&self.reported)
     }
 
-    /// Amount that the fractional thresholds refer to. Page cache leaves little memory free in a
-    /// guest that has run for a while, and every file read changes that little by a large part. So
-    /// for free memory the thresholds refer to at least the watermark.
+    /// Amount that relative thresholds refer to. In a guest that has run for a while, page cache
+    /// leaves little free memory, and every file read changes it by a large part. So thresholds for
+    /// free memory refer to at least the watermark.
     fn whole_bytes(&self, there_bytes: u64) -> u64 {
         match self.measure() {
             Measure::Free => there_bytes.max(self.settings.watermark_bytes),
@@ -207,25 +209,26 @@ impl Pace {
         }
     }
 
-    /// Records a check that leads to no report.
+    /// Records a check that did not lead to a report.
     pub fn looked(&mut self, now_ms: u64) {
         self.looked_ms = now_ms;
     }
 
-    /// Records a read of the measured memory that leads to no report, with `free_bytes` free.
+    /// Records a read of the measured memory that did not lead to a report, and `free_bytes` at
+    /// that time.
     pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
         self.looked_ms = now_ms;
         (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);
     }
 
-    /// Records the free memory that a check has found.
+    /// Records the free memory found by a check.
     pub fn saw_free(&mut self, free_bytes: u64) {
         self.is_falling = self.is_fall(self.seen_free_bytes, free_bytes);
         self.seen_free_bytes = free_bytes;
     }
 
-    /// Records the measured memory that a check has read. Free memory that page cache takes and
-    /// returns does not count as a fall.
+    /// Records the measured memory that a check has read. A change of free memory that only comes
+    /// from page cache does not count as a fall.
     pub fn saw_there(&mut self, free_bytes: u64, there_bytes: u64) {
         self.is_falling = self.is_fall(self.seen_there_bytes, there_bytes);
         (self.seen_free_bytes, self.seen_there_bytes) = (free_bytes, there_bytes);
@@ -235,7 +238,7 @@ impl Pace {
         before_bytes.saturating_sub(now_bytes) > self.margin_bytes() / FALLING_PART
     }
 
-    /// Makes reports fast for [`ALERT_MS`].
+    /// Makes reports fast for the duration of [`ALERT_MS`].
     pub fn alert(&mut self, now_ms: u64) {
         self.alert_until_ms = now_ms.saturating_add(ALERT_MS);
     }
@@ -251,14 +254,14 @@ impl Pace {
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
-            // Guests are kept near their watermark, so that alone is no reason for frequent
+            // Guests are kept near their watermark, so being near it is no reason for frequent
             // reports. Checks continue.
             rest_ms
         };
         self.reported_ms.saturating_add(interval_ms)
     }
 
-    /// Checks if a report of `memory` belongs to the fast ones.
+    /// Returns true if a report of `memory` must be followed by fast reports.
     pub fn is_fast(&self, memory: &Memory, now_ms: u64) -> bool {
         self.settings.is_under(memory) || now_ms < self.alert_until_ms
     }
@@ -272,15 +275,15 @@ impl Pace {
         self.looked_ms.saturating_add(look_ms.min(soon_ms))
     }
 
-    /// Checks if the measured memory should be read, which costs many times as much as the check of
-    /// free memory. If page cache takes all free memory, free memory shows nothing about available
-    /// memory. But while it is unchanged to the page since the last read, no memory has been
-    /// allocated.
+    /// Returns true if the measured memory should be read, although this costs many times as much
+    /// as a check of free memory. When page cache has used up free memory, free memory says nothing
+    /// about available memory. But if the number of free pages is exactly the same as at the last
+    /// read, no memory has been allocated.
     pub fn is_suspicious(&self, free_bytes: u64, now_ms: u64) -> bool {
         if self.measure() == Measure::Free {
             return self.is_news(free_bytes);
         }
-        // The reference is the last report and not the last check, because a fall may extend over
+        // Compares with the last report instead of the last check, because memory may fall over
         // many checks.
         let gone = self.reported.free_bytes.saturating_sub(free_bytes);
         let is_hidden = free_bytes < self.settings.watermark_bytes;
@@ -289,14 +292,13 @@ impl Pace {
             && (has_moved || now_ms.saturating_sub(self.read_ms) >= UNMOVED_MS)
     }
 
-    /// Checks if memory has fallen so much since the last report that the VMM needs a report at
-    /// once.
+    /// Returns true if memory has fallen enough since the last report to require an immediate one.
     pub fn is_news(&self, there_bytes: u64) -> bool {
         self.news_bytes().is_some_and(|news_bytes| there_bytes <= news_bytes)
     }
 
-    /// Largest amount that [`is_news`](Self::is_news) accepts. `None` if no decrease is left to
-    /// report.
+    /// Largest amount for which [`is_news`](Self::is_news) returns true. `None` if memory is
+    /// already so low that no further decrease needs an immediate report.
     pub fn news_bytes(&self) -> Option<u64> {
         let (before, watermark) = (self.there_bytes(), self.settings.watermark_bytes);
         let by_part = before.checked_sub((self.whole_bytes(before) / NEWS_PART).max(1));
@@ -304,7 +306,7 @@ impl Pace {
         by_part.max(by_watermark)
     }
 
-    /// Decrease after which a report is due at once.
+    /// Decrease that makes a report due immediately.
     fn margin_bytes(&self) -> u64 {
         let there = self.there_bytes();
         let part = self.whole_bytes(there) / NEWS_PART;
@@ -323,7 +325,8 @@ mod tests {
         Memory { free_bytes, available_bytes, ..Memory::default() }
     }
 
-    /// A guest with a watermark of 60 MiB of `measure` that has reported at one second.
+    /// Schedule with a watermark of 60 MiB of `measure`, one second after boot and just after a
+    /// report.
     fn pace_by(watermark_of: Measure, free_mib: u64, available_mib: u64) -> Pace {
         let settings = Settings { watermark_of, ..Settings::with_watermark(60 * MIB) };
         let mut pace = Pace::new(settings);
@@ -403,7 +406,8 @@ mod tests {
         for (fall_per_s, expected_ms) in [
             (0, 1_000),
             (1, 1_000),
-            // 500 MiB over the watermark: 5 s, 4 s, 1 s, 250 ms, and no time at all.
+            // Time until memory has fallen by 500 MiB to the watermark: 5 s, 4 s, 1 s, 250 ms, and
+            // no time at all.
             (100 * MIB, 1_000),
             (125 * MIB, 800),
             (500 * MIB, 200),
@@ -496,7 +500,7 @@ mod tests {
             (280, 245, true),
             (64, 61, false),
             (64, 59, true),
-            // The previous report was below the watermark already.
+            // The previous report was already below the watermark.
             (59, 58, false),
             (0, 0, false),
         ] {
@@ -527,7 +531,7 @@ mod tests {
         for (before, now_bytes, is_suspicious) in [
             (280, 270 * MIB, false),
             (280, 262 * MIB, true),
-            // Page cache hides the fall, because kswapd frees more memory than the load takes.
+            // Page cache hides the fall, because kswapd frees more memory than the load allocates.
             (20, 20 * MIB - PAGE, true),
             (20, 20 * MIB + PAGE, true),
         ] {
@@ -536,8 +540,8 @@ mod tests {
         }
     }
 
-    /// Number of reads of available memory in ten seconds, beside those for reports, if
-    /// `free_bytes` are free at each check.
+    /// Number of times that available memory is read in ten seconds, not counting reads for
+    /// reports, if `free_bytes` are free at each check.
     fn reads_in_ten_seconds(available_mib: u64, free_bytes: impl Fn(u64) -> u64) -> u64 {
         let mut pace = pace(20, available_mib);
         let mut reads = 0;
@@ -571,8 +575,8 @@ mod tests {
                 hardly <= 3 * 10,
                 "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
             );
-            // While memory changes, each check reads available memory, ten to twenty times per
-            // second.
+            // While memory changes, each check reads available memory. This happens ten to twenty
+            // times per second.
             let moving =
                 reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
             assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");
@@ -591,7 +595,7 @@ mod tests {
 
     #[test]
     fn looks_are_early_during_a_fall_until_its_end_or_a_report() {
-        // A fall by 35 MiB leads to a report; an eighth of that is 4.4 MiB.
+        // A fall by 35 MiB triggers a report. An eighth of that is 4.4 MiB.
         let mut pace = pace(280, 280);
         let usual_ms = pace.look_due_ms() - 1_000;
         let look = |pace: &mut Pace, free_mib, now_ms| {
@@ -653,7 +657,7 @@ mod tests {
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
         for (free, available, report_due_ms) in [
             (59, 8_000, 1_050),
-            // Available memory does not count, and above the watermark the interval is
+            // The amount of available memory has no effect. Above the watermark, the interval is
             // proportional.
             (8_000, 59, 2_000),
             (90, 0, 1_000 + 50 + 950 / 2),

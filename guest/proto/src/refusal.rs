@@ -1,21 +1,21 @@
-//! Reasons for which a line is refused.
+//! Reasons for rejecting a line.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// Bound that a value violates.
+/// Bound that a value exceeds or falls below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     /// Minimum.
     AtLeast(u64),
     /// Maximum.
     AtMost(u64),
-    /// Maximum: another field, with its value.
+    /// Maximum given by another field, with that field's value.
     AtMostField(&'static str, u64),
-    /// Must occur in another field.
+    /// The value must also occur in another field.
     AmongField(&'static str),
-    /// Power of two in this range.
+    /// The value must be a power of two in this range.
     PowerOfTwo(u64, u64),
 }
 
@@ -31,8 +31,8 @@ impl fmt::Display for Bound {
     }
 }
 
-/// Reason for which a line is refused. Readers continue after any of them. [`Refusal::label`] is
-/// the name in metrics.
+/// Reason for rejecting a line. Readers continue with the next line after any of them.
+/// [`Refusal::label`] is the name used in metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refusal {
     /// The line exceeds the maximum length.
@@ -50,13 +50,13 @@ pub enum Refusal {
         /// Error of the parser.
         reason: String,
     },
-    /// The line is JSON, but fields are missing or have another type.
+    /// The line is JSON, but fields are missing or have the wrong type.
     #[error("message has missing or wrong fields: {reason}")]
     WrongShape {
         /// Error of the parser.
         reason: String,
     },
-    /// The sender has another version of the protocol.
+    /// The sender uses another version of the protocol.
     #[error("message has protocol version {theirs}, must be {ours}")]
     WrongVersion {
         /// Version in the message.
@@ -64,7 +64,7 @@ pub enum Refusal {
         /// Version of this crate.
         ours: u32,
     },
-    /// The message type does not exist, or not in this direction.
+    /// The message type does not exist, or is not valid in this direction.
     #[error("unknown message type: {kind:?}")]
     UnknownType {
         /// Beginning of the type in the message.
@@ -80,7 +80,7 @@ pub enum Refusal {
         /// Bound of the field.
         bound: Bound,
     },
-    /// The message repeats or precedes an accepted one.
+    /// The value is not greater than that of the last accepted message.
     #[error("{field} is {value}, must be above {last}")]
     OutOfOrder {
         /// Name of the field.
@@ -90,7 +90,7 @@ pub enum Refusal {
         /// Last accepted value.
         last: u64,
     },
-    /// The guest's clock advanced further between two reports than the host's.
+    /// Between two reports, the guest's clock advanced further than the host's.
     #[error("monotonic_ms is {value}, must be at most {bound} by the host's clock")]
     FromTheFuture {
         /// Value in the report.
@@ -98,21 +98,21 @@ pub enum Refusal {
         /// Largest accepted value.
         bound: u64,
     },
-    /// A report precedes the hello of its connection.
+    /// The report was received before the connection's hello.
     #[error("report precedes the hello")]
     BeforeHello,
 }
 
-/// Maximum length of a sender's text in an error.
+/// Maximum length of text from the sender in an error message.
 const MAX_QUOTED_CHARS: usize = 32;
 
-/// Defines the labels and the match over them, so that neither can miss one.
+/// Defines the labels and the match over them together, so that neither can omit one.
 macro_rules! labels {
     ($($variant:ident: $label:literal,)+) => {
         /// Labels of all reasons, for a metric that exports each of them from the start.
         pub const LABELS: [&'static str; [$($label),+].len()] = [$($label),+];
 
-        /// Short name that does not change between releases.
+        /// Short name that is stable across releases.
         pub fn label(&self) -> &'static str {
             match self {
                 $(Refusal::$variant { .. } => $label,)+
@@ -140,8 +140,8 @@ impl Refusal {
     }
 
     pub(crate) fn from_json(error: serde_json::Error) -> Self {
-        // The text is cut, because it may quote the sender's data. The cut also drops the line and
-        // column at its end, which are of no use here.
+        // The text is cut, because it may quote data from the sender. The cut also drops the line
+        // and column at its end, which are not useful here.
         let reason = error.to_string().chars().take(4 * MAX_QUOTED_CHARS).collect();
         match error.classify() {
             serde_json::error::Category::Data => Refusal::WrongShape { reason },

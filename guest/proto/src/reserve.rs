@@ -1,7 +1,7 @@
-//! DRAM that is kept for the guest's kernel.
+//! DRAM reserve for the guest's kernel.
 //!
-//! The agent writes it to a sysctl, the policies do not count it as free memory, and the simulator
-//! models it. All three compute it here. The VMM computes it for boot memory
+//! The agent writes the reserve to a sysctl, the policies do not count it as free memory, and the
+//! simulator models it. All three use this module. The VMM also uses it to divide boot memory
 //! ([`BootMemory`](crate::BootMemory)).
 
 use std::cmp::Reverse;
@@ -10,31 +10,32 @@ use crate::{PAGE_BYTES, Zone, ZoneKind, scale};
 
 const MIB: u64 = 1 << 20;
 
-/// Part of DRAM that is kept for page tables, stacks, slabs and sockets.
+/// Divisor of DRAM. The quotient is reserved for page tables, stacks, slabs and sockets.
 const BASE_PART: u64 = 16;
 /// Bounds of that part.
 const MIN_BASE_BYTES: u64 = 8 * MIB;
 const MAX_BASE_BYTES: u64 = 512 * MIB;
 
-/// Memory that one byte of page descriptors describes: a descriptor of 64 bytes for each page of 4
-/// KiB (include/linux/mm_types.h).
+/// Bytes of memory described by one byte of page descriptors. Each page of 4 KiB has a descriptor
+/// of 64 bytes (include/linux/mm_types.h).
 const DESCRIBED_PER_BYTE: u64 = 64;
 
-/// Size of the page descriptors of `memory_bytes`.
+/// Size of the page descriptors for `memory_bytes` of memory.
 pub fn descriptor_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / DESCRIBED_PER_BYTE
 }
 
-/// DRAM that user pages leave free in a guest with `dram_bytes` of DRAM, to which `hotplug_bytes`
-/// can be added.
+/// DRAM that user pages must leave free in a guest with `dram_bytes` of DRAM and up to
+/// `hotplug_bytes` of hotplugged memory.
 ///
-/// The page descriptors of all memory that can be added have to fit, because the kernel cannot
-/// reclaim user pages for them as fast as memory is plugged.
+/// The page descriptors of all hotpluggable memory must fit into the reserve, because the kernel
+/// cannot reclaim user pages as fast as memory is plugged.
 pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
 
-/// Reserve of a node. At most half of the `kernel_bytes` in zones that serve the kernel are kept.
+/// Reserve of a node. It is limited to half of `kernel_bytes`, the memory in the node's kernel
+/// zones.
 fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
     kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
 }
@@ -46,7 +47,7 @@ pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 /// Zones that can serve the kernel, in the order of the ratios.
 pub const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
 
-/// Memory of a node by the zones that `vm.lowmem_reserve_ratio` distinguishes.
+/// Memory of a node, split into the zones that `vm.lowmem_reserve_ratio` distinguishes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeMemory {
     /// Zones in the order of [`KERNEL_ZONES`].
@@ -64,26 +65,26 @@ impl NodeMemory {
         Self { zones_bytes: KERNEL_ZONES.map(bytes), movable_bytes: bytes(ZoneKind::Movable) }
     }
 
-    /// Memory of the zones that serve the kernel.
+    /// Memory in zones that serve the kernel.
     pub fn kernel_bytes(&self) -> u64 {
         sum(self.zones_bytes)
     }
 
-    /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to
-    /// which `hotplug_bytes` can be added.
+    /// Lowers `ratios` so that the kernel zones keep the reserve of a node with `dram_bytes` of
+    /// DRAM and up to `hotplug_bytes` of hotplugged memory.
     ///
     /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that
-    /// it checks (mm/page_alloc.c, zone_watermark_fast: `mark +
-    /// z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much above `low`, and the
-    /// kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
+    /// it checks: `mark + z->lowmem_reserve[highest_zoneidx]` (mm/page_alloc.c,
+    /// zone_watermark_fast). So user pages stop at that distance above `low`. The kernel can use
+    /// the whole reserve before free memory falls to `low` and kswapd is woken.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
         self.keep(ratios, node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes));
     }
 
-    /// Lowers `ratios` so that the kernel's zones keep `reserve_bytes` for the kernel, and as
-    /// little more from user pages as possible.
+    /// Lowers `ratios` so that the kernel zones keep `reserve_bytes` for the kernel, and take as
+    /// little more as possible from user pages.
     fn keep(&self, ratios: &mut [u64], reserve_bytes: u64) {
-        // A few MiB of reserve are not worth hundreds of MiB of the programs.
+        // For a few MiB of reserve, programs should not lose hundreds of MiB.
         let enough_bytes = reserve_bytes - reserve_bytes / 16;
         let best = [false, true]
             .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
@@ -95,29 +96,29 @@ impl NodeMemory {
         ratios.copy_from_slice(&best.expect("two candidates"));
     }
 
-    /// Returns `ratios`, lowered so that the zones keep up to `reserve_bytes` for the kernel.
+    /// Returns lowered `ratios` with which the zones keep up to `reserve_bytes` for the kernel.
     ///
-    /// The reserve of a zone is the memory of all higher zones, divided by its ratio
-    /// (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The reserve of a lower zone also
-    /// excludes the kernel's allocations for a higher zone, so the highest zone is used first,
-    /// and only movable memory counts. Zones of size 0 are skipped, and so is ZONE_DMA, which
-    /// only drivers use.
+    /// The reserve of a zone is the memory of all higher zones of the node, divided by the zone's
+    /// ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The reserve of a lower zone also
+    /// keeps out kernel allocations meant for a higher zone. So the highest zone is used first, and
+    /// only movable memory is considered. Zones of size 0 are skipped. ZONE_DMA is skipped as well,
+    /// because only drivers use it.
     ///
-    /// `is_whole`: all of the highest zone may be kept, if a ratio that keeps a part keeps too
-    /// little.
+    /// If `is_whole` is set, the whole highest zone may be reserved when a ratio that reserves a
+    /// part of it is not enough.
     fn lowered(&self, ratios: &[u64], reserve_bytes: u64, is_whole: bool) -> Vec<u64> {
         let mut ratios = ratios.to_vec();
         let movable_bytes = self.movable_bytes;
         let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
         for (ratio, &zone_bytes) in ratios.iter_mut().zip(&self.zones_bytes).skip(1).rev() {
-            // A zone below would keep far more from the kernel than for it.
+            // A lower zone would deny the kernel far more memory than it reserves for the kernel.
             if movable_bytes == 0 || missing_bytes == 0 || movable_bytes < above_bytes / 2 {
                 break;
             }
             if zone_bytes == 0 {
                 continue;
             }
-            // A zone that is kept as a whole is lost to programs.
+            // A zone that is reserved as a whole is lost to programs.
             let least = match is_whole && above_bytes == 0 {
                 true => 1,
                 false => above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1),
@@ -130,8 +131,8 @@ impl NodeMemory {
         ratios
     }
 
-    /// Part of the kept memory that the kernel can use. A lower zone keeps memory from the kernel's
-    /// allocations for a higher zone as well.
+    /// Part of the reserved memory that the kernel can use. A lower zone also keeps memory from
+    /// kernel allocations meant for a higher zone.
     pub(crate) fn kernel_share_bytes(&self, ratios: &[u64]) -> u64 {
         let zones = self.zones_bytes.iter().zip(ratios).skip(1);
         let share = |(&zone_bytes, ratio): (&u64, &u64)| {
@@ -140,8 +141,8 @@ impl NodeMemory {
         sum(zones.map(share))
     }
 
-    /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all
-    /// higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
+    /// Memory in each zone that Linux keeps free of user pages under `ratios`. It is the memory of
+    /// all higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
     /// setup_per_zone_lowmem_reserve).
     pub fn kept_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
         let mut kept_bytes = [0; KERNEL_ZONES.len()];
@@ -155,13 +156,13 @@ impl NodeMemory {
     }
 }
 
-/// Ratios of `vm.lowmem_reserve_ratio` that keep the reserve in every node of `zones` that has
-/// movable memory beside kernel zones. `hotplug_bytes` is the total memory that can be plugged. A
-/// ratio applies to all nodes, so the node with the largest reserve decides. No ratio exceeds its
-/// value in `least`.
+/// Returns values of `vm.lowmem_reserve_ratio` that keep the reserve in every node with both
+/// movable memory and kernel zones. `hotplug_bytes` is the total memory that can be plugged. A
+/// ratio applies to all nodes, so it is set for the node with the largest reserve. No ratio exceeds
+/// its value in `least`.
 ///
-/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones,
-/// so each of these keeps its share of them.
+/// Linux allocates page descriptors for nodes without kernel zones from the nodes that have them.
+/// So each node with kernel zones reserves its share of all descriptors.
 pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
     let mut ratios = least.to_vec();
     let kernel_zones = zones.iter().filter(|zone| KERNEL_ZONES.contains(&zone.kind));
@@ -174,7 +175,7 @@ pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<
     ratios
 }
 
-/// Sum that saturates, because a guest reports the values.
+/// Saturating sum, because the values come from a guest.
 fn sum(values: impl IntoIterator<Item = u64>) -> u64 {
     values.into_iter().fold(0, u64::saturating_add)
 }
@@ -186,12 +187,12 @@ fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
     firsts.map(|(_, zone)| NodeMemory::of(zones, zone.node))
 }
 
-/// Memory of all `zones` that Linux keeps free of user pages under `ratios`.
+/// Memory in all `zones` that Linux keeps free of user pages under `ratios`.
 pub fn kept_bytes(zones: &[Zone], ratios: &[u64]) -> u64 {
     sum(nodes(zones).map(|memory| sum(memory.kept_bytes(ratios))))
 }
 
-/// Pages of `zone`, one of `zones`, that Linux keeps free of user pages under `ratios`.
+/// Pages in `zone` that Linux keeps free of user pages under `ratios`. `zones` contains `zone`.
 pub fn kept_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
     let Some(at) = KERNEL_ZONES.iter().position(|kind| *kind == zone.kind) else { return 0 };
     NodeMemory::of(zones, zone.node).kept_bytes(ratios)[at] / PAGE_BYTES
@@ -221,17 +222,17 @@ mod tests {
         // All 480 MiB of ZONE_NORMAL are kept, and 90 of ZONE_DMA32. If half of ZONE_NORMAL were
         // kept, ZONE_DMA32 would keep 994 MiB from programs.
         assert_eq!(ratios(3072, 480, 514, 526), [256, 11, 1, 0, 0]);
-        // Half of the movable memory, and what ZONE_DMA32 keeps by default, are less than all of
-        // ZONE_NORMAL.
+        // Half of the movable memory, together with the default reserve of ZONE_DMA32, is less than
+        // all of ZONE_NORMAL.
         assert_eq!(ratios(2960, 2912, 4128, 2080), [256, 256, 2, 0, 0]);
-        // A reserve of 2247 MiB is enough. With all of ZONE_NORMAL programs would have 675 MiB
-        // less.
+        // A reserve of 2247 MiB is sufficient. If all of ZONE_NORMAL were kept, programs would have
+        // 675 MiB less.
         assert_eq!(ratios(3072, 1456, 1498, 2248), [256, 1, 2, 0, 0]);
-        // A zone of 3 GiB keeps no more than that.
+        // A zone of 3 GiB cannot keep more than 3 GiB.
         assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);
         // ZONE_DMA32 would keep 256 MiB of ZONE_NORMAL from the kernel.
         assert_eq!(ratios(300, 256, 36, 40), [256, 256, 1, 0, 0]);
-        // No ratio is raised, and too little movable memory keeps what it can.
+        // No ratio is raised. With too little movable memory, the zones keep as much as they can.
         assert_eq!(ratios(3072, 8192, 8192, 64), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);
         assert_eq!(ratios(400, 0, 0, 50), LINUX_RESERVE_RATIOS);
@@ -291,9 +292,9 @@ mod tests {
             // A sixteenth is 28 MiB, and the descriptors of 7 GiB take 112 MiB.
             (vec![(0, Dma32, 311), (0, Movable, 144)], 0, [256, 5, 32, 0, 0]),
             (vec![(0, Dma32, 311), (0, Movable, 144)], 7 << 30, [256, 1, 32, 0, 0]),
-            // At most half of the kernel's zones is kept, here 155 MiB.
+            // At most half of the kernel zones is kept, here 155 MiB.
             (vec![(0, Dma32, 311), (0, Movable, 1024)], 1 << 40, [256, 6, 32, 0, 0]),
-            // Linux's defaults keep 2 GiB already.
+            // Linux's defaults already keep 2 GiB.
             (
                 vec![(0, Dma32, 3000), (0, Normal, 62_000), (0, Movable, 65_536)],
                 0,

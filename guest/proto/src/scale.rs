@@ -1,9 +1,9 @@
-//! Products and quotients of sizes and rates.
+//! Computes products and quotients of sizes and rates.
 
-/// `value * numerator / denominator` without overflow in between, saturating. A denominator of 0
-/// counts as 1.
+/// Computes `value * numerator / denominator` without intermediate overflow. The result saturates.
+/// A denominator of 0 is treated as 1.
 pub fn scale(value: u64, numerator: u64, denominator: u64) -> u64 {
-    // A division of 128 bits takes several times as long, and sizes and rates seldom need it.
+    // A 128-bit division takes several times as long, and sizes and rates seldom need it.
     if let Some(product) = value.checked_mul(numerator) {
         return product / denominator.max(1);
     }

@@ -1,8 +1,8 @@
-//! Messages in which every value is within its bound.
+//! Verified messages, in which every value is within its bound.
 //!
-//! The bounds are those of machines and do not check plausibility. A value within them may still be
-//! false, but no sum or product of a few of them overflows. The owner of the connection's state
-//! checks values that depend on earlier messages (order, clock).
+//! The bounds follow from hardware limits, and do not check plausibility. A value within them may
+//! still be false, but no sum or product of a few such values overflows. The owner of the
+//! connection's state checks values that depend on earlier messages (order, clock).
 
 use crate::kernel_memory::{DENTRY_BYTES, LEAST_INODE_BYTES};
 use crate::wire::{
@@ -11,7 +11,7 @@ use crate::wire::{
 };
 use crate::{Bound, LARGEST_BLOCK_BYTES, PROTOCOL_VERSION, Refusal};
 
-/// 64 TiB, the physical memory that four levels of page tables map on x86-64.
+/// 64 TiB: the physical memory that Linux on x86-64 supports with four levels of page tables.
 const MAX_MEMORY_BYTES: u64 = 1 << 46;
 const MIN_MEMORY_BYTES: u64 = 1 << 20;
 const MAX_SWAP_BYTES: u64 = 1 << 50;
@@ -24,19 +24,20 @@ const MAX_ZONES: usize = 256;
 const MAX_BLOCK_NODES: usize = 64;
 const MAX_IDLE_NODES: usize = 64;
 const MAX_TEXT_BYTES: usize = 128;
-/// A hundred years.
+/// A hundred years in milliseconds.
 const MAX_MONOTONIC_MS: u64 = 100 * 366 * 86_400_000;
-/// A sender of 20 reports per second takes longer than MAX_MONOTONIC_MS to reach it.
+/// Upper bound of sequence numbers. A sender of 20 reports per second would need longer than
+/// MAX_MONOTONIC_MS to reach it.
 const MAX_SEQ: u64 = 1 << 53;
 const MAX_COUNT: u64 = 1 << 60;
-/// The kernel samples stall times and the clock at different moments, and folds stall times in
-/// every 2 s.
+/// Allowed difference between stall times and the clock. The kernel samples them at different
+/// times, and adds up stall times only every 2 s.
 const STALL_SLACK_US: u64 = 60_000_000;
-/// Linux folds per-CPU counts into free pages late (mm/vmstat.c), so a zone may seem to have more
-/// free memory than it has.
+/// Allowed excess of a zone's free pages. Linux adds per-CPU counts to free pages late
+/// (mm/vmstat.c), so a zone may seem to have more free memory than its size.
 const FREE_SLACK_PAGES: u64 = 65_536;
-/// Maximum of a `high` watermark in a zone without memory. `min` is up to 128 pages in zones that
-/// do not serve the kernel, and `low` and `high` are above it.
+/// Maximum `high` watermark of a zone without memory. In zones that do not serve the kernel, `min`
+/// is up to 128 pages, and `low` and `high` are above it.
 const LEAST_MARK_PAGES: u64 = 1024;
 
 fn check(field: &'static str, value: u64, is_within: bool, bound: Bound) -> Result<(), Refusal> {
@@ -56,7 +57,7 @@ fn power_of_two(field: &'static str, value: u64, low: u64, high: u64) -> Result<
     check(field, value, is_within, Bound::PowerOfTwo(low, high))
 }
 
-/// Checks that fields of a struct are at most another field of it, or at most a number.
+/// Checks that each given field of a struct is at most another field, or at most a number.
 macro_rules! at_most {
     ($of:ident: $($field:ident),+ <= .$other:ident) => {
         $(check(
@@ -78,7 +79,7 @@ fn version(theirs: u32) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Message of the agent in which every value is within its bound.
+/// Message from the agent in which every value is within its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(
     clippy::large_enum_variant,
@@ -102,8 +103,8 @@ impl TryFrom<RawAgentMessage> for AgentMessage {
     }
 }
 
-/// Identity of the sender. Its texts are short and printable, so they may be used in logs and
-/// metric labels.
+/// Identity of the sender. Its strings are short and printable, so they are safe in logs and metric
+/// labels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello(RawHello);
 
@@ -113,17 +114,17 @@ impl Hello {
         &self.0.agent_version
     }
 
-    /// Release of the guest's kernel.
+    /// Release name of the guest's kernel.
     pub fn kernel_release(&self) -> &str {
         &self.0.kernel_release
     }
 
-    /// Build of the guest's kernel. It may be empty and contains spaces.
+    /// Build description of the guest's kernel. It may be empty and may contain spaces.
     pub fn kernel_version(&self) -> &str {
         &self.0.kernel_version
     }
 
-    /// Preemption model of the kernel, see [`RawHello::preemption`].
+    /// Preemption model of the guest's kernel. See [`RawHello::preemption`].
     pub fn preemption(&self) -> &str {
         &self.0.preemption
     }
@@ -139,7 +140,7 @@ impl TryFrom<RawHello> for Hello {
 
     fn try_from(raw: RawHello) -> Result<Self, Refusal> {
         version(raw.version)?;
-        // The only field that may contain spaces.
+        // Only this field may contain spaces.
         const LINE: &str = "kernel_version";
         let texts = [
             ("agent_version", &raw.agent_version),
@@ -161,45 +162,45 @@ impl TryFrom<RawHello> for Hello {
     }
 }
 
-/// State of the guest's memory at one moment, with every value within its bound.
+/// State of the guest's memory at one point in time, with every value within its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report(RawReport);
 
 impl Report {
-    /// Raw form of the report, for recording.
+    /// Unverified form of the report, for recording.
     pub fn as_raw(&self) -> &RawReport {
         &self.0
     }
 
-    /// Checks the total memory, and the managed and free pages and watermarks of all zones
-    /// together, against a machine with `most_bytes` of memory.
+    /// Checks sums over all zones (managed pages, free pages, watermarks) and the total memory
+    /// against a machine with `most_bytes` of memory.
     ///
-    /// The check of a single zone uses only the bounds of any machine, so several zones could be as
-    /// large as the machine each.
+    /// Checks of single zones use only bounds that hold for any machine. Without this check, each
+    /// of several zones could be as large as the machine.
     pub fn check_within(&self, most_bytes: u64) -> Result<(), Refusal> {
         at_most("total_bytes", self.0.memory.total_bytes, most_bytes)?;
         let most_pages = most_bytes / PAGE_BYTES_MIN;
-        // A zone without memory has a watermark, although a small one (mm/page_alloc.c).
+        // Even a zone without memory has a small watermark (mm/page_alloc.c).
         let least_marks = self.0.zones.len() as u64 * LEAST_MARK_PAGES;
-        // No sum overflows, because there are at most 256 zones, each far below the bound of its
-        // pages.
+        // The sums do not overflow, because there are at most 256 zones, each far below the bound
+        // of its pages.
         let sum = |pages: fn(&Zone) -> u64| self.0.zones.iter().map(pages).sum();
         at_most("sum of managed_pages", sum(|zone| zone.managed_pages), most_pages)?;
         at_most("sum of free_pages", sum(|zone| zone.free_pages), most_pages + FREE_SLACK_PAGES)?;
         at_most("sum of high_pages", sum(|zone| zone.high_pages), most_pages + least_marks)
     }
 
-    /// Number that increases with every report of a connection.
+    /// Number that increases with every report on a connection.
     pub fn seq(&self) -> u64 {
         self.0.seq
     }
 
-    /// CLOCK_MONOTONIC of the guest.
+    /// Value of the guest's CLOCK_MONOTONIC.
     pub fn monotonic_ms(&self) -> u64 {
         self.0.monotonic_ms
     }
 
-    /// Cause of the report.
+    /// Reason for sending the report.
     pub fn cause(&self) -> Cause {
         self.0.cause
     }
@@ -229,19 +230,19 @@ impl Report {
         &self.0.counters
     }
 
-    /// Memory blocks, with movable_online <= online in each node.
+    /// Memory blocks. In each node, movable_online <= online.
     pub fn blocks(&self) -> &Blocks {
         &self.0.blocks
     }
 
-    /// Idle memory, at most one entry per node, in ascending order. Each node has zones, and at
-    /// least as much memory as is idle.
+    /// Idle memory, with at most one entry per node, in ascending order. Each node has zones, and
+    /// its zones contain at least as much memory as is idle.
     pub fn idle(&self) -> &[NodeIdle] {
         &self.0.idle
     }
 }
 
-/// Lets senders reuse the memory of a report.
+/// Allows senders to reuse a report's memory.
 impl From<Report> for RawReport {
     fn from(report: Report) -> RawReport {
         report.0
@@ -290,7 +291,7 @@ fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
 }
 
 fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
-    // A task cannot have waited for longer than the guest has run.
+    // A task cannot have waited longer than the guest has run.
     let bound_us = monotonic_ms.saturating_mul(1000).saturating_add(STALL_SLACK_US);
     at_most!(stall: some_us, full_us <= bound_us);
     at_most!(stall: some_avg10_basis_points, full_avg10_basis_points <= 10_000);
@@ -342,7 +343,7 @@ fn check_idle(raw: &RawReport) -> Result<(), Refusal> {
         let zones = || raw.zones.iter().filter(|zone| zone.node == idle.node);
         let has_zones = zones().next().is_some();
         check("idle.node", idle.node.into(), has_zones, Bound::AmongField("zones"))?;
-        // The sum and the product do not overflow, because both factors have been checked.
+        // The sum and the product cannot overflow, because both factors have been checked.
         let managed_pages: u64 = zones().map(|zone| zone.managed_pages).sum();
         at_most!(idle: idle_bytes <= (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN);
         at_least("span_ms", idle.span_ms, 1)?;
@@ -402,7 +403,7 @@ mod tests {
         }
     }
 
-    /// Returns the field that the refusal names after `spoil` has changed a valid report.
+    /// Returns the field named by the error after `spoil` has changed a valid report.
     fn refused_field(spoil: impl FnOnce(&mut RawReport)) -> &'static str {
         let mut raw = raw_report();
         spoil(&mut raw);
@@ -442,7 +443,7 @@ mod tests {
             ("low_pages", |r| r.zones[0].low_pages = 751),
             ("min_pages", |r| r.zones[0].min_pages = 626),
             ("managed_pages", |r| r.zones[0].managed_pages = u64::MAX),
-            // One block more than fits into the zone and its slack.
+            // One block more than the zone can have, even with the allowed slack.
             ("largest_free_blocks", |r| r.zones[0].largest_free_blocks = Some(193)),
             ("user_pages", |r| r.zones[0].user_pages = Some(u64::MAX)),
             ("protected_pages", |r| r.zones[0].protected_pages = Some(u64::MAX)),
@@ -524,7 +525,7 @@ mod tests {
         }
     }
 
-    /// A single zone may be as large as that of any machine.
+    /// A single zone may be as large as the largest possible machine.
     #[test]
     fn sum_of_zones_is_at_most_the_memory_of_the_vm() {
         const MOST_PAGES: u64 = 1 << 20;
@@ -544,7 +545,7 @@ mod tests {
             let report = Report::try_from(raw).expect("sound by itself");
             report.check_within(MOST_PAGES * PAGE_BYTES_MIN).map_err(|refusal| refusal.to_string())
         };
-        // Linux folds its counts in late, and a zone without memory has watermarks.
+        // Linux adds up its counts late, and a zone without memory has watermarks.
         let half = MOST_PAGES / 2;
         let most = [half + FREE_SLACK_PAGES / 2, half + LEAST_MARK_PAGES, half];
         assert_eq!(check(most), Ok(()));

@@ -1,4 +1,4 @@
-//! Messages in their transmitted form: plain data without verified values.
+//! Messages in transmitted form. Their values have not been verified.
 
 use std::borrow::Cow;
 
@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{PROTOCOL_VERSION, Refusal};
 
-/// Message of the agent, with checked shape and unchecked values. `AgentMessage` is the verified
-/// form.
+/// Message from the agent. Its shape has been checked, but its values have not. `AgentMessage` is
+/// the verified form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[allow(
@@ -15,7 +15,7 @@ use crate::{PROTOCOL_VERSION, Refusal};
     reason = "there is one at a time, and nearly every one is a report"
 )]
 pub enum RawAgentMessage {
-    /// First line of a connection.
+    /// First message of a connection.
     Hello(RawHello),
     /// State of the guest's memory.
     Report(RawReport),
@@ -30,65 +30,66 @@ pub struct RawHello {
     pub agent_version: String,
     /// Release of the running kernel, as `uname -r` prints it.
     pub kernel_release: String,
-    /// Build of the kernel, as `uname -v` prints it, because distributions keep the name of a
-    /// release when they fix it. Empty from older agents.
+    /// Build of the kernel, as `uname -v` prints it. It is needed because distributions keep a
+    /// release's name when they fix a kernel. Empty from older agents.
     #[serde(default)]
     pub kernel_version: String,
-    /// Preemption model of the kernel: `none`, `voluntary`, `full`, `lazy` or `rt`. `dynamic` or
-    /// `static` if the kernel reports no more than that.
+    /// Preemption model of the kernel: `none`, `voluntary`, `full`, `lazy` or `rt`. If the kernel
+    /// reports no more detail, `dynamic` or `static`.
     pub preemption: String,
-    /// Page size.
+    /// Page size of the guest.
     pub page_size_bytes: u64,
 }
 
-/// Cause of a report.
+/// Reason for sending a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// The interval at rest has passed.
+    /// The interval at rest has elapsed.
     #[default]
     Rest,
-    /// Memory is below the watermark, or falls fast.
+    /// Memory is below the watermark or falling fast.
     Watermark,
-    /// A pressure trigger of the kernel fired.
+    /// A pressure trigger in the kernel fired.
     Stall,
-    /// Cause of a later version.
+    /// Reason that only later versions know.
     #[serde(other)]
     Other,
 }
 
-/// State of the guest's memory at one moment. Unverified.
+/// State of the guest's memory at one point in time. Unverified.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RawReport {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// Number that increases by one with every report of a connection.
+    /// Number that increases by one with every report on a connection.
     pub seq: u64,
-    /// CLOCK_MONOTONIC of the guest.
+    /// Value of the guest's CLOCK_MONOTONIC.
     pub monotonic_ms: u64,
-    /// Cause of the report.
+    /// Reason for sending the report.
     #[serde(default)]
     pub cause: Cause,
-    /// From /proc/meminfo.
+    /// Values from /proc/meminfo.
     pub memory: Memory,
-    /// From /proc/meminfo and /proc/sys/fs. `None` if unknown, for example from older agents.
+    /// Values from /proc/meminfo and /proc/sys/fs. `None` if unknown, for example from older
+    /// agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<KernelUse>,
-    /// From /proc/pressure/memory.
+    /// Values from /proc/pressure/memory.
     #[serde(default)]
     pub stall: Stall,
-    /// From /proc/zoneinfo: all zones with memory.
+    /// Values from /proc/zoneinfo for all zones with memory.
     pub zones: Vec<Zone>,
-    /// From /proc/vmstat.
+    /// Values from /proc/vmstat.
     #[serde(default)]
     pub counters: Counters,
-    /// From /sys/devices/system/memory. It is read rarely, so it may be seconds older than the
-    /// rest.
+    /// Values from /sys/devices/system/memory. They are read rarely, so they may be seconds older
+    /// than the rest of the report.
     #[serde(default)]
     pub blocks: Blocks,
     /// Idle memory per node, in ascending order of nodes. Nodes that are not monitored are missing,
-    /// and older agents monitor none. Usually half a minute older than the rest, at most three
-    /// minutes.
+    /// and older agents monitor none. The values are usually half a minute older than the rest of
+    /// the report, and at most three minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<NodeIdle>,
 }
@@ -98,9 +99,9 @@ pub struct RawReport {
 pub struct NodeIdle {
     /// NUMA node.
     pub node: u32,
-    /// Idle memory, including free memory, as estimated from samples.
+    /// Idle memory, including free memory. It is an estimate from samples.
     pub idle_bytes: u64,
-    /// Least time without an access.
+    /// Minimum time for which the memory has not been accessed.
     pub span_ms: u64,
 }
 
@@ -111,7 +112,7 @@ pub struct Memory {
     pub total_bytes: u64,
     /// MemFree.
     pub free_bytes: u64,
-    /// MemAvailable: the kernel's estimate of the memory that can be allocated without swapping.
+    /// MemAvailable: the kernel's estimate of how much memory can be allocated without swapping.
     pub available_bytes: u64,
     /// Sum of Cached and Buffers.
     #[serde(default)]
@@ -127,13 +128,13 @@ pub struct Memory {
     pub swap_free_bytes: u64,
 }
 
-/// Memory that the kernel holds for itself. Bytes are from /proc/meminfo.
+/// Memory that the kernel uses itself. Sizes are from /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelUse {
     /// SUnreclaim: slabs that are never reclaimed.
     pub slab_unreclaimable_bytes: u64,
-    /// SReclaimable, most of which MemAvailable includes. It also contains slabs that Linux cannot
-    /// reclaim: dentries of a tmpfs and inodes with page cache.
+    /// SReclaimable. MemAvailable includes most of it. It also contains slabs that Linux cannot
+    /// reclaim: dentries of a tmpfs, and inodes with page cache.
     pub slab_reclaimable_bytes: u64,
     /// PageTables.
     pub page_table_bytes: u64,
@@ -150,7 +151,7 @@ pub struct KernelUse {
 }
 
 impl KernelUse {
-    /// Sum of the parts. It does not overflow in a verified report, because no part exceeds the
+    /// Sum of all parts. In a verified report it cannot overflow, because no part exceeds the
     /// memory of a machine.
     pub fn total_bytes(&self) -> u64 {
         let parts = [self.slab_reclaimable_bytes, self.page_table_bytes, self.stack_bytes];
@@ -158,7 +159,7 @@ impl KernelUse {
     }
 }
 
-/// Time lost waiting for memory, from /proc/pressure/memory.
+/// Time that tasks spent waiting for memory, from /proc/pressure/memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stall {
     /// Total time in which at least one task waited.
@@ -183,11 +184,11 @@ pub enum ZoneKind {
     Dma32,
     /// ZONE_NORMAL.
     Normal,
-    /// ZONE_MOVABLE: only for pages that can be moved, so its memory can be unplugged.
+    /// ZONE_MOVABLE: contains only pages that can be moved, so its memory can be unplugged.
     Movable,
     /// ZONE_DEVICE.
     Device,
-    /// Zone unknown to this version.
+    /// Zone that this version does not know.
     #[default]
     #[serde(other)]
     Other,
@@ -202,20 +203,20 @@ pub struct Zone {
     pub kind: ZoneKind,
     /// Free pages.
     pub free_pages: u64,
-    /// Threshold below which only the kernel's reserves serve allocations.
+    /// Watermark below which only allocations that may use the kernel's reserves succeed.
     pub min_pages: u64,
-    /// Threshold below which kswapd is woken.
+    /// Watermark below which kswapd is woken.
     pub low_pages: u64,
-    /// Number of free pages at which kswapd stops.
+    /// Watermark at which kswapd stops.
     pub high_pages: u64,
-    /// Pages that the allocator manages.
+    /// Pages managed by the page allocator.
     pub managed_pages: u64,
     /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo.
-    /// They can be unplugged without a migration. `None` if unknown.
+    /// They can be unplugged without migrating pages. `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
-    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in another
-    /// zone instead. `None` if unknown.
+    /// Pages of programs and page cache. In a zone that serves the kernel, these pages could be
+    /// moved to another zone. `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
     /// Free pages that user pages leave to the kernel (`protection`), in addition to the
@@ -224,7 +225,7 @@ pub struct Zone {
     pub protected_pages: Option<u64>,
 }
 
-/// Event counters from /proc/vmstat, totals since boot.
+/// Event counters from /proc/vmstat. They are totals since boot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Counters {
@@ -246,13 +247,13 @@ pub struct Counters {
     pub pgsteal_kswapd: u64,
     /// Pages that allocating tasks reclaimed themselves.
     pub pgsteal_direct: u64,
-    /// Allocations that entered direct reclaim, all zones together.
+    /// Number of allocations that entered direct reclaim, in all zones.
     pub allocstall: u64,
-    /// The part of `allocstall` for kernel memory, such as page tables, slabs and sockets.
+    /// Part of `allocstall` that was for kernel memory, such as page tables, slabs and sockets.
     pub allocstall_kernel: u64,
-    /// Pages allocated on another node than the requested one.
+    /// Pages allocated on a node other than the requested one.
     pub numa_miss: u64,
-    /// Pages allocated on another node than the task's.
+    /// Pages allocated on a node other than the task's.
     pub numa_other: u64,
     /// Processes killed by the OOM killer.
     pub oom_kill: u64,
@@ -261,10 +262,10 @@ pub struct Counters {
 /// States of the guest's memory blocks, from /sys/devices/system/memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blocks {
-    /// Policy of the kernel for plugged memory.
+    /// Kernel policy for plugged memory.
     #[serde(default)]
     pub online_policy: OnlinePolicy,
-    /// Block size. Zero if the kernel has no hotplug.
+    /// Size of a memory block. Zero if the kernel does not support memory hotplug.
     #[serde(default)]
     pub block_bytes: u64,
     /// One entry for each node that has blocks.
@@ -277,26 +278,26 @@ pub struct Blocks {
 pub struct NodeBlocks {
     /// NUMA node.
     pub node: u32,
-    /// Online blocks, in any zone.
+    /// Size of online blocks, in any zone.
     pub online_bytes: u64,
-    /// Plugged blocks that are not online.
+    /// Size of plugged blocks that are not online.
     pub offline_bytes: u64,
     /// Part of `online_bytes` in ZONE_MOVABLE.
     pub movable_online_bytes: u64,
 }
 
-/// Policy of /sys/devices/system/memory/auto_online_blocks.
+/// Onlining policy from /sys/devices/system/memory/auto_online_blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnlinePolicy {
-    /// Plugged memory stays offline until a program brings it online.
+    /// Plugged memory is offline until a program brings it online.
     Offline,
-    /// The kernel chooses the zone. The first memory of a node becomes ZONE_NORMAL.
+    /// The kernel chooses the zone. A node's first memory becomes ZONE_NORMAL.
     Online,
-    /// ZONE_NORMAL, from which memory may not return.
+    /// Plugged memory goes to ZONE_NORMAL, from which it may be impossible to unplug.
     OnlineKernel,
-    /// ZONE_MOVABLE, from which memory can return. The only policy under which memory is lent
-    /// without a limit.
+    /// Plugged memory goes to ZONE_MOVABLE, from which it can be unplugged. Only under this policy
+    /// is memory lent without a limit.
     OnlineMovable,
     /// Unknown policy.
     #[default]
@@ -314,7 +315,7 @@ impl OnlinePolicy {
         OnlinePolicy::Unknown,
     ];
 
-    /// Name in reports and in metrics.
+    /// Name of the policy in reports and metrics.
     pub fn label(self) -> &'static str {
         match self {
             OnlinePolicy::Offline => "offline",
@@ -326,35 +327,35 @@ impl OnlinePolicy {
     }
 }
 
-/// Message of the VMM.
+/// Message from the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum VmmMessage {
     /// Settings for all further reports.
     Settings(Settings),
-    /// Bring all offline blocks online as movable memory, and make the kernel do so with future
-    /// blocks.
+    /// Brings all offline blocks online as movable memory, and makes the kernel do the same with
+    /// future blocks.
     OnlineBlocks {
         /// [`PROTOCOL_VERSION`] of the sender.
         version: u32,
     },
 }
 
-/// Kind of memory that a watermark is compared with.
+/// Kind of memory that is compared with the watermark.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Measure {
-    /// Free memory. Page cache counts as used.
+    /// Free memory. Page cache counts as used memory.
     Free,
-    /// Memory that can be allocated without swapping. Also stands for unknown values of later
-    /// versions.
+    /// Memory that can be allocated without swapping. Unknown values from later versions also map
+    /// to this one.
     #[default]
     #[serde(other)]
     Available,
 }
 
 impl Measure {
-    /// Amount of this kind in `memory`.
+    /// Returns the amount of this kind in `memory`.
     pub fn of(self, memory: &Memory) -> u64 {
         match self {
             Measure::Free => memory.free_bytes,
@@ -368,15 +369,15 @@ impl Measure {
 pub struct Settings {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// Memory below which the agent reports at the fast rate.
+    /// Amount of memory below which the agent reports at the fast rate.
     pub watermark_bytes: u64,
-    /// Kind of memory that is compared with the watermark. Older VMMs and agents lack the field and
-    /// mean available memory.
+    /// Kind of memory to compare with the watermark. Older VMMs and agents omit the field and mean
+    /// available memory.
     #[serde(default)]
     pub watermark_of: Measure,
-    /// Interval above the watermark.
+    /// Report interval above the watermark.
     pub rest_interval_ms: u32,
-    /// Interval below the watermark.
+    /// Report interval below the watermark.
     pub watermark_interval_ms: u32,
     /// Memory that virtio-mem can add to boot memory. Older VMMs omit it.
     #[serde(default)]
@@ -384,12 +385,13 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Shortest interval that an agent honors, because each report has a cost for the guest.
+    /// Shortest interval that an agent accepts, because each report has a cost for the guest.
     pub const MIN_INTERVAL_MS: u32 = 20;
-    /// Longest interval that an agent honors.
+    /// Longest interval that an agent accepts.
     pub const MAX_INTERVAL_MS: u32 = 60_000;
 
-    /// Settings of 1 Hz at rest, and 20 Hz while less than `watermark_bytes` is available.
+    /// Settings for 1 report per second at rest, and 20 per second while less than
+    /// `watermark_bytes` is available.
     pub fn with_watermark(watermark_bytes: u64) -> Self {
         Settings {
             version: PROTOCOL_VERSION,
@@ -401,13 +403,13 @@ impl Settings {
         }
     }
 
-    /// Checks if `memory` is below the watermark.
+    /// Returns true if `memory` is below the watermark.
     pub fn is_under(&self, memory: &Memory) -> bool {
         self.watermark_of.of(memory) < self.watermark_bytes
     }
 
-    /// Limits both intervals to those that an agent honors. So the VMM can request neither a busy
-    /// loop nor silence.
+    /// Limits both intervals to the range that an agent accepts. The VMM can therefore request
+    /// neither a busy loop nor silence.
     pub fn clamped(self) -> Self {
         let clamp = |ms: u32| ms.clamp(Self::MIN_INTERVAL_MS, Self::MAX_INTERVAL_MS);
         Settings {
@@ -418,7 +420,7 @@ impl Settings {
     }
 }
 
-/// Fields of an object that are needed to interpret the others.
+/// Fields that must be known before the rest of an object can be decoded.
 #[derive(Deserialize)]
 struct Envelope<'a> {
     #[serde(default, borrow, rename = "type")]
@@ -426,13 +428,13 @@ struct Envelope<'a> {
     version: Option<u64>,
 }
 
-/// Name that is borrowed if possible. By default serde copies each.
+/// Message type, borrowed from the input if possible. By default, serde copies each string.
 #[derive(Deserialize)]
 #[serde(transparent)]
 struct Kind<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Checks that `line` is an object of our version and of one of `kinds`. Returns its kind and the
-/// line as text.
+/// Checks that `line` is an object of this version and that its type is one of `kinds`. Returns its
+/// type, and the line as text.
 fn open_envelope<'a>(
     line: &'a [u8],
     kinds: &[&'static str],
@@ -455,10 +457,10 @@ fn open_envelope<'a>(
     known.map(|known| (*known, text)).ok_or_else(|| Refusal::unknown_type(&kind))
 }
 
-/// Decodes a line of the agent. Shape and version are checked, values are not.
+/// Decodes a line from the agent. Checks its shape and version, but not its values.
 pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
-    // Does not decode the enum, because serde buffers the whole object to find its tag, which takes
-    // twice the time of the rest.
+    // The enum is not decoded directly, because serde would buffer the whole object to find its
+    // tag. That takes twice the time of all other decoding.
     let message = match open_envelope(line, &["hello", "report"])? {
         ("hello", text) => serde_json::from_str(text).map(RawAgentMessage::Hello),
         (_, text) => serde_json::from_str(text).map(RawAgentMessage::Report),
@@ -466,13 +468,14 @@ pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
     message.map_err(Refusal::from_json)
 }
 
-/// Decodes a line of the VMM.
+/// Decodes a line from the VMM.
 pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
     let (_, text) = open_envelope(line, &["settings", "online_blocks"])?;
     serde_json::from_str(text).map_err(Refusal::from_json)
 }
 
-/// Replaces the content of `out` by `message` and a newline. Allocates only if the buffer grows.
+/// Replaces the content of `out` with `message` and a newline. Allocates only if the buffer must
+/// grow.
 pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.clear();
     serde_json::to_writer(&mut *out, message)
@@ -480,9 +483,9 @@ pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.push(b'\n');
 }
 
-/// [`encode_line`] for a report that the caller keeps and reuses.
+/// Same as [`encode_line`], for a report that the caller keeps and reuses.
 pub fn encode_report(report: &RawReport, out: &mut Vec<u8>) {
-    /// [`RawAgentMessage`], borrowed.
+    /// Borrowed form of [`RawAgentMessage`].
     #[derive(Serialize)]
     #[serde(tag = "type", rename_all = "snake_case")]
     enum Borrowed<'a> {

@@ -1,4 +1,4 @@
-//! Counts the allocations of a line in its receiver and its sender.
+//! Counts allocations when a line is received and when it is sent.
 
 mod allocations;
 
@@ -24,7 +24,7 @@ fn report_is_decoded_without_a_copy_of_its_fields() {
         count, 4,
         "one for each list, and what serde_json passes over it counts the levels of"
     );
-    // Decoding of the enum allocates far more often.
+    // Decoding the enum directly allocates far more often.
     let (count, decoded) = allocations::count(|| serde_json::from_slice::<RawAgentMessage>(&line));
     assert!(decoded.is_ok() && count > 10, "{count}");
     let (count, ()) = allocations::count(|| encode_report(&report, &mut line));

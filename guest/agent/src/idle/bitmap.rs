@@ -1,9 +1,9 @@
 //! Idle page tracking: /sys/kernel/mm/page_idle/bitmap
-//! (Documentation/admin-guide/mm/idle_page_tracking.rst) with one bit per page frame. Setting a bit
-//! marks the page idle, and an access clears it. Pages that are not user memory have no bits, so
-//! free memory is not found.
+//! (Documentation/admin-guide/mm/idle_page_tracking.rst). The bitmap has one bit per page frame.
+//! Setting a bit marks the page idle, and an access clears it. Only user pages have bits, so free
+//! memory cannot be found in this way.
 //!
-//! A random sample of words is marked and read again later.
+//! A random sample of words is marked, and read again later.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,8 +15,8 @@ use foreshore_proto::scale;
 use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Number of words marked per node, of 64 pages each. Each page costs a walk through the page
-/// tables for marking and reading, together about 10 ms per minute.
+/// Number of words to mark per node, with 64 pages each. Marking and reading a page each require a
+/// walk through page tables. Together they take about 10 ms per minute.
 const WORDS: u64 = 64;
 const WORD_PAGES: u64 = 64;
 
@@ -41,8 +41,8 @@ impl Bitmap {
         })
     }
 
-    /// Reads the pages that were marked at least `SPAN_MS` ago, marks new ones, and returns the
-    /// result. Returns the last result if the marks are younger.
+    /// Reads pages that were marked at least `SPAN_MS` ago, marks new ones, and returns the result.
+    /// If the marks are more recent, returns the last result.
     pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
         if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
             return self.found.clone();
@@ -77,10 +77,10 @@ impl Bitmap {
         Found::new(node, idle_bytes, span_bytes, false)
     }
 
-    /// Random word of the bitmap with pages in `ranges`, with a uniform distribution.
+    /// Chooses a random word of the bitmap with pages in `ranges`. All words are equally likely.
     fn choose(&mut self, ranges: &[Range]) -> Option<u64> {
         let word_bytes = WORD_PAGES * PAGE_BYTES;
-        // xorshift64, because the values only need to be spread out.
+        // xorshift64 is good enough, because the values only need to be spread out.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
@@ -117,7 +117,7 @@ mod tests {
         let ranges = [range(0, 0, 128), range(0, 256, 384), range(1, 512, 1024)];
         assert_eq!(bitmap.look(&ranges, 1_000), [], "nothing is known yet");
         assert_eq!(bitmap.look(&ranges, 60_999), [], "nor now");
-        // All of node 1 is accessed.
+        // All pages of node 1 are accessed.
         bitmap.file.write_all_at(&vec![0; 512 * 32], 512 * 32).expect("write");
         let found = bitmap.look(&ranges, 61_000);
         let expected =

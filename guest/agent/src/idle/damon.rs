@@ -1,9 +1,10 @@
-//! DAMON through sysfs (Documentation/admin-guide/mm/damon/usage.rst). The kernel samples accesses
-//! to physical addresses, in regions that it splits and merges by itself.
+//! Uses DAMON through sysfs (Documentation/admin-guide/mm/damon/usage.rst). The kernel samples
+//! accesses to physical addresses, in regions that it splits and merges by itself.
 //!
-//! Each node has a monitor with two schemes that only count: bytes without an access for the span,
-//! and all bytes. Both are totals over all aggregations since the start of the monitor. So the
-//! ratio of their growth is the idle part, however many aggregations there were between two calls.
+//! Each node has a monitor with two schemes that only count bytes. One counts bytes without an
+//! access during the span, and the other counts all bytes. Both are totals over all aggregations
+//! since the monitor was started. So the ratio of their increases is the idle share, however many
+//! aggregations there were between two calls.
 
 use std::fs;
 use std::io;
@@ -14,34 +15,34 @@ use foreshore_proto::scale;
 use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Interval of the samples of one page per region. With at most [`MAX_REGIONS`] regions, they take
-/// a few hundred microseconds of a CPU per second at most.
+/// Sampling interval. In each interval, DAMON samples one page per region. With at most
+/// [`MAX_REGIONS`] regions, this takes at most a few hundred microseconds of CPU time per second.
 const SAMPLE_US: u64 = 1_000_000;
 const AGGREGATION_US: u64 = 20_000_000;
 const MIN_REGIONS: u64 = 10;
 const MAX_REGIONS: u64 = 100;
 
-/// Number of aggregations without an access, after which a region is idle. A region's age counts
-/// from 0, so one more aggregation has passed.
+/// Number of aggregations without an access after which a region is idle. The age of a region
+/// starts at 0, so one more aggregation has passed by then.
 const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 
-/// Interval without effect for physical addresses. It identifies the agent's own monitors after it
-/// was killed.
+/// Value of an interval that has no effect for physical addresses. With it, an agent recognizes
+/// monitors of a killed predecessor.
 const OURS_US: u64 = 59_746_059;
 
-/// Time for which a result is kept if a monitor has no new counts: two periods.
+/// Time for which a result is kept without new counts from the monitor: two periods.
 const STALE_MS: u64 = 2 * PERIOD_MS;
 
-/// More ranges than this are merged into one. Addresses between them are not memory and are never
-/// accessed.
+/// Maximum number of ranges per monitor. More ranges are merged into one. Addresses between them
+/// are not memory and are never accessed.
 const MAX_RANGES: usize = 32;
 
-/// Initial number of regions. The kernel splits them at most once per aggregation, so results with
-/// few regions would be coarse at first.
+/// Initial number of regions. The kernel splits regions at most once per aggregation, so with few
+/// regions the first results would be coarse.
 const FIRST_REGIONS: u64 = 32;
 const REGION_STEP: u64 = 2 << 20;
 
-/// Numbers of the schemes.
+/// Indexes of the schemes.
 const IDLE: usize = 0;
 const ALL: usize = 1;
 
@@ -56,43 +57,43 @@ struct Monitor {
     node: u32,
     ranges: Vec<Range>,
     started_ms: Option<u64>,
-    /// Counts of the schemes at the last call.
+    /// Values of the schemes' counters at the last call.
     counted: [u64; 2],
     found: Option<Found>,
     found_ms: u64,
 }
 
 impl Damon {
-    /// Starts monitors for up to `nodes` nodes, unless DAMON is in use. `root` is
+    /// Starts monitors for up to `nodes` nodes, unless another program uses DAMON. `root` is
     /// /sys/kernel/mm/damon/admin/kdamonds outside of tests.
     pub(super) fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
-            // Not ResourceBusy, which stands for a temporary state.
+            // The kind is not ResourceBusy, because that would mean a temporary state.
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 "another program uses DAMON",
             ));
         }
-        // Removes monitors of an agent that was killed.
+        // Removes monitors left by a killed agent.
         Damon::stop(root);
         write(root, "nr_kdamonds", nodes)?;
         let monitors: Vec<Monitor> = (0..nodes).map(|node| Monitor::new(root, node)).collect();
         if let Err(error) = monitors.iter().try_for_each(Monitor::prepare) {
-            // A partly prepared monitor could not be identified as ours later.
+            // A partly configured monitor could not be recognized as the agent's own later.
             let _ = write(root, "nr_kdamonds", 0);
             return Err(error);
         }
         Ok(Damon { monitors })
     }
 
-    /// Removes our monitors, so that others can use DAMON.
+    /// Removes the agent's monitors, so that other programs can use DAMON.
     pub(super) fn stop(root: &Path) {
         let count = count_of(root).unwrap_or(0);
         if (0..count).all(|number| is_ours(root, number)) {
             for number in 0..count {
-                // A monitor that does not run returns an error.
+                // Writing to a monitor that is not running returns an error.
                 let _ = fs::write(root.join(format!("{number}/state")), "off");
             }
             let _ = fs::write(root.join("nr_kdamonds"), "0");
@@ -100,15 +101,15 @@ impl Damon {
     }
 
     /// Sets the ranges to monitor, and returns the idle memory found since the last call. May block
-    /// for an aggregation interval.
+    /// for one aggregation interval.
     pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
         let nodes = nodes_of(ranges);
         for monitor in &mut self.monitors {
             let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
             monitor.watch(ranges.map(|(_, ranges)| bounded(ranges)).unwrap_or_default(), now_ms)?;
             monitor.count(now_ms);
-            // Without new counts, because the schemes have stopped or cannot be read, the last
-            // result is kept for `STALE_MS`.
+            // If there are no new counts, because the schemes have stopped or cannot be read, the
+            // last result is kept for `STALE_MS`.
             let is_stale = now_ms.saturating_sub(monitor.found_ms) > STALE_MS;
             monitor.found = monitor.found.filter(|_| !is_stale);
         }
@@ -156,7 +157,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Restarts the monitor on `ranges` unless they are unchanged.
+    /// Restarts the monitor with `ranges`, unless they are unchanged.
     fn watch(&mut self, ranges: Vec<Range>, now_ms: u64) -> io::Result<()> {
         if ranges == self.ranges {
             return Ok(());
@@ -166,8 +167,8 @@ impl Monitor {
             *self = Monitor::new(&self.root, self.node);
             return Ok(());
         }
-        // On a commit, DAMON keeps its knowledge of unchanged addresses, unless it receives smaller
-        // regions.
+        // On a commit, DAMON keeps its statistics for unchanged addresses, unless smaller regions
+        // are written.
         let was_started = self.started_ms.is_some();
         let first = if was_started { ranges.clone() } else { pieces(&ranges) };
         let regions = "contexts/0/targets/0/regions";
@@ -186,7 +187,7 @@ impl Monitor {
     fn count(&mut self, now_ms: u64) {
         let Some(started_ms) = self.started_ms else { return };
         if self.write("state", "update_schemes_stats").is_err() {
-            // Another program has disabled the monitor. The agent does not enable it again.
+            // Another program has disabled the monitor, and the agent does not enable it again.
             self.found = None;
             return;
         }
@@ -219,7 +220,7 @@ fn write(root: &Path, file: &str, value: impl ToString) -> io::Result<()> {
         .map_err(|error| io::Error::new(error.kind(), format!("{file} of DAMON: {error}")))
 }
 
-/// Number of monitors of all users.
+/// Number of monitors, including those of other programs.
 fn count_of(root: &Path) -> io::Result<u32> {
     let text = fs::read_to_string(root.join("nr_kdamonds"))?;
     text.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
@@ -264,8 +265,8 @@ pub(super) mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Files that the kernel creates when numbers of objects are written. `taken` is the number of
-    /// another program's monitors.
+    /// Files that the kernel creates when the number of objects is written. `taken` is the number
+    /// of monitors of another program.
     pub(crate) fn sysfs(taken: u32) -> Tree {
         let tree = Tree::new(&[]);
         tree.put("nr_kdamonds", format!("{taken}\n"));
@@ -331,15 +332,15 @@ pub(super) mod tests {
         damon.look(&ranges, 0).expect("writes");
         // Both counts in MiB, the time, and the expected idle memory.
         for (counted, now_ms, idle_mib) in [
-            // Too early for a result.
+            // It is too early for a result.
             (Some([0, 1000]), 79_999, None),
             (Some([300, 2200]), 80_000, Some(128)),
-            // Without new counts, the result is kept for two looks.
+            // Without new counts, the result is kept for two calls.
             (None, 100_000, Some(128)),
             (None, 120_000, Some(128)),
             (None, 140_000, None),
             (Some([400, 2600]), 160_000, Some(128)),
-            // The counts have restarted.
+            // The counters have restarted.
             (Some([100, 200]), 120_000, Some(128)),
             (Some([300, 400]), 140_000, Some(512)),
         ] {

@@ -1,7 +1,8 @@
-//! Idle memory per node, from DAMON if the kernel has it, and otherwise from idle page tracking.
+//! Finds idle memory per node, with DAMON if the kernel has it and with idle page tracking
+//! otherwise.
 //!
-//! Both may block (a write to DAMON's files waits for its next sample), so a separate thread uses
-//! them. The cost is bounded by the number of samples, independent of the amount of memory.
+//! Both may block (a write to DAMON's files waits for its next sample), so they run in a separate
+//! thread. The number of samples limits the cost. The amount of memory has no effect on it.
 
 mod bitmap;
 mod damon;
@@ -19,30 +20,30 @@ use self::bitmap::Bitmap;
 use self::damon::Damon;
 use crate::blocks::{Range, STACK_BYTES};
 
-/// Time without an access after which memory is idle.
+/// Time without an access after which memory counts as idle.
 const SPAN_MS: u64 = 60_000;
 
-/// Interval of queries.
+/// Interval between queries.
 const PERIOD_MS: u64 = 20_000;
 
-/// Age at which a result is no longer reported, because the thread may be stuck.
+/// Age at which a result is no longer reported. The thread may be stuck.
 const MAX_AGE_MS: u64 = 4 * PERIOD_MS + SPAN_MS;
 
-/// Largest number of monitored nodes, because each has a cost.
+/// Maximum number of monitored nodes. Each monitor has a cost.
 const MAX_NODES: u32 = 8;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Result for the address ranges of one node.
+/// Result for the address ranges of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Found {
     node: u32,
-    /// Idle part of the ranges.
+    /// Idle share of the ranges, in bytes.
     idle_bytes: u64,
     span_bytes: u64,
     /// True if `idle_bytes` includes free memory and addresses without memory.
     with_free: bool,
-    /// Page cache whose use is not noticed, see [`Roots::unseen_bytes`].
+    /// Page cache whose use cannot be detected. See [`Roots::unseen_bytes`].
     unseen_bytes: u64,
 }
 
@@ -51,7 +52,7 @@ impl Found {
         Found { node, idle_bytes, span_bytes, with_free, unseen_bytes: 0 }
     }
 
-    /// Idle memory of a node with these zones. `None` if the node has none.
+    /// Returns the idle memory of a node with these zones, or `None` if the node has no zones.
     fn report(self, zones: &[Zone]) -> Option<NodeIdle> {
         let pages = |of: fn(&Zone) -> u64| {
             let zones = zones.iter().filter(|zone| zone.node == self.node);
@@ -60,7 +61,7 @@ impl Found {
         let (managed_bytes, free_bytes) =
             (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
         let idle_bytes = if self.with_free {
-            // A block may be plugged in part, and the missing part is never accessed.
+            // A block may be plugged only in part. The missing part is never accessed.
             let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
             self.idle_bytes.saturating_sub(absent_bytes)
         } else {
@@ -81,7 +82,7 @@ pub(crate) struct Roots {
 }
 
 impl Roots {
-    /// Paths under `root`, which is /sys outside of tests.
+    /// Returns the paths below `root`, which is /sys outside of tests.
     pub(crate) fn under(root: &Path) -> Self {
         let mm = root.join("kernel/mm");
         Roots {
@@ -92,7 +93,7 @@ impl Roots {
         }
     }
 
-    /// Number of possible nodes, at most [`MAX_NODES`].
+    /// Number of possible nodes, limited to [`MAX_NODES`].
     fn possible_nodes(&self) -> u32 {
         // Format of the list: `0-1,3`.
         let text = fs::read_to_string(self.nodes.join("possible")).unwrap_or_default();
@@ -100,9 +101,9 @@ impl Roots {
         last.map_or(1, |last| last.saturating_add(1)).min(MAX_NODES)
     }
 
-    /// Page cache of a node whose use the kernel does not notice. With the multi-generational LRU,
-    /// read() does not clear a page's idle flag (folio_mark_accessed in mm/swap.c), so all unmapped
-    /// page cache seems idle. `None` if unknown.
+    /// Returns a node's page cache whose use the kernel does not detect. With the
+    /// multi-generational LRU, read() does not clear a page's idle flag (folio_mark_accessed in
+    /// mm/swap.c), so all unmapped page cache looks idle. `None` if unknown.
     fn unseen_bytes(&self, node: u32) -> Option<u64> {
         let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
         let enabled =
@@ -131,7 +132,7 @@ impl Source {
             Ok(damon) => Ok(Source::Damon(damon)),
             Err(error) => match Bitmap::open(&roots.bitmap) {
                 Ok(bitmap) => Ok(Source::Bitmap(bitmap)),
-                // Returns the error of DAMON, which is the interface of current kernels.
+                // Reports the error of DAMON, because current kernels have DAMON.
                 Err(_) => Err(error),
             },
         }
@@ -145,10 +146,10 @@ impl Source {
     }
 }
 
-/// Source that may be busy.
+/// Source of idle memory that may be busy.
 ///
-/// Linux accepts one write to DAMON's files at a time and refuses others as busy. A write may
-/// return only at the next sample. So an agent that was killed during a write blocks its successor.
+/// Linux accepts only one write to DAMON's files at a time, and fails others as busy. A write may
+/// take until the next sample. So an agent that was killed during a write blocks its successor.
 struct Seeker<O> {
     open: O,
     source: Option<Source>,
@@ -156,7 +157,7 @@ struct Seeker<O> {
 }
 
 impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
-    /// Opens the source. Returns an error if a later attempt cannot succeed either.
+    /// Opens the source. Returns an error only if later attempts cannot succeed either.
     fn start(open: O) -> io::Result<Self> {
         let mut seeker = Seeker { open, source: None, has_said_so: false };
         match (seeker.open)() {
@@ -173,7 +174,8 @@ impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
         }
     }
 
-    /// Looks for idle memory. Returns `None` if the source is busy. The caller tries again later.
+    /// Looks for idle memory. Returns `None` if the source is busy, and the caller tries again
+    /// later.
     fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Option<Vec<Found>>> {
         let source = match &mut self.source {
             Some(source) => Ok(source),
@@ -193,7 +195,7 @@ fn is_busy(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ResourceBusy
 }
 
-/// Source in a separate thread.
+/// Runs a source in a separate thread.
 #[derive(Debug)]
 pub(crate) struct IdleWatch {
     damon: PathBuf,
@@ -205,8 +207,8 @@ pub(crate) struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Starts the thread. Returns an error if the kernel has no interface, or if another program
-    /// uses it. `clock` returns the time.
+    /// Starts the thread. Returns an error if the kernel has no suitable interface, or if another
+    /// program uses it. `clock` returns the time.
     pub(crate) fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
         let mut source = Seeker::start({
@@ -246,12 +248,13 @@ impl IdleWatch {
         Ok(IdleWatch { damon, ranges, unsent: None, answers, found: Vec::new(), found_ms: 0 })
     }
 
-    /// Sets the address ranges of memory. Does not block.
+    /// Sets the address ranges to search. Does not block.
     pub(crate) fn set_ranges(&mut self, ranges: Vec<Range>) {
         self.unsent = Some(ranges);
     }
 
-    /// Fills `idle` with the known idle memory of a guest with these zones. Does not block.
+    /// Fills `idle` with the idle memory found so far, for a guest with these zones. Does not
+    /// block.
     pub(crate) fn poll(&mut self, zones: &[Zone], now_ms: u64, idle: &mut Vec<NodeIdle>) {
         if let Some(ranges) = self.unsent.take()
             && let Err(TrySendError::Full(ranges)) = self.ranges.try_send(ranges)
@@ -273,7 +276,7 @@ impl IdleWatch {
     }
 }
 
-/// Groups `ranges` by node, in ascending order. Nodes beyond [`MAX_NODES`] are omitted.
+/// Groups `ranges` by node, in ascending order. Nodes above [`MAX_NODES`] are omitted.
 fn nodes_of(ranges: &[Range]) -> Vec<(u32, Vec<Range>)> {
     let mut nodes: Vec<(u32, Vec<Range>)> = Vec::new();
     for range in ranges.iter().filter(|range| range.node < MAX_NODES) {
@@ -297,7 +300,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Addresses in MiB.
+    /// Range with addresses in MiB.
     pub(super) fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
         Range { node, start: start_mib * MIB, end: end_mib * MIB }
     }
@@ -319,7 +322,7 @@ mod tests {
     fn absent_memory_is_not_idle() {
         let found = Found::new(1, 200 * MIB, 256 * MIB, true);
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
-        // 106 MiB of the ranges have no memory, or memory that the kernel holds.
+        // 106 MiB of the ranges are not memory, or are memory that the kernel keeps for itself.
         assert_eq!(idle_mib(found, &zones), Some(94));
         assert_eq!(idle_mib(Found { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
         assert_eq!(
@@ -423,7 +426,7 @@ mod tests {
 
     #[test]
     fn ranges_are_written_again_to_a_monitor_that_was_busy() {
-        // A directory in place of the file stands for a busy monitor. The results are the same
+        // A directory instead of the file makes the monitor look busy. The results are the same
         // except for the error.
         let tree = damon::tests::sysfs(0);
         tree.make("0/state");
@@ -453,7 +456,7 @@ mod tests {
             assert!(matches!(source, Source::Bitmap(_)), "{damon:?}");
             let ranges = [range(0, 0, 4)];
             assert_eq!(source.look(&ranges, 0).expect("marks"), []);
-            // In a file, the marks stay, as if there were no accesses.
+            // A plain file keeps its marks, as if there were no accesses.
             let found = source.look(&ranges, SPAN_MS).expect("reads");
             assert_eq!(found[0].report(&[zone(0, 4, 1)]).expect("a node").idle_bytes, 4 * MIB);
             open(damon, &missing).expect_err("neither");

@@ -1,4 +1,4 @@
-//! /proc/buddyinfo.
+//! Parser for /proc/buddyinfo.
 
 use foreshore_proto::{LARGEST_BLOCK_BYTES, Zone};
 
@@ -7,11 +7,11 @@ use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/buddyinfo";
 
-/// Order of the counted blocks: 1024 pages of 4 KiB.
+/// Order of the blocks to count: 1024 pages of 4 KiB.
 const LARGEST_ORDER: usize = 10;
 
-/// Sets the number of largest free blocks of each of `zones`. Unknown if the kernel's allocator has
-/// no blocks of that order.
+/// Sets the number of largest free blocks in each of `zones`. It is unknown if the kernel's
+/// allocator has no blocks of that order.
 pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
     for line in lines(text) {
@@ -23,8 +23,8 @@ pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseErro
         else {
             continue;
         };
-        // The zones were read earlier. Without the bound, memory that has come online since could
-        // make a report invalid.
+        // The zones were read earlier. Without this limit, memory that has come online since then
+        // could make a report invalid.
         let bound = zone.managed_pages / (LARGEST_BLOCK_BYTES / 4096);
         zone.largest_free_blocks =
             free_blocks(line, LARGEST_ORDER)?.map(|blocks| blocks.min(bound));
@@ -32,8 +32,8 @@ pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseErro
     Ok(())
 }
 
-/// Sets the number of free pages of each of `zones`, and returns their sum. `None` if the text does
-/// not contain exactly these zones.
+/// Sets the number of free pages in each of `zones`, and returns their sum. Returns `None` unless
+/// the text contains exactly these zones.
 pub(crate) fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
     let (mut count, mut sum) = (0, 0u64);
     for line in lines(text).filter(|line| line.starts_with(b"Node ")) {
@@ -49,8 +49,8 @@ pub(crate) fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>,
     Ok((count == zones.len()).then_some(sum))
 }
 
-/// Sum of the columns from `order` on, in blocks of that order. A line such as `Node 0, zone DMA32`
-/// has a column for each order. Returns `None` if the line has no column from `order` on.
+/// Returns the sum of all columns from `order` on, in blocks of that order. A line such as `Node 0,
+/// zone DMA32` has a column for each order. Returns `None` if the line has no such columns.
 fn free_blocks(line: &[u8], order: usize) -> Result<Option<u64>, ParseError> {
     let mut sum = None;
     for (above, word) in words(line).skip(4 + order).enumerate() {
@@ -107,7 +107,7 @@ mod tests {
             ("", None),
             (" 3", Some(3)),
             (" 3 2 1", Some(3 + 4 + 4)),
-            // At most as many as fit into the zone.
+            // The number is limited to the blocks that fit into the zone.
             (" 18446744073709551615 18446744073709551615", Some(1 << 20)),
         ] {
             let text = format!("Node 0, zone Normal 9 9 9 9 9 9 9 9 9 9{larger}\n");
@@ -132,7 +132,7 @@ mod tests {
         let sum = sum.expect("parses").expect("the same zones");
         let by_orders: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
         assert_eq!(by_zoneinfo, [464, 10_002, 318, 73_040]);
-        // The two texts were read one after the other.
+        // The two texts were read at different times.
         assert_eq!((by_orders, sum), (vec![465, 10_022, 345, 73_040], 83_872));
     }
 
@@ -147,7 +147,7 @@ mod tests {
         };
         for (text, nodes, pages) in [
             (line, &[0][..], Some(7)),
-            // A zone is missing, a zone is another one, and a zone is new.
+            // One zone is missing, one is different, and one is new.
             (line, &[0, 1], None),
             (line, &[1], None),
             (&one_more, &[0], None),

@@ -1,4 +1,4 @@
-//! /proc/meminfo.
+//! Parser for /proc/meminfo.
 
 use foreshore_proto::{KernelUse, Memory};
 
@@ -11,13 +11,13 @@ pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     let (mut memory, mut kernel) = (Memory::default(), KernelUse::default());
     let (mut total, mut free, mut available) = (None, None, None);
     for line in lines(text) {
-        // Twelve of some fifty lines are needed.
+        // Only twelve of about fifty lines are needed.
         if !matches!(line.first(), Some(b'M' | b'B' | b'C' | b'A' | b'S' | b'K' | b'P')) {
             continue;
         }
         let mut words = words(line);
         let Some(key) = words.next() else { continue };
-        // Parsed only after the key has matched.
+        // The value is parsed only after the key has matched.
         let mut bytes = |field| kib(words.next(), field);
         match key {
             b"MemTotal:" => total = Some(bytes("MemTotal")?),
@@ -47,7 +47,7 @@ pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     Ok((memory, kernel))
 }
 
-/// Size in units of 1024 bytes, which the kernel calls kB.
+/// Parses a size in units of 1024 bytes. The kernel calls this unit kB.
 fn kib(word: Option<&[u8]>, field: &'static str) -> Result<u64, ParseError> {
     let kib = word.and_then(number).and_then(|kib| kib.checked_mul(1024));
     kib.ok_or(ParseError::NotANumber { file: FILE, field })

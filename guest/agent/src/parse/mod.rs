@@ -1,4 +1,4 @@
-//! Parsers of the kernel's text files. Each is a pure function of the bytes of one file.
+//! Parsers for the kernel's text files. Each parser is a pure function of one file's bytes.
 
 mod buddyinfo;
 mod meminfo;
@@ -19,7 +19,7 @@ pub(crate) use zoneinfo::zoneinfo;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum ParseError {
-    /// A field is missing that every supported kernel has.
+    /// A field is missing although every supported kernel has it.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },
     /// A field is not a number, or does not fit into the type.
@@ -27,7 +27,7 @@ pub(crate) enum ParseError {
     NotANumber { file: &'static str, field: &'static str },
 }
 
-/// Lines of a text. std searches for their ends several bytes at a time.
+/// Returns the lines of a text. std finds line ends several bytes at a time.
 fn lines(mut text: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let all = text;
@@ -69,7 +69,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads a file of a guest in tests/data.
+    /// Reads a guest's file from tests/data.
     pub(super) fn text_of(guest: &str, name: &str) -> Vec<u8> {
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
         fs::read(data.join(guest).join(name)).expect("a text of this guest")

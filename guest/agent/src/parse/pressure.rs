@@ -1,4 +1,4 @@
-//! /proc/pressure/memory.
+//! Parser for /proc/pressure/memory.
 
 use foreshore_proto::Stall;
 
@@ -6,8 +6,8 @@ use super::{ParseError, lines, number, required, words};
 
 const FILE: &str = "/proc/pressure/memory";
 
-/// Parses stall times. A kernel without pressure information lacks the file, which the caller
-/// handles.
+/// Parses stall times. The file is missing on a kernel without pressure information, and the caller
+/// handles that case.
 pub(crate) fn pressure(text: &[u8]) -> Result<Stall, ParseError> {
     let mut stall = Stall::default();
     for line in lines(text) {
@@ -21,7 +21,7 @@ pub(crate) fn pressure(text: &[u8]) -> Result<Stall, ParseError> {
     Ok(stall)
 }
 
-/// `total` and `avg10` of one line.
+/// Returns `total` and `avg10` of one line.
 fn fields<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<(u64, u32), ParseError> {
     let (mut total, mut avg10) = (None, None);
     for word in words {

@@ -1,9 +1,9 @@
-//! /proc/sys/fs/dentry-state and /proc/sys/fs/inode-nr.
+//! Parser for /proc/sys/fs/dentry-state and /proc/sys/fs/inode-nr.
 
 use super::{number, words};
 
-/// Number of objects on LRU lists, the second number of each file. `None` if the file does not have
-/// it.
+/// Returns the number of objects on LRU lists, which is the second number in each file. `None` if
+/// the file has no second number.
 pub(crate) fn unused(text: &[u8]) -> Option<u64> {
     words(text).nth(1).and_then(number)
 }

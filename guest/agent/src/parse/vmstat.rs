@@ -1,4 +1,4 @@
-//! /proc/vmstat.
+//! Parser for /proc/vmstat.
 
 use foreshore_proto::Counters;
 
@@ -8,7 +8,7 @@ use super::{ParseError, lines, required};
 pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     let mut counters = Counters::default();
     for line in lines(text) {
-        // Only a dozen of some two hundred lines are needed, so the first letters are checked
+        // Only a dozen of about two hundred lines are needed, so the first letters are checked
         // first.
         let is_ours = matches!(
             line,
@@ -26,7 +26,7 @@ pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         let Some((field, counter)) = counter(&mut counters, name) else { continue };
         let value = required(Some(value), "/proc/vmstat", field)?;
         *counter = counter.saturating_add(value);
-        // The name is that of the highest zone that the allocation could use. All zones but
+        // The name gives the highest zone that the allocation could use. All zones except
         // ZONE_MOVABLE (and ZONE_DEVICE) serve the kernel.
         if matches!(name, b"allocstall_dma" | b"allocstall_dma32" | b"allocstall_normal") {
             counters.allocstall_kernel = counters.allocstall_kernel.saturating_add(value);
@@ -35,7 +35,7 @@ pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     Ok(counters)
 }
 
-/// Field for the counter `name`. Several counters may share a field.
+/// Returns the field for the counter `name`. Several counters may be added up in one field.
 fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str, &'a mut u64)> {
     macro_rules! fields {
         ($($field:ident)+) => {

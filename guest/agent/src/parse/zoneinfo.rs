@@ -1,4 +1,4 @@
-//! /proc/zoneinfo.
+//! Parser for /proc/zoneinfo.
 
 use foreshore_proto::{Zone, ZoneKind};
 
@@ -6,8 +6,8 @@ use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/zoneinfo";
 
-/// Replaces `zones` by all zones with memory. Returns the number of locked and compressed pages in
-/// the kernel's zones.
+/// Replaces `zones` with all zones that have memory. Returns the number of locked and compressed
+/// pages in kernel zones.
 pub(crate) fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
     zones.clear();
     let mut other_user_pages = 0;
@@ -20,8 +20,8 @@ pub(crate) fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseE
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
-        // Sizes are indented by eight columns or follow `pages`. Counters of the zone are indented
-        // by six. Most other lines are about single CPUs.
+        // Sizes are indented by eight columns or follow `pages`. Counters of a zone are indented by
+        // six columns. Most other lines are about single CPUs.
         let rest = match line {
             [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
             [b' ', b' ', b' ', b' ', b' ', b' ', b'n', rest @ ..] => {
@@ -55,11 +55,12 @@ pub(crate) fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseE
     Ok(other_user_pages)
 }
 
-/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed.
+/// Adds the value of a line such as `nr_zone_active_file 5`, whose first letter the caller has
+/// removed.
 ///
-/// Locked pages (`nr_zone_unevictable`) are not in [`Zone::user_pages`], because Linux cannot swap
-/// them out, and neither is the compressed data of zram and zswap (`nr_zspages`). Both go to
-/// `other_user_pages` if the zone is one of the kernel's.
+/// [`Zone::user_pages`] excludes locked pages (`nr_zone_unevictable`), because Linux cannot swap
+/// them out, and compressed data of zram and zswap (`nr_zspages`). In a kernel zone, both are added
+/// to `other_user_pages`.
 fn add_user_pages(
     rest: &[u8],
     zone: &mut Zone,
@@ -80,9 +81,9 @@ fn add_user_pages(
     Ok(())
 }
 
-/// Largest number of a list such as `(0, 203, 203, 259, 259)`. Each number applies to allocations
-/// whose highest zone has that index, so the largest one applies to user pages (mm/page_alloc.c,
-/// setup_per_zone_lowmem_reserve).
+/// Returns the largest number in a list such as `(0, 203, 203, 259, 259)`. Each number applies to
+/// allocations whose highest zone has that index, so the largest one applies to user pages
+/// (mm/page_alloc.c, setup_per_zone_lowmem_reserve).
 fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, ParseError> {
     let mut most = 0;
     for word in words {
@@ -93,7 +94,7 @@ fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, Par
     Ok(most)
 }
 
-/// Parses `Node 0, zone    DMA32`, the beginning of lines in `file`.
+/// Parses `Node 0, zone    DMA32`, the start of a line in `file`.
 pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind), ParseError> {
     let mut words = words(line).skip(1);
     let node = required(words.next().and_then(|word| word.strip_suffix(b",")), file, "node")?;
@@ -175,8 +176,8 @@ mod tests {
         let of_6_1 = text_of("6.1-filled", "zoneinfo");
         assert_eq!(zoneinfo(&of_6_1, &mut zones).expect("parses"), 511);
         let text = String::from_utf8(text_of("6.12-filled", "zoneinfo")).expect("ASCII");
-        // 1,000 pages in all zones. Locked and compressed pages of ZONE_DMA and of movable zones do
-        // not count.
+        // 1,000 pages in all zones. Locked and compressed pages in ZONE_DMA and in movable zones
+        // are not counted.
         for (counter, other_user_pages, more_user_pages) in [
             ("nr_none 0", 511, 0),
             ("nr_zspages   0", 1_511, 0),

@@ -1,17 +1,18 @@
-//! Counter of the allocations of a thread. Tests of other packages include this file by its path.
+//! Counts the allocations of a thread. Tests of other packages include this file by its path.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// System allocator that counts calls.
+/// System allocator that also counts calls.
 struct Counting;
 
 thread_local! {
-    // A constant without a destructor, so the first access in a thread allocates nothing.
+    // The constant initializer needs no destructor, so the first access in a thread does not
+    // allocate.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: passes every call to the system's allocator. Counting allocates nothing.
+// SAFETY: all calls are forwarded to the system's allocator. Counting does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
@@ -28,7 +29,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Calls `act`, and returns the number of its allocations and its result.
+/// Calls `act` and returns the number of its allocations, and its result.
 pub(crate) fn count<T>(act: impl FnOnce() -> T) -> (usize, T) {
     let before = ALLOCATIONS.get();
     let result = act();
