@@ -113,7 +113,7 @@ impl KernelBlocks {
     }
 }
 
-/// State of the conversion thread.
+/// State of the thread that [`KernelBlocks`] runs.
 #[derive(Debug)]
 struct Turner {
     memory_root: PathBuf,

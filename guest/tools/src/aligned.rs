@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::{Deref, DerefMut};
 
-/// Largest alignment that a device requires.
+/// Largest alignment that any device requires.
 const ALIGNMENT_BYTES: usize = 4096;
 
 #[derive(Debug)]
@@ -12,7 +12,7 @@ pub struct Aligned {
     layout: Layout,
 }
 
-// SAFETY: the value owns the memory, which is not bound to a thread.
+// SAFETY: the value owns the memory, and the memory is not bound to a thread.
 unsafe impl Send for Aligned {}
 
 impl Aligned {
@@ -30,8 +30,8 @@ impl Aligned {
 impl Deref for Aligned {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: zeroed() allocated that many initialized bytes, which live as long as self.
-        // Nothing else refers to them.
+        // SAFETY: zeroed() allocated this many initialized bytes, which live as long as self. There
+        // are no other references to them.
         unsafe { std::slice::from_raw_parts(self.start, self.layout.size()) }
     }
 }
@@ -45,7 +45,7 @@ impl DerefMut for Aligned {
 
 impl Drop for Aligned {
     fn drop(&mut self) {
-        // SAFETY: zeroed() allocated it with this layout.
+        // SAFETY: zeroed() allocated the memory with this layout.
         unsafe { dealloc(self.start, self.layout) };
     }
 }

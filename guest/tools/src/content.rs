@@ -1,13 +1,13 @@
-//! Random bytes that can be reproduced from a seed and do not compress.
+//! Random bytes that can be reproduced from a seed and cannot be compressed.
 
-/// xorshift64* generator. It distinguishes blocks well enough and is fast under emulation.
+/// xorshift64* generator. It is fast under emulation, and its output differs between blocks.
 #[derive(Debug, Clone)]
 pub struct Bytes(u64);
 
 impl Bytes {
     pub fn new(seed: u64) -> Self {
-        // The state must not be zero, because xorshift never leaves it. The multiplication
-        // separates neighboring seeds.
+        // The state must not be zero, because xorshift would never leave that state. The
+        // multiplication separates neighboring seeds.
         Self(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -18,9 +18,9 @@ impl Bytes {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Next number below `bound`, which must not be 0.
+    /// Returns the next number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        // The upper bits are the better ones. Slightly uneven frequencies do no harm here.
+        // The upper bits are of better quality. Slightly uneven frequencies do not matter here.
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
@@ -32,7 +32,7 @@ impl Bytes {
     }
 }
 
-/// FNV-1a, 64 bits. It detects wrong data but not forgeries.
+/// 64-bit FNV-1a hash. It detects wrong data but not forgeries.
 pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)

@@ -1,7 +1,7 @@
-//! Guest program that runs shell scripts received over vsock, and returns their output and exit
-//! code.
+//! Guest program that receives shell scripts over vsock, runs them, and returns their output and
+//! exit code.
 //!
-//! Tests use it instead of a console. It restricts nothing and is part of test images only.
+//! Tests use it instead of a console. It restricts nothing, and is only part of test images.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,8 +14,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
 use guest_tools::{oom, vsock};
 
-/// First line of each script. It makes the script a normal victim of the OOM killer, which spares
-/// this shell. A script for which this fails does not run.
+/// First line of each script. It makes the script an ordinary victim for the OOM killer, although
+/// this shell itself is spared. If this line fails, the script does not run.
 const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj || exit\n";
 
 fn main() -> Result<()> {
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// Serves one connection, which runs one script.
+/// Serves one connection. A connection runs one script.
 fn serve(mut connection: File) -> Result<()> {
     let Request(script) = Request::read_from(&mut connection).context("Cannot read the request")?;
     let mut child = Command::new("/bin/sh")
@@ -41,13 +41,15 @@ fn serve(mut connection: File) -> Result<()> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // Its own process group, so that all of it can be killed when the client disconnects.
+        // The script gets its own process group, so that the whole group can be killed when the
+        // client disconnects.
         .process_group(0)
         .spawn()
         .context("Cannot start a shell")?;
     let pumped = pump(&mut child, &mut connection);
     if pumped.is_err() {
-        // SAFETY: no pointers. The group is the child's, which has not been waited for.
+        // SAFETY: the call takes no pointers. The group belongs to the child, which has not been
+        // reaped.
         unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
     }
     let status = child.wait().context("Cannot wait for the shell")?;
@@ -55,13 +57,13 @@ fn serve(mut connection: File) -> Result<()> {
     Frame::Exit(code_of(status)).write_to(&mut connection).context("Cannot send the exit code")
 }
 
-/// Exit code by the convention of shells: 128 and the signal's number for a killed process.
+/// Exit code in the convention of shells: 128 plus the signal's number for a killed process.
 fn code_of(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
-/// Forwards the child's output until the child has ended, as a terminal would. A background process
-/// of the script that still holds a pipe open does not keep the connection open.
+/// Forwards the child's output until the child has ended, as a terminal would. The connection
+/// closes even if a background process of the script still holds a pipe open.
 fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     let mut stdout = File::from(OwnedFd::from(child.stdout.take().expect("stdout is piped")));
     let mut stderr = File::from(OwnedFd::from(child.stderr.take().expect("stderr is piped")));
@@ -74,7 +76,7 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
             poll_entry(ended.as_raw_fd()),
             poll_entry(connection.as_raw_fd()),
         ];
-        // SAFETY: the array lives through the call, and its length is given.
+        // SAFETY: the array outlives the call, and its length is correct.
         if unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, -1) } < 0 {
             let error = io::Error::last_os_error();
             ensure!(error.kind() == io::ErrorKind::Interrupted, "Cannot poll: {error}");
@@ -87,11 +89,12 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
         if err_ready {
             stderr_open = forward(&mut stderr, connection, Frame::Stderr)?;
         }
-        // The client sends nothing after its request, so readable means disconnected.
+        // The client sends nothing after its request. If the connection is readable, the client has
+        // disconnected.
         ensure!(!client_moved, "The client closed the connection");
-        // The child's output ends when the child has ended and both pipes are empty. poll(2) checks
-        // the pipes first, so output written between that check and the child's end shows in the
-        // next round.
+        // All output has been read if the child has ended and both pipes are empty. poll(2) checks
+        // the pipes first. Output written between that check and the child's end is found in the
+        // next iteration.
         if is_known_to_have_ended && !out_ready && !err_ready {
             return Ok(());
         }
@@ -99,7 +102,7 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     }
 }
 
-/// Reads once and sends the data. False at the end of the pipe.
+/// Reads once and sends the data. Returns false at the end of the pipe.
 fn forward(pipe: &mut File, connection: &mut File, frame: fn(Vec<u8>) -> Frame) -> Result<bool> {
     let mut buffer = vec![0u8; MAX_FRAME_BYTES as usize];
     let len = pipe.read(&mut buffer).context("Cannot read from the shell")?;
@@ -116,7 +119,7 @@ fn poll_entry(fd: RawFd) -> libc::pollfd {
 }
 
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers. The result is checked.
+    // SAFETY: the call takes no pointers, and its result is checked.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());

@@ -1,5 +1,5 @@
-//! Protocols, data patterns and waits shared by the programs of the test guests and the tests that
-//! start them.
+//! Protocols, data patterns and waits. The guest programs share them with the tests that run these
+//! programs.
 
 use std::fmt;
 
@@ -14,20 +14,20 @@ pub mod timed_net;
 pub mod vsock;
 pub mod wait;
 
-/// Sectors that carry their own number and version (`guest-tool write-stamped`).
+/// Sectors that contain their own number and version (`guest-tool write-stamped`).
 pub mod torn {
     pub mod report;
     pub mod stamp;
 }
 
-/// Context of an error that a fault of the host does not excuse: stored data is missing or wrong. A
+/// Context of an error that no fault of the host can excuse: stored data is missing or wrong. A
 /// test that fails with it is not repeated.
 #[derive(Debug)]
 pub struct StoredWrong;
 
 impl StoredWrong {
-    /// Exit code of a process that fails with this error: a test, or a guest program that verifies
-    /// a disk.
+    /// Exit code of a process that fails with this error. The process is a test, or a guest program
+    /// that verifies a disk.
     pub const CODE: i32 = 78;
 
     pub fn code_of(error: &anyhow::Error) -> i32 {

@@ -1,29 +1,29 @@
-//! Memory and swap of a guest at one moment. guest-tool prints it in the guest as a line, and the
-//! host parses it.
+//! Memory and swap use of a guest at one point in time. guest-tool in the guest prints it as a
+//! line, and the host parses the line.
 
 use std::fmt;
 
 use anyhow::{Context, Result, ensure};
 
-/// Sizes are in bytes. Counters are totals since the guest's boot.
+/// Sample of memory use. Sizes are in bytes. Counters are totals since the guest booted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemorySample {
     /// Time since the start of the watch.
     pub at_ms: u64,
     pub total_bytes: u64,
     pub available_bytes: u64,
-    /// Used part of the swap.
+    /// Swap space in use.
     pub swapped_bytes: u64,
-    /// Pages read from the swap.
+    /// Pages read from swap.
     pub swap_ins: u64,
-    /// Pages written to the swap.
+    /// Pages written to swap.
     pub swap_outs: u64,
-    /// Faults that waited for I/O.
+    /// Page faults that waited for I/O.
     pub major_faults: u64,
     pub oom_kills: u64,
-    /// Time in which some task waited for memory.
+    /// Total time in which at least one task waited for memory.
     pub stall_some_us: u64,
-    /// Time in which all tasks waited.
+    /// Total time in which all tasks waited for memory.
     pub stall_full_us: u64,
 }
 
@@ -83,7 +83,7 @@ impl MemorySample {
         })
     }
 
-    /// Used memory without swapped pages.
+    /// Returns used memory, without swapped pages.
     pub fn used_bytes(&self) -> u64 {
         self.total_bytes - self.available_bytes
     }

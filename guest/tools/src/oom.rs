@@ -1,19 +1,19 @@
-//! Choice of the processes that the OOM killer kills.
+//! Controls which processes the OOM killer kills.
 
 use anyhow::{Context, Result};
 
-/// Linux adds this many thousandths of all memory to the size of a process when it selects a
-/// victim. This is the maximum.
+/// Value of oom_score_adj. When Linux selects a victim, it adds this many thousandths of all memory
+/// to the size of a process. 1000 is the maximum.
 const SCORE_ADJ: &str = "1000";
 
-/// Makes this process and those that it starts the first victims of the OOM killer. The shell of a
-/// test has to survive and report the load's result.
+/// Makes this process, and processes that it starts, the first victims of the OOM killer. The
+/// test's shell must survive to report the result of the load.
 pub fn volunteer() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", SCORE_ADJ).context("Cannot set oom_score_adj")
 }
 
 /// Exempts this process from the OOM killer. A process that fills memory on purpose would be the
-/// first victim, and without its shell a guest cannot report which processes were killed.
+/// first victim. Without its shell, a guest could not report which processes were killed.
 pub fn be_spared() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "-1000").context("Cannot set oom_score_adj")
 }
@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn children_of_a_volunteer_are_volunteers() {
-        // In a process of its own, because the test program itself must not become a victim.
+        // Runs in a separate process, because the test program itself must not become a victim.
         const CHILD: &str = "GUEST_TOOL_VOLUNTEERS";
         if std::env::var_os(CHILD).is_some() {
             volunteer().unwrap();
@@ -39,7 +39,7 @@ mod tests {
             .env(CHILD, "1")
             .output()
             .unwrap();
-        // libtest succeeds without running a test if no test has that name.
+        // If no test has that name, libtest succeeds without running one.
         let has_run = String::from_utf8_lossy(&this.stdout).contains("1 passed");
         assert!(this.status.success() && has_run, "{this:?}");
     }

@@ -1,11 +1,11 @@
-//! Processes that end with the thread that started them.
+//! Ties the life of a process to the thread that started it.
 
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes the kernel kill the process of `command` when the thread that starts it ends, also if a
-/// signal ends it.
+/// Makes the kernel kill the process of `command` when the thread that started it ends, even if a
+/// signal ended that thread.
 pub fn end_with_parent(command: &mut Command) -> &mut Command {
     let set = || {
         // SAFETY: this prctl takes no pointers.
@@ -14,7 +14,8 @@ pub fn end_with_parent(command: &mut Command) -> &mut Command {
             _ => Err(io::Error::last_os_error()),
         }
     };
-    // SAFETY: the closure makes one system call, which is async-signal-safe, and does not allocate.
+    // SAFETY: the closure only makes one system call, which is async-signal-safe, and does not
+    // allocate.
     unsafe { command.pre_exec(set) }
 }
 

@@ -1,15 +1,16 @@
-//! Protocol between the harness and `guest-shell` over vsock.
+//! vsock protocol between the test harness and `guest-shell`.
 //!
-//! The client sends one [`Request`]: the length of a shell script, little-endian, and the script.
-//! The guest returns frames until the script has ended: its output as it is written, and its exit
-//! code last. Closing the connection earlier kills the script and its processes.
+//! The client sends one [`Request`]: the length of a shell script, in little-endian order, and the
+//! script. The guest returns frames until the script has ended: its output as it is written, and
+//! finally its exit code. If the client closes the connection earlier, the script and its processes
+//! are killed.
 
 use std::io::{self, Read, Write};
 
-/// vsock port of `guest-shell`. It is far from the agent's port.
+/// vsock port of `guest-shell`. It is not near the agent's port.
 pub const GUEST_SHELL_PORT: u32 = 2222;
 
-/// Maximum length of a script. Tests send lines, not archives.
+/// Maximum length of a script. Tests send a few lines rather than archives.
 pub const MAX_SCRIPT_BYTES: u32 = 1 << 20;
 
 /// Maximum payload of a frame.
@@ -23,12 +24,13 @@ const FRAME_EXIT: u8 = b'x';
 pub enum Frame {
     Stdout(Vec<u8>),
     Stderr(Vec<u8>),
-    /// Exit code of the script, or 128 and the number of the signal that killed it.
+    /// Exit code of the script, or 128 plus the number of the signal that killed it.
     Exit(i32),
 }
 
 impl Frame {
-    /// Writes the kind, the length of the payload in 4 little-endian bytes, and the payload.
+    /// Writes the frame's kind, the length of the payload in 4 little-endian bytes, and the
+    /// payload.
     pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
         let code;
         let (kind, payload): (u8, &[u8]) = match self {

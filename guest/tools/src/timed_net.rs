@@ -1,4 +1,5 @@
-//! Time measurements of TCP connections between a server and a client. Either may be the guest.
+//! Measures times of TCP connections between a server and a client. The guest can be either of
+//! them.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
@@ -7,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 const BLOCK_BYTES: usize = 64 << 10;
-/// Time limit of an answer.
+/// Time limit for a response.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Serves connections forever, one at a time. The first byte of a connection selects the service.
-/// `e` echoes every byte. `s` receives all data and then sends a byte. `g` receives a size in eight
+/// Serves connections forever, one at a time. The first byte of a connection selects a service. `e`
+/// echoes every byte. `s` receives all data and then sends one byte. `g` receives a size in eight
 /// bytes and sends that much data.
 pub fn serve(listener: &TcpListener) -> Result<()> {
     for stream in listener.incoming() {
@@ -60,7 +61,7 @@ fn connect(server: SocketAddrV4, wanted: u8) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Time to send `bytes`, until the server confirms that it has all of them.
+/// Measures the time to send `bytes`, until the server confirms that it has received all of them.
 pub fn send(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     let (mut stream, block) = (connect(server, b's')?, vec![1; BLOCK_BYTES]);
     let started = Instant::now();
@@ -75,7 +76,7 @@ pub fn send(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     Ok(started.elapsed())
 }
 
-/// Time to receive `bytes` from the server, starting with the request.
+/// Measures the time to receive `bytes` from the server, including the request.
 pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     let (mut stream, mut block) = (connect(server, b'g')?, vec![0; BLOCK_BYTES]);
     let started = Instant::now();
@@ -89,7 +90,7 @@ pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     Ok(started.elapsed())
 }
 
-/// Median time of `count` round trips of a byte, one after the other.
+/// Returns the median time of `count` sequential round trips of one byte.
 pub fn round_trip(server: SocketAddrV4, count: usize) -> Result<Duration> {
     let mut stream = connect(server, b'e')?;
     let mut times = Vec::with_capacity(count);
@@ -115,7 +116,7 @@ mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let server = SocketAddrV4::new(Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
         thread::spawn(move || serve(&listener));
-        // Not a whole number of blocks.
+        // The size is not a multiple of the block size.
         let bytes = 3 * BLOCK_BYTES + 17;
         assert!(send(server, bytes).unwrap() > Duration::ZERO);
         assert!(receive(server, bytes).unwrap() > Duration::ZERO);

@@ -19,7 +19,7 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Creates a socket, and binds it to `own_port` if that is given.
+/// Creates a socket, and binds it to `own_port` if one is given.
 pub fn socket(own_port: Option<u32>) -> io::Result<OwnedFd> {
     // SAFETY: the call takes no pointers.
     let fd = checked(unsafe {
@@ -52,7 +52,7 @@ pub fn listen(port: u32) -> io::Result<OwnedFd> {
 pub fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
     let null = std::ptr::null_mut();
     loop {
-        // SAFETY: accept4 accepts null pointers if the peer's address is not wanted.
+        // SAFETY: accept4 allows null pointers if the peer's address is not needed.
         let fd = checked(unsafe {
             libc::accept4(listener.as_raw_fd(), null, null.cast(), libc::SOCK_CLOEXEC)
         });

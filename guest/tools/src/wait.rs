@@ -1,4 +1,4 @@
-//! Waiting on conditions.
+//! Waits for conditions.
 
 use std::sync::OnceLock;
 use std::thread;
@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// Interval of checks of a condition. It is short compared with all waits, and long enough not to
-/// slow down the operation.
+/// Interval between checks of a condition. It is short compared with all waits, and long enough not
+/// to slow down the awaited operation.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STRETCH: OnceLock<f64> = OnceLock::new();
 
-/// Multiplies every later limit of this process by `factor`: of waits, of scripts in the guest and
-/// of responses.
+/// Multiplies all later time limits of this process by `factor`: limits of waits, of scripts in the
+/// guest, and of responses.
 ///
-/// Panics if it is called twice, or with a factor below 1.
+/// Panics if it is called twice, or if the factor is below 1.
 pub fn stretch_limits(factor: f64) {
     assert!(factor >= 1.0, "limits stretched by {factor}, below 1");
     assert!(STRETCH.set(factor).is_ok(), "limits stretched twice");
@@ -25,7 +25,8 @@ pub fn stretched(limit: Duration) -> Duration {
     STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 
-/// Waits until `condition` is true. An error of the condition ends the wait at once.
+/// Waits until `condition` returns true. If `condition` returns an error, returns that error
+/// immediately.
 pub fn wait_until(
     what: &str,
     limit: Duration,
@@ -34,7 +35,8 @@ pub fn wait_until(
     wait_for(what, limit, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `look` returns a value, and returns it. An error of `look` ends the wait at once.
+/// Waits until `look` returns a value, and returns that value. If `look` returns an error, returns
+/// that error immediately.
 pub fn wait_for<T>(
     what: &str,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! Stretched limits hold for a whole process, so this test has one of its own.
+//! Stretched limits affect a whole process, so this test runs in its own process.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Blocks of a device that are written, read back and verified.
+//! Writes blocks of a device, reads them back and verifies them.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -15,7 +15,7 @@ const BLOCK_BYTES: usize = 4096;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     Direct,
-    /// Writes through the page cache, with fdatasync after each round.
+    /// Writes through the page cache, and calls fdatasync after each round.
     Buffered,
 }
 
@@ -48,7 +48,7 @@ impl Range {
         (self.first + index) * BLOCK_BYTES as u64
     }
 
-    /// All indexes once, in a scattered order. The step and the count have no common factor.
+    /// Returns all indexes once, in a scattered order. The step and the count are coprime.
     fn shuffled(&self, seed: u64) -> impl Iterator<Item = u64> {
         let step = (1 + seed % self.count.max(2)..).find(|step| gcd(*step, self.count) == 1);
         let (count, step) = (self.count, step.expect("count + 1 shares no factor with count"));
@@ -60,8 +60,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Fills a block with its place, the seed and the round, and with random bytes that follow from
-/// them. A torn or misplaced block matches no round.
+/// Fills a block with its index, the seed and the round, followed by random bytes derived from
+/// them. A torn or misplaced block does not match any round.
 fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     block[..8].copy_from_slice(&index.to_le_bytes());
     block[8..16].copy_from_slice(&seed.to_le_bytes());
@@ -69,7 +69,7 @@ fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     Bytes::new(index ^ seed.rotate_left(20) ^ round.rotate_left(40)).fill(&mut block[24..]);
 }
 
-/// Writes all blocks `rounds` times and verifies each round. Prints `round N` when a round is
+/// Writes all blocks `rounds` times, and verifies each round. Prints `round N` when a round is
 /// durable.
 pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     let mut block = Aligned::zeroed(BLOCK_BYTES);
@@ -91,7 +91,7 @@ pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     Ok(())
 }
 
-/// Verifies that every block is of `round` or, after a killed writer, of the next one.
+/// Verifies that every block is from `round` or, if the writer was killed, from the next round.
 pub(crate) fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
     verify(range, seed, &[round, round + 1])?;
     println!("checked {}", range.count);
@@ -118,8 +118,8 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// Prints the time of `count` direct transfers, `depth` at a time, at scattered places of the
-/// device's first 16 MiB.
+/// Prints the time of `count` direct transfers to scattered offsets in the device's first 16 MiB.
+/// `depth` transfers are in flight at a time.
 pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
     ensure!((1..=256).contains(&depth), "depth is {depth}, must be 1 to 256");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
@@ -127,7 +127,7 @@ pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<(
     let each = places.len().div_ceil(usize::try_from(depth)?).max(1);
     let started = Instant::now();
     thread::scope(|scope| {
-        // A depth of 1 uses no further thread.
+        // With a depth of 1, no other thread is started.
         let (first, others) = places.split_at(each.min(places.len()));
         let threads: Vec<_> = others
             .chunks(each)
@@ -154,7 +154,7 @@ fn transfer(range: &Range, what: &str, places: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// First `count` items of an iterator that is repeated as often as needed.
+/// Returns the first `count` items of an iterator, which is repeated as often as needed.
 trait CycleTo: Iterator {
     fn cycle_to(self, count: u64) -> Vec<Self::Item>;
 }

@@ -1,5 +1,5 @@
-//! Load that allocates memory all at once, and reports when the guest's memory has grown. Both
-//! times are by the guest's clock.
+//! Load that allocates memory in one burst and reports when the guest's memory grows. Both times
+//! are measured with the guest's clock.
 
 use std::io::{self, Write};
 use std::thread;
@@ -9,19 +9,20 @@ use anyhow::{Context, Result, ensure};
 
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
-/// Precision of the reported times.
+/// Resolution of the reported times.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
-/// Interval of lines from which a reader derives the offset of the two clocks.
+/// Interval between lines from which a reader computes the offset between guest and host clock.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Touches `mib` of memory as fast as possible and keeps it until killed. Prints `begin
+/// Touches `mib` of memory as fast as possible, and keeps it until killed. Prints `begin
 /// MICROSECONDS`, `held MICROSECONDS`, and `total MICROSECONDS BYTES` for each growth of the
-/// guest's memory, and `tick MICROSECONDS` regularly. With 0 it only watches, from `begin` on.
+/// guest's memory. Regularly prints `tick MICROSECONDS`. If `mib` is 0, it only prints lines,
+/// starting with `begin`.
 pub(crate) fn burst(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let started = Instant::now();
-    // The kernel allocates the pages when they are touched.
+    // The kernel allocates pages only when they are touched.
     let mut held = vec![0u8; usize::try_from(mib)? * MIB];
     let before = total_bytes()?;
     thread::spawn(move || {
@@ -64,9 +65,9 @@ fn say(line: &str) -> Result<()> {
     Ok(stdout.flush()?)
 }
 
-/// MemTotal, by the cheapest system call that returns it.
+/// Returns MemTotal, using the cheapest system call that reports it.
 fn total_bytes() -> Result<u64> {
-    // SAFETY: a sysinfo of zeros is valid.
+    // SAFETY: a zeroed sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: the structure outlives the call.
     let told = unsafe { libc::sysinfo(&raw mut info) };

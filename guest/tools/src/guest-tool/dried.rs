@@ -1,4 +1,4 @@
-//! Load that exhausts the memory of the guest's kernel.
+//! Load that exhausts kernel memory in the guest.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Seek, SeekFrom, Write};
@@ -13,41 +13,43 @@ use anyhow::{Context, Result, ensure};
 use crate::limits;
 
 const PAGE: usize = 4096;
-/// Bytes per step. Less than the memory that is left.
+/// Bytes per step. It must be less than the memory that is left.
 const STEP: usize = 64 << 10;
-/// Capacity of a pipe: the default maximum of Linux (fs.pipe-max-size).
+/// Capacity of each pipe. It is Linux' default maximum (fs.pipe-max-size).
 const PIPE: usize = 1 << 20;
-/// Interval of checks for freed memory, which is then taken too.
+/// Interval between checks for freed memory. Memory found is taken as well.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of checks without free memory after which all memory counts as taken.
+/// Number of checks without free memory after which all memory counts as exhausted.
 const CALM_LOOKS: u32 = 25;
-/// vm.min_free_kbytes. Real-time programs may use half of it (mm/page_alloc.c, gfp_to_alloc_flags).
+/// Value of vm.min_free_kbytes. Real-time tasks may use half of it (mm/page_alloc.c,
+/// gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
-/// Number of empty slabs of each kind that the kernel keeps. It never has more.
+/// Number of empty slabs of each kind that the kernel keeps. It is higher than any actual number.
 const EMPTY_SLABS: &str = "1000";
-/// The kernel thread that starts the others.
+/// Kernel thread that starts all other kernel threads.
 const KTHREADD: libc::pid_t = 2;
-/// Message of the driver if page descriptors cannot be allocated (drivers/virtio/virtio_mem.c).
+/// Driver message when page descriptors cannot be allocated (drivers/virtio/virtio_mem.c).
 const NO_DESCRIPTORS: &str = "adding memory failed: -12";
-/// Message of the kernel when the OOM killer kills a process.
+/// Kernel message when the OOM killer kills a process.
 const KILLED: &str = "Killed process";
 
-/// Takes all memory above the watermarks that the kernel could use for itself, except `left_kib`,
-/// and also memory that becomes free later. Runs exempt from the OOM killer. Prints `dried` once no
-/// more is left, and keeps the memory until killed. From then on it prints `failed` for each failed
-/// allocation of page descriptors, and `killed` with the kernel's message for each killed process.
+/// Takes all memory above the watermarks that the kernel could use for itself, except `left_kib`.
+/// It also takes memory that is freed later. The program is exempt from the OOM killer. It prints
+/// `dried` when no memory is left, and keeps the memory until killed. From then on, it prints
+/// `failed` for each failed allocation of page descriptors, and `killed` with the kernel's message
+/// for each killed process.
 ///
-/// The memory is taken as the content of pipes. That is kernel memory: it is neither swapped nor
-/// moved, and never comes from a movable zone (fs/pipe.c). User pages come from the movable zone
-/// first, so a guest with such a zone continues to run.
+/// The memory is taken by filling pipes. Pipe contents are kernel memory: they are neither swapped
+/// nor moved, and are never allocated from a movable zone (fs/pipe.c). User pages are allocated
+/// from the movable zone first, so a guest with such a zone continues to run.
 ///
-/// The kernel thread that adds memory takes pages for descriptors until there are none, and then
-/// gives up. Any other task that needs a page at that moment invokes the OOM killer, and the memory
-/// of the killed process would then serve as descriptors. So all other tasks get a reserve below
-/// the watermark, which the kernel's worker that adds memory cannot use.
+/// The kernel thread that adds memory allocates pages for descriptors until there are none left,
+/// and then gives up. Any other task that needs a page at that moment would invoke the OOM killer,
+/// and memory of the killed process would then be used for descriptors. So all other tasks may use
+/// a reserve below the watermark. The kernel worker that adds memory may not.
 pub(crate) fn dry(left_kib: u64) -> Result<()> {
     guest_tools::oom::be_spared()?;
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
     give_others_the_reserve()?;
@@ -65,7 +67,7 @@ pub(crate) fn dry(left_kib: u64) -> Result<()> {
         }
         calm_looks += 1;
         if calm_looks == CALM_LOOKS && !is_said {
-            // Not earlier, because it would have occupied a CPU until now.
+            // Done only now, because a real-time task would have occupied a CPU until now.
             run_in_real_time(0)?;
             println!("dried");
             is_said = true;
@@ -77,20 +79,20 @@ pub(crate) fn dry(left_kib: u64) -> Result<()> {
     }
 }
 
-/// Makes the kernel give up memory that it could otherwise find when it needs some, and sets the
-/// reserve.
+/// Makes the kernel release memory that it could otherwise find when it needs some, and sets the
+/// size of the reserve.
 fn leave_nothing_to_find() -> Result<()> {
     let set = |setting: &str, value: &str| {
         fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
     };
-    // A report of an allocation failure has a hundred lines, which take seconds on a serial line. A
-    // block without descriptors would exist that long.
+    // A report of an allocation failure has a hundred lines, which take seconds on a serial line.
+    // During that time, a block without descriptors would exist.
     set("/proc/sys/kernel/printk", "1")?;
     set("/proc/sys/vm/min_free_kbytes", RESERVE_KIB)?;
-    // Limits the free pages of each CPU, which count as used.
+    // Limits the free pages on per-CPU lists, which count as used.
     set("/proc/sys/vm/percpu_pagelist_high_fraction", "1000000")?;
     set("/proc/sys/vm/drop_caches", "3")?;
-    // From now on, freed slabs stay with their caches and do not become pages.
+    // From now on, freed slabs remain in their caches instead of becoming free pages.
     for slab in fs::read_dir("/sys/kernel/slab").context("Cannot read /sys/kernel/slab")? {
         let setting = slab?.path().join("min_partial");
         fs::write(&setting, EMPTY_SLABS)
@@ -99,14 +101,14 @@ fn leave_nothing_to_find() -> Result<()> {
     Ok(())
 }
 
-/// Makes all other programs, and the thread that starts the kernel's threads, run in real time, so
-/// that they may allocate below the watermark. The tasks that they start inherit this.
+/// Gives real-time priority to all other programs, and to the thread that starts kernel threads.
+/// They may then allocate below the watermark. Tasks that they start inherit this.
 fn give_others_the_reserve() -> Result<()> {
     let ours = std::process::id() as libc::pid_t;
     for process in fs::read_dir("/proc").context("Cannot read /proc")? {
         let process = process?.path();
         let Some(id) = number_in(&process).filter(|id| *id != ours) else { continue };
-        // The kernel's threads have no command line. A process that ends meanwhile is ignored.
+        // Kernel threads have no command line. A process that has ended in the meantime is ignored.
         let is_program = fs::read(process.join("cmdline")).is_ok_and(|line| !line.is_empty());
         if is_program || id == KTHREADD {
             let Ok(threads) = fs::read_dir(process.join("task")) else { continue };
@@ -123,7 +125,7 @@ fn number_in(path: &Path) -> Option<libc::pid_t> {
     path.file_name()?.to_str()?.parse().ok()
 }
 
-/// Makes a thread run in real time, or the caller if `thread` is 0.
+/// Gives a thread real-time priority. If `thread` is 0, gives it to the caller.
 fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
     let least = libc::sched_param { sched_priority: 1 };
     // SAFETY: the structure outlives the call.
@@ -138,7 +140,7 @@ fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
     Ok(())
 }
 
-/// Kernel messages from now on. They no longer appear on the console, which is slow.
+/// Reader for new kernel messages. They no longer appear on the console, because it is slow.
 struct KernelLog {
     kmsg: File,
     record: Vec<u8>,
@@ -152,12 +154,12 @@ impl KernelLog {
             .open("/dev/kmsg")
             .context("Cannot open /dev/kmsg")?;
         kmsg.seek(SeekFrom::End(0)).context("Cannot seek to the end of /dev/kmsg")?;
-        // Filled with ones, so that its pages exist before all other memory is taken. No record is
-        // longer (kernel/printk/internal.h).
+        // Filled with ones, so that its pages are allocated before all other memory is taken. No
+        // record is longer than this buffer (kernel/printk/internal.h).
         Ok(Self { kmsg, record: vec![1; 8 << 10] })
     }
 
-    /// Prints the messages about failed allocations and killed processes.
+    /// Prints messages about failed allocations and killed processes.
     fn say_news(&mut self) -> Result<()> {
         loop {
             match self.kmsg.read(&mut self.record) {
@@ -167,7 +169,8 @@ impl KernelLog {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                // Unread records have been overwritten. The next read continues after them.
+                // Unread records have been overwritten. The next read continues after the lost
+                // records.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 Err(error) => return Err(error).context("Cannot read /dev/kmsg"),
             }
@@ -175,7 +178,7 @@ impl KernelLog {
     }
 }
 
-/// Extracts the news about memory from a record of /dev/kmsg:
+/// Extracts messages about memory from a record of /dev/kmsg:
 /// `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Documentation/ABI/testing/dev-kmsg).
 fn news_in(record: &str) -> Option<String> {
     let (_, text) = record.split_once(';')?;
@@ -187,7 +190,7 @@ fn news_in(record: &str) -> Option<String> {
 }
 
 fn total_bytes() -> Result<usize> {
-    // SAFETY: a sysinfo of zeros is valid.
+    // SAFETY: a zeroed sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: the structure outlives the call.
     let told = unsafe { libc::sysinfo(&raw mut info) };
@@ -195,7 +198,7 @@ fn total_bytes() -> Result<usize> {
     Ok(usize::try_from(info.totalram * u64::from(info.mem_unit))?)
 }
 
-/// Pipes, all full except the last one.
+/// Pipes that hold the taken memory. All except the last one are full.
 struct Taken {
     full: Vec<PipeReader>,
     last: (PipeReader, PipeWriter),
@@ -203,7 +206,8 @@ struct Taken {
 }
 
 impl Taken {
-    /// Has room for the pipes that `most_bytes` fill, so that the list never grows later.
+    /// Allocates the list for as many pipes as `most_bytes` fill, so that it never has to grow
+    /// later.
     fn new(most_bytes: usize) -> Result<Self> {
         let most = most_bytes / PIPE + 1;
         limits::allow_open_files(most + 64)?;
@@ -211,7 +215,7 @@ impl Taken {
     }
 
     fn take_step(&mut self) -> Result<()> {
-        // Not zeros, which would be a shared page of the program. Pipes copy.
+        // Not zeros, because they would be a shared page of the program. Pipes copy the data.
         static BYTES: [u8; STEP] = [1; STEP];
         if self.len == PIPE {
             ensure!(
@@ -230,7 +234,7 @@ impl Taken {
 
 fn pipe() -> Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = io::pipe().context("Cannot create a pipe")?;
-    // SAFETY: no pointers, and the descriptor is open.
+    // SAFETY: the call takes no pointers, and the descriptor is open.
     let size = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE as libc::c_int) };
     ensure!(
         size == PIPE as libc::c_int,
@@ -240,7 +244,7 @@ fn pipe() -> Result<(PipeReader, PipeWriter)> {
     Ok((reader, writer))
 }
 
-/// Reader of the state of the kernel's zones in /proc/zoneinfo.
+/// Reads the state of kernel zones from /proc/zoneinfo.
 struct KernelMemory {
     zoneinfo: File,
     text: Vec<u8>,
@@ -249,7 +253,7 @@ struct KernelMemory {
 impl KernelMemory {
     fn open() -> Result<Self> {
         let zoneinfo = File::open("/proc/zoneinfo").context("Cannot open /proc/zoneinfo")?;
-        // Filled with ones, so that its pages exist before all other memory is taken.
+        // Filled with ones, so that its pages are allocated before all other memory is taken.
         Ok(Self { zoneinfo, text: vec![1; 64 << 10] })
     }
 
@@ -260,11 +264,11 @@ impl KernelMemory {
     }
 }
 
-/// Pages that a kernel allocation may take of DMA, DMA32 and Normal: free pages above the `min`
-/// watermark and above the pages that the zone protects from allocations for Normal.
-/// (mm/page_alloc.c, __zone_watermark_ok.)
+/// Returns how many pages a kernel allocation can get from DMA, DMA32 and Normal. These are free
+/// pages above the `min` watermark and above the pages that the zone protects from allocations for
+/// Normal (mm/page_alloc.c, __zone_watermark_ok).
 fn usable_pages(zoneinfo: &str) -> Result<u64> {
-    /// Index of Normal in a zone's `protection`.
+    /// Index of Normal in the `protection` list of a zone.
     const NORMAL: usize = 2;
     let mut sum = 0u64;
     let (mut is_kernels, mut free, mut min) = (false, 0u64, 0u64);

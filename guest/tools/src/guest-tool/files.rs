@@ -1,4 +1,4 @@
-//! Files that are acknowledged one by one, for tests that kill the VMM meanwhile.
+//! Writes files and acknowledges each one, for tests that kill the VMM in the meantime.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -7,8 +7,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use guest_tools::content::{Bytes, hash};
 
-/// Writes files until killed. Prints the line of a file when its content and its name are durable.
-/// From then on, the file must be found after any crash.
+/// Writes files until killed. Prints a file's line when its content and its name are durable. From
+/// then on, the file must exist after any crash.
 pub(crate) fn write(dir: &Path, bytes: u64) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("Cannot create {}", dir.display()))?;
     let parent = File::open(dir)?;
@@ -29,8 +29,8 @@ pub(crate) fn write(dir: &Path, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// One more than the highest number in `dir`, so that a second run does not overwrite files of the
-/// first.
+/// Returns the highest number in `dir` plus one, so that a second run does not overwrite files of
+/// the first run.
 fn next_number(dir: &Path) -> Result<u64> {
     let mut next = 0;
     for entry in fs::read_dir(dir)? {
@@ -41,7 +41,7 @@ fn next_number(dir: &Path) -> Result<u64> {
     Ok(next)
 }
 
-/// Compares each file of the list with its hash.
+/// Compares each listed file with its hash.
 pub(crate) fn check(dir: &Path, list: &Path) -> Result<()> {
     let list =
         fs::read_to_string(list).with_context(|| format!("Cannot read {}", list.display()))?;

@@ -1,4 +1,4 @@
-//! Fills a file system with files that follow from a seed, and checks them later.
+//! Fills a file system with files derived from a seed, and checks them later.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -8,10 +8,11 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use guest_tools::content::Bytes;
 
-/// Upper bound of file sizes.
+/// Maximum file size.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Content of a file. Each halving of the size is equally frequent, down to a few bytes.
+/// Returns the content of a file. Sizes are distributed logarithmically: each halving is equally
+/// frequent, down to a few bytes.
 fn content(seed: u64, number: u64) -> Vec<u8> {
     let mut bytes = Bytes::new(seed.rotate_left(32) ^ number);
     let longest = MAX_BYTES >> bytes.below(12);
@@ -22,12 +23,12 @@ fn content(seed: u64, number: u64) -> Vec<u8> {
     content
 }
 
-/// Path of a file, a few hundred to a directory.
+/// Path of a file. Each directory contains a few hundred files.
 fn name(number: u64) -> String {
     format!("d{:03}/f{number:06}", number / 256)
 }
 
-/// Writes files until there is no room. The file that did not fit is removed.
+/// Writes files until no space is left. Removes the file that did not fit.
 pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
     let mut number = 0;
     loop {
@@ -35,7 +36,7 @@ pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
         match write(&path, &content(seed, number)) {
             Ok(()) => number += 1,
             Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                // The file is missing if there was no room for its name.
+                // The file does not exist if there was no space for its name.
                 let _ = fs::remove_file(&path);
                 break;
             }
@@ -49,7 +50,7 @@ pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// File systems with delayed allocation report a lack of room when the file is flushed.
+/// File systems with delayed allocation report a lack of space only when the file is flushed.
 fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::create_dir_all(path.parent().expect("files are in directories"))?;
     let mut file = File::create(path)?;
@@ -57,7 +58,7 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     file.sync_data()
 }
 
-/// Checks the content of the first `count` files, and that there are no others.
+/// Checks the content of the first `count` files, and that there are no other files.
 pub(crate) fn check(dir: &Path, seed: u64, count: u64) -> Result<()> {
     for number in 0..count {
         let path = dir.join(name(number));

@@ -1,4 +1,4 @@
-//! Loads that use much kernel memory and almost no user memory.
+//! Loads that use a lot of kernel memory and almost no user memory.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,10 +12,10 @@ use anyhow::{Context, Result, ensure};
 use crate::limits;
 
 const MIB: u64 = 1 << 20;
-/// Number of files between two lines of progress.
+/// Number of files between two progress lines.
 const NEWS: u64 = 20_000;
 
-/// Creates `count` empty files. On a tmpfs, each takes about 1 KiB for its inode and dentry.
+/// Creates `count` empty files. On a tmpfs, each file takes about 1 KiB for its inode and dentry.
 pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     for index in 0..count {
@@ -28,8 +28,8 @@ pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Looks up `count` missing files. Most file systems cache a negative dentry of some 200 bytes for
-/// each.
+/// Looks up `count` missing files. For each, most file systems cache a negative dentry of about 200
+/// bytes.
 pub(crate) fn miss_files(dir: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     for index in 0..count {
@@ -42,8 +42,8 @@ pub(crate) fn miss_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Queues `mib` of data in sockets without a reader, prints `held MIB`, and keeps the sockets open
-/// until killed.
+/// Queues `mib` of data in sockets that no one reads from. Prints `held MIB`, and keeps the sockets
+/// open until killed.
 pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     limits::allow_open_files(1 << 20)?;
@@ -68,15 +68,15 @@ pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
     }
 }
 
-/// Starts `count` processes that map `file` and touch all of it, for their page tables, stacks and
-/// task structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before,
-/// and keeps the others until killed.
+/// Starts `count` processes that map `file` and touch all of it, which allocates page tables,
+/// stacks and task structures. Prints `held COUNT`, or `killed after INDEX` if one of them was
+/// killed first. Keeps the other processes until killed.
 pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
     let opened = File::open(file)?;
     for index in 0..count {
-        // SAFETY: this process has one thread, so the child may call any function.
+        // SAFETY: this process has only one thread, so the child may call any function.
         match unsafe { libc::fork() } {
             -1 => {
                 return Err(io::Error::last_os_error()).with_context(|| format!("Process {index}"));
@@ -96,7 +96,7 @@ pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     park();
 }
 
-/// Returns true if a child has ended, which happens only if it is killed.
+/// Returns true if a child has ended. This happens only if the child was killed.
 fn is_child_dead() -> bool {
     // SAFETY: a null pointer makes waitpid return no status.
     unsafe { libc::waitpid(-1, null_mut(), libc::WNOHANG) > 0 }
@@ -118,7 +118,7 @@ fn map_and_wait(file: &File, len: usize) -> ! {
         libc::mmap(null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
     };
     if mapped == libc::MAP_FAILED {
-        // SAFETY: no arguments that could be wrong.
+        // SAFETY: the call takes no pointers.
         unsafe { libc::_exit(1) };
     }
     park()

@@ -4,7 +4,7 @@ use std::io;
 
 use anyhow::{Result, ensure};
 
-/// Sets the maximum number of open files. An increase needs CAP_SYS_RESOURCE.
+/// Sets the maximum number of open files. Raising it requires CAP_SYS_RESOURCE.
 pub(crate) fn allow_open_files(count: usize) -> Result<()> {
     let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count as libc::rlim_t };
     // SAFETY: the structure outlives the call.

@@ -1,4 +1,4 @@
-//! Guest program for test steps that a shell cannot perform.
+//! Guest program that performs test steps that a shell cannot perform.
 
 mod blocks;
 mod burst;

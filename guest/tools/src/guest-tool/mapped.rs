@@ -1,4 +1,4 @@
-//! Mapped files and devices. A program's stores reach the memory behind them without a system call.
+//! Mapped files and devices. Stores to a mapping reach the memory behind it without a system call.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -16,7 +16,7 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len_bytes` of a file or a devdax device from `offset`.
+    /// Maps `len_bytes` of a file or devdax device, starting at `offset`.
     pub(crate) fn new(path: &Path, offset: u64, len_bytes: u64) -> Result<Self> {
         let file = open(path)?;
         map(&file, offset, len_bytes, libc::MAP_SHARED)
@@ -33,8 +33,8 @@ impl Mapping {
 
     fn store(&self, index: usize, word: u64) {
         assert!(index < self.words);
-        // SAFETY: just checked to be within the mapping, which is aligned. The access is volatile
-        // because others may store there too.
+        // SAFETY: the index was just checked to be within the mapping, which is aligned. The access
+        // is volatile because other programs may store there at the same time.
         unsafe { self.start.add(index).write_volatile(word) }
     }
 
@@ -47,7 +47,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping belongs to self, and its addresses are no longer used.
+        // SAFETY: self owns the mapping, and its addresses are no longer used.
         unsafe { libc::munmap(self.start.cast(), self.words * 8) };
     }
 }
@@ -68,17 +68,17 @@ fn map(file: &File, offset: u64, len_bytes: u64, flags: libc::c_int) -> io::Resu
     Ok(Mapping { start: start.cast(), words: len / 8 })
 }
 
-/// Method by which a program makes its stores durable.
+/// How the program makes its stores durable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Care {
-    /// No flush.
+    /// Does not flush.
     None,
-    /// Write-back of cache lines and a fence, as MAP_SYNC allows.
+    /// Writes back cache lines and executes a fence, as MAP_SYNC allows.
     Fence,
 }
 
 /// Stores the words `seed`, `seed + 1` and so on, prints `stored`, and keeps the mapping until
-/// killed. The kernel is not asked to flush anything.
+/// killed. Does not ask the kernel to flush anything.
 pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
     let flags = match care {
         Care::None => libc::MAP_SHARED,
@@ -93,7 +93,7 @@ pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: C
             // SAFETY: SSE2 is part of x86-64. The address is within the mapping.
             unsafe { std::arch::x86_64::_mm_clflush(mapping.start.add(line).cast()) };
         }
-        // SAFETY: as above. It takes no address.
+        // SAFETY: SSE2 is part of x86-64. The instruction takes no address.
         unsafe { std::arch::x86_64::_mm_sfence() };
     }
     println!("stored");
@@ -103,8 +103,9 @@ pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: C
     }
 }
 
-/// Stores such words and repeatedly writes them from the mapping to the start of a disk with
-/// O_DIRECT, so that the device reads the mapped memory. Prints `written` after the first write.
+/// Stores the same words as [`store`], and then repeatedly writes them from the mapping to the
+/// start of a disk with O_DIRECT, so that the device reads the mapped memory. Prints `written`
+/// after the first write.
 pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
     let mapping = Mapping::new(path, 0, len_bytes)?;
     for index in 0..mapping.len() {
@@ -112,7 +113,7 @@ pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> R
     }
     let disk = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(disk)?;
     for pass in 0u64.. {
-        // SAFETY: the kernel reads bytes of the mapping, which exists.
+        // SAFETY: the kernel reads bytes within the mapping, which still exists.
         let written =
             unsafe { libc::pwrite(disk.as_raw_fd(), mapping.start.cast(), len_bytes as usize, 0) };
         ensure!(
@@ -128,7 +129,7 @@ pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> R
     Ok(())
 }
 
-/// Checks the words of a [`store`] with this seed.
+/// Checks the words that [`store`] wrote with this seed.
 pub(crate) fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     for index in 0..mapping.len() {
@@ -139,7 +140,7 @@ pub(crate) fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Resu
     Ok(())
 }
 
-/// Maps a page, prints `waiting`, and polls its first word until it is `word`.
+/// Maps a page, prints `waiting`, and polls the page's first word until it is equal to `word`.
 pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     println!("waiting at {:#x}", mapping.load(0));
@@ -151,8 +152,8 @@ pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64)
     Ok(())
 }
 
-/// Prints `allowed` if the kernel allows a mapping for which a fence is a flush (MAP_SYNC),
-/// otherwise `refused`.
+/// Prints `allowed` if the kernel allows a mapping in which a fence is sufficient for durability
+/// (MAP_SYNC), and `refused` otherwise.
 pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     let file = open(path)?;
     match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
@@ -163,7 +164,7 @@ pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// `struct fiemap` with room for extents (Linux uapi/linux/fiemap.h).
+/// `struct fiemap` with space for extents (Linux uapi/linux/fiemap.h).
 #[repr(C)]
 struct Fiemap {
     start: u64,
@@ -186,20 +187,20 @@ struct FiemapExtent {
     reserved_too: [u32; 3],
 }
 
-/// _IOWR('f', 11, struct fiemap). The size is that of the structure without extents.
+/// _IOWR('f', 11, struct fiemap). The encoded size excludes the extents.
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;
 const FIEMAP_FLAG_SYNC: u32 = 1;
 
-/// Prints the place of a file on its device, a line for each extent: offset in the file, offset on
-/// the device, length.
+/// Prints where a file is on its device. Each extent has a line with its offset in the file, its
+/// offset on the device, and its length.
 pub(crate) fn say_extents(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
-    // SAFETY: plain numbers, for which zero is valid.
+    // SAFETY: the structure contains only numbers, for which zero is valid.
     let mut map: Fiemap = unsafe { std::mem::zeroed() };
     map.length = u64::MAX;
     map.flags = FIEMAP_FLAG_SYNC;
     map.extent_count = map.extents.len() as u32;
-    // SAFETY: the kernel fills a structure that has room for `extent_count` extents.
+    // SAFETY: the kernel fills the structure, which has space for `extent_count` extents.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) } != 0 {
         return Err(io::Error::last_os_error()).context("Cannot query the extents");
     }

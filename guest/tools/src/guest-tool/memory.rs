@@ -10,14 +10,14 @@ use guest_tools::content::Bytes;
 
 const MIB: usize = 1 << 20;
 
-/// Fills memory by one MiB at a time, prints `held N` after every 16 MiB and at the end, and keeps
-/// it until killed.
+/// Fills memory in steps of 1 MiB, and keeps it until killed. Prints `held N` after every 16 MiB
+/// and at the end.
 pub(crate) fn hog(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held = Vec::new();
     for index in 0..mib {
         let mut chunk = vec![0u8; MIB];
-        // Zeros would compress to nothing in a compressed swap.
+        // Zeros would compress to almost nothing in compressed swap.
         Bytes::new(index).fill(&mut chunk);
         held.push(chunk);
         if (index + 1) % 16 == 0 || index + 1 == mib {
@@ -31,8 +31,8 @@ pub(crate) fn hog(mib: u64) -> Result<()> {
     }
 }
 
-/// Holds `mib` of memory and reads each page several times per second until killed. Prints
-/// `touching` first.
+/// Prints `touching`, holds `mib` of memory, and reads each page several times per second until
+/// killed.
 pub(crate) fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
     guest_tools::oom::volunteer()?;
@@ -48,12 +48,12 @@ pub(crate) fn touch(mib: u64) -> Result<()> {
     }
 }
 
-/// Default capacity of a pipe in pages. An unprivileged process may not be able to increase it.
+/// Default capacity of a pipe in pages. An unprivileged process may not be allowed to increase it.
 const PIPE_PAGES: usize = 16;
 
-/// Fills memory and lends one page of every 2 MiB to a pipe without a reader, which makes the page
-/// unmovable until the pipe is closed. Frees the rest, so that almost no memory is in use but no 2
-/// MiB can be unplugged. Prints `pinned` and keeps it until killed.
+/// Fills memory and lends one page of every 2 MiB to a pipe that no one reads. The page cannot be
+/// moved until the pipe is closed. The rest of the memory is freed, so that almost no memory is in
+/// use but no range of 2 MiB can be unplugged. Prints `pinned`, and keeps the memory until killed.
 pub(crate) fn pin(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
@@ -70,17 +70,17 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         let (_, writer) = pipes.last().expect("one was just created");
         let page = chunk.as_ptr().wrapping_add(chunk.as_ptr().align_offset(4096));
         let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
-        // SAFETY: the page is within the chunk, which is kept as long as the pipe. The kernel only
+        // SAFETY: the page is within the chunk, which lives as long as the pipe. The kernel only
         // reads it.
         let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
         ensure!(lent == 4096, "Cannot lend a page: {}", io::Error::last_os_error());
     }
     for chunk in &mut held {
         let first = chunk.as_ptr().align_offset(4096);
-        // Keeps the lent page and the pages at the ends, which may contain other data.
+        // Keeps the lent page, and the pages at both ends, which may contain other data.
         let pages = chunk[first + 4096..].chunks_exact_mut(4096).len();
         let rest = chunk[first + 4096..].as_mut_ptr();
-        // SAFETY: these are whole pages of the chunk, which are not read anymore.
+        // SAFETY: these are whole pages of the chunk, and they are no longer read.
         let given = unsafe { libc::madvise(rest.cast(), pages * 4096, libc::MADV_DONTNEED) };
         ensure!(given == 0, "Cannot release memory: {}", io::Error::last_os_error());
     }

@@ -1,4 +1,4 @@
-//! Runs seeded programs on a block device, and checks a device against the expected outcome.
+//! Runs seeded programs on a block device, and checks the device against the expected outcome.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use guest_tools::sectors::{Outcome, Program, Shape, Storage, run};
 
-/// Block device, open with and without O_DIRECT.
+/// Block device that is open both with and without O_DIRECT.
 struct Device {
     direct: File,
     buffered: File,
@@ -34,7 +34,7 @@ impl Device {
             Ok(text.trim().parse()?)
         };
         let sector_bytes = attribute("queue/logical_block_size")?;
-        // The kernel counts in units of 512 bytes, independent of the device's sector size.
+        // The kernel reports units of 512 bytes, whatever the device's sector size.
         let sectors = attribute("size")? * 512 / sector_bytes;
         Ok(Self {
             direct,
@@ -47,7 +47,7 @@ impl Device {
         sector * u64::from(self.shape.sector_bytes)
     }
 
-    /// Calls BLKDISCARD or BLKZEROOUT, which take a start and a length in bytes.
+    /// Calls BLKDISCARD or BLKZEROOUT. Both take a start and a length in bytes.
     fn range_ioctl(&self, request: libc::Ioctl, sectors: Range<u64>) -> Result<()> {
         let start = self.offset(sectors.start);
         let range = [start, self.offset(sectors.end) - start];
@@ -58,15 +58,16 @@ impl Device {
     }
 }
 
-/// linux/fs.h: `_IO(0x12, 119)`, `_IO(0x12, 127)`.
+/// Defined in linux/fs.h as `_IO(0x12, 119)` and `_IO(0x12, 127)`.
 const BLKDISCARD: libc::Ioctl = 0x1277;
 const BLKZEROOUT: libc::Ioctl = 0x127f;
 
 impl Storage for Device {
-    /// A BTT's lane belongs to a CPU, so threads on different CPUs use different lanes.
+    /// Each CPU uses its own lane of a BTT, so threads on different CPUs use different lanes.
     fn enter(&self, thread: u32) -> Result<()> {
         let cpus = std::thread::available_parallelism()?.get();
-        // SAFETY: zeros are an empty set, the number is below its size, and the call reads it.
+        // SAFETY: zeros are an empty set, the CPU number is below the set's size, and the call only
+        // reads it.
         let result = unsafe {
             let mut set: libc::cpu_set_t = std::mem::zeroed();
             libc::CPU_SET(thread as usize % cpus, &mut set);

@@ -1,4 +1,4 @@
-//! Writer of stamped sectors, which runs until killed and reports the flushed ones.
+//! Writes stamped sectors until killed, and reports the sectors that have been flushed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
 pub(crate) struct Target {
     device: String,
     area: Area,
-    /// Maximum number of sectors between two flushes of a thread.
+    /// Maximum number of sectors that a thread writes between two flushes.
     longest: u64,
 }
 
@@ -37,12 +37,12 @@ impl Target {
     }
 }
 
-/// Writes until an error. The last thread writes through the page cache. The others write directly,
-/// because sectors are then in flight for most of the time.
+/// Writes until an error occurs. The last thread writes through the page cache. The others use
+/// direct I/O, so that sectors are in flight most of the time.
 ///
 /// A thread writes a stretch of its sectors with a new version, in one or several pieces, flushes,
-/// and reports it. It does not write these sectors again before the flush is complete. So no page
-/// of the page cache is modified during its write-back, and the guest itself tears no sector.
+/// and reports it. It does not write these sectors again before the flush has completed. So no page
+/// in the page cache is modified during its write-back, and the guest itself cannot tear a sector.
 pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {
@@ -50,7 +50,8 @@ pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
                 if let Err(error) =
                     Writer::open(target, number, seed).and_then(|mut writer| writer.run())
                 {
-                    // All threads end, because the failure of a single one would remain unnoticed.
+                    // If one thread fails, all threads end, because the failure of a single one
+                    // would go unnoticed.
                     eprintln!("guest-tool: thread {number}: {error:#}");
                     std::process::exit(1);
                 }
@@ -71,7 +72,7 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Reads the versions of the thread's sectors and reports them.
+    /// Reads the versions of the thread's sectors, and reports them.
     fn open(target: &'a Target, number: u64, seed: u64) -> Result<Self> {
         let area = target.area;
         let length = usize::try_from(area.per_thread)? * SECTOR_BYTES;
@@ -108,7 +109,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Writes `count` of the thread's sectors from `start`, `piece` per call.
+    /// Writes `count` of the thread's sectors from `start` on, `piece` sectors per call.
     fn write_stretch(&mut self, start: usize, count: usize, piece: usize) -> Result<()> {
         let at = self.first_sector() as usize + start;
         let bytes = &mut self.memory[start * SECTOR_BYTES..][..count * SECTOR_BYTES];
@@ -139,7 +140,7 @@ fn version_of(sector: u64, bytes: &[u8]) -> Result<u64> {
     }
 }
 
-/// Prints a line in one write, so that lines of several threads do not mix.
+/// Prints a line with a single write, so that lines of several threads do not mix.
 fn say(line: &Line) -> Result<()> {
     io::stdout()
         .write_all(format!("{line}\n").as_bytes())
@@ -152,7 +153,7 @@ mod tests {
 
     const AREA: Area = Area { first: 4, per_thread: 8, threads: 2 };
 
-    /// A writer that uses the page cache of a file, because not every file system supports
+    /// Returns a writer that uses a file's page cache, because not every file system supports
     /// O_DIRECT.
     fn writer<'a>(target: &'a Target, number: u64) -> Writer<'a> {
         let mut memory = Aligned::zeroed(8 * SECTOR_BYTES);

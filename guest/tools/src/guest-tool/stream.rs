@@ -1,4 +1,4 @@
-//! Memory bandwidth of a program in different places, by McCalpin's four kernels.
+//! Measures a program's memory bandwidth in several kinds of memory, with McCalpin's four kernels.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::mapped::Mapping;
 
 const MIB: usize = 1 << 20;
-/// Alignment and unit of places, which are mapped in huge pages if the kernel has them.
+/// Alignment and unit of each place. Places are mapped with huge pages if the kernel supports them.
 const HUGE_PAGE_BYTES: usize = 2 * MIB;
-/// Factor of `scale` and `triad`.
+/// Factor used by `scale` and `triad`.
 const SCALAR: f64 = 3.0;
 const KERNELS: [&str; 4] = ["copy", "scale", "add", "triad"];
 
 enum Place {
-    /// Anonymous memory of one node.
+    /// Anonymous memory on one node.
     Node(u32),
     File(PathBuf),
 }
@@ -34,7 +34,7 @@ impl Place {
     }
 }
 
-/// Memory of a place. It exists until the process ends.
+/// Memory of a place. It is never unmapped.
 enum Memory {
     Anonymous(*mut f64),
     Mapped(Mapping),
@@ -70,8 +70,8 @@ impl Arrays {
     }
 
     fn get(&mut self) -> [&mut [f64]; 3] {
-        // SAFETY: three adjacent arrays in memory that this value owns, borrowed mutably and once.
-        // Every bit pattern is a number.
+        // SAFETY: three adjacent arrays in memory owned by this value. They are borrowed mutably,
+        // and only once. Every bit pattern is a valid number.
         [0, 1, 2].map(|nth| unsafe {
             std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len)
         })
@@ -87,8 +87,8 @@ impl Arrays {
         }
     }
 
-    /// Checks that every element has the value after `rounds` rounds, so that no kernel was
-    /// skipped.
+    /// Checks that every element has the value expected after `rounds` rounds, so that no kernel
+    /// was skipped.
     fn check(&mut self, rounds: u64) -> Result<()> {
         let (mut expected_a, mut expected_b, mut expected_c) = (1.0f64, 2.0f64, 0.0f64);
         for _ in 0..rounds {
@@ -106,7 +106,7 @@ impl Arrays {
 
     /// Checks that every page is on the requested node.
     fn check_node(&self, node: u32) -> Result<()> {
-        // linux/mempolicy.h
+        // Defined in linux/mempolicy.h.
         const MPOL_F_NODE: libc::c_ulong = 1;
         const MPOL_F_ADDR: libc::c_ulong = 2;
         for offset in (0..3 * self.len * 8).step_by(4096) {
@@ -114,7 +114,7 @@ impl Arrays {
             let address = self.start() as usize + offset;
             let (mask, mask_bits) = (ptr::null_mut::<libc::c_ulong>(), 0usize);
             let flags = MPOL_F_NODE | MPOL_F_ADDR;
-            // SAFETY: the kernel fills a number, and looks up a mapped address.
+            // SAFETY: the kernel writes one number, and looks up a mapped address.
             let result = unsafe {
                 libc::syscall(
                     libc::SYS_get_mempolicy,
@@ -132,9 +132,9 @@ impl Arrays {
     }
 }
 
-/// Maps anonymous memory that comes only from one node.
+/// Maps anonymous memory that is allocated only on one node.
 fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
-    // linux/mempolicy.h
+    // Defined in linux/mempolicy.h.
     const MPOL_BIND: libc::c_int = 2;
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -143,22 +143,22 @@ fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
     ensure!(start != libc::MAP_FAILED, "mmap: {}", io::Error::last_os_error());
     let aligned = (start as usize).next_multiple_of(HUGE_PAGE_BYTES);
     let mask: libc::c_ulong = 1 << node;
-    // SAFETY: a range of the mapping just created, and a mask of 64 nodes.
+    // SAFETY: the range is part of the new mapping, and the mask has 64 nodes.
     let result = unsafe {
         libc::syscall(libc::SYS_mbind, aligned, bytes, MPOL_BIND, &raw const mask, 64usize, 0usize)
     };
     ensure!(result == 0, "mbind to node {node}: {}", io::Error::last_os_error());
-    // SAFETY: advice about the same range. It fails if there are no huge pages, and small ones are
-    // sufficient.
+    // SAFETY: advice about the same range. It fails if huge pages are not available, and small
+    // pages are sufficient then.
     unsafe { libc::madvise(aligned as *mut _, bytes, libc::MADV_HUGEPAGE) };
     Ok(aligned as *mut f64)
 }
 
-/// Streams through three arrays of `array_mib` at each place. The places take turns, and each round
-/// begins with another one. Prints a line for each kernel, place and round: the kernel's name, the
-/// place's number, microseconds.
+/// Streams through three arrays of `array_mib` in each place. Places take turns, and each round
+/// begins with a different place. Prints a line for each kernel, place and round, with the kernel's
+/// name, the number of the place, and microseconds.
 pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
-    // Each round multiplies the numbers by fifteen.
+    // Each round multiplies the values by fifteen.
     ensure!((1..=200).contains(&rounds), "rounds is {rounds}, must be 1 to 200");
     ensure!(
         array_mib > 0 && array_mib.is_multiple_of(2),
@@ -195,7 +195,7 @@ pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()>
 mod tests {
     use super::*;
 
-    /// Memory without a policy, because not every machine lets a program set one.
+    /// Arrays in memory without a policy, because not every machine allows programs to set one.
     fn arrays(file: &std::path::Path) -> Arrays {
         std::fs::File::create(file).unwrap().set_len(6 * MIB as u64).unwrap();
         Arrays::new(&Place::File(file.to_owned()), 2 * MIB).unwrap()

@@ -1,4 +1,4 @@
-//! Tree of files like that of a kernel's source, but smaller.
+//! Writes a tree of files that resembles kernel source but is smaller.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use guest_tools::content::Bytes;
 
-/// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The
-/// logarithms of sizes are about normally distributed. This median with this deviation results in
-/// that average.
+/// Median file size. Linux 6.12 has 86,000 files of 16 KiB on average, and half of them are smaller
+/// than 4.6 KiB. The logarithms of sizes are about normally distributed. This median and this
+/// deviation result in that average.
 const MEDIAN_BYTES: f64 = 4600.0;
 const DEVIATION: f64 = 1.58;
 const MAX_BYTES: f64 = 1024.0 * 1024.0;
-/// A directory of Linux has 16 files on average. Three levels of these directories are the usual
-/// depth.
+/// Files per directory. A directory in Linux has 16 files on average. With three levels of such
+/// directories, the tree has the usual depth.
 const FILES_PER_DIRECTORY: u64 = 16;
 const DIRECTORIES_PER_LEVEL: u64 = 12;
 
@@ -50,7 +50,8 @@ fn size(numbers: &mut Bytes) -> usize {
     (MEDIAN_BYTES * (DEVIATION * (sum - 6.0)).exp()).min(MAX_BYTES) as usize
 }
 
-/// Letters and line ends, which compress a little. No file system here compresses.
+/// Returns letters and line ends, which compress a little. None of the tested file systems compress
+/// data.
 fn text(numbers: &mut Bytes, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len.next_multiple_of(8)];
     numbers.fill(&mut bytes);

@@ -11,10 +11,10 @@ use guest_tools::vsock::{connect, socket};
 
 use crate::limits;
 
-/// Address of the host (vsock(7)).
+/// vsock address of the host (vsock(7)).
 const HOST_CID: u32 = libc::VMADDR_CID_HOST;
 
-/// Port that only root may bind. The host's agent port refuses other peers.
+/// Port that only root may bind. The host's agent port rejects connections from unprivileged ports.
 const PRIVILEGED_PORT: u32 = 900;
 
 /// More connections than a VMM should accept.
@@ -22,8 +22,7 @@ const MOST_HELD: usize = 4096;
 
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
-/// Sends the standard input to a port of the host from a privileged port, and closes the
-/// connection.
+/// Sends standard input from a privileged port to a port of the host, and closes the connection.
 pub(crate) fn send(port: u32) -> Result<()> {
     let socket = socket(Some(PRIVILEGED_PORT))
         .context("Cannot create a vsock socket with a privileged port")?;
@@ -34,8 +33,8 @@ pub(crate) fn send(port: u32) -> Result<()> {
     Ok(())
 }
 
-/// Connects to a port of the host until killed, and holds all connections. Prints `held COUNT` when
-/// the host first refuses one, and then starts `command`.
+/// Connects to a port of the host until killed, and keeps all connections open. When the host first
+/// refuses one, prints `held COUNT` and starts `command`.
 pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
     limits::allow_open_files(MOST_HELD + 64)?;
     let mut held = Vec::new();
@@ -53,7 +52,7 @@ pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
                         .context("Cannot start a shell")?,
                 );
             }
-            // The next attempt may take the slot of a connection that another process closes.
+            // The next attempt may get the slot of a connection that another process closes.
             Err(_) => thread::sleep(BETWEEN_ATTEMPTS),
         }
         ensure!(

@@ -1,9 +1,9 @@
-//! BTTs with a log (flog) in every state that a crash can leave, one state per lane. The expected
-//! content after the replay of the log follows from UEFI 2.10, 6.4.3 to 6.4.5, and from
+//! Builds BTTs whose log (flog) is in every state that a crash can leave, with one state per lane.
+//! The expected content after replaying the log follows from UEFI 2.10, 6.4.3 to 6.4.5, and from
 //! drivers/nvdimm/btt.c.
 //!
-//! This module reads the info block by its offsets in the specification, without the code under
-//! test.
+//! This module reads the info block at the offsets given in the specification. It does not use the
+//! code under test.
 
 use anyhow::{Result, ensure};
 use pmem_volume::btt::START_BYTES;
@@ -15,18 +15,18 @@ const LANES: u32 = 256;
 const GROUP_BYTES: u64 = 64;
 const ENTRY_BYTES: usize = 16;
 
-/// Map entry that reads as zeros.
+/// Map entry of a block that reads as zeros.
 const TRIMMED: u32 = 1 << 31;
-/// Map entry with which reads fail.
+/// Map entry of a block that cannot be read.
 const FAILED: u32 = 1 << 30;
 /// Map entry of an ordinary block.
 const NORMAL: u32 = TRIMMED | FAILED;
 
-/// Seeds of the last write of a lane, and of the content before it.
+/// Seeds of a lane's last write, and of the content before that write.
 const NEW_SEED: u64 = 0xf1_06;
 const OLD_SEED: u64 = 0x01d;
 
-/// The two slots in use among a lane's four.
+/// Which two of a lane's four slots are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Padding {
     /// Slots 0 and 1.
@@ -35,33 +35,34 @@ pub enum Padding {
     Former,
 }
 
-/// Point of a lane's last write at which a crash occurred.
+/// When the crash occurred, relative to a lane's last write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Crash {
     /// The lane has never written.
     Untouched,
-    /// After the write, which is complete.
+    /// After a complete write.
     Done,
-    /// Between the log and the map.
+    /// After the log entry was written, before the map was updated.
     Pending,
-    /// Between the log and the map, and the sector had been discarded before.
+    /// After the log entry was written, before the map was updated. The sector had been discarded
+    /// before.
     PendingOnTrimmed,
-    /// After the write, and the sector was discarded afterwards.
+    /// After a complete write, and after the sector was then discarded.
     TrimmedAfter,
-    /// After the write, and its block turned out to be bad.
+    /// After a complete write whose block was later found to be bad.
     FailedAfter,
-    /// Between the two halves of the next write's log entry.
+    /// After only half of the next write's log entry was written.
     NextHalfWritten,
 }
 
-/// State of a lane: the sequence numbers in its two slots, and the point of the crash.
+/// State of a lane: the sequence numbers in its two slots, and when the crash occurred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lane {
     sequences: [u32; 2],
     crash: Crash,
 }
 
-/// All states. Sequence numbers follow each other in the cycle 1, 2, 3. A lane's first entry has no
+/// Returns all states. Sequence numbers cycle through 1, 2, 3. A lane's first entry has no
 /// predecessor.
 fn states() -> Vec<Lane> {
     use Crash::{
@@ -78,7 +79,7 @@ fn states() -> Vec<Lane> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flogs {
     pub padding: Padding,
-    /// Index of lane 0's state in the list. The other lanes follow.
+    /// Index of lane 0's state in the list. The states of other lanes follow.
     pub shift: u32,
 }
 
@@ -87,7 +88,7 @@ impl Flogs {
         states().len() as u32
     }
 
-    /// Content of such a disk, independent of its padding.
+    /// Returns the content of such a disk. It does not depend on the padding.
     pub fn outcome(shape: Shape, shift: u32) -> Outcome {
         let mut outcome = Outcome::untouched(shape);
         for lane in 0..LANES {
@@ -97,7 +98,7 @@ impl Flogs {
                 Crash::Untouched => Content::Zeros,
                 Crash::TrimmedAfter => Content::Trimmed,
                 Crash::FailedAfter => Content::Fails,
-                // The first write has not reached the log.
+                // The first write did not reach the log.
                 Crash::NextHalfWritten if state.sequences == [1, 0] => Content::Zeros,
                 _ => Content::Written { seed: NEW_SEED, operation: u64::from(lane) },
             };
@@ -124,7 +125,7 @@ fn state_of(lane: u32, shift: u32) -> Lane {
     states[(lane + shift) as usize % states.len()]
 }
 
-/// Sector of each lane's last write.
+/// Returns the sector of each lane's last write.
 fn sector_of(lane: u32) -> u32 {
     lane * 16 + 3
 }
@@ -177,8 +178,8 @@ impl Arena {
             ([sector, own, spare], [sector, spare, own])
         };
         if state.crash == Crash::NextHalfWritten {
-            // The half with sector and old block is of the next write. The other half is still that
-            // of the previous write.
+            // The half with the sector and the old block belongs to the next write. The other half
+            // still belongs to the previous write.
             (older[0], older[1]) = (sector + 1, sector + 1);
             self.write_block(media, if is_first { spare } else { own }, &[0xee; 4096])?;
         }
@@ -194,7 +195,7 @@ impl Arena {
             }
         }
         let entry = match state.crash {
-            // The map entry was never written.
+            // The map entry had not been written.
             Crash::Untouched | Crash::Pending => 0,
             Crash::NextHalfWritten if is_first => 0,
             Crash::PendingOnTrimmed => TRIMMED | own,
@@ -261,7 +262,7 @@ mod tests {
                 Ok(())
             };
             Flogs::outcome(shape, shift).check(read).unwrap();
-            // A different state in any lane reads differently.
+            // A lane in a different state must read differently.
             assert!(Flogs::outcome(shape, shift + 1).check(read).is_err());
         }
     }

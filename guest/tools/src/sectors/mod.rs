@@ -1,6 +1,6 @@
-//! Expected content of a disk's sectors, computed from seeds alone. A guest writes through Linux'
-//! BTT driver, a test through our engine. Both check the disk against the same [`Outcome`] without
-//! communicating.
+//! Computes the expected content of a disk's sectors from seeds alone. A guest writes through
+//! Linux' BTT driver, and a test writes through our engine. Both check the disk against the same
+//! [`Outcome`], without exchanging any data.
 
 mod flogs;
 mod program;
@@ -17,7 +17,7 @@ use crate::StoredWrong;
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
-/// Number of sectors that a check reads at once.
+/// Number of sectors that a check reads in one call.
 const BATCH_SECTORS: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,21 +28,21 @@ pub struct Shape {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// Never written, or discarded.
+    /// Sector that has never been written, or has been discarded.
     Zeros,
-    /// Written by this operation of the seed's program.
+    /// Sector written by this operation of the seed's program.
     Written { seed: u64, operation: u64 },
-    /// Zeros because of its map entry. A check reads such a sector separately. Otherwise Linux'
-    /// driver skips the sectors of 512 bytes behind it in the same page, and reports success
-    /// (btt_read_pg in drivers/nvdimm/btt.c).
+    /// Sector that reads as zeros because of its map entry. A check reads such a sector separately.
+    /// Otherwise Linux' driver would skip the 512-byte sectors that follow it in the same page, and
+    /// report success (btt_read_pg in drivers/nvdimm/btt.c).
     Trimmed,
-    /// Reads fail.
+    /// Sector that cannot be read.
     Fails,
 }
 
 impl Content {
-    /// Fills `bytes` with the expected content: place and origin, and random bytes that follow from
-    /// them. A torn or misplaced sector matches no content.
+    /// Fills `bytes` with the expected content: position and origin, followed by random bytes
+    /// derived from them. A torn or misplaced sector matches no content.
     fn fill(self, sector: u64, bytes: &mut [u8]) {
         bytes.fill(0);
         if let Self::Written { seed, operation } = self {
@@ -79,8 +79,8 @@ impl Outcome {
         Self { shape, contents: vec![Content::Zeros; sectors] }
     }
 
-    /// Outcome of the items of `history`. `flogs:SHIFT` stands for a disk made by [`Flogs`] and
-    /// must be first. Any other item is a program that has run to its end.
+    /// Returns the outcome of the items in `history`. An item `flogs:SHIFT` stands for a disk built
+    /// by [`Flogs`] and must be the first. Any other item is a program that has run to its end.
     pub fn of_history(shape: Shape, history: &[impl AsRef<str>]) -> Result<Self> {
         let mut outcome = Self::untouched(shape);
         for (at, item) in history.iter().map(AsRef::as_ref).enumerate() {
@@ -106,8 +106,8 @@ impl Outcome {
         self.contents[sectors.start as usize..sectors.end as usize].fill(content);
     }
 
-    /// Reads every sector and compares. `read` fills a buffer from a sector on. The error for a
-    /// wrong sector has the context [`StoredWrong`]. A sector that cannot be read may be a fault of
+    /// Reads and compares every sector. `read` fills a buffer, starting at a sector. An error about
+    /// wrong content has the context [`StoredWrong`]. A sector that cannot be read may be caused by
     /// the emulation.
     pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
@@ -141,8 +141,8 @@ impl Outcome {
         Ok(())
     }
 
-    /// Number of sectors from `first` that are read at once. Trimmed and failing sectors are read
-    /// separately.
+    /// Returns how many sectors from `first` on can be read in one call. Trimmed and failing
+    /// sectors are read separately.
     fn readable_from(&self, first: u64) -> usize {
         let rest = &self.contents[first as usize..];
         let is_special = |content: &Content| matches!(content, Content::Trimmed | Content::Fails);
@@ -173,12 +173,12 @@ mod tests {
 
     pub(super) const SHAPE: Shape = Shape { sectors: 1000, sector_bytes: 512 };
 
-    /// Disk in memory that can lose or tear one write.
+    /// In-memory disk that can lose or tear one write.
     #[derive(Debug, Default)]
     pub(super) struct Memory {
         bytes: Mutex<Vec<u8>>,
         writes: std::sync::atomic::AtomicU64,
-        /// Index of the write that fails.
+        /// Index of the write that is lost.
         lost: Option<u64>,
         torn: Option<u64>,
     }
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn lost_or_torn_write_is_found() {
-        // No later operation overwrites the last write.
+        // The last write is not overwritten by a later operation.
         let program: Program = "writes:9:200:1".parse().unwrap();
         let outcome = Outcome::of_history(SHAPE, &["writes:9:200:1"]).unwrap();
         for broken in [

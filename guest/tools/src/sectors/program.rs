@@ -1,5 +1,5 @@
-//! Programs of operations on sectors. They follow from a seed and run in several threads, each with
-//! its own sectors.
+//! Programs of operations on sectors. A seed determines them. They run in several threads, and each
+//! thread has its own sectors.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -11,35 +11,36 @@ use super::{Content, Shape};
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
-/// Stripes of this many sectors belong to the threads in turn. A stripe is a multiple of a page, so
-/// that no page of the page cache belongs to two threads.
+/// Number of sectors in a stripe. Stripes are assigned to threads in turn. A stripe is a multiple
+/// of a page, so that two threads never share a page in the page cache.
 const STRIPE_SECTORS: u64 = 64;
-/// Largest number of sectors in a page. The range of a program begins at a page, too.
+/// Maximum number of sectors in a page. A program's range also begins at a page boundary.
 const PAGE_SECTORS: u64 = 8;
-/// Longest operation. Each halving of the length is equally frequent.
+/// Longest operation in sectors. Lengths are distributed logarithmically: each halving is equally
+/// frequent.
 const MAX_SECTORS: u64 = 32;
 /// Number of operations after which a thread flushes.
 const FLUSH_INTERVAL: u64 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mix {
-    /// Only writes, because Linux' BTT driver supports nothing else.
+    /// Only writes. Linux' BTT driver supports nothing else.
     Writes,
-    /// Only writes, none of them cached.
+    /// Only writes that bypass the cache.
     Direct,
-    /// A quarter of the operations discards or zeroes.
+    /// A quarter of the operations are discards or zeroing.
     Discards,
 }
 
-/// Program. Its text is `writes:SEED:OPERATIONS:THREADS`, or `direct` or `discards` for another
-/// mix. `:FIRST-END` at the end limits it to a range of sectors.
+/// Program of operations. Its text is `writes:SEED:OPERATIONS:THREADS`. The first word is `direct`
+/// or `discards` for another mix. `:FIRST-END` at the end limits the program to a range of sectors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     mix: Mix,
     seed: u64,
     operations: u64,
     threads: u32,
-    /// Range of sectors. `None` for all.
+    /// Range of sectors. `None` means all sectors.
     sectors: Option<Range<u64>>,
 }
 
@@ -93,16 +94,16 @@ enum Step {
     WriteZeroes(Range<u64>),
 }
 
-/// Storage on which a program can run. Sectors are those of the shape that [`run`] receives.
+/// Storage on which programs can run. Sectors have the size given by the shape passed to [`run`].
 pub trait Storage: Sync {
     fn enter(&self, _thread: u32) -> Result<()> {
         Ok(())
     }
 
-    /// Writes whole sectors, through a cache if there is one and `buffered` is set.
+    /// Writes whole sectors. Uses the cache, if there is one, if `buffered` is set.
     fn write(&self, first: u64, bytes: &[u8], buffered: bool) -> Result<()>;
 
-    /// Discards sectors, which then read as zeros.
+    /// Discards sectors. They read as zeros afterwards.
     fn discard(&self, sectors: Range<u64>) -> Result<()>;
 
     fn write_zeroes(&self, sectors: Range<u64>) -> Result<()>;
@@ -111,8 +112,8 @@ pub trait Storage: Sync {
 }
 
 impl Program {
-    /// Text of a program of up to four threads on 256 sectors that include `border`, but not where
-    /// two threads meet.
+    /// Returns the text of a program with up to four threads on 256 sectors. The range includes
+    /// `border`, but two threads do not meet there.
     pub fn around(border: u64, mix: &str, seed: u64, operations: u64, threads: u32) -> String {
         let first = (border - STRIPE_SECTORS * 3 / 2) / PAGE_SECTORS * PAGE_SECTORS;
         format!("{mix}:{seed}:{operations}:{threads}:{first}-{}", first + STRIPE_SECTORS * 4)
@@ -165,8 +166,8 @@ impl Program {
         })
     }
 
-    /// Effects of the operations. Their order does not matter across threads, because each thread
-    /// has its own sectors.
+    /// Returns the effects of all operations. The order across threads does not matter, because
+    /// each thread has its own sectors.
     pub(super) fn effects(&self, shape: Shape) -> impl Iterator<Item = (Range<u64>, Content)> {
         let seed = self.seed;
         (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(
@@ -178,7 +179,7 @@ impl Program {
     }
 }
 
-/// Runs all threads of a program to its end, including a flush.
+/// Runs all threads of a program to their end, including a final flush.
 pub fn run(program: &Program, shape: Shape, storage: &impl Storage) -> Result<()> {
     thread::scope(|scope| {
         let threads: Vec<_> = (0..program.threads)

@@ -1,11 +1,11 @@
-//! Lines that the writer in the guest prints.
+//! Lines that the guest's writer prints.
 
 use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail};
 
-/// Sectors of a writer. Each thread has its own range, and the ranges are adjacent.
+/// Range of sectors of a writer. Each thread has its own part, and the parts are adjacent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Area {
     pub first: u64,
@@ -27,7 +27,7 @@ impl Area {
         usize::try_from(index).ok()
     }
 
-    /// Thread of the sector with this index.
+    /// Returns the thread to which the sector with this index belongs.
     pub fn thread(&self, index: usize) -> usize {
         index / self.per_thread as usize
     }
@@ -39,7 +39,7 @@ pub enum Line {
         thread: usize,
         versions: Vec<u64>,
     },
-    /// A flush completed after these sectors were written.
+    /// A flush has completed after these sectors were written.
     Flushed(Stretch),
 }
 
@@ -47,7 +47,7 @@ pub enum Line {
 pub struct Stretch {
     pub first: u64,
     pub count: u64,
-    /// Version of these sectors, unless a newer one has been written.
+    /// Version of these sectors, unless a newer version has been written.
     pub version: u64,
 }
 
@@ -100,7 +100,7 @@ mod tests {
         ] {
             assert_eq!(line.to_string().parse::<Line>().unwrap(), line);
         }
-        // A line that the kill cut off does not count as an acknowledgment.
+        // A line that was cut off by the kill is not an acknowledgment.
         for wrong in ["", "flushed 256 12", "flushed 256 12 9x", "found", "flushed 1 2 3 4"] {
             assert!(wrong.parse::<Line>().is_err(), "{wrong:?}");
         }

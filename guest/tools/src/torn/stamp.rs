@@ -1,9 +1,9 @@
-//! Self-describing content of a sector.
+//! Self-describing content of sectors.
 //!
-//! Each of its cache lines begins with the version and the sector's number. Words that depend only
-//! on their place follow, and the sector's last word is a checksum of all others. A new version
-//! changes one word of each line and the checksum, so that a writer spends its time on writing, and
-//! each line identifies the write that it belongs to.
+//! Each cache line of a sector begins with the version and the sector's number. Words that depend
+//! only on their position follow, and the last word of the sector is a checksum of all others. A
+//! new version changes one word of each line, and the checksum. So a writer spends most of its time
+//! writing, and each line shows which write it belongs to.
 
 use std::fmt;
 
@@ -16,16 +16,16 @@ const CHECKSUM: usize = WORDS - 1;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
-    /// One version of the sector, complete. 0 for a sector of zeros that was never written.
+    /// All lines have the same version. Version 0 is a sector of zeros that has never been written.
     Whole(u64),
-    /// One version of another sector.
+    /// All lines have one version, but belong to another sector.
     Misplaced {
         sector: u64,
     },
     Torn(Lines),
 }
 
-/// Versions of the lines of a torn sector. Adjacent lines of the same version are grouped.
+/// Versions of the lines in a torn sector. Adjacent lines of the same version are grouped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lines(Vec<(u64, usize)>);
 
@@ -45,15 +45,15 @@ impl fmt::Display for Lines {
     }
 }
 
-/// Content of a sector, at version 0 when created.
+/// Content of a sector. A new stamp has version 0.
 pub struct Stamp {
     sector: u64,
-    /// Contribution of the constant words to the checksum.
+    /// Part of the checksum that comes from the constant words.
     base: u64,
 }
 
 impl Stamp {
-    /// Writes everything except the version to a sector's buffer.
+    /// Writes everything except the version to the buffer of a sector.
     pub fn new(sector: u64, buffer: &mut [u8]) -> Self {
         for index in 0..CHECKSUM {
             put(buffer, index, fixed_word(sector, index));
@@ -98,12 +98,12 @@ fn lines(bytes: &[u8]) -> Lines {
     Lines(lines)
 }
 
-/// Value of a constant word, or 0 for a word that the version changes.
+/// Returns the value of a constant word, or 0 for a word that depends on the version.
 fn fixed_word(sector: u64, index: usize) -> u64 {
     match index % LINE_WORDS {
         0 => 0,
         1 => sector,
-        // Multipliers of splitmix64's finalizer, so that neighboring words are unrelated.
+        // Multipliers of splitmix64's finalizer. They make neighboring words unrelated.
         _ => {
             let mixed =
                 (sector << 16 ^ index as u64).wrapping_add(1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -112,9 +112,10 @@ fn fixed_word(sector: u64, index: usize) -> u64 {
     }
 }
 
-/// Sum over all words but the last, each times a different odd number. A mix of lines of two
-/// versions has the sum of neither: it differs by the difference of the versions times a factor.
-/// The factor is neither zero nor that of all lines, and much smaller than a word.
+/// Returns the sum over all words except the last. Each word is multiplied by a different odd
+/// number. A mix of lines from two versions does not have the sum of either version: it differs by
+/// the difference of the versions times a factor. The factor is not zero, is not that of all lines,
+/// and is much smaller than a word.
 fn checksum(bytes: &[u8]) -> u64 {
     (0..CHECKSUM).fold(0, |sum, index| sum.wrapping_add(share(index, word(bytes, index))))
 }
@@ -139,7 +140,7 @@ mod tests {
     fn sector(number: u64, version: u64) -> Vec<u8> {
         let mut buffer = vec![0; SECTOR_BYTES];
         let stamp = Stamp::new(number, &mut buffer);
-        // The previous version leaves no trace.
+        // The previous version leaves nothing in the buffer.
         stamp.set_version(version + 7, &mut buffer);
         stamp.set_version(version, &mut buffer);
         buffer

@@ -1,4 +1,4 @@
-//! Hostile driver that takes a virtio device from the kernel and submits invalid descriptors.
+//! Hostile driver that takes over a virtio device from the kernel and submits invalid descriptors.
 
 mod pci;
 mod plugs;
@@ -13,17 +13,17 @@ use pci::Device;
 pub(crate) use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
-// Numbers of polls of the used ring. The limits are counts and not times, because the device's
-// reaction must not stop the attack through the guest's clock.
-/// Garbage may remain unanswered. The next request follows after some milliseconds.
+// Maximum numbers of polls of the used ring. These limits are counts instead of times, so that a
+// slow device cannot end the attack by the guest's clock.
+/// Garbage may never be answered. The next request follows after some milliseconds.
 const GARBAGE_LOOKS: u32 = 20_000;
-/// Frames may not arrive, and the device may retry a frame from invalid memory forever.
+/// Frames may never arrive, and the device may forever retry a frame from invalid memory.
 const FRAME_LOOKS: u32 = 20_000;
 const LONGEST_BYTES: u64 = 256 << 10;
-/// A well-formed request must be answered wherever its buffers are. This is longer than any answer
-/// takes.
+/// A well-formed request must be answered wherever its buffers are. This takes longer than any
+/// answer.
 const ANSWER_LOOKS: u32 = 100_000_000;
-/// Number of requests between checks for a file, because a check takes longer than a request.
+/// Number of requests between checks for the file. A check takes longer than a request.
 const REQUESTS_PER_LOOK: u64 = 16;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -31,26 +31,25 @@ pub(crate) enum Malice {
     /// Well-formed chains with buffers anywhere in a range of guest memory.
     Range {
         first: u64,
-        /// Exclusive.
+        /// End of the range, exclusive.
         end: u64,
     },
-    /// Frames of a network device in that range. Buffers of the first queue receive, those of the
-    /// second send (virtio 1.3, 5.1.2). A buffer that the device does not return changes its place
-    /// meanwhile.
+    /// Frames of a network device in that range. The first queue receives and the second one sends
+    /// (virtio 1.3, 5.1.2). The place of a buffer changes while the device holds it.
     Frames {
         first: u64,
-        /// Exclusive.
+        /// End of the range, exclusive.
         end: u64,
     },
-    /// Chains that are invalid in every way: loops, indexes beyond the queue, lengths and addresses
-    /// that overflow.
+    /// Chains that are invalid in many ways: loops, indexes beyond the queue, and lengths and
+    /// addresses that overflow.
     Garbage,
 }
 
 pub(crate) enum Until {
-    /// Number of requests.
+    /// Until this number of requests has been sent.
     Sent(u64),
-    /// Existence of a file.
+    /// Until this file exists.
     Exists(PathBuf),
 }
 
@@ -63,7 +62,7 @@ impl Until {
     }
 }
 
-/// Attacks every queue of the device with this PCI device ID.
+/// Attacks every queue of the device that has this PCI device ID.
 pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     if let Malice::Range { first, end } | Malice::Frames { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
@@ -90,7 +89,8 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                         1 => 0,
                         _ => continue,
                     };
-                    // One buffer at a time, because the ring would overtake itself.
+                    // One buffer is offered at a time, because the ring would otherwise wrap around
+                    // onto itself.
                     let step = u16::from(queue.has_all_back());
                     queue.offer(&[inside(&mut random, first, end, flags)], 0, step);
                     FRAME_LOOKS
@@ -100,7 +100,7 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                         (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) =
                         (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
-                    // Most indexes advance by one. Some jump, after which the device may give up
+                    // Most indexes advance by one. Some jump, and the device may then stop using
                     // the queue.
                     let jumps = step.is_multiple_of(8);
                     is_broken |= jumps;
@@ -128,8 +128,8 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
     Ok(())
 }
 
-/// Negotiates with the device as a driver that lacks one of its features. Returns an error if the
-/// device accepts this.
+/// Negotiates as a driver that lacks one of the device's features. Returns an error if the device
+/// accepts this.
 pub(crate) fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
     let without =
@@ -158,14 +158,15 @@ fn start(device: &mut Device) -> Result<Vec<Queue>> {
     Ok(queues)
 }
 
-/// Buffer that begins in the range and may extend beyond it.
+/// Returns a buffer that begins in the range and may extend beyond its end.
 fn in_range(random: &mut Bytes, first: u64, end: u64) -> Descriptor {
     let address = first + random.next_u64() % (end - first);
     let len = 1 + (random.next_u64() % LONGEST_BYTES) as u32;
     Descriptor { address, len, flags: WRITE, next: 0 }
 }
 
-/// Buffer that is entirely within the range, because the host's kernel gives up a ring otherwise.
+/// Returns a buffer that is entirely within the range. Otherwise the host's kernel would stop using
+/// the ring.
 fn inside(random: &mut Bytes, first: u64, end: u64, flags: u16) -> Descriptor {
     let len = 1 + random.next_u64() % LONGEST_BYTES.min(end - first);
     let address = first + random.next_u64() % (end - first - len + 1);
@@ -176,10 +177,10 @@ fn garbage(random: &mut Bytes) -> Descriptor {
     let address = match random.next_u64() % 6 {
         0 => random.next_u64(),
         1 => u64::MAX - random.next_u64() % 4096,
-        // Holes, devices, tables and the kernel's own memory, all below 5 GiB.
+        // Holes, devices, tables and the kernel's own memory. All are below 5 GiB.
         2 => random.next_u64() % (5 << 30),
         3 => 0,
-        // Local APIC and the other devices below 4 GiB.
+        // The local APIC and the other devices below 4 GiB.
         4 => 0xfee0_0000 + random.next_u64() % 4096,
         _ => random.next_u64() % (1 << 46),
     };
@@ -189,8 +190,8 @@ fn garbage(random: &mut Bytes) -> Descriptor {
         2 => random.next_u64() as u32,
         _ => (random.next_u64() % 8192) as u32,
     };
-    // The device must not write to memory that the guest itself uses: a crash of the guest would
-    // show nothing about the VMM.
+    // The device must not write to memory that the guest itself uses, because a crash of the guest
+    // would prove nothing about the VMM.
     let readable_only = address < 5 << 30;
     let flags = random.next_u64() as u16 & 7 & if readable_only { !WRITE } else { u16::MAX } | NEXT;
     Descriptor {

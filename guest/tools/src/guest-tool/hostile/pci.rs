@@ -1,4 +1,4 @@
-//! Modern virtio device over PCI (virtio 1.3, 4.1), driven from user space through sysfs.
+//! Drives a modern virtio PCI device (virtio 1.3, 4.1) from user space through sysfs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,7 +16,7 @@ const CAP_COMMON: u8 = 1;
 const CAP_NOTIFY: u8 = 2;
 const CAP_DEVICE: u8 = 4;
 
-// Common configuration structure (4.1.4.3).
+// Offsets in the common configuration structure (4.1.4.3).
 const DEVICE_FEATURE_SELECT: usize = 0;
 const DEVICE_FEATURE: usize = 4;
 const DRIVER_FEATURE_SELECT: usize = 8;
@@ -29,7 +29,8 @@ const QUEUE_ENABLE: usize = 28;
 const QUEUE_NOTIFY_OFF: usize = 30;
 const QUEUE_DESC: usize = 32;
 
-/// More polls than any reset takes, because each is an exit.
+/// Maximum number of polls during a reset. It is more than any reset takes, because each poll is an
+/// exit.
 const RESET_LOOKS: u32 = 100_000;
 
 const ACKNOWLEDGE: u8 = 1;
@@ -50,7 +51,7 @@ struct Region {
     notify_multiplier: usize,
 }
 
-/// Device taken from its kernel driver.
+/// Device that has been taken over from its kernel driver.
 pub(super) struct Device {
     common: Bar,
     common_offset: usize,
@@ -71,7 +72,7 @@ impl Device {
             fs::write(&driver, address).context("Cannot unbind the driver")?;
         }
         let config = OpenOptions::new().read(true).write(true).open(dir.join("config"))?;
-        // Enables memory space and bus master, which unbinding has cleared (PCI 3.0, 6.2.2).
+        // Enables memory space and bus mastering, which unbinding has disabled (PCI 3.0, 6.2.2).
         config.write_all_at(&[0x06, 0x00], 4).context("Cannot write the command register")?;
         let mut space = [0u8; 256];
         config.read_exact_at(&mut space, 0).context("Cannot read the configuration space")?;
@@ -99,16 +100,16 @@ impl Device {
         Ok(half(0) | half(4) << 32)
     }
 
-    /// Resets the device and accepts VERSION_1 and the device's own features, bits 0 to 23 (virtio
-    /// 1.3, 6). No ring features are accepted, so using one of them is an attack as well.
+    /// Resets the device, and accepts VERSION_1 and the device's own features, bits 0 to 23 (virtio
+    /// 1.3, 6). Ring features are not accepted, so using one of them is also an attack.
     pub(super) fn negotiate(&mut self) -> Result<()> {
         ensure!(self.try_negotiate(0)?, "The device refuses the features that it offers");
         self.notify_offsets.clear();
         Ok(())
     }
 
-    /// Resets the device and negotiates without some of the features that it offers. Returns false
-    /// if the device refuses that.
+    /// Resets the device, and negotiates without some of the features that it offers. Returns false
+    /// if the device rejects that.
     pub(super) fn try_negotiate(&mut self, without: u32) -> Result<bool> {
         self.reset()?;
         self.set_status(ACKNOWLEDGE | DRIVER);
@@ -122,8 +123,8 @@ impl Device {
         Ok(self.status() & FEATURES_OK != 0)
     }
 
-    /// Resets the device and waits for a status of 0 (4.1.4.3.2). Returns an error with the status
-    /// if that does not come.
+    /// Resets the device and waits for a status of 0 (4.1.4.3.2). If the status does not become 0,
+    /// returns an error that contains it.
     pub(super) fn reset(&mut self) -> Result<()> {
         self.set_status(0);
         ensure!(
@@ -138,7 +139,7 @@ impl Device {
         self.common.read(self.common_offset + NUM_QUEUES)
     }
 
-    /// Returns false if the device has no such queue.
+    /// Enables a queue. Returns false if the device does not have this queue.
     pub(super) fn enable_queue(&mut self, queue: &Queue) -> bool {
         let at = self.common_offset;
         self.common.write(at + QUEUE_SELECT, queue.index);
@@ -201,7 +202,8 @@ fn capability(space: &[u8; 256], wanted: u8) -> Option<Region> {
     let word =
         |at: usize| Some(u32::from_le_bytes(space.get(at..at + 4)?.try_into().ok()?) as usize);
     let mut at = usize::from(space[0x34]);
-    // Bounded, so that a list with a loop ends too. There is room for at most 48 capabilities.
+    // Bounded, so that the search ends even if the list has a loop. There is room for at most 48
+    // capabilities.
     for _ in 0..48 {
         if at == 0 {
             return None;
@@ -215,7 +217,7 @@ fn capability(space: &[u8; 256], wanted: u8) -> Option<Region> {
     None
 }
 
-/// Type of a register, which is read and written as a whole.
+/// Type of a register that is read and written as a whole.
 trait Register: Copy {}
 impl Register for u8 {}
 impl Register for u16 {}
@@ -255,7 +257,7 @@ impl Bar {
     }
 
     fn read<T: Register>(&self, offset: usize) -> T {
-        // SAFETY: at() returns an aligned register within the mapping. Every bit pattern is a
+        // SAFETY: at() returns an aligned register within the mapping. Every bit pattern is a valid
         // number.
         unsafe { self.at::<T>(offset).read_volatile() }
     }

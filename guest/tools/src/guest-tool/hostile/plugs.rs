@@ -1,4 +1,4 @@
-//! A virtio-mem driver that plugs and unplugs the same blocks in a loop (virtio 1.3, 5.15).
+//! virtio-mem driver that plugs and unplugs the same blocks in a loop (virtio 1.3, 5.15).
 
 use anyhow::{Result, ensure};
 
@@ -8,12 +8,12 @@ use super::{ANSWER_LOOKS, Until, start};
 
 const MEM: u16 = 0x1058;
 
-// Device configuration (5.15.4).
+// Offsets in the device configuration (5.15.4).
 const BLOCK_SIZE: usize = 0;
 const ADDR: usize = 16;
 const REQUESTED_SIZE: usize = 48;
 
-// Requests and their responses (5.15.6).
+// Types of requests, and of their responses (5.15.6).
 const PLUG: u16 = 0;
 const UNPLUG: u16 = 1;
 const ACK: u16 = 0;
@@ -21,8 +21,8 @@ const REQUEST_BYTES: usize = 24;
 const ANSWER_AT: usize = 32;
 const ANSWER_BYTES: usize = 10;
 
-/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device, which the
-/// host must have requested.
+/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device. The host must
+/// have requested these blocks.
 pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     queue::keep_locked_pages_in_place()?;
     let mut device = Device::take(MEM)?;

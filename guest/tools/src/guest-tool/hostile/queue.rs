@@ -7,7 +7,8 @@ use std::sync::atomic::{Ordering, fence};
 
 use anyhow::{Context, Result, ensure};
 
-/// Size that all devices support (QEMU's rng has the smallest). All three rings fit into one page.
+/// Queue size that all devices support (the smallest is that of QEMU's rng). All three rings fit
+/// into one page.
 pub(super) const QUEUE_SIZE: u16 = 8;
 /// VIRTQ_DESC_F_NEXT: the chain continues.
 pub(super) const NEXT: u16 = 1;
@@ -17,10 +18,10 @@ pub(super) const WRITE: u16 = 2;
 const PAGE_BYTES: usize = 4096;
 const AVAILABLE_AT: usize = 1024;
 const USED_AT: usize = 2048;
-/// Offset of the rest of the page, for requests and their responses.
+/// Offset of the rest of the page, which is used for requests and their responses.
 const BUFFER_AT: usize = 3072;
 
-/// Descriptor in its memory layout.
+/// Descriptor in the layout that the device reads.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Descriptor {
@@ -30,15 +31,16 @@ pub(super) struct Descriptor {
     pub next: u16,
 }
 
-/// Keeps locked pages in place. Otherwise compaction moves them without the device's knowledge, and
-/// the device would access memory that has been reused (Documentation/admin-guide/sysctl/vm.rst).
+/// Keeps locked pages in place. Otherwise compaction would move them without the device's
+/// knowledge, and the device would access memory that is reused
+/// (Documentation/admin-guide/sysctl/vm.rst).
 pub(super) fn keep_locked_pages_in_place() -> Result<()> {
     let path = "/proc/sys/vm/compact_unevictable_allowed";
     std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
 }
 
 /// A queue and its page. The page is never unmapped, because a late device must not write to memory
-/// that has been reused.
+/// that is reused.
 pub(super) struct Queue {
     pub index: u16,
     page: *mut u8,
@@ -81,7 +83,7 @@ impl Queue {
         assert!(BUFFER_AT + bytes.len() <= PAGE_BYTES, "{} bytes do not fit", bytes.len());
         for (at, byte) in bytes.iter().enumerate() {
             // SAFETY: the assertion above keeps the byte inside the page. The access is volatile
-            // because the device may read the page meanwhile.
+            // because the device may read the page at the same time.
             unsafe { self.page.add(BUFFER_AT + at).write_volatile(*byte) };
         }
     }
@@ -95,19 +97,19 @@ impl Queue {
         u16::from_le_bytes([byte(at), byte(at + 1)])
     }
 
-    /// Writes descriptors from the table's start, makes `head` available, and advances the ring's
-    /// index by `step`.
+    /// Writes descriptors from the start of the table, makes `head` available, and advances the
+    /// ring's index by `step`.
     pub(super) fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
         self.used_before = self.used();
         for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
             // SAFETY: the table's 8 entries of 16 bytes are in the page and aligned. The access is
-            // volatile because the device may read meanwhile.
+            // volatile because the device may read at the same time.
             unsafe { self.page.cast::<Descriptor>().add(index).write_volatile(*descriptor) };
         }
         let slot = usize::from(self.offered % QUEUE_SIZE);
         self.offered = self.offered.wrapping_add(step);
-        // SAFETY: flags, index and 8 entries of 2 bytes from AVAILABLE_AT are in the page and
-        // aligned.
+        // SAFETY: the flags, the index and 8 entries of 2 bytes are in the page from AVAILABLE_AT
+        // on, and are aligned.
         unsafe {
             let available = self.page.add(AVAILABLE_AT).cast::<u16>();
             available.add(2 + slot).write_volatile(head);
@@ -119,7 +121,7 @@ impl Queue {
     }
 
     /// Polls up to `looks` times until the device has used a buffer since the last offer. Returns
-    /// false if it has not.
+    /// false if the device has not used one.
     pub(super) fn wait_until_used(&self, looks: u32) -> bool {
         (0..looks).any(|_| {
             std::hint::spin_loop();
@@ -127,8 +129,8 @@ impl Queue {
         })
     }
 
-    /// Returns true if the device has returned all offered buffers. Valid if each offer advanced
-    /// the index by at most one.
+    /// Returns true if the device has returned all offered buffers. The result is valid only if
+    /// each offer advanced the index by at most one.
     pub(super) fn has_all_back(&self) -> bool {
         self.used() == self.offered
     }
@@ -145,7 +147,7 @@ fn physical_address(virtual_address: u64) -> Result<u64> {
     let mut entry = [0u8; 8];
     map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8)
         .context("Cannot read pagemap")?;
-    // Bits 0 to 54 are the page frame number, or 0 for a process without the privilege
+    // Bits 0 to 54 are the page frame number. They are 0 if the process lacks the privilege
     // (Documentation/admin-guide/mm/pagemap.rst).
     let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
     ensure!(frame != 0, "pagemap hides the frame number; run as root");

@@ -1,16 +1,16 @@
 //! Breadth-first search in a Kronecker graph, like Graph500's reference code. It generates a list
-//! of edges and a graph in compressed sparse rows, searches from several roots, and validates the
-//! trees against the list.
+//! of edges, builds a graph in compressed sparse rows, searches it from several roots, and
+//! validates the resulting trees against the list.
 
 use anyhow::{Result, ensure};
 use guest_tools::content::Bytes;
 
 use super::{MIB, Phases, mixed};
 
-/// An edge is in the list once, and in the rows of both of its ends. As in Graph500, a word has 8
-/// bytes.
+/// Memory per edge. An edge is stored once in the list and once in the row of each of its ends. As
+/// in Graph500, a word has 8 bytes.
 const BYTES_PER_EDGE: u64 = 32;
-/// Number of edges per vertex, or slightly fewer.
+/// Maximum number of edges per vertex. The actual number may be slightly lower.
 const EDGE_FACTOR: u64 = 24;
 const ROOTS: usize = 3;
 const NOBODY: u64 = u64::MAX;
@@ -27,7 +27,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let mut sum = 0;
     let mut searched = Vec::new();
     for index in 0..ROOTS {
-        // A vertex with neighbors. From others there is nothing to search.
+        // The root is a vertex with neighbors. Other vertices are not searched.
         let root = list[list.len() / ROOTS * index].0;
         searched.push((root, graph.search(root)));
     }
@@ -43,9 +43,9 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(sum)
 }
 
-/// Graph500's generator. Each bit of both ends selects one of four quadrants, with probabilities
-/// 0.57, 0.19, 0.19 and 0.05. Vertices are renamed, so that the number does not indicate how many
-/// neighbors a vertex has.
+/// Graph500's generator. Each bit of the two ends selects one of four quadrants, with probabilities
+/// 0.57, 0.19, 0.19 and 0.05. Vertices are renumbered, so that a vertex's number does not reveal
+/// how many neighbors it has.
 fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
     let mut random = Bytes::new(u64::from(scale));
     let mut edge = || {
@@ -54,7 +54,7 @@ fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
             if level % 4 == 0 {
                 bits = random.next_u64();
             }
-            // Probabilities times 65,536.
+            // Probabilities, multiplied by 65,536.
             let (down, right) = match bits & 0xffff {
                 0..37_356 => (0, 0),
                 37_356..49_808 => (0, 1),
@@ -70,8 +70,8 @@ fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
     (0..edges).map(|_| edge()).collect()
 }
 
-/// Bijection on numbers of `scale` bits: multiplies by an odd number, and mixes the upper half into
-/// the lower.
+/// Bijection on numbers of `scale` bits. It multiplies by an odd number and mixes the upper half
+/// into the lower half.
 fn renamed(vertex: u64, scale: u32) -> u64 {
     let mask = (1 << scale) - 1;
     let mut name = vertex;
@@ -83,7 +83,7 @@ fn renamed(vertex: u64, scale: u32) -> u64 {
 }
 
 struct Graph {
-    /// Start of each vertex's neighbors, and the end of the last.
+    /// Start of each vertex's neighbors, followed by the end of the last vertex's neighbors.
     rows: Vec<u64>,
     neighbours: Vec<u64>,
 }
@@ -112,8 +112,8 @@ impl Graph {
         Self { rows, neighbours }
     }
 
-    /// Returns each vertex's parent in a tree of shortest paths from `root`. The root is its own
-    /// parent.
+    /// Returns each vertex's parent in a tree of shortest paths from `root`. The root's parent is
+    /// the root itself.
     fn search(&self, root: u64) -> Vec<u64> {
         let mut parents = vec![NOBODY; self.rows.len() - 1];
         parents[root as usize] = root;
@@ -134,11 +134,11 @@ impl Graph {
     }
 }
 
-/// Validates a tree against the list of edges, as Graph500 requires, and returns the distance of
-/// each vertex from the root.
+/// Validates a tree against the list of edges, as Graph500 requires. Returns each vertex's distance
+/// from the root.
 fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>> {
     ensure!(parents[root as usize] == root, "The root {root} is not its own parent");
-    // 1. It is a tree: from every vertex, the parents lead to the root.
+    // 1. It is a tree: from every vertex, the chain of parents leads to the root.
     let mut levels = vec![NOBODY; parents.len()];
     levels[root as usize] = 0;
     let mut way = Vec::new();
@@ -155,8 +155,8 @@ fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>>
             vertex = below;
         }
     }
-    // 2. Both ends of an edge are in the tree or neither, at most one level apart. The tree's edges
-    //    are in the list.
+    // 2. For each edge, both ends are in the tree or neither is, and they are at most one level
+    //    apart. The edges of the tree are in the list.
     let mut to_find = parents.to_vec();
     for (from, to) in list {
         let (one, other) = (levels[*from as usize], levels[*to as usize]);

@@ -1,5 +1,5 @@
-//! Debian's tcc compiles a generated program of several files in parallel and links it. The program
-//! must compute the expected sum.
+//! Compiles a generated program of several files in parallel with Debian's tcc, and links it. The
+//! program must compute the expected sum.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -11,16 +11,16 @@ use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// Number of parallel compilers, as with `make -j`.
+/// Number of parallel compilers, as for `make -j`.
 const JOBS: u64 = 4;
-/// Memory for a function's source, its object code with debugging information, and the compiler's
-/// data.
+/// Memory per function for its source, its object code with debugging information, and the
+/// compiler's data.
 const BYTES_PER_FUNCTION: u64 = 2200;
-/// Comments make up most of the source. They take as much memory as other source but little time of
-/// the compiler. Without them an emulated guest would compile for minutes.
+/// Comments make up most of the source. They take as much memory as code but little compile time.
+/// Without them, an emulated guest would compile for minutes.
 const COMMENT_BYTES: u64 = 12_000;
-/// The program calls one function of this many, because an emulated guest is slow when it runs code
-/// for the first time.
+/// The program calls one out of this many functions, because an emulated guest is slow when it runs
+/// code for the first time.
 const CALLED: usize = 16;
 
 /// Runs the phases `write`, `compile`, `link` and `run`.
@@ -63,14 +63,14 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(mixed(0, expected.into()))
 }
 
-/// The C library is not used, so its headers are not installed.
+/// The C library is not used, so its headers need not be installed.
 fn tcc() -> Command {
     let mut command = program("tcc");
     command.arg("-nostdinc");
     command
 }
 
-/// Computation of a function, the same here and in the generated program.
+/// Computation that each function performs, here and in the generated program.
 fn function(number: u64, x: u32) -> u32 {
     let mut t = [x, x ^ number as u32, number as u32, !x];
     for k in 0..4 {

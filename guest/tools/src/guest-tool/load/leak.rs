@@ -8,7 +8,7 @@ use guest_tools::content::Bytes;
 
 use super::MIB;
 
-/// Fills `mib` MiB at `rate` MiB/s and prints `held N` after every 16 MiB. Keeps the memory until
+/// Fills `mib` MiB at `rate` MiB/s, and prints `held N` after every 16 MiB. Keeps the memory until
 /// killed.
 pub(crate) fn leak(mib: u64, rate: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
@@ -19,7 +19,7 @@ pub(crate) fn leak(mib: u64, rate: u64) -> Result<()> {
         let due = Duration::from_micros(index * 1_000_000 / rate.max(1));
         thread::sleep(due.saturating_sub(started.elapsed()));
         let mut chunk = vec![0u8; MIB as usize];
-        // Zeros would compress to nothing in a compressed swap.
+        // Zeros would compress to almost nothing in compressed swap.
         Bytes::new(index).fill(&mut chunk);
         held.push(chunk);
         if (index + 1) % 16 == 0 || index + 1 == mib {

@@ -1,7 +1,8 @@
-//! Workloads of known size and result. They print the same result however little memory they have.
+//! Workloads of known size and result. Their result is the same however little memory the guest
+//! has.
 //!
-//! Each prints `phase NAME MICROSECONDS` for each phase, and `sum HEX` at the end. Its memory is
-//! free once it has ended.
+//! Each workload prints `phase NAME MICROSECONDS` for each phase, and `sum HEX` at the end. All of
+//! its memory is free after it has ended.
 
 mod bfs;
 mod compile;
@@ -23,7 +24,7 @@ pub(crate) use leak::leak;
 pub(crate) use watch::{say_counters, watch};
 
 const MIB: u64 = 1 << 20;
-/// Directory of a workload's files. It is a tmpfs, so they count as memory.
+/// Directory for the files of a workload. It is a tmpfs, so its files count as memory.
 const DIR: &str = "/run/load";
 
 /// Runs a workload with a working set of about `mib` MiB.
@@ -39,7 +40,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
         ),
     };
     guest_tools::oom::volunteer()?;
-    // Otherwise Linux refuses a mapping larger than all memory before the guest could grow
+    // Otherwise Linux would refuse a mapping larger than all memory before the guest could grow
     // (docs/reference/policies.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let sum = workload(mib, &mut Phases::new())?;
@@ -47,7 +48,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Stopwatch that prints the time of each phase.
+/// Stopwatch that prints the duration of each phase.
 struct Phases(Instant);
 
 impl Phases {
@@ -55,36 +56,37 @@ impl Phases {
         Self(Instant::now())
     }
 
-    /// Restarts the stopwatch without a line.
+    /// Restarts the stopwatch without printing a line.
     fn begin(&mut self) {
         self.0 = Instant::now();
     }
 
-    /// Prints the time of a phase and starts the next one.
+    /// Prints the duration of the current phase, and starts the next one.
     fn end(&mut self, name: &str) {
         println!("phase {name} {}", self.0.elapsed().as_micros());
         self.begin();
     }
 }
 
-/// Command of a workload. Its process ends with the workload, also if the workload is killed.
+/// Returns a command of a workload. Its process ends with the workload, even if the workload is
+/// killed.
 fn program(name: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(name);
     end_with_parent(&mut command);
     command
 }
 
-/// Mounted tmpfs for a workload's files. Dropping it unmounts it with all its files.
+/// Mounted tmpfs for the files of a workload. Drop unmounts it, which deletes the files.
 struct MemoryFiles;
 
 impl MemoryFiles {
     fn mount() -> Result<Self> {
         std::fs::create_dir_all(DIR)?;
-        // A killed workload has left its own mount.
+        // A killed workload has left its mount behind.
         let dir = CString::new(DIR).expect("DIR contains no NUL");
         // SAFETY: the string outlives the call.
         while unsafe { libc::umount2(dir.as_ptr(), libc::MNT_DETACH) } == 0 {}
-        // By default, a tmpfs has half of the memory at the time of its mount.
+        // By default, the size of a tmpfs is half of the memory at the time of the mount.
         let status =
             Command::new("mount").args(["-t", "tmpfs", "-o", "size=4g", "load", DIR]).status();
         ensure!(status.context("Cannot start mount")?.success(), "Cannot mount a tmpfs on {DIR}");
@@ -98,12 +100,12 @@ impl MemoryFiles {
 
 impl Drop for MemoryFiles {
     fn drop(&mut self) {
-        // Files that are still open keep the tmpfs until they are closed.
+        // Files that are still open keep the tmpfs alive until they are closed.
         let _ = Command::new("umount").args(["-l", DIR]).status();
     }
 }
 
-/// Mixes a number into a sum that depends on the order.
+/// Mixes a number into a sum. The result depends on the order.
 fn mixed(sum: u64, number: u64) -> u64 {
     (sum ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
 }

@@ -1,8 +1,8 @@
-//! Debian's Redis, filled and then read and written at random, as in YCSB's workload A.
+//! Fills Debian's Redis, and then reads and writes random keys, as in YCSB's workload A.
 //!
-//! Redis runs the operations itself as Lua scripts, hundreds at a time. With emulated nested
-//! paging, each switch between client and server takes a millisecond, which would dominate the
-//! result.
+//! Redis itself runs the operations as Lua scripts, with hundreds of operations per script. With
+//! emulated nested paging, each switch between client and server takes a millisecond, and switches
+//! would dominate the result.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,20 +16,20 @@ use guest_tools::wait::wait_for;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// Size of a value. With the version before it and the string's header, it fits into 16 KiB, a size
-/// class of jemalloc.
+/// Size of a value. Together with the version before it and the string's header, it fits into 16
+/// KiB, which is a size class of jemalloc.
 const VALUE_BYTES: u64 = (16 << 10) - 24;
 /// Memory of a value with its key and Redis' metadata.
 const BYTES_PER_KEY: u64 = (16 << 10) + 128;
-/// Size of the random base. Each value is a piece of it from another offset, so values do not
-/// compress.
+/// Size of the random base text. Each value is a part of it from a different offset, so values do
+/// not compress.
 const BASE_BYTES: usize = 64 << 10;
 const OPERATIONS: u64 = 8_000;
 const KEYS_AT_ONCE: u64 = 1000;
 const OPERATIONS_AT_ONCE: u64 = 1000;
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// Value of a key in a version: the version, and a piece of the base.
+/// Returns the value of a key in a given version: the version, followed by a part of the base text.
 const COMMON: &str = "
     local base = redis.call('GET', 'base')
     local function value(key, version)
@@ -41,8 +41,8 @@ const COMMON: &str = "
 const FILL: &str = "
     for key = a, b - 1 do redis.call('SET', 'k' .. key, value(key, 0)) end
     return b - a";
-/// Mixes reads and writes. Arguments: a seed, a number of operations, and a number of keys. The
-/// generator is Park and Miller's, because a double can hold its products.
+/// Mixes reads and writes. The arguments are a seed, the number of operations, and the number of
+/// keys. The generator is Park and Miller's, because its products fit into a double.
 const MIX: &str = "
     local sum, keys = 0, tonumber(ARGV[3])
     local function below(bound)
@@ -88,7 +88,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(sum)
 }
 
-/// Redis as a cache, without files. Dropping it kills it and waits until its memory is free.
+/// Redis server used as a cache, without files. Drop kills it and waits until its memory is free.
 struct Server(Child);
 
 impl Server {
@@ -110,11 +110,11 @@ impl Drop for Server {
     }
 }
 
-/// Client for RESP (redis.io, "Redis serialization protocol").
+/// RESP client (redis.io, "Redis serialization protocol").
 struct Client(BufReader<UnixStream>);
 
 impl Client {
-    /// Connects once Redis is ready. In a guest that swaps, each attempt may take long.
+    /// Connects as soon as Redis is ready. In a guest that swaps, each attempt may take long.
     fn connect(server: &mut Server, socket: &Path) -> Result<Self> {
         let stream = wait_for("Redis answers", START_LIMIT, || {
             let ended = server.0.try_wait()?;
@@ -147,7 +147,7 @@ impl Client {
             .to_owned())
     }
 
-    /// Runs a Lua script and returns its number.
+    /// Runs a Lua script and returns the number that it returns.
     fn eval(&mut self, script: &str, arguments: &[u64]) -> Result<i64> {
         let script = format!("{COMMON}{script}").replace("VALUE", &VALUE_BYTES.to_string());
         let arguments: Vec<String> = arguments.iter().map(u64::to_string).collect();

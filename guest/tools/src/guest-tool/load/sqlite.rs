@@ -1,5 +1,5 @@
-//! SQLite's shell on a database in memory. It fills a table, and then reads and writes its rows at
-//! random.
+//! Runs SQLite's shell on an in-memory database. It fills a table, and then reads and writes random
+//! rows.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -9,7 +9,7 @@ use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// Page size of the database. A row fills a page.
+/// Page size of the database. One row fills a page.
 const PAGE_BYTES: u64 = 4096;
 const BODY_BYTES: u64 = 3900;
 const OPERATIONS: u64 = 10_000;
@@ -29,8 +29,8 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(found.bytes().fold(0, |sum, byte| mixed(sum, byte.into())))
 }
 
-/// Statements that fill the table. Bodies are pieces of one random text from different offsets, so
-/// that no two pages are equal and none compresses.
+/// Returns statements that fill the table. Row bodies are parts of one random text from different
+/// offsets, so that no two pages are equal and no page compresses.
 fn fill(rows: u64) -> String {
     format!(
         "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER NOT NULL, body BLOB NOT NULL);
@@ -42,8 +42,8 @@ fn fill(rows: u64) -> String {
     )
 }
 
-/// Random statements and their expected output. Each read returns the row after its previous
-/// writes, and the last one returns sums over the whole table.
+/// Returns random statements and their expected output. Each read returns the row as last written,
+/// and the last read returns sums over the whole table.
 fn mix(rows: u64) -> (String, String) {
     let mut random = Bytes::new(4);
     let mut written = vec![0u64; rows as usize];
@@ -73,10 +73,10 @@ fn mix(rows: u64) -> (String, String) {
     (statements, expected)
 }
 
-/// Runs statements and returns their output. Input and output are files, because the switches
-/// between two processes connected by pipes would dominate the time.
+/// Runs statements and returns their output. Input and output are files. With pipes, switching
+/// between two processes would dominate the time.
 fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
-    // The journal is in memory as well.
+    // The journal is in memory, too.
     let settings = "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA page_size=4096;\n";
     let (script, printed) = (files.path("script"), files.path("printed"));
     fs::write(&script, format!("{settings}{statements}"))?;

@@ -1,4 +1,4 @@
-//! Load that fills memory with incompressible data and touches random pages of it.
+//! Load that fills memory with incompressible data and then touches random pages.
 
 use anyhow::{Result, ensure};
 use guest_tools::content::Bytes;

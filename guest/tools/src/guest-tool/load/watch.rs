@@ -1,5 +1,5 @@
-//! Reports a guest's memory use over time. The process locks its memory, because it has to report
-//! from guests that swap.
+//! Reports the guest's memory use over time. The process locks its own memory, because it must also
+//! report from guests that swap.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use guest_tools::memory_sample::MemorySample;
 
-/// Prints a line per interval until killed.
+/// Prints one line per interval until killed.
 pub(crate) fn watch(interval_ms: u64) -> Result<()> {
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
     let mut sources = Sources::open()?;
@@ -23,7 +23,7 @@ pub(crate) fn watch(interval_ms: u64) -> Result<()> {
         let mut stdout = io::stdout().lock();
         writeln!(stdout, "{sample}")?;
         stdout.flush()?;
-        // Intervals that have passed are skipped.
+        // Intervals that have already passed are skipped.
         let next = Duration::from_millis(number * interval_ms);
         thread::sleep(
             next.saturating_sub(started.elapsed()).max(Duration::from_millis(interval_ms / 4)),
@@ -32,7 +32,7 @@ pub(crate) fn watch(interval_ms: u64) -> Result<()> {
     Ok(())
 }
 
-/// Prints one line of these counters.
+/// Prints the current counters as one line.
 pub(crate) fn say_counters() -> Result<()> {
     println!("{}", Sources::open()?.sample(0)?);
     Ok(())
