@@ -1,5 +1,5 @@
-//! The agent in a guest: its cost at rest, its reconnection to a restarted VMM, and its reports of
-//! idle memory. The test itself listens on a port of its own in place of the VMM.
+//! Tests of the agent in a guest: its cost at rest, its reconnection to a restarted VMM, and its
+//! reports of idle memory. The test itself listens on its own port in place of the VMM.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -26,12 +26,12 @@ const PORT: u32 = 9800;
 const LIMIT: Duration = Duration::from_secs(120);
 const MOST_RSS_KIB: u64 = 3 * 1024;
 const REST_REPORTS: u64 = 8;
-/// Upper bound of sleeps per second. At rest, the agent checks memory ten times per second and
-/// reports once. 20 would be too many.
+/// Maximum number of sleeps per second. At rest, the agent checks memory ten times per second and
+/// reports once. 20 sleeps would be too many.
 const MOST_SLEEPS: f64 = 13.0;
-/// Upper bound of the CPU use, to detect an agent that spins. An emulated host measures 1 to 2 %,
-/// including the time that other programs on the machine take from the vCPU unnoticed by the
-/// guest's kernel. `ci/bench --only agent` measures it by instructions and against its target.
+/// Maximum CPU use, to detect an agent that spins. On an emulated host, the agent uses 1 to 2 %.
+/// This includes vCPU time that other programs on the machine take without being noticed by the
+/// guest's kernel. `ci/bench --only agent` measures instructions and compares them with the target.
 const MOST_CPU: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 
@@ -109,7 +109,7 @@ fn monitors(guest: &Guest) -> Result<String> {
     Ok(guest.run(&format!("cat {MONITORS}"))?.trim().to_owned())
 }
 
-/// Restarts the agent so that it reports to the test instead of the VMM.
+/// Restarts the agent so that it sends its reports to the test instead of the VMM.
 fn redirect(guest: &Guest, signal: &str) -> Result<()> {
     end(guest, signal)?;
     guest.run(&format!("foreshore-agent --port {PORT} >>/run/agent.log 2>&1 & echo"))?;
@@ -122,8 +122,8 @@ fn status_kib(guest: &Guest, field: &str) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{field} is {text:?}"))
 }
 
-/// Checks that the agent is small, that all of its memory is locked, and that every zone has a
-/// number of large free blocks.
+/// Checks that the agent is small, that all of its memory is locked, and that every zone reports
+/// its number of large free blocks.
 fn is_small_and_reports_free_blocks(guest: &Guest, lines: &mut Lines) -> Result<()> {
     for seq in 1..=3 {
         let report = lines.next()?;
@@ -145,7 +145,7 @@ fn is_small_and_reports_free_blocks(guest: &Guest, lines: &mut Lines) -> Result<
     is_at_rest(guest, lines)
 }
 
-/// Resources that the agent has used so far, by the guest's counters and clock.
+/// Resources that the agent has used so far, according to the guest's counters and clock.
 struct Spent {
     uptime_s: f64,
     cpu_s: f64,
@@ -166,8 +166,8 @@ impl Spent {
     }
 }
 
-/// Reads `reports` reports, and returns the time that they took in milliseconds of the guest's
-/// clock.
+/// Reads `reports` reports, and returns the time between the first and the last one by the guest's
+/// clock, in milliseconds.
 fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     let mut of_next = || -> Result<(u64, u64)> {
         let report = lines.next()?;
@@ -185,11 +185,11 @@ fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     }
 }
 
-/// Checks the rates at rest in docs/reference/agent.md: one report and ten checks per second. A
-/// busy machine makes them lower but never higher, so they are checked against upper bounds by the
-/// guest's clock.
+/// Checks the rates at rest given in docs/reference/agent.md: one report and ten checks per second.
+/// On a busy machine they may be lower but never higher, so they are compared with upper limits by
+/// the guest's clock.
 fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
-    // The agent is not at rest for three seconds after it has connected.
+    // After connecting, the agent needs three seconds to come to rest.
     span_ms(lines, 4)?;
     let before = Spent::read(guest)?;
     let took_ms = span_ms(lines, REST_REPORTS)?;
@@ -201,8 +201,7 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
         "at rest: {REST_REPORTS} reports in {took_ms} ms, {sleeps:.1} sleeps a second, {:.2} % of a CPU",
         cpu * 100.0
     );
-    // One report may have come early, because a program in the guest has allocated and freed
-    // memory.
+    // One report may be early, because a program in the guest has allocated and freed memory.
     ensure!(
         took_ms >= (REST_REPORTS - 1) * 1000,
         "{REST_REPORTS} reports at rest took {took_ms} ms"
@@ -216,13 +215,13 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     let guest = Guest::builder().cpus(2).pressure("off").boot()?;
     let vmm = Vmm::listen(&guest)?;
     guest.wait_until("the agent looks for idle memory", LIMIT, || Ok(monitors(&guest)? != "0"))?;
-    // A killed agent leaves its monitors. The next one takes them over, and removes them when it
-    // ends.
+    // A killed agent leaves its monitors behind. The next agent takes them over, and removes them
+    // when it ends.
     redirect(&guest, "KILL")?;
     ensure!(monitors(&guest)? != "0", "The agent has no monitors");
     let mut lines = vmm.accept()?;
     is_small_and_reports_free_blocks(&guest, &mut lines)?;
-    // Counterpart: the same count detects an agent that reports more often, as requested here.
+    // Counterpart: the same counts detect an agent that reports more often, as requested here.
     lines.tell(
         &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
         "watermark_interval_ms": 50 }),
@@ -233,14 +232,14 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
         "With shorter intervals, {REST_REPORTS} reports took {took_ms} ms"
     );
     drop((lines, vmm));
-    // A new VMM starts without any state of the connection.
+    // A new VMM starts without any state of the old connection.
     let vmm = Vmm::listen(&guest)?;
     let mut lines = vmm.accept()?;
     let report = lines.next()?;
     ensure!(report["seq"] == 1, "The first report to a new VMM is not number 1: {report}");
     end(&guest, "TERM")?;
     ensure!(monitors(&guest)? == "0", "The ended agent left its monitors");
-    // The agent leaves the monitor of another program alone.
+    // The agent does not change another program's monitor.
     guest.run(&format!(
         "echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"
     ))?;
@@ -275,7 +274,7 @@ fn tasks_stalled_on_memory_are_reported_by_an_unstalled_agent() -> Result<()> {
     lines.next()?;
     let major_faults = || guest.run("awk '{ print $12 }' /proc/$(pidof foreshore-agent)/stat");
     let before = major_faults()?;
-    // More than the guest's memory, and incompressible.
+    // The size exceeds the guest's memory, and the content is incompressible.
     let hog = guest.start_script(LIMIT, "exec guest-tool hog 460")?;
     let mut stalls = 0;
     for _ in 0..1000 {
@@ -343,11 +342,11 @@ fn idle_memory_is_reported_and_accessed_memory_is_not() -> Result<()> {
 /// Settings that the agent changes while the guest has PM.
 const SETTINGS: &str = "cd /sys/kernel/mm/transparent_hugepage && \
     cat enabled defrag khugepaged/defrag /proc/sys/vm/watermark_boost_factor";
-/// Size of a load that does not fit into the guest's DRAM.
+/// Size of a load that exceeds the guest's DRAM.
 const LOAD_MIB: u64 = 300;
 
-/// Numbers of faults with and without a huge page in a load that exceeds DRAM. The kernel reclaims
-/// no memory for it.
+/// Returns the number of page faults with and without a huge page during a load that exceeds DRAM.
+/// The kernel reclaims no memory for this load.
 fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
     let counters = || -> Result<BTreeMap<String, u64>> {
         let text = guest.run("cat /proc/vmstat")?;
@@ -386,7 +385,7 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     let set = |what: &str, want: &[&str]| {
         guest.wait_until(what, LIMIT, || {
             let text = guest.run(SETTINGS)?;
-            // A setting with alternatives has the chosen one in brackets.
+            // If a setting has alternatives, the current one is in brackets.
             let chosen = |line: &str| match line.split_once('[') {
                 Some((_, rest)) => rest.split(']').next().unwrap_or_default().to_owned(),
                 None => line.trim().to_owned(),
@@ -404,7 +403,7 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
         "{small} of {} faults got small pages",
         huge + small
     );
-    // Counterpart: with the kernel's own setting, PM serves only small pages.
+    // Counterpart: with the kernel's own setting, PM would only serve small pages.
     guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} and {small} with the kernel's own setting");
@@ -412,8 +411,8 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
         small > huge,
         "The kernel needs no setting: {huge} huge and {small} small pages without it"
     );
-    // A setting that another program has changed stays. The others are restored when the agent
-    // ends. After a kill, the next agent restores them when the PM has been unplugged.
+    // A setting that another program has changed is kept. The agent restores the other settings
+    // when it ends. After a kill, the next agent restores them once the PM has been unplugged.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
     let start = || guest.run("foreshore-agent >>/run/agent.log 2>&1 & echo");

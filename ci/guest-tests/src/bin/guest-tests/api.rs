@@ -1,4 +1,4 @@
-//! A VM created through the API, as by Cloud Hypervisor's clients.
+//! Tests of VMs that are created through the API, as Cloud Hypervisor's clients do.
 
 use std::time::Duration;
 
@@ -30,14 +30,14 @@ pub(crate) fn without_a_vm() -> GuestBuilder {
     flags.into_iter().fold(Guest::builder(), |builder, flag| builder.without(flag))
 }
 
-/// Starts a VMM without a VM and waits for its API.
+/// Starts a VMM without a VM, and waits until its API responds.
 pub(crate) fn empty_vmm() -> Result<Guest> {
     let vmm = without_a_vm().start()?;
     vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.get("vmm.ping").is_ok()))?;
     Ok(vmm)
 }
 
-/// Configuration as a client would send it, with defaults included.
+/// Returns a configuration as a client would send it, including default values.
 pub(crate) fn config(vmm: &Guest) -> Value {
     json!({
         "payload": {
@@ -87,7 +87,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         vmm.try_put("vm.create", config(&vmm))?.status == 405,
         "A second vm.create did not return 405"
     );
-    // The VM boots with the changed configuration.
+    // The VM must boot with the changed configuration.
     vmm.put("vm.resize", json!({"desired_ram": 640 << 20}))?;
     vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
@@ -99,7 +99,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         running["state"] == "Running" && running["memory_actual_size"] == 640 << 20,
         "{running}"
     );
-    // The reported configuration can be used to create the same VM again.
+    // The reported configuration must be usable to create the same VM again.
     vmm.command("vm.delete")?;
     ensure!(status(&vmm, "GET", "vm.info")? == 404, "vm.info of a deleted VM did not return 404");
     vmm.put("vm.create", running["config"].clone())?;
@@ -142,7 +142,7 @@ fn requests_to_a_paused_vm_take_effect_on_resume_with_events() -> Result<()> {
     let info = guest.get("vm.info")?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
     guest.command("vm.resume")?;
-    // Linux logs an NMI that no device has sent, and continues (arch/x86/kernel/nmi.c,
+    // Linux logs an NMI that does not come from a device, and continues (arch/x86/kernel/nmi.c,
     // unknown_nmi_error).
     for cpu in 0..2 {
         let line = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
@@ -166,7 +166,7 @@ fn requests_to_a_paused_vm_take_effect_on_resume_with_events() -> Result<()> {
 fn tell_of_a_life(text: &str) -> Result<()> {
     let events: Vec<Value> =
         serde_json::Deserializer::from_str(text).into_iter().collect::<Result<_, _>>()?;
-    // The order of the devices' events is not fixed.
+    // The order of events from devices is not fixed.
     let of_devices = |event: &&Value| event["source"] == "virtio-device";
     for event in ["activated", "reset"] {
         ensure!(

@@ -1,6 +1,6 @@
-//! Invalid requests to a VMM with a guest: every field of every body with every kind of value, from
-//! two clients at once. Each receives an error with a reason, the guest continues to run, and
-//! nothing changes.
+//! Sends invalid requests to a VMM with a guest, from two clients concurrently. They cover every
+//! field of every body with every kind of value. Each request must fail with a reason, the guest
+//! must continue to run, and nothing may change.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use values::values;
 
-/// Values that the unit tests of the API also send.
+/// Values that the API's unit tests also send.
 #[path = "../../../../../vmm/src/api/tests/values.rs"]
 mod values;
 
@@ -27,10 +27,10 @@ guest_tests::tests![
 /// All fields of Cloud Hypervisor's schemas.
 const NAMES: &str =
     include_str!("../../../../../vmm/tests/compatibility/cloud-hypervisor-0.3.0.names");
-/// Longest silence of the guest, which prints a line per second unless it hangs.
+/// Longest time without output from the guest, which prints a line per second unless it hangs.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 const LIMIT: Duration = Duration::from_secs(60);
-/// Number of connections with half a request.
+/// Number of connections that send only half of a request.
 const SILENT: usize = 50;
 
 struct Bad {
@@ -39,12 +39,12 @@ struct Bad {
     statuses: &'static [u16],
 }
 
-/// Statuses of calls that do not exist.
+/// Expected statuses of calls that do not exist.
 const NOT_HERE: &[u16] = &[501];
 const REFUSED: &[u16] = &[400, 404, 405, 409];
-/// Statuses of calls that name files or devices that the host lacks.
+/// Expected statuses of calls that name files or devices missing on the host.
 const REFUSED_BY_THE_HOST: &[u16] = &[400, 404, 405, 409, 500];
-/// Statuses of calls that succeed without effect if the body has no known field.
+/// Expected statuses of calls that succeed without effect if the body contains no known field.
 const REFUSED_OR_EMPTY: &[u16] = &[204, 400, 404, 405, 409];
 
 fn fields_of(schema: &str) -> Vec<&'static str> {
@@ -52,8 +52,8 @@ fn fields_of(schema: &str) -> Vec<&'static str> {
     fields.filter_map(|field| field.strip_prefix(schema)?.strip_prefix('.')).collect()
 }
 
-/// Returns an object for each field and value. Each object also has fields that cause a refusal:
-/// `beside`, or `instead` if `beside` contains the field.
+/// Returns an object for each field and value. Each object also contains fields that make the
+/// request fail: `beside`, or `instead` if `beside` contains the field.
 fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
     let with = |field: &str, value| {
         let mut object = if beside.get(field).is_some() { instead.clone() } else { beside.clone() };
@@ -66,7 +66,7 @@ fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
         .collect()
 }
 
-/// Bodies for the sections of vm.create, refused because a VM exists.
+/// Bodies with sections of vm.create. They are rejected because a VM exists.
 fn of_create() -> Vec<Value> {
     let of_section = |(section, schema, is_list): (&'static str, &str, bool)| {
         let all = [values(), each(&fields_of(schema), &json!({}), &json!({}))].concat();
@@ -95,7 +95,7 @@ fn of_create() -> Vec<Value> {
     .collect()
 }
 
-/// Bodies with unknown devices, impossible sizes and names that do not exist.
+/// Bodies that name unknown devices, impossible sizes or missing objects.
 fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let none = json!({});
     let known = |call, schema: &str, beside: Value, instead: Value, statuses| {
@@ -110,7 +110,7 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
         known("vm.add-disk", "DiskConfig", no_disk, none.clone(), REFUSED_BY_THE_HOST),
         known("vm.add-net", "NetConfig", no_tap, no_mtu, REFUSED_BY_THE_HOST),
         known("vm.add-pmem", "PmemConfig", no_file, none.clone(), REFUSED_BY_THE_HOST),
-        // The VM has a vsock device already.
+        // The VM already has a vsock device.
         known(
             "vm.add-vsock",
             "VsockConfig",
@@ -179,7 +179,7 @@ fn nothing_has_changed(before: &Value, guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// Lists the paths at which two values differ, with both values.
+/// Lists the paths at which two JSON values differ, with both values.
 fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
     let (Some(old), Some(new)) = (before.as_object(), now.as_object()) else {
         return if before == now { Vec::new() } else { vec![format!("{path}: {before} is {now}")] };
@@ -191,13 +191,12 @@ fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
         .collect()
 }
 
-/// Sends `requests` requests from two clients at once. The first `on_their_own` of them use a
-/// connection each.
+/// Sends `requests` requests from two clients concurrently. The first `on_their_own` requests each
+/// use a separate connection.
 fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     let bad = campaign()?;
     let guest = Guest::builder().boot()?;
-    // The agent reports the kernel some time after the boot. This change is not caused by a
-    // request.
+    // The agent reports the kernel some time after boot. A request does not cause this change.
     guest.wait_until("vm.info has the guest's kernel", LIMIT, || {
         Ok(!guest.get("vm.info")?["guest_kernel"].is_null())
     })?;
@@ -206,7 +205,7 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         .start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
     let held = guest.holdings()?;
     let connect = || UnixStream::connect(guest.api_socket()).context("Cannot connect");
-    // Half a request on each connection, and then silence until the end.
+    // Each of these connections sends half a request, and then nothing until the end.
     let silent = (0..SILENT).map(|_| {
         let mut stream = connect()?;
         stream.write_all(b"PUT /api/v1/vm.shutdown HTTP/1.1\r\nHost: x\r\nContent-Le")?;

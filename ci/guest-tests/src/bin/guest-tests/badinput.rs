@@ -1,6 +1,6 @@
-//! Refusals that require a host with KVM, or a guest. Each is one clear error and changes nothing.
-//! Refusals of the parser and of pools and files are in `vmm/tests/refusals.rs` and in the unit
-//! tests of `vmm`.
+//! Tests of invalid input that require a KVM host or a guest. Each input must be refused with one
+//! clear error and change nothing. `vmm/tests/refusals.rs` and the unit tests of `vmm` test
+//! refusals by the parser, by pools and by files.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -25,12 +25,12 @@ guest_tests::tests![
     impossible_reports_are_refused_and_counted,
 ];
 
-/// Checks that the VMM refuses to start with one line that contains all `words`, and does not
-/// change the name, length or beginning of any file.
+/// Checks that the VMM refuses to start with a single line that contains all `words`. The name,
+/// length and beginning of every file must be unchanged.
 fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let before = files(&this_tests_dir(), BEGINNING_BYTES)?;
     let refusal = builder.clone().name("refused").expect_refusal()?;
-    // Warnings about other flags may precede it.
+    // Warnings about other flags may precede the line.
     let lines: Vec<&str> =
         refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
     let message = lines.join("\n");
@@ -46,21 +46,21 @@ fn are_unchanged(before: &[FileState], after: &[FileState]) -> Result<()> {
     Ok(())
 }
 
-/// Length of the superblocks, volume tables, log and chunk table of the pools of these tests.
+/// Length of the superblocks, volume tables, log and chunk table in the pools of these tests.
 const BEGINNING_BYTES: u64 = 4 << 20;
-/// Covers any file completely.
+/// Number of bytes that covers any file completely.
 const ALL_BYTES: u64 = u64::MAX;
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct FileState {
     name: String,
     bytes: u64,
-    /// Sum of the requested part of the content.
+    /// Checksum of the requested part of the content.
     sum: u64,
 }
 
-/// States of the files of a directory, each with a sum of its first `summed_bytes`. Files that the
-/// harness itself writes are excluded.
+/// States of the files in a directory, each with a checksum of its first `summed_bytes`. Files
+/// written by the test harness are excluded.
 fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     let mut found = Vec::new();
     let entries = fs::read_dir(dir).with_context(|| format!("Cannot read {}", dir.display()))?;
@@ -79,7 +79,7 @@ fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     Ok(found)
 }
 
-/// Sum of the first `bytes` of a file, which depends on the position of each byte.
+/// Checksum of a file's first `bytes`. It depends on the position of each byte.
 fn sum(path: &Path, bytes: u64) -> Result<u64> {
     let mut file = File::open(path)?.take(bytes);
     let mut piece = vec![0; PIECE_BYTES];
@@ -98,7 +98,7 @@ fn sum(path: &Path, bytes: u64) -> Result<u64> {
 }
 
 const PIECE_BYTES: usize = 1 << 20;
-/// Prime of the 64-bit FNV hash. It is odd, so that a multiplication by it loses no bit.
+/// Prime of the 64-bit FNV hash. It is odd, so that multiplying by it loses no bits.
 const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 fn memory_beyond_the_address_space_is_refused() -> Result<()> {
@@ -115,7 +115,8 @@ fn memory_beyond_the_address_space_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Returns the single line of a VMM that runs in a mount namespace changed by `prepare`.
+/// Runs a VMM in a mount namespace that `prepare` has changed. Returns the single line that it
+/// prints.
 fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
     let before = files(&this_tests_dir(), ALL_BYTES)?;
     let script = format!("{prepare} && exec \"$0\" \"$@\"");
@@ -179,7 +180,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
         .pm_volume(&format!("{volume},interface=nvdimm"))
         .pressure("off")
         .boot()?;
-    // No PM is plugged, and the guest does not write to its disks after it has found them.
+    // No PM is plugged, and the guest no longer writes to its disks once it has found them.
     let disks = "test -b /dev/vda && test -b /dev/vdb && ls /dev/pmem?s && ls /dev/pmem?";
     first.wait_until_run("the guest has its disks", IO_LIMIT, disks)?;
     let (process, contents) = (first.pid().to_string(), files(&dir, ALL_BYTES)?);
@@ -201,7 +202,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let refused = pool.create_volume("other", "16M").err().context("pmvol created a volume")?;
     let refused = format!("{refused:#}");
     ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
-    // Console files are only truncated when the start can no longer fail.
+    // Console files may be truncated only when the start can no longer fail.
     let [said, unsaid] = ["said", "unsaid"].map(|name| dir.join(name));
     fs::write(&said, "by an earlier guest")?;
     let consoles = with("--serial", &format!("file={}", said.display()))
@@ -245,7 +246,7 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
     result
 }
 
-/// The agent is not started. These lines come from another process that can reach its port.
+/// The agent is not started. Another process that can reach its port sends these lines.
 fn impossible_reports_are_refused_and_counted() -> Result<()> {
     let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
     let report = |seq: u64, available_bytes: u64| {

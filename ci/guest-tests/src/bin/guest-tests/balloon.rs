@@ -1,5 +1,5 @@
-//! Inflation and deflation of the virtio balloon, and policies that size a guest without an agent
-//! by balloon statistics.
+//! Tests inflation and deflation of the virtio balloon, and policies that use balloon statistics to
+//! size a guest without an agent.
 
 use std::time::Duration;
 
@@ -28,12 +28,12 @@ guest_tests::tests![
     a_guest_without_an_agent_is_given_pm_by_amf: 400 (extended) => is_given_pm_by(&AMF),
 ];
 
-/// Time for a driver to reach a size, under emulation.
+/// Time that a driver needs to reach a size, under emulation.
 const FOLLOW_LIMIT: Duration = Duration::from_secs(120);
 
-/// Time for a shrink, which waits for cool-downs.
+/// Time for a shrink, including cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
-/// Memory block of the guest, which is unplugged as a whole.
+/// Size of a guest memory block. A block is only unplugged as a whole.
 const BLOCK_MIB: u64 = 128;
 
 fn actual_bytes(guest: &Guest) -> Result<u64> {
@@ -71,10 +71,10 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         .cmdline("foreshore.agent=off")
         .pressure("off")
         .boot()?;
-    // Linux 6.12 leaves up to an eighth of memory in the lists of the CPU that has freed it, and
-    // counts it as used.
+    // Linux 6.12 leaves up to an eighth of memory on the per-CPU lists of the CPU that freed it,
+    // and counts it as used.
     guest.run("echo 1000 >/proc/sys/vm/percpu_pagelist_high_fraction")?;
-    // The resident memory falls by the inflated size, whichever free pages the driver selects.
+    // Resident memory must fall by the inflated size, whichever free pages the driver selects.
     let free_mib = meminfo_mib(&guest, "MemFree")?;
     ensure!(free_mib > 320, "Only {free_mib} MiB are free; the test needs more than 320");
     touch(&guest, free_mib - 40)?;
@@ -91,19 +91,20 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     );
     let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
-    // Statistics agree with the guest's own values.
+    // The statistics must agree with the guest's own values.
     let total_mib = meminfo_mib(&guest, "MemTotal")?;
     guest.wait_until("statistics show the balloon", FOLLOW_LIMIT, || {
         let free_mib = statistic(&guest, "free")? as u64 / MIB;
         Ok(statistic(&guest, "total")? as u64 / MIB == total_mib && free_mib < 200)
     })?;
-    // More than the remaining memory: the guest deflates the balloon before it kills a process.
+    // The load exceeds the remaining memory. The guest must deflate the balloon before it kills a
+    // process.
     let hog = guest.hog(left_mib + 60, FOLLOW_LIMIT)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     let saved = guest.metric("foreshore_balloon_oom_deflated_bytes_total", &[])?;
     ensure!(saved > 0.0 && actual_bytes(&guest)? < 256 * MIB, "The metrics count no deflation");
     drop(hog);
-    // A deflation returns all of it.
+    // Deflating the balloon returns all of its memory.
     ask(&guest, 0)?;
     guest.wait_until("all memory is available again", FOLLOW_LIMIT, || {
         Ok(meminfo_mib(&guest, "MemAvailable")? + 16 > available_mib)
@@ -113,12 +114,13 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Two guests free memory, and one of them reports its free pages. The host gets memory back only
-/// from that one, and only the freed part. The balloons are empty, and no policy is active.
+/// Two guests free memory, but only one of them reports its free pages. The host must get back
+/// memory only from that guest, and only the freed part. The balloons are empty, and no policy is
+/// active.
 fn reports_free_pages(kernel: Kernel) -> Result<()> {
     const FREED_MIB: u64 = 256;
-    /// Part that is reported at least. The rest are incomplete blocks of 2 MiB, and memory that
-    /// other programs allocate meanwhile.
+    /// Minimum share of the freed memory that is reported. The rest is in incomplete blocks of 2
+    /// MiB, or is used by other programs in the meantime.
     const ABOUT_PERCENT: u64 = 85;
     let boot = |reporting: &str| {
         Guest::builder()
@@ -130,8 +132,8 @@ fn reports_free_pages(kernel: Kernel) -> Result<()> {
             .pressure("off")
             .boot()
     };
-    // The guest that does not report frees first, so it has had enough time when the other one's
-    // memory is returned.
+    // The guest that does not report frees its memory first. It has then had enough time when the
+    // other guest's memory has been returned.
     let (silent, reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
         let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
@@ -158,7 +160,7 @@ fn reports_free_pages(kernel: Kernel) -> Result<()> {
     let reported = given_back(&reporting, "report")? - reported_before;
     ensure!(reported >= about_bytes, "Only {reported} bytes were reported");
     ensure!(given_back(&reporting, "inflate")? == 0, "The balloon was inflated");
-    // Memory in use stays: the guest still works and has not returned all of its memory.
+    // Memory in use is not returned: the guest still works and still has some memory.
     let left_bytes = reporting.rss_bytes()?;
     ensure!(left_bytes >= 32 * MIB, "Only {left_bytes} bytes of the guest are resident");
     let kept_bytes = silent.rss_bytes()?;
@@ -170,7 +172,7 @@ fn reports_free_pages(kernel: Kernel) -> Result<()> {
         given_back(&silent, "report")? == 0,
         "The metrics count reported pages without free page reporting"
     );
-    // The guest can use the memory again.
+    // The guest must be able to use the memory again.
     drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
     reporting.no_kernel_complaints()
 }
@@ -190,7 +192,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     let pressure = guest.get("vm.pressure")?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
-    // The watermarks equal the kernel's approximately. khugepaged's part is most of them.
+    // The watermarks are approximately those of the kernel. khugepaged accounts for most of them.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
     let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
@@ -198,7 +200,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         (0.8..1.25).contains(&(shown / real)),
         "The high watermarks are {real} bytes instead of {shown}"
     );
-    // More than the available memory: the balloon is deflated in time.
+    // The load exceeds the available memory, so the balloon must be deflated in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
     let hog = guest.hog(need_mib, FOLLOW_LIMIT)?;
@@ -208,7 +210,8 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         busy_bytes + 64 * MIB < before_bytes,
         "The balloon had {before_bytes} bytes, then {busy_bytes}"
     );
-    // Freed memory returns to the host by free page reporting, and then the balloon is inflated.
+    // Freed memory is first returned to the host by free page reporting. Then the balloon is
+    // inflated.
     let full_bytes = guest.rss_bytes()?;
     drop(hog);
     let back = guest.wait_until("free pages are back on the host", FOLLOW_LIMIT, || {
@@ -229,16 +232,16 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// A policy, its parameters, and the reason of its shrinks.
+/// Policy with its parameters, and the reason that it gives for a shrink.
 struct Giver {
     policy: &'static str,
     params: &'static str,
     give_back: &'static str,
 }
 
-/// Uses available memory.
+/// Policy that uses available memory.
 const PSI: Giver = Giver { policy: "psi", params: r#"{"idle": "2s"}"#, give_back: "surplus" };
-/// Uses free memory.
+/// Policy that uses free memory.
 const AMF: Giver = Giver {
     policy: "amf",
     params: r#"{"watermark-scale": 2, "reclaim": 5}"#,
@@ -251,7 +254,7 @@ fn is_given_pm_by(giver: &Giver) -> Result<()> {
         .cpus(2)
         .memory("size=768M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        // Boot memory stays with the guest, because this test is about PM.
+        // Boot memory is not inflated, because this test is about PM.
         .argument("--balloon", "floor=768M")
         .cmdline("foreshore.agent=off foreshore.zram=128M")
         .pressure("off")
@@ -280,7 +283,7 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
     })?;
     let plugged = || Ok::<_, anyhow::Error>(zone(guest, "pm")?.plugged_bytes);
     ensure!(plugged()? == 0, "PM is plugged without a shortage");
-    // 1. A load that exceeds the memory, and that is not faster than statistics.
+    // 1. Apply a load that exceeds the memory but is not faster than the statistics.
     let need_mib = meminfo_mib(guest, "MemAvailable")? + MORE_MIB;
     let mut load =
         guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool leak {need_mib} 60"))?;
@@ -299,7 +302,7 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
         decisions.iter().any(|decision| grows(&decision)),
         "No decision grew PM: {decisions:?}"
     );
-    // 2. PM returns.
+    // 2. PM is returned.
     drop(load);
     guest.wait_until("PM is unplugged", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;
     let decisions = decisions_since(guest, before)?;

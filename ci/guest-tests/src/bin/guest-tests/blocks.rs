@@ -1,4 +1,4 @@
-//! Writers of `guest-tool` on thirds of a disk, which verify their blocks.
+//! Runs `guest-tool` writers on thirds of a disk. They verify their blocks.
 
 use anyhow::{Result, ensure};
 use guest_tests::Guest;
@@ -8,8 +8,8 @@ use crate::volume::IO_LIMIT;
 /// First block and seed of each writer.
 const PLACES: [(u32, u32); 3] = [(0, 1), (8192, 2), (16384, 3)];
 
-/// Writes to all thirds at once. Each writer uses the page cache (`buffered`) or bypasses it
-/// (`direct`).
+/// Writes to all three thirds concurrently. Each writer uses the page cache (`buffered`) or
+/// bypasses it (`direct`).
 pub(crate) fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Result<()> {
     let start = |(mode, (first, seed)): (&str, _)| {
         let blocks = format!("{device} {mode} {first} 600 {seed} {rounds}");
@@ -23,7 +23,7 @@ pub(crate) fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) 
     Ok(())
 }
 
-/// Verifies the blocks of `write` on the disk, not in the page cache.
+/// Verifies the blocks that `write` wrote, on the disk instead of in the page cache.
 pub(crate) fn check(guest: &Guest, device: &str, rounds: u32) -> Result<()> {
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in PLACES {

@@ -1,4 +1,4 @@
-//! Boot and shutdown of a stock kernel, with the expected machine.
+//! Tests that a stock kernel boots, finds the expected machine, and shuts down.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ guest_tests::tests![
         press_the_power_button_in_a_pause(two_cpus_work(Kernel::V6_1)?),
 ];
 
-/// Checks what the kernel boots with, and that a power-off ends the VMM with exit code 0.
+/// Checks the devices that the kernel finds, and that a power-off ends the VMM with exit code 0.
 fn has_its_devices(kernel: Kernel) -> Result<()> {
     let guest = Guest::builder().kernel(kernel).packed_kernel().memory("size=768M").boot()?;
     let release = guest.run("uname -r")?;
     ensure!(release.starts_with(&format!("{kernel}.")), "The guest runs {release}");
     let mib = mem_total_mib(&guest)?;
-    // The kernel reserves some 30 MiB before it counts.
+    // MemTotal excludes about 30 MiB that the kernel has reserved.
     ensure!((700..=768).contains(&mib), "MemTotal is {mib} MiB");
     rng_feeds_the_kernel(&guest)?;
     has_nested_virtualization_and_kvm_clock(&guest)?;

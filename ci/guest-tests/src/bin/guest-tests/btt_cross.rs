@@ -1,7 +1,7 @@
-//! Compatibility of our BTT engine and Linux' driver, in both directions.
+//! Compatibility tests for our BTT engine and Linux' driver, in both directions.
 //!
-//! Both sides run seeded programs ([`guest_tools::sectors`]), so that each can compute the content
-//! that the other must have written. `FORESHORE_TEST_SEED=N` selects other programs.
+//! Both sides run seeded programs ([`guest_tools::sectors`]), so each can compute the content that
+//! the other must have written. `FORESHORE_TEST_SEED=N` selects other programs.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -33,13 +33,14 @@ guest_tests::tests![
 
 const OPERATIONS: u64 = 10_000;
 
-/// Operations of each side near the border of two arenas. About one in sixty crosses it.
+/// Number of operations of each side near the border between two arenas. About one in sixty crosses
+/// it.
 const AROUND_BORDER: u64 = 600;
 
 /// Size of a disk with two arenas of at least 16 MiB each.
 const ARENAS_MIB: u64 = 36;
 
-/// Seed of a program: the test's own, or from the environment.
+/// Returns the seed of a program: `own`, or a seed from the environment.
 pub(crate) fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
         Ok(asked) => {
@@ -52,12 +53,12 @@ pub(crate) fn seed(own: u64) -> Result<u64> {
 pub(crate) struct Disk {
     pool: PathBuf,
     pub name: String,
-    /// Volume while no VM uses it.
+    /// Content of the volume while no VM uses it.
     pub media: BttMedia,
     pub shape: Shape,
     /// First sector of each arena.
     pub arenas: Vec<u64>,
-    /// Arena that refuses writes.
+    /// Index of the arena that refuses writes.
     pub damaged: Option<usize>,
 }
 
@@ -73,9 +74,9 @@ impl Disk {
         Self::open(pool, name)
     }
 
-    /// Creates a volume and grows it, so that it has two arenas. Otherwise only a volume beyond 512
-    /// GiB has a second arena. Linux' driver accepts an arena of any size, and finds the next one
-    /// by its info block (drivers/nvdimm/btt.c, discover_arenas).
+    /// Creates a volume and then grows it, so that it has two arenas. Otherwise only volumes larger
+    /// than 512 GiB have a second arena. Linux' driver accepts arenas of any size, and finds the
+    /// next arena by its info block (drivers/nvdimm/btt.c, discover_arenas).
     pub(crate) fn create_with_two_arenas(
         pool: &Pool,
         name: &str,
@@ -102,7 +103,7 @@ impl Disk {
         })
     }
 
-    /// Verifies the content with both of our readers, and checks the volume, while no guest uses
+    /// Verifies the content with both of our readers, and checks the volume. No guest may be using
     /// it.
     pub(crate) fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
@@ -136,7 +137,7 @@ impl Disk {
     }
 }
 
-/// Storage that runs programs on our engine.
+/// Storage for programs that run on our engine.
 struct OnEngine(Engine<Volume>);
 
 impl OnEngine {
@@ -166,7 +167,7 @@ impl Storage for OnEngine {
 pub(crate) struct Linux<'a> {
     pub guest: Guest,
     disks: &'a [Disk],
-    /// Device nodes of the disks, in their order.
+    /// Device nodes of the disks, in the order of the flags.
     pub nodes: Vec<String>,
 }
 
@@ -219,7 +220,7 @@ impl<'a> Linux<'a> {
         Ok(())
     }
 
-    /// Powers the guest off if its kernel has no complaint except the expected one.
+    /// Powers the guest off. Fails if its kernel has logged a problem other than the expected one.
     pub(crate) fn end(self, expected_complaint: Option<&str>) -> Result<()> {
         let log = self.guest.run("dmesg")?;
         let mut complaints = complaints(&log);
@@ -240,14 +241,15 @@ pub(crate) fn check(node: &str, history: &[impl AsRef<str>]) -> String {
     format!("guest-tool check-sectors {node} {}", history.join(" "))
 }
 
-/// One disk of each sector size.
+/// Returns two disks, one for each sector size.
 fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
     Ok([Disk::create(pool, "sectors-4096", 32, 4096)?, Disk::create(pool, "sectors-512", 20, 512)?])
 }
 
-/// Each side finds the log as the other has left it: our engine, Linux by NVDIMM, our engine, an
-/// older Linux with one more lane, our engine, Linux by virtio-pmem. With virtio-pmem, each sector
-/// is four exits. The engine also leaves discarded sectors, which read as zeros.
+/// Each side reads the log as the other side left it. The order is: our engine, Linux with NVDIMM,
+/// our engine, an older Linux with one more lane, our engine, Linux with virtio-pmem. With
+/// virtio-pmem, each sector costs four exits. The engine also discards sectors, which read as
+/// zeros.
 fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
@@ -275,8 +277,8 @@ fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
     Ok(())
 }
 
-/// As above, but each disk has two arenas, and each side writes much across and beside their
-/// border. Both sides must determine which sector belongs to which arena.
+/// Same as above, but each disk has two arenas, and each side writes a lot near and across their
+/// border. Both sides must find out which arena a sector belongs to.
 fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disk =
@@ -316,8 +318,8 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     Ok(())
 }
 
-/// Each lane of a BTT is in one of the states. Across all BTTs, the lanes of the guest's CPUs,
-/// which continue from their states, cover every state.
+/// Each lane of a BTT is in one of the states. The lanes of the guest's CPUs continue from these
+/// states. Across all BTTs, they cover every state.
 fn replays(kernel: Kernel) -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;
@@ -331,7 +333,7 @@ fn replays(kernel: Kernel) -> Result<()> {
         Flogs { padding, shift }.make(&disk.media)?;
         let made = format!("flogs:{shift}");
         disk.media.verify(&Outcome::of_history(disk.shape, &[&made])?)?;
-        // Direct I/O, because the page cache would read around a sector and hit bad ones.
+        // Direct I/O, because the page cache would read neighboring sectors, which may be bad.
         let program = format!("direct:{}:100:{CPUS}", seed(30 + number as u64)?);
         histories.push([made, program]);
         disks.push(disk);
@@ -342,7 +344,7 @@ fn replays(kernel: Kernel) -> Result<()> {
         let steps = [check(node, &[made]), write(node, program), check(node, &[made, program])];
         steps.join(" && ")
     })?;
-    // Probes for partitions and file systems read the sectors that fail.
+    // Probes for partitions and file systems read the bad sectors.
     linux.end(Some("Buffer I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
         disk.verify(history)?;
@@ -350,7 +352,7 @@ fn replays(kernel: Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Stores of the guest's recovery are discarded, so the VMM must have recovered the volume.
+/// The guest's recovery cannot store anything, so the VMM must have recovered the volume first.
 fn a_readonly_volume_is_recovered_before_it_is_shown() -> Result<()> {
     let pool = Pool::create("128M")?;
     let disk = Disk::create(&pool, "flogs", 24, 4096)?;

@@ -1,4 +1,4 @@
-//! Clients of Cloud Hypervisor (ci/clients) with live guests.
+//! Tests of Cloud Hypervisor's clients (ci/clients) with real guests.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -33,14 +33,14 @@ const EVENTS: &str = "event-monitor-fifo";
 fn image(name: &str, mib: u64) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
-    // A VM may use it already.
+    // A VM may already be using the file.
     File::options().write(true).create(true).truncate(false).open(&path)?.set_len(mib << 20)?;
     Ok(path)
 }
 
 struct Client {
     name: &'static str,
-    /// Networks of the guest's NICs, which the client opens.
+    /// Networks of the guest's NICs that the client opens.
     nets: Vec<Net>,
 }
 
@@ -54,7 +54,7 @@ impl Client {
         Ok(Self { name, nets: vec![one?, other?] })
     }
 
-    /// Runs the client to its end. It waits at the line `until up` until the guest is ready.
+    /// Runs the client to its end. At the line `until up`, waits until the guest is ready.
     fn run(&self, vmm: &Guest) -> Result<()> {
         let kernel = Kernel::V6_12;
         let paths = [
@@ -100,14 +100,14 @@ impl Client {
         Ok(())
     }
 
-    /// Runs the client with a VMM without a VM. The client ends the VMM.
+    /// Runs the client against a VMM that has no VM. The client must end the VMM.
     fn run_to_the_end(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
         ends(vmm)
     }
 
-    /// Runs the client with a VMM without a VM. The client leaves the VMM without a VM.
+    /// Runs the client against a VMM that has no VM. The client must leave the VMM without a VM.
     fn run_and_leave(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
@@ -128,12 +128,12 @@ fn ends(vmm: Guest) -> Result<()> {
 }
 
 fn every_call() -> Result<()> {
-    // The client adds an interface, for which the VMM creates a tap.
+    // The client adds an interface for which the VMM creates a tap.
     need_tun()?;
     Client::new("every-call").run_to_the_end()
 }
 
-/// The client passes everything by flags, and two values to one of them.
+/// The client passes everything as flags, and passes two values to one flag.
 fn flintlock_reads_the_counters() -> Result<()> {
     let disk = |name: &str, more: &str| {
         Ok::<_, anyhow::Error>(format!("path={}{more}", image(name, 64)?.display()))
@@ -158,7 +158,7 @@ fn flintlock_reads_the_counters() -> Result<()> {
     ends(vmm)
 }
 
-/// Libvirt creates the socket, starts the VMM and opens the FIFO. The VMM waits for the latter.
+/// Libvirt creates the socket, starts the VMM, and opens the FIFO. The VMM waits for the FIFO.
 fn libvirt_reboots() -> Result<()> {
     let client = Client::with_nets("libvirt", [24, 25])?;
     let events = this_tests_dir().join(EVENTS);

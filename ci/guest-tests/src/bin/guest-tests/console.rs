@@ -1,4 +1,4 @@
-//! Consoles on pseudo terminals and sockets, with a shell of the guest.
+//! Tests of consoles on pseudo terminals and sockets, with a shell in the guest.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -59,7 +59,7 @@ impl<F: Read + Write + AsFd> Visitor<F> {
                 events: libc::POLLIN,
                 revents: 0,
             };
-            // SAFETY: one valid entry that outlives the call.
+            // SAFETY: the pointer is to one valid entry that outlives the call.
             if unsafe { libc::poll(&raw mut poll, 1, 1000) } <= 0 {
                 continue;
             }
@@ -71,9 +71,9 @@ impl<F: Read + Write + AsFd> Visitor<F> {
         }
     }
 
-    /// Makes the guest's shell compute a sum, because an echo of the input is no proof.
+    /// Makes the guest's shell compute a sum. An echo of the input would prove nothing.
     fn ask_the_shell(&mut self, a: u32, b: u32) -> Result<()> {
-        // Input for a shell that has not started yet is buffered.
+        // Input is buffered until the shell has started.
         self.say(&format!("echo sum-$(({a} + {b}))-\n"))?;
         self.hear(&format!("sum-{}-", a + b)).map(drop)
     }
@@ -87,7 +87,7 @@ fn with_shell(console: &str) -> GuestBuilder {
     builder.cmdline("foreshore.shell=on")
 }
 
-/// Path of a console as reported by the API.
+/// Returns the path of a console as reported by the API.
 fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
     let info = guest.get("vm.info")?;
     let path =
@@ -105,7 +105,7 @@ fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
     let path = path_of(&guest, "serial")?;
     ensure!(path.starts_with("/dev/pts"), "The path of the terminal is {}", path.display());
     let mut visitor = sit_down(&path)?;
-    // Output from before the terminal was opened.
+    // This was printed before the terminal was opened.
     visitor.hear("foreshore-guest: ready")?;
     visitor.ask_the_shell(40, 2)?;
     drop(visitor);
@@ -150,7 +150,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
         config["mode"] == "Socket" && config["socket"] == socket.display().to_string(),
         "{config}"
     );
-    // Another VM cannot take the socket over.
+    // Another VM must not be able to take over the socket.
     let refusal = Guest::builder()
         .argument("--serial", &format!("socket={}", socket.display()))
         .expect_refusal()?;
@@ -164,7 +164,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
 fn unread_console_does_not_block_the_guest() -> Result<()> {
     let guest = Guest::builder().argument("--serial", "pty").boot()?;
     let path = path_of(&guest, "serial")?;
-    // More than the kernel buffers for a pseudo terminal. Each byte is an exit.
+    // More output than the kernel buffers for a pseudo terminal. Each byte is an exit.
     let flood = |name: &str| {
         guest.run_within(
             ANSWER_LIMIT,
@@ -174,7 +174,7 @@ fn unread_console_does_not_block_the_guest() -> Result<()> {
             ),
         )
     };
-    // First the terminal is open without a reader, then closed.
+    // The terminal is first open without a reader, and then closed.
     let idle = sit_down(&path)?;
     flood("one-who-does-not-read")?;
     drop(idle);
@@ -198,7 +198,7 @@ fn both_consoles_can_be_the_terminal() -> Result<()> {
     Ok(())
 }
 
-/// Resizes a terminal, as its user does.
+/// Resizes a terminal as its user would.
 fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
     let size = Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
     tcsetwinsize(terminal, size).context("Cannot resize a terminal")
@@ -216,7 +216,7 @@ fn a_shell_on_a_consoles_pty(kernel: Kernel) -> Result<Guest> {
     let path = path_of(&guest, "console")?;
     let mut visitor = sit_down(&path)?;
     resize(&visitor.line, 132, 43)?;
-    // The VMM reads the size on input and output.
+    // The VMM reads the terminal's size when there is input or output.
     visitor.ask_the_shell(40, 2)?;
     wait_for_size(&guest, 132, 43)?;
     visitor.say("echo size-$(stty size | tr ' ' x)-\n")?;
@@ -225,7 +225,7 @@ fn a_shell_on_a_consoles_pty(kernel: Kernel) -> Result<Guest> {
     let all = visitor.hear("done-2")?;
     let lines = all.lines().filter(|line| line.parse::<u32>().is_ok()).count();
     ensure!(lines == 300, "Received {lines} of 300 lines");
-    // Resize by `stty -F`, without input.
+    // Resizes with `stty -F`, without any input.
     resize(&sit_down(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
     guest.no_kernel_complaints()?;
@@ -244,8 +244,8 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     grantpt(&master)?;
     unlockpt(&master)?;
     let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);
-    // The terminal exists while a slave is open. This one keeps it open when the VMM closes its
-    // own.
+    // The terminal exists as long as a slave is open. This one keeps it alive after the VMM closes
+    // its own.
     let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;
     let mut visitor = Visitor::new(File::from(master.try_clone()?));

@@ -1,5 +1,5 @@
-//! Content that a guest writes to its disks neither ends the VMM nor prevents the next start,
-//! because the host's user has declared the type of each file.
+//! Tests that no content of a guest's disks ends the VMM or prevents the next start. The reason is
+//! that the user of the host has declared the type of each file.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -26,7 +26,7 @@ fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// First bytes of a pool, which a guest can write to any of its disks.
+/// Returns the first bytes of a pool. A guest can write them to any of its disks.
 fn head_of_a_pool() -> Result<Vec<u8>> {
     let pool = Pool::create("64M")?;
     let mut head = vec![0; 8 * MIB as usize];
@@ -59,7 +59,7 @@ fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
     wait_for_devices(&guest)?;
     guest.run(&format!("{QCOW2} | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null"))?;
     guest.run("dd if=/dev/vdc of=/dev/vdb bs=1M conv=fsync 2>/dev/null")?;
-    // The volume's device is /dev/pmem?s, so the pattern matches only the file of --pmem.
+    // The volume's device is /dev/pmem?s, so the pattern matches only the file given with --pmem.
     guest.run(
         "for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done",
     )?;
@@ -73,7 +73,7 @@ fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
         guest
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
             .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;
-        // The replaced namespace also matches /dev/pmem?.
+        // The replaced namespace also matches the pattern /dev/pmem?.
         let pmem = "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
         guest
             .run(pmem)

@@ -1,4 +1,4 @@
-//! vCPUs of Debian's stock kernels: features, topology, and hotplug.
+//! Tests of vCPUs with Debian's stock kernels: features, topology, and hotplug.
 
 use std::fs;
 use std::thread;
@@ -28,10 +28,10 @@ guest_tests::tests![
     pause_of_a_minute_causes_no_lockup: 400 (extended),
 ];
 
-/// Limit of the start or the release of a vCPU. It is long because up to four vCPUs share the CPU
-/// of an emulated host.
+/// Time limit for starting or releasing a vCPU. It is long because up to four vCPUs share the
+/// emulated host's CPU.
 const LIMIT: Duration = Duration::from_secs(100);
-/// File whose existence ends the load.
+/// File that ends the load once it exists.
 const STOP: &str = "/run/load-is-over";
 /// Registers of CPU hotplug (vmm/src/acpi/hotplug_cpus.rs).
 const SELECT: &str = "0xe9102020";
@@ -45,15 +45,15 @@ fn resize(guest: &Guest, vcpus: u32) -> Result<u16> {
     Ok(guest.try_put("vm.resize", json!({ "desired_vcpus": vcpus }))?.status)
 }
 
-/// Numbers of present, leaving and parked vCPUs.
+/// Returns the numbers of present, leaving and parked vCPUs.
 fn counts(guest: &Guest) -> Result<[f64; 3]> {
     let metrics = guest.metrics()?;
     let count = |state| metrics.value("foreshore_vcpus", &[("state", state)]);
     Ok([count("present")?, count("leaving")?, count("parked")?])
 }
 
-/// Adds vCPUs and brings them online in the guest, as udev would. Afterwards, vCPUs 0 to `to` - 1
-/// run.
+/// Adds vCPUs, and brings them online in the guest as udev would. Afterwards, vCPUs 0 to `to` - 1
+/// are running.
 fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
     ensure!(resize(guest, to)? == 204, "A resize to {to} vCPUs was refused");
     for cpu in from..to {
@@ -63,7 +63,7 @@ fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
     }
     let online = guest.run("cat /sys/devices/system/cpu/online")?;
     ensure!(online.trim() == format!("0-{}", to - 1), "{online} of {to} vCPUs are online");
-    // Each vCPU runs a program.
+    // Runs a program on each vCPU.
     for cpu in 0..to {
         guest.run_within(LIMIT, &format!("taskset {:x} true", 1 << cpu))?;
     }
@@ -125,7 +125,7 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Makes the guest ignore ejection requests (drivers/acpi/scan.c, acpi_device_hotplug).
+/// Makes the guest ignore requests for ejection (drivers/acpi/scan.c, acpi_device_hotplug).
 fn refuse_to_let_go(guest: &Guest) -> Result<()> {
     guest.run("echo 0 >/sys/firmware/acpi/hotplug/processor/enabled").map(drop)
 }
@@ -167,7 +167,7 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
     let guest = builder(1).boot()?;
     grow(&guest, 1, 4)?;
     shrink(&guest, 3)?;
-    // One vCPU is parked, one runs, and one is present but offline.
+    // One vCPU is parked, one is running, and one is present but offline.
     guest.run("echo 0 >/sys/devices/system/cpu/cpu2/online")?;
     for _ in 0..5 {
         guest.command("vm.pause")?;
@@ -182,7 +182,7 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
         let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
         guest.wait_until_run("the vCPU has received its NMI", LIMIT, &said)?;
     }
-    // The parked vCPUs return without the NMI.
+    // The parked vCPUs must return without receiving the NMI.
     grow(&guest, 2, 4)?;
     guest.run("! dmesg | grep 'NMI received for unknown reason .* on CPU [23]'")?;
     guest.reboot_from_inside()?;
@@ -195,23 +195,23 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
 }
 
 fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
-    // With a page attribute table, Linux refuses to map the registers again, because ACPI has
-    // mapped them.
+    // With a page attribute table, Linux would refuse to map the registers again, because ACPI has
+    // already mapped them.
     let guest = builder(3).cmdline("nopat").boot()?;
     let eject = |index: &str| format!("devmem {SELECT} 32 {index} && devmem {STATUS} 32 1");
-    // Includes the calling vCPU. No ejection has been requested.
+    // The list includes the vCPU that writes. No ejection has been requested.
     for index in ["0", "1", "2", "3", "4", "255", "256", "0xffffffff"] {
         guest.run(&eject(index))?;
     }
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "A vCPU was ejected without a request");
     guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
-    // The vCPU requested to leave ejects itself without being stopped first.
+    // The vCPU that was asked to leave ejects itself without being stopped first.
     refuse_to_let_go(&guest)?;
     ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
     let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;
     guest.wait_until("the vCPU is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
     guest.still_running()?;
-    // It returns as a vCPU that the guest has to start, independent of its previous state.
+    // It returns as a vCPU that the guest must start, whatever its previous state.
     ensure!(resize(&guest, 3)? == 204, "A resize to 3 vCPUs was refused");
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "The guest does not have 3 vCPUs");
     guest.command("vm.reboot")?;
@@ -223,7 +223,7 @@ fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Topology as the guest reports it: threads per core, cores per package, and packages.
+/// Topology reported by the guest: threads per core, cores per package, and packages.
 fn shape(guest: &Guest) -> Result<[usize; 3]> {
     let distinct = |file: &str| -> Result<Vec<String>> {
         let text = guest.run(&format!("cat /sys/devices/system/cpu/cpu[0-9]*/topology/{file}"))?;
@@ -238,7 +238,7 @@ fn shape(guest: &Guest) -> Result<[usize; 3]> {
     Ok([numbers(&threads), cores / packages, packages])
 }
 
-/// Number of entries of a list of the kernel, such as `0-1,4`.
+/// Number of entries in one of the kernel's lists, such as `0-1,4`.
 fn numbers(list: &str) -> usize {
     let count = |part: &str| {
         let mut ends =
@@ -262,9 +262,9 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         let guest =
             shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
-        // Before its parser of 6.9, Linux only finds the threads of an AMD core by TOPOEXT
-        // (arch/x86/kernel/cpu/amd.c, amd_get_topology). The processor of the emulated host lacks
-        // it, so Linux treats threads as cores.
+        // Before the parser of 6.9, Linux finds the threads of an AMD core only with TOPOEXT
+        // (arch/x86/kernel/cpu/amd.c, amd_get_topology). The emulated host's processor lacks it, so
+        // Linux treats threads as cores.
         let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(
@@ -282,7 +282,7 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
     Ok(())
 }
 
-/// Returns true if the guest's processor is AMD's and leaf 0x8000_001e does not report which
+/// Returns true if the guest's processor is from AMD and leaf 0x8000_001e does not report which
 /// threads share a core.
 fn amd_without_topoext(guest: &Guest) -> Result<bool> {
     let info = guest.run("cat /proc/cpuinfo")?;
@@ -313,10 +313,11 @@ fn added_vcpus_have_their_place_in_the_topology() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Checks that CPUID settings reach the guest, and that threads run on their CPUs.
+/// Checks that CPUID settings are visible in the guest, and that threads run on their configured
+/// CPUs.
 fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
-    // The last CPU. On a host with one CPU, this proves nothing. `ci/test --guest` on hardware has
-    // more.
+    // Index of the last CPU. On a host with a single CPU, the test proves nothing. On hardware,
+    // `ci/test --guest` has more.
     let last = thread::available_parallelism()?.get() - 1;
     let cpus = format!("boot=1,nested=off,max_phys_bits=38,affinity=[0@[{last}]]");
     let guest = shaped(1, &cpus).boot()?;
@@ -345,7 +346,8 @@ fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
     Ok(())
 }
 
-/// Longer than the guest's watchdog for hanging vCPUs allows (2 x watchdog_thresh, which is 10 s).
+/// Pause that exceeds the time limit of the guest's watchdog for hung vCPUs (2 x watchdog_thresh,
+/// which is 10 s).
 const PAUSE: Duration = Duration::from_secs(60);
 
 fn pause_of_a_minute_causes_no_lockup() -> Result<()> {
@@ -353,7 +355,7 @@ fn pause_of_a_minute_causes_no_lockup() -> Result<()> {
         let guest = builder(2).cmdline(&format!("clocksource={clock}")).boot()?;
         let load = load(&guest)?;
         guest.command("vm.pause")?;
-        // The test is about elapsed time, so it sleeps.
+        // This test is about elapsed time, so it has to sleep.
         thread::sleep(PAUSE);
         guest.command("vm.resume")?;
         guest.run_within(LIMIT, &format!("touch {STOP}"))?;

@@ -1,5 +1,5 @@
-//! Memory that a program in the guest maps is the pool's own. Its stores are in the pool's file
-//! before any flush, and the program sees the host's stores.
+//! Tests that memory mapped by a program in the guest is the pool's own memory. The program's
+//! stores are in the pool's file before any flush, and the program sees stores by the host.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -25,7 +25,7 @@ guest_tests::tests![
     map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache: 300 (long),
 ];
 
-/// File system with DAX that flushes nothing by itself during a test.
+/// File system with DAX that does not flush by itself during a test.
 pub(crate) struct FileSystem {
     make: &'static str,
     mount: &'static str,
@@ -47,21 +47,21 @@ const XFS: FileSystem = FileSystem {
 pub(crate) const HEAP: &str = "/mnt/data/heap";
 pub(crate) const HEAP_BYTES: u64 = 8 * MIB;
 
-/// Words that `guest-tool map-store` writes for a seed.
+/// Returns a word that `guest-tool map-store` writes for this seed.
 fn word(seed: u64, index: u64) -> u64 {
     seed + index
 }
 
-/// Raw volume as the host sees it while a VM uses it: ranges of the pool's file.
+/// Raw volume as seen from the host while a VM uses it: ranges in the pool's file.
 struct VolumeOnHost {
     file: File,
-    /// Offset in the volume, offset in the file, and length of each extent.
+    /// Each extent's offset in the volume, offset in the file, and length.
     extents: Vec<(u64, u64, u64)>,
 }
 
 impl VolumeOnHost {
     fn find(pool: &Pool) -> Result<Self> {
-        // The volume's chunks do not move while a VM uses it.
+        // The chunks of the volume do not move while a VM uses it.
         let peeked = pmem_volume::Pool::open(pool.path(), OpenMode::Peek)?;
         let volume = peeked.open_volume("data")?;
         ensure!(
@@ -94,8 +94,8 @@ impl VolumeOnHost {
         Ok(self.file.write_all_at(&word.to_le_bytes(), self.file_offset(offset)?)?)
     }
 
-    /// Checks every word of a range of the guest's file or device. `first` is the number of its
-    /// first word.
+    /// Checks every word in a range of the guest's file or device. `first` is the number of the
+    /// range's first word.
     fn check(&self, offset: u64, len_bytes: u64, seed: u64, first: u64) -> Result<()> {
         for index in 0..len_bytes / 8 {
             let (found, expected) = (self.word(offset + 8 * index)?, word(seed, first + index));
@@ -109,15 +109,15 @@ impl VolumeOnHost {
     }
 }
 
-/// Checks both directions without a flush. `path` in the guest is mapped and consists of `extents`
-/// (offset in it, offset in the volume, length).
+/// Checks that stores arrive in both directions without a flush. `path` is a mapped file in the
+/// guest that consists of `extents` (offset in the file, offset in the volume, length).
 fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) -> Result<()> {
     const SEED: u64 = 0x5eed_0000_0000;
     let bytes = extents.iter().map(|(_, _, len)| len).sum::<u64>();
     ensure!(bytes == HEAP_BYTES, "{path} is at {extents:?}");
     let volume = VolumeOnHost::find(pool)?;
     let before = flushes(guest, "ok")?;
-    // 1. The guest's stores are in the pool.
+    // 1. The guest's stores must be in the pool.
     let mut script = guest.start_script(
         IO_LIMIT,
         &format!("exec guest-tool map-store {path} 0 {HEAP_BYTES} {SEED}"),
@@ -132,7 +132,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
             .check(*offset, *len, SEED, at / 8)
             .context("The guest's store is not in the pool")?;
     }
-    // 2. A program that only polls sees the host's stores.
+    // 2. A program that only polls must see the host's stores.
     let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
     let mut waiting = guest.start_script(IO_LIMIT, &wait)?;
     let line = waiting.next_line().context("map-wait printed nothing")?;
@@ -140,14 +140,14 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     volume.store(extents[0].1, 4711)?;
     ensure!(waiting.next_line().as_deref() == Some("seen"), "The host's store is not in the guest");
     volume.store(extents[0].1, SEED)?;
-    // 3. No flush was necessary.
+    // 3. No flush may have been necessary.
     let after = flushes(guest, "ok")?;
     ensure!(after == before, "The VMM received {} flushes", after - before);
     Ok(())
 }
 
 impl FileSystem {
-    /// Creates and mounts the file system, with a file of [`HEAP_BYTES`] at [`HEAP`].
+    /// Creates and mounts the file system, and creates a file of [`HEAP_BYTES`] at [`HEAP`].
     pub(crate) fn make(&self, guest: &Guest) -> Result<()> {
         guest.run_within(IO_LIMIT, self.make)?;
         guest.run(self.mount)?;
@@ -169,11 +169,11 @@ fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result
     file_system.make(guest)?;
     let lines = guest.run(&format!("guest-tool extents {HEAP}"))?;
     let extents: Vec<_> = lines.lines().map(extent).collect::<Result<_>>()?;
-    // virtio-pmem requires a flush request, so a fence must not count as a flush.
+    // virtio-pmem needs a flush request, so the kernel must not treat a fence as a flush.
     let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
     ensure!(map_sync == "refused\n", "MAP_SYNC by virtio-pmem is {map_sync}");
     reaches(guest, pool, HEAP, &extents)?;
-    // Flushes that programs request reach the host.
+    // Flushes requested by programs must reach the host.
     let before = flushes(guest, "ok")?;
     guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
     ensure!(flushes(guest, "ok")? > before, "An fsync caused no flush");
@@ -237,8 +237,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, &convert(0, Kind::DevDax))?;
     wait_for_devdax(&guest)?;
-    // The device begins after its superblock. The seed of the next device has no place yet, and its
-    // file returns an error.
+    // The device begins after its superblock. The seed of the next device does not have an address
+    // yet, and reading its file returns an error.
     let places = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
     let places = guest.run(places)?;
     let places: Vec<u64> = places
@@ -253,7 +253,7 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // The next boot finds it as a devdax device.
+    // The next boot must find it as a devdax device.
     let guest = builder.boot()?;
     wait_for_devdax(&guest)?;
     guest
@@ -261,8 +261,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Shows the reason why a raw NVDIMM is refused on such a pool: the guest's kernel reports stores
-/// as durable although they are not. If this test fails, the refusal is unnecessary.
+/// Shows why a raw NVDIMM on such a pool is refused: the guest's kernel reports stores as durable
+/// although they are not. If this test fails, the refusal has become unnecessary.
 fn map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache() -> Result<()> {
     const SEED: u64 = 0xbad_0000_0000;
     let _held = HeldWriteback::hold()?;

@@ -1,4 +1,4 @@
-//! State and decisions of the governor, as the API returns them.
+//! State and decisions of the governor, read from the API.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ pub(crate) fn pressure(guest: &Guest) -> Result<Value> {
     guest.get("vm.pressure?decisions=1000")
 }
 
-/// Decisions that the VMM retains, newest first.
+/// Returns the decisions that the VMM has retained, newest first.
 pub(crate) fn decisions(guest: &Guest) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
     Ok(info["decisions"]
@@ -25,7 +25,7 @@ pub(crate) fn decisions_total(guest: &Guest) -> Result<u64> {
     pressure(guest)?["decisions_total"].as_u64().context("vm.pressure has no decisions_total")
 }
 
-/// Decisions after the first `total` ones.
+/// Returns all decisions after the first `total` ones.
 pub(crate) fn decisions_since(guest: &Guest, total: u64) -> Result<Vec<Value>> {
     let mut decisions = decisions(guest)?;
     decisions.retain(|decision| decision["seq"].as_u64() > Some(total));
@@ -36,7 +36,7 @@ pub(crate) fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Resu
     Ok(decisions(guest)?.iter().any(is_it))
 }
 
-/// Waits until the VMM reports this state of the agent: `live`, `silent` or `gone`.
+/// Waits until the VMM reports the agent as `live`, `silent` or `gone`, as given by `state`.
 pub(crate) fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
     guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
         Ok(guest.get("vm.pressure")?["agent"] == state)

@@ -1,5 +1,5 @@
-//! DRAM that grows by ACPI. It cannot be removed from a running guest, and becomes boot memory at a
-//! reboot.
+//! Tests of DRAM that grows by ACPI DIMMs. It cannot be removed from a running guest, and becomes
+//! boot memory when the guest reboots.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ guest_tests::tests![
 
 const ONLINE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Hotplug without a method, for which Cloud Hypervisor's default is ACPI.
+/// Hotpluggable guest without a `hotplug_method`. As in Cloud Hypervisor, the default is ACPI.
 fn growing() -> GuestBuilder {
     Guest::builder().memory("size=384M,hotplug_size=2G")
 }
@@ -71,7 +71,7 @@ fn grows(kernel: Kernel) -> Result<()> {
         "vm.info has {} bytes",
         dram.plugged_bytes
     );
-    // The agent reports the online part of the DIMMs.
+    // The agent reports which part of the DIMMs is online.
     guest.wait_until("the DIMMs are online", ONLINE_LIMIT, || {
         let memory = guest.get("vm.memory")?;
         Ok(memory.pointer("/zones/0/online_bytes").and_then(Value::as_u64) == Some(1152 * MIB))
@@ -83,7 +83,7 @@ fn grows(kernel: Kernel) -> Result<()> {
     );
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "The metrics count {added} DIMMs");
-    // More than the boot memory: the DIMMs are real memory.
+    // The load exceeds the boot memory, which proves that the DIMMs are real memory.
     let hog = guest.hog(700, ONLINE_LIMIT)?;
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(resident >= 700 * MIB, "{resident} bytes are resident with 700 MiB in use");
@@ -91,8 +91,8 @@ fn grows(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Each round adds a DIMM, which is boot memory after a reboot. Then it removes the DIMM, which
-/// takes effect at the next reboot.
+/// In each round, a DIMM is added, and a reboot turns it into boot memory. Then it is removed,
+/// which takes effect at the next reboot.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
     let mut held = None;
@@ -114,13 +114,13 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
             info(&guest, "/memory_actual_size")? == 768 * MIB,
             "memory_actual_size is not the requested size"
         );
-        // Now it is boot memory, of which the kernel reserves a part before it counts.
+        // The memory is now boot memory, so MemTotal excludes the part that the kernel reserves.
         let booted = mem_total_mib(&guest)?;
         ensure!(
             booted > before + 350,
             "MemTotal was {before} MiB, now {booted} MiB after the reboot"
         );
-        // More can be added.
+        // More memory can still be added.
         resize_to(&guest, 896)?;
         wait_until_online(&guest, booted + 128)?;
         resize_to(&guest, 384)?;
@@ -157,7 +157,7 @@ fn smaller_size_takes_effect_at_the_next_boot() -> Result<()> {
         guest.vmm_log()?.contains("cannot be removed before the next boot"),
         "The log does not report the effect at the next boot"
     );
-    // A size up to the present one adds no DIMM.
+    // Requesting at most the current size adds no DIMM.
     resize_to(&guest, 512)?;
     ensure!(
         zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
@@ -189,7 +189,7 @@ fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
         "memory_actual_size does not include all memory"
     );
     pool_tells_what_is_plugged(&guest, &pool)?;
-    // The guest brings both online in the same way, so PM can be unplugged.
+    // The guest brings DIMMs and PM online in the same way, so PM can be unplugged.
     resize_pm(0)?;
     wait_until_online(&guest, before + 128)?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM was removed with PM");
@@ -207,7 +207,7 @@ fn invalid_dimms_are_refused_and_all_dimms_can_be_used() -> Result<()> {
     let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
     ensure!(guest.try_put("vm.resize-zone", by_zone)?.status == 400);
     ensure!(info(&guest, "/config/memory/size")? == 384 * MIB, "A refused resize changed the VM");
-    // The page descriptors of 24 GiB would take all of its DRAM.
+    // The page descriptors for 24 GiB would use up all of the guest's DRAM.
     let all = json!({ "desired_ram": (384 + 24_576) * MIB });
     let refusal = guest.try_put("vm.resize", all)?;
     ensure!(

@@ -1,4 +1,4 @@
-//! `--disk`: image files as virtio-blk disks, on Debian's stock driver.
+//! Tests of `--disk`: image files as virtio-blk disks, with Debian's stock driver.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -74,7 +74,7 @@ fn holds(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Four disks of one guest, one for each property.
+/// One guest with four disks. Each disk tests one property.
 fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     let (shaped, growing, full) = (image("shaped", 32)?, image("growing", 32)?, image("full", 64)?);
     let read_only = image("read-only", 32)?;
@@ -99,7 +99,7 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     discarded_space_is_released(&guest, &full).context("Discards")?;
     takes_no_writes(&guest, &read_only, &content).context("Read-only disk")?;
     guest.no_kernel_complaints()?;
-    // Several VMs may read the image, but none may write it meanwhile.
+    // Several VMs may read the image at the same time, but then none may write it.
     let second = guest_with(&reader).name("second").start()?;
     second.wait_until("a second VM that only reads runs", IO_LIMIT, || {
         Ok(second.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
@@ -129,7 +129,7 @@ fn shows_its_shape(guest: &Guest, path: &Path) -> Result<()> {
         let value = sys(file)?;
         ensure!(value == expected, "{file} is {value:?} instead of {expected:?}");
     }
-    // The driver may disable the cache.
+    // The driver may disable the write cache.
     guest.run("echo 'write through' >/sys/block/vda/cache_type")?;
     guest.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 oflag=direct")?;
     let info = guest.get("vm.info")?;
@@ -165,7 +165,7 @@ fn discarded_space_is_released(guest: &Guest, path: &Path) -> Result<()> {
     guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vdc")?;
     ensure!(used_mib()? <= 11, "The image uses {} MiB after a discard of 30 MiB", used_mib()?);
     guest.run("test $(head -c 31457280 /dev/vdc | tr -d '\\0' | wc -c) = 0")?;
-    // Discards of a file system.
+    // The file system sends discards.
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vdc && mkdir -p /mnt/d && mount -t ext4 /dev/vdc /mnt/d",
@@ -192,7 +192,7 @@ fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
         ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
     }
     ensure!(fs::read(path)? == content, "The image has changed");
-    // The guest reads the unchanged content.
+    // The guest must read unchanged content.
     let start = guest.run("head -c 8192 /dev/vdd | od -An -v -tx1")?;
     let start: Result<Vec<u8>, _> =
         start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
@@ -205,12 +205,12 @@ fn shape(guest: &Guest, node: &str) -> Result<Shape> {
         Ok(guest.run(&format!("cat /sys/block/{node}/{file}"))?.trim().parse()?)
     };
     let sector_bytes = number("queue/logical_block_size")?;
-    // The kernel counts in units of 512 bytes, independent of the device's sector size.
+    // The kernel reports units of 512 bytes, whatever the device's sector size.
     let sectors = number("size")? * 512 / sector_bytes;
     Ok(Shape { sectors, sector_bytes: u32::try_from(sector_bytes)? })
 }
 
-/// Checks an image against a program that has run on it in a guest.
+/// Checks the content of an image after a guest has run `program` on it.
 fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     let file = File::open(path)?;
     let holds = Outcome::of_history(shape, &[program])?
@@ -218,12 +218,12 @@ fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     holds.with_context(|| format!("Content of {}", path.display()))
 }
 
-/// Flags of a process's open files with this path.
+/// Returns the flags of a process's open files with this path.
 fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        // Other files may be closed meanwhile.
+        // Other files may have been closed in the meantime.
         if fs::read_link(entry.path()).is_ok_and(|target| target == path) {
             let number =
                 entry.file_name().into_string().ok().context("Descriptor that is not a number")?;
@@ -236,8 +236,8 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Uses ext4, because a tmpfs consists only of page cache. One image is opened with O_DIRECT, the
-/// other uses the page cache.
+/// The images are on ext4, because a tmpfs consists only of page cache. One image is opened with
+/// O_DIRECT, and the other uses the page cache.
 fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     let disk = Disk::create(128, 160)?;
     let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
@@ -252,7 +252,7 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
         .pm_volume(&volume)
         .cpus(2)
         .boot()?;
-    // Disks precede volumes.
+    // Disks come before volumes.
     let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
     guest.wait_until_run("all disks exist", IO_LIMIT, all_are_there)?;
     for (path, is_direct) in [(&direct, true), (&cached, false)] {
@@ -268,8 +268,8 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     image_holds(&direct, shape(&guest, "vda")?, &writes)?;
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run_within(IO_LIMIT, &check("/dev/vda", &[&writes]))?;
-    // A quarter of these operations discards and zeroes, which the disk performs. If a disk did not
-    // offer it, the guest's kernel would write the zeros itself.
+    // A quarter of these operations are discards and zeroing, which the disk itself performs. If a
+    // disk did not support them, the guest's kernel would write the zeros.
     let discards = format!("discards:{}:600:2", seed(80)?);
     for (node, family, label) in [
         ("vdb", "foreshore_disk_operations_total", ("disk", "_disk1")),
@@ -302,7 +302,7 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     volumes[0].verify(&[discards])
 }
 
-/// Copies the guest's own files to a root file system on `device`.
+/// Copies the guest's own files to a new root file system on `device`.
 pub(crate) fn make_root(guest: &Guest, device: &str) -> Result<()> {
     guest.run_within(
         IO_LIMIT,
@@ -338,8 +338,8 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// After a failed flush the content of the disk is unknown, so this and every later write fails for
-/// the guest. Reads continue to work.
+/// After a failed flush, the content of the disk is unknown. So this write and every later write
+/// must fail in the guest. Reads still work.
 fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");
@@ -362,8 +362,8 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
         "The disk does not use io_uring"
     );
     disk.fill_up()?;
-    // The writes bypass the guest's page cache but not the host's, so the flush fails. A guest with
-    // failed writes sends no flush.
+    // The writes bypass the guest's page cache but not the host's, so that the flush fails. A guest
+    // whose writes fail does not send a flush.
     for (node, writes) in [
         ("vda", "seek=64 count=8 oflag=direct conv=fsync"),
         ("vdb", "seek=4 count=24 oflag=direct conv=fsync"),

@@ -1,5 +1,5 @@
-//! Disk with an EFI system partition that a firmware can read: GPT (UEFI 2.10, 5.3), FAT16 with
-//! long names (Microsoft's FAT specification), and files.
+//! Builds a disk with an EFI system partition that firmware can read: GPT (UEFI 2.10, 5.3), FAT16
+//! with long names (Microsoft's FAT specification), and files.
 
 const SECTOR_BYTES: usize = 512;
 const CLUSTER_SECTORS: usize = 8;
@@ -15,7 +15,7 @@ const EFI_SYSTEM_PARTITION: [u8; 16] = [
 ];
 const DIRECTORY: u8 = 0x10;
 const LONG_NAME: u8 = 0x0f;
-/// Number of clusters that FAT16 requires. With fewer it is FAT12.
+/// Minimum number of clusters. A file system with fewer clusters is FAT12 instead of FAT16.
 const MIN_CLUSTERS: usize = 4200;
 
 #[derive(Default)]
@@ -44,10 +44,11 @@ impl<'a> Folder<'a> {
 
 /// Clusters of a FAT16 volume and their chains.
 struct Volume {
-    /// Entries of the file allocation table. The first two do not stand for clusters.
+    /// Entries of the file allocation table. The first two do not represent clusters.
     table: Vec<u16>,
     data: Vec<u8>,
-    /// Number of short names. They are numbers because readers use the long names.
+    /// Number of short names so far. Short names are just numbers, because readers use the long
+    /// names.
     names: u32,
 }
 
@@ -102,7 +103,7 @@ impl Volume {
     }
 }
 
-/// Disk with one partition that contains `files`, by path.
+/// Returns a disk with one partition that contains `files`, each with its path.
 pub(crate) fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut root = Folder::default();
     files.iter().for_each(|(path, content)| root.add(path, content));
@@ -124,7 +125,7 @@ pub(crate) fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut image = partition_table(sectors);
     image.resize(PARTITION_SECTOR * SECTOR_BYTES, 0);
     image.extend(partition);
-    // Space of the second partition table, which is missing here.
+    // Space for the second partition table, which this disk lacks.
     image.resize(image.len() + 34 * SECTOR_BYTES, 0);
     image
 }
@@ -133,7 +134,7 @@ fn boot_sector(table_sectors: usize, sectors: usize) -> Vec<u8> {
     let mut sector = vec![0xeb, 0x3c, 0x90];
     sector.extend(b"MSWIN4.1");
     sector.extend((SECTOR_BYTES as u16).to_le_bytes());
-    // One reserved sector and one table.
+    // The volume has one reserved sector and one table.
     sector.extend([CLUSTER_SECTORS as u8, 1, 0, 1]);
     sector.extend((ROOT_ENTRIES as u16).to_le_bytes());
     sector.extend([0, 0, 0xf8]);

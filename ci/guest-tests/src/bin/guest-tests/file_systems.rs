@@ -1,5 +1,5 @@
-//! File systems on a volume, by every interface: created, mounted, filled until full, unmounted and
-//! checked by their own tools. Also partitions.
+//! Tests of file systems on a volume, through every interface: they are created, mounted, filled
+//! up, unmounted, and checked with their own tools. Also tests partitions.
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::{Guest, Image, Kernel, Pool};
@@ -17,7 +17,7 @@ guest_tests::tests![
 struct FileSystem {
     name: &'static str,
     make: &'static str,
-    /// Check that changes nothing and fails if it finds an error.
+    /// Command that checks the file system without changing it, and fails if it finds an error.
     check: &'static str,
 }
 
@@ -25,8 +25,8 @@ const EXT4: FileSystem = FileSystem { name: "ext4", make: "mkfs.ext4 -q -F", che
 const XFS: FileSystem = FileSystem { name: "xfs", make: "mkfs.xfs -q -f", check: "xfs_repair -n" };
 const F2FS: FileSystem =
     FileSystem { name: "f2fs", make: "mkfs.f2fs -q -f", check: "fsck.f2fs -f --dry-run" };
-/// With `--mixed` data and metadata share space, because separate areas would hardly fit into a
-/// small volume.
+/// With `--mixed`, data and metadata share their space. Separate areas would hardly fit on a small
+/// volume.
 const BTRFS: FileSystem =
     FileSystem { name: "btrfs", make: "mkfs.btrfs -q -f --mixed", check: "btrfs check --readonly" };
 const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
@@ -34,9 +34,10 @@ const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
 #[derive(Clone, Copy)]
 struct Interface {
     name: &'static str,
-    /// Pattern of the disk's path in /sys. It matches disks of this interface only.
+    /// Pattern of the disk's path in /sys. It matches only disks of this interface.
     path: &'static str,
-    /// Space that is filled, because each sector takes time. The rest is allocated in advance.
+    /// Space to fill with files. It is small because each sector takes time. The rest is allocated
+    /// in advance.
     room_mib: u64,
 }
 
@@ -44,14 +45,14 @@ const NVDIMM: Interface =
     Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", room_mib: 24 };
 const VIRTIO_BLK: Interface =
     Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", room_mib: 24 };
-/// Each sector is four exits.
+/// Interface with four exits per sector.
 const VIRTIO_PMEM: Interface =
     Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", room_mib: 4 };
 
 /// XFS requires 300 MiB.
 const VOLUME_MIB: u64 = 320;
 
-/// Boots a guest with one volume for each of the interfaces, on a kernel with all file systems.
+/// Boots a guest with one volume per interface, on a kernel with all file systems.
 fn boot(pool: &Pool, volumes: &[(Interface, u64)], cpus: u32) -> Result<Guest> {
     let mut builder = Guest::builder()
         .kernel(Kernel::V6_12Generic)
@@ -76,12 +77,12 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
     Ok(format!("/dev/{}", guest.run(&find)?.trim()))
 }
 
-/// Checks the life of a file system on a disk.
+/// Tests the life cycle of a file system on a disk.
 ///
-/// 1. It is created and mounted. A file without data takes the space beyond `room_mib`.
-/// 2. It is filled until a file does not fit, and all others are read from the disk.
-/// 3. It is unmounted and checked, mounted again and read. A third of the files is removed. It is
-///    unmounted and checked again.
+/// 1. Create and mount it. A file without data occupies the space beyond `room_mib`.
+/// 2. Fill it until a file does not fit, and read all other files from the disk.
+/// 3. Unmount and check it, mount it again, and read the files. Remove a third of them. Unmount and
+///    check it again.
 fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
     let FileSystem { name, make, check } = file_system;
     let run = |what: &str, command: &str| {
@@ -107,7 +108,7 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
 }
 
 /// Replaces the content of a disk with two GPT partitions. Checks that the kernel finds them when
-/// it reads the table again, and that the second one can hold a file system.
+/// it reads the partition table again, and that the second one can contain a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
@@ -123,8 +124,8 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let found = run("look", &look)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
     let [first, second, all] = sizes[..] else { bail!("Not exactly two partitions: {found:?}") };
-    // The kernel counts in units of 512 bytes. The space outside of the partitions is the table,
-    // its copy and the alignment to a MiB.
+    // The kernel reports units of 512 bytes. Outside of the partitions are the partition table, its
+    // copy, and padding to a MiB.
     ensure!(first == 8192, "The first partition has {first} of 8192 sectors");
     ensure!(first + second + 3 * 2048 > all, "The second partition has {second} of {all} sectors");
     run("use the second", &format!("mkfs.ext4 -q -F {disk}2 && e2fsck -fn {disk}2 2>&1"))?;

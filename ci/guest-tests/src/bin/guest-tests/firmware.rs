@@ -1,5 +1,5 @@
-//! Firmware boots: a test firmware that reports the machine, and a user's firmware that boots a
-//! Debian kernel from a disk.
+//! Tests of firmware boots. A test firmware reports the machine, and firmware provided by the user
+//! boots a Debian kernel from a disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,19 +17,20 @@ guest_tests::tests![
     a_users_firmware_boots_debian_from_a_disk: 600,
 ];
 
-/// A firmware scans every slot, and the guest decompresses its own kernel.
+/// Time limit for a boot. It is long because firmware scans every slot and the guest decompresses
+/// its own kernel.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const END_LIMIT: Duration = Duration::from_secs(60);
 
-/// Address of the test firmware in guest memory, and offset of its code in the file.
+/// Address of the test firmware in guest memory, and the offset of its code in the file.
 const LOAD_ADDRESS: u64 = 0x10_0000;
 const CODE_OFFSET: u64 = 0x1000;
-/// Guest address of the first byte of the code, which is the entry point.
+/// Guest address of the first byte of the code, where execution starts.
 pub(crate) const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
 
-// PVH enters the code in 32-bit protected mode, with the start info in EBX. The code reports the
-// machine on COM1 and switches it off. It does not run where it is assembled: its addresses are
-// relative to LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
+// PVH enters the code in 32-bit protected mode, with the address of the start info in EBX. The code
+// reports the machine on COM1 and powers it off. It does not run at the address it is assembled
+// for. Its addresses are relative to LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
 std::arch::global_asm!(
     r#"
     .pushsection .rodata.test_firmware, "a"
@@ -179,13 +180,13 @@ unsafe extern "C" {
 }
 
 fn code() -> &'static [u8] {
-    // SAFETY: both are constants that the assembler has written: the start of the code in read-only
-    // data, and its length.
+    // SAFETY: the assembler defines both constants: the start of the code in read-only data, and
+    // its length.
     unsafe { std::slice::from_raw_parts(TEST_FIRMWARE_BYTES, TEST_FIRMWARE_LEN) }
 }
 
-/// ELF file of `code` with the note by which PVH finds its entry point. It has one segment, which
-/// contains one note.
+/// Returns an ELF file with `code` and the note that gives PVH the entry point. It has one segment,
+/// which also contains the note.
 pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
     const NOTE_OFFSET: u64 = 0x200;
     const NOTE_LEN: u64 = 20;
@@ -202,7 +203,7 @@ pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
     let longs = |file: &mut Vec<u8>, values: &[u64]| {
         values.iter().for_each(|value| file.extend(value.to_le_bytes()));
     };
-    // Executable for x86-64, with two program headers after the file header.
+    // Executable for x86-64, with two program headers that follow the file header.
     halves(&mut file, &[2, 62]);
     words(&mut file, &[1]);
     longs(&mut file, &[ENTRY, 64, 0]);
@@ -261,10 +262,10 @@ fn firmware_finds_the_tables_and_devices() -> Result<()> {
     // Low memory up to 640 KiB, the tables, the rest, and the reserved range above.
     ensure!(started == [[4, u32::from_le_bytes(*b"RSD "), 0]], "{started:x?}");
     let slots = numbers(&text, "firmware: slot")?;
-    // The host bridge has no BAR.
+    // The host bridge does not have a BAR.
     let (bridge, devices) = slots.split_first().context("The bus has no slots")?;
     ensure!(bridge.len() == 1, "{slots:x?}");
-    // Entropy, sockets and the disk, each with a BAR that responds like a device after a reset.
+    // Entropy, vsock and disk devices. Each has a BAR that responds like a device after a reset.
     for kind in [0x1044, 0x1053, 0x1042] {
         let wanted = [kind << 16 | 0x1af4, 0];
         ensure!(
@@ -278,8 +279,8 @@ fn firmware_finds_the_tables_and_devices() -> Result<()> {
     Ok(())
 }
 
-/// Runs the firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware, because no
-/// available package contains one.
+/// Runs the firmware given by FORESHORE_TEST_FIRMWARE, for example rust-hypervisor-firmware. It is
+/// not built in because no available package contains firmware of this kind.
 fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
     let Some(firmware) = std::env::var_os("FORESHORE_TEST_FIRMWARE") else {
         return skip("FORESHORE_TEST_FIRMWARE names no firmware");

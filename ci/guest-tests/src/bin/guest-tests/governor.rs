@@ -1,5 +1,5 @@
-//! User control of the governor: pauses by the API, and recordings that show the decisions of
-//! another policy.
+//! Tests how users control the governor: pauses through the API, and recordings that show the
+//! decisions of another policy.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -25,10 +25,11 @@ guest_tests::tests![
 
 const LIMIT: Duration = Duration::from_secs(120);
 const BOOT_MIB: u64 = 384;
-/// Available memory below the minimum of every policy, so that the guest would grow.
+/// Amount of available memory that is below the minimum of every policy, so that the guest would
+/// grow.
 const LITTLE_MIB: u64 = 36;
 
-/// Fills and holds guest memory until `left_mib` is available.
+/// Fills guest memory until only `left_mib` is available, and holds it.
 fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
     let mib = meminfo_mib(guest, "MemAvailable")?
         .checked_sub(left_mib)
@@ -61,7 +62,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
         "The reboot ended the governor's pause"
     );
-    // The guest is short of memory, but none of its reports leads to a decision.
+    // The guest is short of memory, but its reports must not lead to a decision.
     let hog = fill_but(&guest, LITTLE_MIB)?;
     let held_times = |info: &Value| {
         let decisions = info["decisions"].as_array()?;
@@ -78,7 +79,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pm.requested_bytes,
         pressure(&guest)?
     );
-    // The same shortage without a pause.
+    // Repeats the same shortage without a pause.
     guest.put("vm.pressure", json!({ "pause": false }))?;
     wait_until_grown(&guest)?;
     ensure!(zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0, "The guest did not grow");
@@ -121,9 +122,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     );
     let reports = guest.metric("foreshore_pressure_reports_total", &[])?;
     drop(hog);
-    // A restarted guest counts as a new one with a trace of its own.
+    // A restarted guest counts as a new guest with its own trace.
     guest.reboot_from_inside()?;
-    // The agent is live when it connects, but only reports are recorded.
+    // The agent is live as soon as it connects, but only reports are recorded.
     guest.wait_until("the next boot's agent has reported", LIMIT, || {
         Ok(!pressure(&guest)?["report_age_ms"].is_null())
     })?;

@@ -29,8 +29,8 @@ fn a_guest_under_qemu_answers_and_plugs_memory() -> Result<()> {
     ensure!(output.code == 7 && output.stdout == "out\n" && output.stderr == "err\n", "{output:?}");
     let long = guest.run("seq 1 200000")?;
     ensure!(long.lines().count() == 200_000 && long.ends_with("\n200000\n"), "Long output is cut");
-    // A background process that holds the output open does not keep the connection open. A dropped
-    // script is killed.
+    // A background process that keeps the output open does not keep the connection open. Dropping a
+    // script kills it.
     ensure!(guest.run("sleep 1000 & echo started")? == "started\n", "Not started");
     let mut endless = guest.start_script(LIMIT, "while :; do echo line; done")?;
     ensure!(endless.next_line().as_deref() == Some("line"), "The endless script printed no line");

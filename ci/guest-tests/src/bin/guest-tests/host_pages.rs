@@ -1,4 +1,4 @@
-//! Host memory of a guest: shared, in huge pages, prefaulted, or of a file.
+//! Tests of host memory for a guest: shared, in huge pages, prefaulted, or from a file.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -36,7 +36,7 @@ guest_tests::tests![
 const LIMIT: Duration = Duration::from_secs(60);
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Writable mapping of at least `least_bytes` in the VMM, which is guest memory.
+/// Writable mapping of at least `least_bytes` in the VMM. It is guest memory.
 struct Mapping {
     name: String,
     flags: Vec<String>,
@@ -84,7 +84,7 @@ fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
 fn odd_number_of_mebibytes_is_fully_usable() -> Result<()> {
     let guest = Guest::builder().memory("size=385M").boot()?;
     has_all_odd_mebibytes(&guest, 385)?;
-    // Without prefault, only touched memory is resident.
+    // Without prefault, only memory that has been touched is resident.
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(
         (20 * MIB..=200 * MIB).contains(&resident),
@@ -93,7 +93,7 @@ fn odd_number_of_mebibytes_is_fully_usable() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Checks that a guest's last memory ends at its size, which is not a multiple of 2 MiB.
+/// Checks that a guest can use its memory up to its size, which is not a multiple of 2 MiB.
 fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     let last = guest.run("grep 'System RAM' /proc/iomem | tail -n 1")?;
     ensure!(
@@ -106,7 +106,7 @@ fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sum of a field over mappings of memfds.
+/// Returns the sum of a field over all mappings of memfds.
 fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
     let all = mappings(guest, 2 * MIB)?;
     all.iter()
@@ -115,7 +115,7 @@ fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
         .sum()
 }
 
-/// Host memory in the VMM's open memfds, which hold plugged memory.
+/// Returns the host memory in the VMM's open memfds, which contain plugged memory.
 fn in_memory_files(guest: &Guest) -> Result<u64> {
     let is_memory = |path: &Path| {
         fs::read_link(path)
@@ -147,7 +147,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
         rss >= 350 * MIB && rss == pss,
         "Rss {rss} differs from Pss {pss}: pages are mapped twice"
     );
-    // The rest is the VMM's own memory. There is no second copy.
+    // The rest is the VMM's own memory. It must not include a second copy of guest memory.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;
@@ -157,7 +157,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     plugged(0)?;
     let left = of_memory_files(&guest, "Rss")?;
     ensure!(left <= 257 * MIB, "{left} bytes of shared memory are left of 257 MiB");
-    // The memory is removed from the file, and not only from the page tables.
+    // The memory must be removed from the file, not only from the page tables.
     let left = in_memory_files(&guest)?;
     ensure!(left == 0, "{left} bytes of unplugged memory are left in its file");
     guest.no_kernel_complaints()
@@ -179,7 +179,7 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Plugged memory is also fully resident. [`odd_number_of_mebibytes_is_fully_usable`] covers
+/// Plugged memory must also be fully resident. [`odd_number_of_mebibytes_is_fully_usable`] tests
 /// memory without `prefault`.
 fn memory_is_prefaulted_on_request() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
@@ -216,14 +216,14 @@ fn memory_options_are_set_on_the_mappings() -> Result<()> {
     Ok(())
 }
 
-/// Reservation of huge pages of 2 MiB on the host. Dropping it releases them.
+/// Reservation of 2 MiB huge pages on the host. Drop releases it.
 struct SetAside {
     pages: u64,
 }
 
 impl SetAside {
-    /// Reserves huge pages. Returns `None` if the host does not support them or has too little
-    /// contiguous memory.
+    /// Reserves huge pages. Returns `None` if the host does not support them or does not have
+    /// enough contiguous memory.
     fn pages(pages: u64) -> Result<Option<Self>> {
         if !Path::new(HUGE_PAGES).exists() {
             return Ok(None);
@@ -243,12 +243,12 @@ impl SetAside {
         Ok(self.pages - Self::number("free_hugepages")?)
     }
 
-    /// Number of huge pages that are neither in use nor reserved.
+    /// Returns the number of huge pages that are neither in use nor reserved.
     fn available(&self) -> Result<u64> {
         Ok(Self::number("free_hugepages")? - Self::number("resv_hugepages")?)
     }
 
-    /// Waits until all pages are free, after the end of the VM.
+    /// Waits until all pages are free after the VM has ended.
     fn all_are_back(&self) -> Result<()> {
         wait_until("all huge pages are the host's again", LIMIT, || {
             Ok(self.available()? == self.pages)
@@ -263,7 +263,7 @@ impl Drop for SetAside {
     }
 }
 
-/// Reason of a skipped test on a host without enough huge pages.
+/// Reason for skipping a test on a host without enough huge pages.
 const NO_HUGE_PAGES: &str = "the host does not find so many huge pages of 2 MiB";
 
 fn in_huge_pages(keys: &str) -> GuestBuilder {
@@ -274,8 +274,8 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     let Some(aside) = SetAside::pages(128)? else { return skip(NO_HUGE_PAGES) };
     let guest =
         in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
-    // 1. Free memory returns to the host in whole huge pages, and is allocated again when the guest
-    //    uses it.
+    // 1. Freed memory is returned to the host in whole huge pages. It is allocated again when the
+    //    guest uses it.
     drop(guest.hog(100, LIMIT)?);
     let metrics = || guest.metrics();
     guest.wait_until("freed huge pages are the host's", LIMIT, || {
@@ -283,7 +283,8 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
             >= (32 * MIB) as f64)
     })?;
     drop(guest.hog(100, LIMIT)?);
-    // 2. Memory in the balloon is not available to the guest, but the VM keeps its pages.
+    // 2. Memory in the balloon is not available to the guest, but its pages remain allocated to the
+    //    VM.
     let before = mem_total_mib(&guest)?;
     let resize = |bytes: u64| guest.put("vm.resize", json!({ "desired_balloon": bytes }));
     resize(64 * MIB)?;
@@ -317,8 +318,8 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     ensure!(aside.available()? == 48, "The guest's huge pages are not set aside");
     let resize = |mib: u64| guest.put("vm.resize", json!({ "desired_ram": mib * MIB }));
     let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB, LIMIT);
-    // 1. A request beyond the host's pages: the guest gets the available ones, and the API reports
-    //    the reason.
+    // 1. A request exceeds the host's huge pages. The guest gets the available ones, and the API
+    //    reports the reason.
     resize(512)?;
     plugged(96)?;
     ensure!(
@@ -340,12 +341,12 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
         let used = aside.used()?;
         let resident = zone(&guest, "dram")?.resident_bytes;
-        // A page that the VMM has written and the guest has not touched yet may only be in the
+        // A page that the VMM has written and the guest has not touched yet may exist only in the
         // file.
         Ok((used * 2 - 8..=used * 2).contains(&(resident / MIB)))
     })?;
     drop(hog);
-    // 2. Unplugged pages return to the host.
+    // 2. Unplugged pages are returned to the host.
     resize(256)?;
     plugged(0)?;
     ensure!(aside.available()? == 48, "{} of 48 huge pages are back", aside.available()?);
@@ -354,8 +355,8 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     plugged(96)?;
     drop(guest.hog(220, LIMIT)?);
     guest.no_kernel_complaints()?;
-    // 4. There are not enough pages for two machines, so a reboot must reuse those of the previous
-    //    one.
+    // 4. There are not enough pages for two machines, so a reboot must reuse the pages of the
+    //    previous machine.
     guest.reboot_from_inside()?;
     guest.power_off()?;
     aside.all_are_back()
@@ -374,7 +375,7 @@ fn huge_pages_are_prefaulted_on_request() -> Result<()> {
     aside.all_are_back()
 }
 
-/// Mounted hugetlbfs. Dropping it unmounts it.
+/// Mounted hugetlbfs. Drop unmounts it.
 struct HugeFiles(PathBuf);
 
 #[derive(Default)]
@@ -386,7 +387,7 @@ impl OnPageLost for LostPages {
     }
 }
 
-/// Tests the VMM's SIGBUS handler with memory of hugetlbfs, without a guest.
+/// Tests the VMM's SIGBUS handler on hugetlbfs memory, without a guest.
 fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     const HUGE: usize = 2 << 20;
     const LEN: usize = 3 * HUGE;
@@ -403,9 +404,9 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     ensure!(map != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     let lost = Arc::new(LostPages::default());
     let start = map as usize;
-    // SAFETY: only this test accesses the range, and not after the watch has been dropped.
+    // SAFETY: only this test accesses the range, and no longer after the watch has been dropped.
     let watch = unsafe { Watch::new(start..start + LEN, Arc::clone(&lost) as _) }?;
-    // SAFETY: within the mapping.
+    // SAFETY: the address is within the mapping.
     let byte = |at: usize| unsafe { ptr::read_volatile((start + at) as *const u8) };
     // SAFETY: the range is the whole mapping, and no other code has a pointer to it.
     unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
@@ -415,7 +416,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
         lost.0.load(Ordering::Relaxed) == 0,
         "A lost page was replaced before the first access"
     );
-    // The first access is in the middle of the page, and the whole page is replaced.
+    // The first access is in the middle of a page, and the whole page must be replaced.
     let pages = [
         (2 * HUGE + 5 * 4096 + 8, 0),
         (2 * HUGE, 0),
@@ -429,7 +430,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     let count = lost.0.load(Ordering::Relaxed);
     ensure!(count == 1, "{count} pages are lost, not 1");
     drop(watch);
-    // SAFETY: mapped above, and no longer used.
+    // SAFETY: the range was mapped above and is no longer used.
     unsafe { libc::munmap(map, LEN) };
     drop(file);
     fs::remove_file(&path)?;
@@ -459,7 +460,8 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         let zone = format!("id=mem0,size={size},file={}{keys}", file.display());
         Guest::builder().memory("size=0").argument("--memory-zone", &zone).pressure("off")
     };
-    // More pages than available, and a size that is not a multiple of a page.
+    // One configuration needs more pages than available. Another has a size that is not a multiple
+    // of a page.
     let refusal = builder("512M", &files.0, "").expect_refusal()?;
     ensure!(
         refusal
@@ -474,7 +476,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         "{}",
         refusal.message
     );
-    // 1. A directory: the file has no name and disappears with the VM.
+    // 1. A directory: the file has no name, and disappears together with the VM.
     let guest = builder("256M", &files.0, "").boot()?;
     ensure!(aside.available()? == 16, "The guest's huge pages are not set aside");
     let name = mappings(&guest, 256 * MIB)?.remove(0).name;
@@ -487,7 +489,8 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     aside.all_are_back()?;
-    // 2. A file: the guest owns it while the VM exists. It keeps its pages until it is removed.
+    // 2. A file: the guest owns it while the VM exists. The file keeps its pages until it is
+    //    removed.
     let file = files.0.join("memory");
     fs::File::create(&file)?.set_len(256 * MIB)?;
     let guest = builder("256M", &file, ",shared=on,prefault=on").boot()?;
@@ -517,13 +520,13 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     ensure!(mib_in(&file)? >= 20, "The guest's memory is not in the file");
     let mapping = &mappings(&guest, 257 * MIB)?[0];
     ensure!(mapping.name == file.display().to_string(), "The guest's memory maps {}", mapping.name);
-    // A second guest must not use the file.
+    // A second guest must not be able to use the file.
     let refusal = builder(&of_file).expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);
     guest.reboot_from_inside()?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // A file that is not shared is not written, so it must be empty.
+    // A file that is not shared is not written to, so it must be empty.
     let unshared = format!("file={}", file.display());
     let refusal = builder(&unshared).expect_refusal()?;
     ensure!(refusal.message.contains("it has data at offset"), "{}", refusal.message);

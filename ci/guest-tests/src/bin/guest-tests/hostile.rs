@@ -1,4 +1,4 @@
-//! Hostile guests cause errors or device resets, but never harm the VMM.
+//! Tests that hostile guests cause errors or device resets, but do not harm the VMM.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +26,7 @@ guest_tests::tests![
     read_of_unplugged_memory_returns_all_ones,
 ];
 
-// PCI device IDs: 0x1040 plus the device's type (virtio 1.3, 4.1.2 and 5).
+// PCI device IDs. They are 0x1040 plus the type of the device (virtio 1.3, 4.1.2 and 5).
 const NET: &str = "0x1041";
 const BLK: &str = "0x1042";
 const RNG: &str = "0x1044";
@@ -34,14 +34,15 @@ const VSOCK: &str = "0x1053";
 const MEM: &str = "0x1058";
 const PMEM: &str = "0x105b";
 
-/// Number of garbage chains. Most are not answered, and each waits some milliseconds.
+/// Number of garbage chains. Most of them are never answered, and the driver waits some
+/// milliseconds for each.
 const GARBAGE_CHAINS: u64 = 1000;
-/// File whose existence ends the attack.
+/// File that ends the attack once it exists.
 const STOP: &str = "/run/attack-is-over";
 const ATTACK_LIMIT: Duration = Duration::from_secs(90);
-/// More frames than a tap queues for a reader that does not read (its `txqueuelen`).
+/// Number of frames that exceeds the queue of a tap whose reader does not read (its `txqueuelen`).
 const TAP_FRAMES: u64 = 1500;
-/// Pause between bursts of frames, because the attack needs the host's single CPU as well.
+/// Pause between bursts of frames. The attack also needs the host's single CPU.
 const BETWEEN_FRAMES: Duration = Duration::from_millis(2);
 
 fn target() -> GuestBuilder {
@@ -52,7 +53,7 @@ fn target() -> GuestBuilder {
         .cmdline("foreshore.agent=off")
 }
 
-/// First address and end of the range that the guest's first virtio-mem device manages.
+/// Returns the first address and the end of the range of the guest's first virtio-mem device.
 fn hotplug_range(guest: &Guest) -> Result<(u64, u64)> {
     let iomem = guest.run("cat /proc/iomem")?;
     let line = iomem.lines().find(|line| line.contains(" : virtio") && !line.starts_with(' '));
@@ -74,7 +75,8 @@ fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<
 
 fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script> {
     let (first, end) = hotplug_range(guest)?;
-    // Plugged memory stays offline, so the device's random bytes hit no memory that the guest uses.
+    // Plugged memory must remain offline, so that the device's random bytes do not hit memory that
+    // the guest uses.
     guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
     guest.start_script(
         ATTACK_LIMIT,
@@ -85,8 +87,8 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
 /// All memory that a target can plug.
 const PLUGGED_BYTES: u64 = 512 * MIB;
 
-/// Plugs and unplugs all of the zone eight times, and calls `check` with the plugged size each time
-/// that it is reached.
+/// Plugs and unplugs the whole zone eight times. Calls `check` with the plugged size each time that
+/// it has been reached.
 fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Result<()> {
     for plugged_bytes in [PLUGGED_BYTES, 0].into_iter().cycle().take(16) {
         let (call, body) = match id {
@@ -100,7 +102,7 @@ fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Re
     Ok(())
 }
 
-/// Frames given to a tap's interface, and the counters of the host's kernel.
+/// Number of frames sent to a tap's interface, and the counters of the host's kernel.
 #[derive(Clone, Copy)]
 struct Moved {
     given: u64,
@@ -115,24 +117,25 @@ impl Moved {
             let path = format!("/sys/class/net/{}/statistics/{what}", net.tap);
             std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
         };
-        // Read first, so that frames in transit count as given.
+        // Must be read first, so that frames in transit count as sent.
         let (to_guest, dropped) = (count("tx_packets")?, count("tx_dropped")?);
         let given = given.load(Ordering::SeqCst);
         Ok(Self { given, to_guest, dropped, from_guest: count("rx_packets")? })
     }
 
-    /// Number of frames that are still in the tap, or were taken out of it without being delivered.
+    /// Returns the number of frames that are still in the tap, or that left it without being
+    /// delivered.
     fn missing_since(&self, before: &Self) -> u64 {
         let told = (self.to_guest + self.dropped) - (before.to_guest + before.dropped);
         (self.given - before.given).saturating_sub(told)
     }
 }
 
-/// vhost-net copies frames to addresses in the VMM without a check of the plugged memory
-/// (docs/design/decisions/0018).
+/// vhost-net copies frames to addresses in the VMM, and does not check whether memory is plugged
+/// there (docs/design/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(37)?;
-    // The guest does not boot from PM, so its resident memory is the plugged memory.
+    // The guest does not boot from PM, so resident memory of the zone is plugged memory.
     let pool = Pool::create("640M")?;
     let memory = format!("pool={},size=512M", pool.name());
     let guest = target().memory("size=384M").pm_memory(&memory);
@@ -143,7 +146,8 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
         let frames = scope.spawn(|| give_frames(&net, &given, ended));
         let came_and_went = come_and_go(&guest, "pm", |plugged_bytes| {
             let before = Moved::now(&net, &given)?;
-            // 1. With memory, the kernel stores received frames there and sends frames from it.
+            // 1. With plugged memory, the kernel stores received frames there and sends frames from
+            //    it.
             if plugged_bytes > 0 {
                 return guest.wait_until("frames are sent and received", ATTACK_LIMIT, || {
                     let now = Moved::now(&net, &given)?;
@@ -151,8 +155,8 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
                         && now.from_guest > before.from_guest + 20)
                 });
             }
-            // 2. Without memory, it takes frames out of the tap and drops them. No page of the host
-            //    is allocated afterwards.
+            // 2. Without plugged memory, the kernel takes frames out of the tap and drops them. The
+            //    host must not allocate pages for them.
             guest.wait_until("frames are lost", ATTACK_LIMIT, || {
                 Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
@@ -171,10 +175,10 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     still_well(&guest)
 }
 
-/// Sends frames to the tap until the other end of `ended` is dropped.
+/// Sends frames to the tap until the sender of `ended` is dropped.
 fn give_frames(net: &Net, given: &AtomicU64, ended: Receiver<()>) -> Result<()> {
     let socket = UdpSocket::bind((net.host, 0))?;
-    // Broadcast, because no address belongs to the guest.
+    // The frames are broadcast, because no address belongs to the guest.
     socket.set_broadcast(true)?;
     let everybody = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
     while ended.recv_timeout(BETWEEN_FRAMES) == Err(RecvTimeoutError::Timeout) {
@@ -201,7 +205,7 @@ fn ended_well(attack: Script) -> Result<Report> {
 /// Parses `hostile: sent 1000, answered 812, restarted 117 times`.
 fn report(text: &str) -> Result<Report> {
     let number = |word: &str| {
-        // On a console, the line may be incomplete.
+        // The line may be incomplete on a console.
         let (line, _) = text.split_once("hostile: ")?.1.split_once(" times")?;
         let (_, rest) = line.split_once(word)?;
         rest.trim_start().split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -216,9 +220,9 @@ fn report(text: &str) -> Result<Report> {
     report().with_context(|| format!("Not a report of an attack: {text:?}"))
 }
 
-/// Checks that the attack reached the device. It did not if the device has disabled its queues or
-/// takes nothing from them. vsock answers few chains, because its receive and event queues wait for
-/// data to send.
+/// Checks that the device processed the garbage. Otherwise the device has disabled its queues or
+/// takes nothing from them. vsock answers only few chains, because its receive and event queues
+/// wait for data.
 fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(
@@ -267,13 +271,15 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(38)?;
     let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
     garbage_is_survived(&guest, NET)?;
-    // Its errors for a broken ring raised the event that the kernel was given for that.
+    // When vhost found errors in the ring, it signaled the event that the VMM had registered for
+    // that.
     let broken = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
     ensure!(broken > 0.0, "The metrics count no broken queue");
     Ok(())
 }
 
-/// One driver after the other in one guest. All are tried, even if the first one fails.
+/// Attacks one device after the other in one guest. Tries all of them, even if the first attack
+/// fails.
 fn garbage_from_the_rng_mem_and_vsock_drivers_is_survived() -> Result<()> {
     let guest = target().boot()?;
     let results = [
@@ -296,7 +302,7 @@ fn garbage_from_the_net_driver_is_survived() -> Result<()> {
     Ok(())
 }
 
-/// The attack disables the tests' own connection to the guest, so it reports on the console.
+/// The attack breaks the tests' own connection to the guest, so it reports on the console.
 fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     let command = format!(
         "setsid sh -c 'guest-tool hostile-garbage {VSOCK} {GARBAGE_CHAINS} >/dev/console 2>&1' >/dev/null 2>&1 &"
@@ -310,11 +316,11 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     guest.get("vm.info").map(drop)
 }
 
-/// An address without a slot has no memory and reads as all ones, like a bus without a device. The
-/// VM continues to run.
+/// An address without a slot has no memory and reads as all ones, like an address without a device.
+/// The VM must continue to run.
 fn read_of_unplugged_memory_returns_all_ones() -> Result<()> {
-    // The kernel excludes even root from a range that virtio_mem has claimed. The SRAT, which
-    // contains the range, only exists with two nodes.
+    // The kernel does not allow access to a range that virtio_mem has claimed, not even to root.
+    // The SRAT contains the range, but exists only with two nodes.
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size=128M", pool.name());
     let guest =

@@ -1,5 +1,5 @@
-//! Hostile guests that repeat requests that are expensive for the host. The VMM limits their rate,
-//! and serves its API meanwhile.
+//! Tests of hostile guests that repeat requests which are expensive for the host. The VMM must
+//! limit their rate, and must serve its API in the meantime.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -25,12 +25,12 @@ guest_tests::tests![
     console_flood_is_held_to_the_rate_without_loss: 900 (extended),
 ];
 
-/// Time limit of every wait, and duration of an attack.
+/// Time limit for every wait, and the duration of an attack.
 const LIMIT: Duration = Duration::from_secs(60);
 const ATTACK: Duration = Duration::from_secs(3);
-/// Pause between API calls, because the attack needs the host's single CPU as well.
+/// Pause between API calls. The attack also needs the host's single CPU.
 const BETWEEN_CALLS: Duration = Duration::from_millis(100);
-/// An API call of an emulated host takes some 10 ms.
+/// Time limit of an API call. On an emulated host, a call takes about 10 ms.
 const CALL_LIMIT: Duration = Duration::from_secs(2);
 
 const GOVERNOR_NICE: i32 = -10;
@@ -57,14 +57,14 @@ struct Thread {
 }
 
 fn threads(pid: u32) -> Result<Vec<Thread>> {
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let ticks_per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) })?;
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
-        // A thread that ends meanwhile is ignored.
+        // A thread that has ended in the meantime is ignored.
         let Ok(stat) = fs::read_to_string(thread?.path().join("stat")) else { continue };
         let (begin, fields) = stat.rsplit_once(')').context("stat has no name")?;
-        // The third field follows the name (proc_pid_stat(5)).
+        // The third field follows the thread's name (proc_pid_stat(5)).
         let fields: Vec<_> = fields.split_whitespace().collect();
         let field = |nth: usize| {
             fields.get(nth - 3).with_context(|| format!("stat has no field {nth}: {stat}"))
@@ -80,12 +80,12 @@ fn threads(pid: u32) -> Result<Vec<Thread>> {
     Ok(threads)
 }
 
-/// CPU time of the VMM's threads except vCPUs, which run the guest.
+/// Returns the CPU time of all VMM threads except vCPUs. A vCPU's time is spent in the guest.
 fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
     Ok(threads(pid)?.iter().filter(|thread| !thread.is_vcpu).map(|thread| thread.cpu).sum())
 }
 
-/// Part of [`cpu_time_without_vcpus`] that was used at a negative nice value.
+/// Returns the part of [`cpu_time_without_vcpus`] that was used with a negative nice value.
 fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     let threads = threads(pid)?;
     ensure!(
@@ -95,7 +95,7 @@ fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     Ok(threads.iter().filter(|thread| thread.nice < 0).map(|thread| thread.cpu).sum())
 }
 
-/// Plugged and erased bytes and delayed requests so far.
+/// Plugged bytes, erased bytes and delayed requests so far.
 struct Work {
     plugged_bytes: u64,
     erased_bytes: u64,
@@ -129,13 +129,13 @@ fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
 
 fn plug_storm_is_held_to_the_rate() -> Result<()> {
     const STOP: &str = "/run/storm-is-over";
-    // The lowest configurable rate.
+    // Lowest rate that can be configured.
     const RATE: u64 = 64 * MIB;
     const ZONE_BYTES: u64 = 128 * MIB;
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size={ZONE_BYTES},plug_bandwidth={RATE}", pool.name());
     let guest = Guest::builder().cpus(2).memory("size=384M").pm_memory(&memory).pressure("off");
-    // The attack's own driver carries out the request, so the kernel's driver is not loaded.
+    // The attack uses its own driver, so the kernel's driver must not be loaded.
     let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_BYTES }))?;
     let (before, begun) = (Work::of(&guest)?, Instant::now());
@@ -172,11 +172,11 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     guest.power_off()
 }
 
-/// The string that the guest writes at each start.
+/// String that the guest writes at each start.
 const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
 
-/// Code that writes [`STARTED`] to COM1 with one string instruction, and then writes the reset
-/// register. It is entered in 32-bit protected mode.
+/// Code that writes [`STARTED`] to COM1 with a single string instruction, and then writes to the
+/// reset register. It is entered in 32-bit protected mode.
 fn resets_at_once() -> Vec<u8> {
     const CODE_BYTES: u32 = 29;
     let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();
@@ -201,7 +201,8 @@ fn resets_at_once() -> Vec<u8> {
     [&code, STARTED].concat()
 }
 
-/// Number of starts of the guest, by its output. The last string may be incomplete.
+/// Returns how often the guest has started, according to its output. The last string may be
+/// incomplete.
 fn starts(console: &Path) -> Result<u32> {
     let text = fs::read(console)?;
     ensure!(
@@ -212,8 +213,8 @@ fn starts(console: &Path) -> Result<u32> {
     Ok((text.len() / STARTED.len()) as u32)
 }
 
-/// Number of starts that delays of 0, 1, 2, 4, 8, 16 and then 30 s allow within `elapsed`, which is
-/// shorter than 91 s.
+/// Returns how many starts fit into `elapsed` with delays of 0, 1, 2, 4, 8, 16 and then 30 s.
+/// `elapsed` must be shorter than 91 s.
 fn most_starts(elapsed: Duration) -> u32 {
     let starts_s = [0, 0, 1, 3, 7, 15, 31, 61];
     starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32
@@ -237,7 +238,7 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
         .argument("--event-monitor", &format!("path={}", events.display()))
         .start()?;
     let has_waited = |delay_ms: u32| -> Result<bool> {
-        // The VMM may not have created the file yet.
+        // The VMM may not have created the file so far.
         let text = fs::read_to_string(&events).unwrap_or_default();
         Ok(text.contains(&format!("\"delay_ms\": \"{delay_ms}\"")))
     };
@@ -259,7 +260,7 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     guest.command("vm.shutdown")?;
     ensure!(guest.get("vm.info")?["state"] == "Created", "The VM was not shut down");
     guest.command("vm.boot")?;
-    // Reboots by a client are not delayed. They create traces like those of the guest.
+    // Reboots by a client are not delayed. They create traces just like those of the guest.
     for _ in 0..MOST_TRACES {
         guest.command("vm.reboot")?;
     }
@@ -276,11 +277,11 @@ fn agent_connections(guest: &Guest) -> Result<f64> {
 
 fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     const PORT: u32 = 9800;
-    /// Maximum number of connections of a vsock device.
+    /// Maximum number of connections to a vsock device.
     const MOST_SOCKETS: u64 = 1023;
     const RESTART: &str = "killall -KILL foreshore-agent; while pidof foreshore-agent >/dev/null; do :; done; \
                            exec foreshore-agent >/run/agent.log 2>&1";
-    // A vsock device uses at most half of the files that its VMM may open.
+    // A vsock device uses at most half of the files that the VMM may open.
     if let Some(lack) = lack_of_open_files(2 * MOST_SOCKETS) {
         return skip(lack);
     }
@@ -288,8 +289,8 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? >= 1.0))?;
     let before = agent_connections(&guest)?;
     let path = format!("{}_{PORT}", guest.vsock_socket().display());
-    // The test does not accept connections, because a waiting connection already occupies a socket
-    // of the VMM.
+    // The test does not accept connections. A waiting connection already occupies a socket of the
+    // VMM.
     let listener = UnixListener::bind(&path)?;
     let mut storm =
         guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
@@ -314,7 +315,8 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
 }
 
 fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
-    /// A report of nearly the maximum length. The parser finds at its end that a field is missing.
+    /// Report of almost the maximum length. Only at its end does the parser find that a field is
+    /// missing.
     const FLOOD: &str = r#"zeros=$(printf '0,%.0s' $(seq 32000)); echo begins;
                            yes "{\"type\":\"report\",\"zeros\":[${zeros}0]}" | guest-tool vsock-send 9746"#;
     if let Some(lack) = lack_of_priority(GOVERNOR_NICE) {
@@ -347,7 +349,7 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     guest.power_off()
 }
 
-/// Measurement of a guest that floods its console's file.
+/// Measurements of a guest that floods its console file.
 struct ConsoleFlood {
     bytes: f64,
     lost_bytes: f64,
@@ -389,7 +391,7 @@ impl ConsoleFlood {
 fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
     const FLOOD_MIB: u64 = 160;
     const BURST_MIB: u64 = 64;
-    /// Size of the VMM's queue of output.
+    /// Size of the VMM's output queue.
     const QUEUE_MIB: u64 = 1;
     let limited = ConsoleFlood::run(FLOOD_MIB, MIB)?;
     let unlimited = ConsoleFlood::run(FLOOD_MIB, 0)?;

@@ -1,4 +1,4 @@
-//! Hotplug of devices while the guest runs, with Debian's stock drivers.
+//! Tests of device hotplug while the guest runs, with Debian's stock drivers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -33,14 +33,14 @@ pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
-/// Checks that the guest has registered every slot by its number, with a hotplug driver.
+/// Checks that the guest has registered every slot under its number, with a hotplug driver.
 fn slots_are_registered(guest: &Guest) -> Result<()> {
     let slots = guest.run("ls /sys/bus/pci/slots")?;
     let mut numbers: Vec<u32> =
         slots.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     numbers.sort_unstable();
     ensure!(numbers == (1..32).collect::<Vec<_>>(), "The guest has the wrong slots: {slots}");
-    // A slot without a hotplug driver has no such file.
+    // This file does not exist for a slot without a hotplug driver.
     guest.run(
         "test -w /sys/bus/pci/slots/31/power && test $(cat /sys/bus/pci/slots/31/power) = 0",
     )?;
@@ -72,7 +72,7 @@ pub(crate) fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
     Ok(node)
 }
 
-/// Waits until neither the guest nor the VMM has the device.
+/// Waits until the device has disappeared from both the guest and the VMM.
 pub(crate) fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
     let bdf = bdf.as_str().context("The response has no bdf")?;
     guest.wait_until_run(
@@ -142,7 +142,8 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
         guest.metric("foreshore_pci_devices", &[])? == devices,
         "The metrics still count the device"
     );
-    // The disk is added again, and has the written data. It now has the API's default name.
+    // The disk is added again, and must contain the written data. It now has the API's default
+    // name.
     let again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
     ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, before: {added}");
@@ -184,7 +185,7 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
         guest.metric("foreshore_pmem_flushes_total", &flushes)? > 0.0,
         "The metrics count no flush"
     );
-    // The data is in the file, and the mapping is removed. The file can be added again.
+    // The data is in the file, and the mapping has been removed. The file can be added again.
     for _ in 0..2 {
         ensure!(remove(&guest, "quay")? == 204, "vm.remove-device failed");
         wait_until_gone(&guest, "quay", &added["bdf"])?;
@@ -203,7 +204,7 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The tests' own shell uses this device. It answers again when the device has returned.
+/// The tests' own shell uses this device. The shell answers again when the device has returned.
 fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     ensure!(vsock["id"] == "_vsock0", "{vsock}");
@@ -233,8 +234,8 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         let id = format!("disk-{round}");
         let added = add_disk(&guest, &path, &id)?;
         let node = wait_for_disk(&guest, &id)?;
-        // If the node disappears between two runs of dd, the next run creates a file of that name,
-        // and the loop would never end.
+        // If the device node disappears between two runs of dd, the next run would create a regular
+        // file of that name, and the loop would never end.
         let writes = format!(
             "while test -b /dev/{node} && dd if=/dev/zero of=/dev/{node} bs=64k count=64 oflag=direct 2>/dev/null
             do :; done; echo over"
@@ -245,7 +246,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
             Ok(guest.metric("foreshore_disk_operations_total", &written)? > 50.0)
         })?;
         ensure!(remove(&guest, &id)? == 204, "vm.remove-device of {id} failed");
-        // The kernel removes the disk from the writer, and each later write fails.
+        // The kernel takes the disk away from the writer, and each later write must fail.
         wait_until_gone(&guest, &id, &added["bdf"])?;
         ensure!(writer.finish()?.stdout.contains("over"), "The writer did not end with an error");
         guest.run(&format!("rm -f /dev/{node}"))?;
@@ -261,7 +262,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     let added = add_disk(&guest, &path, "harbour")?;
     let node = wait_for_disk(&guest, "harbour")?;
     guest.command("vm.pause")?;
-    // A repeated request for removal has no further effect.
+    // Repeating a removal request has no further effect.
     for _ in 0..2 {
         ensure!(remove(&guest, "harbour")? == 204, "vm.remove-device failed");
     }
@@ -269,7 +270,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     ensure!(pending(&guest)? == 1.0, "{} removals are pending", pending(&guest)?);
     let same = guest.try_put("vm.add-disk", json!({"path": path, "id": "harbour"}))?;
     ensure!(same.status == 409 && same.body.contains("harbour"), "{same:?}");
-    // Other disks can be added meanwhile.
+    // Other disks can be added in the meantime.
     let other = add_disk(&guest, &image("other")?, "other")?;
     ensure!(other["bdf"] != added["bdf"], "{other}");
     guest.command("vm.resume")?;
@@ -277,7 +278,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     guest
         .run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
     wait_for_disk(&guest, "other")?;
-    // A removal that happens during a pause can be completed.
+    // A removal that is requested during a pause can be completed.
     ensure!(remove(&guest, "other")? == 204, "vm.remove-device failed");
     wait_until_gone(&guest, "other", &other["bdf"])?;
     guest.no_kernel_complaints()
@@ -293,7 +294,7 @@ fn reboot_keeps_additions_and_removals() -> Result<()> {
     guest.wait_until("the device is removed", LIMIT, || {
         Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0)
     })?;
-    // The paused guest receives no request to eject this disk before it ends.
+    // The VM is paused, so the guest receives no request to eject this disk before the guest ends.
     guest.command("vm.pause")?;
     ensure!(remove(&guest, "slow")? == 204, "vm.remove-device failed");
     guest.command("vm.reboot")?;
@@ -304,15 +305,15 @@ fn reboot_keeps_additions_and_removals() -> Result<()> {
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
     ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "A removal is pending");
-    // All three files are either free or in use by the VM.
+    // Each of the three files is either free or in use by the VM.
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
     wait_for_disk(&guest, "slow")?;
     guest.no_kernel_complaints()
 }
 
-/// Adds an image again right after its removal. The only error until the guest has ejected it is
-/// 429.
+/// Adds an image again immediately after removing it. Until the guest has ejected it, the only
+/// allowed error is 429.
 fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     const ROUNDS: usize = 5;
     let path = image("another")?;
@@ -361,8 +362,8 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
         );
     }
     ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "A device was added");
-    // A device that the guest ejects by itself stays in its slot, and the guest can find it there
-    // again.
+    // A device that the guest ejects on its own remains in its slot, and the guest can find it
+    // there again.
     let node = wait_for_disk(&guest, "_disk0")?;
     let power = format!(
         "bdf=$(basename $(dirname $(readlink -f /sys/block/{node}/device))) && \
@@ -373,7 +374,7 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
         LIMIT,
         &format!("echo 0 >{power} && ! test -e /sys/block/{node} && echo 1 >{power}"),
     )?;
-    // A disk from the start of the VM can be removed as well.
+    // A disk that the VM has had since its start can be removed as well.
     let node = wait_for_disk(&guest, "_disk0")?;
     ensure!(remove(&guest, "_disk0")? == 204, "vm.remove-device failed");
     guest.wait_until_run(
@@ -381,7 +382,7 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
         LIMIT,
         &format!("! test -e /sys/block/{node}"),
     )?;
-    // Adds disks until the bus is full.
+    // Adds disks until the bus has no free slot.
     let mut count = 0;
     let refused = loop {
         let path = image(&format!("full-{count}"))?;
@@ -415,7 +416,8 @@ fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)?;
     let all = format!("test $(ls -d /sys/block/vd* | wc -l) = {DISKS}");
     guest.wait_until_run("the guest has all disks", LIMIT, &all)?;
-    // Each event was delivered once, so the next one is delivered as well.
+    // Each event must have been delivered exactly once, so that the next event is delivered as
+    // well.
     guest.put("vm.remove-device", json!({"id": "disk0"}))?;
     let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);
     guest.wait_until_run("the guest has ejected one disk", LIMIT, &others)?;

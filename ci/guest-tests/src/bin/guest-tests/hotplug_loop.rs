@@ -1,5 +1,5 @@
-//! Adds, uses and removes each kind of device a hundred times in one guest, and checks that nothing
-//! is left.
+//! Adds, uses and removes each kind of device a hundred times in one guest. Checks that the VMM's
+//! resources do not grow.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Holdings, Kernel};
@@ -18,10 +18,10 @@ guest_tests::tests![
 ];
 
 const ROUNDS: usize = 100;
-/// Rounds before the first count, because the VMM allocates some resources once and keeps them.
+/// Rounds before the first count. The VMM allocates some resources once and keeps them.
 const WARM_UP: usize = 10;
 
-/// Resources of the VMM after the first rounds, and the slot of the device.
+/// Resources of the VMM after the first rounds, and the device's slot.
 #[derive(Default)]
 struct Before(Option<(Holdings, u32)>);
 
@@ -47,7 +47,7 @@ impl Before {
     }
 }
 
-/// Adds and uses devices by `add`, and removes them.
+/// Adds a device with `add`, uses it, and removes it, many times.
 fn come_and_go(
     guest: &Guest,
     kind: &str,
@@ -88,7 +88,7 @@ fn files(guest: &Guest) -> Result<()> {
     })
 }
 
-/// Adds the interface by name and by a passed queue, in turn.
+/// Adds the interface alternately by name and with a passed queue.
 fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
     let mut by_fd = false;
     come_and_go(guest, "net", |id| {
@@ -100,8 +100,7 @@ fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
     })
 }
 
-/// The tests' own shell uses this device, so it cannot report when the guest has ejected the
-/// device.
+/// The tests' own shell uses this device, so the shell cannot report that the guest has ejected it.
 fn vsocks(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     let mut before = Before::default();

@@ -1,4 +1,4 @@
-//! A volume has the same content through every interface, and one user at a time.
+//! Tests that a volume has the same content through every interface, and only one user at a time.
 
 use anyhow::{Context, Result};
 use guest_tests::guest::GuestBuilder;
@@ -28,8 +28,8 @@ impl Way {
     }
 }
 
-/// Each boot uses another interface, reads everything written before, and writes more. The first
-/// interface is also the last one.
+/// Each boot uses a different interface, reads everything written before, and writes more. The last
+/// interface is the same as the first one.
 fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
     let pool = pool_with_volume()?;
     let mut acknowledged = String::new();
@@ -37,8 +37,8 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
         let guest = way.builder(&pool).boot()?;
         guest.wait_until_run("the disk exists", IO_LIMIT, &format!("test -b {}", way.disk))?;
         if boot == 0 {
-            // Uses as few writes as possible. If each is four flushes to a disk, they take a
-            // minute.
+            // Uses as few writes as possible. If each write costs four flushes to a disk, even
+            // these take a minute.
             let make =
                 format!("mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}", way.disk);
             guest.run_within(IO_LIMIT, &make)?;
@@ -55,7 +55,7 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
     Ok(())
 }
 
-/// Writes files until `count` are acknowledged, and returns their lines.
+/// Writes files until `count` files have been acknowledged, and returns their lines.
 fn write_files(guest: &Guest, count: u32) -> Result<String> {
     let mut writer =
         guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;

@@ -1,5 +1,5 @@
-//! Tests that the kernel of a growing guest has DRAM for page descriptors and for its own memory.
-//! No guest may kill a process or panic for lack of DRAM while memory is left.
+//! Tests that the kernel of a growing guest has enough DRAM for page descriptors and for its own
+//! memory. A guest must not kill a process or panic for lack of DRAM while other memory is free.
 
 use std::fs;
 use std::path::Path;
@@ -54,11 +54,11 @@ guest_tests::tests![
     pm_of_7_gib_is_used_by_a_guest_of_512_mib: 900 (extended) => all_pm_is_used(7168),
 ];
 
-/// Some loads make 400,000 system calls, in an emulated guest.
+/// Time limit of a load. Some loads make 400,000 system calls in an emulated guest.
 pub(crate) const LOAD_LIMIT: Duration = Duration::from_secs(400);
 const RESIZE_LIMIT: Duration = Duration::from_secs(200);
 
-/// Checks that no process was killed and that the guest's kernel has reported no problem.
+/// Checks that no process was killed, and that the guest's kernel has not reported a problem.
 pub(crate) fn nothing_died(guest: &Guest) -> Result<()> {
     let killed = vmstat(guest, "oom_kill")?;
     ensure!(
@@ -70,8 +70,9 @@ pub(crate) fn nothing_died(guest: &Guest) -> Result<()> {
 }
 
 const SMALL_DRAM_MIB: u64 = 192;
-/// Allowed difference in plugged PM between guest and simulator: this part of it, and at least this
-/// amount. The rate of the real load is not constant, and psi adds memory for the rate.
+/// Divisor for the allowed difference in plugged PM between guest and simulator. The rate of the
+/// real load varies, and psi adds memory that depends on the rate. A minimum difference is always
+/// allowed.
 const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
@@ -81,8 +82,8 @@ struct AtRest {
     used_bytes: u64,
 }
 
-/// PM that `psi` has plugged in the simulator after a load has grown to `load_mib` within
-/// `load_ms`.
+/// Returns how much PM `psi` has plugged in the simulator after a load has grown to `load_mib`
+/// within `load_ms`.
 fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
     const REST_MS: u64 = 5_000;
     let swap = SwapDevice::from_name("none", 0).context("No such swap device")?;
@@ -121,7 +122,7 @@ const LARGEST_RATIO: u64 = 14;
 const LEAST_AND_MOST: [u64; 2] = [2, LARGEST_RATIO];
 const BETWEEN: [u64; 3] = [4, 7, 8];
 
-/// Starts processes that hold `load_mib` together, and waits until they do.
+/// Starts processes that together hold `load_mib`, and waits until they hold all of it.
 fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
     const HOGS: u64 = 4;
     let start =
@@ -135,7 +136,7 @@ fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
 fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u64]) -> Result<()> {
     for &ratio in ratios {
         let pm_mib = SMALL_DRAM_MIB * ratio;
-        // Programs can use only available memory, which excludes the kernel's reserve.
+        // Programs can use only available memory. The kernel's reserve is not part of it.
         let load_mib = pm_mib - 96;
         let pool = Pool::create(&format!("{}M", pm_mib + 64))?;
         let guest = Guest::builder()
@@ -161,7 +162,8 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
             plugged_bytes.abs_diff(expected_bytes) <= allowed_bytes,
             "{ratio}:1: {plugged_bytes} bytes of PM are plugged, {expected_bytes} in the simulator"
         );
-        // psi plugs memory while some is still available, so at the largest ratio it plugs all PM.
+        // psi plugs memory while some is still available. At the largest ratio, it therefore plugs
+        // all PM.
         let least_bytes = if ratio == LARGEST_RATIO {
             pm_mib * MIB
         } else {
@@ -188,12 +190,13 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
         memory[key].as_u64().with_context(|| format!("The report has no {key}: {memory}"))
     };
     let total_bytes = bytes("total_bytes")?;
-    // Available memory would exclude the kernel's reserve once the agent has set it.
+    // Free memory is used, because available memory excludes the kernel's reserve once the agent
+    // has set it.
     Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
 }
 
-/// DRAM of one block can be plugged as well. The agent cannot convert it, because its node must
-/// keep movable memory.
+/// One block of DRAM can also be plugged. The agent cannot convert it, because the node must retain
+/// movable memory.
 fn pm_of_many_times_dram_is_used_beside_dram_to_plug() -> Result<()> {
     const PM_MIB: u64 = SMALL_DRAM_MIB * LARGEST_RATIO;
     let pool = Pool::create(&format!("{}M", PM_MIB + 64))?;
@@ -223,7 +226,8 @@ fn resize_to_24_gib(guest: &Guest) -> Result<()> {
     guest.put("vm.resize", json!({ "desired_ram": 24_576 * MIB })).map(drop)
 }
 
-/// 24 GiB have page descriptors of 384 MiB, as much as all DRAM that the guest boots with.
+/// 24 GiB of memory have 384 MiB of page descriptors, as much as all DRAM that the guest boots
+/// with.
 fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
     let guest = guest_of_24_gib().pressure("off").boot()?;
     resize_to_24_gib(&guest)?;
@@ -245,7 +249,7 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
         .cmdline("foreshore.agent=off")
         .argument("--event-monitor", &format!("path={}", events.display()))
         .boot()?;
-    // A warning at start names the ratio.
+    // A warning at start must mention the ratio.
     let log = guest.vmm_log()?;
     ensure!(
         log.lines().any(|line| line.contains("WARN") && line.contains("24 GiB can be added")),
@@ -272,7 +276,7 @@ fn wait_for_held_event(guest: &Guest, events: &Path) -> Result<()> {
     })
 }
 
-/// A request of the configuration, at a first start and at a reboot.
+/// The configuration requests the memory, at the first start and again at a reboot.
 fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     let memory = "size=384M,hotplug_method=virtio-mem,hotplug_size=24G,hotplugged_size=24G";
     let guest = Guest::builder()
@@ -312,15 +316,15 @@ fn fixed_size_beyond_descriptors_leaves_the_guest_alive() -> Result<()> {
     nothing_died(&guest)
 }
 
-/// Load that allocates only kernel memory.
+/// Load that allocates kernel memory only.
 pub(crate) struct Load {
     pub(crate) command: &'static str,
     pub(crate) goal: &'static str,
-    /// Minimum of the kernel memory that it takes.
+    /// Minimum amount of kernel memory that the load allocates.
     pub(crate) kernel_mib: u64,
 }
 
-/// Kernel memory: all memory except free pages, page cache and anonymous pages.
+/// Returns the kernel memory: all memory except free pages, page cache and anonymous pages.
 pub(crate) fn kernel_mib(guest: &Guest) -> Result<u64> {
     const COMMAND: &str = "awk '/^MemTotal:/ { n += $2 } /^(MemFree|Buffers|Cached|SwapCached|AnonPages):/ { n -= $2 } \
                            END { print int(n / 1024) }' /proc/meminfo";
@@ -335,7 +339,7 @@ const FILES: Load = Load {
 };
 const SOCKETS: Load =
     Load { command: "exec guest-tool fill-sockets 300", goal: "held 300", kernel_mib: 350 };
-/// Linux reclaims the entries of these names. kernfs caches names of missing files.
+/// Linux can reclaim the entries for these names. kernfs caches names of missing files.
 const MISSING_FILES: Load = Load {
     command: "guest-tool miss-files /sys 2000000 && exec echo all",
     goal: "all",
@@ -348,7 +352,7 @@ const PROCESSES: Load = Load {
     kernel_mib: 180,
 };
 
-/// Guest with 384 MiB of boot memory. 256 MiB of DRAM and 512 MiB of PM can be plugged.
+/// Guest with 384 MiB of boot memory, to which 256 MiB of DRAM and 512 MiB of PM can be added.
 fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .kernel(kernel)
@@ -379,8 +383,8 @@ fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
     nothing_died(&guest)
 }
 
-/// 512 MiB of the 3.5 GiB of boot memory are above the hole, and half of those are movable. So
-/// ZONE_DMA32 has to keep a part of the reserve.
+/// Of the 3.5 GiB of boot memory, 512 MiB are above the hole, and half of those are movable. So
+/// ZONE_DMA32 must keep a part of the reserve.
 fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;
@@ -393,13 +397,13 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     ensure!((3350..=3584).contains(&mib), "MemTotal is {mib} MiB");
     ensure!(guest.run("cat /proc/iomem")?.contains("100000000-"), "No memory begins at 4 GiB");
     let reserve_bytes = kernel_reserve_bytes(3584 * MIB, (14 << 30) + 64 * MIB);
-    // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)`: pages that allocations for a higher zone leave
-    // free.
+    // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)` gives the pages that allocations for a higher
+    // zone leave free.
     let kept = "awk '/^Node/ { zone = $4 } $1 == \"managed\" { managed = $2 } /protection:/ { gsub(/[(),]/, \"\") } \
                 /protection:/ && /[0-9]/ { user = $5 < managed ? $5 : managed } \
                 /protection:/ && zone == \"DMA32\" { n += user - $4 } /protection:/ && zone == \"Normal\" { n += user } \
                 END { print n }' /proc/zoneinfo";
-    // Zones keep less than the reserve, because boot allocations take up to an eighth of
+    // Zones keep less than the full reserve, because boot allocations use up to an eighth of
     // ZONE_MOVABLE. If ZONE_DMA32 kept nothing, half of the reserve would be missing.
     let least_bytes = reserve_bytes - reserve_bytes / 8;
     guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
@@ -409,9 +413,9 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Fills sockets until the OOM killer ends their owner, which frees them. Files of a tmpfs would
-/// stay, and Linux would kill one process after another. Linux may kill a second process before the
-/// sockets of the first are closed.
+/// Fills sockets until the OOM killer kills their owner, which frees them. Files on a tmpfs would
+/// not be freed, so Linux would kill one process after another. Linux may kill a second process
+/// before the sockets of the first one have been closed.
 fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()> {
     const DRAM_MIB: u64 = 640;
     const KERNEL_PERCENT: u64 = 85;
@@ -433,8 +437,8 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     Ok(())
 }
 
-/// Returns true if the OOM killer has ended a process. Reads the console, because the guest's shell
-/// may have been killed.
+/// Returns true if the OOM killer has killed a process. Reads the console, because the guest's
+/// shell may be the killed process.
 pub(crate) fn has_killed(guest: &Guest) -> Result<bool> {
     Ok(guest.console_log()?.contains("Out of memory: Killed process"))
 }
@@ -444,11 +448,11 @@ fn killed_names(guest: &Guest) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// Starts processes until the kernel has no memory for another one. The OOM killer ends only such
-/// processes, which ask to be ended first (`oom_score_adj`). The guest keeps running while the
-/// others stay.
+/// Starts processes until the kernel has no memory for another one. The OOM killer may kill only
+/// processes that prefer to be killed (`oom_score_adj`). The guest must keep running while the
+/// other processes live.
 fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
-    // A list of thousands of processes for each kill would occupy the console for minutes.
+    // For each kill, a list of thousands of processes would occupy the console for minutes.
     const PROCESSES: &str = "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
               for limit in pid_max threads-max; do echo 32768 >/proc/sys/kernel/$limit; done && \
               echo 0 >/proc/sys/vm/oom_dump_tasks && exec guest-tool map-by-processes /run/mapped 20000";
@@ -478,9 +482,9 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
     Ok(())
 }
 
-/// Checks the counterpart: without blocks for the kernel, the OOM killer ends `load`. Linux can
-/// reclaim the dentries of missing files, and the tables of 2,000 processes fit into boot memory,
-/// so these two loads have no counterpart.
+/// Tests the counterpart: if no blocks are converted, the OOM killer kills `load`. Two loads have
+/// no counterpart, because Linux can reclaim the dentries of missing files, and because the tables
+/// of 2,000 processes fit into boot memory.
 fn is_killed_without_blocks(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool)
@@ -492,8 +496,8 @@ fn is_killed_without_blocks(load: &Load) -> Result<()> {
     Ok(())
 }
 
-/// Uses all PM of a guest with 512 MiB of DRAM. 7 GiB of PM are the sizes of PM Buddy's evaluation.
-/// The host of `ci/test` has less memory than that needs: run it with `ci/nested/host --mem 16384`.
+/// Uses all PM of a guest with 512 MiB of DRAM. PM Buddy's evaluation used 7 GiB of PM. The host of
+/// `ci/test` does not have enough memory for that size: run it with `ci/nested/host --mem 16384`.
 fn all_pm_is_used(pm_mib: u64) -> Result<()> {
     let host_mib = pm_mib + 1536;
     let free_mib = free_bytes()? / MIB;
