@@ -1,5 +1,5 @@
-//! Bytes of a volume in its pool's file, while no VM uses it. Tests use it to create BTTs that no
-//! command creates, and to verify the content that a guest has left.
+//! Accesses the bytes of a volume in its pool's file while no VM uses the pool. Tests use it to
+//! create BTTs that no command creates, and to verify the content that a guest has left.
 
 use std::fs::File;
 use std::io;
@@ -41,7 +41,7 @@ impl BttMedia {
         Ok(Layout::new(self.len_bytes(), sector_bytes, Uuid::new_v4())?.format(self)?)
     }
 
-    /// Dimensions of the disk that a guest sees.
+    /// Returns the dimensions of the disk as the guest sees them.
     pub fn shape(&self) -> Result<Shape> {
         let reader = Reader::open(self)?;
         Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
@@ -56,7 +56,7 @@ impl BttMedia {
         Ok(firsts)
     }
 
-    /// Verifies that the table is consistent, and that each sector has the expected content.
+    /// Verifies that the BTT is consistent, and that each sector has the expected content.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
         let findings: Vec<_> =
             check(self).arenas.into_iter().flat_map(|arena| arena.findings).collect();
@@ -79,12 +79,13 @@ impl BttMedia {
         })
     }
 
-    /// Arenas according to their info blocks, and the info blocks that were used.
+    /// Returns the arenas according to their info blocks, and which info blocks were used.
     pub fn arenas(&self) -> Result<Vec<(ArenaInfo, InfoSource)>> {
         arenas(self).into_iter().map(|place| Ok(place.map_err(|missing| missing.why)?)).collect()
     }
 
-    /// Damages an arena: the lane's last write, and the block of its next write, become unknown.
+    /// Damages an arena: the last write of a lane, and the block for its next write, become
+    /// unknown.
     pub fn erase_lane(&self, arena: usize, lane: u32) -> Result<()> {
         let flog_at = self.arenas()?[arena].0.flog_at;
         Ok(self
@@ -133,7 +134,7 @@ impl Media for BttMedia {
         Ok(())
     }
 
-    /// The next user of the pool sees the same page cache.
+    /// The next user of the pool reads the same page cache, so nothing need be flushed.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Ok(())
     }

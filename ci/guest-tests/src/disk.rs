@@ -1,5 +1,5 @@
-//! Disks of tests: file systems whose content reaches their image only by a flush, and block
-//! devices.
+//! Disks for tests: file systems whose content reaches their image only when they are flushed, and
+//! block devices.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -15,15 +15,15 @@ use crate::runner::{skip, this_tests_dir};
 
 const WRITEBACK: &str = "/proc/sys/vm/dirty_writeback_centisecs";
 
-/// Kind of a file system.
+/// Type of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSystem {
-    /// Usual ext4, with extents and a journal.
+    /// Ordinary ext4 with extents and a journal.
     Ext4,
-    /// ext4 without extents. It cannot allocate space before a write, and needs blocks for its
+    /// ext4 without extents. It cannot allocate space in advance, and needs extra blocks for its
     /// block lists.
     Ext4ByBlocks,
-    /// XFS, which requires at least 300 MiB.
+    /// XFS. It requires at least 300 MiB.
     Xfs,
 }
 
@@ -35,9 +35,9 @@ impl FileSystem {
         }
     }
 
-    /// Creates the file system on a file or device, whatever it contains.
+    /// Creates the file system on a file or device, and overwrites its content.
     pub fn make(self, at: &Path) -> Result<()> {
-        // Journal and inode tables are zeros in a sparse file already.
+        // In a sparse file, journal and inode tables already read as zeros.
         let lazy = ["-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"];
         match self {
             FileSystem::Ext4 => run("mkfs.ext4", &[&lazy[..], &[text(at)?]].concat()),
@@ -46,7 +46,7 @@ impl FileSystem {
                     ["-O", "^extent,^64bit,^has_journal", "-b", "4096", "-m", "0", text(at)?];
                 run("mkfs.ext4", &[&lazy[..], &blocks].concat())
             }
-            // Not all versions of Linux support reflink and DAX together.
+            // Not all versions of Linux support reflink together with DAX.
             FileSystem::Xfs => run("mkfs.xfs", &["-q", "-f", "-m", "reflink=0", text(at)?]),
         }
     }
@@ -61,10 +61,10 @@ pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Fills a file system with a file.
+/// Fills a file system with a single file.
 pub fn fill_up(path: &Path) -> Result<()> {
     let mut filler = File::create(path)?;
-    // Writes large pieces first, and then small ones for the rest.
+    // Writes large pieces first, and then small pieces to fill the rest.
     for step in [1 << 20, 4096] {
         loop {
             match filler.write_all(&vec![0xff; step]) {
@@ -77,7 +77,8 @@ pub fn fill_up(path: &Path) -> Result<()> {
     Ok(filler.sync_all()?)
 }
 
-/// Returns the mount point of a file system with DAX. Skips the test if the host has none.
+/// Returns the mount point of a file system with DAX. Skips the test if the host has no such file
+/// system.
 pub fn need_dax() -> Result<&'static Path> {
     let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
     let is_it = |line: &str| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always");
@@ -87,14 +88,14 @@ pub fn need_dax() -> Result<&'static Path> {
     }
 }
 
-/// tmpfs of a test that can be filled up. Once it is full, each operation that needs a new block
+/// tmpfs of a test that can be filled up. When it is full, each operation that needs a new block
 /// for an image on it fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Room(PathBuf);
 
 impl Room {
-    /// Mounts a tmpfs of `size_mib` for this process and its children, until they end. Skips the
-    /// test if mounting is not allowed.
+    /// Mounts a tmpfs of `size_mib` for this process and its children, until all of them have
+    /// ended. Skips the test if mounting is not allowed.
     pub fn create(size_mib: u64) -> Result<Self> {
         need_private_mounts()?;
         let dir = this_tests_dir().join("room");
@@ -120,11 +121,11 @@ impl Room {
     }
 }
 
-/// File system in a sparse file on a tmpfs of its own.
+/// File system in a sparse file on a separate tmpfs.
 ///
-/// The image has the content that survives a loss of power. Content that is only in the page cache
-/// of the file system does not. Once the tmpfs is filled up, each operation that needs a new block
-/// for the image fails with an I/O error, as on a failing disk.
+/// The image contains only what would survive a loss of power. It does not contain data that is
+/// only in the page cache of the file system. After the tmpfs has been filled up, each operation
+/// that needs a new block in the image fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Disk {
     room: Room,
@@ -132,10 +133,11 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Creates an ext4 file system of `disk_mib` with room for `room_mib` of content. Skips the
-    /// test if mounting is not allowed.
+    /// Creates an ext4 file system of `disk_mib`. Its image has space for `room_mib` of content.
+    /// Skips the test if mounting is not allowed.
     ///
-    /// The mount is visible to this process and its children, and disappears when they end.
+    /// The mount is visible only to this process and its children, and disappears when they have
+    /// ended.
     pub fn create(disk_mib: u64, room_mib: u64) -> Result<Self> {
         Self::create_with(FileSystem::Ext4, disk_mib, room_mib)
     }
@@ -162,10 +164,10 @@ impl Disk {
     }
 
     /// Simulates a power cut: mounts a copy of the disk's current content. There must be no
-    /// writers, and write-back must be held ([`HeldWriteback`]). Otherwise the copy would mix
-    /// several moments.
+    /// writers, and [`HeldWriteback`] must hold back write-back. Otherwise the copy would mix
+    /// content from different times.
     pub fn after_power_loss(&self) -> Result<PathBuf> {
-        // Unflushed data must be lost, because otherwise the copy does not simulate a power cut.
+        // Unflushed data must be lost. Otherwise the copy would not simulate a power cut.
         let marker = "written without a flush";
         fs::write(self.mounted.join("unflushed"), marker)?;
         let (image, mounted) =
@@ -178,13 +180,13 @@ impl Disk {
     }
 }
 
-/// Keeps the host from writing dirty pages back by itself, until dropped.
+/// Prevents the host from writing back dirty pages by itself, until dropped.
 #[derive(Debug)]
 pub struct HeldWriteback(String);
 
 impl HeldWriteback {
-    /// Holds write-back. Only on the emulated host, because this setting applies to the whole
-    /// machine.
+    /// Holds back write-back. This is done only on the emulated host, because the setting affects
+    /// the whole machine.
     pub fn hold() -> Result<Self> {
         if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
             return skip("holding write-back would change a machine that is not ours");
@@ -204,7 +206,7 @@ impl Drop for HeldWriteback {
     }
 }
 
-/// Loop device on a sparse file in the test's directory. Dropping it removes it.
+/// Loop device on a sparse file in the test's directory. Drop removes it.
 #[derive(Debug)]
 pub struct LoopDevice {
     image: PathBuf,
@@ -233,7 +235,7 @@ impl LoopDevice {
         &self.device
     }
 
-    /// Punches holes where the file has zeros, so that writes there need new blocks.
+    /// Punches holes into the file where it contains zeros, so that writes there need new blocks.
     pub fn dig_holes(&self) -> Result<()> {
         const PIECE_BYTES: usize = 64 << 10;
         let image = File::options().read(true).write(true).open(&self.image)?;
@@ -266,7 +268,8 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Mounts a file system for this process and its children ([`need_private_mounts`]).
+/// Mounts a file system that is visible only to this process and its children
+/// ([`need_private_mounts`]).
 pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> Result<()> {
     if file_system == FileSystem::Xfs {
         run("modprobe", &["xfs"])?;
@@ -279,8 +282,8 @@ pub fn unmount(at: &Path) -> Result<()> {
     run("umount", &[text(at)?])
 }
 
-/// Makes later mounts visible only to this process and its children. They disappear when these end.
-/// Skips the test if that is not allowed.
+/// Makes later mounts visible only to this process and its children. They disappear when these
+/// processes have ended. Skips the test if this is not allowed.
 pub fn need_private_mounts() -> Result<()> {
     match private_mounts() {
         Ok(()) => Ok(()),
@@ -290,13 +293,13 @@ pub fn need_private_mounts() -> Result<()> {
 
 /// Makes later mounts visible only to this process and its children.
 fn private_mounts() -> io::Result<()> {
-    // SAFETY: no pointers. Only the calling thread, from which a test starts everything, changes
-    // its namespace.
+    // SAFETY: the call takes no pointers. It changes only the namespace of the calling thread, from
+    // which a test starts everything.
     if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
         return Err(io::Error::last_os_error());
     }
     let flags = libc::MS_REC | libc::MS_PRIVATE;
-    // SAFETY: the path is a C string. The other pointers may be null if only the propagation
+    // SAFETY: the path is a C string. The other pointers may be null if only the propagation type
     // changes (mount(2)).
     let result =
         unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };

@@ -1,5 +1,5 @@
-//! Host resources of a VMM except guest memory. They must not grow when devices or memory are added
-//! and removed.
+//! Host resources of a VMM, except guest memory. They must not grow when devices or memory are
+//! added and removed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,21 +7,21 @@ use std::fs;
 
 use anyhow::{Result, ensure};
 
-/// Size limit of the VMM's own mappings. Those of guest memory are larger.
+/// Maximum size of the VMM's own mappings. Mappings of guest memory are larger.
 const OWN_MAPPING_MAX: u64 = 64 << 20;
-/// Allowed growth in mappings, because an allocator's heaps have mappings of their own.
+/// Allowed increase in the number of mappings. An allocator may map new heaps.
 const MAPPINGS_MORE: usize = 4;
-/// Allowed growth of a heap.
+/// Allowed increase in the size of a heap.
 const OWN_BYTES_MORE: u64 = 4 << 20;
 
 #[derive(Clone)]
 pub struct Holdings {
-    /// Numbers of open descriptors by kind or path.
+    /// Numbers of open descriptors, by kind or path.
     pub files: BTreeMap<String, usize>,
     pub threads: usize,
     /// Number of mappings, including guest memory.
     pub mappings: usize,
-    /// Resident size of mappings that are too small for guest memory.
+    /// Resident size of all mappings that are too small to be guest memory.
     pub own_bytes: u64,
 }
 
@@ -43,7 +43,7 @@ impl Holdings {
         }
         let mut files = BTreeMap::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-            // A descriptor that is closed meanwhile does not count.
+            // A descriptor that has been closed in the meantime is not counted.
             if let Ok(target) = fs::read_link(entry?.path()) {
                 *files.entry(kind_of(&target.to_string_lossy())).or_default() += 1;
             }
@@ -56,15 +56,15 @@ impl Holdings {
     }
 
     /// Checks that there are no more descriptors, threads and mappings than before. Callers repeat
-    /// this check, because an ended thread stays visible for a moment, and connections end even
-    /// later.
+    /// this check, because an ended thread remains visible for a moment, and connections take even
+    /// longer to end.
     pub fn are_those_of(&self, before: &Self) -> bool {
         self.file_count() <= before.file_count()
             && self.threads <= before.threads
             && self.mappings <= before.mappings + MAPPINGS_MORE
     }
 
-    /// Checks that memory has not grown by more than an allocator keeps.
+    /// Checks that memory has grown at most by the amount that an allocator may keep.
     pub fn check_memory(&self, before: &Self) -> Result<()> {
         ensure!(
             self.own_bytes <= before.own_bytes + OWN_BYTES_MORE,
@@ -74,7 +74,8 @@ impl Holdings {
     }
 }
 
-/// Format: `48 files, 9 threads, 60 mappings, 7220 KiB of its own: 12 anon_inode:[eventfd], ...`.
+/// Formats as `48 files, 9 threads, 60 mappings, 7220 KiB of its own: 12 anon_inode:[eventfd],
+/// ...`.
 impl fmt::Debug for Holdings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (files, own_kib) = (self.file_count(), self.own_bytes >> 10);
@@ -89,7 +90,7 @@ impl fmt::Debug for Holdings {
     }
 }
 
-/// Kind of a descriptor: `socket:[4711]` is a socket.
+/// Returns the kind of a descriptor, for example socket for `socket:[4711]`.
 fn kind_of(target: &str) -> String {
     target
         .split_once(":[")

@@ -1,4 +1,4 @@
-//! Host of the VMs.
+//! Host on which the VMs run.
 
 use std::process::Command;
 
@@ -18,7 +18,7 @@ pub fn load_modules(names: &[&str]) {
     }
 }
 
-/// Bridge that is removed on drop, so that a failed test leaves none.
+/// Bridge that is removed on drop, so that a failed test does not leave it behind.
 pub struct Bridge(&'static str);
 
 impl Bridge {

@@ -1,4 +1,4 @@
-//! Brings the emulated host's free memory into the same state before each measurement.
+//! Brings free memory of the emulated host into the same state before each measurement.
 
 use std::fs;
 use std::io;
@@ -7,15 +7,16 @@ use anyhow::{Context, Result, ensure};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory that stays free for other programs.
+/// Memory that is left free for other programs.
 const SPARE_BYTES: u64 = 256 * MIB;
 const HUGE_PAGE_BYTES: u64 = 2 * MIB;
 
-/// Writes to all of the free memory once, in the emulated host.
+/// Writes to all free memory once, on the emulated host.
 ///
-/// A page from which code was executed has translations in the emulator. The next write to it waits
-/// until they are dropped: some 50 us for each 4 KiB, in which 100 KiB could be zeroed. Without
-/// this call, a VMM that gets pages of the previous guest's kernel would be charged for it.
+/// If code was executed from a page, the emulator has translations for it. The next write to the
+/// page waits until they are dropped, which takes about 50 us for each 4 KiB. In that time, 100 KiB
+/// could be zeroed. Without this call, a VMM that gets pages of the previous guest's kernel would
+/// be charged for this time.
 pub fn even_out() -> Result<()> {
     if !std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "nested") {
         return Ok(());
@@ -28,7 +29,7 @@ pub fn even_out() -> Result<()> {
     }
 }
 
-/// Free memory of the host (`MemFree`), without page cache.
+/// Returns the host's free memory (`MemFree`), without page cache.
 pub fn free_bytes() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo").context("Cannot read /proc/meminfo")?;
     let value =
@@ -50,14 +51,14 @@ fn write_once(bytes: usize) -> Result<()> {
         )
     };
     ensure!(addr != libc::MAP_FAILED, "{}", io::Error::last_os_error());
-    // SAFETY: advice about the mapping just created: use huge pages if available, and populate all
-    // pages, which the kernel has zeroed.
+    // SAFETY: advice about the new mapping. The kernel uses huge pages if available, and populates
+    // all pages, which it has zeroed.
     let populated = unsafe {
         libc::madvise(addr, bytes, libc::MADV_HUGEPAGE);
         libc::madvise(addr, bytes, libc::MADV_POPULATE_WRITE)
     };
     let error = io::Error::last_os_error();
-    // SAFETY: the mapping just created, to which nothing else refers.
+    // SAFETY: the new mapping is unmapped, and there are no other references to it.
     unsafe { libc::munmap(addr, bytes) };
     ensure!(populated == 0, "{error}");
     Ok(())

@@ -1,4 +1,4 @@
-//! Minimal HTTP client for the API and the metrics, with one request per connection.
+//! Minimal HTTP client for the API and the metrics. Each request uses its own connection.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,13 +13,13 @@ use serde_json::Value;
 
 use crate::tap;
 
-/// Time limit of a response. It is only exceeded if something hangs.
+/// Time limit for a response. It is only exceeded if something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     pub status: u16,
-    /// Empty if the response has no body.
+    /// Body of the response, or an empty string if there is none.
     pub body: String,
 }
 
@@ -54,7 +54,7 @@ pub fn request_tcp(
     exchange(&mut stream, method, path, body)
 }
 
-/// Sends one request on an existing connection, with descriptors, and returns the response.
+/// Sends one request with descriptors on an existing connection, and returns the response.
 pub fn request_with(
     stream: &mut UnixStream,
     call: &str,

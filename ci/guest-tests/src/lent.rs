@@ -1,5 +1,5 @@
-//! Memory that a test borrows from a pool as a VMM does: chunks, mapped from the pool's file or
-//! device.
+//! Memory that a test borrows from a pool, as a VMM does. It consists of chunks that are mapped
+//! from the pool's file or device.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -11,8 +11,8 @@ use pmem_volume::{Extent, Pool};
 /// Byte that [`Lent::fill`] writes.
 const CONTENT: u8 = 0x5a;
 
-/// Mapped memory of a pool. Dropping it leaves it lent, so the next process that opens the pool has
-/// to erase it.
+/// Mapped memory of a pool. Drop does not return it, so the next process that opens the pool has to
+/// erase it.
 #[derive(Debug)]
 pub struct Lent {
     mappings: Vec<Mapping>,
@@ -33,12 +33,12 @@ impl Lent {
         Ok(Self { mappings, extents })
     }
 
-    /// Writes to all of it, and flushes it to the disk.
+    /// Writes to all of the memory, and flushes it to the disk.
     pub fn fill(&mut self) -> Result<()> {
         for mapping in &mut self.mappings {
-            // SAFETY: a writable mapping of self, to which no reference is created.
+            // SAFETY: self owns this writable mapping, and no reference to it is created.
             unsafe { ptr::write_bytes(mapping.start.as_ptr(), CONTENT, mapping.length) };
-            // SAFETY: as above. The content does not change.
+            // SAFETY: self owns the mapping. The call does not change its content.
             let result = unsafe {
                 libc::msync(mapping.start.as_ptr().cast(), mapping.length, libc::MS_SYNC)
             };
@@ -51,13 +51,14 @@ impl Lent {
         Ok(())
     }
 
-    /// Finds a byte that is not zero: its offset in the pool, and the byte.
+    /// Finds a byte that is not zero. Returns its offset in the pool and its value.
     pub fn find_content(&self) -> Option<(u64, u8)> {
         self.mappings.iter().zip(&self.extents).find_map(|(mapping, extent)| {
-            // SAFETY: a mapping of self, which no one else uses now and which outlives the slice.
+            // SAFETY: self owns the mapping, no one else uses it at this time, and it outlives the
+            // slice.
             let bytes =
                 unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
-            // Compares words, because single bytes are slow under emulation.
+            // Compares whole words, because comparing single bytes is slow under emulation.
             let zero = bytes.chunks_exact(16).position(|words| words != [0; 16])?;
             Some((extent.offset_bytes() + zero as u64 * 16, bytes[zero * 16]))
         })
@@ -89,7 +90,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: address and length of a mapping that is no longer used.
+        // SAFETY: the address and the length are those of a mapping that is no longer used.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

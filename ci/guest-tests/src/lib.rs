@@ -1,4 +1,4 @@
-//! Harness that boots guests under Foreshore for tests, the demo and benchmarks.
+//! Test harness that boots guests under Foreshore. The demo and benchmarks use it as well.
 //!
 //! Example of a test:
 //!
@@ -14,8 +14,8 @@
 //! # }
 //! ```
 //!
-//! Tests do not sleep for a fixed time. [`wait_until`] waits for a condition, and names a condition
-//! that was not met in time.
+//! Tests do not sleep for a fixed time. [`wait_until`] waits for a condition. If the condition does
+//! not become true in time, the error names it.
 
 pub mod btt_media;
 pub mod disk;

@@ -1,11 +1,11 @@
-//! Flushes that succeed without effect. The resulting loss proves that a test of durability can
-//! fail.
+//! Makes flushes succeed without effect. The resulting loss of data proves that a durability test
+//! can fail.
 
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// All system calls by which a program flushes its writes to the disk.
+/// All system calls with which a program can flush its writes to the disk.
 const FLUSHES: [libc::c_long; 6] = [
     libc::SYS_fsync,
     libc::SYS_fdatasync,
@@ -15,20 +15,21 @@ const FLUSHES: [libc::c_long; 6] = [
     libc::SYS_sync,
 ];
 
-/// Makes every flush of the command's program succeed without effect.
+/// Makes every flush by the command's program succeed without effect.
 ///
-/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) replaces the system
-/// calls. With SECCOMP_RET_ERRNO and an error number of 0, the call is not executed and succeeds.
+/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) intercepts the system
+/// calls. With SECCOMP_RET_ERRNO and an error number of 0, a call is not executed but succeeds.
 pub(crate) fn about_flushes(command: &mut Command) -> &mut Command {
     let filter = filter();
-    // SAFETY: prctl is async-signal-safe, and the filter was created before the fork. Nothing is
-    // allocated after it.
+    // SAFETY: prctl is async-signal-safe. The filter was created before the fork, and nothing is
+    // allocated after the fork.
     unsafe { command.pre_exec(move || install(&filter)) }
 }
 
-/// Filter that loads the number of the system call and compares it with each of the flushes.
+/// Returns a filter that loads the number of the system call and compares it with each kind of
+/// flush.
 fn filter() -> Vec<libc::sock_filter> {
-    // seccomp_data begins with the number. There are no programs of another architecture.
+    // seccomp_data begins with the system call number. No program here uses another architecture.
     let statement = |code: u32, jump_true: u8, k: u32| libc::sock_filter {
         code: code as u16,
         jt: jump_true,
@@ -37,7 +38,8 @@ fn filter() -> Vec<libc::sock_filter> {
     };
     let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, number) in (0u8..).zip(FLUSHES) {
-        // Jumps to the last statement, over the following comparisons and the one that allows.
+        // Number of statements to skip to reach the last one. These are the remaining comparisons
+        // and the statement that allows the call.
         let over = FLUSHES.len() as u8 - index;
         filter.push(statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, over, number as u32));
     }
@@ -48,7 +50,8 @@ fn filter() -> Vec<libc::sock_filter> {
 
 fn install(filter: &[libc::sock_filter]) -> io::Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-    // SAFETY: no pointers. Without privileges, a filter requires that the process cannot gain any.
+    // SAFETY: the call takes no pointers. An unprivileged process may install a filter only after
+    // this call.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -67,7 +70,8 @@ mod tests {
 
     #[test]
     fn impossible_flush_succeeds_and_output_is_unchanged() {
-        // sync of a pipe fails with EINVAL, except with the filter. The output is still readable.
+        // sync of a pipe fails with EINVAL, but succeeds with the filter. The output can still be
+        // read.
         let output = |lie: bool| {
             let mut command = Command::new("sh");
             command.args(["-c", "echo said; exec sync -d /dev/stdout"]);

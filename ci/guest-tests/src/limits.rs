@@ -1,19 +1,19 @@
-//! Limits and permissions of this process, which a VMM that it starts inherits.
+//! Limits and permissions of this process. A VMM that it starts inherits them.
 
 use std::thread;
 
 use rustix::process::{Resource, getrlimit, setpriority_process};
 
-/// Returns the reason for which a VMM cannot have `count` files open. The VMM raises its soft limit
-/// to the hard limit by itself.
+/// Returns the reason why a VMM cannot open `count` files, if any. The VMM itself raises its soft
+/// limit to the hard limit.
 pub fn lack_of_open_files(count: u64) -> Option<String> {
     let hard = getrlimit(Resource::Nofile).maximum.filter(|hard| *hard < count)?;
     Some(format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)"))
 }
 
-/// Returns the reason for which a thread of a VMM cannot have the nice value `nice`.
+/// Returns the reason why a VMM's thread cannot have the nice value `nice`, if any.
 pub fn lack_of_priority(nice: i32) -> Option<String> {
-    // Uses a short-lived thread, because the nice value is per thread.
+    // A short-lived thread is used, because the nice value belongs to a thread.
     let result = thread::spawn(move || setpriority_process(None, nice));
     let err = result.join().expect("does not panic").err()?;
     Some(format!(
@@ -32,7 +32,7 @@ mod tests {
     #[test]
     fn open_files_above_the_hard_limit_are_reported() {
         assert_eq!(lack_of_open_files(1), None);
-        // The kernel accepts no limit above fs.nr_open, which has 31 bits.
+        // The kernel accepts no limit above fs.nr_open, which has at most 31 bits.
         let lack = lack_of_open_files(1 << 31).expect("a lack");
         assert!(lack.contains("and 2147483648 are needed"), "{lack}");
     }
@@ -51,18 +51,18 @@ mod tests {
         assert!(lack.contains("nice value -10") && lack.contains("CAP_SYS_NICE"), "{lack}");
     }
 
-    /// Takes all capabilities from the calling thread, and the permission of RLIMIT_NICE from the
-    /// process. No other test of this program raises a priority.
+    /// Drops all capabilities of the calling thread, and the permission that RLIMIT_NICE gives the
+    /// process. No other test in this program raises a priority.
     fn give_up_priority() {
-        /// `_LINUX_CAPABILITY_VERSION_3` of linux/capability.h.
+        /// Value of `_LINUX_CAPABILITY_VERSION_3` in linux/capability.h.
         const VERSION: u32 = 0x2008_0522;
         let (header, none) = ([VERSION, 0], [0u32; 6]);
         // SAFETY: a header of two numbers and two sets of three numbers (capset(2)) outlive the
-        // call, which only reads them. 0 is the calling thread.
+        // call, which only reads them. 0 means the calling thread.
         let result = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: `limit` is a whole rlimit that outlives the calls, which access nothing else.
+        // SAFETY: `limit` is a complete rlimit that outlives the calls. They access nothing else.
         let result = unsafe {
             libc::getrlimit(libc::RLIMIT_NICE, &raw mut limit);
             limit.rlim_cur = 0;

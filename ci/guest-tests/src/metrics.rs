@@ -1,4 +1,4 @@
-//! Parser of OpenMetrics text. It is strict, so that a malformed exposition fails a test.
+//! Parser for OpenMetrics text. It is strict, so that malformed text fails a test.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// Name of the metric, including the suffix: `foreshore_plans_total`,
+    /// Name of the metric with its suffix, for example `foreshore_plans_total` or
     /// `foreshore_plug_seconds_bucket`.
     pub name: String,
     pub labels: BTreeMap<String, String>,
@@ -36,7 +36,7 @@ impl Metrics {
         Ok(Self { samples })
     }
 
-    /// Value of the single sample with this name and at least these labels.
+    /// Returns the value of the only sample with this name and at least these labels.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
         let mut found = self.matching(name, labels);
         let sample = found.next().with_context(|| format!("No metric {name} {labels:?}"))?;
@@ -50,13 +50,13 @@ impl Metrics {
         Ok(sample.value)
     }
 
-    /// Sum of all samples with this name and these labels. Zero if there is none.
+    /// Returns the sum of all samples with this name and these labels, or zero if there are none.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
-    /// Quantile of a histogram: the upper bound of the bucket in which this share of the
-    /// observations ends.
+    /// Returns a quantile of a histogram: the upper bound of the bucket in which this share of the
+    /// observations is reached.
     pub fn quantile(&self, histogram: &str, share: f64) -> Result<f64> {
         let count = self.value(&format!("{histogram}_count"), &[])?;
         ensure!(count > 0.0, "{histogram} has no observations");
@@ -104,7 +104,7 @@ fn parse_sample(line: &str) -> Result<Sample> {
         Some(rest) => parse_labels(rest)?,
         None => (BTreeMap::new(), rest),
     };
-    // A following exemplar is ignored.
+    // An exemplar may follow, and is ignored.
     let value = rest.split_whitespace().next().context("The line has no value")?;
     let value = match value {
         "+Inf" => f64::INFINITY,

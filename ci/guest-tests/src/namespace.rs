@@ -1,15 +1,15 @@
-//! Conversion of namespaces in guests without ndctl.
+//! Converts namespaces in guests that have no ndctl.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Character device, /dev/daxN.0.
+    /// Character device /dev/daxN.0.
     DevDax,
-    /// Block device with struct pages, which DAX requires and virtio-pmem has anyway.
+    /// Block device with struct pages. DAX requires them, and virtio-pmem always has them.
     FsDax,
 }
 
-/// Guest script that converts the raw namespace of a region, by the attributes of Linux
-/// drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
+/// Returns a guest script that converts the raw namespace of a region. It uses the attributes of
+/// Linux drivers/nvdimm/pfn_devs.c, with pages of 2 MiB and struct pages in memory.
 pub fn convert(region: u32, kind: Kind) -> String {
     let (seed, driver) = match kind {
         Kind::DevDax => ("dax_seed", "dax_pmem"),

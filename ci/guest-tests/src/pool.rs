@@ -1,4 +1,4 @@
-//! Pools of tests, created and inspected with `pmvol`.
+//! Pools for tests. `pmvol` creates and inspects them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,10 +13,11 @@ use serde_json::Value;
 use crate::guest::program;
 use crate::runner::this_tests_dir;
 
-/// Time limit for the erasure of a few GiB, under emulation.
+/// Time limit for erasing a few GiB under emulation.
 const SCRUB_LIMIT: Duration = Duration::from_secs(60);
 
-/// Pool file in the test's directory. On tmpfs, returned memory shows in the file's blocks.
+/// Pool file in the test's directory. On tmpfs, the number of blocks in the file shows how much
+/// memory has been returned.
 #[derive(Debug, Clone)]
 pub struct Pool {
     path: PathBuf,
@@ -39,7 +40,7 @@ impl Pool {
         Self::by_path(&dir.join("pool"))
     }
 
-    /// Pool with this path of a file or device, which may not exist yet.
+    /// Pool at the path of a file or device that may not exist yet.
     pub fn by_path(path: &Path) -> Self {
         Self { path: path.to_owned() }
     }
@@ -72,19 +73,18 @@ impl Pool {
         Ok(durability.with_context(|| format!("pmvol info has no durability: {info}"))?.to_owned())
     }
 
-    /// Waits until returned memory has been erased, which the VMM does in the background.
+    /// Waits until returned memory has been erased. The VMM does this in the background.
     pub fn wait_until_clean(&self) -> Result<()> {
         wait_until("the pool is clean", SCRUB_LIMIT, || Ok(self.info()?["scrubbing_bytes"] == 0))
     }
 
     pub fn occupied_bytes(&self) -> Result<u64> {
-        // st_blocks counts in units of 512 bytes, independent of the file system's block size
-        // (stat(2)).
+        // st_blocks is in units of 512 bytes, whatever the block size of the file system (stat(2)).
         Ok(fs::metadata(&self.path)?.blocks() * 512)
     }
 }
 
-/// Runs `pmvol` and returns its output. Any exit code but zero is an error.
+/// Runs `pmvol` and returns its output. A non-zero exit code is an error.
 pub fn pmvol(arguments: &[&str]) -> Result<String> {
     let output =
         Command::new(program("pmvol")).args(arguments).output().context("Cannot start pmvol")?;

@@ -1,4 +1,4 @@
-//! The same guests under Debian's QEMU, for comparisons in benchmarks and for tests of the harness
+//! Runs the same guests under Debian's QEMU, for benchmark comparisons and for tests of the harness
 //! itself.
 
 use std::io::{BufRead, BufReader, Write};
@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Machine, VmmProcess, program};
 use crate::runner::this_tests_dir;
 
-/// CID of the first concurrent QEMU guest. Foreshore's guests have CID 3 on sockets of their own;
-/// these CIDs belong to the host.
+/// CID of the first concurrent QEMU guest. Each Foreshore guest has CID 3 on its own socket. CIDs
+/// of QEMU guests are shared by the whole host.
 const FIRST_CID: u32 = 100;
 
 const RUN_LIMIT: Duration = Duration::from_secs(60);
@@ -29,7 +29,7 @@ pub struct QemuBuilder {
     hotplug_mib: u64,
     nvdimm: Option<(PathBuf, u64)>,
     disk: Option<PathBuf>,
-    /// Name of the tap, and true if the host's kernel moves its frames.
+    /// Name of the tap. The flag is true if the host's kernel moves its frames.
     tap: Option<(String, bool)>,
     nth: u8,
     cmdline: String,
@@ -74,7 +74,7 @@ impl QemuBuilder {
         self
     }
 
-    /// Sets boot memory and the maximum that a virtio-mem device can add.
+    /// Sets the boot memory, and the maximum memory that a virtio-mem device can add.
     pub fn memory_mib(mut self, boot_mib: u64, hotplug_mib: u64) -> Self {
         (self.memory_mib, self.hotplug_mib) = (boot_mib, hotplug_mib);
         self
@@ -90,14 +90,14 @@ impl QemuBuilder {
         self
     }
 
-    /// Adds a tap of the host as a virtio-net interface. A missing one is created without an
-    /// address. With `vhost` the host's kernel moves its frames.
+    /// Adds a tap of the host as a virtio-net interface. Creates a missing tap, without an address.
+    /// With `vhost`, the host's kernel moves its frames.
     pub fn tap(mut self, name: &str, vhost: bool) -> Self {
         self.tap = Some((name.to_owned(), vhost));
         self
     }
 
-    /// Index of this guest among concurrent ones: 0, 1, and so on.
+    /// Sets the index of this guest among concurrent guests: 0, 1, and so on.
     pub fn nth(mut self, nth: u8) -> Self {
         self.nth = nth;
         self
@@ -195,7 +195,7 @@ impl QemuBuilder {
                 "-netdev".to_owned(),
                 format!("tap,id=n0,ifname={tap},script=no,downscript=no,vhost={vhost}"),
                 "-device".to_owned(),
-                // An option ROM is not needed, because nothing boots from the NIC.
+                // No option ROM is needed, because the guest does not boot from the NIC.
                 format!("virtio-net-pci,netdev=n0,romfile=,mac=52:54:00:12:34:{:02x}", self.nth),
             ]);
         }
@@ -228,7 +228,7 @@ impl QemuGuest {
         &self.qmp
     }
 
-    /// Executes one QMP command on a connection of its own.
+    /// Executes one QMP command on a separate connection.
     fn qmp(&self, command: &str, arguments: Value) -> Result<Value> {
         let stream = UnixStream::connect(&self.qmp).context("Cannot connect to QMP")?;
         stream.set_read_timeout(Some(RUN_LIMIT))?;

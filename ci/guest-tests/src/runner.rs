@@ -1,5 +1,5 @@
-//! Runner of guest tests. Each test has its own process, so a test that hangs or panics only
-//! affects itself and the VMMs that it started.
+//! Runs guest tests. Each test has its own process, so a test that hangs or panics affects only
+//! itself and the VMMs that it started.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::guest::{console, unpacked, without_logs};
 
-/// Test with its name, `topic::what_holds`.
+/// Test with a name in the form `topic::what_holds`.
 #[derive(Clone, Copy)]
 pub struct Test {
     pub name: &'static str,
@@ -31,18 +31,18 @@ pub struct Test {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
     Usual,
-    /// Runs in CI. It takes long for what it adds.
+    /// Test that runs in CI but takes long for what it adds.
     Long,
-    /// Runs rarely, because other tests show the same in less time.
+    /// Test that runs rarely, because other tests show the same in less time.
     Extended,
 }
 
-/// Default time limit of a test: under emulation, ten times its usual time.
+/// Default time limit of a test. It is ten times the usual time under emulation.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
-/// Table of a module's tests. A row has the name of a test, its limit in seconds if the default is
-/// too short, its class unless it is `usual`, and the call that runs it unless that is a function
-/// of the same name without arguments:
+/// Defines the table of a module's tests. A row consists of a test's name, its time limit in
+/// seconds if the default is too short, its class unless it is `usual`, and the call that runs the
+/// test. The call may be omitted if it is a function of the same name without arguments:
 ///
 /// ```ignore
 /// tests![
@@ -52,9 +52,9 @@ pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 /// ]
 /// ```
 ///
-/// `long` is for tests of 15 s and more under emulation, and for a kernel on which another test
-/// shows nearly the same. `extended` is for tests that CI does not need, because others show the
-/// same.
+/// `long` is for tests that take 15 s or more under emulation, and for a kernel on which another
+/// test already shows nearly the same. `extended` is for tests that CI does not need, because other
+/// tests show the same.
 #[macro_export]
 macro_rules! tests {
     (@class) => { $crate::runner::Class::Usual };
@@ -78,7 +78,7 @@ macro_rules! tests {
     };
 }
 
-/// Reason for which a test did not run. [`skip`] returns it as an error.
+/// Reason why a test did not run. [`skip`] returns it as an error.
 #[derive(Debug)]
 struct Skipped(String);
 
@@ -90,12 +90,12 @@ impl fmt::Display for Skipped {
 
 impl std::error::Error for Skipped {}
 
-/// Ends a test without a verdict, with the reason: `return skip("the kernel is too old")`.
+/// Ends a test without a verdict and gives the reason: `return skip("the kernel is too old")`.
 pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
     Err(Skipped(reason.into()).into())
 }
 
-/// Exit code of a skipped test's process. The reason is the last line of its output.
+/// Exit code of the process of a skipped test. The last line of its output is the reason.
 const SKIPPED_CODE: i32 = 77;
 
 #[derive(Parser, Debug)]
@@ -125,8 +125,8 @@ struct Options {
 }
 
 impl Options {
-    /// Tests selected by the options. A filter without a match is an error, because a misspelled
-    /// one among several would otherwise go unnoticed.
+    /// Returns the tests selected by the options. A filter without a match is an error, because one
+    /// misspelled filter among several would otherwise go unnoticed.
     fn choose(&self, tests: &[Test]) -> Result<Vec<Test>> {
         if let Some(filter) =
             self.filters.iter().find(|filter| !tests.iter().any(|test| self.matches(test, filter)))
@@ -161,7 +161,7 @@ impl Options {
     }
 }
 
-/// Name without the program's: `boot::boots`.
+/// Returns the test's name without the program's name, for example `boot::boots`.
 fn short_name(test: &Test) -> &'static str {
     test.name.split_once("::").map_or(test.name, |(_, name)| name)
 }
@@ -171,12 +171,12 @@ enum Verdict {
     Passed,
     Skipped(String),
     Failed(String),
-    /// Failed with [`StoredWrong`].
+    /// The test failed with [`StoredWrong`] and must not be repeated.
     FailedForGood(String),
 }
 
-/// Runs the selected tests and returns the process's exit code. In a test's own process (the runner
-/// starts itself with `--one NAME`), it runs that test.
+/// Runs the selected tests and returns the exit code. The runner starts itself with `--one NAME`
+/// for each test, and then runs only that test.
 pub fn main(tests: &[Test]) -> Result<i32> {
     let options = Options::parse();
     if let Some(name) = options.one {
@@ -213,7 +213,7 @@ fn run_here(test: &Test) -> i32 {
                 SKIPPED_CODE
             }
             None => {
-                // The runner prints the last lines of all logs.
+                // The runner itself prints the last lines of all logs.
                 println!("{}", without_logs(&error));
                 StoredWrong::code_of(&error)
             }
@@ -244,7 +244,7 @@ fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) 
     verdict
 }
 
-/// Marks the output lines of a test, so that they differ from those of the runner.
+/// Marks the output lines of a test to distinguish them from lines of the runner.
 fn marked(output: &str) -> String {
     output.lines().map(|line| format!("  | {line}\n")).collect()
 }
@@ -252,15 +252,16 @@ fn marked(output: &str) -> String {
 /// Maximum number of reruns of a test after the emulation broke a guest's kernel.
 const MAX_RERUNS: usize = 2;
 
-/// Limit of suspects in one boot: tests that fail without the emulation's mark and run once more.
-/// The emulation also breaks guests without a mark, by a triple fault or a vCPU that stands still.
-/// A fault of the programs fails again, or in more tests than these.
+/// Maximum number of suspects in one boot. A suspect is a test that fails without signs of the
+/// emulation bug and is repeated once. The emulation also breaks guests without such signs, for
+/// example by a triple fault or a hung vCPU. A fault in our programs would appear again, or in more
+/// tests than this limit.
 const MAX_SUSPECTS: usize = 2;
 
-/// Runs a test again if the emulation broke its guest. The emulation sometimes breaks a kernel that
-/// patches its own code (docs/design/testing.md): in guests with two CPUs, during their boot. A
-/// test with a guest's console that shows this fault has no verdict, so it runs again. The output
-/// reports that.
+/// Repeats a test if the emulation broke its guest. The emulation sometimes breaks a kernel that
+/// patches its own code (docs/design/testing.md), in guests with two CPUs during their boot. If a
+/// guest console shows this fault, the test has no verdict and runs again. The output reports the
+/// rerun.
 fn run_until_the_emulation_holds(
     test: &Test,
     deadline: Option<Instant>,
@@ -301,7 +302,8 @@ struct Reruns {
 }
 
 impl Reruns {
-    /// Returns true if a failed test runs once more. `suspects` counts those of this boot.
+    /// Returns true if a failed test must be repeated once. `suspects` counts such tests in this
+    /// boot.
     fn once_more(&mut self, has_the_mark: bool, suspects: &mut usize) -> bool {
         if has_the_mark {
             self.broken += 1;
@@ -324,12 +326,13 @@ fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     }
 }
 
-/// Returns true on the emulated host, according to ci/nested/host.
+/// Returns true on an emulated host. ci/nested/host sets the variable for this.
 pub fn emulated() -> bool {
     std::env::var_os("FORESHORE_HOST").is_some_and(|way| way == "nested")
 }
 
-/// Name of the guest console in a test's directory that has the emulation's mark.
+/// Returns the name of a guest console in the test's directory that shows signs of the emulation
+/// bug.
 fn broken_console(dir: &Path) -> Option<String> {
     fs::read_dir(dir).ok()?.flatten().find_map(|entry| {
         let name =
@@ -339,21 +342,21 @@ fn broken_console(dir: &Path) -> Option<String> {
     })
 }
 
-/// Checks for a breakpoint that no debugger set, or a debug exception in the kernel. They occur if
-/// an instruction of several bytes is executed while half of it has been patched. Guests here have
-/// no debugger, and do not use debug registers.
+/// Looks for a breakpoint that no debugger has set, or for a debug exception in the kernel. They
+/// occur if an instruction of several bytes is executed when only half of it has been patched.
+/// These guests do not use debuggers or debug registers.
 fn has_the_mark(console: &str) -> bool {
     console.contains("Oops: int3") || console.contains(" exc_debug_kernel+")
 }
 
-/// Returns true if the console shows that the emulation broke its guest.
+/// Returns true if the console shows that the emulation broke the guest.
 pub fn emulation_broke(console: &str) -> bool {
     emulated() && has_the_mark(console)
 }
 
 fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     let dir = test_dir(short_name(test));
-    // Removes the files of an earlier run.
+    // Removes files left by an earlier run.
     match fs::remove_dir_all(&dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(error).with_context(|| format!("Cannot empty {}", dir.display()));
@@ -367,12 +370,13 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     command
         .args(["--one", short_name(test)])
         .env(TEST_DIR_VARIABLE, &dir)
-        // A panic's backtrace shows its place. An error's backtrace would only hide its message.
+        // A backtrace of a panic shows where it occurred. A backtrace of an error would only hide
+        // the message.
         .env("RUST_LIB_BACKTRACE", "0")
         .stdin(Stdio::null())
         .stdout(output.try_clone()?)
         .stderr(output)
-        // The test's VMMs belong to its process group and end with it.
+        // The test's VMMs belong to this process group and end with it.
         .process_group(0);
     if emulated() {
         command.env(unpacked::VARIABLE, std::env::temp_dir().join("guest-tests-kernels"));
@@ -387,7 +391,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     }
     match &verdict {
         Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(short_name(test), &dir),
-        // Pools and images are large, and those of a passed test are of no use.
+        // Pools and images are large, and not needed after a test has passed.
         _ => fs::remove_dir_all(&dir)?,
     }
     Ok(verdict)
@@ -408,8 +412,8 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
     }
 }
 
-/// Last lines of the logs in a test's directory, for failures in places without access to the
-/// directory.
+/// Returns the last lines of all logs in a test's directory. They help where the directory itself
+/// cannot be accessed.
 fn last_words(dir: &Path) -> String {
     let mut logs: Vec<PathBuf> = match fs::read_dir(dir) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
@@ -426,15 +430,15 @@ fn last_words(dir: &Path) -> String {
 }
 
 fn end_group(child: &mut Child) {
-    // The child leads its own process group, which exists until its last member ends. A group that
-    // has ended is not an error.
+    // The child leads its own process group, which exists until its last member has ended. If the
+    // group no longer exists, that is not an error.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
-    // The child has been killed or has ended, so this does not block for long, and the result is
-    // known.
+    // The child has ended or has been killed, so this does not block for long. The result is
+    // already known.
     let _ = child.wait();
 }
 
-/// Copies the logs of a failed test out of the emulated host to $OUT, if set.
+/// Copies the logs of a failed test from the emulated host to $OUT, if that is set.
 fn keep_evidence(name: &str, dir: &Path) {
     let Some(out) = std::env::var_os("OUT") else { return };
     let target = Path::new(&out).join(name.replace("::", "-"));
@@ -459,8 +463,8 @@ pub fn this_tests_dir() -> PathBuf {
     std::env::var_os(TEST_DIR_VARIABLE).map_or_else(|| test_dir("by-hand"), PathBuf::from)
 }
 
-/// Directory of a test: on tmpfs, because the emulated host's disk is read-only. The path is short,
-/// because a unix socket's path has at most 107 bytes.
+/// Returns the directory of a test. It is on tmpfs, because the emulated host's disk is read-only.
+/// The path is short, because the path of a Unix socket has at most 107 bytes.
 fn test_dir(name: &str) -> PathBuf {
     std::env::temp_dir().join("guest-tests").join(name.replace("::", "-"))
 }

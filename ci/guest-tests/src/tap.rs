@@ -1,4 +1,4 @@
-//! Tap interfaces that a test opens and passes on, like a network manager.
+//! Tap interfaces that a test opens and passes to a VMM, as a network manager does.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,7 +23,7 @@ pub fn open_with(name: &str, queues: usize, flags: libc::c_int) -> Result<Vec<Fi
 
 fn queue(name: &str, flags: libc::c_int) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
-    // SAFETY: it consists of numbers and arrays of them, for which zeros are valid.
+    // SAFETY: the structure consists of numbers and arrays of numbers, for which zeros are valid.
     let mut interface: libc::ifreq = unsafe { std::mem::zeroed() };
     let last = interface.ifr_name.len() - 1;
     for (to, from) in interface.ifr_name[..last].iter_mut().zip(name.bytes()) {
@@ -50,9 +50,9 @@ pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()
     (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
     if !fds.is_empty() {
         message.msg_control = control.as_mut_ptr().cast();
-        // SAFETY: computes with numbers only.
+        // SAFETY: the macro only computes with numbers.
         message.msg_controllen = unsafe { libc::CMSG_SPACE(data_len as u32) } as _;
-        // SAFETY: the buffer has room for one header and `FDS_MAX` descriptors, as checked above.
+        // SAFETY: the buffer has space for one header and `FDS_MAX` descriptors, as checked above.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;

@@ -1,4 +1,4 @@
-//! Options of a guest's start.
+//! Options for starting a guest.
 
 use std::fmt;
 use std::net::{Ipv4Addr, TcpListener};
@@ -20,7 +20,7 @@ use crate::lie;
 use crate::runner::this_tests_dir;
 
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
-/// Parts of error messages that are about the host. With these errors the command line is valid,
+/// Parts of error messages about problems of the host. In these cases, the command line is valid
 /// and the exit code is 1. All other errors are about the command line.
 const CANNOT: [&str; 4] =
     ["foreshore: cannot ", "foreshore: Cannot ", " is in use", "cannot listen"];
@@ -32,7 +32,7 @@ const WRONG_COMMAND_LINE: i32 = 2;
 pub enum Kernel {
     V6_12,
     V6_1,
-    /// 6.12 in the generic flavor, with drivers that the cloud flavor lacks.
+    /// Generic flavor of 6.12. It has drivers that the cloud flavor lacks.
     V6_12Generic,
 }
 
@@ -57,19 +57,19 @@ impl FromStr for Kernel {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Image {
-    /// busybox, drivers, e2fsprogs, agent, guest-shell and guest-tool.
+    /// Contains busybox, drivers, e2fsprogs, the agent, guest-shell and guest-tool.
     Basic,
-    /// `Basic` and Debian's ndctl.
+    /// Same as `Basic`, with Debian's ndctl.
     Ndctl,
-    /// `Basic` and Debian's Redis, only for the 6.12 kernel.
+    /// Same as `Basic`, with Debian's Redis. Only for the 6.12 kernel.
     Redis,
-    /// `Basic` and Debian's Redis, SQLite's shell and tcc, only for the 6.12 kernel.
+    /// Same as `Basic`, with Debian's Redis, SQLite's shell and tcc. Only for the 6.12 kernel.
     Workloads,
-    /// `Basic` and XFS, F2FS, Btrfs and their tools, only for the generic 6.12 kernel.
+    /// Same as `Basic`, with XFS, F2FS, Btrfs and their tools. Only for the generic 6.12 kernel.
     FileSystems,
 }
 
-/// Folder of kernels and images. ci/nested/host sets GUESTS.
+/// Folder with kernels and images. ci/nested/host sets the variable GUESTS.
 fn guests_dir() -> PathBuf {
     std::env::var_os("GUESTS").map_or_else(|| PathBuf::from("/guests"), PathBuf::from)
 }
@@ -130,7 +130,7 @@ impl GuestBuilder {
             cpus: 1,
             max_cpus: None,
             memory: "size=512M".to_owned(),
-            // Only warnings appear on the console, because each byte is an exit and takes time.
+            // Only warnings are printed on the console. Each byte is an exit and takes time.
             cmdline: "console=ttyS0 loglevel=5".to_owned(),
             pressure: None,
             metrics: None,
@@ -143,13 +143,13 @@ impl GuestBuilder {
         }
     }
 
-    /// Base name of the VM's files. The default is a number.
+    /// Sets the base name of the VM's files. The default is a number.
     pub fn name(mut self, name: &str) -> Self {
         self.name = Some(name.to_owned());
         self
     }
 
-    /// Selects another VMM with the same flags.
+    /// Selects a different VMM that accepts the same flags.
     pub fn program(mut self, program: &Path) -> Self {
         self.program = program.to_owned();
         self
@@ -160,7 +160,7 @@ impl GuestBuilder {
         self
     }
 
-    /// Boots the kernel from its bzImage, even if tests use unpacked kernels.
+    /// Boots the kernel from its bzImage, even where tests use unpacked kernels.
     pub fn packed_kernel(mut self) -> Self {
         self.is_packed = true;
         self
@@ -181,43 +181,43 @@ impl GuestBuilder {
         self
     }
 
-    /// `--memory`, for example `size=384M,hotplug_method=virtio-mem,hotplug_size=128M`.
+    /// Sets `--memory`, for example to `size=384M,hotplug_method=virtio-mem,hotplug_size=128M`.
     pub fn memory(mut self, memory: &str) -> Self {
         self.memory = memory.to_owned();
         self
     }
 
-    /// `--pm-memory`, for example `pool=PATH,size=1G`.
+    /// Sets `--pm-memory`, for example to `pool=PATH,size=1G`.
     pub fn pm_memory(self, pm_memory: &str) -> Self {
         self.argument("--pm-memory", pm_memory)
     }
 
-    /// `--pm-volume`, for example `pool=PATH,name=data,interface=nvdimm`. May be repeated.
+    /// Adds a `--pm-volume`, for example `pool=PATH,name=data,interface=nvdimm`. May be repeated.
     pub fn pm_volume(self, pm_volume: &str) -> Self {
         self.argument("--pm-volume", pm_volume)
     }
 
-    /// `--pressure policy=`, for example psi, fixed or off.
+    /// Sets `--pressure policy=`, for example to psi, fixed or off.
     pub fn pressure(mut self, policy: &str) -> Self {
         self.pressure = Some(policy.to_owned());
         self
     }
 
-    /// `--metrics`, if a program other than the test scrapes them: `0.0.0.0:9745,vm=demo`. The
-    /// default is a free local port.
+    /// Sets `--metrics`, for example to `0.0.0.0:9745,vm=demo`, if a program other than the test
+    /// scrapes the metrics. The default is a free local port.
     pub fn metrics(mut self, metrics: &str) -> Self {
         self.metrics = Some(metrics.to_owned());
         self
     }
 
-    /// Appends to the kernel's command line.
+    /// Appends to the kernel command line.
     pub fn cmdline(mut self, more: &str) -> Self {
         self.cmdline += " ";
         self.cmdline += more;
         self
     }
 
-    /// Adds a flag without a method of its own, or replaces one of the builder.
+    /// Adds a flag for which there is no separate method, or replaces one of the builder's flags.
     pub fn argument(mut self, flag: &str, value: &str) -> Self {
         self.arguments.extend([flag.to_owned(), value.to_owned()]);
         self
@@ -228,19 +228,19 @@ impl GuestBuilder {
         self
     }
 
-    /// Creates the API's socket and passes it on: `--api-socket fd=N`.
+    /// Creates the API socket, and passes it to the VMM as `--api-socket fd=N`.
     pub fn api_by_descriptor(mut self) -> Self {
         self.api_by_descriptor = true;
         self
     }
 
-    /// Adds `-v`, so that the log contains operations and not only problems.
+    /// Adds `-v`, so that the log contains normal operations as well as problems.
     pub fn verbose(mut self) -> Self {
         self.arguments.push("-v".to_owned());
         self
     }
 
-    /// Omits a flag of the builder: `--vsock`, `--metrics`, `--kernel`.
+    /// Omits one of the builder's flags, for example `--vsock`, `--metrics` or `--kernel`.
     pub fn without(mut self, flag: &'static str) -> Self {
         self.without.push(flag);
         self
@@ -251,14 +251,14 @@ impl GuestBuilder {
         self
     }
 
-    /// Makes the VMM's flushes succeed without effect, so that data is not durable.
+    /// Makes the VMM's flushes succeed without any effect, so that data is not durable.
     pub fn with_flushes_that_lie(mut self) -> Self {
         self.flushes_lie = true;
         self
     }
 
-    /// Runs the VMM on this terminal, as if started by a shell: it is its standard input and
-    /// output, and its controlling terminal.
+    /// Runs the VMM on this terminal, as if a shell had started it. The terminal is the VMM's
+    /// standard input and output, and its controlling terminal.
     pub fn terminal(mut self, terminal: &Path) -> Self {
         self.terminal = Some(terminal.to_owned());
         self
@@ -345,7 +345,7 @@ impl GuestBuilder {
     }
 }
 
-/// Listening socket that a child process inherits with the same number.
+/// Returns a listening socket. A child process inherits it under the same number.
 fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     let listener =
         UnixListener::bind(path).with_context(|| format!("Cannot listen on {}", path.display()))?;
@@ -353,7 +353,7 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Address that was free a moment ago. Another process may take it before the VMM does.
+/// Returns an address that was free a moment ago. Another process may use it before the VMM does.
 fn free_address() -> Result<String> {
     let listener =
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;

@@ -1,4 +1,4 @@
-//! Reading of log files.
+//! Reads log files.
 
 use std::error::Error;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// Text of a log. Empty if the log does not exist yet.
+/// Returns the text of a log, or an empty string if the log does not exist yet.
 pub(crate) fn read(path: &Path) -> Result<String> {
     match fs::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).replace('\r', "")),
@@ -24,8 +24,8 @@ pub(crate) fn tail(text: &str) -> String {
 
 const TAIL_LINES: usize = 15;
 
-/// Last lines of log files: the innermost cause of an error, so that the failure itself is printed
-/// before them.
+/// Last lines of log files. They are the innermost cause of an error, so that the failure itself is
+/// printed before them.
 #[derive(Debug)]
 pub(crate) struct LogTails(String);
 
@@ -51,14 +51,14 @@ impl fmt::Display for LogTails {
 
 impl Error for LogTails {}
 
-/// Formats an error with its causes but without lines of logs, for programs that print the logs
+/// Formats an error with its causes but without log lines, for programs that print the logs
 /// themselves.
 pub fn without_logs(error: &anyhow::Error) -> String {
     let causes = error.chain().filter(|cause| !cause.is::<LogTails>());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// Messages of Linux that indicate a problem, without their time stamps.
+/// Messages in which Linux reports a problem, without their time stamps.
 const COMPLAINTS: &[&str] = &[
     "BUG: ",
     "WARNING: ",
@@ -80,14 +80,15 @@ const COMPLAINTS: &[&str] = &[
     "Out of memory: ",
 ];
 
-/// Lines of a kernel log that are complaints.
+/// Returns the lines of a kernel log that report a problem.
 pub fn complaints(log: &str) -> Vec<&str> {
     log.lines()
         .filter(|line| COMPLAINTS.iter().any(|complaint| message(line).starts_with(complaint)))
         .collect()
 }
 
-/// Line without `[   12.345678] `, and without `<3>` if the log level is printed.
+/// Returns the line without its time stamp, `[   12.345678] `, and without a log level such as
+/// `<3>`.
 fn message(line: &str) -> &str {
     let line = line.trim_start();
     match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {

@@ -1,4 +1,4 @@
-//! Machine with a guest under any VMM: its process, its console, and the shell in the guest.
+//! A guest under any VMM: the VMM's process, the console, and the shell in the guest.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,17 +11,17 @@ use super::console::{self, LogTails, complaints};
 use super::{Endpoint, Output, Script, VmmProcess};
 use crate::holdings::Holdings;
 
-/// Limit of a boot until init serves commands. A boot takes 3 s in an emulated host without other
-/// load.
+/// Time limit for a boot until init accepts commands. On an emulated host without other load, a
+/// boot takes 3 s.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 
-/// Limit of a command that does not wait for anything.
+/// Time limit for a command that does not wait for anything.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// Limit until the connection to a guest that ends is closed.
+/// Time limit for the connection to close when a guest ends.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
-/// Limit until threads and connections that are about to end have ended.
+/// Time limit for threads and connections that are about to end.
 const LEFT_LIMIT: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
@@ -47,25 +47,26 @@ impl Machine {
             .with_context(|| format!("While the guest ran `{command}`"))
     }
 
-    /// Starts a command, whose output can be read while it runs. Dropping the script kills it.
+    /// Starts a command and lets the caller read its output while it runs. Dropping the script
+    /// kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.endpoint, silence_limit, command)
     }
 
-    /// Starts a load that fills `mib` MiB with incompressible data, and waits until it holds all of
-    /// it. Fails if the load prints nothing for longer than the limit.
+    /// Starts a load that fills `mib` MiB with incompressible data, and waits until the guest holds
+    /// all of it. Fails if the load prints nothing for longer than the limit.
     pub fn hog(&self, mib: u64, silence_limit: Duration) -> Result<Script> {
         let mut hog = self.start_script(silence_limit, &format!("exec guest-tool hog {mib}"))?;
         hog.wait_for_line(&format!("held {mib}"))?;
         Ok(hog)
     }
 
-    /// Repeats a command in the guest until its exit code is 0.
+    /// Repeats a command in the guest until it exits with 0.
     pub fn wait_until_run(&self, what: &str, limit: Duration, command: &str) -> Result<()> {
         self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
     }
 
-    /// Waits until the condition is true. Fails if the VMM ends.
+    /// Waits until the condition is true. Fails if the VMM ends first.
     pub fn wait_until(
         &self,
         what: &str,
@@ -90,8 +91,8 @@ impl Machine {
         console::read(&self.log)
     }
 
-    /// Fails if the guest's kernel has reported an error: BUG, WARNING, Oops, hung tasks, stalls.
-    /// Reads the console and, while the guest runs, its kernel log.
+    /// Fails if the guest's kernel has reported an error: BUG, WARNING, Oops, a hung task or a
+    /// stall. Reads the console and, if the guest is running, its kernel log.
     pub fn no_kernel_complaints(&self) -> Result<()> {
         let mut log = self.console_log()?;
         if self.process.still_running().is_ok() {
@@ -106,7 +107,7 @@ impl Machine {
         self.process.pid()
     }
 
-    /// Resident memory of the VMM's process, including guest memory.
+    /// Resident memory of the VMM process, including guest memory.
     pub fn rss_bytes(&self) -> Result<u64> {
         self.process.smaps_rollup_bytes("Rss")
     }
@@ -115,7 +116,7 @@ impl Machine {
         Holdings::of(self.pid())
     }
 
-    /// Waits until the VMM holds no more resources than before.
+    /// Waits until the VMM uses no more resources than before.
     pub fn wait_until_nothing_is_left(&self, before: &Holdings) -> Result<()> {
         let waited =
             self.wait_until("the VMM holds the same resources as before", LEFT_LIMIT, || {
@@ -125,36 +126,36 @@ impl Machine {
         self.holdings()?.check_memory(before)
     }
 
-    /// Kills the VMM without waiting for its end.
+    /// Kills the VMM without waiting until it has ended.
     pub fn kill_now(&self) -> Result<()> {
         self.process.kill_now()
     }
 
-    /// Stops the VMM with all its vCPUs, and waits until it has stopped. Its files are then as a
-    /// kill at this moment would leave them.
+    /// Stops the VMM with all its vCPUs, and waits until it has stopped. Its files are then in the
+    /// state that a kill at this time would leave.
     pub fn stop(&self) -> Result<()> {
         self.process.stop()
     }
 
-    /// Continues a stopped VMM.
+    /// Resumes a stopped VMM.
     pub fn go_on(&self) -> Result<()> {
         self.process.signal(Signal::CONT)
     }
 
-    /// Reboots the guest from inside and waits until the next boot serves commands. The VMM must
-    /// not end.
+    /// Reboots the guest from inside, and waits until the new boot accepts commands. The VMM must
+    /// keep running.
     pub fn reboot_from_inside(&self) -> Result<()> {
         const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
         let before = self.run(BOOT_ID)?;
         self.run_to_its_end("sync; reboot -f")?;
         self.wait_until("the next boot serves commands", BOOT_LIMIT, || {
-            // During the reboot, no shell answers, or the one of the old boot still does.
+            // During the reboot, no shell responds, or the shell of the old boot still does.
             let answer = Script::start(&self.endpoint, RUN_LIMIT, BOOT_ID).and_then(Script::finish);
             Ok(answer.is_ok_and(|output| output.code == 0 && output.stdout != before))
         })
     }
 
-    /// Runs a command that ends the guest, so that the connection breaks before an exit code.
+    /// Runs a command that ends the guest. The connection breaks before an exit code arrives.
     pub(super) fn run_to_its_end(&self, command: &str) -> Result<()> {
         match self.start_script(END_LIMIT, command)?.finish() {
             Ok(output) => bail!("`{command}` returned {output:?}"),
@@ -162,7 +163,7 @@ impl Machine {
         }
     }
 
-    /// Fails with the last lines of the log if the VMM has ended.
+    /// Fails if the VMM has ended. The error contains the last lines of the log.
     pub fn still_running(&self) -> Result<()> {
         self.process.still_running()
     }
@@ -184,7 +185,7 @@ impl Machine {
         }
     }
 
-    /// Adds the state of the VMM's threads and the last lines of the logs to an error.
+    /// Adds the states of the VMM's threads and the last lines of all logs to an error.
     fn with_evidence(&self, error: &anyhow::Error) -> anyhow::Error {
         let logs = LogTails::read(&[
             ("the VMM's last lines", &self.log),

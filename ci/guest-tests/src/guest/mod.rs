@@ -1,4 +1,4 @@
-//! Guests under Foreshore.
+//! Guests that run under Foreshore.
 
 mod builder;
 pub(crate) mod console;
@@ -26,7 +26,7 @@ use self::console::LogTails;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
 
-/// Running guest. Dropping it kills its VMM.
+/// Running guest. Drop kills its VMM.
 #[derive(Debug)]
 pub struct Guest {
     machine: Machine,
@@ -34,7 +34,7 @@ pub struct Guest {
     metrics_address: String,
 }
 
-/// Files of one VM, in the test's directory.
+/// Files of a VM in the test's directory.
 #[derive(Debug, Clone)]
 struct Paths {
     dir: PathBuf,
@@ -68,13 +68,14 @@ impl Deref for Guest {
 }
 
 impl Guest {
-    /// A guest with one vCPU, 512 MiB of DRAM and the basic image on Debian's 6.12 kernel.
+    /// Returns a builder for a guest with one vCPU, 512 MiB of DRAM, and the basic image on
+    /// Debian's 6.12 kernel.
     pub fn builder() -> GuestBuilder {
         GuestBuilder::new()
     }
 
-    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. A status outside of 2xx
-    /// is an error.
+    /// Calls the API, for example `guest.api("PUT", "vm.resize", Some(json!({...})))`. A status
+    /// outside of 2xx is an error.
     pub fn api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Value> {
         let response = self.try_api(method, call, body)?;
         ensure!(
@@ -97,7 +98,7 @@ impl Guest {
         self.api("PUT", call, Some(body))
     }
 
-    /// Calls the API with `PUT` and no body.
+    /// Calls the API with `PUT` and without a body.
     pub fn command(&self, call: &str) -> Result<Value> {
         self.api("PUT", call, None)
     }
@@ -133,7 +134,7 @@ impl Guest {
         self.metrics()?.value(name, labels)
     }
 
-    /// Kills the VMM as a power cut would, and waits for its end.
+    /// Kills the VMM as a power cut would, and waits until it has ended.
     pub fn kill9(mut self) -> Result<()> {
         self.machine.process.kill()
     }
@@ -142,7 +143,7 @@ impl Guest {
         self.machine.process.wait_for_exit(limit)
     }
 
-    /// Powers the guest off from inside and expects the VMM to end cleanly.
+    /// Powers the guest off from inside, and checks that the VMM ends without an error.
     pub fn power_off(self) -> Result<()> {
         self.run_to_its_end("sync; poweroff -f")?;
         let log = self.machine.log.clone();

@@ -1,4 +1,4 @@
-//! VMM process.
+//! Process of a VMM.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -18,20 +18,20 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::console::LogTails;
 use super::describe;
 
-/// Program of this repository by its name: from FORESHORE_TEST_<NAME> if it is set, otherwise from
-/// PATH. So a test can run with a debug build or another VMM.
+/// Returns the path of one of this repository's programs: FORESHORE_TEST_<NAME> if it is set, and
+/// otherwise the program in PATH. A test can therefore run with a debug build or another VMM.
 pub fn program(name: &str) -> PathBuf {
     let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
 }
 
-/// Makes `command` begin a session on `terminal`, which is its standard input and output, and its
-/// controlling terminal.
+/// Makes `command` start a session on `terminal`. The terminal is its standard input and output,
+/// and its controlling terminal.
 pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> {
     let terminal = CString::new(terminal.as_os_str().as_bytes())?;
     let begin_session = move || {
-        // SAFETY: the calls are async-signal-safe, and the path is a string that outlives them. A
-        // session leader that opens a terminal gets it as its controlling terminal.
+        // SAFETY: the calls are async-signal-safe, and the path is a C string that outlives them. A
+        // terminal that a session leader opens becomes its controlling terminal.
         let is_there = unsafe {
             libc::setsid();
             let fd = libc::open(terminal.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
@@ -39,15 +39,17 @@ pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> 
         };
         if is_there { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
-    // SAFETY: it makes system calls that are async-signal-safe, and does not allocate.
+    // SAFETY: the closure only makes system calls that are async-signal-safe, and does not
+    // allocate.
     unsafe { command.pre_exec(begin_session) };
     Ok(())
 }
 
-/// Running VMM. Dropping it kills it.
+/// Running VMM. Drop kills it.
 #[derive(Debug)]
 pub struct VmmProcess {
-    /// Locked because waiting changes it, and tests check if it runs while they use the guest.
+    /// Behind a lock, because waiting modifies it, and tests check whether it is running while they
+    /// use the guest.
     child: Mutex<Child>,
     pid: u32,
     log: PathBuf,
@@ -58,7 +60,7 @@ impl VmmProcess {
         let output = File::options().create(true).append(true).open(log);
         let output = output.with_context(|| format!("Cannot open {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
-        // The VMM must not outlive a test that dies.
+        // The VMM must not outlive a test process that dies.
         let child = end_with_parent(command)
             .spawn()
             .with_context(|| format!("Cannot start {:?}", command.get_program()))?;
@@ -69,7 +71,7 @@ impl VmmProcess {
         self.pid
     }
 
-    /// Fails with the last lines of the log if the VMM has ended.
+    /// Fails if the VMM has ended. The error contains the last lines of the log.
     pub fn still_running(&self) -> Result<()> {
         let status = self.child.lock().expect("no holder panics").try_wait()?;
         match status {
@@ -99,14 +101,14 @@ impl VmmProcess {
     }
 
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        // The child is not waited for while it is locked, so its number is not reused.
+        // The child cannot be reaped while the lock is held, so its process ID cannot be reused.
         let child = self.child.lock().expect("no holder panics");
         kill_process(Pid::from_child(&child), signal)
             .with_context(|| format!("Cannot send {signal:?} to the VMM"))
     }
 
-    /// Returns a line for each thread: its name, its state and the kernel function in which it
-    /// waits. If a guest hangs, this shows if the VMM blocks it.
+    /// Returns a line for each thread, with its name, its state and the kernel function in which it
+    /// waits. If a guest hangs, this shows whether the VMM blocks it.
     pub fn threads(&self) -> String {
         let task = format!("/proc/{}/task", self.pid);
         let lines = fs::read_dir(task).into_iter().flatten().flatten().map(|thread| {
@@ -123,7 +125,7 @@ impl VmmProcess {
         wait_for("the VMM ended", limit, || Ok(child.try_wait()?))
     }
 
-    /// Line of /proc/PID/smaps_rollup in bytes: `Rss`, `Pss`, `Anonymous`.
+    /// Returns a field of /proc/PID/smaps_rollup in bytes, for example `Rss`, `Pss` or `Anonymous`.
     pub fn smaps_rollup_bytes(&self, field: &str) -> Result<u64> {
         let path = format!("/proc/{}/smaps_rollup", self.pid);
         let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
@@ -135,7 +137,7 @@ impl VmmProcess {
 
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// Returns true if all threads of a process are in the state T (proc(5)).
+/// Returns true if all threads of a process are in state T (proc(5)).
 fn threads_have_stopped(pid: u32) -> Result<bool> {
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         let stat = fs::read_to_string(thread?.path().join("stat"))?;
@@ -146,7 +148,7 @@ fn threads_have_stopped(pid: u32) -> Result<bool> {
     Ok(true)
 }
 
-/// State in a line of /proc/PID/stat. The name before it, in parentheses, may contain any
+/// Returns the state in a line of /proc/PID/stat. The name in parentheses before it may contain any
 /// character.
 fn state_of(stat: &str) -> Option<char> {
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
@@ -154,7 +156,7 @@ fn state_of(stat: &str) -> Option<char> {
 
 impl Drop for VmmProcess {
     fn drop(&mut self) {
-        // An error is ignored, because the process may have ended already.
+        // An error is ignored, because the process may already have ended.
         let _ = self.kill();
     }
 }

@@ -1,4 +1,4 @@
-//! Scripts in the guest, run over the VMM's vsock socket.
+//! Runs scripts in the guest through the VMM's vsock socket.
 
 use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,12 +10,12 @@ use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
 use guest_tools::wait::stretched;
 use guest_tools::{StoredWrong, vsock};
 
-/// Access to a guest's vsock.
+/// How to reach a guest's vsock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// Unix socket of the VMM, as with Foreshore, Cloud Hypervisor and Firecracker.
+    /// Through a Unix socket of the VMM, as with Foreshore, Cloud Hypervisor and Firecracker.
     Socket(PathBuf),
-    /// The host's kernel, as with QEMU.
+    /// Through the host's kernel, as with QEMU.
     Vhost { cid: u32 },
 }
 
@@ -23,13 +23,13 @@ pub enum Endpoint {
 pub struct Output {
     pub stdout: String,
     pub stderr: String,
-    /// Exit code, or 128 and the number of the signal that killed it.
+    /// Exit code, or 128 plus the number of the signal that killed the script.
     pub code: i32,
 }
 
 impl Output {
-    /// Output of a command that ended with zero. If the command has found wrong stored data, the
-    /// error has the context [`StoredWrong`].
+    /// Returns the output if the command exited with zero. If the command found wrong stored data,
+    /// the error has the context [`StoredWrong`].
     pub fn success(self, command: &str) -> Result<String> {
         let Self { stdout, stderr, code } = self;
         let error = match code {
@@ -40,19 +40,19 @@ impl Output {
     }
 }
 
-/// Script that runs in the guest. Dropping it closes the connection, and the guest then kills the
+/// Script that is running in the guest. Drop closes the connection, and the guest then kills the
 /// script.
 #[derive(Debug)]
 pub struct Script {
     stream: BufReader<UnixStream>,
-    /// Output that is not a complete line yet.
+    /// Start of a line that is not complete yet.
     pending: Vec<u8>,
     stderr: Vec<u8>,
     code: Option<i32>,
 }
 
 impl Script {
-    /// Connects and starts the script. It fails if it prints nothing for longer than
+    /// Connects and starts the script. The script fails if it prints nothing for longer than
     /// `silence_limit`.
     pub fn start(guest: &Endpoint, silence_limit: Duration, script: &str) -> Result<Self> {
         let mut stream = match guest {
@@ -68,8 +68,8 @@ impl Script {
         })
     }
 
-    /// Next line of the standard output, without the newline. None at the end of the script or the
-    /// connection, which [`Script::finish`] distinguishes.
+    /// Returns the next line of standard output, without the newline. Returns `None` at the end of
+    /// the script or of the connection. [`Script::finish`] distinguishes the two.
     pub fn next_line(&mut self) -> Option<String> {
         loop {
             if let Some(len) = self.pending.iter().position(|byte| *byte == b'\n') {
@@ -82,7 +82,7 @@ impl Script {
         }
     }
 
-    /// Waits for a line. The script must not end earlier.
+    /// Waits for a line. Fails if the script ends first.
     pub fn wait_for_line(&mut self, wanted: &str) -> Result<()> {
         let mut lines = std::iter::from_fn(|| self.next_line());
         let found = lines.any(|line| line == wanted);
@@ -121,7 +121,7 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
     let mut answer = Vec::new();
-    // Reads byte by byte, because the data after the newline is the guest's.
+    // Reads byte by byte, because the data after the newline comes from the guest.
     while answer.last() != Some(&b'\n') {
         let mut byte = [0u8];
         stream
@@ -144,8 +144,8 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
 
 /// Connects through the host's kernel (vhost).
 fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStream> {
-    // UnixStream only reads, writes, shuts down and sets timeouts here, and those calls do not
-    // depend on the address family.
+    // Only reads, writes, shutdowns and time-outs are used here. For these calls, UnixStream does
+    // not depend on the address family.
     let stream = UnixStream::from(vsock::socket(None).context("Cannot create a vsock socket")?);
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     vsock::connect(&stream, cid, port)

@@ -1,5 +1,5 @@
-//! Uncompressed kernels: on an emulated host, unpacking a bzImage takes a sixth of each boot of a
-//! guest.
+//! Unpacks kernels, because on an emulated host, unpacking a bzImage takes a sixth of the time of
+//! each boot.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,10 +10,11 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::Kernel;
 
-/// Folder of the kernels that tests have unpacked on this host. Without it they boot from bzImages.
+/// Folder with kernels that tests have unpacked on this host. If it is not set, guests boot from
+/// bzImages.
 pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
 
-/// Held while a kernel is looked up and unpacked.
+/// Locked while a kernel is looked up and unpacked.
 static UNPACKING: Mutex<()> = Mutex::new(());
 
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
@@ -24,14 +25,14 @@ pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
     unpacked_in(&folder, &bzimage).with_context(|| format!("Cannot unpack {}", bzimage.display()))
 }
 
-/// Unpacked kernel in `folder`. Its name contains the length and the modification time of the
-/// bzImage, so that a new bzImage of the same name is unpacked again.
+/// Returns the unpacked kernel in `folder`. Its file name contains the bzImage's length and
+/// modification time, so a new bzImage of the same name is unpacked again.
 fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     let metadata = fs::metadata(bzimage)?;
     let name = bzimage.file_name().context("The path has no file name")?.to_string_lossy();
     let (bytes, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
     let path = folder.join(format!("{name}-{bytes}-{seconds}-{nanoseconds}.elf"));
-    // A test may start guests on several threads, which would write the same file.
+    // A test may start guests on several threads, and they would write the same file.
     let _unpacking = UNPACKING.lock().unwrap_or_else(PoisonError::into_inner);
     if !path.exists() {
         unpack_to(&path, bzimage)?;
@@ -39,7 +40,7 @@ fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes to a temporary name first, because another process may do the same.
+/// Writes to a temporary file first, because another process may do the same concurrently.
 fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     let elf = unpack(&fs::read(bzimage)?)?;
     fs::create_dir_all(path.parent().context("The path has no folder")?)?;
@@ -48,8 +49,8 @@ fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     Ok(fs::rename(&part, path)?)
 }
 
-/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst). Its last four bytes are the
-/// unpacked size.
+/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst). The last four bytes of the
+/// payload are the unpacked size.
 fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     const SETUP_SECTORS: usize = 0x1f1;
     const MAGIC: usize = 0x202;
@@ -77,8 +78,8 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     Ok(elf)
 }
 
-/// Unpacks the blocks of lz4's legacy frame. Each is preceded by its length, and has 8 MiB unpacked
-/// except the last.
+/// Unpacks the blocks of lz4's legacy frame. A block's length precedes it. Each block except the
+/// last one has an unpacked size of 8 MiB.
 fn unpack_lz4(mut blocks: &[u8], elf_bytes: usize) -> Result<Vec<u8>> {
     const BLOCK_BYTES: usize = 8 << 20;
     let mut elf = Vec::with_capacity(elf_bytes);
@@ -160,7 +161,7 @@ mod tests {
         let path = folder.join("vmlinuz");
         let time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let elf = |byte: u8| [b"\x7fELF", &[byte; 1000][..]].concat();
-        // The second image differs in its time, the third in its length.
+        // The second image differs in its modification time, and the third one in its length.
         for (byte, code, seconds) in [(1, "", 1), (2, "", 2), (3, "more", 2)] {
             let payload = zstd::bulk::compress(&elf(byte), 1).unwrap();
             fs::write(&path, [bzimage(&payload, 1004), code.into()].concat()).unwrap();

@@ -1,7 +1,7 @@
 //! Guests with less DRAM than their workload needs: configurations ([`setup`]) and measurements
 //! ([`run`]).
 //!
-//! `ci/soak` runs the whole matrix, `ci/test` a short form.
+//! `ci/soak` runs the whole matrix. `ci/test` runs a short version.
 
 pub mod run;
 mod setup;

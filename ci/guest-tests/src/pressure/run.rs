@@ -1,4 +1,4 @@
-//! Run of one workload in one guest, with measurements of its memory.
+//! Runs one workload in one guest and measures the guest's memory.
 
 use std::fmt::Write as _;
 use std::sync::Mutex;
@@ -12,30 +12,31 @@ use super::setup::{Config, GuestSize, MIB, Workload, boot};
 use crate::Guest;
 use crate::guest::Script;
 
-/// Time limit between lines of a workload. A workload that exceeds it would take hours.
+/// Maximum time between two lines of a workload. A slower workload would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
-/// Time limit of the watch, which gets little time in a guest that swaps.
+/// Time limit for the watch. In a guest that swaps, it gets little CPU time.
 const WATCH_LIMIT: Duration = Duration::from_secs(600);
 const WATCH_INTERVAL_MS: u64 = 250;
-/// Number of samples after the end that may show an earlier state.
+/// Number of samples after the end of the workload that may still show an earlier state.
 const STALE_LOOKS: usize = 2;
-/// Time in which memory must return after the end of the workload.
+/// Time limit for memory to be returned after the end of the workload.
 pub const BACK_LIMIT: Duration = Duration::from_secs(60);
-/// Allowed excess of the held memory over the needed memory, in percent.
+/// Percentage by which the held memory may exceed the needed memory.
 pub const MOST_OVER_NEED: u64 = 10;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Point {
-    /// Time since the start of the workload. Negative before it.
+    /// Time since the workload started. It is negative before the start.
     pub at_s: f64,
-    /// Memory of the VM: boot memory and plugged memory.
+    /// Memory of the VM: boot memory plus plugged memory.
     pub held_bytes: u64,
-    /// Memory as the guest sees it.
+    /// Memory use seen by the guest.
     pub guest: MemorySample,
 }
 
 impl Point {
-    /// Needed memory: the used memory, but at least the boot memory, which cannot be removed.
+    /// Returns the needed memory: the used memory, but at least the boot memory, which cannot be
+    /// removed.
     fn need_bytes(&self, boot_bytes: u64) -> u64 {
         self.in_use_bytes().max(boot_bytes)
     }
@@ -45,17 +46,17 @@ impl Point {
     }
 }
 
-/// Largest allowed memory for a need.
+/// Returns the maximum memory that a VM may hold for a given need.
 fn most_for(need_bytes: u64) -> u64 {
     need_bytes * (100 + MOST_OVER_NEED) / 100
 }
 
-/// Condition that ends the watch of a guest with a policy after its workload has ended.
+/// When to stop watching a guest with a policy after its workload has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Watched {
-    /// All memory has returned, or [`BACK_LIMIT`] is over.
+    /// When all memory has been returned, or after [`BACK_LIMIT`].
     UntilAllIsBack,
-    /// No more than the allowed memory is held, or [`BACK_LIMIT`] is over.
+    /// When the VM holds no more than the allowed memory, or after [`BACK_LIMIT`].
     UntilEnoughIsBack,
 }
 
@@ -68,23 +69,23 @@ pub struct Condition {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum About {
-    /// The workload completed.
+    /// The workload ran to its end.
     End,
-    /// The result equals that with DRAM alone.
+    /// The result is the same as with DRAM alone.
     Result,
-    /// No page was swapped in.
+    /// No page has been swapped in.
     SwapIns,
     Kills,
-    /// Held memory returned in time.
+    /// Held memory was returned in time.
     Back,
 }
 
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
     pub phases: Vec<(String, f64)>,
-    /// Printed result. None if the workload was killed or cut off.
+    /// Result printed by the workload. `None` if it was killed or cut off.
     pub sum: Option<String>,
-    /// Reason for a missing result.
+    /// Reason why there is no result.
     pub broken: Option<String>,
     pub run_s: f64,
     pub swapped_in_bytes: u64,
@@ -93,21 +94,22 @@ pub struct Outcome {
     pub oom_kills: u64,
     pub stall_some_s: f64,
     pub stall_full_s: f64,
-    /// Largest need of the guest: its memory minus the least available memory.
+    /// Largest amount of memory that the guest needed: its memory minus the lowest available
+    /// memory.
     pub peak_need_bytes: u64,
-    /// Largest memory of the VM.
+    /// Largest amount of memory that the VM held.
     pub peak_held_bytes: u64,
-    /// Held and needed memory at the end.
+    /// Held memory and needed memory at the end.
     pub last_held_bytes: u64,
     pub last_need_bytes: u64,
-    /// Time from the end of the workload until at most the allowed memory was held. None if that
-    /// did not happen.
+    /// Time from the end of the workload until the VM held no more than the allowed memory. `None`
+    /// if that did not happen.
     pub back_s: Option<f64>,
-    /// Upper bound of the time from a report to its plan in 99 of 100 cases. None if the policy
-    /// uses no reports.
+    /// Upper bound of the time from a report to its plan in 99 of 100 cases. `None` if the policy
+    /// does not use reports.
     pub report_to_plan_s: Option<f64>,
     pub points: Vec<Point>,
-    /// Reports and decisions in the format of foreshore-sim. None without a policy.
+    /// Reports and decisions in the format of foreshore-sim. `None` if there is no policy.
     pub trace: Option<Vec<u8>>,
 }
 
@@ -132,7 +134,7 @@ pub fn run(
         watch.end();
         let ended = watching.join().expect("the watch does not panic");
         let outcome = outcome?;
-        // A guest that was cut off may not even end the watch.
+        // If the guest was cut off, it may not even be able to end the watch.
         if outcome.broken.is_none() {
             ended?;
         }
@@ -142,7 +144,7 @@ pub fn run(
         stand.guest.no_kernel_complaints()?;
         if config.is_policy() {
             let metrics = stand.guest.metrics()?;
-            // `fixed` acts without reports.
+            // The policy `fixed` acts without reports.
             outcome.report_to_plan_s =
                 metrics.quantile("foreshore_pressure_report_to_plan_seconds", 0.99).ok();
         }
@@ -174,7 +176,7 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
         }
     }
     outcome.run_s = outcome.phases.iter().map(|(_, seconds)| seconds).sum();
-    // Without a further line, the workload has ended or has been silent for too long.
+    // There was no further line, so the workload has ended or has been silent for too long.
     outcome.broken = if last_line.elapsed() >= SILENCE_LIMIT {
         Some(format!("reached its time limit of {:.0} s", started.elapsed().as_secs_f64()))
     } else {
@@ -215,8 +217,8 @@ impl Outcome {
         };
     }
 
-    /// Conditions for a run under `psi`, compared with a run with DRAM alone. Times are not among
-    /// them.
+    /// Returns the conditions for a run under `psi`, compared with a run with DRAM alone. Times are
+    /// not part of them.
     pub fn conditions(&self, alone: &Outcome) -> Vec<Condition> {
         let condition = |about: About, met: bool, what: String| Condition { met, about, what };
         let swapped = self.swapped_in_bytes / 4096;
@@ -246,7 +248,7 @@ impl Outcome {
         ]
     }
 
-    /// Returns true if it has a result that differs.
+    /// Returns true if this run has a result and it differs from that of `alone`.
     pub fn contradicts(&self, alone: &Outcome) -> bool {
         self.sum.is_some() && self.sum != alone.sum
     }
@@ -287,7 +289,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Starts the watch and waits for its first sample.
+    /// Starts the watch, and waits for its first sample.
     fn new(guest: &Guest) -> Result<Self> {
         let script = guest
             .start_script(WATCH_LIMIT, &format!("exec guest-tool watch {WATCH_INTERVAL_MS}"))?;
@@ -301,7 +303,7 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Reads the next line. Returns false if there is none.
+    /// Reads the next line of the watch. Returns false if there is none.
     fn look(&self, guest: &Guest) -> Result<bool> {
         let Some(line) = self.script.lock().expect("no holder panics").next_line() else {
             return Ok(false);
@@ -322,7 +324,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Waits until memory has returned. The points show if that happened in time.
+    /// Waits until memory has been returned. The recorded points show whether this happened in
+    /// time.
     fn until_back(&self, boot_bytes: u64, watched: Watched) -> Result<()> {
         let fresh = self.points().len() + STALE_LOOKS;
         let _in_vain = guest_tools::wait::wait_until("memory is back", BACK_LIMIT, || {

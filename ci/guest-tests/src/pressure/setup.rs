@@ -1,5 +1,4 @@
-//! Configurations of a comparison: workloads, and the memory that a guest gets in addition to too
-//! little DRAM.
+//! Configurations to compare: workloads, and how a guest with too little DRAM gets more memory.
 
 use std::fmt;
 use std::fs::File;
@@ -13,17 +12,17 @@ use crate::runner::this_tests_dir;
 use crate::{Guest, Image, Pool};
 
 pub const MIB: u64 = 1 << 20;
-/// Time for the guest's drivers to find a disk.
+/// Time limit for the guest's drivers to find a disk.
 const DEVICE_LIMIT: Duration = Duration::from_secs(60);
-/// More memory than any guest lacks.
+/// Amount of additional memory. It is more than any guest lacks.
 const MORE_MIB: u64 = 768;
-/// Swap in case a policy is too late. A condition forbids its use.
+/// Size of swap for the case that a policy reacts too late. Using it violates a condition.
 const FALLBACK_ZRAM_MIB: u64 = 256;
-/// Granularity of PM: memory blocks.
+/// Granularity of PM, which is a memory block.
 const BLOCK_MIB: u64 = 128;
 /// Linux disables huge pages in a guest that boots with less than 512 MiB (mm/huge_memory.c,
-/// hugepage_init). The guest with all DRAM would have them and the smaller one not, and this
-/// difference would dominate the result.
+/// hugepage_init). Without this option, the guest with all DRAM would have huge pages but the
+/// smaller guest would not. This difference would dominate the result.
 const CMDLINE: &str = "transparent_hugepage=always";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +32,7 @@ pub struct Workload {
     pub mib: u64,
 }
 
-/// Standard workloads, and `touch`, with which the cost for guests was measured.
+/// Standard workloads, and `touch`, which was used to measure the cost for guests.
 pub const WORKLOADS: [Workload; 5] = [
     Workload { name: "touch", mib: 520 },
     Workload { name: "bfs", mib: 256 },
@@ -56,19 +55,20 @@ impl FromStr for Workload {
     }
 }
 
-/// Source of memory when DRAM is full.
+/// Where additional memory comes from when DRAM is full.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Config {
     AllDram,
     SwapVirtioBlk,
-    /// Swap on a raw volume by virtio-pmem.
+    /// Swap on a raw volume with virtio-pmem.
     SwapPmem,
     Zram,
     Policy(&'static str),
 }
 
 impl Config {
-    /// All configurations, with policies in the program's order, the default first.
+    /// Returns all configurations. Policies are in the order in which the program lists them, with
+    /// the default first.
     pub fn all() -> Vec<Self> {
         let policies = Policy::NAMES.into_iter().filter(|name| *name != "off").map(Self::Policy);
         [Self::AllDram]
@@ -78,7 +78,7 @@ impl Config {
             .collect()
     }
 
-    /// Returns true if a policy provides the memory.
+    /// Returns true if a policy provides the additional memory.
     pub fn is_policy(&self) -> bool {
         matches!(self, Self::Policy(_))
     }
@@ -120,8 +120,8 @@ pub(super) struct Stand {
 }
 
 impl Stand {
-    /// Removes the files on tmpfs, whose memory the next guest needs. Returns the trace of a guest
-    /// with a policy.
+    /// Removes the files on tmpfs, because the next guest needs their memory. Returns the trace of
+    /// a guest with a policy.
     pub(super) fn tear_down(self) -> Result<Option<Vec<u8>>> {
         drop(self.guest);
         let trace = match std::fs::read(trace_file()) {
@@ -186,7 +186,7 @@ pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand
         }
         Config::Policy(policy) => {
             let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
-            // `fixed` has no default size. It gets as much as any policy can provide.
+            // `fixed` has no default size. It gets as much as any policy could provide.
             let size =
                 if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
             let policy = format!("{policy}{size},record={}", trace_file().display());

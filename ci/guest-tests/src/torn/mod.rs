@@ -1,8 +1,7 @@
-//! Tests for torn sectors: guests write self-describing sectors, the VMM or the host is killed at a
-//! random moment, and the remaining data is compared with the acknowledgments.
+//! Tests for torn sectors. Guests write self-describing sectors, the VMM or the host is killed at a
+//! random time, and the remaining data is compared with the acknowledgments.
 //!
-//! - [`oracle`]: checks of the sectors against the reports, both in the form of
-//!   [`guest_tools::torn`].
+//! - [`oracle`]: compares sectors with reports. Both have the format of [`guest_tools::torn`].
 //! - [`victim`]: a volume, and guests that write to it until they are killed.
 //! - [`rounds`]: many kills.
 

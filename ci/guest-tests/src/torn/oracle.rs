@@ -1,5 +1,5 @@
-//! Conditions after a crash: every sector is whole, and at least as new as its last acknowledged
-//! flush.
+//! Conditions that must hold after a crash: every sector is whole, and at least as new as its last
+//! acknowledged flush.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::torn::report::{Area, Stretch};
 use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 
-/// Acknowledged versions of all sectors.
+/// Acknowledged version of each sector.
 #[derive(Debug, Clone)]
 pub(super) struct Oracle {
     area: Area,
@@ -36,14 +36,14 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Sectors found after a crash, compared with the acknowledgments.
+/// Result of comparing the sectors found after a crash with the acknowledgments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Judgement {
-    /// Versions by sector index. `None` for sectors that are not whole.
+    /// Version of each sector, by index. `None` for a sector that is not whole.
     pub versions: Vec<Option<u64>>,
     pub faults: Vec<Fault>,
-    /// Number of sectors that are newer than the acknowledged version, because the crash occurred
-    /// between their write and its acknowledgment.
+    /// Number of sectors that are newer than their acknowledged version. The crash occurred between
+    /// the write and its acknowledgment.
     pub newer: usize,
 }
 
@@ -77,7 +77,7 @@ impl Oracle {
         Self { area, acknowledged: vec![0; area.sectors() as usize] }
     }
 
-    /// Records a flush that was acknowledged to the guest.
+    /// Records a flush that has been acknowledged to the guest.
     pub(super) fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
         for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
             let index = self
@@ -130,7 +130,8 @@ mod tests {
         bytes
     }
 
-    /// Judges sectors whose version is their number minus 250, except `exception`.
+    /// Checks sectors in which the version is the sector number minus 250, except for the sector
+    /// `exception`.
     fn judged(exception: u64, content: &[u8]) -> Judgement {
         let mut oracle = Oracle::new(AREA);
         for first in 256..264 {

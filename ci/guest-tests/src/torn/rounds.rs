@@ -1,4 +1,4 @@
-//! Many kills, sequential and concurrent.
+//! Runs many kills, sequentially and concurrently.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -14,12 +14,13 @@ use super::victim::Victim;
 pub struct Tally {
     pub rounds: u32,
     pub looks: u32,
-    /// Guests that the emulation has broken. They do not count as rounds.
+    /// Number of guests that the emulation broke. They do not count as rounds.
     pub broken: u32,
     pub flushes: usize,
-    /// Sectors that a kill or a stop has caught after their write and before its acknowledgment.
+    /// Number of sectors that a kill or a stop found after their write but before its
+    /// acknowledgment.
     pub newer: usize,
-    /// Writes that a kill or a stop has caught between the log and the map.
+    /// Number of writes that a kill or a stop interrupted between the log and the map.
     pub redo: u64,
     pub torn: usize,
     pub lost: usize,
@@ -53,8 +54,8 @@ impl fmt::Display for Tally {
     }
 }
 
-/// Seed from FORESHORE_TEST_SEED, or a new one. It is printed, so that the schedule can be
-/// repeated.
+/// Returns the seed from FORESHORE_TEST_SEED, or a new one. Prints the seed, so that the schedule
+/// can be repeated.
 pub fn seed() -> Result<u64> {
     let seed = match std::env::var("FORESHORE_TEST_SEED") {
         Ok(text) => text
@@ -68,15 +69,15 @@ pub fn seed() -> Result<u64> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
-    /// All rounds are done. Any fault is an error.
+    /// Until all rounds are done. Any fault is an error.
     Done,
-    /// A sector is torn. Any other fault is an error.
+    /// Until a sector is torn. Any other fault is an error.
     Torn,
 }
 
-/// Kills guests of all victims concurrently, at most `rounds` in total. After each kill, every
-/// sector must be whole and as new as acknowledged, `pmvol check` must find nothing, and the next
-/// guest must read the same content as we do. Ends at the first fault.
+/// Kills the guests of all victims concurrently, at most `rounds` times in total. After each kill,
+/// every sector must be whole and as new as acknowledged, `pmvol check` must find no problem, and
+/// the next guest must read the same content as the test. Stops at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
     let schedule =
         Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };

@@ -1,4 +1,4 @@
-//! Volume, and guests that write to it until they are killed.
+//! A volume, and guests that write to it until they are killed.
 
 use std::fmt;
 use std::path::Path;
@@ -23,39 +23,40 @@ use crate::pool::pmvol;
 use crate::runner::emulation_broke;
 use crate::{Guest, GuestBuilder, Kernel, Pool};
 
-/// Time limit of a guest's work on its volume, under emulation and beside other guests.
+/// Time limit for a guest's work on its volume, under emulation and while other guests run.
 const IO_LIMIT: Duration = Duration::from_secs(180);
 
-/// Sectors that the guest writes, after the first MiB, in which a kernel looks for partitions.
+/// Sectors that the guest writes. The first MiB is left out, because kernels look for partitions
+/// there.
 const AREA: Area = Area { first: 256, per_thread: 256, threads: 4 };
 
 /// Sizes of the volume and of its pool.
 const VOLUME_SIZE: &str = "20M";
 const POOL_SIZE: &str = "32M";
 
-/// Drivers that are not needed and would only delay each start.
+/// Drivers that the guest does not need and that would only delay each start.
 const SKIPPED_MODULES: &str =
     "virtio_console,virtio_mem,virtio_balloon,virtio_rng,dax_pmem,lzo-rle,zram,button,evdev";
 
-/// Estimated time of a start on an idle machine, until one has been measured.
+/// Estimated duration of a start on an idle machine. It is used until a start has been measured.
 const FIRST_START: Duration = Duration::from_secs(3);
 
-/// Longest time between two stops of a writing guest.
+/// Maximum time in microseconds between two stops of a writing guest.
 const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interface {
     Nvdimm,
     VirtioPmem,
-    /// virtio-blk: the BTT is in the VMM, so a kill interrupts our engine.
+    /// virtio-blk: the BTT engine runs in the VMM, so a kill interrupts our engine.
     VirtioBlk,
 }
 
 impl Interface {
     pub const ALL: [Self; 3] = [Self::Nvdimm, Self::VirtioPmem, Self::VirtioBlk];
 
-    /// Maximum number of vCPUs. With virtio-pmem, the guest's BTT requires one vCPU
-    /// (docs/reference/volumes.md).
+    /// Returns the maximum number of vCPUs. With virtio-pmem, the guest's BTT driver requires a
+    /// single vCPU (docs/reference/volumes.md).
     fn most_cpus(self, format: Format) -> u32 {
         match (self, format) {
             (Self::VirtioPmem, Format::Btt) => 1,
@@ -99,7 +100,7 @@ impl FromStr for Interface {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Btt,
-    /// Without atomic sectors, for counterparts that must fail.
+    /// Sectors are not atomic. Used by counterparts, which must fail.
     Raw,
 }
 
@@ -108,10 +109,10 @@ pub struct Setup {
     pub interface: Interface,
     pub kernel: Kernel,
     pub format: Format,
-    /// Largest number of sectors that a thread writes before it flushes. A few are enough if each
-    /// flush goes to a disk.
+    /// Maximum number of sectors that a thread writes before it flushes. If each flush goes to a
+    /// disk, a few are enough.
     pub longest: u64,
-    /// Number of times that a writing guest is stopped and checked before it is killed.
+    /// How often a writing guest is stopped and checked before it is killed.
     pub looks: u32,
     /// Makes the VMM's flushes succeed without effect ([`crate::lie`]).
     pub flushes_lie: bool,
@@ -140,15 +141,15 @@ impl fmt::Display for Setup {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
-    /// Time after all threads have written and flushed.
+    /// Delay after all threads have written and flushed.
     Writing(Duration),
-    /// Thousandths of the previous start's duration after the start of the VMM. The kernel boots,
-    /// or a driver repairs the damage of the last kill.
+    /// Delay after the start of the VMM, in thousandths of the previous start's duration. At that
+    /// time the kernel boots, or a driver repairs damage from the last kill.
     Starting(u32),
 }
 
 impl Moment {
-    /// Every sixth guest is killed while it starts, at the latest when it is about to write.
+    /// One guest in six is killed while it starts. The latest time is just before it writes.
     fn choose(random: &mut Bytes) -> Self {
         let (kind, number) = (random.next_u64(), random.next_u64());
         if kind.is_multiple_of(6) {
@@ -176,8 +177,8 @@ impl fmt::Display for Moment {
 pub struct Life {
     pub moment: Moment,
     pub seen: Seen,
-    /// The emulation broke the guest's kernel (docs/design/testing.md): an additional crash at an
-    /// uncontrolled moment.
+    /// Set if the emulation broke the guest's kernel (docs/design/testing.md). This is an
+    /// additional crash at an uncontrolled time.
     pub broken: bool,
 }
 
@@ -185,9 +186,9 @@ pub struct Life {
 pub struct Seen {
     pub flushes: usize,
     pub looks: u32,
-    /// Sum over all stops of sectors that were newer than acknowledged.
+    /// Number of sectors that were newer than acknowledged, added up over all stops.
     pub newer: usize,
-    /// Sum over all stops of writes between the log and the map.
+    /// Number of writes between the log and the map, added up over all stops.
     pub redo: u64,
 }
 
@@ -197,9 +198,9 @@ pub struct Victim {
     pool: Pool,
     oracle: Oracle,
     random: Bytes,
-    /// Result after the last kill. The next guest must read the same.
+    /// Result after the last kill. The next guest must read the same content.
     last: Option<Judgement>,
-    /// Time of the last start until all threads had flushed.
+    /// Duration of the last start until all threads had flushed.
     start_took: Duration,
 }
 
@@ -220,7 +221,7 @@ impl Victim {
         Ok(Self::resume(pool, setup, seed))
     }
 
-    /// Uses an existing volume. The caller knows the acknowledgments to its guests
+    /// Uses an existing volume. The caller must record the acknowledgments to its earlier guests
     /// ([`Victim::acknowledge`]).
     pub fn resume(pool: Pool, setup: Setup, seed: u64) -> Self {
         let (oracle, random) = (Oracle::new(AREA), Bytes::new(seed));
@@ -236,18 +237,18 @@ impl Victim {
         &self.pool
     }
 
-    /// Boots a guest that writes, and kills its VMM at a random moment.
+    /// Boots a guest that writes, and kills its VMM at a random time.
     pub fn live_and_die(&mut self) -> Result<Life> {
         let moment = Moment::choose(&mut self.random);
         self.live_until(moment)
     }
 
-    /// Boots a guest that writes, and kills its VMM at the given moment.
+    /// Boots a guest that writes, and kills its VMM at the given time.
     pub fn live_until(&mut self, moment: Moment) -> Result<Life> {
         let seed = self.random.next_u64();
         let guest = self.builder().start()?;
         let (seen, broken) = match moment {
-            // Sleeps because any moment is suitable. There is no condition to wait for.
+            // Sleeps, because any time is suitable and there is no condition to wait for.
             Moment::Starting(thousandths) => {
                 thread::sleep(self.start_took * thousandths / 1000);
                 guest.still_running()?;
@@ -270,10 +271,10 @@ impl Victim {
 
     fn builder(&mut self) -> GuestBuilder {
         let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
-        // A driver has a lane for each CPU, and continues from the state that one with more or
-        // fewer CPUs has left.
+        // A driver has one lane per CPU. It must continue from the state left by a driver with more
+        // or fewer CPUs.
         let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
-        // Raw volumes must be requested explicitly.
+        // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
         let builder = Guest::builder()
@@ -286,7 +287,7 @@ impl Victim {
         if flushes_lie { builder.with_flushes_that_lie() } else { builder }
     }
 
-    /// Kills the VMM and checks the messages of the guest's kernel. Returns true if the emulation
+    /// Kills the VMM, and checks the messages of the guest's kernel. Returns true if the emulation
     /// caused them.
     fn end(&self, guest: Guest) -> Result<bool> {
         let console = guest.console_log()?;
@@ -309,8 +310,8 @@ impl Victim {
         thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &said));
             let watched = self.watch(guest, &heard, started, delay, &mut seen);
-            // A guest that has ended by itself must not count as killed. The reader of its lines
-            // cannot distinguish the two.
+            // A guest that ended by itself must not count as killed. The reader of its lines cannot
+            // tell these cases apart.
             let lives = guest.still_running();
             if lives.is_ok() {
                 guest.kill_now()?;
@@ -328,7 +329,7 @@ impl Victim {
         guest.wait_for_shell(IO_LIMIT)?;
         let device = self.setup.interface.device(self.setup.format);
         let Area { first, per_thread, threads } = AREA;
-        // The driver may be ready slightly later than the shell.
+        // The driver may be ready slightly later than the shell is.
         guest.start_script(
             IO_LIMIT,
             &format!(
@@ -339,7 +340,7 @@ impl Victim {
         )
     }
 
-    /// Boots a guest that writes until something else ends it, and returns the cause of its end.
+    /// Boots a guest that writes until something else ends it, and returns the reason why it ended.
     /// Calls `hear` with each line, and with true once all threads have flushed.
     pub fn write_until_it_ends(&mut self, hear: impl FnMut(&Line, bool)) -> Error {
         self.write_on(hear).err().unwrap_or_else(|| anyhow!("The writer has ended"))
@@ -362,8 +363,8 @@ impl Victim {
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
     }
 
-    /// Waits for the moment of the kill: soon after the last stop, or at once if a stop finds a
-    /// fault, so that the fault is preserved.
+    /// Waits until it is time for the kill. This is soon after the last stop. If a stop finds a
+    /// fault, it is immediately, so that the fault is preserved.
     fn watch(
         &mut self,
         guest: &Guest,
@@ -376,7 +377,7 @@ impl Victim {
         while !silent.none() {
             let line = match heard.recv_timeout(IO_LIMIT) {
                 Ok(line) => line,
-                // The writer has ended first, and its reader reports the cause.
+                // The writer has ended first. Its reader reports the reason.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) => {
                     bail!("A thread flushed nothing within {IO_LIMIT:?}")
@@ -399,8 +400,8 @@ impl Victim {
         Ok(())
     }
 
-    /// Checks the content of a stopped VMM, which equals that after a kill. Returns false if it
-    /// finds a fault.
+    /// Checks the content while the VMM is stopped, which is the same as after a kill. Returns
+    /// false if there is a fault.
     fn look(&self, seen: &mut Seen) -> Result<bool> {
         let pool = pmem_volume::Pool::open(self.pool.path(), OpenMode::Peek)?;
         let volume = pool.open_volume("data")?;
@@ -419,7 +420,7 @@ impl Victim {
         Ok(judgement.faults.is_empty())
     }
 
-    /// Processes all lines that the writer has printed so far.
+    /// Handles all lines that the writer has printed so far.
     fn hear(&mut self, heard: &Receiver<Line>, seen: &mut Seen) -> Result<()> {
         heard.try_iter().try_for_each(|line| self.take(&line, seen))
     }
@@ -434,8 +435,7 @@ impl Victim {
         }
     }
 
-    /// Checks that the guest's driver and our reader have read the same content after the last
-    /// kill.
+    /// Checks that the guest's driver and our reader read the same content after the last kill.
     fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let per_thread = AREA.per_thread as usize;
@@ -455,7 +455,7 @@ impl Victim {
         compare().context(StoredWrong)
     }
 
-    /// Judges the content after the last kill, without changing the volume.
+    /// Checks the content after the last kill, without changing the volume.
     pub fn judge(&mut self) -> Result<Judgement> {
         let judgement = self.judge_at(self.pool.path())?;
         self.last = Some(judgement.clone());
@@ -485,14 +485,14 @@ impl Victim {
         })
     }
 
-    /// Fails if `pmvol check` finds a fault. Returns the number of writes that the crash has caught
-    /// between the log and the map, which the next driver completes.
+    /// Fails if `pmvol check` finds a problem. Returns the number of writes that the crash
+    /// interrupted between the log and the map. The next driver completes them.
     pub fn check(&self) -> Result<u64> {
         check(&self.pool)
     }
 }
 
-/// Runs `pmvol check`, and returns the number of writes that the BTTs' logs have to complete.
+/// Runs `pmvol check`, and returns the number of writes to be completed from the BTTs' logs.
 pub fn check(pool: &Pool) -> Result<u64> {
     let report: Value = serde_json::from_str(&pmvol(&["check", &pool.name(), "--json"])?)?;
     let volumes = report["volumes"].as_array().context("pmvol check --json has no volumes")?;
@@ -502,7 +502,7 @@ pub fn check(pool: &Pool) -> Result<u64> {
         .sum()
 }
 
-/// Threads that have not flushed yet.
+/// Set of threads that have not flushed yet.
 struct Silent(Vec<bool>);
 
 impl Silent {
@@ -525,10 +525,10 @@ impl Silent {
 
 fn read_lines(mut writer: Script, said: &Sender<Line>) -> Result<()> {
     while let Some(text) = writer.next_line() {
-        // An error is ignored, because the receiver disappears before the kill.
+        // An error is ignored, because the receiver is dropped before the kill.
         let _ = said.send(text.parse()?);
     }
-    // The connection breaks at the kill. A writer that ends by itself has an exit code.
+    // The kill breaks the connection. A writer that ended by itself has an exit code.
     match writer.finish() {
         Err(_killed) => Ok(()),
         Ok(output) => bail!("The writer ended with {}:\n{}", output.code, output.stderr),

@@ -1,5 +1,5 @@
-//! Tests of loads of kernel memory in guests without an agent. The kernel command line reserves
-//! DRAM for the kernel, and the governor plugs PM by the statistics of the virtio balloon.
+//! Tests of kernel memory loads in guests without an agent. The kernel command line reserves DRAM
+//! for the kernel, and the governor plugs PM according to the statistics of the virtio balloon.
 
 use anyhow::{Result, bail, ensure};
 use guest_tests::guest::Script;
@@ -24,7 +24,8 @@ fn boot(pool: &Pool, cmdline: &str) -> Result<Guest> {
         .boot()
 }
 
-/// Fills a tmpfs beyond all DRAM. The load grows slowly, because statistics arrive once per second.
+/// Fills a tmpfs beyond all DRAM. The load grows slowly, because statistics are received once per
+/// second.
 fn fill_tmpfs(guest: &Guest) -> Result<()> {
     let load = "mkdir /m && mount -t tmpfs -o size=2G t /m && i=0 && while [ $i -lt 56 ]; do \
                 dd if=/dev/zero of=/m/$i bs=1M count=8 2>/dev/null || exit 1; \
@@ -61,7 +62,7 @@ const PROCESSES: Load = Load {
     kernel_mib: 130,
 };
 
-/// Runs `load`, and checks that the kernel has taken its memory.
+/// Runs `load`, and checks that the kernel has allocated the memory for it.
 fn hold(guest: &Guest, load: &Load) -> Result<Script> {
     let at_rest_mib = kernel_mib(guest)?;
     let Some(script) = run_to_goal(guest, load)? else {
@@ -78,7 +79,7 @@ fn loads_of_kernel_memory_are_held_without_an_agent() -> Result<()> {
         let pool = Pool::create("640M")?;
         let guest = boot(&pool, "")?;
         let script = hold(&guest, &load)?;
-        // Programs then get PM, because the kernel has most of DRAM.
+        // Programs then get PM, because the kernel uses most of DRAM.
         fill_tmpfs(&guest)?;
         nothing_died(&guest)?;
         drop((script, guest));
@@ -87,7 +88,7 @@ fn loads_of_kernel_memory_are_held_without_an_agent() -> Result<()> {
     Ok(())
 }
 
-/// Kernel memory within the reserve, which is a sixteenth of 384 MiB, and 8 MiB for the page
+/// Kernel memory that fits into the reserve: a sixteenth of 384 MiB, plus 8 MiB for the page
 /// descriptors of 512 MiB.
 const WITHIN_RESERVE: Load =
     Load { command: "exec guest-tool fill-sockets 20", goal: "held 20", kernel_mib: 20 };

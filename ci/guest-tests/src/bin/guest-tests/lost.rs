@@ -1,5 +1,5 @@
-//! Loss of memory that a guest is using. The VM is paused and reports the reason, whichever thread
-//! accesses the memory, and the VMM survives.
+//! Tests the loss of memory that a guest is using. The VM must pause and report the reason,
+//! whichever thread accesses the memory, and the VMM must survive.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -32,13 +32,13 @@ fn cut(path: &Path, len_bytes: u64) -> Result<()> {
     Ok(File::options().write(true).open(path)?.set_len(len_bytes)?)
 }
 
-/// Waits until the VM is paused and all interfaces report which memory is lost, and how. `flags`
+/// Waits until the VM is paused, and all interfaces report which memory is lost and how. `flags`
 /// are the flags that provided the memory.
 fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
         Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
-    // Memory that has not been accessed yet may be found later.
+    // Lost memory that has not been accessed yet may be found later.
     guest.wait_until("all lost memory is named", IO_LIMIT, || {
         let metrics = guest.metrics()?;
         let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &[("memory", flag)]);
@@ -64,7 +64,7 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     Ok(())
 }
 
-/// No exit reports the loss, so without the pause the vCPU would retry forever.
+/// No exit reports the loss, so without a pause the vCPU would retry forever.
 fn guest_reads(kernel: Kernel) -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "host")?;
     let flag = format!("--pmem file={}", path.display());
@@ -72,12 +72,12 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     cut(&path, 5 * MIB)?;
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
-    // The VMM also checks files regularly, so the VM may be paused before the guest confirms the
-    // start of the script.
+    // The VMM also checks files at regular intervals. So the VM may be paused before the guest
+    // confirms that the script has started.
     let read = guest.start_script(IO_LIMIT, read);
     wait_until_paused(&guest, &[&flag], "truncated to 5 MiB, but the guest has mapped 16 MiB")?;
     drop(read);
-    // A file extended to its old length has lost its content.
+    // A file that is extended to its old length has lost its content.
     cut(&path, 16 * MIB)?;
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409, "{refused:?}");
@@ -107,7 +107,8 @@ fn device_range(guest: &Guest) -> Result<(u64, u64)> {
     Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
 }
 
-/// A driver may place its buffers there. An access by a device must not end the VMM.
+/// A driver may place its buffers in lost memory. When a device accesses them, the VMM must
+/// survive.
 fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
     const RNG: &str = "0x1044";
     let path = file(&this_tests_dir(), "file", 16, "x")?;
@@ -127,7 +128,8 @@ fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
     Ok(())
 }
 
-/// The source of a disk's write is cut off meanwhile. The write must fail and change nothing.
+/// The source of a disk write is truncated during the write. The write must fail and change
+/// nothing.
 fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
     const SEED: u64 = 0x1057_0000_0000_0000;
     let dir = this_tests_dir();
@@ -161,7 +163,7 @@ fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
 }
 
 /// Lent memory and volumes are in one file. A pool cannot be opened while a part of its file is
-/// missing. It is unchanged when the part is back.
+/// missing. When the part is back, the pool is unchanged.
 fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
     let pool = Pool::create("256M")?;
     let (memory, volume) = (
@@ -180,7 +182,7 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
     let pool_bytes = fs::metadata(pool.path())?.len();
     cut(pool.path(), 4 * MIB)?;
-    // As above.
+    // As in the tests above, the VM may be paused before the guest confirms the start.
     let read =
         guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct");
     wait_until_paused(&guest, &[&memory, &volume], "truncated to 4 MiB")?;
@@ -191,7 +193,7 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
     guest.kill9()
 }
 
-/// The kernel removes a bad page from all processes, and signals each access to it.
+/// The kernel removes a bad page from all processes, and raises a signal for each access to it.
 fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "x")?;
     let flag = format!("--pmem file={}", path.display());
@@ -208,12 +210,12 @@ fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     Ok(())
 }
 
-/// Makes the kernel treat the page at `offset` of a file as bad. Returns false if it cannot
-/// (madvise(2), MADV_HWPOISON).
+/// Makes the kernel treat the page at `offset` of a file as bad. Returns false if the kernel does
+/// not support this (madvise(2), MADV_HWPOISON).
 fn poison(path: &Path, offset: u64) -> Result<bool> {
     let file = File::options().read(true).write(true).open(path)?;
     let (len, prot) = (4096, libc::PROT_READ | libc::PROT_WRITE);
-    // SAFETY: a new mapping, whose memory only the kernel accesses.
+    // SAFETY: the mapping is new, and only the kernel accesses its memory.
     unsafe {
         let fd = file.as_raw_fd();
         let page =

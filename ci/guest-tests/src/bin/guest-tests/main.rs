@@ -1,5 +1,5 @@
-//! All guest tests in one program. They run on any KVM host, and on an emulated host in a single
-//! boot.
+//! All guest tests in one program. They run on any KVM host. On an emulated host, they run during a
+//! single boot.
 
 mod agent;
 mod api;

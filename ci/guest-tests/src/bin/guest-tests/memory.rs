@@ -1,4 +1,5 @@
-//! Plugging and unplugging of memory while the guest runs. Unplugged memory returns to the host.
+//! Tests that memory can be plugged and unplugged while the guest runs, and that unplugged memory
+//! is returned to the host.
 
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
     let guest = resizable().kernel(kernel).boot()?;
     bounds_are_refused(&guest)?;
     let before = mem_total_mib(&guest)?;
-    // A request for the present size is no error.
+    // Requesting the current size is not an error.
     for _ in 0..2 {
         resize_to(&guest, 640)?;
         wait_until_plugged(&guest, 256)?;
@@ -96,7 +97,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     let before = guest.rss_bytes()?;
     resize_to(guest, 896)?;
     wait_until_plugged(guest, 512)?;
-    // More than the boot memory, so plugged memory is used.
+    // The load exceeds the boot memory, so plugged memory is used.
     let hog = guest.hog(640, PLUG_LIMIT)?;
     let at_the_top = guest.rss_bytes()?;
     ensure!(
@@ -121,7 +122,7 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
         Ok(zone(&guest, "dram")?.state == "no-driver")
     })?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Memory is plugged without a driver");
-    // The driver starts late, but the target is still valid.
+    // The driver is loaded late, but the target size must still be valid.
     guest.run("modprobe virtio_mem")?;
     wait_until_plugged(&guest, 256)
 }
@@ -129,7 +130,8 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
 /// PCI device ID of a virtio-mem device.
 const MEM: &str = "0x1058";
 
-/// Negotiates as the driver of Linux 5.8 to 5.15 does, without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE.
+/// Negotiates like the driver of Linux 5.8 to 5.15, which lacks
+/// VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE.
 fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()> {
     let events = this_tests_dir().join("events");
     let guest = resizable()
@@ -156,7 +158,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
         refused.status,
         refused.body
     );
-    // The withdrawal of the request is the last event of the refusal.
+    // The last event of the refusal is the withdrawal of the request.
     guest.wait_until("the refusal is reported", PLUG_LIMIT, || {
         Ok(std::fs::read_to_string(&events)?.contains("\"reason\": \"driver\""))
     })?;
@@ -170,7 +172,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     ensure!(warnings == 1, "{warnings} warnings: {log}");
     let state = [("zone", "dram"), ("state", "unsupported")];
     ensure!(guest.metric("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
-    // The running kernel supports the feature.
+    // The running kernel does support the feature.
     let bind = format!(
         "for dev in /sys/bus/pci/devices/*; do [ $(cat $dev/device) = {MEM} ] && basename $dev; done \
          >/sys/bus/pci/drivers/virtio-pci/bind && modprobe virtio_mem"
@@ -183,7 +185,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     wait_until_plugged(&guest, 256)
 }
 
-/// Reboots the guest from inside or by the API.
+/// Reboots the guest from inside or through the API.
 pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
     if round.is_multiple_of(2) {
         return guest.reboot_from_inside();
@@ -192,8 +194,8 @@ pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)
 }
 
-/// Resources of the VMM after the agent has connected, because both ends of its connection belong
-/// to the VMM.
+/// Returns the resources of the VMM after the agent has connected. Both ends of that connection
+/// belong to the VMM.
 pub(crate) fn holdings(guest: &Guest) -> Result<Holdings> {
     guest.wait_until("the agent is connected", BOOT_LIMIT, || {
         Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
@@ -226,7 +228,7 @@ fn is_requested_again(rounds: usize) -> Result<()> {
         println!("After {rounds} reboots {:?}, at first {held:?}", guest.holdings()?);
         guest.wait_until_nothing_is_left(&held)?;
     }
-    // After an unplug, a reboot requests nothing.
+    // After memory was unplugged, a reboot requests none.
     resize_to(&guest, 384)?;
     wait_until_plugged(&guest, 0)?;
     reboot(&guest, rounds)?;

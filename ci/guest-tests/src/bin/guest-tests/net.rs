@@ -1,4 +1,4 @@
-//! `--net`: tap interfaces of the host as virtio-net, on Debian's stock driver.
+//! Tests of `--net`: tap interfaces of the host as virtio-net devices, with Debian's stock driver.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -36,18 +36,18 @@ guest_tests::tests![
 ];
 
 pub(crate) const IO_LIMIT: Duration = Duration::from_secs(120);
-/// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than
-/// once.
+/// Length of a stream. Its segments have 20 KiB on average, so a queue of 256 descriptors is used
+/// more than once.
 pub(crate) const TRANSFER_BYTES: usize = 8 << 20;
-/// Longest frame of an MTU of 1500, without virtio's header.
+/// Longest frame with an MTU of 1500, without the virtio header.
 const FRAME_BYTES: f64 = 1514.0;
-/// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
-/// bytes in /tmp, which is in its memory of 384 MiB.
+/// Upper limit of a transfer whose length depends on the host's speed. The guest stores the bytes
+/// in /tmp, which is in its 384 MiB of memory.
 const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
-/// Line that `yes` repeats to make a stream.
+/// Line that `yes` repeats to produce a stream.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
-/// Addresses of a guest and of its host's tap.
+/// Addresses of a guest and of the tap on its host.
 pub(crate) struct Net {
     pub tap: String,
     pub host: Ipv4Addr,
@@ -65,7 +65,7 @@ impl Net {
         ping_host(guest, self)
     }
 
-    /// Opens a tap of the test's own. It exists while any of its queues is open.
+    /// Opens the test's own tap. It exists while any of its queues is open.
     fn open(&self, queues: usize) -> Result<Vec<File>> {
         let files = tap::open(&self.tap, queues)?;
         self.set_up_host()?;
@@ -76,8 +76,8 @@ impl Net {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
-    /// Network whose tap and addresses contain the number `nth`, which differs between tests. Skips
-    /// the test on a host without tap interfaces.
+    /// Returns a network. Its tap and addresses contain the number `nth`, which differs between
+    /// tests. Skips the test on a host without tap interfaces.
     pub(crate) fn new(nth: u8) -> Result<Self> {
         need_tun()?;
         let address = |last| Ipv4Addr::new(172, 30, nth, last);
@@ -103,7 +103,7 @@ pub(crate) fn need_tun() -> Result<()> {
     if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }
 
-/// Waits until the guest's driver has found the interface, and assigns an address.
+/// Waits until the guest's driver has found the interface, and assigns an address to it.
 fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
     bring_up_as(guest, "eth0", address)
 }
@@ -117,7 +117,7 @@ fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
     guest.run(&format!("ip addr add {address}/24 dev {name} && ip link set {name} up")).map(drop)
 }
 
-/// Checks a stream from the guest to the host.
+/// Sends a stream from the guest to the host and checks it.
 pub(crate) fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let listener =
         TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
@@ -152,8 +152,8 @@ fn check_stream(stream: &mut impl Read) -> Result<usize> {
     }
 }
 
-/// Starts a listener in the guest that compares the received data. It keeps its input open without
-/// data, because busybox' nc on the other side would stop at the end of its input.
+/// Starts a listener in the guest that compares the received data. Its own input remains open
+/// without data, because busybox' nc on the other side would stop at the end of input.
 fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
     let line = std::str::from_utf8(LINE)?.trim();
     let script = format!(
@@ -189,8 +189,8 @@ impl Done {
     }
 }
 
-/// Sends from the host until `done`, and checks the data in the guest. After
-/// [`MOST_BYTES_UNTIL_DONE`] the connection stays open without data.
+/// Sends data from the host until `done`, and checks it in the guest. After
+/// [`MOST_BYTES_UNTIL_DONE`], the connection remains open without data.
 pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
     send(guest, net, |sent| {
         if sent >= MOST_BYTES_UNTIL_DONE {
@@ -200,8 +200,8 @@ pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()
     })
 }
 
-/// Sends while `left`, called with the number of bytes sent, returns more than 0. The guest
-/// compares the received data.
+/// Sends data as long as `left`, called with the number of bytes sent, returns more than 0. The
+/// guest compares the received data.
 fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     let line = std::str::from_utf8(LINE)?.trim();
     let check = format!(
@@ -232,7 +232,7 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     Ok(())
 }
 
-/// Unbinds the driver and binds it again. Afterwards the device must work like a new one.
+/// Unbinds the driver and binds it again. The device must then work like a new one.
 pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     guest.run(
         "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
@@ -245,7 +245,7 @@ pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     ping_host(guest, net)
 }
 
-/// Sends two streams at once, for which the driver uses the queues of two CPUs.
+/// Sends two streams concurrently. The driver uses the queues of two CPUs for them.
 pub(crate) fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let queues = guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?;
     ensure!(queues.trim() == "2", "The interface has {} queues", queues.trim());
@@ -261,7 +261,7 @@ pub(crate) fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
     Ok(())
 }
 
-/// Checks that data has passed in both directions without errors.
+/// Checks that data was transferred in both directions without errors.
 fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     let metrics = guest.metrics()?;
     for direction in ["from-guest", "to-guest"] {
@@ -279,7 +279,7 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Checks that `transfer` uses segments longer than a frame, by their average length.
+/// Checks that `transfer` uses segments longer than a frame, according to their average length.
 fn has_long_segments(
     guest: &Guest,
     direction: &str,
@@ -320,7 +320,7 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     check_metrics(&guest, TRANSFER_BYTES)?;
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["net"][0]["tap"] == net.tap.as_str(), "{info}");
-    // A paused device is idle, and continues afterwards.
+    // A device of a paused VM is idle, and works again after the pause.
     guest.command("vm.pause")?;
     guest.command("vm.resume")?;
     ping_host(&guest, &net)?;
@@ -398,7 +398,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
         Ok(())
     };
     talk()?;
-    // The tap stays in the bridge, because it belongs to the VM and not to the machine.
+    // The tap remains in the bridge, because it belongs to the VM instead of the machine.
     a.reboot_from_inside()?;
     bring_up(&a, address_a)?;
     talk()?;
@@ -410,7 +410,7 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
     loses_the_tap(&Net::new(6)?, "", "")
 }
 
-/// `look` is a shell prefix of each check of the link.
+/// `look` is a shell prefix for each check of the link.
 pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
@@ -437,7 +437,7 @@ fn interfaces_other_than_taps_are_refused() -> Result<()> {
         let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
         ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
     }
-    // The same interfaces are refused for an existing VM, running or not.
+    // The same interfaces must be refused for an existing VM, whether it runs or not.
     let vmm = api::empty_vmm()?;
     vmm.put("vm.create", api::config(&vmm))?;
     for boots in [true, false] {
@@ -470,7 +470,7 @@ fn add_with(stream: &mut UnixStream, body: &Value, files: &[File]) -> Result<Res
     http::request_with(stream, "vm.add-net", &body.to_string(), files)
 }
 
-/// Adds interfaces as libvirt does, on one connection.
+/// Adds interfaces over one connection, as libvirt does.
 fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     let (first, second) = (Net::new(8)?, Net::new(9)?);
     let vmm = api::empty_vmm()?;
@@ -504,7 +504,7 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
         ping_host(&vmm, &first)?;
         from_guest(&vmm, &first, TRANSFER_BYTES / 16)?;
     }
-    // One interface is removed while the guest runs, the other without a guest.
+    // One interface is removed while the guest runs, and the other while there is no guest.
     let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
     vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!second.is_there()))?;
@@ -519,9 +519,9 @@ pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
-/// Adds a NIC by name, or by a passed queue.
+/// Adds a NIC by name, or with a passed queue.
 pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
-    // The previous interface has been closed.
+    // The previous interface must have been closed.
     guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
     if by_fd {
         let body = json!({"id": id, "mac": "02:f5:00:00:00:01"});
@@ -572,9 +572,9 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Sends frames to a guest continuously and expects no answer.
+/// Continuously sends frames to a guest, without expecting an answer.
 struct Sender {
-    /// Disconnected to end the thread.
+    /// Dropped to end the thread.
     end: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -582,12 +582,13 @@ struct Sender {
 impl Sender {
     fn start(net: &Net) -> Result<Self> {
         let (socket, (end, ended)) = (UdpSocket::bind((net.host, 0))?, mpsc::channel());
-        // A static ARP entry, because a guest without the bus does not answer requests.
+        // A static ARP entry is needed, because a guest without bus mastering does not answer ARP
+        // requests.
         host::run(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
         let guest = net.guest;
         let thread = thread::spawn(move || {
             while ended.recv_timeout(Duration::from_millis(1)) == Err(RecvTimeoutError::Timeout) {
-                // An error is ignored: the guest's port is closed, and the tap may be full.
+                // An error is ignored, because the guest's port is closed and the tap may be full.
                 let _ = socket.send_to(&[0x5a; 1024], (guest, 5002));
             }
         });
@@ -607,8 +608,8 @@ pub(crate) fn taken(net: &Net) -> Result<u64> {
     std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
 }
 
-/// Disables bus mastering of a NIC under traffic, as Linux does before it starts a kernel by kexec
-/// (`pci_clear_master`). Then a newly bound driver enables it again.
+/// Disables bus mastering of a NIC that receives frames, as Linux does before it starts a kernel
+/// with kexec (`pci_clear_master`). Then a newly bound driver enables it again.
 pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
@@ -620,8 +621,8 @@ pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
         guest.wait_until(what, IO_LIMIT, || Ok(taken(net)? > before + 100))
     };
     frames_arrive("frames arrive")?;
-    // Memory space without bus master: bit 1 of the command register, without bit 2. The device has
-    // stopped when the write returns.
+    // Enables memory space without bus mastering: sets bit 1 of the command register and clears bit
+    // 2. The device has stopped when the write returns.
     guest.run(
         "printf '\\002' | dd of=/sys/bus/pci/devices/$(cat /tmp/function)/config bs=1 seek=4 conv=notrunc",
     )?;

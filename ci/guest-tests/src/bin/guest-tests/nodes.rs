@@ -1,5 +1,5 @@
-//! NUMA nodes: the guest's kernel sees the configured nodes, and plugged memory belongs to its
-//! node.
+//! Tests of NUMA nodes: the guest's kernel must see the configured nodes, and plugged memory must
+//! belong to the right node.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ const PLUG_LIMIT: Duration = Duration::from_secs(60);
 const PLUGGED: [(&str, u64, u32); 4] =
     [("a", 128, 0), ("b", 256, 1), ("pm", 128, 2), ("pm1", 256, 3)];
 
-/// Guest with two nodes of DRAM with a vCPU each, and PM near each of them.
+/// Guest with two nodes. Each has DRAM, a vCPU and PM nearby.
 fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
     let near = format!("pool={},size=256M,near=0", pool.name());
     let figures = "id=pm1,read_latency=400,write_latency=200,bandwidth=2000M";
@@ -44,8 +44,8 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .boot()
 }
 
-/// Like [`two_sockets`], but without hotpluggable DRAM, so that the policy's first decision is to
-/// plug PM. The policy considers each node.
+/// Same as [`two_sockets`], but without hotpluggable DRAM, so that the policy's first decision is
+/// to plug PM. The policy considers each node.
 fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
     Guest::builder()
         .cpus(2)
@@ -101,13 +101,13 @@ fn tiers(guest: &Guest) -> Result<Vec<String>> {
     Ok(guest.run(script)?.lines().map(str::to_owned).collect())
 }
 
-/// Returns the setting for demotion, which the agent controls.
+/// Returns true if demotion is enabled. The agent controls this setting.
 fn is_demotion_on(guest: &Guest) -> Result<bool> {
     Ok(guest.run("cat /sys/kernel/mm/numa/demotion_enabled")?.trim() == "true")
 }
 
-/// Nodes that reclaim of `node` may demote to, in the order of preference, from the last line that
-/// the kernel has logged (mm/memory-tiers.c, dump_demotion_targets).
+/// Returns the nodes that reclaim of `node` may demote pages to, in order of preference. They are
+/// taken from the last such line in the kernel log (mm/memory-tiers.c, dump_demotion_targets).
 fn demotion_targets(guest: &Guest, node: u32) -> Result<String> {
     let script = format!("dmesg | sed -n 's/.*Demotion targets for Node {node}: //p' | tail -n 1");
     Ok(guest.run(&script)?.trim().to_owned())
@@ -138,7 +138,7 @@ fn are_seen(
             ("node3/distance", "28 17 28 10"),
         ],
     )?;
-    // 1. Each zone's memory is in its node and in no other.
+    // 1. The memory of each zone is in the zone's node and in no other node.
     for ((id, mib, node), before) in PLUGGED.into_iter().zip([dram[0] - 128, dram[1], 0, 0]) {
         let after = node_mib(&guest, node)?;
         ensure!(
@@ -146,7 +146,7 @@ fn are_seen(
             "{id}: node {node} had {before} MiB and has {after} MiB with {mib} MiB plugged"
         );
     }
-    // 2. Latencies and bandwidths of the HMAT from the near node.
+    // 2. Latencies and bandwidths in the HMAT, as seen from the near node.
     for (node, near, read_ns, write_ns, mb_per_s) in [
         (0, 0, 90, 86, 40_000),
         (1, 1, 90, 86, 40_000),
@@ -168,13 +168,13 @@ fn are_seen(
             "Node {node} has the nearest initiators {initiators:?}"
         );
     }
-    // 3. Tiers.
+    // 3. Memory tiers.
     let tiers = tiers(&guest)?;
     ensure!(
         tiers == tiers_of_the_kernel,
         "The memory tiers are {tiers:?} instead of {tiers_of_the_kernel:?}"
     );
-    // 4. Reclaim may demote pages of DRAM to PM.
+    // 4. Reclaim may demote pages from DRAM to PM.
     guest
         .wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
     for (node, expected) in (0..).zip(targets_of_the_kernel) {
@@ -190,16 +190,16 @@ fn guest_sees_two_sockets_with_pm_each_on_6_12() -> Result<()> {
     are_seen(Kernel::V6_12, &["0-1", "2", "3"], targets)
 }
 
-/// 6.1 shows the latencies and bandwidths. Its tiers only follow drivers, and virtio-mem sets none,
-/// so demotion has no target.
+/// Linux 6.1 shows the latencies and bandwidths. Its memory tiers depend only on drivers, and
+/// virtio-mem does not set a tier, so demotion has no target.
 fn guest_sees_two_sockets_with_pm_each_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
-/// A load on the CPU of node 1 allocates from node 1 first, which has half the memory of node 0.
-/// Node 1 therefore runs short, and PM near it is plugged first.
+/// A load on the CPU of node 1 first allocates memory from node 1, which has half the memory of
+/// node 0. Node 1 therefore runs short first, and the PM near it must be plugged first.
 fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
-    /// More than the memory of node 1, and less than that of both.
+    /// Size that exceeds the memory of node 1, but not that of both nodes.
     const LOAD_MIB: u64 = 320;
     let pool = Pool::create("1G")?;
     let guest = two_sockets_short_of_dram(&pool)?;

@@ -1,4 +1,4 @@
-//! Several NVDIMMs in one VM, as seen by the guest's own tools.
+//! Tests of several NVDIMMs in one VM, with the guest's own tools.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ guest_tests::tests![
     maximum_number_of_nvdimms_is_found: 600 (extended),
 ];
 
-/// Sizes of the NVDIMMs, which identify them.
+/// Sizes of the NVDIMMs. They differ, so that a size identifies an NVDIMM.
 const SIZES_MIB: [u64; 4] = [24, 20, 32, 28];
 const MIB: u64 = 1 << 20;
 
@@ -56,7 +56,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     let guest = guest_with_nvdimms(&pool).kernel(kernel).boot()?;
     wait_for_disks(&guest, SIZES_MIB.len())?;
 
-    // 1. Each has a region, in the order of the flags, and a DIMM.
+    // 1. Each NVDIMM has a region, in the order of the flags, and a DIMM.
     let regions = ndctl(&guest, "-R")?;
     let regions = by_name(&regions);
     ensure!(regions.len() == SIZES_MIB.len(), "{regions:?}");
@@ -70,7 +70,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
         ensure!(region["available_size"] == 0, "Region {number} has space left: {region}");
     }
 
-    // 2. Every namespace covers its region, with the pool's BTT.
+    // 2. Every namespace covers its region and has the pool's BTT.
     let namespaces = ndctl(&guest, "-N")?;
     for (number, namespace) in (0..).zip(&by_name(&namespaces)) {
         let (name, namespace) = namespace;
@@ -82,7 +82,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     }
     ensure!(namespaces.len() == SIZES_MIB.len(), "{namespaces:?}");
 
-    // 3. DIMMs have a health and a handle each, and no labels.
+    // 3. Each DIMM has a health and a handle, and no DIMM has labels.
     let dimms = ndctl(&guest, "-DH")?;
     ensure!(dimms.len() == SIZES_MIB.len(), "{dimms:?}");
     let mut handles: Vec<_> = dimms.iter().filter_map(|dimm| dimm["handle"].as_u64()).collect();
@@ -95,7 +95,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
         guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
     ensure!(labels.stdout.trim() == "0", "The DIMMs have labels: {labels:?}");
 
-    // 4. They are distinct, and keep the written data.
+    // 4. The NVDIMMs are distinct, and keep the written data.
     for number in 0..SIZES_MIB.len() {
         guest.run_within(
             IO_LIMIT,
@@ -113,7 +113,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// `memory::layout::MAX_NVDIMMS` of the VMM.
+/// Value of `memory::layout::MAX_NVDIMMS` in the VMM.
 const MOST: usize = 64;
 
 fn maximum_number_of_nvdimms_is_found() -> Result<()> {
@@ -145,8 +145,8 @@ fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     pool.check().map(drop)
 }
 
-/// A failed flush of an NVDIMM would pause the VM, but one of a virtio-pmem device on the same pool
-/// does not. The NVDIMM then reports critical health.
+/// A failed flush of an NVDIMM would pause the VM. A failed flush of a virtio-pmem device on the
+/// same pool does not, but the NVDIMM then reports critical health.
 fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
@@ -170,7 +170,7 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     };
     ensure!(health()? == "ok", "{}", health()?);
     room.fill_up()?;
-    // The NVDIMM's region is that of the NFIT. The writes go to the other disk.
+    // The NFIT describes the NVDIMM's region. The writes go to the other disk.
     let find = "for region in /sys/bus/nd/devices/region*; do \
         case $(readlink -f $region) in *virtio*) echo /dev/pmem${region##*region}s ;; esac; done";
     let disk = guest.run(find)?;

@@ -1,4 +1,4 @@
-//! `--pmem`: a file or device of the host as persistent memory, as in Cloud Hypervisor.
+//! Tests of `--pmem`: a file or device of the host as persistent memory, as in Cloud Hypervisor.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -22,7 +22,7 @@ guest_tests::tests![
     pmem_may_be_a_devdax_device (extended),
 ];
 
-/// Creates a file in which every MiB begins with a text.
+/// Creates a file in which every MiB begins with `text`.
 pub(crate) fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join(name);
@@ -91,7 +91,7 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
         ensure!(line(guest, "/dev/pmem0", 1)? == text, "{text} does not see its own writes");
         guest.no_kernel_complaints()?;
     }
-    // No other VM may write to it.
+    // While it is read, no other VM may write to it.
     let writer = guest_with(&format!("file={}", path.display()));
     let refusal = writer.name("writer").expect_refusal()?;
     ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
@@ -103,7 +103,7 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
     Ok(())
 }
 
-/// A volume first, then two files, a block device and an unnamed file, of different sizes.
+/// Uses one volume, followed by two files, a block device and an unnamed file. All sizes differ.
 fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     let dir = this_tests_dir();
     let unnamed = dir.join("unnamed");
@@ -147,7 +147,8 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
         metrics.value("foreshore_pmem_info", &durability)? == 1.0,
         "The metrics have a wrong durability"
     );
-    // A file in a directory has no name. The next boot uses the same file.
+    // If a directory is given, the file has no name. The next boot of the VM must use the same
+    // file.
     ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
     guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;
     guest.reboot_from_inside()?;

@@ -1,5 +1,5 @@
-//! Policies of the papers in an unpatched guest. Like the policies, the agent watches free memory,
-//! which page cache occupies while available memory stays the same.
+//! Tests of the papers' policies with an unpatched guest. The policies and the agent watch free
+//! memory. Page cache uses up free memory while available memory remains the same.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,23 +21,23 @@ use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 guest_tests::tests![tables_are_followed_while_page_cache_fills_free_memory: 400 (extended)];
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// Time for a shrink, which waits for cool-downs.
+/// Time for a shrink, including cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 const PM_MIB: u64 = 640;
-/// More than the remaining DRAM, and less than the amount of a row.
+/// Size of a load that exceeds the remaining DRAM but not the amount in a row.
 const LOAD_MIB: u64 = 250;
-/// Number of reports below the agent's watermark that show the policy's behavior.
+/// Number of reports below the agent's watermark that are sufficient to show the policy's behavior.
 const LOOKED_AT: u64 = 6;
 
-/// Input of the tables: the guest's watermarks, summed over the zones of its DRAM.
+/// Input of the tables: the guest's watermarks, added up over the zones of its DRAM.
 #[derive(Debug)]
 struct Marks {
     min: u64,
     low: u64,
     high: u64,
     dram: u64,
-    /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo), and that the
-    /// tables do not count.
+    /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo). The tables do
+    /// not include it.
     reserve: u64,
 }
 
@@ -64,7 +64,7 @@ impl Marks {
         }
     }
 
-    /// Reads the zones after the agent has set the reserve for all PM that can be plugged.
+    /// Reads the zones after the agent has set the reserve for all hotpluggable PM.
     fn with_reserve(guest: &Guest) -> Result<Self> {
         let mut marks = Self::read(guest)?;
         guest.wait_until("the agent has set the reserve", LIMIT, || {
@@ -90,7 +90,7 @@ impl Row {
 struct Paper {
     policy: &'static str,
     params: Value,
-    /// Rows of its table, from the highest free memory to the lowest.
+    /// Returns the rows of the policy's table, from the highest free memory to the lowest.
     rows: fn(&Marks) -> Vec<Row>,
     gives_back: &'static str,
 }
@@ -105,18 +105,18 @@ fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
     Ok(decisions)
 }
 
-/// Free memory on which a decision is based.
+/// Returns the free memory on which a decision was based.
 fn free_bytes(decision: &Value) -> Result<u64> {
     let bytes = decision["input"]["report"]["free_bytes"].as_u64();
     bytes.with_context(|| format!("The decision has no input: {decision}"))
 }
 
-/// Reads a file in the guest until `free_bytes` of memory are free. The file is a hole, so reading
-/// is fast.
+/// Reads a file in the guest until only `free_bytes` of memory are free. The file is a hole, so
+/// reading is fast.
 struct Cache(Script);
 
 impl Cache {
-    /// Opens the file. Each read continues after the previous one.
+    /// Opens the file. Each read continues where the previous one ended.
     fn open(guest: &Guest) -> Result<Self> {
         guest.run(
             "grep -q /mnt /proc/mounts || { mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt; }",
@@ -153,7 +153,7 @@ fn tables_are_followed_while_page_cache_fills_free_memory() -> Result<()> {
         .memory("size=256M")
         .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
         .argument("--disk", &format!("path={}", disk.display()))
-        // Huge pages would move the watermarks. The agent enables them in a guest that has grown.
+        // Huge pages would change the watermarks. The agent enables them in a guest that has grown.
         .cmdline("transparent_hugepage=never foreshore.zram=64M")
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
@@ -209,18 +209,18 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let set = |change: Value| guest.put("vm.pressure", change);
     let decide = || set(json!({ "policy": paper.policy, "params": paper.params, "dry_run": true }));
     let (off, before) = (json!({ "policy": "off" }), decisions_total(guest)?);
-    // 1. Above the first border, no PM is plugged.
+    // 1. Above the first threshold, no PM is plugged.
     decide()?;
     guest.wait_until("the guest has enough memory", LIMIT, || {
         Ok(decisions(guest, before, "hold")?.iter().any(|decision| decision["reason"] == "enough"))
     })?;
     let early = decisions(guest, before, "grow")?;
     ensure!(early.is_empty(), "The governor grew the guest without a shortage: {early:?}");
-    // 2. Each row leads to the decision of the table. In a dry run it has no effect, so free memory
-    //    stays in the row.
+    // 2. In each row, the decision is the one in the table. The dry run has no effect on memory, so
+    //    free memory remains in the row.
     let mut cache = Cache::open(guest)?;
     for row in &rows {
-        // Reports received meanwhile may mix two states.
+        // Reports received in the meantime may contain a mix of two states.
         set(off.clone())?;
         cache.read_until(guest, row.middle() + marks.reserve)?;
         let before = decisions_total(guest)?;
@@ -255,7 +255,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         details["watermark_of"]
     );
     ensure!(zone(guest, "pm")?.requested_bytes == 0, "A dry run requested PM");
-    // 3. Without the dry run, the amount of the last row is plugged.
+    // 3. Without a dry run, the amount of the last row is plugged.
     let before = decisions_total(guest)?;
     set(json!({ "dry_run": false }))?;
     guest.wait_until("PM is plugged", LIMIT, || {
@@ -265,7 +265,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         Ok(decisions(guest, before, "grow")?.iter().any(grown))
     })?;
     let top = zone(guest, "pm")?.plugged_bytes;
-    // 4. The PM is used, freed and then unplugged.
+    // 4. The PM is used, freed, and then unplugged.
     let hog = guest.hog(LOAD_MIB, LIMIT)?;
     let used = zone(guest, "pm")?.resident_bytes;
     println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
@@ -285,8 +285,8 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     wait_until_plugged(guest, "pm", 0, SHRINK_LIMIT)
 }
 
-/// Below the watermark of free memory, the agent gave that cause in every report, independent of
-/// available memory.
+/// Checks that every report below the watermark of free memory was sent for that reason, whatever
+/// the amount of available memory.
 fn was_reported_at_once(trace: &std::path::Path) -> Result<()> {
     let trace = Trace::read(BufReader::new(File::open(trace)?))?;
     let mut causes: BTreeMap<String, u32> = BTreeMap::new();

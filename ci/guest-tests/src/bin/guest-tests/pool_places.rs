@@ -1,5 +1,5 @@
-//! Durability and behavior of a pool on each kind of media: tmpfs, file systems with and without
-//! DAX, block devices and devdax.
+//! Tests of durability and behavior of pools on all kinds of media: tmpfs, file systems with and
+//! without DAX, block devices and devdax.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -37,9 +37,9 @@ guest_tests::tests![
     a_guest_has_memory_and_a_volume_on_devdax: 300,
 ];
 
-/// Blank persistent memory as a block device.
+/// Unused persistent memory as a block device.
 const PMEM: &str = "/dev/pmem1";
-/// Blank persistent memory as devdax.
+/// Unused persistent memory as devdax.
 pub(crate) const DEVDAX: &str = "/dev/dax2.0";
 
 struct Expected {
@@ -55,7 +55,7 @@ fn dax_sync() -> Expected {
     Expected { durability: "dax-sync", thin: false }
 }
 
-/// Erases and returns a persistent memory device of the emulated host.
+/// Erases a persistent memory device of the emulated host, and returns its path.
 pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
@@ -67,8 +67,8 @@ pub(crate) fn blank(device: &str) -> Result<PathBuf> {
         ));
     }
     if device == DEVDAX {
-        // devdax does not support write(). The library's own functions erase all of it, because a
-        // pool without superblocks still counts as one.
+        // devdax does not support write(). The library's own functions erase the whole device. A
+        // pool without superblocks would still be recognized as a pool.
         let node = File::options().read(true).write(true).open(&path)?;
         let len_bytes = media::len_bytes(&node)?;
         FileMedia::new(node, len_bytes, true)?.erase(std::slice::from_ref(&(0..len_bytes)))?;
@@ -84,7 +84,7 @@ pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Checks that pmvol fails with an error that contains all words.
+/// Checks that pmvol fails with an error that contains all `words`.
 pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     match pmvol(arguments) {
         Ok(output) => anyhow::bail!("pmvol {} did not fail: {output}", arguments.join(" ")),
@@ -97,7 +97,7 @@ pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     }
 }
 
-/// Process `pool-hold`, which runs until killed.
+/// Process `pool-hold`, which runs until it is killed.
 struct Holder(Child);
 
 impl Holder {
@@ -119,7 +119,7 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // An error is ignored, because the process may have ended already.
+        // An error is ignored, because the process may already have ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -129,7 +129,7 @@ fn open(pool: &Pool) -> Result<Arc<pmem_volume::Pool>> {
     Ok(pmem_volume::Pool::open(pool.path(), OpenMode::ReadWrite)?)
 }
 
-/// Lends all free chunks of the pool, and checks that they read as zeros.
+/// Lends all free chunks in the pool, and checks that they read as zeros.
 fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     let open = open(pool)?;
     open.scrub_all()?;
@@ -145,8 +145,8 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     Ok(open.scrub_all()?)
 }
 
-/// Checks the operations of a pool: volumes are created, changed and deleted, memory of a dead
-/// holder is erased, and the pool grows. Leaves a pool without volumes.
+/// Tests the operations of a pool: volumes are created, changed and deleted, memory of a dead
+/// holder is erased, and the pool grows. The pool has no volumes at the end.
 fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()>) -> Result<()> {
     let name = &pool.name();
     let info = pool.info()?;
@@ -154,7 +154,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
         info["durability"] == expected.durability && info["thin"] == expected.thin,
         "Unexpected information: {info}"
     );
-    // 1. Volumes.
+    // 1. Volumes are created.
     let open = open(pool)?;
     open.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt)?;
     open.create_volume("raw", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw)?;
@@ -172,7 +172,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     );
     refused(&["volume", "delete", name, "raw"], &[&holder.pid()])?;
     drop(holder);
-    // 3. The memory has been erased, and the volumes are unchanged.
+    // 3. The memory must have been erased, and the volumes must be unchanged.
     free_chunks_are_zero(pool)?;
     ensure!(
         pool.check()?.ends_with("clean\n"),
@@ -198,7 +198,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     Ok(())
 }
 
-/// Runs [`serves`] on a file, which can grow by itself.
+/// Runs [`serves`] on a pool file, which can grow by itself.
 fn serves_in_file(dir: &Path, flags: &[&str], expected: &Expected) -> Result<Pool> {
     let pool = Pool::at(dir);
     pmvol(&[&["create", &pool.name(), "--size", "64M"], flags].concat())?;
@@ -238,7 +238,7 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
         "The free pool occupies {} bytes",
         pool.occupied_bytes()?
     );
-    // On a full disk, only operations that store new data fail.
+    // When the disk is full, only operations that store new data may fail.
     let filler = disk.dir().join("filler");
     fill_up(&filler)?;
     let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
@@ -247,7 +247,7 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
     free_chunks_are_zero(&pool)?;
     pmvol(&create)?;
     ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
-    // The pool may exceed the disk, because chunks take space only when used.
+    // The pool may be larger than the disk, because chunks take up space only when they are used.
     pmvol(&["grow", &pool.name(), "--size", "1G"])?;
     ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
     Ok(())
@@ -301,7 +301,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
         "The pool does not cover the device: {}",
         pool.info()?
     );
-    // An existing pool on the device is detected and not overwritten without `--force`.
+    // A pool on the device must be detected, and must not be overwritten without `--force`.
     refused(&["create", &pool.name()], &["already has a pool", "--force"])?;
     disk.lengthen(32)?;
     refused(&["info", &pool.name()], &["cut short", "33554432", "100663296"])
@@ -327,17 +327,17 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     pmvol(&["repair", &pool.name()]).map(drop)
 }
 
-/// Free bytes of a file system that an unprivileged user may use.
+/// Returns the free bytes that an unprivileged user may use on a file system.
 fn free_bytes(dir: &Path) -> Result<u64> {
     let stat = rustix::fs::statvfs(dir)?;
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
-/// Fills a file system until slightly more than `bytes` are free.
+/// Fills a file system until only slightly more than `bytes` are free.
 fn leave_free(dir: &Path, bytes: u64) -> Result<()> {
     let mut filler = File::options().create(true).append(true).open(dir.join("filler"))?;
     let block = vec![0xff; 4096];
-    // The file system's metadata takes space as well, so the last steps are small.
+    // The file system's metadata also takes up space, so the last steps are small.
     while free_bytes(dir)? > bytes + 16384 {
         for _ in 0..(free_bytes(dir)? - bytes).saturating_sub(256 << 10).div_ceil(4096).max(1) {
             filler.write_all(&block)?;
@@ -357,8 +357,8 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Two cases of creation and growth each: a size that obviously does not fit, and one for which
-/// only the last blocks are missing.
+/// Tests creation and growth in two cases each: with a size that obviously does not fit, and with a
+/// size for which only the last blocks are missing.
 fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<()> {
     let disk = Disk::create_with(FileSystem::Ext4ByBlocks, 48, 64)?;
     let pool = Pool::at(disk.dir());
@@ -390,7 +390,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
             free_bytes(disk.dir())?
         );
         ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
-        // Only sequence numbers and checksums of the superblocks may differ.
+        // Only the sequence numbers and checksums of superblocks may have changed.
         let after = fs::read(pool.path())?;
         let differ = before.len() != after.len()
             || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
@@ -404,8 +404,8 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     Ok(())
 }
 
-/// A guest uses memory and a volume of the pool and is killed. The volume is consistent, and
-/// nothing of the memory is left.
+/// A guest that uses memory and a volume of the pool is killed. The volume must be consistent, and
+/// no content of the memory may remain.
 fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     pool.create_volume("data", "24M")?;
     let memory = format!("pool={},size=128M", pool.name());
@@ -414,7 +414,7 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         .pm_memory(&memory)
         .pm_volume(&format!("pool={},name=data,interface=nvdimm", pool.name()))
         .pressure("fixed,size=128M")
-        // The kernel's own memory cannot be in PM, so the kernel needs swap to make room.
+        // The kernel's own memory cannot be in PM. The kernel needs swap to make room for it.
         .cmdline("foreshore.zram=256M")
         .boot()?;
     wait_until_plugged(&guest, "pm", 128 * MIB, IO_LIMIT)?;
@@ -426,7 +426,7 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         (asked > 0.0) == hints && flushes(&guest, "error")? == 0.0,
         "The guest requested {asked} flushes"
     );
-    // More than the boot memory.
+    // The load exceeds the boot memory.
     let _hog = guest.hog(380, IO_LIMIT)?;
     ensure!(
         pool.info()?["memory_bytes"] == 128 * MIB,

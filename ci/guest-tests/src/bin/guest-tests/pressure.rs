@@ -1,5 +1,5 @@
-//! Memory pressure of a guest: the governor plugs memory on a shortage and unplugs it afterwards,
-//! without requests by a client.
+//! Tests of memory pressure in a guest: the governor must plug memory on a shortage and unplug it
+//! afterwards, without requests from a client.
 
 use std::time::Duration;
 
@@ -25,9 +25,9 @@ guest_tests::tests![
     a_silent_agent_is_noticed: 240,
 ];
 
-/// Time for a decision and its execution, under emulation.
+/// Time for a decision and its execution under emulation.
 pub(crate) const GROW_LIMIT: Duration = Duration::from_secs(120);
-/// Time for a shrink. It is slow on purpose, with a cool-down before its steps.
+/// Time for a shrink. Shrinks are slow on purpose, and a cool-down precedes their steps.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
 fn guest_without_swap(pool: &Pool) -> GuestBuilder {
@@ -41,15 +41,15 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
     guest_without_swap(pool).cmdline("foreshore.zram=256M")
 }
 
-/// Fills guest memory with incompressible data. True if all of it could be held.
+/// Fills guest memory with incompressible data. Returns true if the guest held all of it.
 pub(crate) fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let held = hog.wait_for_line(&format!("held {mib}")).is_ok();
     Ok((hog, held))
 }
 
-/// Makes psi shrink without the default waits, for guests that have reached their size. Unit tests
-/// cover the waits.
+/// Makes psi shrink without the default delays, for guests that have already grown. Unit tests
+/// cover the delays.
 fn give_back_soon(guest: &Guest) -> Result<()> {
     let soon = json!({ "params": { "idle": "1s" }, "rules": { "cool_down": "1s", "shrink_interval": "100ms" } });
     guest.put("vm.pressure", soon).map(drop)
@@ -106,7 +106,7 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, this load must not fit.
+/// Counterpart: without the governor, the same load must not fit into memory.
 fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -117,18 +117,18 @@ fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     Ok(())
 }
 
-/// Result of filling guest memory slowly.
+/// Result of a load that grows slowly.
 struct Ramp {
     held: bool,
-    /// Pages that kswapd has scanned for reclaim.
+    /// Number of pages that kswapd has scanned for reclaim.
     scanned_by_kswapd: u64,
-    /// Pages that allocating tasks have scanned.
+    /// Number of pages that allocating tasks have scanned themselves.
     scanned_directly: u64,
     swapped_out: u64,
 }
 
 impl Ramp {
-    /// Allocates as much as [`fill`] in the other tests, which exceeds DRAM, in half a minute.
+    /// In half a minute, allocates as much as [`fill`] in the other tests. This exceeds DRAM.
     fn climb(guest: &Guest) -> Result<Self> {
         const COUNTERS: [&str; 3] = ["pgscan_kswapd", "pgscan_direct", "pswpout"];
         let count =
@@ -146,7 +146,8 @@ impl Ramp {
     }
 }
 
-/// The governor must be faster than kswapd, which would also reclaim page cache in use, and swap.
+/// The governor must be faster than kswapd, which would also reclaim page cache that is in use, and
+/// swap.
 fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
@@ -160,7 +161,7 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, kswapd must have to reclaim for this load.
+/// Counterpart: without the governor, kswapd must have to reclaim memory for this load.
 fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -173,7 +174,7 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     Ok(())
 }
 
-/// A program that allocates 100 MB/s endlessly is not killed while PM is left.
+/// A program that allocates 100 MB/s endlessly must not be killed before all PM has been plugged.
 fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_without_swap(&pool).pressure("psi").boot()?;
@@ -182,7 +183,7 @@ fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     while let Some(line) = leak.next_line() {
         held = line;
     }
-    // There is no shrink within 5 s after a grow.
+    // For 5 s after a grow, there is no shrink.
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     let end = leak.finish()?;
     ensure!(end.code == 137, "The leak was not killed: {end:?}");
@@ -202,7 +203,7 @@ fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     Ok(())
 }
 
-/// Guest without hotpluggable DRAM. PM serves only programs.
+/// Guest without hotpluggable DRAM. PM can only be used by programs.
 fn guest_of_fixed_dram(pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .cpus(2)
@@ -212,8 +213,8 @@ fn guest_of_fixed_dram(pool: &Pool) -> GuestBuilder {
         .pressure("psi")
 }
 
-/// Writes a file to a tmpfs, so that no process is an OOM victim for it. True if all of it was
-/// written.
+/// Writes a file to a tmpfs, so that no process is an OOM victim because of its size. Returns true
+/// if the whole file was written.
 fn write_to_memory(guest: &Guest, mib: u64) -> Result<bool> {
     let write = format!(
         "mkdir -p /run/load && mount -t tmpfs -o size=2G load /run/load && \
@@ -223,10 +224,11 @@ fn write_to_memory(guest: &Guest, mib: u64) -> Result<bool> {
     Ok(written.trim().parse::<u64>()? == mib * MIB)
 }
 
-/// Logged when no 2 MiB of DRAM are left for page descriptors (mm/sparse-vmemmap.c).
+/// Message that is logged when no 2 MiB of DRAM are left for page descriptors
+/// (mm/sparse-vmemmap.c).
 const NO_ROOM_FOR_DESCRIPTORS: &str = "vmemmap alloc failure";
 
-/// Counts that stay 0 while a guest's kernel has DRAM.
+/// Counters that remain 0 while the guest's kernel has enough DRAM.
 fn signs_of_shortage(guest: &Guest) -> Result<Vec<(&'static str, u64)>> {
     let failures = guest.console_log()?.matches(NO_ROOM_FOR_DESCRIPTORS).count();
     let mut counts = vec![(NO_ROOM_FOR_DESCRIPTORS, failures as u64)];
@@ -239,29 +241,29 @@ fn signs_of_shortage(guest: &Guest) -> Result<Vec<(&'static str, u64)>> {
 fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).kernel(kernel).boot()?;
-    // The load is twice as large as DRAM, and leaves none for page tables, descriptors, stacks and
-    // slabs.
+    // The load is twice as large as DRAM. It would leave no DRAM for page tables, page descriptors,
+    // stacks and slabs.
     ensure!(write_to_memory(&guest, 700)?, "The guest did not write all data");
     let pm = zone(&guest, "pm")?;
     ensure!(pm.plugged_bytes >= 384 * MIB, "The data fit with {} bytes of PM", pm.plugged_bytes);
     for (counter, count) in signs_of_shortage(&guest)? {
         ensure!(count == 0, "{counter} is {count}");
     }
-    // All movable memory can be unplugged again.
+    // It must be possible to unplug all movable memory again.
     guest.run("umount /run/load")?;
     wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
 }
 
-/// Returns true if a kernel has logged that it ran out of memory: it killed a process, or found
-/// none to kill (mm/oom_kill.c).
+/// Returns true if the kernel has logged that it ran out of memory. It then killed a process, or
+/// found none to kill (mm/oom_kill.c).
 fn has_run_out(console: &str) -> bool {
     ["Out of memory", "Killed process", "System is deadlocked on memory"]
         .iter()
         .any(|said| console.contains(said))
 }
 
-/// Counterpart: without a reserve for the kernel, this load must show a shortage.
+/// Counterpart: without a reserve for the kernel, this load must cause a shortage.
 fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;
@@ -273,7 +275,7 @@ fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
                 "The load fit without a sign of a shortage"
             );
         }
-        // In the worst case the guest panics and cannot answer.
+        // In the worst case, the guest panics and cannot respond.
         Err(error) => {
             ensure!(
                 has_run_out(&guest.console_log()?),

@@ -1,5 +1,5 @@
-//! Reliability of the governor: with an agent that is stopped or killed, or that floods or sends
-//! false reports, on a busy host, and with a guest that cannot unplug or cannot plug.
+//! Tests the reliability of the governor: the agent is stopped, killed, floods the VMM or sends
+//! false reports, the host is busy, or the guest cannot plug or unplug.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ guest_tests::tests![
 ];
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// Time for a shrink, which waits for cool-downs and pauses.
+/// Time for a shrink, including cool-downs and pauses.
 const SHRINK_LIMIT: Duration = Duration::from_secs(400);
 
 fn small_guest(pool: &Pool) -> GuestBuilder {
@@ -36,10 +36,10 @@ fn refused(guest: &Guest, reason: &str) -> Result<f64> {
     Ok(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &[("reason", reason)]))
 }
 
-/// PM of the guest whose agent is replaced. psi requests more for a load that grows faster, and a
-/// fast host must leave something for the later steps.
+/// PM of the guest whose agent is replaced. psi requests more memory for a load that grows faster,
+/// and on a fast host some must be left for the later steps.
 const LARGE_PM_MIB: u64 = 1024;
-/// Largest sum of the zones of that guest.
+/// Largest total size of that guest's zones.
 const ALL: u64 = (128 + LARGE_PM_MIB) * MIB;
 
 fn requested_bytes(guest: &Guest) -> Result<u64> {
@@ -54,10 +54,10 @@ fn reports(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_pressure_reports_total", &[])
 }
 
-/// First message of an agent.
+/// First message from an agent.
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
-/// Report of a guest that has no memory left. `seq` counts from 1.
+/// False report that claims that the guest has no memory left. `seq` starts at 1.
 fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
     let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
     let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
@@ -71,8 +71,8 @@ fn uptime_ms(guest: &Guest) -> Result<u64> {
     Ok((uptime_s * 1000.0) as u64)
 }
 
-/// Actual memory of the guest, for false reports that are otherwise plausible. Plugged memory that
-/// is not online would count as in progress.
+/// Returns the guest's actual memory, for false reports that are otherwise plausible. The VMM
+/// treats plugged memory that is missing from a report as not yet online.
 fn total_bytes(guest: &Guest) -> Result<u64> {
     let kib: u64 = guest.run("awk '/^MemTotal:/ { print $2 }' /proc/meminfo")?.trim().parse()?;
     Ok(kib * 1024)
@@ -81,15 +81,15 @@ fn total_bytes(guest: &Guest) -> Result<u64> {
 fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("2G")?;
-    // With a swap that must stay unused.
+    // The guest has swap that must remain unused.
     let guest =
         guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
     for zone in pressure(&guest)?["zones"].as_array().context("vm.pressure has no zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not ready: {zone}");
     }
-    // 1. Every vCPU is busy, and so is a host with one CPU. The guest still gets memory before it
-    //    would swap.
+    // 1. All vCPUs are busy, and so is a host with one CPU. The guest must still get memory before
+    //    it swaps.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
     let hog = guest.hog(512, LIMIT)?;
     let grown = |decision: &Value| {
@@ -101,16 +101,17 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     ensure!(swapped == 0, "{swapped} pages were swapped out");
     drop((busy, hog));
     // From here on, a guest without reports gets no memory. Otherwise the rule for a lost agent
-    // could request everything, and the reports below would find nothing left to request.
+    // could request all memory, and nothing would be left to request for the reports below.
     guest.put("vm.pressure", json!({ "rules": { "lost_steps": 0 } }))?;
     // 2. The agent is stopped and then killed.
     guest.run("killall -STOP foreshore-agent")?;
     wait_for_agent(&guest, "silent")?;
     guest.run("killall -KILL foreshore-agent")?;
     wait_for_agent(&guest, "gone")?;
-    // 3. Another program floods in its place. Only one agent can be connected, so no agent can
-    //    report in addition. The flood contains one report of a guest that is short of memory. It
-    //    leads to a decision while the flood continues, which lasts until it is ended.
+    // 3. Another program floods the VMM instead of the agent. Only one agent can be connected, so
+    //    no other agent can send reports at the same time. The flood contains one report of a guest
+    //    that is short of memory. It must lead to a decision while the flood continues. The flood
+    //    continues until it is ended.
     let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
     let left = ALL - requested_bytes(&guest)?;
     println!("{} MiB can still be requested", left / MIB);
@@ -134,16 +135,19 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
         "The metrics do not count the lines before the report"
     );
     guest.wait_until("the flood continues", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
-    // The connection ends with its sender. Lines are long, so that few of them are in transit.
+    // The connection ends when the sender is killed. Lines are long, so that few of them are in
+    // transit.
     guest.run("killall yes")?;
     drop(flood);
     wait_for_agent(&guest, "gone")?;
-    // Memory that is being plugged would count for the next reports as well.
+    // Memory that is still being plugged would also be included in decisions about the next
+    // reports.
     guest.wait_until("the grow has ended", LIMIT, || {
         Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
     })?;
-    // 4. False reports of a guest without available memory. They lead to all memory of the zones,
-    //    and no more. A report of more memory than possible is refused and counted.
+    // 4. False reports claim that the guest has no available memory. They lead to requests for all
+    //    memory of the zones, but not for more. A report of more memory than possible is refused
+    //    and counted.
     let requested = requested_bytes(&guest)?;
     let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
     let (uptime_ms, total_bytes) = (uptime_ms(&guest)?, total_bytes(&guest)?);
@@ -174,7 +178,7 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     let plan = "foreshore_pressure_report_to_plan_seconds";
     let count = metrics.value(&format!("{plan}_count"), &[])?;
     let quick = metrics.value(&format!("{plan}_bucket"), &[("le", "0.001")])?;
-    // The time is only logged and not checked.
+    // The time is only logged. It is not checked.
     println!("{quick} of {count} lines of the agent took less than 1 ms from report to plan");
     guest.no_kernel_complaints()
 }
@@ -191,7 +195,7 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     let top = zone(&guest, "pm")?.plugged_bytes;
     ensure!(top >= 128 * MIB, "Only {top} bytes of PM are plugged");
     drop(hog);
-    // The next load also fills PM, and pins some of it.
+    // The next load also fills PM and pins some of it.
     let mut pins = guest.start_script(LIMIT, "exec guest-tool pin 560")?;
     pins.wait_for_line("pinned")?;
     let tried = |decision: &Value| {
@@ -207,10 +211,10 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Takes and keeps the memory that the guest's kernel has left for page descriptors.
+/// Takes the memory that the guest's kernel has left for page descriptors, and keeps it.
 fn dry(guest: &Guest) -> Result<Script> {
-    // Descriptors of a section are 2 MiB. If the guest has to kill a process for another reason, it
-    // selects one of the sleepers.
+    // The page descriptors of a section take 2 MiB. If the guest has to kill a process for another
+    // reason, it selects one of the sleepers.
     const DRY: &str = "for sleeper in 1 2 3 4 5 6 7 8; do
             (echo 1000 >/proc/self/oom_score_adj; exec sleep 1000000) &
         done
@@ -221,11 +225,11 @@ fn dry(guest: &Guest) -> Result<Script> {
 }
 
 fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
-    /// Number of reports that would each have led to a request.
+    /// Number of reports, each of which would otherwise lead to a request.
     const REPORTS: f64 = 20.0;
     let pool = Pool::create("1G")?;
-    // The VMM configures a movable part of DRAM for programs. The rest, which page descriptors come
-    // from, is full.
+    // The VMM makes a part of DRAM movable, for programs. Page descriptors come from the rest,
+    // which is full.
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=384M")
@@ -247,7 +251,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         "{} bytes are requested",
         pm.requested_bytes
     );
-    // A size requested by a client is also withheld.
+    // A size requested by a client must also be held back.
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 128 * MIB }))?;
     ensure!(
         zone(&guest, "pm")?.requested_bytes == 0,

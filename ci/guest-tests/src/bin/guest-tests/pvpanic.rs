@@ -27,7 +27,7 @@ fn guest_panic_is_an_event(kernel: Kernel) -> Result<()> {
     ensure!(driver.contains("0000:00:"), "The driver has no device: {driver}");
     let panics = || guest.metric("foreshore_guest_panics_total", &[("event", "panic")]);
     ensure!(panics()? == 0.0, "The metrics count a panic in advance");
-    // The guest does not restart after the panic, and its shell does not respond.
+    // The guest does not restart after a panic, and its shell does not respond.
     let _panicking = guest.start_script(LIMIT, "echo c >/proc/sysrq-trigger")?;
     guest.wait_until("the panic is counted", LIMIT, || Ok(panics()? == 1.0))?;
     guest.wait_until("the event is sent", LIMIT, || {

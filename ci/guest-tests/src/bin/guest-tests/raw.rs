@@ -1,5 +1,5 @@
-//! Raw volumes: plain bytes through virtio-pmem in any guest, and refused as an NVDIMM if a guest
-//! would be misled.
+//! Tests of raw volumes. Any guest may use their plain bytes through virtio-pmem. They are refused
+//! as NVDIMMs if a guest would wrongly assume that its data is durable.
 
 use anyhow::{Result, ensure};
 use guest_tests::guest::GuestBuilder;
@@ -17,7 +17,7 @@ guest_tests::tests![
     raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),
 ];
 
-/// Options of all raw volumes in these tests.
+/// Options that all raw volumes in these tests use.
 pub(crate) const RAW: &str = "format=raw,size=96M,create=on";
 
 /// Waits until the guest's driver has found the device.
@@ -30,7 +30,7 @@ pub(crate) fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
 
-/// Creates a pool on a disk whose image has room for `room_mib`.
+/// Creates a pool on a disk whose image has space for `room_mib`.
 pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;
@@ -38,8 +38,8 @@ pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     Ok((disk, pool))
 }
 
-/// Direct and buffered writers run concurrently, and each flushes. The device's thread serves the
-/// flushes.
+/// Direct and buffered writers run concurrently, and each of them flushes. The device's thread
+/// serves the flushes.
 fn holds(kernel: Kernel) -> Result<()> {
     let (_disk, pool) = pool_on_disk(1024)?;
     let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
@@ -50,7 +50,7 @@ fn holds(kernel: Kernel) -> Result<()> {
     );
     blocks::write(&guest, "/dev/pmem0", ["direct", "buffered", "buffered"], 3)?;
     blocks::check(&guest, "/dev/pmem0", 3)?;
-    // Three rounds of two buffered writers, each with an fdatasync at its end.
+    // Two buffered writers run three rounds each. Each round ends with an fdatasync.
     let done = flushes(&guest, "ok")?;
     ensure!(done >= 6.0, "Only {done} flushes");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
@@ -82,7 +82,7 @@ fn raw_flush_failures_are_errors() -> Result<()> {
         output.stderr
     );
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
-    // The data is lost, so the next flush must not succeed.
+    // The data has been lost, so the next flush must not succeed.
     ensure!(write(0, 1)?.code != 0, "A flush succeeded after a failed flush");
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
@@ -97,7 +97,7 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     let config = guest.get("vm.info")?["config"]["pm_volumes"][0].clone();
     ensure!(config["format"] == "raw", "Unexpected configuration in vm.info: {config}");
     guest.power_off()?;
-    // The other interface provides the same bytes.
+    // The other interface must provide the same bytes.
     let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 200 1 1")?;

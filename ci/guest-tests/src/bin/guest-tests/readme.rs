@@ -1,4 +1,4 @@
-//! Runs the commands of the section "Use it" of README.md.
+//! Runs the commands in the section "Use it" of README.md.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -13,12 +13,12 @@ guest_tests::tests![the_commands_under_use_it_run];
 
 const README: &str = include_str!("../../../../../README.md");
 const LIMIT: Duration = Duration::from_secs(60);
-/// Pool that the commands create.
+/// Path of the pool that the commands create.
 const POOL: &str = "/dev/shm/pool";
 const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 
-/// Commands without the lines that depend on the location of the clone: the build, and the paths of
-/// the programs, the kernel and the image.
+/// Returns the commands without the lines that depend on where the repository was cloned: the
+/// build, and the paths of the programs, the kernel and the image.
 fn commands() -> Result<(String, String)> {
     let (_, section) =
         README.split_once("\n## Use it\n").context("README.md has no section Use it")?;
@@ -50,7 +50,7 @@ impl Terminal {
         let guests = std::env::var("GUESTS").unwrap_or_else(|_| "/guests".to_owned());
         let file =
             File::create(output).with_context(|| format!("Cannot create {}", output.display()))?;
-        // The emulated host has wget of busybox and no curl.
+        // The emulated host has busybox' wget but not curl.
         let script = format!(
             "set -e\ncommand -v curl >/dev/null || curl() {{ wget -q -O - \"$2\"; }}\n{commands}"
         );
@@ -64,8 +64,8 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The VMM is a child of the shell and has been ended by its API, unless the shell failed
-        // before it started one.
+        // The VMM is a child of the shell, and a call of its API has ended it. It does not exist if
+        // the shell failed earlier.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

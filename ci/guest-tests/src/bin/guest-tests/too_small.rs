@@ -1,4 +1,5 @@
-//! Short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload needs.
+//! Short version of `ci/soak --only pressure`: the guest has half of the DRAM that its workload
+//! needs.
 
 use std::time::Duration;
 
@@ -16,13 +17,13 @@ guest_tests::tests![
 ];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
-/// DRAM in addition to the workload, for the guest's kernel and programs.
+/// DRAM for the guest's kernel and programs, in addition to the workload.
 const ROOM_MIB: u64 = 384;
 const SHARE_PERCENT: u64 = 50;
-/// Percentage of DRAM for the guest that swaps. With 50 % it would swap for a minute.
+/// DRAM of the swapping guest, as a percentage. With 50 %, it would swap for a minute.
 const SWAPPING_SHARE_PERCENT: u64 = 75;
 
-/// Prints the result, and returns the unmet conditions.
+/// Prints the result, and returns the conditions that do not hold.
 fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)> {
     let mib = |bytes: u64| bytes / MIB;
     println!(
@@ -41,8 +42,8 @@ fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)>
 
 fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let run = |name: &str, config: Config, dram_mib: u64| {
-        // The agent needs a vCPU of its own to be on time, because a fill occupies an emulated vCPU
-        // for hundreds of MiB.
+        // The agent needs its own vCPU to report in time. A fill occupies an emulated vCPU for
+        // hundreds of MiB.
         let size = GuestSize { cpus: 2, dram_mib };
         run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack)
             .with_context(|| name.to_owned())
@@ -51,7 +52,7 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let missed = unmet("DRAM alone", &alone, &alone);
     ensure!(alone.sum.is_some() && missed.is_empty(), "With DRAM alone: {missed:?}");
     let dram_mib = |percent: u64| (alone.peak_need_bytes / MIB * percent / 100).next_multiple_of(8);
-    // Unit tests cover the default waits before a shrink.
+    // Short delays before a shrink. Unit tests cover the default delays.
     let soon = Config::Policy("psi,idle=2s,cool_down=1s");
     let psi = run("psi", soon, dram_mib(SHARE_PERCENT))?;
     let missed = unmet("psi", &psi, &alone);
@@ -60,8 +61,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
         "With {} MiB of DRAM under psi: {missed:?}",
         dram_mib(SHARE_PERCENT)
     );
-    // Counterpart: the same conditions detect a guest that the governor does not grow, even with
-    // more DRAM.
+    // Counterpart: the same conditions must detect a guest that the governor does not grow, even if
+    // it has more DRAM.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
@@ -69,10 +70,10 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     Ok(())
 }
 
-/// In a guest without memory and swap, the OOM killer kills the programs of the load, and not the
-/// programs that report.
+/// In a guest without free memory and swap, the OOM killer must kill the load's programs instead of
+/// the programs that report.
 fn oom_killer_selects_the_load() -> Result<()> {
-    /// Time until a guest that swaps to its last page kills a process.
+    /// Time until a guest that swaps down to its last page kills a process.
     const LIMIT: Duration = Duration::from_secs(300);
     let guest = Guest::builder()
         .cpus(2)
@@ -92,7 +93,7 @@ fn oom_killer_selects_the_load() -> Result<()> {
         LIMIT,
         "test $(cat /proc/$(pidof foreshore-agent)/oom_score_adj) = -1000",
     )?;
-    // Compilers need memory in addition to their source, which is written first.
+    // Compilers need memory in addition to their source files, which are written first.
     for (load, mib, programs) in [
         ("redis", 400, &["redis-server", "guest-tool"][..]),
         ("compile", 180, &["tcc", "guest-tool"]),
@@ -102,7 +103,7 @@ fn oom_killer_selects_the_load() -> Result<()> {
         let end = guest.try_run(LIMIT, &format!("guest-tool load {load} {mib}"))?;
         ensure!(end.code != 0, "{load} fit into {mib} MiB: {end:?}");
         let log = guest.run("dmesg")?;
-        // mm/oom_kill.c: Out of memory: Killed process 197 (redis-server) total-vm:...
+        // Example from mm/oom_kill.c: Out of memory: Killed process 197 (redis-server) total-vm:...
         let killed = log.lines().filter_map(|line| {
             line.split_once("Killed process ")?
                 .1
@@ -128,7 +129,7 @@ fn oom_killer_selects_the_load() -> Result<()> {
             "! pidof redis-server tcc guest-tool",
         )?;
     }
-    // The next load removes the files that a killed one has left.
+    // The next load removes files left by a killed load.
     guest.run_within(LIMIT, "guest-tool load compile 30")?;
     guest.run("! grep /run/load /proc/mounts")?;
     Ok(())

@@ -1,7 +1,7 @@
-//! Crash consistency of sectors: after a kill at any moment, each sector is old or new, and flushed
-//! data is present.
+//! Tests of crash consistency: after a kill at any time, each sector has its old or its new
+//! content, and flushed data is not lost.
 //!
-//! These tests perform few rounds. `ci/soak` performs many.
+//! These tests run only a few rounds. `ci/soak` runs many.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ guest_tests::tests![
     kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long),
     kills_with_virtio_pmem_tear_nothing: 600 (long) =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem)),
-    // With virtio-blk the BTT is in the VMM, so a kill interrupts our engine.
+    // With virtio-blk, the BTT engine runs in the VMM, so a kill interrupts our engine.
     kills_with_virtio_blk_tear_nothing: 600 (long) =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
     kills_with_a_raw_device_tear_sectors: 400 (long),
@@ -30,7 +30,7 @@ guest_tests::tests![
 
 const KILLS: u32 = 6;
 
-/// Number of concurrent guests. Two CPUs boot two of them in the time of one.
+/// Number of concurrent guests. On two CPUs, two guests boot in the same time as one.
 const LANES: u64 = 2;
 
 fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
@@ -47,7 +47,7 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
     Ok(())
 }
 
-/// Each flush of the guest becomes a flush of the host's file system.
+/// Each flush in the guest causes a flush of the host's file system.
 fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
@@ -61,11 +61,11 @@ fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     Ok(())
 }
 
-/// Upper limit of kills. Under emulation, about one in fifteen moments is in the middle of a
-/// sector.
+/// Maximum number of kills until a sector must be torn. Under emulation, about one kill in fifteen
+/// hits the middle of a sector write.
 const MOST_KILLS_UNTIL_TORN: u32 = 6;
 
-/// Judges the content of the disk after a power cut, without any cache.
+/// Compares the content of the disk after a power cut with the acknowledgments. Caches are lost.
 fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     let _held = HeldWriteback::hold()?;
     let disk = Disk::create(128, 512)?;
@@ -73,7 +73,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     let mut victim = Victim::create(pool, Setup { longest: 4, ..setup }, seed()?)?;
     let durability = victim.pool().durability()?;
     ensure!(durability == "page-cache", "A pool on a disk is {durability}");
-    // Dirty data in the page cache is no older than the last boot of the guest.
+    // Dirty data in the page cache is not older than the guest's last boot.
     for delay_ms in [100, 250] {
         let life =
             victim.live_until(Moment::Writing(std::time::Duration::from_millis(delay_ms)))?;
@@ -85,7 +85,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     victim.judge_at(pool.path())
 }
 
-/// Counterpart: flushes that do nothing must lose acknowledged data.
+/// Counterpart: if flushes do nothing, acknowledged data must be lost.
 fn power_cuts_lose_data_of_ignored_flushes() -> Result<()> {
     let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
     ensure!(judgement.lost() > 0, "No sector was lost although flushes had no effect");

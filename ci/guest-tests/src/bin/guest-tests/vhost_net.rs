@@ -1,4 +1,5 @@
-//! `--net vhost=on`: frames moved by the host's kernel, with Debian's stock driver.
+//! Tests of `--net vhost=on`: the host's kernel moves the frames, and the guest uses Debian's stock
+//! driver.
 
 use std::fs;
 use std::net::UdpSocket;
@@ -33,7 +34,7 @@ guest_tests::tests![
     without_vhost_net_on_is_refused_and_auto_falls_back: 180,
 ];
 
-/// Fewer datagrams than the tap queues for a paused guest.
+/// Number of datagrams. The tap can queue this many for a paused guest.
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
@@ -41,7 +42,7 @@ pub(crate) fn network(nth: u8) -> Result<Net> {
     // An error is ignored, because the module may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
-        // The emulated host is built by us and must have it.
+        // The emulated host is built from this repository and must have the module.
         ensure!(!emulated(), "The emulated host has {NO_VHOST}");
         return skip(NO_VHOST);
     }
@@ -74,15 +75,15 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Number of datagrams that the guest received for a closed port.
+/// Returns how many datagrams the guest received for a closed port.
 fn unwanted(guest: &Guest) -> Result<u64> {
     let counters = guest.run("grep ^Udp: /proc/net/snmp")?;
     let count = counters.lines().nth(1).and_then(|values| values.split(' ').nth(2)?.parse().ok());
     count.with_context(|| format!("NoPorts is missing in {counters:?}"))
 }
 
-/// Pauses the guest during a transfer. Nothing reaches the guest during the pause, and nothing is
-/// lost.
+/// Pauses the guest during a transfer. Nothing may reach the guest during the pause, and nothing
+/// may be lost.
 fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
@@ -98,7 +99,7 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
         }
         ensure!(taken(net)? == paused, "Frames reached the paused guest");
         guest.command("vm.resume")?;
-        // Datagrams, because TCP would retransmit lost data.
+        // The test uses datagrams, because TCP would retransmit lost data.
         guest.wait_until("the guest has the bytes sent during the pause", IO_LIMIT, || {
             Ok(unwanted(guest)? >= unwanted_before + DATAGRAMS)
         })?;
@@ -119,7 +120,7 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
     rebind_driver(&guest, &net)?;
     guest.no_kernel_complaints()?;
-    // The kernel also moves frames after a reboot.
+    // The kernel must also move frames after a reboot.
     guest.reboot_from_inside()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -134,8 +135,8 @@ fn two_vhost_queue_pairs_follow_their_interrupts() -> Result<()> {
     let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
     net.bring_up(&guest)?;
     is_moved_by_kernel(&guest, "_net0")?;
-    // Interrupts move between the vCPUs. Each time the guest masks a vector and writes another
-    // message.
+    // Interrupts are moved between the vCPUs. For each move, the guest masks a vector and writes a
+    // different message.
     let move_to = |cpus: &str| {
         let set = format!(
             "for irq in $(awk -F: '/virtio.-(in|out)put/ {{ print $1 + 0 }}' /proc/interrupts); do \
@@ -187,7 +188,8 @@ fn under_frames(guest: &Guest, net: &Net, work: impl FnOnce() -> Result<()>) -> 
     thread::scope(|scope| {
         let transfer = scope.spawn(|| to_guest_until(guest, net, &done));
         let outcome = work();
-        // Also after an error of `work`, because the transfer would never end otherwise.
+        // Must also be set after an error of `work`, because the transfer would otherwise never
+        // end.
         done.set();
         transfer.join().expect("a transfer does not panic")?;
         outcome
@@ -212,7 +214,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
         })?;
         from_guest(&guest, &net, TRANSFER_BYTES / 4)?;
     }
-    // A file is a memory region of its own, which is added to and removed from the kernel's table.
+    // A file is a separate memory region, which is added to and removed from the kernel's table.
     let file = hotplug::image("pmem")?;
     for _ in 0..2 {
         under_frames(&guest, &net, || {
@@ -244,8 +246,8 @@ fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
 
 fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {
     let net = network(36)?;
-    // Hides the device only from the VMM, in a mount namespace, so that the next tests still have
-    // it. No driver has the number of the node that replaces it.
+    // Hides the device only from the VMM, in a mount namespace, so that later tests can still use
+    // it. No driver has the device number of the node that replaces it.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
     host::run(&format!("mknod {} c 10 254", gone.display()))?;
     let hide = format!("mount --bind {} /dev/vhost-net", gone.display());

@@ -1,4 +1,4 @@
-//! Volumes as disks: durable content through every interface.
+//! Tests of volumes as disks: content must be durable through every interface.
 
 use std::fs;
 use std::time::Duration;
@@ -42,8 +42,8 @@ pub(crate) fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s exists", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
-/// Direct and buffered writers run concurrently on their own thirds of the disk, beside a load that
-/// swaps. Each writer verifies its blocks, and all blocks are verified at the end.
+/// Runs direct and buffered writers concurrently on separate thirds of the disk, together with a
+/// load that swaps. Each writer verifies its blocks, and all blocks are verified at the end.
 fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     wait_for_disk(guest)?;
     let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 280")?;
@@ -59,7 +59,7 @@ fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// Guest that has written and verified much data on its volume.
+/// Returns a guest that has written and verified a lot of data on its volume.
 fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Result<Guest> {
     let guest = guest_with(pool, &format!("interface={interface}"))
         .kernel(kernel)
@@ -67,7 +67,7 @@ fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Resu
         .cmdline("foreshore.zram=256M")
         .boot()?;
     write_hard(&guest, 2)?;
-    // The pool is on tmpfs, so there is no media to flush to.
+    // The pool is on tmpfs, so flushes have no media to reach.
     if interface == "nvdimm" {
         ensure!(!has_hints(&guest)?, "The guest has flush hints");
         ensure!(flushes(&guest, "ok")? == 0.0, "The VMM received flushes");
@@ -91,8 +91,8 @@ fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Shows the guest's bug that is the reason for refusing this configuration. The tests above would
-/// not detect it if it did not occur here.
+/// Shows the bug in the guest that is the reason for refusing this configuration. If it did not
+/// occur here, the tests above could not detect it.
 fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     let pool = pool_with_volume()?;
     let guest = guest_with(&pool, "interface=virtio-pmem,force=on").cpus(2).boot()?;
@@ -121,8 +121,8 @@ pub(crate) fn make_file_system(guest: &Guest) -> Result<()> {
 
 pub(crate) const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 
-/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM during the
-/// next one. Returns a line for each acknowledged file: its name and its hash.
+/// Writes files with fsync until at least `count` files are acknowledged. Then kills the VMM while
+/// the next file is written. Returns a line for each acknowledged file, with its name and its hash.
 pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     let mut acknowledged = String::new();
     let mut writer =
@@ -140,9 +140,9 @@ pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     Ok(acknowledged)
 }
 
-/// Checks that every acknowledged file is in the VM and complete.
+/// Checks that every acknowledged file exists in the VM and is complete.
 pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
-    // The list is kept outside of the VM, and copied into it for the check.
+    // The list is kept outside of the VM and is copied into it for the check.
     fs::write(this_tests_dir().join("acknowledged.log"), acknowledged)?;
     guest.run("mkdir -p /mnt/data/files && : >/tmp/list")?;
     for lines in acknowledged.lines().collect::<Vec<_>>().chunks(200) {
@@ -154,7 +154,8 @@ pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()
     Ok(())
 }
 
-/// BTT disks of a guest, from the largest to the smallest. The guest finds them in any order.
+/// Returns the guest's BTT disks, from the largest to the smallest. The guest finds them in any
+/// order.
 fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     let disks: Vec<_> = (0..count).map(|number| format!("pmem{number}s")).collect();
     let all_are_there: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
@@ -167,7 +168,7 @@ fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     Ok(sizes.into_iter().rev().map(|(_, disk)| disk).collect())
 }
 
-/// One volume for each interface, in one guest.
+/// Tests one volume per interface in one guest.
 fn a_readonly_volume_takes_no_writes() -> Result<()> {
     let pool = pool_with_volume()?;
     pool.create_volume("smaller", "48M")?;
@@ -182,7 +183,7 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
         .boot()?;
     let btt = btt_disks(&guest, 2)?;
     guest.wait_until_run("/dev/vda exists", IO_LIMIT, "test -b /dev/vda")?;
-    // If an interface cannot mark its disk read-only, writes fail.
+    // If an interface cannot mark its disk as read-only, writes must fail.
     for (interface, disk, marked) in
         [("nvdimm", &*btt[0], "1"), ("virtio-pmem", &*btt[1], "0"), ("virtio-blk", "vda", "1")]
     {
@@ -190,8 +191,8 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
     }
     guest.power_off()?;
     pool.check()?;
-    // The first chunk identifies a VM's use of the pool. The guest could have written to all
-    // others.
+    // The first chunk identifies a VM's use of the pool. The guest could have written to all other
+    // chunks.
     let after = fs::read(pool.path())?;
     let changed = before
         .chunks(1 << 21)
@@ -217,7 +218,7 @@ fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16")).map(drop)
 }
 
-/// Uses one volume per interface. A reboot builds a new machine, which must not open the volumes
+/// Uses one volume per interface. A reboot builds a new machine. It must not open the volumes
 /// before the old machine has closed them.
 fn volumes_stay_across_a_reboot() -> Result<()> {
     let pool = pool_with_volume()?;

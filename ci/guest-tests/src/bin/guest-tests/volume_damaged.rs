@@ -1,5 +1,5 @@
-//! A volume with a damaged arena, by virtio-blk. That arena refuses writes, and all others work
-//! normally.
+//! Tests of virtio-blk volumes with a damaged arena. That arena must refuse writes, and all others
+//! must work normally.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Kernel, Pool};
@@ -11,10 +11,10 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![damaged_arena_refuses_writes_and_the_other_accepts_them: 240];
 
-/// Sectors of the intact arena that are written, next to the damaged one.
+/// Number of sectors to write in the intact arena, next to the damaged one.
 const BESIDE: u64 = 256;
 
-/// One disk has a damaged first arena, the other a damaged second one.
+/// The first arena of one disk is damaged, and the second arena of the other disk.
 fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     let pool = Pool::create("96M")?;
     let mut disks = [
@@ -31,7 +31,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     }
     let linux = Linux::boot(&pool, &disks, Kernel::V6_12, 2, "virtio-blk")?;
     disks.iter().try_for_each(|disk| is_logged(disk, &linux.guest.vmm_log()?))?;
-    // All sectors are readable, before and after the refused writes.
+    // All sectors must be readable, before and after the refused writes.
     linux.on_each(|number, node| check(node, &histories[number]))?;
     for (disk, node) in disks.iter().zip(&linux.nodes) {
         refuses_writes(disk, &linux, node).with_context(|| format!("Volume {}", disk.name))?;
@@ -62,7 +62,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     ensure!(state == "Running", "The VM is {state}");
     linux.end(Some("I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
-        // Both info blocks record the error for the next user.
+        // Both info blocks must record the error for the next user.
         for (number, (info, source)) in disk.media.arenas()?.into_iter().enumerate() {
             let expected = (disk.damaged == Some(number), InfoSource::Both);
             let found = (info.has_error, source);
@@ -77,8 +77,8 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     Ok(())
 }
 
-/// Checks that the VMM's log names the damaged arena, its sectors and the reason, and no other
-/// arena.
+/// Checks that the VMM's log names the damaged arena with its sectors and the reason, and does not
+/// name another arena.
 fn is_logged(disk: &Disk, log: &str) -> Result<()> {
     let volume = format!("volume=\"{}\"", disk.name);
     let lines =
@@ -104,7 +104,7 @@ fn is_logged(disk: &Disk, log: &str) -> Result<()> {
 }
 
 /// Checks that writes and discards at both ends of the damaged arena are I/O errors in the guest,
-/// and counted.
+/// and that they are counted.
 fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
     let errors = |operation| {
         let labels =

@@ -1,4 +1,5 @@
-//! `--pm-volume ...,interface=virtio-blk`: a volume as a disk, with sectors translated by the VMM.
+//! Tests of `--pm-volume ...,interface=virtio-blk`: the VMM translates the sectors of a volume and
+//! serves them as a disk.
 
 use anyhow::{Result, ensure};
 use guest_tests::disk::sparse_file;
@@ -42,7 +43,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;
-    // The guest's own driver reads the data that our engine wrote.
+    // The guest's own driver must be able to read the data that our engine wrote.
     let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
     wait_for_disk(&guest, "/dev/pmem0s")?;
     blocks::check(&guest, "/dev/pmem0s", 2)?;
@@ -97,7 +98,7 @@ fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()>
         .argument("--disk", &format!("path={}", image.display()))
         .cpus(2);
     let guest = builder.boot()?;
-    // Disks precede volumes.
+    // Disks come before volumes.
     wait_for_disk(&guest, "/dev/vdb")?;
     ensure!(guest.run("cat /sys/block/vdb/serial")?.trim() == "data", "vdb is another disk");
     make_root(&guest, "/dev/vdb")?;

@@ -1,4 +1,4 @@
-//! Flushed data is durable to the degree that the pool's media allows.
+//! Tests that flushed data is as durable as the pool's media allows.
 
 use anyhow::{Result, bail, ensure};
 use guest_tests::disk::{HeldWriteback, LoopDevice, Room, need_dax};
@@ -19,13 +19,13 @@ guest_tests::tests![
     persistent_memory_has_no_flush_hints,
 ];
 
-/// Number of flushes that the guest requested, with this result.
+/// Returns how many flushes with this result the guest has requested.
 pub(crate) fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("volume", "data"), ("result", result)];
     guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
-/// Returns true if the guest's driver has flush hints. Without them, its flush is only a fence.
+/// Returns true if the guest's driver has flush hints. Without them, its flush is just a fence.
 pub(crate) fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
@@ -50,7 +50,7 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
     files_survive_a_power_cut(&disk, &pool, "interface=nvdimm", "/dev/pmem0s")
 }
 
-/// Cuts the power of the host instead of only killing the VMM, so that only data on the disk
+/// Cuts the power of the host, instead of only killing the VMM, so that only data on the disk
 /// survives.
 pub(crate) fn files_survive_a_power_cut(
     disk: &Disk,
@@ -95,12 +95,13 @@ fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     Ok(())
 }
 
-/// Waits until the VM is paused for a failed flush, and all interfaces report it.
+/// Waits until the VM is paused because of a failed flush, and all interfaces report this.
 fn wait_for_failure(guest: &Guest) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
         Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
-    // If the vCPU had continued until the pause, it would have flushed and failed again.
+    // If the vCPU had continued to run until the pause, it would have flushed again, and failed
+    // again.
     let failed = flushes(guest, "error")?;
     ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
     let reason = guest.get("vm.info")?["pause_reason"].clone();
@@ -125,7 +126,8 @@ fn has_failed(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_volume_failed", &[("volume", "data")])
 }
 
-/// A device fails and is repaired. The guest finds all flushed data and can write again.
+/// A device fails and is repaired. The guest must find all flushed data, and must be able to write
+/// again.
 fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
@@ -154,7 +156,7 @@ fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     write_blocks(&guest, 50)?;
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes failed on a repaired device");
-    // Pause and resume by a client work again.
+    // A client can pause and resume the VM again.
     guest.command("vm.pause")?;
     ensure!(guest.get("vm.info")?["state"] == "Paused", "The VM is not paused");
     guest.command("vm.resume")?;
@@ -205,7 +207,8 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
     result
 }
 
-/// Without MAP_SYNC, a guest's fence would not make the file system's metadata of a page durable.
+/// Without MAP_SYNC, a fence in the guest would not make the file system's metadata for a page
+/// durable.
 fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
@@ -213,13 +216,13 @@ fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     let mut of_pool = false;
     for line in smaps.lines() {
         match line.split_once(' ') {
-            // First line of a mapping: addresses, permissions, ..., file.
+            // The first line of each mapping contains: addresses, permissions, ..., file.
             Some((range, _)) if range.contains('-') => of_pool = line.ends_with(&pool.name()),
             Some(("VmFlags:", found)) if of_pool => flags.push(found.to_owned()),
             _ => {}
         }
     }
-    // The VMM's own mapping of the pool, and the guest's.
+    // Both the VMM's own mapping of the pool and the guest's mapping must be found.
     ensure!(flags.len() >= 2, "Mappings of the pool: {flags:?}");
     let asynchronous = flags.iter().find(|flags| !flags.split(' ').any(|flag| flag == "sf"));
     ensure!(asynchronous.is_none(), "A mapping of the pool is not synchronous: {asynchronous:?}");

@@ -1,4 +1,5 @@
-//! A flush of a volume writes that volume to the disk, but not the memory lent from the same pool.
+//! Tests that a flush of a volume writes that volume to the disk, but not memory lent from the same
+//! pool.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -13,14 +14,15 @@ use crate::zones::{MIB, mem_total_mib};
 
 guest_tests::tests![a_flush_leaves_lent_memory_alone: 300];
 
-/// Size of the volume of [`pool_on_disk`], which distinguishes its mapping from those of memory.
+/// Size of the volume of [`pool_on_disk`]. It distinguishes the volume's mapping from memory
+/// mappings.
 const VOLUME_BYTES: u64 = 96 * MIB;
-/// Boot memory of [`guest_with`]. The kernel counts less until it has lent memory.
+/// Boot memory of [`guest_with`]. MemTotal is below this until the guest has been lent memory.
 const BOOT_MIB: u64 = 384;
-/// More than the guest's DRAM, so that some lent memory is used.
+/// Size of a load that exceeds the guest's DRAM, so that it uses some lent memory.
 const HOG_MIB: u64 = 380;
 
-/// Dirty pages of a pool in the page cache, by the VMM's mapping.
+/// Dirty pages of a pool in the page cache, for each mapping in the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Dirty {
     volume_bytes: u64,
@@ -43,7 +45,7 @@ impl Dirty {
             } else if let (Some(bytes), "Shared_Dirty" | "Private_Dirty") = (mapped_bytes, first) {
                 let dirty_bytes = rest.trim().trim_end_matches(" kB").parse::<u64>()? * 1024;
                 match bytes {
-                    // The pool's own mapping of the whole file.
+                    // The VMM also maps the pool's whole file.
                     _ if bytes == all_bytes => {}
                     VOLUME_BYTES => dirty.volume_bytes += dirty_bytes,
                     _ => dirty.lent_bytes += dirty_bytes,
@@ -54,7 +56,7 @@ impl Dirty {
     }
 }
 
-/// Bytes written to the device of a file system.
+/// Returns the bytes written to the device of a file system.
 fn written_bytes(mounted: &Path) -> Result<u64> {
     let mounts = fs::read_to_string("/proc/mounts")?;
     let at = mounted.to_str().context("The path is not UTF-8")?;
@@ -64,8 +66,8 @@ fn written_bytes(mounted: &Path) -> Result<u64> {
         .context("The path is not a mount point")?;
     let device = mount[0].trim_start_matches("/dev/");
     let stat = fs::read_to_string(format!("/sys/block/{device}/stat"))?;
-    // Linux Documentation/block/stat.rst: the seventh field is the number of sectors written, of
-    // 512 bytes.
+    // The seventh field is the number of sectors written, in units of 512 bytes (Linux
+    // Documentation/block/stat.rst).
     let sectors = stat.split_whitespace().nth(6).context("stat has no seventh number")?;
     Ok(sectors.parse::<u64>()? * 512)
 }
@@ -76,7 +78,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     let guest = guest_with(&pool, "interface=nvdimm")
         .pm_memory(&format!("pool={},size=128M", pool.name()))
         .pressure("fixed,size=128M")
-        // The kernel's own memory cannot be in PM, so the kernel needs swap to make room.
+        // The kernel's own memory cannot be in PM. The kernel needs swap to make room for it.
         .cmdline("foreshore.zram=256M")
         .boot()?;
     guest.wait_until("the guest's kernel has the lent memory", IO_LIMIT, || {
@@ -91,13 +93,14 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
     let hog = guest.hog(HOG_MIB, IO_LIMIT)?;
 
-    // 1. The guest flushes a volume with few dirty pages, while much of its memory is dirty.
+    // 1. The guest flushes a volume with few dirty pages while much of its memory is dirty.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);
     ensure!(before.lent_bytes >= 32 * MIB, "Too little of the lent memory is dirty: {before:?}");
     let flushes_before = flushes(&guest, "ok")?;
     write_blocks(&guest, 100)?;
     let more_flushes = flushes(&guest, "ok")? - flushes_before;
-    // Linux flushes after the data, after each half of the flog entry, and after the map.
+    // Linux flushes after writing the data, after each half of the flog entry, and after the map
+    // entry.
     ensure!(more_flushes >= 400.0, "{more_flushes} flushes for 100 blocks");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     let (after, written) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
@@ -111,7 +114,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         "{written} bytes were written for 100 blocks; {before:?}"
     );
 
-    // 2. Counterpart: a flush of the whole file is detected.
+    // 2. Counterpart: the same check must detect a flush of the whole file.
     File::open(pool.path())?.sync_data()?;
     let (at_end, written_at_end) =
         (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);

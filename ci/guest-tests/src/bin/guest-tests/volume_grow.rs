@@ -1,4 +1,4 @@
-//! A grown volume is a larger disk with the old content, also for the guest's stock driver.
+//! Tests that a grown volume is a larger disk with its old content, with the guest's stock driver.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
@@ -17,12 +17,13 @@ guest_tests::tests![
     a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300 (extended),
 ];
 
-/// Files that are acknowledged before the volume grows.
+/// Number of files that are acknowledged before the volume grows.
 const FILES: u32 = 20;
-/// Blocks of a file in the grown file system. It is larger than the volume was before.
+/// Number of blocks in a file on the grown file system. The file is larger than the volume was
+/// before.
 const LARGE_FILE_BLOCKS: u64 = 34 * MIB / 4096;
 
-/// Writes to the disk without a file system, because each write is four flushes with virtio-pmem.
+/// Writes to the disk without a file system. With virtio-pmem, each write costs four flushes.
 fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     let pool = small_pool()?;
     let builder = guest_with(&pool, "interface=virtio-pmem");
@@ -37,7 +38,7 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     wait_for_disk(&guest)?;
     let grown_bytes = disk_bytes(&guest)?;
     check_growth(size_bytes, grown_bytes)?;
-    // At the border of the old and the new arena, and at the new end.
+    // One place is at the border between the old and the new arena, and the other at the new end.
     let places = [size_bytes / 4096 - 50, grown_bytes / 4096 - 100];
     for (seed, first) in (2..).zip(places) {
         guest.run(&format!("guest-tool write-blocks /dev/pmem0s direct {first} 100 {seed} 1"))?;
@@ -51,7 +52,7 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     pool.check().map(drop)
 }
 
-/// The guest enlarges its mounted file system and fills the new part.
+/// The guest grows its mounted file system and fills the new part.
 fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     let pool = small_pool()?;
     let builder = guest_with(&pool, &format!("interface={interface}")).kernel(kernel);
@@ -86,8 +87,8 @@ fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// A full pool with the volume `data`, and another one that prevents `data` from growing in one
-/// piece.
+/// Returns a full pool with the volume `data` and a second volume. Because of the second volume,
+/// `data` cannot grow in one piece.
 fn small_pool() -> Result<Pool> {
     let pool = Pool::create("64M")?;
     pool.create_volume("data", "32M")?;
@@ -107,7 +108,7 @@ fn acknowledge_files(guest: &Guest) -> Result<String> {
     Ok(acknowledged)
 }
 
-/// Neither pool nor volume can grow while a VM uses them.
+/// Neither the pool nor the volume can grow while a VM uses them.
 fn holder_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     let holder = format!("process {} (foreshore)", guest.pid());
     let size = pool.path().metadata()?.len();
@@ -120,8 +121,8 @@ fn holder_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// The pool is too small, grows, and then the volume grows. A VM that expects the old size is
-/// refused.
+/// The pool is too small at first. It grows, and then the volume grows. A VM that expects the
+/// volume's old size must be refused.
 fn grow(pool: &Pool) -> Result<()> {
     let resize = ["volume", "resize", &pool.name(), "data", "--size", "96M"];
     refused(&resize, &["full", "64 MiB"])?;
@@ -139,7 +140,8 @@ fn disk_bytes(guest: &Guest) -> Result<u64> {
     Ok(guest.run("cat /sys/block/pmem0s/size")?.trim().parse::<u64>()? * 512)
 }
 
-/// The disk has a second arena of 64 MiB. Its map, its log and 256 spare blocks are not sectors.
+/// The disk gets a second arena of 64 MiB. Its map, its log and 256 spare blocks are not usable as
+/// sectors.
 fn check_growth(before_bytes: u64, after_bytes: u64) -> Result<()> {
     let more = after_bytes.saturating_sub(before_bytes);
     ensure!(

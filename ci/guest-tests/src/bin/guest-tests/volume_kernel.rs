@@ -1,4 +1,5 @@
-//! Classification of the guest's BTT driver, by the kernel that the agent reports.
+//! Tests whether the VMM classifies the guest's BTT driver correctly from the kernel that the agent
+//! reports.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ fn guest_kernel(guest: &Guest) -> Result<Value> {
     Ok(guest.get("vm.info")?["guest_kernel"].clone())
 }
 
-/// `guest_btt` of the only volume.
+/// Returns `guest_btt` of the only volume.
 fn judged(guest: &Guest) -> Result<Value> {
     Ok(guest.get("vm.volumes")?["volumes"][0]["guest_btt"].clone())
 }
@@ -36,7 +37,7 @@ fn warnings(guest: &Guest) -> Result<usize> {
     Ok(guest.vmm_log()?.matches(WARNING).count())
 }
 
-/// The pinned kernels of Debian have the fix, so they are safe with any preemption model.
+/// The pinned Debian kernels have the fix, so they are safe with any preemption model.
 fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
@@ -85,7 +86,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     }
     let reason = judged(&guest)?["reason"].clone();
     ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
-    // An invalid kernel name is refused and counted, and changes nothing.
+    // An invalid kernel name must be refused and counted, and must not change anything.
     let refused = || -> Result<f64> {
         let metrics = guest.metrics()?;
         Ok(metrics.sum("foreshore_pressure_refused_reports_total", &[]))
@@ -96,7 +97,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     guest.wait_until("both are refused", HELLO_LIMIT, || Ok(refused()? >= before + 2.0))?;
     let told = guest_kernel(&guest)?;
     ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
-    // A report of a kernel that is no risk to the volume causes no warning either.
+    // A report of a kernel that is safe for the volume must not cause a warning either.
     say_hello(&guest, "6.12.57", "voluntary")?;
     guest.wait_until("the kernel has a new verdict", HELLO_LIMIT, || {
         Ok(judged(&guest)?["verdict"] == "safe")

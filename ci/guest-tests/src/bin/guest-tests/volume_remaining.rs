@@ -1,5 +1,5 @@
-//! `--pm-volume size=remaining` with `--pm-memory`: the volume leaves the memory that the zone may
-//! need.
+//! Tests of `--pm-volume size=remaining` with `--pm-memory`: the volume must leave the memory that
+//! the zone may need.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,7 +22,7 @@ guest_tests::tests![
     failed_start_leaves_nothing_behind,
 ];
 
-/// A pool of 1 GiB has 1020 MiB for volumes and memory.
+/// Size of the volume. A pool of 1 GiB has 1020 MiB for volumes and memory.
 const REST: u64 = (1020 - 512) * MIB;
 
 fn pool() -> Result<Pool> {
@@ -44,8 +44,8 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
         ))
 }
 
-/// Checks the volume's size in the pool. For a virtio-blk volume the API reports the disk, without
-/// the BTT's own data.
+/// Checks the volume's size in the pool. For a virtio-blk volume, the API reports the size of the
+/// disk, without the BTT's own data.
 fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
     ensure!(
@@ -55,7 +55,7 @@ fn check_size(pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// Boots the command line of docs/reference/volumes.md, with a load that does not fit into DRAM.
+/// Boots the command line of docs/reference/volumes.md with a load that does not fit into DRAM.
 fn leaves_memory(kernel: Kernel) -> Result<()> {
     let pool = pool()?;
     let builder = guest(&pool, "virtio-pmem").kernel(kernel).pressure("psi");
@@ -79,7 +79,7 @@ fn leaves_memory(kernel: Kernel) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// All of the zone can be plugged in addition to the volume.
+/// The whole zone can be plugged in addition to the volume.
 fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
     for interface in ["nvdimm", "virtio-blk"] {
         let pool = pool()?;
@@ -101,7 +101,7 @@ fn names_in(dir: &Path) -> Result<BTreeSet<String>> {
     fs::read_dir(dir)?.map(name).collect()
 }
 
-/// The governor's recording is opened last, after volumes have been created.
+/// The governor's recording is opened last, after the volumes have been created.
 fn failed_start_leaves_nothing_behind() -> Result<()> {
     let pool = pool()?;
     let dir = guest_tests::runner::this_tests_dir();
@@ -130,7 +130,7 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
     }
     let left: Vec<_> = names_in(&dir)?.difference(&before).cloned().collect();
     ensure!(left.iter().all(|name| name.ends_with(".log")), "The failed starts left {left:?}");
-    // The refusal contains the numbers and precedes any creation.
+    // The refusal must contain the numbers, and must precede the creation of anything.
     let refusal = guest(&pool, "nvdimm")
         .pm_volume(&format!("pool={},name=more,size=600M,create=on", pool.name()))
         .expect_refusal()?;

@@ -1,4 +1,4 @@
-//! Shared functions of the tests of memory.
+//! Functions that the tests of memory share.
 
 use std::time::Duration;
 
@@ -7,20 +7,20 @@ use guest_tests::{Guest, Pool};
 use serde_json::Value;
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// Time limit for the erasure of returned memory, under emulation.
+/// Time limit for erasing returned memory under emulation.
 const REST_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Zone {
     pub requested_bytes: u64,
     pub plugged_bytes: u64,
     pub resident_bytes: u64,
-    /// `reached`, `pending`, `no-driver` or `stuck`.
+    /// One of `reached`, `pending`, `no-driver` and `stuck`.
     pub state: String,
 }
 
 pub(crate) fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     let answer = guest.get("vm.memory")?;
-    // A list of zones, or an object that contains one.
+    // The response is a list of zones, or an object that contains such a list.
     let zones = answer.as_array().or_else(|| answer["zones"].as_array());
     let zone = zones.and_then(|zones| zones.iter().find(|zone| zone["id"] == id));
     let zone = zone.with_context(|| format!("vm.memory has no zone {id}: {answer}"))?;
@@ -56,8 +56,8 @@ fn pool_info(guest: &Guest) -> Result<Value> {
     Ok(pools[0].clone())
 }
 
-/// Waits until the only pool of a guest is idle. Checks that it has lent the plugged memory of the
-/// only zone of PM, and that `pool.info`, the metrics and `pmvol info` agree.
+/// Waits until the guest's only pool is idle. Checks that it has lent the plugged memory of the
+/// only PM zone, and that `pool.info`, the metrics and `pmvol info` agree.
 pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     guest.wait_until(
         "the pool lends as much as is plugged, and scrubbing has ended",
