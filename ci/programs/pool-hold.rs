@@ -1,6 +1,6 @@
-//! Borrows memory from a pool, fills it, and holds it until killed, like a VMM that dies.
+//! Borrows memory from a pool, fills it, and holds it until killed, like a VMM that is killed.
 //!
-//! `pool-hold POOL BYTES` prints `held` when it has the memory.
+//! `pool-hold POOL BYTES` prints `held` once it holds the memory.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! All calls of the crate cloud-hypervisor-client, whose types are strict about responses.
+//! Makes all calls with the crate cloud-hypervisor-client, whose types parse responses strictly.
 
 use std::future::Future;
 
@@ -19,7 +19,7 @@ const MIB: i64 = 1 << 20;
 const BOOT_BYTES: i64 = 512 * MIB;
 const HOTPLUG_BYTES: i64 = 256 * MIB;
 
-/// API client, and the calls that it has made.
+/// API client with a list of the calls that it has made.
 struct Calls {
     api: SocketBasedApiClient,
     made: Vec<&'static str>,
@@ -38,7 +38,7 @@ impl Calls {
         answer.await.with_context(|| call)
     }
 
-    /// Makes a call that must be refused with this status.
+    /// Makes a call that must fail with this status.
     async fn refused<T>(
         &mut self,
         call: &'static str,
@@ -58,8 +58,8 @@ impl Calls {
         }
     }
 
-    /// Adds a device to a VM that does not run. The response is 204 without a body, which this
-    /// client cannot parse.
+    /// Adds a device to a VM that is not running. The response is 204 without a body, and this
+    /// client cannot parse it.
     async fn cold<T>(
         &mut self,
         call: &'static str,
@@ -153,7 +153,7 @@ fn disk(vm: &Vm, which: usize) -> DiskConfig {
     }
 }
 
-/// Makes every existing call, and returns their names.
+/// Makes all existing calls, and returns their names.
 pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
     let mut calls = Calls { api: socket_based_api_client(&vm.api_socket), made: Vec::new() };
     let ping = calls.ok("vmm.ping", calls.api.vmm_ping_get()).await?;
@@ -171,7 +171,7 @@ pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
     Ok(calls.made)
 }
 
-/// Makes calls that are refused in any state of the VM.
+/// Makes calls that fail in any state of the VM.
 async fn without_a_place_here(calls: &mut Calls) -> Result<()> {
     let path = || "/nonexistent".to_owned();
     calls
@@ -225,7 +225,7 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
 
     let added = calls.ok("vm.add-disk", calls.api.vm_add_disk_put(disk(vm, 1))).await?;
     ensure!(added.id == "disk1" && added.bdf.starts_with("0000:00:"), "{added:?}");
-    // The VMM creates a tap.
+    // No tap is named, so the VMM creates one.
     let net = NetConfig { iommu: Some(false), vhost_user: Some(false), ..NetConfig::new() };
     let net = calls.ok("vm.add-net", calls.api.vm_add_net_put(net)).await?;
     let pmem = PmemConfig { iommu: Some(false), ..PmemConfig::new(Vm::text(&vm.pmem)) };
@@ -233,8 +233,8 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
     for id in [added.id, net.id, pmem.id] {
         let remove = VmRemoveDevice { id: Some(id.clone()) };
         calls.ok("vm.remove-device", calls.api.vm_remove_device_put(remove)).await?;
-        // The configuration changes at once. The device tree contains the device until the guest
-        // has ejected it.
+        // The configuration changes immediately. The device tree contains the device until the
+        // guest has ejected it.
         let is_gone = async || {
             let tree = calls.api.vm_info_get().await?.device_tree.unwrap_or_default();
             Ok(!tree.contains_key(&id))
@@ -246,13 +246,13 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
     calls.state(VmState::Paused).await?;
     calls.refused("vm.pause", 405, calls.api.pause_vm()).await?;
     calls.ok("vm.resume", calls.api.resume_vm()).await?;
-    // Name of the call in earlier versions of the description.
+    // Earlier versions of the API description use this name.
     calls.ok("vm.nmi", calls.api.vmm_nmi_put()).await
 }
 
 async fn ended(calls: &mut Calls) -> Result<()> {
-    // A paused guest does not see the button before it resumes, so it does not shut down by itself
-    // meanwhile.
+    // A paused guest does not notice the power button until it resumes, so it does not shut down in
+    // the meantime.
     calls.ok("vm.pause", calls.api.pause_vm()).await?;
     calls.ok("vm.power-button", calls.api.power_button_vm()).await?;
     calls.ok("vm.shutdown", calls.api.shutdown_vm()).await?;

@@ -1,8 +1,8 @@
-//! Clients of Cloud Hypervisor, for tests of Foreshore: one uses a crate, the others are replayed
-//! byte by byte.
+//! Clients of Cloud Hypervisor, for tests of Foreshore. One client uses a crate. The requests of
+//! the others are replayed byte by byte.
 //!
-//! Each client is a function that receives a VMM without a VM, and leaves none. The clients run in
-//! tests with an owner without machines, and in the guest tests with live guests.
+//! Each client is a function that receives a VMM without a VM, and leaves it without a VM. Clients
+//! run in tests with a fake VM owner that has no machines, and in guest tests with real guests.
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
-//! Runs one client with a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK
-//! DISK PMEM EVENTS TAP...`.
+//! Runs one client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK
+//! DISK DISK PMEM EVENTS TAP...`.
 //!
-//! When the client requires a running guest, it prints `until up`, and waits for a line on its
+//! When the client needs a running guest, the program prints `until up` and waits for a line on its
 //! input.
 
 #![forbid(unsafe_code)]

@@ -12,39 +12,40 @@ pub struct Vm {
     pub api_socket: PathBuf,
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
-    /// File of the serial console.
+    /// Output file of the serial console.
     pub console: PathBuf,
-    /// Socket of the vsock device, which has CID 3.
+    /// Socket of the vsock device. The device's CID is 3.
     pub vsock: PathBuf,
-    /// Images of two disks of 64 MiB: one is present from the start, the other is added.
+    /// Images of two disks of 64 MiB. One disk is present from the start, and the other is added
+    /// later.
     pub disks: [PathBuf; 2],
     /// File of 128 MiB that is added as persistent memory.
     pub pmem: PathBuf,
-    /// FIFO of events. Only libvirt reads it, and its VMM waits until it is opened.
+    /// FIFO for events. Only libvirt reads it, and its VMM waits until it has been opened.
     pub events: PathBuf,
-    /// Tap interfaces. The VM of a client that passes descriptors has a NIC for each.
+    /// Tap interfaces. If the client passes descriptors, its VM has a NIC for each tap.
     pub taps: Vec<String>,
-    /// Opens the only queue of a tap.
+    /// Opens the tap's only queue.
     pub open_tap: fn(&str) -> Result<Vec<File>>,
 }
 
-/// NIC whose tap interface the client opens.
+/// NIC whose tap the client opens itself.
 #[derive(Debug)]
 pub struct Nic {
     pub mac: String,
-    /// Passed descriptors.
+    /// Descriptors that the client passes.
     pub queues: Vec<File>,
 }
 
 impl Vm {
     pub const CMDLINE: &str = "console=ttyS0 loglevel=5";
 
-    /// Path in the form of JSON and of the crate's models.
+    /// Converts a path to the form used in JSON and in the crate's models.
     pub fn text(path: &std::path::Path) -> String {
         path.display().to_string()
     }
 
-    /// Configuration that nearly all clients have in common, plus `sections`.
+    /// Returns the configuration that nearly all clients use, extended by `sections`.
     pub fn config(&self, sections: Value) -> Value {
         let mut config = json!({
             "payload": {"kernel": self.kernel, "initramfs": self.initramfs, "cmdline": Self::CMDLINE},
@@ -57,7 +58,7 @@ impl Vm {
         config
     }
 
-    /// Opens the NICs one after another.
+    /// Opens the NICs one by one.
     pub fn nics(&self) -> impl Iterator<Item = Result<Nic>> {
         self.taps.iter().enumerate().map(|(nth, tap)| {
             let mac = format!("02:f5:00:00:c1:{nth:02x}");
@@ -66,10 +67,10 @@ impl Vm {
     }
 }
 
-/// Waits until the guest is up, because its drivers answer no requests before.
+/// Waits until the guest is up. Before that, its drivers do not respond to requests.
 pub type UntilUp<'a> = &'a dyn Fn() -> Result<()>;
 
-/// Time limit of a guest's reaction. It is only exceeded if the guest hangs.
+/// Time limit for a reaction of the guest. It is only exceeded if the guest hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// Interval of checks.
+/// Interval between checks.
 pub const LOOK: Duration = Duration::from_millis(20);

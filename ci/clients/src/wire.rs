@@ -1,4 +1,4 @@
-//! HTTP in the form in which clients of Cloud Hypervisor write and parse it.
+//! Writes and parses HTTP in the same way as clients of Cloud Hypervisor.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use guest_tests::tap;
 
 use crate::vm::PATIENCE;
 
-/// Connection that a client keeps for all its requests.
+/// Connection that a client uses for all of its requests.
 #[derive(Debug)]
 pub(crate) struct Connection(UnixStream);
 
@@ -23,26 +23,26 @@ impl Connection {
         Ok(Self(stream))
     }
 
-    /// Writes a request, or one piece of it.
+    /// Writes a request or a part of it.
     pub(crate) fn write(&mut self, bytes: &str) -> Result<()> {
         Ok(self.0.write_all(bytes.as_bytes())?)
     }
 
-    /// Writes a request, or one piece of it, in one message with descriptors, which are then
-    /// closed.
+    /// Writes a request, or a part of it, together with descriptors in a single message. Closes the
+    /// descriptors afterwards.
     pub(crate) fn write_with(&mut self, bytes: &str, files: Vec<File>) -> Result<()> {
         tap::send_with(&self.0, bytes.as_bytes(), &files)
     }
 
-    /// Returns the data of one `recv`.
+    /// Returns the data of a single `recv`.
     pub(crate) fn receive(&mut self) -> Result<String> {
         let mut buffer = [0; 1023];
         let len = self.0.read(&mut buffer)?;
         Ok(String::from_utf8(buffer[..len].to_vec())?)
     }
 
-    /// Reads a response by the rules of Cloud Hypervisor's own client, which Kata Containers'
-    /// runtime-rs shares. All text between the version and the first `\r` is the status, and
+    /// Reads a response as Cloud Hypervisor's own client does. runtime-rs of Kata Containers uses
+    /// the same client. The status is all text between the version and the first `\r`, and
     /// `Content-Length` must be in title case. Other clients are less strict.
     pub(crate) fn answer(&mut self) -> Result<Response> {
         let mut head = Vec::new();
@@ -61,13 +61,13 @@ impl Connection {
         Ok(Response { status, body: String::from_utf8(body)? })
     }
 
-    /// Writes a request in one piece and reads the response.
+    /// Writes a request in one piece, and reads the response.
     pub(crate) fn call(&mut self, request: &str) -> Result<Response> {
         self.write(request)?;
         self.answer()
     }
 
-    /// Makes a call for which the client accepts only this status.
+    /// Makes a call. The client accepts only this status.
     pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Response> {
         let answer = self.call(request)?;
         ensure!(answer.status == status, "{request:?} returned {answer:?} instead of {status}");
@@ -87,17 +87,17 @@ fn parse(head: &str) -> Option<(u16, usize)> {
 /// Format of a client's requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Style {
-    /// Text before the path.
+    /// Text that precedes the path.
     pub base: &'static str,
-    /// Headers of every request, each with its line end.
+    /// Headers of every request, each followed by its line end.
     pub headers: &'static str,
-    /// Additional headers of a request with a body.
+    /// Additional headers of requests with a body.
     pub with_body: &'static str,
-    /// True if a PUT without a body has the header `Content-Length: 0`.
+    /// True if the client sends `Content-Length: 0` with a PUT without a body.
     pub says_empty: bool,
 }
 
-/// Format of clients in Go that write their requests themselves.
+/// Format of Go clients that write their requests themselves.
 pub(crate) const GO: Style = Style {
     base: "",
     headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",

@@ -1,5 +1,5 @@
-//! Runs every client with the API server and an owner without a machine, which responds as if it
-//! had one.
+//! Runs every client against the API server. The fake VM owner has no machine, but responds as if
+//! it had one.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -18,7 +18,7 @@ use foreshore_devices::events::EventMonitor;
 use foreshore_devices::events::{Event, Events, Monitor};
 use serde_json::json;
 
-/// State of the simulated VM.
+/// State of the fake VM.
 struct CreatedVm {
     config: Box<VmConfig>,
     state: VmState,
@@ -36,7 +36,7 @@ impl Owner {
         self.vm.as_mut().ok_or(VmError::NotCreated)
     }
 
-    /// Changes the state and emits the event.
+    /// Changes the state, and emits the event for it.
     fn go(
         &mut self,
         (verb, event): (&'static str, Event<'_>),
@@ -71,12 +71,12 @@ impl Owner {
     fn add(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         let created = self.created()?;
         if let DeviceConfig::Net(net) = device {
-            // A request with an address also passes the queue.
+            // A request that contains a MAC address must also pass a queue.
             assert_eq!(net.fds.len(), usize::from(net.mac.is_some()), "{net:?}");
             created.config.net.push(net);
         }
         created.devices += 1;
-        // The strict client names the first device that it adds to a running VM.
+        // The strict client gives a name to the first device that it adds to a running VM.
         let id = if created.devices == 2 {
             "disk1".to_owned()
         } else {
@@ -95,7 +95,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Handles a request. Returns false for the last one.
+    /// Handles a request. Returns false for the last request.
     fn serve(&mut self, request: VmRequest) -> bool {
         use VmState::{Created, Paused, Running};
         fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
@@ -154,7 +154,7 @@ impl Owner {
                 answer(reply, Ok(()));
                 return false;
             }
-            // No client uses calls that only Foreshore has.
+            // No client makes calls that only Foreshore supports.
             other => panic!("{other:?}"),
         }
         true
@@ -169,7 +169,8 @@ async fn own(mut requests: Requests, mut owner: Owner) {
     }
 }
 
-/// Runs a client, which may block, with a VMM. The VMM has a running VM if `started_with` is set.
+/// Runs a client, which may block, against a VMM. If `started_with` is set, the VMM has a running
+/// VM.
 fn against<T: Send + 'static>(
     started_with: Option<VmConfig>,
     client: impl FnOnce(&Vm) -> T + Send + 'static,
@@ -186,12 +187,12 @@ fn against<T: Send + 'static>(
         pmem: path("pmem"),
         events: path("events"),
         taps: vec!["one".to_owned(), "other".to_owned()],
-        // The type of the file is not checked.
+        // The VMM does not check the type of the file.
         open_tap: |_| Ok(vec![File::open("/dev/null")?]),
     };
     assert!(Command::new("mkfifo").arg(&vm.events).status().unwrap().success());
     let events = Events::start();
-    // Most clients do not read the FIFO, and the monitor would wait for a reader.
+    // Most clients do not read the FIFO, and the event monitor would wait for a reader.
     let _reader = File::options().read(true).write(true).open(&vm.events).unwrap();
     Monitor::start(&EventMonitor::Path(vm.events.clone()), &events).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

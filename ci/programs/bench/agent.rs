@@ -1,4 +1,4 @@
-//! CPU time of the agent in a guest at rest, by the guest's own counters and clock.
+//! Measures the agent's CPU time in a guest at rest, with the guest's own counters and clock.
 
 use anyhow::{Context, Result, bail};
 use guest_tests::Guest;
@@ -6,12 +6,12 @@ use guest_tests::Guest;
 use crate::samples::{Row, Samples};
 use crate::vmm::FORESHORE;
 
-/// Time of a measurement: thirty reports, and more than one check of idle memory.
+/// Duration of a measurement. It covers thirty reports, and more than one check of idle memory.
 const SPAN_S: u64 = 30;
-/// Maximum number of reports in that time. An agent at rest reports once per second. More reports
-/// mean that the guest is not at rest, but one or two may come early.
+/// Maximum number of reports during a measurement. At rest, the agent sends one report per second.
+/// With more reports the guest is not at rest, but one or two may be early.
 const MOST_REPORTS: u64 = SPAN_S + 3;
-/// Maximum number of measurements until the guest has come to rest after its boot.
+/// Maximum number of measurements before the guest must have come to rest after boot.
 const MOST_SPANS: usize = 10;
 
 /// CPU time used so far, in nanoseconds.
@@ -21,8 +21,8 @@ struct Spent {
     monitors_ns: f64,
 }
 
-/// Prints the uptime, the time of all threads of the agent, and the time of DAMON's threads, which
-/// find idle memory for the agent.
+/// Prints the uptime, the CPU time of all threads of the agent, and the CPU time of DAMON's
+/// threads, which find idle memory for the agent.
 const SPENT: &str = "sum() { awk '{ ns += $1 } END { printf \"%.0f\\n\", ns }'; }; \
     cut -d ' ' -f 1 /proc/uptime; cat /proc/$(pidof foreshore-agent)/task/*/schedstat | sum; \
     for comm in $(grep -ls ^kdamond /proc/[0-9]*/comm); do cat ${comm%comm}schedstat; done | sum";
@@ -40,7 +40,8 @@ impl Spent {
         }
     }
 
-    /// CPU use since `before` in percent: of the agent, and of the monitors.
+    /// Returns the CPU use since `before` in percent, separately for the agent and for the
+    /// monitors.
     fn since(&self, before: &Self) -> (f64, f64) {
         let percent = |ns: f64| ns / 1e9 / (self.uptime_s - before.uptime_s) * 100.0;
         (percent(self.agent_ns - before.agent_ns), percent(self.monitors_ns - before.monitors_ns))

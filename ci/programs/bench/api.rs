@@ -1,4 +1,4 @@
-//! Latency of a client's query of the VM's state, on a connection that it keeps.
+//! Measures how long it takes a client to query the VM's state over an existing connection.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,7 +14,7 @@ use crate::vmm::{Extras, Vm, Vmm};
 const CALLS: usize = 2000;
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Measures with an idle guest.
+/// Measures calls while the guest is idle.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras::default())?;
     wait_for_rest(vm.pid())?;
@@ -35,7 +35,7 @@ fn connect(path: &Path) -> Result<UnixStream> {
 }
 
 fn timed(mut call: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
-    // The first call does not count, because it takes longer.
+    // The first call is not measured, because it takes longer.
     call()?;
     let mut times_us = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
@@ -66,7 +66,7 @@ fn rest(path: &Path) -> Result<Vec<f64>> {
 fn qmp(path: &Path) -> Result<Vec<f64>> {
     let mut stream = BufReader::new(connect(path)?);
     let mut line = String::new();
-    // Greeting of QMP.
+    // QMP sends a greeting first.
     stream.read_line(&mut line)?;
     stream.get_mut().write_all(b"{\"execute\": \"qmp_capabilities\"}\n")?;
     line.clear();

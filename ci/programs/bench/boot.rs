@@ -1,4 +1,5 @@
-//! Time from exec to the guest's init, and the VMM's own memory when the guest is at rest.
+//! Measures the time from exec to the guest's init, and the VMM's own memory when the guest is at
+//! rest.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,9 +11,9 @@ use crate::usage::{beside_guest, wait_for_rest};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
 use guest_tests::{BOOT_LIMIT, host_memory};
 
-/// First line of guest/image/init.
+/// First line that guest/image/init prints.
 const INIT_LINE: &str = "foreshore-guest: init";
-/// Precision of the times.
+/// Resolution of the measured times.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {

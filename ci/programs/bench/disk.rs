@@ -1,4 +1,4 @@
-//! Random direct transfers of 4 KiB to an image, at queue depths of 1 and 32.
+//! Measures random direct transfers of 4 KiB to an image, at queue depths of 1 and 32.
 
 use std::fs;
 
@@ -13,8 +13,8 @@ const TRANSFERS: u32 = 2000;
 const REPEATS: usize = 3;
 const DEEP: u32 = 32;
 
-/// Adds the median of several runs in one guest for each row. The first run does not count, because
-/// it touches all memory for the first time.
+/// Adds a value for each row: the median of several runs in one guest. The first run is discarded,
+/// because it touches all memory for the first time.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let image = this_tests_dir().join("disk-image");
     fs::create_dir_all(this_tests_dir())?;

@@ -1,10 +1,10 @@
-//! Delays of the host itself, measured by a thread that is idle beside the guest and is woken now
-//! and then.
+//! Measures delays caused by the host itself. A thread that is idle most of the time is woken at
+//! intervals while the guest runs.
 //!
-//! The governor's thread is such a thread. Between a report and the request to the devices it has
-//! to be scheduled, to read and to decide. Here another thread of the same priority is woken by a
-//! pipe, reads a report and decides on it, without a VM. Its times at the same moments are not
-//! caused by the VMM: they show how soon and how fast this host runs a thread.
+//! The governor's thread is also idle most of the time. Between a report and the request to the
+//! devices, it must be scheduled, read the report and decide. Here, a pipe wakes another thread of
+//! the same priority, which reads a report and decides on it, without a VM. The VMM does not affect
+//! its times, so they show how soon and how fast this host runs a thread at the same time.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,20 +21,21 @@ use balloon::proto::{
 };
 use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
 
-/// More wakeups would disturb the guest, fewer would leave few of them in a burst.
+/// Interval between wakeups. Shorter intervals would disturb the guest. With longer intervals, a
+/// burst would contain only few wakeups.
 const INTERVAL: Duration = Duration::from_millis(20);
 /// Nice value of the governor's thread (vmm/src/governor/task.rs).
 const NICE: libc::c_int = -10;
 const PAGE: u64 = 4096;
-/// Interval of reports, so that no report is too early.
+/// Interval between reports. It is long enough that no report is too early.
 const REPORT_MS: u64 = 50;
 
-/// Times of one wakeup.
+/// Measured times of a wakeup.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Woken {
-    /// Time from the write until the thread ran.
+    /// Time from the write to the pipe until the thread ran.
     pub wake_s: f64,
-    /// Time to read a report and to decide.
+    /// Time to read a report and decide on it.
     pub decide_s: f64,
 }
 
@@ -55,7 +56,7 @@ impl IdleThread {
         Ok(Self { started, tell, answered, times: Vec::new() })
     }
 
-    /// Wakes the thread repeatedly while `work` runs.
+    /// Wakes the thread repeatedly while `work` is running.
     pub(crate) fn during<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -74,7 +75,7 @@ impl IdleThread {
         })
     }
 
-    /// Sends a wakeup and waits for its answer, so that the thread is idle before the next one.
+    /// Wakes the thread and waits for its answer, so that it is idle before the next wakeup.
     fn wake(&mut self) -> Result<()> {
         let now_ns = u64::try_from(self.started.elapsed().as_nanos())?;
         self.tell.write_all(&now_ns.to_ne_bytes())?;
@@ -83,13 +84,13 @@ impl IdleThread {
     }
 }
 
-/// Times of a wakeup, or the reason for the end.
+/// Times of a wakeup, or the reason why the thread ended.
 type Answer = Result<Option<Woken>>;
 
-/// Runs until the other end of the pipe is closed.
+/// Runs until the other end of the pipe has been closed.
 fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
-    // SAFETY: no pointers. On Linux, 0 is the calling thread. Without the privilege it keeps the
-    // usual priority, as the governor does.
+    // SAFETY: the call takes no pointers. On Linux, 0 means the calling thread. Without the
+    // privilege, the thread keeps its priority, as in the governor.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     let mut governor = Governor::new()?;
     let mut line = governor.next_line();
@@ -109,7 +110,7 @@ fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) ->
     Ok(None)
 }
 
-/// Parts of the governor that need no VM.
+/// Parts of the governor that do not need a VM.
 struct Governor {
     controller: Controller,
     intake: Intake,
@@ -141,7 +142,7 @@ impl Governor {
         Ok(governor)
     }
 
-    /// Next report of a guest of 384 MiB with enough memory.
+    /// Returns the next report of a guest with 384 MiB and enough free memory.
     fn next_line(&mut self) -> Vec<u8> {
         self.seq += 1;
         let pages = |mib: u64| mib * MIB / PAGE;
@@ -184,7 +185,7 @@ impl Governor {
     }
 }
 
-/// Encoded message without the newline.
+/// Encodes a message, without the newline.
 fn line(message: &RawAgentMessage) -> Vec<u8> {
     let mut line = Vec::new();
     encode_line(message, &mut line);

@@ -1,6 +1,8 @@
-//! Compares Foreshore with other VMMs, in turns in one boot of the host. `ci/bench` runs it.
+//! Compares Foreshore with other VMMs. The VMMs take turns during one boot of the host. `ci/bench`
+//! runs this program.
 //!
-//! It prints results. The exit code does not depend on them, because times are not tests.
+//! The program prints results. They do not affect the exit code, because measured times are not
+//! tests.
 
 mod agent;
 mod api;
@@ -30,10 +32,10 @@ const USAGE: &str = "\
 usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
-/// Maximum number of attempts to measure a group with one VMM.
+/// Maximum number of attempts to measure a group under one VMM.
 const TRIES: usize = 3;
 
-/// Groups that every VMM supports, selected together as `peers`.
+/// Groups that every VMM supports. `peers` selects all of them.
 const PEERS: [&str; 5] = ["boot", "plug", "disk", "net", "api"];
 const FORESHORE_ALONE: [&str; 5] = ["volume", "tree", "pressure", "agent", "stream"];
 
@@ -63,7 +65,7 @@ impl Options {
     }
 }
 
-/// Names of all groups. The measurements of a group share a guest.
+/// Returns the names of all groups. Measurements in the same group share a guest.
 fn all_groups() -> impl Iterator<Item = &'static str> {
     PEERS.into_iter().chain(FORESHORE_ALONE)
 }
@@ -93,7 +95,7 @@ fn main() -> ExitCode {
 fn measure(options: &Options) -> Result<()> {
     let vmms = Vmm::all();
     let mut samples = Samples::default();
-    // The first read of a file comes from a disk. This warm-up keeps that out of the first round.
+    // The first read of a file goes to a disk. This warm-up keeps that out of the first round.
     for vmm in &vmms {
         boot::measure(vmm, &mut Samples::default())
             .with_context(|| format!("{} does not boot", vmm.name()))?;
@@ -103,14 +105,14 @@ fn measure(options: &Options) -> Result<()> {
         for group in &options.groups {
             run(group, &in_turn(&vmms, round), &mut samples)?;
         }
-        // Written after each round, so that an interrupted run has results.
+        // Results are written after each round, so that an interrupted run also has some.
         report::write(&samples, round + 1, &options.out)?;
     }
     print!("{}", report::markdown(&samples, options.rounds));
     Ok(())
 }
 
-/// Order of the VMMs in a round. Each round begins with another one.
+/// Returns the order of VMMs in a round. Each round begins with a different VMM.
 fn in_turn(vmms: &[Vmm], round: usize) -> Vec<&Vmm> {
     vmms.iter().cycle().skip(round % vmms.len()).take(vmms.len()).collect()
 }
@@ -134,8 +136,8 @@ fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     }
 }
 
-/// Measures a group with one VMM, and adds all of its results or none. An emulated host sometimes
-/// breaks a guest of any VMM, and the results of the others must not be lost.
+/// Measures a group under one VMM, and adds either all of its results or none. An emulated host
+/// sometimes breaks a guest of any VMM. Results of the other VMMs must not be lost then.
 fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> Result<()>) {
     for _ in 0..TRIES {
         let mut with_these = samples.clone();
@@ -150,7 +152,7 @@ fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> R
     eprintln!("bench:   {} is left out: its measurement failed {TRIES} times", vmm.name());
 }
 
-/// Removes a file that must not exist before the VMM creates it.
+/// Removes a file. The VMM requires that it does not exist.
 fn forget(file: &Path) -> Result<()> {
     match std::fs::remove_file(file) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

@@ -1,5 +1,5 @@
-//! TCP over taps: between a guest and the host, and between two guests with taps in the same
-//! bridge.
+//! Measures TCP over taps: between a guest and the host, and between two guests whose taps are in
+//! the same bridge.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::path::Path;
@@ -23,7 +23,7 @@ const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(172, 29, 0, 2), Ipv4Addr::new(17
 const TAPS: [&str; 2] = ["bench0", "bench1"];
 const BRIDGE: &str = "benchbr";
 
-/// Adds the median of several runs in one guest, or in one pair of guests, for each row.
+/// Adds a value for each row: the median of several runs in one guest or one pair of guests.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     load_modules(&["tun", "bridge", "vhost_net"]);
     with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
@@ -42,7 +42,7 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> Result<()> {
     host_memory::even_out()?;
     let vm = start(vmm, 0, Some(HOST), vhost)?;
-    // All VMMs configure the tap except QEMU, which leaves that to scripts.
+    // All VMMs except QEMU configure the tap. QEMU leaves that to scripts.
     host::run(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
     bring_up(&vm, ADDRESSES[0])?;
     serve(&vm)?;
@@ -55,7 +55,8 @@ fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> R
     stop([vm])
 }
 
-/// Measures transfers from one guest to another of the same VMM and back, by the sender's clock.
+/// Measures transfers between two guests of the same VMM in both directions, with the sender's
+/// clock.
 fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let _bridge = Bridge::create(BRIDGE)?;
@@ -77,7 +78,7 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     stop([from, to])
 }
 
-/// Starts a guest with a tap and waits until it serves commands.
+/// Starts a guest with a tap, and waits until it accepts commands.
 fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> {
     let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth, vhost };
     let vm = vmm.start(&Extras { net: Some(net), ..Extras::default() })?;
@@ -104,7 +105,7 @@ fn add(
     samples.add_medians([row], vmm.name(), REPEATS, || Ok([timed()?.as_secs_f64() * scale]))
 }
 
-/// Waits until the taps are gone, because the next VMM creates them again.
+/// Stops the VMs, and waits until their taps have disappeared. The next VMM creates them again.
 fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
     let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();

@@ -1,4 +1,4 @@
-//! Plugging and unplugging by virtio-mem, in an idle guest.
+//! Measures plugging and unplugging with virtio-mem in an idle guest.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,20 +11,21 @@ use crate::usage::wait_for_rest;
 use crate::vmm::{Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
-/// Size of files in the guest, which Linux puts into movable memory first, and so into plugged
+/// Size of files in the guest. Linux allocates them from movable memory first, and so from plugged
 /// memory.
 const USED_MIB: u64 = 700;
-/// Precision of the times. Each check is a request to the VMM.
+/// Resolution of the measured times. Each check is a request to the VMM.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Plugs 1 GiB into a fresh guest and unplugs it unused. Repeats this after most of it was used.
+/// Plugs 1 GiB into a fresh guest, and unplugs it unused. Then repeats this, with most of the
+/// memory used in between.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     let before = mem_total_mib(&vm)?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
-    // The driver adds the last block and brings it online after plugging it.
+    // After plugging the last block, the driver still has to add it and bring it online.
     wait_until("all memory is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
@@ -38,7 +39,7 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// Time from the request until the guest's driver has completed it.
+/// Returns the time from the request until the guest's driver has completed it.
 fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
     let started = Instant::now();
     vm.request_bytes(bytes)?;

@@ -1,4 +1,5 @@
-//! Latency of a decision of the governor, and of the memory, in a guest that runs short.
+//! Measures how long the governor takes to decide, and how long memory takes to arrive, in a guest
+//! that runs short.
 
 use std::time::{Duration, Instant};
 
@@ -16,18 +17,18 @@ use crate::vmm::{FORESHORE, MIB};
 const FILL_MIB: u64 = 640;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Memory that the guest of the bursts uses permanently. It exceeds the DRAM, so that the policy
-/// determines the size.
+/// Memory that the guest uses permanently in the test with bursts. It exceeds the DRAM, so that the
+/// policy determines the guest's size.
 const BASE_MIB: u64 = 300;
-/// Size of a burst, which exceeds the free memory at rest.
+/// Size of a burst. It exceeds the free memory at rest.
 const BURST_MIB: u64 = 192;
 const BURSTS: usize = 16;
-/// Time without a change of size after which a guest is at rest. A surplus would have been
-/// unplugged within it.
+/// Time without a change of size after which a guest is at rest. Any surplus would have been
+/// unplugged within this time.
 const REST: Duration = Duration::from_secs(4);
-/// Time after which a burst that has its memory without a grow counts as too small.
+/// Wait after a burst got its memory. Without a grow in this time, the burst was too small.
 const ENOUGH: Duration = Duration::from_secs(3);
-/// Number of lines for the comparison of the clocks of host and guest.
+/// Number of lines used to compare the clocks of host and guest.
 const TICKS: usize = 8;
 
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
@@ -40,7 +41,7 @@ fn pool() -> Result<Pool> {
     Pool::create("1G")
 }
 
-/// Fills a guest of 384 MiB that may get another 128 MiB of DRAM and 512 MiB of PM.
+/// Fills a guest of 384 MiB that can get another 128 MiB of DRAM and 512 MiB of PM.
 fn fill(samples: &mut Samples) -> Result<()> {
     let pool = pool()?;
     let guest = Guest::builder()
@@ -58,9 +59,9 @@ fn fill(samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// Alternates in one guest: a burst of allocation for which the policy has to grow it, and the same
-/// amount plugged by the API in an idle guest. Both are measured until the first memory is online,
-/// from when the guest can use it.
+/// Measures two cases alternately in one guest. In one, a burst of allocations makes the policy
+/// grow the guest. In the other, the API plugs the same amount while the guest is idle. Both times
+/// end when the first memory is online, because the guest can use it from then on.
 fn bursts(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let pool = pool()?;
@@ -68,9 +69,10 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=768M", pool.name()))
-        // Otherwise the policy waits longer than REST before it unplugs the memory of the last
-        // burst, and the guest has enough for the next one. It would also have become more patient,
-        // because of a grow during the boot and the following shrink.
+        // With the default parameters, the policy would wait longer than REST before it unplugs the
+        // memory of the last burst. The guest would then have enough memory for the next burst. The
+        // policy would also have become slower to shrink, because the guest grew during boot and
+        // then shrank.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base = guest.hog(BASE_MIB, LIMIT)?;
@@ -115,8 +117,8 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     add_idle(samples, &idle.times)
 }
 
-/// Adds the times of an idle thread at the same moments, which are the host's part of the time from
-/// a report to a plan.
+/// Adds the times of an idle thread at the same time. They are the host's share of the time from a
+/// report to a plan.
 fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
     eprintln!("bench:     an idle thread was woken {} times", times.len());
     let wake: Vec<f64> = times.iter().map(|time| time.wake_s).collect();
@@ -141,7 +143,7 @@ fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
     Ok((number("plugged_bytes")?, number("requested_bytes")?))
 }
 
-/// Waits until the policy has nothing more to do, and returns the plugged size.
+/// Waits until the policy makes no more changes, and returns the plugged size.
 fn wait_for_rest(guest: &Guest) -> Result<u64> {
     let mut since = (Instant::now(), 0);
     wait_for("the guest has its size", LIMIT, || {
@@ -153,7 +155,7 @@ fn wait_for_rest(guest: &Guest) -> Result<u64> {
     })
 }
 
-/// Resizes the zone by the API, and waits for its size.
+/// Resizes the zone through the API, and waits until it has reached the size.
 fn resize(guest: &Guest, bytes: u64) -> Result<()> {
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": bytes }))?;
     guest.wait_until(
@@ -169,9 +171,9 @@ struct Burst {
     asked_bytes: u64,
 }
 
-/// Measures a burst until the first memory is online, by the guest's clock. The plan is the first
-/// one with a request. `None` if the guest had enough memory, because a policy may hold more for a
-/// while after it was wrong.
+/// Measures a burst until the first memory is online, with the guest's clock. The plan is the first
+/// one that contains a request. Returns `None` if the guest had enough memory, because a policy may
+/// hold more memory for some time after a wrong decision.
 fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let last = guest.get("vm.pressure?decisions=1")?["decisions_total"].as_u64();
     let last = last.context("vm.pressure counts no decisions")?;
@@ -196,7 +198,7 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
             && decision["seq"].as_u64() > Some(last)
             && asked(decision) > 0
     };
-    // The list begins with the newest decision.
+    // The list starts with the newest decision.
     let grow = decisions.iter().rev().find(is_grow);
     let grow = grow.with_context(|| format!("Memory came online without a decision: {info}"))?;
     let age =
@@ -214,7 +216,7 @@ fn asked(decision: &Value) -> u64 {
     decision["asked_bytes"].as_u64().unwrap_or(0)
 }
 
-/// Measures the time from a request to the first memory online, in an idle guest.
+/// Measures the time from a request until the first memory is online, in an idle guest.
 fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     let mut clocks = Clocks::new();
     let mut script = guest.start_script(LIMIT, "exec guest-tool burst 0")?;
@@ -234,21 +236,21 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     Ok((online + clocks.offset).saturating_sub(requested))
 }
 
-/// Offset between the host's clock and that of `guest-tool burst`, which starts later. The line
-/// with the shortest delay determines it. A line cannot arrive before it was written, and its
-/// delay, some tenths of a millisecond, is the error.
+/// Offset between the host's clock and the clock of `guest-tool burst`, which starts later. The
+/// line with the shortest delay determines the offset. A line cannot arrive before it was written.
+/// The error is the line's delay, which is some tenths of a millisecond.
 struct Clocks {
     started: Instant,
     offset: Duration,
 }
 
 impl Clocks {
-    /// Must be called before the program is started.
+    /// Must be created before the program is started.
     fn new() -> Self {
         Self { started: Instant::now(), offset: Duration::MAX }
     }
 
-    /// Returns the next line and its time by the guest's clock.
+    /// Returns the next line, and its time according to the guest's clock.
     fn next(&mut self, script: &mut Script) -> Result<(Line, Duration)> {
         let line = script.next_line().context("guest-tool burst has ended")?;
         let now = self.started.elapsed();
@@ -258,7 +260,7 @@ impl Clocks {
     }
 }
 
-/// Line of `guest-tool burst`.
+/// Line that `guest-tool burst` prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
     Begin,
@@ -268,7 +270,7 @@ enum Line {
 }
 
 impl Line {
-    /// Parses a line and its time since the start of the program.
+    /// Parses a line and its time, which is relative to the program's start.
     fn parse(line: &str) -> Result<(Self, Duration)> {
         let (what, at) = match line.split(' ').collect::<Vec<_>>()[..] {
             ["begin", at] => (Self::Begin, at),

@@ -1,4 +1,4 @@
-//! Output of the results: a table for readers, JSON for programs.
+//! Writes the results as a table for readers and as JSON for programs.
 
 use std::fmt::Write;
 use std::fs;
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use crate::samples::{Row, Samples, Target, median, p99, smallest};
 use crate::vmm::{FORESHORE, QEMU};
 
-/// Description of the machine, as set by ci/nested/host.
+/// Returns the description of the machine that ci/nested/host has set.
 fn measured_on() -> String {
     std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "an unnamed machine".to_owned())
 }
@@ -27,7 +27,7 @@ pub(crate) fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> 
     Ok(())
 }
 
-/// Table of medians, with the smallest value and the 99th percentile in parentheses.
+/// Returns a table of medians. The smallest value and the 99th percentile are in parentheses.
 pub(crate) fn markdown(samples: &Samples, rounds: usize) -> String {
     let vmms = samples.vmms();
     let mut text = format!(
@@ -59,17 +59,17 @@ fn cell(samples: &Samples, row: Row, vmm: &str) -> String {
     format!("{} ({} to {})", unit.show(median), unit.show(smallest), unit.show(p99))
 }
 
-/// Values of a row. A peer's values may be in another row.
+/// Returns the values of a row. The values of a peer may be in a different row.
 fn values<'a>(samples: &'a Samples, row: Row, vmm: &str) -> &'a [f64] {
     samples.of(if vmm == FORESHORE { row } else { row.peer_row() }, vmm)
 }
 
-/// Ratio of Foreshore's median to QEMU's.
+/// Returns Foreshore's median divided by QEMU's median.
 fn ratio(samples: &Samples, row: Row) -> Option<f64> {
     Some(median(values(samples, row, FORESHORE))? / median(values(samples, row, QEMU))?)
 }
 
-/// Text of the target, and the result of its check.
+/// Returns the text of the target, and whether the target was met.
 fn verdict(samples: &Samples, row: Row) -> (String, &'static str) {
     let judged = |met: Option<bool>| met.map_or("", |met| if met { "yes" } else { "no" });
     match row.target() {

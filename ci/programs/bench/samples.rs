@@ -6,11 +6,11 @@ use anyhow::{Context, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Target {
-    /// Maximum ratio to QEMU's value.
+    /// Foreshore's value may be at most this multiple of QEMU's.
     TimesQemu(f64),
-    /// Upper limit in the unit of the row.
+    /// Maximum value, in the unit of the row.
     AtMost(f64),
-    /// No target.
+    /// There is no target.
     Open,
 }
 
@@ -33,7 +33,7 @@ macro_rules! rows {
         impl Row {
             pub(crate) const ALL: &[Self] = &[$(Self::$row,)*];
 
-            /// Name for programs, which ends with the unit.
+            /// Name for use by programs. It ends with the unit.
             pub(crate) fn key(self) -> &'static str {
                 match self {
                     $(Self::$row => $key,)*
@@ -56,7 +56,7 @@ macro_rules! rows {
     };
 }
 
-// The target of STREAM on PM is at most 1 % below its result in memory.
+// STREAM on PM may be at most 1 % slower than in memory.
 rows! {
     Boot TimesQemu(0.55) "boot_seconds" "exec to guest init";
     VmmMemory AtMost(7.0) "vmm_memory_mebibytes" "VMM memory beside the guest's";
@@ -154,8 +154,8 @@ impl Row {
         }
     }
 
-    /// Row with QEMU's values for a comparison. Its NVDIMM has no flush hints, and is its users'
-    /// alternative to a BTT. Its disks are images, whose sectors may tear.
+    /// Row with the QEMU values to compare with. QEMU's NVDIMM has no flush hints. It is what users
+    /// have as an alternative to a BTT. QEMU's disks are images, and their sectors may be torn.
     pub(crate) fn peer_row(self) -> Self {
         match self {
             Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,
@@ -169,7 +169,7 @@ impl Row {
     }
 }
 
-/// Values by row and VMM, in the order in which they were measured.
+/// Measured values, by row and VMM, in chronological order.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Samples(BTreeMap<(Row, String), Vec<f64>>);
 
@@ -179,7 +179,7 @@ impl Samples {
         self.0.entry((row, vmm.to_owned())).or_default().push(value);
     }
 
-    /// Adds the medians of several runs of `once`. A run before them does not count, because it
+    /// Adds the medians of several runs of `once`. An additional first run is discarded, because it
     /// touches all memory for the first time.
     pub(crate) fn add_medians<const ROWS: usize>(
         &mut self,
@@ -201,7 +201,7 @@ impl Samples {
         self.0.get(&(row, vmm.to_owned())).map_or(&[], Vec::as_slice)
     }
 
-    /// Measured VMMs, Foreshore and QEMU first.
+    /// Names of the measured VMMs, with Foreshore and QEMU first.
     pub(crate) fn vmms(&self) -> Vec<String> {
         let mut names: Vec<String> = self.0.keys().map(|(_, vmm)| vmm.clone()).collect();
         names.sort_by_key(|name| {
@@ -226,7 +226,7 @@ impl Unit {
     }
 }
 
-/// Median. For an even number of values, the mean of the middle two.
+/// Returns the median. For an even number of values, this is the mean of the middle two.
 pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -242,8 +242,8 @@ pub(crate) fn smallest(values: &[f64]) -> Option<f64> {
     values.iter().copied().min_by(f64::total_cmp)
 }
 
-/// 99th percentile: the smallest value that at least 99 of 100 do not exceed. For fewer than 100
-/// values, the largest.
+/// Returns the 99th percentile: the smallest value that at least 99 of 100 values do not exceed.
+/// For fewer than 100 values, this is the largest value.
 pub(crate) fn p99(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,11 +1,11 @@
-//! STREAM on raw volumes, compared with guest memory from the same pool. Mapped volumes should be
-//! as fast as memory.
+//! Runs STREAM on raw volumes and compares it with guest memory from the same pool. Mapped volumes
+//! should be as fast as memory.
 //!
-//! One process accesses all places in turns in one boot. The result is the ratio of their best
-//! times, which STREAM itself also uses, because other load of the machine only makes runs longer.
-//! Guest memory of the pool (`--pm-memory`) is a fair peer: the same file, the same tmpfs, the same
-//! huge pages on the host, and huge pages in the guest. A second array in guest memory shows the
-//! noise of the ratios.
+//! A single process accesses all places in turn during one boot. The result is the ratio of their
+//! shortest times. STREAM itself also uses the shortest times, because other load on the machine
+//! can only make runs longer. Guest memory from the pool (`--pm-memory`) is a fair peer: it has the
+//! same file, the same tmpfs, the same huge pages on the host, and huge pages in the guest. A
+//! second array in guest memory shows how noisy the ratios are.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,18 +20,18 @@ use crate::forget;
 use crate::samples::{Row, Samples};
 use crate::vmm::{FORESHORE, MIB};
 
-/// Size of one array. Each place has three.
+/// Size of one array. There are three arrays in each place.
 const ARRAY_MIB: u64 = 32;
-/// Rounds of one process, each over all places.
+/// Number of rounds of one process. Each round covers all places.
 const ROUNDS: u32 = 15;
 const LIMIT: Duration = Duration::from_secs(300);
 
 const DEVDAX: &str = "/dev/dax0.0";
 const FSDAX: &str = "/mnt/fsdax/arrays";
-/// Places of the arrays: the peer twice, and the two ways to map a volume.
+/// Places of the arrays: the peer twice, and both ways to map a volume.
 const PLACES: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
 
-/// Boots a guest and runs all four kernels in all places.
+/// Boots a guest, and runs all four kernels in all places.
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let guest = start()?;
@@ -56,7 +56,7 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// Starts a guest with memory of the pool on node 1, and two raw volumes.
+/// Starts a guest with memory from the pool on node 1, and with two raw volumes.
 fn start() -> Result<Guest> {
     forget(&this_tests_dir().join("pool"))?;
     let pool = Pool::create("1G")?;
@@ -89,7 +89,7 @@ fn make_devdax(guest: &Guest) -> Result<()> {
     guest.wait_until_run("the device exists", LIMIT, &format!("test -c {DEVDAX}"))
 }
 
-/// Creates a file whose extents huge pages can map.
+/// Creates a file whose extents can be mapped with huge pages.
 fn make_fsdax(guest: &Guest) -> Result<()> {
     let bytes = 3 * ARRAY_MIB * MIB;
     let make = format!(
@@ -100,7 +100,7 @@ fn make_fsdax(guest: &Guest) -> Result<()> {
     guest.run_within(LIMIT, &make).map(drop)
 }
 
-/// Shortest time by kernel and place in microseconds, parsed from lines that name both.
+/// Shortest time in microseconds, for each kernel and place. The lines of `text` name both.
 fn best(text: &str) -> Result<BTreeMap<(String, usize), f64>> {
     let mut times: BTreeMap<(String, usize), f64> = BTreeMap::new();
     for line in text.lines() {

@@ -1,4 +1,4 @@
-//! Unpacking and packing of a kernel-like tree, on F2FS on a BTT volume.
+//! Measures unpacking and packing a tree that resembles kernel source, on F2FS on a BTT volume.
 
 use anyhow::Result;
 use guest_tests::runner::this_tests_dir;
@@ -7,7 +7,7 @@ use crate::samples::{Row, Samples};
 use crate::vmm::{Disk, Extras, Vmm};
 use crate::volume::{VOLUME_BYTES, make_pool, write_btt_file};
 
-/// A fiftieth of the files of a kernel's source.
+/// Number of files. It is a fiftieth of the number in the kernel's source.
 const FILES: u32 = 1700;
 const REPEATS: usize = 3;
 
@@ -31,14 +31,14 @@ pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 let disk = Disk::NvdimmFile(file, VOLUME_BYTES);
                 time(vmm, disk, "pmem0s", [Row::NvdimmUntar, Row::NvdimmTar], samples)?;
             }
-            // Only Foreshore has the interfaces of a volume.
+            // Only Foreshore supports these interfaces of a volume.
             Vmm::Other { .. } => {}
         }
     }
     Ok(())
 }
 
-/// Adds the medians of several runs in one guest. Each run begins with a new file system.
+/// Adds the medians of several runs in one guest. Each run starts with a new file system.
 fn time(vmm: &Vmm, disk: Disk, node: &str, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras { file_systems: true, disk, ..Extras::default() })?;
     vm.wait_for_path(&format!("/dev/{node}"))?;

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use guest_tests::wait_until;
 
-/// Time of a measurement that decides if a VMM is at rest.
+/// Duration of the measurement that shows whether a VMM is at rest.
 const REST_WINDOW: Duration = Duration::from_secs(1);
-/// Share of a CPU below which it is at rest. An emulated guest's clock and agents take a few
-/// percent.
+/// CPU share below which a process counts as being at rest. In an emulated guest, the clock and
+/// agents use a few percent.
 const REST_SHARE: f64 = 0.1;
 const REST_LIMIT: Duration = Duration::from_secs(120);
 
-/// Waits until the process, including its guest, is almost idle.
+/// Waits until the process, including its guest, is nearly idle.
 pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
     let mut since = (Instant::now(), cpu_time(pid)?);
     wait_until("the guest is at rest", REST_LIMIT, || {
@@ -28,31 +28,32 @@ pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
     })
 }
 
-/// User and system time of all threads of a process. A vCPU's guest time is user time (proc(5)).
+/// Returns the user and system time of all threads of a process. A vCPU's guest time counts as user
+/// time (proc(5)).
 fn cpu_time(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
     // The name in parentheses may contain any character.
     let (_, fields) = text.rsplit_once(") ").context("Stat line without a name")?;
     let fields: Vec<&str> = fields.split(' ').collect();
-    // utime and stime are fields 14 and 15, and the first one here is field 3.
+    // utime and stime are fields 14 and 15 of the line. The first field here is field 3.
     let ticks = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// Memory of a VMM's process without the memory of its guest, in bytes.
+/// Memory of a VMM process in bytes, without the memory of its guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BesideGuest {
-    /// Proportional set size: shared pages count in proportion.
+    /// Proportional set size. Shared pages count in proportion to the number of their users.
     pub pss: u64,
-    /// Anonymous memory: heap, stacks and modified data.
+    /// Anonymous memory: heap, stacks and modified private data.
     pub anonymous: u64,
 }
 
-/// Sums a process's mappings, except the guest's boot memory, which is the one mapping of exactly
-/// its size. No other guest memory may be plugged.
+/// Adds up the mappings of a process, except the guest's boot memory. That is the only mapping of
+/// exactly its size. No other guest memory may be plugged.
 pub(crate) fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
@@ -69,7 +70,7 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
             kib.trim().parse::<u64>().with_context(|| format!("Not a line of smaps: {line:?}"))?
                 * 1024;
         match field {
-            // First field of each mapping.
+            // The first field of each mapping.
             "Size" => {
                 is_guest = bytes == guest_bytes;
                 guests += u32::from(is_guest);

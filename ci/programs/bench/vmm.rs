@@ -1,4 +1,4 @@
-//! Compared VMMs, with the same guest.
+//! VMMs to compare. All of them run the same guest.
 
 use std::net::Ipv4Addr;
 use std::ops::Deref;
@@ -17,19 +17,19 @@ pub(crate) const FORESHORE: &str = "foreshore";
 pub(crate) const QEMU: &str = "qemu";
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// Boot memory of every guest here.
+/// Boot memory of every guest in these benchmarks.
 pub(crate) const BOOT_MIB: u64 = 512;
 
 const PATH_LIMIT: Duration = Duration::from_secs(120);
 
-/// Kernel command line for all VMMs. It includes the arguments that Foreshore adds by default.
+/// Kernel command line for all VMMs. It contains the arguments that Foreshore adds by default.
 const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Vmm {
     Foreshore,
     Qemu,
-    /// Another VMM with Cloud Hypervisor's flags and API.
+    /// Another VMM that has Cloud Hypervisor's flags and API.
     Other {
         name: String,
         program: PathBuf,
@@ -40,33 +40,33 @@ pub(crate) enum Vmm {
 pub(crate) enum Disk {
     #[default]
     None,
-    /// Volume by `--pm-volume`.
+    /// Volume given with `--pm-volume`.
     Volume(String),
     /// Raw image as a virtio-blk disk.
     Image(PathBuf),
-    /// File that QEMU presents as an NVDIMM.
+    /// File that QEMU provides as an NVDIMM.
     NvdimmFile(PathBuf, u64),
 }
 
-/// Tap of the host, which each VMM creates itself.
+/// Tap on the host. Each VMM creates it.
 #[derive(Debug, Clone)]
 pub(crate) struct Net {
     pub tap: String,
-    /// Address of the host on the tap. `None` if the tap is in a bridge.
+    /// Address of the host on the tap, or `None` if the tap is in a bridge.
     pub host: Option<Ipv4Addr>,
-    /// Index of the guest among concurrent ones.
+    /// Index of the guest among concurrent guests.
     pub nth: u8,
     /// True if the host's kernel moves its frames.
     pub vhost: bool,
 }
 
-/// Devices and memory of a guest beyond boot memory.
+/// Devices and memory that a guest has in addition to boot memory.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Extras {
     pub hotplug_mib: u64,
     pub disk: Disk,
     pub net: Option<Net>,
-    /// Selects a kernel and an image with more file systems.
+    /// Selects a kernel and an image that support more file systems.
     pub file_systems: bool,
 }
 
@@ -79,15 +79,15 @@ impl Extras {
     }
 }
 
-/// Running guest under one of the VMMs.
+/// Guest that is running under one of the VMMs.
 pub(crate) enum Vm {
-    /// Guest under Foreshore, or under a VMM with the same flags.
+    /// Guest under Foreshore or under a VMM with the same flags.
     Cli(Guest),
     Qemu(QemuGuest),
 }
 
 impl Vmm {
-    /// Foreshore, QEMU, and the VMM from the environment.
+    /// Returns Foreshore, QEMU, and the VMM given by the environment.
     pub(crate) fn all() -> Vec<Self> {
         let other =
             std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
@@ -111,7 +111,8 @@ impl Vmm {
         matches!(self, Self::Foreshore | Self::Qemu)
     }
 
-    /// Evens out the memory of the host, starts the guest, and waits until it serves commands.
+    /// Brings the host's memory into the same state, starts the guest, and waits until it accepts
+    /// commands.
     pub(crate) fn boot(&self, extras: &Extras) -> Result<Vm> {
         host_memory::even_out()?;
         let vm = self.start(extras)?;
@@ -119,12 +120,12 @@ impl Vmm {
         Ok(vm)
     }
 
-    /// Starts the guest and waits for nothing.
+    /// Starts the guest without waiting.
     pub(crate) fn start(&self, extras: &Extras) -> Result<Vm> {
         match self {
             Self::Qemu => {
-                // QEMU truncates the file when it opens it. Until then it would contain the last
-                // guest's output.
+                // QEMU truncates the file only when it opens it. Until then, the file would contain
+                // the output of the last guest.
                 let builder = qemu(extras);
                 forget(&builder.console())?;
                 Ok(Vm::Qemu(builder.start()?))
@@ -144,7 +145,7 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     if extras.hotplug_mib > 0 {
         memory += &format!(",hotplug_method=virtio-mem,hotplug_size={}M", extras.hotplug_mib);
     }
-    // Without an entropy device, like QEMU's guest.
+    // Without an entropy device, as in QEMU's guest.
     let (kernel, image) = extras.kernel_and_image();
     let builder = Guest::builder().program(program).kernel(kernel).image(image);
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");

@@ -1,4 +1,4 @@
-//! Direct transfers of 4 KiB to volumes and disks, one at a time.
+//! Measures direct transfers of 4 KiB to volumes and disks, one at a time.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,23 +17,24 @@ use crate::forget;
 use crate::samples::{Row, Samples};
 use crate::vmm::{Disk, Extras, MIB, Vmm};
 
-/// Size of the volumes here.
+/// Size of the volumes in this benchmark.
 pub(crate) const VOLUME_BYTES: u64 = 128 * MIB;
 
-/// Effort for a row: the median of `repeats` runs of `transfers` each. The first run does not
-/// count, because it touches all memory for the first time.
+/// Effort for a row, which is the median of `repeats` runs with `transfers` transfers each. The
+/// first run is discarded, because it touches all memory for the first time.
 #[derive(Clone, Copy)]
 struct Effort {
     transfers: u32,
     repeats: usize,
 }
 
-/// A run takes some 10 ms, in which a single interrupt of the host is significant.
+/// Effort without flushes. A run takes about 10 ms, so a single interrupt on the host would be
+/// significant.
 const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
-/// A BTT write flushes four times (data, both halves of the log entry, map), and each takes a disk
-/// long.
+/// Effort with flushes to a disk. A BTT write flushes four times (data, both halves of the log
+/// entry, map), and each flush takes as long as the disk needs.
 const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
-/// Each flush is an exit.
+/// Effort if each flush is an exit.
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
@@ -49,7 +50,7 @@ pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 let disk = Disk::NvdimmFile(file, VOLUME_BYTES);
                 time(vmm, disk, UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
             }
-            // Only Foreshore has the interfaces of a volume.
+            // Only Foreshore supports these interfaces of a volume.
             Vmm::Other { .. } => {}
         }
     }
@@ -82,7 +83,7 @@ fn time(
 ) -> Result<()> {
     let Effort { transfers, repeats } = effort;
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
-    // One of the two exists.
+    // Only one of the two exists.
     let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
     wait_until("the disk exists", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
@@ -103,7 +104,7 @@ pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Image of zeros, fully allocated.
+/// Creates an image of zeros that is fully allocated.
 fn make_image() -> Result<PathBuf> {
     let path = this_tests_dir().join("image");
     forget(&path)?;
@@ -113,15 +114,15 @@ fn make_image() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes a BTT to a plain file, the same as in a volume.
+/// Writes a BTT to a plain file. It is the same BTT as in a volume.
 pub(crate) fn write_btt_file(path: &Path) -> Result<()> {
     let media = MemoryMedia::new(VOLUME_BYTES);
     Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;
     fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))
 }
 
-/// Directory on a disk file system, on which writes must be flushed. The emulated host has no
-/// writable one, so a loop device on tmpfs serves as the disk there.
+/// Returns a directory on a disk file system, where writes must be flushed. The emulated host does
+/// not have a writable one, so it uses a loop device on tmpfs as the disk.
 fn disk_dir() -> Result<PathBuf> {
     if std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "direct") {
         return Ok(std::env::current_dir()?);

@@ -7,7 +7,7 @@ use guest_tests::guest::GuestBuilder;
 use crate::sizes::Sizes;
 use crate::{claim, event, phase};
 
-/// Boots the guest and checks its memory from inside.
+/// Boots the guest, and checks its memory from inside the guest.
 pub(crate) fn show(builder: &GuestBuilder) -> Result<Guest> {
     phase(1, "a stock Debian guest boots on DRAM alone");
     event("VM governed boots");

@@ -1,11 +1,11 @@
 //! Demonstration of Foreshore's features on a real KVM host: `demo METRICS METRICS_OFF SECONDS`.
 //!
-//! It runs on the host of the VMs, while ci/demo lets Prometheus scrape the two addresses. Each
-//! claim is checked, and a wrong one fails the demo. A line that begins with `* ` is an event,
-//! which ci/demo marks on the timeline.
+//! It runs on the host of the VMs while ci/demo makes Prometheus scrape the two addresses. Each
+//! claim is checked, and the demo fails if a claim does not hold. A line that begins with `* ` is
+//! an event, and ci/demo marks it on the timeline.
 //!
-//! There are two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and
-//! `policy-off`, which is only used in phase 2.
+//! There are two VMs. `governed` (policy=psi) is killed and restarted in phase 4. `policy-off` is
+//! used only in phase 2.
 
 #![forbid(unsafe_code)]
 
@@ -33,15 +33,15 @@ use crate::shrink::Spent;
 const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, metrics of the VM \
      policy-off, time limit)";
 
-/// Exit code after the time limit, as with timeout(1).
+/// Exit code after the time limit. timeout(1) uses the same code.
 const CUT_OFF: i32 = 124;
-/// Duration for which the limits of single steps are chosen. It is usual on an otherwise idle
-/// emulated host.
+/// Duration of the demo for which the time limits of single steps were chosen. On an emulated host
+/// without other load, the demo takes about this long.
 const USUAL: Duration = Duration::from_secs(240);
-/// Number of printed lines of each log, because the complete logs may not be accessible.
+/// Number of lines of each log to print, because the complete logs may not be accessible.
 const LAST_LINES: usize = 12;
 
-/// Names in Prometheus and in logs.
+/// Names of the VMs in Prometheus and in logs.
 const GOVERNED: &str = "governed";
 const POLICY_OFF: &str = "policy-off";
 
@@ -74,14 +74,14 @@ fn demo() -> Result<()> {
     volume::show(guest, &vm, &pool)
 }
 
-/// Factor for the limits of single steps, because a demo with a longer limit gives each step more
-/// time.
+/// Returns a factor for the time limits of single steps. If the demo's time limit is longer, each
+/// step also gets more time.
 fn stretch(limit: Duration) -> f64 {
     limit.div_duration_f64(USUAL).max(1.0)
 }
 
-/// Ends the demo after the limit, unless the returned sender has been dropped. If another process
-/// ended the demo, the logs would be lost.
+/// Ends the demo after the time limit, unless the returned sender has been dropped. If another
+/// process ended the demo, its logs would be lost.
 fn cut_off_after(limit: Duration) -> Sender<()> {
     let (in_time, ended) = mpsc::channel();
     thread::spawn(move || {
@@ -101,8 +101,8 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
     in_time
 }
 
-/// Guest with 512 MiB of DRAM (384 MiB at boot), 1 GiB of PM for growth, and a swap that should
-/// stay unused.
+/// Guest with 512 MiB of DRAM (384 MiB at boot), up to 1 GiB of PM, and swap that should remain
+/// unused.
 fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
     Guest::builder()
         .image(Image::Redis)
@@ -114,13 +114,14 @@ fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
         .verbose()
 }
 
-/// Adds a disk from the pool that also lends memory to the guest.
+/// Adds a disk from the same pool that lends memory to the guest.
 fn with_volume(vm: &GuestBuilder, pool: &Pool, interface: &str) -> GuestBuilder {
     let volume = format!("pool={},name=data,size=96M,interface={interface},create=on", pool.name());
     vm.clone().pm_volume(&volume)
 }
 
-/// Boots a guest with the same memory but its own pool, because a pool has one owner.
+/// Boots a guest with the same memory but with its own pool, because a pool can have only one
+/// owner.
 fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
     let metrics = metrics.to_owned();
     move || {
@@ -147,8 +148,8 @@ fn phase(number: u32, what: &str) {
     println!("== {number}/5 {what}");
 }
 
-/// Consoles, the VMMs' logs and the list of acknowledged files, with the names under which they are
-/// kept.
+/// Returns the consoles, the logs of the VMMs and the list of acknowledged files, and the names
+/// under which they are saved.
 fn logs() -> Result<Vec<(String, PathBuf)>> {
     let mut logs = Vec::new();
     for entry in fs::read_dir(this_tests_dir())? {
@@ -163,7 +164,7 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
     Ok(logs)
 }
 
-/// Copies the logs to the folder from which ci/nested/host retrieves them.
+/// Copies the logs to the folder that ci/nested/host saves.
 fn keep_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
@@ -173,7 +174,7 @@ fn keep_logs() -> Result<()> {
     Ok(())
 }
 
-/// Prints the evidence for a failure: complaints of the guests' kernels, and the last lines of each
+/// Prints evidence for a failure: problems reported by guest kernels, and the last lines of each
 /// log.
 fn print_causes() {
     let printed = logs().and_then(|logs| {
@@ -205,8 +206,8 @@ fn causes(name: &str, log: &str) -> String {
     text
 }
 
-/// `governed.console.log` for `governed0.console.log`. The names of a VM's files contain the number
-/// of its start, and the names of this demo's VMs are unique without it.
+/// Returns `governed.console.log` for `governed0.console.log`. File names contain the number of the
+/// VM's start. In this demo, the names of VMs are unique without it.
 fn plain_name(file: &str) -> String {
     let (vm, rest) = file.split_once('.').unwrap_or((file, ""));
     format!("{}.{rest}", vm.trim_end_matches(|c: char| c.is_ascii_digit()))

@@ -1,4 +1,4 @@
-//! Phase 2: Redis exceeds the DRAM, with and without the governor.
+//! Phase 2: Redis needs more than the DRAM, with and without the governor.
 
 use anyhow::{Result, ensure};
 use guest_tests::Guest;
@@ -10,14 +10,14 @@ use crate::{claim, event, phase};
 const DRAM_BYTES: u64 = 512 * MIB;
 const LEAST_PM_BYTES: u64 = 400 * MIB;
 
-/// A fill, with the counters of the guest's kernel.
+/// Result of a fill, with counters of the guest's kernel.
 struct Run {
     fill: Fill,
     swapped_out_pages: u64,
     killed: u64,
 }
 
-/// Fills both guests with the same data. The first one stays full.
+/// Fills both guests with the same data. The first guest is left full.
 pub(crate) fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Result<()> {
     phase(2, &format!("Redis is filled with {FILL_MIB} MiB of values, 1.5 times the DRAM"));
     redis::start(guest)?;
@@ -75,7 +75,7 @@ fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
     })
 }
 
-/// Checks the zones while they grow, because DRAM must be plugged first.
+/// Checks the zones while they grow. DRAM must be plugged before PM.
 struct Watch<'a> {
     guest: &'a Guest,
     pm_seen: bool,
@@ -97,7 +97,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// Prints the time that the guest waited for memory.
+/// Prints how long the guest waited for memory.
 fn print_latency(guest: &Guest) -> Result<()> {
     let metrics = guest.metrics()?;
     let total = |suffix: &str| {

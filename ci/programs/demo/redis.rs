@@ -1,4 +1,4 @@
-//! Debian's Redis in the guest, filled and emptied by its own tools.
+//! Runs Debian's Redis in the guest, and fills and empties it with Redis' own tools.
 
 use std::time::{Duration, Instant};
 
@@ -7,41 +7,42 @@ use guest_tests::{Guest, Output};
 
 use crate::sizes::MIB;
 
-/// Time limit of Redis' silence. A guest that swaps is slow.
+/// Maximum time without output from Redis. A guest that swaps is slow.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 
 const SOCKET: &str = "/run/redis.sock";
 
-/// With the string's header, a value is just under 16 KiB, a size class of jemalloc, which would
-/// waste a quarter above it. Values are random characters, so that compressed swap gains no space.
-/// Every round has different key names, because redis-benchmark's random numbers may repeat from
-/// run to run.
+/// Size of a value. Together with the string's header, it is just under 16 KiB, a size class of
+/// jemalloc. With a larger value, jemalloc would waste a quarter of the memory. Values are random
+/// characters, so that compressed swap saves no space. Each round uses different key names, because
+/// redis-benchmark's random numbers may be the same in each run.
 const VALUE_BYTES: u64 = 16_360;
 
-/// Number of runs of redis-benchmark into which the fill is divided, to show its progress.
+/// Number of redis-benchmark runs per fill. A fill is split into runs to show its progress.
 const ROUNDS: u64 = 20;
-/// A multiple of the pipeline's length, to which redis-benchmark rounds up.
+/// Number of values per round. redis-benchmark rounds up to a multiple of the pipeline's length, so
+/// this is one.
 const VALUES_PER_ROUND: u64 = 2496;
-/// Number of commands in flight. With one at a time, an emulated host would mainly measure its task
-/// switches.
+/// Number of commands in flight. With one at a time, an emulated host would mainly measure its own
+/// task switches.
 const PIPELINE: u64 = 32;
 
-/// Size of the values of a fill, rounded: 779 MiB, 1.5 times the guest's DRAM.
+/// Total size of the values in a fill, rounded: 779 MiB, 1.5 times the guest's DRAM.
 pub(crate) const FILL_MIB: u64 = (VALUE_BYTES * ROUNDS * VALUES_PER_ROUND + MIB / 2) / MIB;
 
 #[derive(Debug, Clone)]
 pub(crate) struct Fill {
-    /// True if all data is in Redis.
+    /// True if Redis contains all data.
     pub completed: bool,
-    /// Diagnostics of the guest if not.
+    /// Diagnostics from the guest if the fill did not complete.
     pub last_words: String,
-    /// Largest number of keys that Redis reported.
+    /// Highest number of keys that Redis reported.
     pub keys: u64,
     pub took: Duration,
     pub alive: bool,
 }
 
-/// Starts Redis as a cache without files, and with overcommit, as Redis recommends in its log.
+/// Starts Redis as a cache without files. Enables overcommit, as Redis recommends in its log.
 pub(crate) fn start(guest: &Guest) -> Result<()> {
     guest.run("echo 1 >/proc/sys/vm/overcommit_memory")?;
     guest.run(&format!(
@@ -55,7 +56,7 @@ pub(crate) fn start(guest: &Guest) -> Result<()> {
     )
 }
 
-/// Fills Redis, and calls `seen` after every round.
+/// Fills Redis. Calls `seen` after every round.
 pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
     let started = Instant::now();
     let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
@@ -75,9 +76,9 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
     Ok(Fill { completed, last_words, keys, took, alive: ping.stdout.contains("PONG") })
 }
 
-/// Script that prints the number of keys after every round. redis-benchmark waits forever for a
-/// Redis that is killed, so the script checks that the program of Redis still exists (that of a
-/// zombie does not).
+/// Returns a script that prints the number of keys after every round. redis-benchmark would wait
+/// forever for a killed Redis. So the script checks that the executable of the Redis process still
+/// exists. For a zombie, it does not.
 fn fill_script() -> String {
     let random_bytes = VALUE_BYTES / 4 * 3;
     format!(
@@ -97,7 +98,7 @@ fn fill_script() -> String {
     )
 }
 
-/// Diagnostics of the guest about a fill that was cut off.
+/// Returns diagnostics from the guest about a fill that was cut off.
 fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
     let said = guest.try_run(
         SILENCE_LIMIT,
@@ -106,7 +107,7 @@ fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
     Ok(format!("{ended:?}\n{}", said.stdout))
 }
 
-/// Size of the values and keys in Redis.
+/// Returns the size of the values and keys in Redis.
 pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
     let text = guest.run(&format!("redis-cli -s {SOCKET} info memory"))?;
     let line = text.lines().find_map(|line| line.strip_prefix("used_memory_dataset:"));
@@ -114,7 +115,7 @@ pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
         .with_context(|| format!("redis-cli info memory has no used_memory_dataset: {text:?}"))
 }
 
-/// Deletes all data and returns the allocator's pages.
+/// Deletes all data, and makes the allocator return its pages.
 pub(crate) fn flush(guest: &Guest) -> Result<()> {
     let flush =
         format!("redis-cli -s {SOCKET} flushall sync && redis-cli -s {SOCKET} memory purge");

@@ -1,4 +1,4 @@
-//! Phase 3: the guest needs less memory, and the rest returns to the host.
+//! Phase 3: the guest needs less memory, and the rest is returned to the host.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use guest_tests::{Guest, Pool};
 use crate::sizes::{MIB, Sizes};
 use crate::{claim, event, phase, redis};
 
-/// Time for a shrink. It is slow on purpose, with a cool-down before its steps.
+/// Time for a shrink. Shrinks are slow on purpose, and a cool-down precedes their steps.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
-/// Allowed difference in the pool's own data and the volume's.
+/// Allowed difference in the pool's own data and the volume's data.
 const TOLERANCE_BYTES: u64 = 4 * MIB;
 
-/// Host memory used for a guest.
+/// Host memory that is used for a guest.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spent {
     rss_bytes: u64,
@@ -32,7 +32,7 @@ impl Spent {
     }
 }
 
-/// Flushes Redis and follows the shrinking guest.
+/// Flushes Redis, and follows the guest while it shrinks.
 pub(crate) fn show(guest: &Guest, pool: &Pool, boot: &Spent) -> Result<()> {
     phase(3, "Redis is flushed, the guest shrinks");
     let full = Spent::on(guest, pool)?;
@@ -65,7 +65,7 @@ pub(crate) fn show(guest: &Guest, pool: &Pool, boot: &Spent) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Waits until no PM is plugged, and returns the requested sizes in between.
+/// Waits until no PM is plugged, and returns the sizes requested in the meantime.
 fn follow_down(guest: &Guest) -> Result<Vec<u64>> {
     let mut last = Sizes::of(guest)?;
     let mut steps = Vec::new();

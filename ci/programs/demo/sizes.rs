@@ -1,4 +1,4 @@
-//! Sizes of zones and of the pool, from the metrics.
+//! Reads the sizes of zones and of the pool from the metrics.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use guest_tests::{Guest, Metrics};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Sizes of a zone's hotplug part. The resident size covers the whole zone.
+/// Sizes of the hotpluggable part of a zone. The resident size covers the whole zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Zone {
     pub boot_bytes: u64,
@@ -16,7 +16,7 @@ pub(crate) struct Zone {
     pub resident_bytes: u64,
 }
 
-/// Sizes of both zones and the pool at one moment.
+/// Sizes of both zones and of the pool at one point in time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     pub dram: Zone,
@@ -61,11 +61,11 @@ fn zone(metrics: &Metrics, id: &str) -> Result<Zone> {
 }
 
 fn bytes(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> Result<u64> {
-    // A gauge of bytes is a whole number far below 2^53.
+    // A gauge in bytes is an integer far below 2^53.
     Ok(metrics.value(name, labels)? as u64)
 }
 
-/// Counter of the guest's /proc/vmstat, read from the guest without the agent.
+/// Reads a counter from the guest's /proc/vmstat, without using the agent.
 pub(crate) fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '$1 == \"{counter}\" {{ print $2 }}' /proc/vmstat"))?;
     text.trim().parse().with_context(|| format!("{counter} in /proc/vmstat: {text:?}"))

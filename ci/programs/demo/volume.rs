@@ -1,4 +1,5 @@
-//! Phase 4: the rest of the pool is a disk that survives the VMM and changes its interface.
+//! Phase 4: the rest of the pool serves as a disk that survives the VMM and is used through another
+//! interface.
 
 use std::fs;
 use std::io::Write;
@@ -15,11 +16,11 @@ use crate::{claim, event, phase, with_volume};
 const IO_LIMIT: Duration = Duration::from_secs(180);
 const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 const FILES: &str = "/mnt/data/files";
-/// Number of files that are acknowledged before the kill.
+/// Number of files to acknowledge before the kill.
 const FILES_BEFORE_KILL: usize = 60;
 
-/// Files that a guest has reported as durable. A file outside of the VM contains a line with name
-/// and hash for each.
+/// Files that a guest has reported as durable. A file outside of the VM has a line for each of
+/// them, with name and hash.
 struct Acknowledged {
     path: PathBuf,
     lines: Vec<String>,
@@ -47,7 +48,7 @@ impl Acknowledged {
         Ok(())
     }
 
-    /// Checks that all of them are in the guest and complete.
+    /// Checks that all of these files exist in the guest and are complete.
     fn check(&self, guest: &Guest) -> Result<()> {
         guest.run(": >/tmp/list")?;
         for lines in self.lines.chunks(200) {
@@ -67,7 +68,7 @@ impl Acknowledged {
     }
 }
 
-/// Kills the running guest while it writes, and checks the files twice.
+/// Kills the running guest during a write, and checks the files twice.
 pub(crate) fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     phase(4, "a volume of the same pool survives SIGKILL and changes its interface");
     let mut acknowledged = Acknowledged::new()?;
@@ -108,7 +109,7 @@ fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     event("VMM killed (SIGKILL)");
-    // Lines that left the VM before the kill count as acknowledged.
+    // A line that left the VM before the kill counts as an acknowledgment.
     while let Some(line) = writer.next_line() {
         acknowledged.add(line)?;
     }

@@ -1,4 +1,4 @@
-//! Kills of guests that write.
+//! Kills guests while they write.
 
 use anyhow::{Result, ensure};
 use guest_tests::runner::this_tests_dir;
@@ -7,7 +7,7 @@ use guest_tests::{Kernel, Pool};
 
 const LANES: u64 = 2;
 
-/// Kills `rounds` guests, and prints a line for each result and one for all.
+/// Kills `rounds` guests. Prints a line for each result, and a line with the totals.
 pub(crate) fn run(
     interface: Interface,
     kernel: Kernel,
@@ -24,7 +24,7 @@ pub(crate) fn run(
         |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
     let tally = run_rounds((0..LANES).map(victim).collect::<Result<_>>()?, rounds, until)?;
     println!("{setup}, seed {seed}: {tally}");
-    // Pools and logs are only needed as evidence of a fault.
+    // Pools and logs are needed only as evidence of a fault.
     std::fs::remove_dir_all(&dir)?;
     ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
     ensure!(!raw || tally.torn > 0, "No sector was torn, so the test proves nothing");

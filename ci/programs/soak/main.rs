@@ -1,5 +1,5 @@
-//! Tests that take hours: many kills of guests that write, power cuts of the host, and guests that
-//! are too small. `ci/soak` runs it.
+//! Tests that take hours: many kills of writing guests, power cuts of the host, and guests with too
+//! little DRAM. `ci/soak` runs this program.
 
 #![forbid(unsafe_code)]
 

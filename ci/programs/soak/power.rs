@@ -1,7 +1,7 @@
-//! Guests that write until a power cut of the host, and checks after the next boot.
+//! Runs guests that write until the host's power is cut, and checks their data after the next boot.
 //!
-//! Acknowledgments are only recorded outside of the host. Every line goes to the standard output,
-//! and a file contains the lines of all earlier boots.
+//! Acknowledgments must be recorded outside of the host. Every line is written to standard output.
+//! A file contains the lines of all earlier boots.
 
 use std::convert::Infallible;
 use std::fs;
@@ -15,19 +15,19 @@ use guest_tests::torn::{Interface, Setup, Victim};
 use guest_tools::content::Bytes;
 use guest_tools::torn::report::Line;
 
-/// Place of a pool that survives the host.
+/// Medium of a pool that survives the host.
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    /// Prefix of its lines.
+    /// Prefix of the lines about this pool.
     name: &'static str,
     dir: &'static str,
     /// Durability class that `pmvol info` must report.
     class: &'static str,
-    /// Number of sectors between flushes. A few are enough if each flush goes to the disk.
+    /// Number of sectors between two flushes. If each flush goes to the disk, a few are enough.
     longest: u64,
 }
 
-/// Created by ci/nested/host (`--disk`, `--nvdimm-file`).
+/// ci/nested/host creates these media (`--disk`, `--nvdimm-file`).
 const PLACES: [Place; 2] = [
     Place { name: "disk", dir: "/disk", class: "page-cache", longest: 4 },
     Place { name: "dax", dir: "/pm", class: "dax-sync", longest: 256 },
@@ -43,15 +43,15 @@ const ALL_WRITE: &str = "all guests write";
 pub(crate) enum Task {
     /// Check the content after the last cut, and write until the power is cut.
     Write,
-    /// As `Write`, with VMMs whose flushes do nothing.
+    /// Same as `Write`, but flushes of the VMMs do nothing.
     WriteAndLie,
     Look,
-    /// Check the content after flushes that did nothing: data must be lost on the disk.
+    /// Check the content after flushes that did nothing. Data on the disk must have been lost.
     LookForLosses,
 }
 
-/// Runs a task. `heard` is the file with the lines of earlier boots. It is empty before the first
-/// one.
+/// Runs a task. `heard` is a file with the lines of earlier boots, and is empty before the first
+/// boot.
 pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
     let heard =
         fs::read_to_string(heard).with_context(|| format!("Cannot read {}", heard.display()))?;
@@ -78,7 +78,7 @@ pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
     }
 }
 
-/// Checks that a pool in memory disappeared with the host, and creates a new one.
+/// Checks that a pool in memory disappeared together with the host, and creates a new pool.
 fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     let pool = Pool::by_path(Path::new(VOLATILE));
     ensure!(!pool.path().exists(), "{VOLATILE} survived the power cut");
@@ -91,15 +91,15 @@ fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     Ok(())
 }
 
-/// Opens a pool's volume with the acknowledgments to earlier guests, or creates it if there are
-/// none.
+/// Opens a pool's volume, given the acknowledgments to earlier guests. If there are none, creates
+/// the volume.
 fn victim(place: Place, setup: Setup, seed: u64, heard: Option<&String>) -> Result<Victim> {
     let pool = Pool::by_path(&PathBuf::from(place.dir).join("pool"));
     let victim = match heard {
         None => Victim::create(pool, setup, seed)?,
         Some(heard) => {
             let mut victim = Victim::resume(pool, setup, seed);
-            // The power cut has truncated the last line if it has no end.
+            // A last line without an end was cut off by the power cut.
             for line in heard.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
                 if let Some(line) =
                     line.strip_prefix(place.name).and_then(|line| line.strip_prefix(' '))
@@ -136,7 +136,7 @@ fn judge(place: Place, victim: &mut Victim, task: Task) -> Result<()> {
 
 /// Writes to all pools until the power is cut.
 fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
-    // All guests, and the thread that reports that all write.
+    // All guests wait here, and so does the thread that reports that all of them write.
     let all_write = Barrier::new(victims.len() + 1);
     thread::scope(|scope| {
         for (place, mut victim) in victims {
@@ -151,7 +151,8 @@ fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
                         all_write.wait();
                     }
                 });
-                // The process ends, because the other threads would wait for this one forever.
+                // The whole process ends, because the other threads would wait forever for this
+                // one.
                 eprintln!("soak: {}: {ended:#}", place.name);
                 std::process::exit(1);
             });

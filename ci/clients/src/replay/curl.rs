@@ -1,4 +1,4 @@
-//! curl with `--unix-socket` and several URLs per run. It keeps the connection.
+//! curl with `--unix-socket` and several URLs per run. It reuses the connection.
 
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -9,7 +9,7 @@ use crate::wire::{Connection, Style};
 const STYLE: Style = Style {
     base: "",
     headers: "Host: localhost\r\nUser-Agent: curl/7.88.1\r\nAccept: */*\r\n",
-    // Default content type of a body passed by `-d`.
+    // Default content type of a body given with `-d`.
     with_body: "Content-Type: application/x-www-form-urlencoded\r\n",
     says_empty: false,
 };
@@ -23,7 +23,7 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     curl.expect(204, &STYLE.put("vm.create", &vm.config(json!({})).to_string()))?;
     curl.expect(204, &STYLE.put("vm.boot", ""))?;
     until_up()?;
-    // The connection stayed open while the guest booted.
+    // The connection was kept open while the guest booted.
     let info = curl.expect(200, &STYLE.get("vm.info"))?.json()?;
     ensure!(info["state"] == "Running", "{info}");
     curl.expect(405, &STYLE.put("vm.boot", ""))?;

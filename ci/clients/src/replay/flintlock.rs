@@ -1,5 +1,5 @@
-//! flintlock (infrastructure/microvm/cloudhypervisor). It starts the VMM with flags for the whole
-//! VM, and queries the state by the API.
+//! flintlock (infrastructure/microvm/cloudhypervisor). It starts the VMM with flags that describe
+//! the whole VM, and queries the VM's state through the API.
 
 use anyhow::{Result, ensure};
 
@@ -12,7 +12,7 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let info = connection.expect(200, &GO.get("vm.info"))?.json()?;
     ensure!(info["state"] == "Running", "{info}");
     let counters = connection.expect(200, &GO.get("vm.counters"))?.json()?;
-    // flintlock's client parses a map of maps of int64.
+    // flintlock's client parses the counters as a map of maps of int64.
     let all = counters.as_object().into_iter().flat_map(|devices| devices.values());
     let numbers: Vec<_> =
         all.filter_map(|device| device.as_object()).flat_map(|device| device.values()).collect();

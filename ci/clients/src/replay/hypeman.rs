@@ -1,5 +1,5 @@
-//! hypeman (lib/vmm), a client in Go. It only accepts 204 as success, and waits until the memory
-//! size is stable.
+//! hypeman (lib/vmm), a client written in Go. It accepts only 204 as success, and waits until the
+//! memory size is stable.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::vm::{LOOK, PATIENCE, UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
-/// Number of equal sizes in a row that count as stable.
+/// Number of equal consecutive sizes after which the size counts as stable.
 const SAME: usize = 3;
 
 fn actual_size(connection: &mut Connection) -> Result<Value> {

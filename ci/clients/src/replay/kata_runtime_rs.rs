@@ -1,5 +1,6 @@
-//! Kata Containers' runtime-rs (hypervisor/src/ch). It uses Cloud Hypervisor's own api_client, one
-//! connection for all calls, requests in several pieces, and JSON with explicit `null`s.
+//! runtime-rs of Kata Containers (hypervisor/src/ch). It uses Cloud Hypervisor's own api_client, a
+//! single connection for all calls, requests in several pieces, and JSON with explicit `null`
+//! values.
 
 use std::fs::File;
 
@@ -10,7 +11,8 @@ use serde_json::{Value, json};
 use crate::vm::{Nic, UntilUp, Vm};
 use crate::wire::Connection;
 
-/// Makes a call. api_client writes head, length, end and body separately.
+/// Makes a call. api_client writes the head, the length, the end of the headers and the body
+/// separately.
 fn call(
     stream: &mut Connection,
     method: &str,
@@ -20,7 +22,7 @@ fn call(
     call_with(stream, method, call, body, Vec::new())
 }
 
-/// Makes a call whose descriptors accompany the head.
+/// Makes a call and sends descriptors together with the head.
 fn call_with(
     stream: &mut Connection,
     method: &str,
@@ -68,14 +70,14 @@ fn config(vm: &Vm) -> Value {
     })
 }
 
-/// NIC without the names of its tap and of itself. All other fields are the same as without
-/// descriptors.
+/// NIC without its own name and without the name of its tap. All other fields are the same as
+/// without descriptors.
 fn net(mac: &str) -> Value {
     json!({"ip": "192.168.249.1", "mask": "255.255.255.0", "mac": mac, "iommu": false, "num_queues": 2,
            "queue_size": 256, "vhost_user": false, "vhost_mode": "Client"})
 }
 
-/// Checks that all fields of `vm.info` that the runtime reads are present.
+/// Checks that `vm.info` contains all fields that the runtime reads.
 fn check(info: &Value, nics: usize) -> Result<()> {
     let of_a_nic = ["ip", "mask", "mac", "num_queues", "queue_size"];
     let of_nics =

@@ -1,6 +1,6 @@
 //! libvirt's driver for Cloud Hypervisor (src/ch). It uses libcurl with one handle and one
-//! connection for calls, a raw connection for NICs, a FIFO of events, for which its VMM waits, and
-//! a pseudo terminal as the serial console.
+//! connection for calls, a raw connection to add NICs, a FIFO for events, and a pseudo terminal as
+//! the serial console. Its VMM waits until the FIFO has been opened.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,25 +14,25 @@ use serde_json::{Value, json};
 use crate::vm::{Nic, PATIENCE, UntilUp, Vm};
 use crate::wire::{Connection, Style};
 
-/// Format of libcurl's requests. A PUT without a body is an empty upload.
+/// Format of libcurl's requests. A PUT without a body is sent as an empty upload.
 const STYLE: Style = Style {
     base: "",
     headers: "Host: localhost\r\nAccept: application/json\r\n",
     with_body: "Content-Type: application/json\r\n",
     says_empty: true,
 };
-/// Format of queries, which have a content type without a body.
+/// Format of queries. They have a content type but no body.
 const ASKING: Style = Style {
     headers: "Host: localhost\r\nAccept: application/json\r\nContent-Type: application/json\r\n",
     ..STYLE
 };
-/// Size of the buffer for reads of the FIFO.
+/// Size of the buffer for reading from the FIFO.
 const EVENT_BUFFER_BYTES: usize = 4096 - 1;
 
 struct Curl(Connection);
 
 impl Curl {
-    /// Two statuses count as success.
+    /// Makes a PUT call. Two statuses count as success.
     fn put(&mut self, call: &str, body: &str) -> Result<()> {
         let answer = self.0.call(&STYLE.put(call, body))?;
         ensure!([200, 204].contains(&answer.status), "{call}: {answer:?}");
@@ -44,20 +44,20 @@ impl Curl {
     }
 }
 
-/// Adds each NIC by one message, and parses the part of the response that one `recv` returns.
-/// (libvirt gives up after 500 ms, but this test does not check the time.)
+/// Adds each NIC with one message, and parses the part of the response that a single `recv`
+/// returns. (libvirt gives up after 500 ms, but this test does not check the time.)
 fn add_nics(vm: &Vm) -> Result<()> {
     let mut stream = Connection::open(&vm.api_socket)?;
     for (nth, nic) in vm.nics().enumerate() {
         let Nic { mac, queues } = nic?;
-        // A pair of queues counts as two queues.
+        // A pair of queues is counted as two queues.
         let body = json!({"id": format!("net_{nth}"), "mac": mac, "num_queues": 2 * queues.len()})
             .to_string();
         let head = "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
         stream
             .write_with(&format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()), queues)?;
         let answer = stream.receive()?;
-        // Parsed by sscanf("HTTP/1.%*d %d").
+        // libvirt parses the status with sscanf("HTTP/1.%*d %d").
         let status = answer.strip_prefix("HTTP/1.").and_then(|rest| rest.split(' ').nth(1));
         ensure!(
             status.is_some_and(|status| ["200", "204"].contains(&status)),
@@ -67,11 +67,11 @@ fn add_nics(vm: &Vm) -> Result<()> {
     Ok(())
 }
 
-/// Names of events, in the form `source:event`.
+/// Reader for event names, in the form `source:event`.
 struct Events(Receiver<Result<String>>);
 
 impl Events {
-    /// Opens the FIFO, for which the VMM has waited, and reads it until the VMM ends.
+    /// Opens the FIFO, which the VMM has waited for, and reads it until the VMM ends.
     fn open(path: &Path) -> Result<Self> {
         let mut fifo = File::open(path).with_context(|| format!("Cannot open {path:?}"))?;
         let (sender, names) = mpsc::channel();
@@ -87,7 +87,7 @@ impl Events {
         Ok(Self(names))
     }
 
-    /// Waits for an event, and returns the earlier ones.
+    /// Waits for an event. Returns the events that preceded it.
     fn until(&self, wanted: &str) -> Result<Vec<String>> {
         let mut before = Vec::new();
         loop {
@@ -110,7 +110,7 @@ fn name(document: &[u8]) -> Result<String> {
     }
 }
 
-/// Splits data at braces, also at those in strings.
+/// Splits data at braces, including braces in strings.
 #[derive(Default)]
 struct Documents {
     begun: Vec<u8>,
@@ -136,18 +136,18 @@ impl Documents {
     }
 }
 
-/// Reads the path of the terminal, after a boot and after each `vm:rebooted`. A follower of the
-/// terminal (`virsh console`) continues to read.
+/// Reads the path of the terminal after a boot and after each `vm:rebooted`. A program that follows
+/// the terminal (`virsh console`) keeps reading.
 fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()> {
     ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
     let said = &info["config"]["serial"];
     ensure!(said["mode"] == "Pty", "The serial console is not a Pty: {said}");
-    // An owner without machines has no terminal.
+    // The fake owner without machines has no terminal.
     let path = said["file"].as_str().map(str::to_owned);
     if path.is_some() && path != *followed {
         let mut terminal = File::open(path.as_deref().unwrap_or_default())?;
         let mut log = File::options().create(true).append(true).open(log)?;
-        // The thread ends with the VMM.
+        // The thread ends together with the VMM.
         thread::spawn(move || io::copy(&mut terminal, &mut log));
         *followed = path;
     }

@@ -1,5 +1,5 @@
-//! Replays of clients that are not crates. They send the clients' requests in order and byte by
-//! byte except for paths, and interpret the responses in the same way.
+//! Replays of clients that are not available as crates. They send the clients' requests in order
+//! and, except for paths, byte by byte. They interpret responses in the same way as the clients.
 
 mod curl;
 mod flintlock;
@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use crate::vm::{UntilUp, Vm};
 
-/// Replay of a client's calls. It leaves no VM behind.
+/// Replay of a client's calls. It leaves the VMM without a VM.
 pub type Replay = fn(&Vm, UntilUp) -> Result<()>;
 
 pub const ALL: &[(&str, Replay)] = &[

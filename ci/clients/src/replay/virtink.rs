@@ -1,4 +1,4 @@
-//! Virtink (pkg/cloudhypervisor). It queries the state of a VM before there is one, and interprets
+//! Virtink (pkg/cloudhypervisor). It queries the state of a VM before the VM exists, and interprets
 //! an error as "not yet".
 
 use anyhow::{Result, ensure};
@@ -8,7 +8,7 @@ use crate::vm::{UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
 pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
-    // Each call uses a new client and connection.
+    // Each call uses a new client and a new connection.
     let call = |request: &str| Connection::open(&vm.api_socket)?.call(request);
     let info = call(&GO.get("vm.info"))?;
     ensure!(info.status >= 400, "{info:?} without a VM");

@@ -1,4 +1,5 @@
-//! Guests with less DRAM than their workload needs, under each policy and with each kind of swap.
+//! Runs guests with less DRAM than their workload needs, under each policy and with each kind of
+//! swap.
 
 mod plot;
 mod report;
@@ -13,9 +14,9 @@ use guest_tests::pressure::{Config, GuestSize, MIB, WORKLOADS, Workload};
 
 use report::Row;
 
-/// DRAM in addition to the workload, for the guest's kernel and programs.
+/// DRAM for the guest's kernel and programs, in addition to the workload.
 const ROOM_MIB: u64 = 512;
-/// Granularity of DRAM sizes, because the need varies slightly from boot to boot.
+/// Granularity of DRAM sizes. The need varies slightly between boots.
 const DRAM_STEP_MIB: u64 = 8;
 
 struct Options {
@@ -55,15 +56,15 @@ where
     text.split(',').map(|item| item.parse().map_err(Into::into)).collect()
 }
 
-/// Runs workloads and configurations in turns in this boot of the host. Fails if a condition is not
-/// met. Times are only reported.
+/// Runs workloads and configurations in turn during this boot of the host. Fails if a condition
+/// does not hold. Times are only reported.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let options = Options::parse(arguments)?;
     let mut rows = Vec::new();
     for workload in &options.workloads {
         for round in 1..=options.rounds {
             rows.extend(measure(&options, *workload, round)?);
-            // Written after each round, so that an interrupted run has results.
+            // Results are written after each round, so that an interrupted run also has some.
             fs::write(options.out.join("table.md"), report::markdown(&rows))?;
         }
     }
@@ -77,8 +78,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Runs one workload in all configurations. The first run has DRAM alone and determines the need.
-/// The others get a share of it.
+/// Runs one workload in all configurations. The first run has only DRAM and determines how much the
+/// workload needs. Other runs get a share of that.
 fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Row>> {
     let keep = |config: &Config, share: u64, outcome: Outcome| {
         let name = format!("{}-{share}-{config}-{round}", workload.name);
@@ -93,7 +94,8 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     };
     let run = |config: &Config, dram_mib: u64, name: &str| {
         host_memory::even_out()?;
-        // Two vCPUs would wait for each other on the single CPU that can be counted.
+        // Instructions can be counted on a single CPU only, and two vCPUs would wait for each other
+        // there.
         run::run(workload, config, GuestSize { cpus: 1, dram_mib }, name, Watched::UntilAllIsBack)
     };
     let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")

@@ -1,11 +1,11 @@
-//! gnuplot script of memory, swap and stalls over time, with a line for each configuration.
+//! gnuplot script that plots memory, swap and stalls over time, with a line for each configuration.
 
 use std::fmt::Write as _;
 
 use super::report::Row;
 
-/// Limit of the time axis. Guests that swap take so much longer that the others would be a line at
-/// the left edge.
+/// Maximum of the time axis. Guests that swap take much longer. On a longer axis, all other guests
+/// would be a single line at the left edge.
 const MOST_AXIS_S: f64 = 150.0;
 
 const PANELS: [(&str, &str, &str); 4] = [
@@ -15,7 +15,7 @@ const PANELS: [(&str, &str, &str); 4] = [
     ("stall_some_s", "time in which a task waited for memory", "s"),
 ];
 
-/// Script that gnuplot runs in the directory of the time series. It draws NAME.svg.
+/// Returns a script that draws NAME.svg. gnuplot runs it in the directory with the time series.
 pub(super) fn script(name: &str, rows: &[&Row]) -> String {
     let last_s = |row: &&Row| row.outcome.points.last().map_or(0.0, |point| point.at_s);
     let axis_s = rows.iter().map(last_s).fold(1.0, f64::max).min(MOST_AXIS_S);

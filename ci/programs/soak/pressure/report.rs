@@ -1,23 +1,23 @@
-//! Tables of results, and checks of targets.
+//! Tables of results, and checks against targets.
 
 use std::fmt::{self, Write as _};
 
 use guest_tests::pressure::{Condition, MIB, Outcome};
 
-/// Allowed factors for psi to the times with DRAM alone: of a run, and of the two phases of
-/// `touch`.
+/// Allowed ratios of times under psi to times with only DRAM: for a whole run, and for the two
+/// phases of `touch`.
 const MOST_RUN: f64 = 1.05;
 const MOST_FILL: f64 = 1.3;
 const MOST_TOUCH: f64 = 1.05;
-/// Allowed time from a report to a plan in 99 of 100 cases.
+/// Maximum time from a report to a plan, in 99 of 100 cases.
 const MOST_TO_PLAN_S: f64 = 0.001;
 
 pub(super) struct Row {
     pub workload: &'static str,
-    /// DRAM in percent of the need.
+    /// DRAM as a percentage of the need.
     pub share: u64,
     pub config: String,
-    /// File of the time series.
+    /// File with the time series.
     pub csv: String,
     pub outcome: Outcome,
 }
@@ -25,7 +25,7 @@ pub(super) struct Row {
 pub(super) struct Verdict {
     pub what: String,
     pub met: bool,
-    /// True for a condition. Times are only reported.
+    /// True if this is a condition. Times are only reported.
     pub counts: bool,
 }
 
@@ -36,7 +36,7 @@ impl fmt::Display for Verdict {
 }
 
 impl Row {
-    /// Progress line, printed while other runs follow.
+    /// Returns a progress line, which is printed while more runs follow.
     pub(super) fn line(&self) -> String {
         let Outcome { run_s, broken, .. } = &self.outcome;
         let end = broken.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
@@ -48,7 +48,7 @@ impl Row {
     }
 }
 
-/// Groups rows of the same kind, which are rounds of one run.
+/// Groups rows of the same kind. They are rounds of the same run.
 fn kinds(rows: &[Row]) -> Vec<Vec<&Row>> {
     let mut kinds: Vec<Vec<&Row>> = Vec::new();
     for row in rows {
@@ -71,12 +71,12 @@ fn phase(outcome: &Outcome, name: &str) -> f64 {
     outcome.phases.iter().find(|(other, _)| other == name).map_or(f64::NAN, |(_, seconds)| *seconds)
 }
 
-/// Rounds of a workload with DRAM alone.
+/// Returns the rounds in which a workload had only DRAM.
 fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
     rows.iter().filter(|row| row.workload == workload && row.share == 100).collect()
 }
 
-/// Table with the medians of the rounds.
+/// Returns a table with the medians over all rounds.
 pub(super) fn markdown(rows: &[Row]) -> String {
     let mut text =
         "| workload | DRAM | with | run | of DRAM alone | phases, s | swapped in, out, MiB | major faults | \
@@ -131,7 +131,7 @@ pub(super) fn markdown(rows: &[Row]) -> String {
     text
 }
 
-/// Verdicts on the conditions for psi, and on equal results of all runs.
+/// Returns verdicts on the conditions for psi, and on whether all runs have the same results.
 pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
     let mut say =
@@ -172,7 +172,7 @@ pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
             );
             say(false, to_plan_s <= MOST_TO_PLAN_S, text);
         }
-        // Reports a round that did not meet the condition, if there is one.
+        // Reports a round in which the condition did not hold, if there is one.
         let rounds: Vec<Vec<Condition>> =
             kind.iter().map(|row| row.outcome.conditions(alone)).collect();
         for index in 0..rounds[0].len() {
