@@ -104,7 +104,7 @@ struct Options {
     /// Run the tests whose names contain a filter, of any class
     #[arg(value_name = "FILTER")]
     filters: Vec<String>,
-    /// Take each FILTER as a whole name
+    /// Treat each FILTER as a whole name
     #[arg(long)]
     exact: bool,
     /// Run long tests as well
@@ -116,7 +116,7 @@ struct Options {
     /// Print the names, and run nothing
     #[arg(long)]
     list: bool,
-    /// Time of all tests together; a test that has none left fails
+    /// Time limit for all tests together; a test that has no time left fails
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     within: Option<u32>,
     /// Run this test in this process

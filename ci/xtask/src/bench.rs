@@ -41,7 +41,8 @@ pub(crate) struct Arguments {
     /// Number of rounds (5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     rounds: Option<u32>,
-    /// Measure only these; peers: boot, plug, disk, net and api, for which every VMM is measured
+    /// Run only these measurements; peers stands for boot, plug, disk, net and api, which run for
+    /// every VMM
     #[arg(
         long,
         value_name = "NAMES",
@@ -49,11 +50,11 @@ pub(crate) struct Arguments {
         value_parser = PossibleValuesParser::new(MEASUREMENTS)
     )]
     only: Vec<String>,
-    /// Clock of the emulated host; counted: each instruction takes one nanosecond; requires --only
-    /// agent
+    /// Clock of the emulated host; with counted, each instruction takes one nanosecond (requires
+    /// --only agent)
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
-    /// Count the instructions of requests to virtio-blk and virtio-mem instead, on this machine;
+    /// Instead count the instructions of virtio-blk and virtio-mem requests, on this machine;
     /// requires valgrind
     #[arg(long, exclusive = true)]
     requests: bool,

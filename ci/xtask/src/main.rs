@@ -48,10 +48,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Bring a Debian 12 machine with Rust and git to where ci/test, ci/demo and ci/bench can run
+    /// Prepare a Debian 12 machine with Rust and git for ci/test, ci/demo and ci/bench
     ///
-    /// Installs tools by apt, and fetches the kernels that ci/kernels.lock pins to target/ci. A
-    /// second run has nothing to do.
+    /// Installs tools with apt, and fetches the kernels pinned by ci/kernels.lock to target/ci. A
+    /// second run changes nothing.
     Setup(setup::Arguments),
     /// Build the guests' initramfs images from Debian packages and our programs
     ///
@@ -73,12 +73,12 @@ enum Task {
     /// Its output is streamed, its exit code is passed on, and its input is empty.
     /// FORESHORE_HOST=nested|direct overrides the choice.
     ///
-    /// The command finds our programs in PATH; $GUESTS with vmlinuz-KERNEL and the images; $OUT;
-    /// $FORESHORE_HOST, nested or direct; $FORESHORE_MEASURED_ON, a line that names what figures
-    /// are measured on.
+    /// The command finds our programs in PATH. These variables are set: $GUESTS, the folder with
+    /// vmlinuz-KERNEL and the images; $OUT; $FORESHORE_HOST, nested or direct;
+    /// $FORESHORE_MEASURED_ON, a description of the machine for measurements.
     ///
-    /// Exit code 124: the command was cut off; 125: the host itself failed; 2: the command line was
-    /// refused.
+    /// Exit code 124: the command exceeded its time limit; 125: the host itself failed; 2: the
+    /// command line is invalid.
     Host(Box<host::Arguments>),
     /// Run all tests: formatting, lints, fuzz targets, names of documents, the book, unit tests,
     /// release build, guest tests on KVM hosts, power cuts

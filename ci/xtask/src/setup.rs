@@ -42,7 +42,7 @@ const BUSYBOX_PACKAGE: &str = "busybox-static";
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Move ci/kernels.lock to the newest kernels that the mirror has
+    /// Update ci/kernels.lock to the newest kernels on the mirror
     #[arg(long)]
     update_kernels: bool,
 }

@@ -17,7 +17,7 @@ use crate::proc::ProcError;
 use crate::trigger::TRIGGERS;
 use crate::{kernel, sys};
 
-/// Divisor of the total memory. The quotient is the watermark until the VMM has sent settings.
+/// Until the VMM has sent settings, the watermark is the total memory divided by this number.
 const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]

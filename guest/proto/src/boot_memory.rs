@@ -21,7 +21,7 @@ const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
 /// memory.
 const KERNEL_BYTES: u64 = 64 * MIB;
 const KERNEL_PART: u64 = 32;
-/// Divisor of boot memory. A ZONE_MOVABLE smaller than the quotient is not worthwhile.
+/// Boot memory divided by this number is the smallest ZONE_MOVABLE that is worthwhile.
 const LEAST_MOVABLE_PART: u64 = 16;
 
 /// Boot memory of a guest, and the memory that virtio-mem can add to it.

@@ -1,6 +1,6 @@
 //! Free PM that the agent requires before it enables demotion.
 
-/// Divisor of PM. PM counts as full if less than the quotient is free.
+/// PM counts as full if less than its size divided by this number is free.
 const FULL_PART: u64 = 32;
 const MAX_FULL_PAGES: u64 = (64 << 20) / 4096;
 

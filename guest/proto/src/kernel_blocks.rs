@@ -7,16 +7,16 @@ use crate::{
     Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,
 };
 
-/// Divisor of the usual reserve. The kernel is short of memory if less than the quotient is free.
-/// The whole reserve would be too high a threshold, because programs that fill DRAM before any
-/// memory is plugged leave the kernel about that much.
+/// The kernel is short of memory if less than the usual reserve divided by this number is free. The
+/// whole reserve would be too high a threshold, because programs that fill DRAM before any memory
+/// is plugged leave the kernel about that much.
 const SHORT_PART: u64 = 2;
 /// Duration of a conversion. The threshold includes the expected growth of kernel memory in this
 /// time.
 pub const CONVERSION_MS: u64 = 500;
 /// Time limit for migrating a block's pages. Linux itself would retry forever.
 pub const OFFLINE_LIMIT_MS: u64 = 10_000;
-/// Divisor of DRAM. The threshold includes at most the quotient as expected growth.
+/// The threshold includes the expected growth, up to the size of DRAM divided by this number.
 const MAX_GROWTH_PART: u64 = 8;
 /// Pause after a successful conversion, so that reports can show its effect.
 const PAUSE_MS: u64 = 500;

@@ -33,8 +33,8 @@ const MAX_LOOK_MS: u64 = 100;
 /// eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
 const FALLING_LOOK_MS: u64 = 15;
 
-/// Divisor of [`Pace::margin_bytes`]. If memory decreases by more than the quotient between two
-/// checks, it counts as falling.
+/// Memory counts as falling if it decreases between two checks by more than [`Pace::margin_bytes`]
+/// divided by this number.
 const FALLING_PART: u64 = 8;
 
 /// Time after which available memory is read again even if the number of free pages is unchanged.
@@ -52,13 +52,13 @@ const STEADY_MS: u64 = 3_000;
 /// the rate at rest.
 const STEADY_FACTOR: u64 = 5;
 
-/// Divisor of the last reported amount. A decrease by the quotient is reported immediately.
+/// A decrease by the last reported amount divided by this number is reported immediately.
 const NEWS_PART: u64 = 8;
 
 /// Smallest growth of kernel memory that is reported immediately.
 const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
 
-/// Divisor of the reported amount. A change by less than the quotient counts as steady.
+/// A change by less than the reported amount divided by this number counts as steady.
 const STEADY_PART: u64 = 16;
 
 /// Number of reports to send before memory falls to the watermark at the current rate.

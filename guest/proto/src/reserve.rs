@@ -10,7 +10,7 @@ use crate::{PAGE_BYTES, Zone, ZoneKind, scale};
 
 const MIB: u64 = 1 << 20;
 
-/// Divisor of DRAM. The quotient is reserved for page tables, stacks, slabs and sockets.
+/// DRAM divided by this number is reserved for page tables, stacks, slabs and sockets.
 const BASE_PART: u64 = 16;
 /// Bounds of that part.
 const MIN_BASE_BYTES: u64 = 8 * MIB;

@@ -53,9 +53,10 @@ pub(crate) struct Arguments {
     /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
-    /// Time limit of the demo, without set-up and builds
+    /// Time limit of the demo, excluding set-up and builds
     ///
-    /// The demo takes 4 to 8 minutes on an emulated host. The limits of its steps grow with this.
+    /// The demo takes 4 to 8 minutes on an emulated host. A longer limit also gives each step more
+    /// time.
     #[arg(
         long = "within", value_name = "SECONDS", default_value_t = 780,
         value_parser = clap::value_parser!(u32).range(1..1_000_000)

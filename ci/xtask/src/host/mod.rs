@@ -44,13 +44,13 @@ pub(crate) struct Arguments {
     /// repeated
     #[arg(long = "forward", value_name = "HOSTPORT:PORT", value_parser = parse_forward)]
     forwards: Vec<(u16, u16)>,
-    /// Copy a file to the folder in which the command starts; may be repeated
+    /// Copy a file to the folder in which the command is started; may be repeated
     #[arg(long = "put", value_name = "FILE", value_parser = parse_put)]
     puts: Vec<PathBuf>,
-    /// Bring the files that the command leaves under $OUT back to DIR
+    /// Copy the files that the command has written to $OUT back to DIR
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Cut the command off after that time: exit code 124, and the files under $OUT come back
+    /// End the command after that time with exit code 124, and still copy the files in $OUT back
     #[arg(
         long = "timeout",
         value_name = "SECONDS",
@@ -58,43 +58,43 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     timeout_s: u32,
-    /// Make an ext4 file system with real DAX on /pm (emulated host only)
+    /// Provide an ext4 file system with real DAX on /pm (emulated host only)
     #[arg(long = "nvdimm", value_name = "MIB", conflicts_with = "nvdimm_file")]
     nvdimm_mib: Option<u32>,
-    /// Add two more empty persistent memories: the block device /dev/pmem1 and the devdax device
-    /// /dev/dax2.0
+    /// Add two more empty persistent memory devices: the block device /dev/pmem1 and the devdax
+    /// device /dev/dax2.0
     #[arg(long = "pmem-devices", value_name = "MIB", requires = "nvdimm_mib")]
     pmem_mib: Option<u32>,
-    /// Keep a disk of 512 MiB in a file, ext4 on /disk; it is made if the file is missing (emulated
+    /// Keep a disk of 512 MiB in a file, with ext4 on /disk; a missing file is created (emulated
     /// host only)
     #[arg(long, value_name = "FILE")]
     disk: Option<PathBuf>,
-    /// Keep an NVDIMM of 256 MiB in a file, ext4 with real DAX on /pm; made like the disk (emulated
-    /// host only)
+    /// Keep an NVDIMM of 256 MiB in a file, with ext4 and real DAX on /pm; a missing file is
+    /// created (emulated host only)
     #[arg(long, value_name = "FILE")]
     nvdimm_file: Option<PathBuf>,
-    /// Kill the host so many milliseconds after the command has written LINE
+    /// Kill the host this many milliseconds after the command has printed LINE
     ///
-    /// The disks lose all writes that their caches still hold. The exit code is then 0. If the host
-    /// ends before, the exit code is the usual one.
+    /// The disks lose all writes that are still in their caches. The exit code is then 0. If the
+    /// host ends earlier, the exit code is the usual one.
     #[arg(long, value_name = "LINE:MS", value_parser = parse_power_cut)]
     power_cut: Option<PowerCut>,
-    /// Add other VMMs to PATH: QEMU, and the programs that FORESHORE_PEERS names
+    /// Add other VMMs to PATH: QEMU, and the programs listed in FORESHORE_PEERS
     #[arg(long)]
     peers: bool,
-    /// Allocate all memory of the emulated host at once, so that first accesses to pages are not
-    /// slower
+    /// Allocate all memory of the emulated host at the start, so that the first access to a page is
+    /// not slower
     #[arg(long)]
     prealloc: bool,
     /// Let the emulated host's clock count executed instructions, one for each nanosecond
     ///
-    /// The load of this machine then changes no time. Requires --cpus 1.
+    /// Other load on this machine then does not affect measured times. Requires --cpus 1.
     #[arg(long)]
     counted: bool,
     /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
-    /// Print where the command would run, nested or direct, and run nothing
+    /// Print where the command would run (nested or direct), without running it
     #[arg(long)]
     which: bool,
     /// Command and its arguments

@@ -74,7 +74,8 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u16).range(1..)
     )]
     lanes: u16,
-    /// Clock of the emulated host under pressure; counted: each instruction takes one nanosecond
+    /// Clock of the emulated host under pressure; with counted, each instruction takes one
+    /// nanosecond
     #[arg(long, value_name = "NAME", default_value = "counted")]
     clock: Clock,
     /// Number of kills for each interface and kernel (200), of power cuts (20), and of runs of each

@@ -38,7 +38,7 @@ pub(crate) struct Arguments {
     /// Run only guest tests
     #[arg(long)]
     guest: bool,
-    /// Take each FILTER as the whole name of a test
+    /// Treat each FILTER as the whole name of a test
     #[arg(long, requires = "guest")]
     exact: bool,
     /// Run the guest tests whose names contain a filter, of any class

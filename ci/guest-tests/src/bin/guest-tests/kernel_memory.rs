@@ -70,9 +70,9 @@ pub(crate) fn nothing_died(guest: &Guest) -> Result<()> {
 }
 
 const SMALL_DRAM_MIB: u64 = 192;
-/// Divisor for the allowed difference in plugged PM between guest and simulator. The rate of the
-/// real load varies, and psi adds memory that depends on the rate. A minimum difference is always
-/// allowed.
+/// Plugged PM may differ between guest and simulator by its size divided by this number. The rate
+/// of the real load varies, and psi adds memory that depends on the rate. A minimum difference is
+/// always allowed.
 const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
