@@ -58,6 +58,8 @@ impl<S: Media> Engine<S> {
     /// caller can write sectors individually:
     ///
     /// - A sector contains data, or an arena is read-only.
+    /// - A check of the BTT has findings. A guest may have stored map entries that name a block that
+    ///   does not exist, or the same block twice.
     /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
     pub fn into_load(self) -> Result<Load<S>, Box<Self>> {
         let is_writable = |place: &Place| place.arena().and_then(Arena::check_writable).is_ok();
@@ -79,8 +81,12 @@ impl<S: Media> Load<S> {
         &self.engine
     }
 
-    /// Stores whole sectors in any order. They are durable when [`Load::finish`] has returned.
-    /// After a crash, each sector reads as zeros or as the data that was stored last.
+    /// Stores whole sectors. They are durable when [`Load::finish`] has returned. After a crash,
+    /// each sector reads as zeros or as the data that was stored last.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the sectors precede the current window.
     pub fn write(&mut self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let sectors = self.engine.whole_sectors(first_sector, bytes.len())?;
         let sector_bytes = self.engine.sector_bytes as usize;
