@@ -71,8 +71,16 @@ fn git(root: &Path, arguments: &[&str]) -> Option<String> {
     // Runs git without locks, because another git process may be working in the checkout.
     let mut git = Command::new("git");
     git.arg("--no-optional-locks").args(arguments).current_dir(root);
+    ignore_outer_repository(&mut git);
     let output = git.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
+}
+
+/// Removes the paths that a hook of git or a rebase exports for its own repository.
+fn ignore_outer_repository(git: &mut Command) {
+    for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
+        git.env_remove(variable);
+    }
 }
 
 /// Returns the sources of a package, and of all packages in the workspace that it depends on.
@@ -133,6 +141,7 @@ mod tests {
         }
         let mut commit = Command::new("git");
         commit.args(["-c", "user.name=n", "-c", "user.email=e", "commit", "-q", "-m", "m"]);
+        ignore_outer_repository(&mut commit);
         commit.env("GIT_COMMITTER_DATE", "2026-03-01T12:00:00Z").current_dir(root);
         assert!(commit.status().unwrap().success());
         git(root, &["rev-parse", "HEAD"]).unwrap()[..HASH_DIGITS].to_owned()

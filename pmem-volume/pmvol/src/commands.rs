@@ -171,7 +171,7 @@ pub(crate) struct HoldsData {
 /// Returns true if the volume holds data, or if its content cannot be examined.
 fn holds_data(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<bool, PoolError> {
     match pool.open_volume(name) {
-        Ok(volume) => Ok(btt::holds_data(&btt::Media::Volume(volume), progress)?),
+        Ok(volume) => Ok(btt::holds_data(&btt::Media::Volume(volume), progress).unwrap_or(true)),
         Err(PoolError::VolumeUnusable { .. }) => Ok(true),
         Err(error) => Err(error),
     }
