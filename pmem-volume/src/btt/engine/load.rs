@@ -58,8 +58,8 @@ impl<S: Media> Engine<S> {
     /// caller can write sectors individually:
     ///
     /// - A sector contains data, or an arena is read-only.
-    /// - A check of the BTT has findings. A guest may have stored map entries that name a block that
-    ///   does not exist, or the same block twice.
+    /// - A check of the BTT has findings. A guest may have stored map entries that name a block
+    ///   that does not exist, or the same block twice.
     /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
     pub fn into_load(self) -> Result<Load<S>, Box<Self>> {
         let is_writable = |place: &Place| place.arena().and_then(Arena::check_writable).is_ok();
