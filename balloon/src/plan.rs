@@ -72,27 +72,27 @@ reasons! {
     Swapping => "swapping",
     /// Tasks wait for memory.
     Stalled => "stalled",
-    /// Evicted pages are needed again soon, and tasks wait for them.
+    /// Tasks wait for pages that were evicted.
     Thrashing => "thrashing",
-    /// The guest's kernel is short of memory that it can use itself.
+    /// The guest's kernel is short of memory.
     KernelMemory => "kernel_memory",
-    /// No report has arrived for the time `lost`.
+    /// No report has arrived for `lost`.
     ReportsLost => "reports_lost",
     /// Free memory is below the scaled watermarks.
     LowFree => "low_free",
-    /// Free memory is down to the kernel's own watermarks.
+    /// Free memory is down to the kernel's watermarks.
     AtWatermarks => "at_watermarks",
     /// The policy requests a fixed size.
     FixedSize => "fixed_size",
     /// Memory above headroom and margin has been idle.
     Surplus => "surplus",
-    /// Page descriptors of free sections take too much of DRAM.
+    /// Page descriptors of free sections exceed `reclaim`.
     DescriptorSpace => "descriptor_space",
     /// A large part of the PM is free.
     FreeShare => "free_share",
     /// Whole units of lent memory are free.
     FreeUnits => "free_units",
-    /// There has been no pressure for a while, and more memory is free than necessary.
+    /// Much memory has been free for `calm`.
     Calm => "calm",
     /// The pool has only its storage floor left.
     StorageShort => "storage_short",
@@ -100,7 +100,7 @@ reasons! {
     BelowFloor => "below_floor",
     /// Requested memory is above `ceiling`.
     AboveCeiling => "above_ceiling",
-    /// The guest has enough memory, including memory on its way.
+    /// The guest has enough memory or will get it.
     Enough => "enough",
     /// The policy makes no decisions.
     Off => "off",
@@ -110,13 +110,13 @@ reasons! {
     NoReport => "no_report",
     /// Nothing has happened since the last plan.
     Quiet => "quiet",
-    /// It is too soon after the last change to take memory back.
+    /// It is too soon to take memory back.
     CoolDown => "cool_down",
-    /// The guest is still following an earlier request.
+    /// The guest is following an earlier request.
     InProgress => "in_progress",
-    /// The guest did not follow a request in time, so the request is reduced or withdrawn for a while.
+    /// The guest did not follow in time.
     NoProgress => "no_progress",
-    /// The host could not provide the memory: other zones are used, and this one again after a pause.
+    /// The host could not provide the memory.
     HostShort => "host_short",
     /// Every zone has its largest permitted size.
     AtCeiling => "at_ceiling",
@@ -124,13 +124,13 @@ reasons! {
     AtFloor => "at_floor",
     /// The pool has no memory left to lend.
     PoolEmpty => "pool_empty",
-    /// The guest's free DRAM has no room for more page descriptors.
+    /// DRAM has no room for more page descriptors.
     Descriptors => "descriptors",
-    /// The guest does not online memory as movable, so more of it might not come back.
+    /// The guest does not online memory as movable.
     OnlinePolicy => "online_policy",
-    /// The guest's virtio-mem driver lacks a feature that the device requires, and no other zone can grow.
+    /// The virtio-mem driver lacks a feature.
     UnsupportedDriver => "unsupported_driver",
-    /// The zones that could change were resized by hand.
+    /// The zones that could change were resized manually.
     Pinned => "pinned",
 }
 

@@ -6,33 +6,33 @@ use crate::{MIB, ParamError};
 params! {
     /// Parameters of the rules above every policy. docs/reference/policies.md explains each.
     pub struct Rules {
-        /// Lower limit of the requested memory of all zones together, with the part of boot memory that a balloon can take.
+        /// Lower limit of all zones together, with the balloon's part of boot memory.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;
-        /// Upper limit of the requested memory of all zones together, with the part of boot memory that a balloon can take.
+        /// Upper limit of all zones together, with the balloon's part of boot memory.
         ceiling_bytes: "ceiling", Blocks, 0 => 1 << 46, 1 << 46;
         /// Time after a grow in which no memory is taken back.
         cool_down_ms: "cool_down", Ms, 100 => 86_400_000, 5_000;
-        /// Upper limit of the cool-down, which doubles when a shrink has to be undone.
+        /// Upper limit of the cool-down.
         max_cool_down_ms: "max_cool_down", Ms, 100 => 86_400_000, 60_000;
-        /// Most memory taken back in one step, unless `shrink_share` allows more.
+        /// Most memory taken back in one step, unless `shrink_share` is more.
         shrink_step_bytes: "shrink_step", Bytes, 2 * MIB => 1 << 46, 128 * MIB;
-        /// Share of the plugged memory that one step may take back, even if it is more than `shrink_step`.
+        /// Share of the plugged memory that one step may take back.
         shrink_share_permille: "shrink_share", Permille, 0 => 1000, 125;
         /// Shortest time between two shrinks.
         shrink_interval_ms: "shrink_interval", Ms, 0 => 86_400_000, 1_000;
-        /// Time without a change after which a request has made no progress.
+        /// Time without a change that counts as no progress.
         progress_ms: "progress", Ms, 100 => 600_000, 5_000;
-        /// Longest pause before a zone that made no progress is used again.
+        /// Longest pause of a zone without progress.
         max_retry_ms: "max_retry", Ms, 100 => 86_400_000, 60_000;
-        /// Time without a report after which reports count as lost.
+        /// Time after which reports count as lost.
         lost_ms: "lost", Ms, 1_500 => 600_000, 3_000;
-        /// Number of grows after lost reports, each twice the one before.
+        /// Grows after lost reports, each twice the previous.
         lost_steps: "lost_steps", Count, 0 => 32, 4;
         /// Size of the first grow after lost reports.
         lost_step_bytes: "lost_step", Bytes, 2 * MIB => 1 << 40, 64 * MIB;
-        /// Share of a zone that is lent to a guest that does not online it as movable memory.
+        /// Share of a zone for a guest that does not online it as movable.
         unmovable_permille: "unmovable", Permille, 0 => 1000, 250;
-        /// Upper limit of the plugged memory of a guest whose agent does not report, as a multiple of its boot memory without the part in the balloon.
+        /// Plugged memory without reports, as a multiple of boot memory outside the balloon.
         unreported_multiple: "unreported", Count, 0 => 64, 8;
     }
     and {

@@ -8,7 +8,7 @@ use crate::plan::Reason;
 params! {
     /// Parameters of `fixed`.
     pub struct Params {
-        /// Memory to keep in all zones together, with the part of boot memory that a balloon can take.
+        /// Memory of all zones together, with the balloon's part of boot memory.
         size_bytes: "size", Blocks, 0 => 1 << 46, 0;
     }
 }

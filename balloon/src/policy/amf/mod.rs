@@ -17,10 +17,9 @@ params! {
     pub struct Params {
         /// Factor from the watermarks to the limits of Table 2.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
-        /// its DRAM.
+        /// Scaled `high` as a share of the node's DRAM; replaces `watermark-scale` unless 0.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
-        /// Free sections are returned when their page descriptors take more than this share of DRAM.
+        /// Share of DRAM for page descriptors above which free sections are returned.
         reclaim_permille: "reclaim", Permille, 1 => 1000, 30;
     }
 }

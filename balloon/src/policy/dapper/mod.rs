@@ -15,10 +15,9 @@ use crate::{BLOCK_BYTES, TimeMs};
 params! {
     /// Parameters of `dapper`.
     pub struct Params {
-        /// Factor from the watermarks to the limits of Table 3; the first limit is twice as high.
+        /// Factor from the watermarks to the limits of Table 3.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
-        /// its DRAM.
+        /// Scaled `high` as a share of the node's DRAM; replaces `watermark-scale` unless 0.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
     }
 }

@@ -15,13 +15,13 @@ use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 params! {
     /// Parameters of `memorage`.
     pub struct Params {
-        /// Storage is lent one page below the sum of the guest's high watermarks times this factor; the paper has 1.
+        /// Factor from the guest's high watermarks to the trigger.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
         /// Unit in which storage is lent.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;
-        /// Time without pressure after which lent memory is returned.
+        /// Time after which free memory is returned.
         calm_ms: "calm", Ms, 100 => 86_400_000, 10_000;
-        /// Pool space kept for storage: at this size nothing is lent, below it memory is returned first.
+        /// Pool space that is not lent.
         storage_floor_bytes: "storage_floor", Bytes, 0 => 1 << 50, 0;
     }
 }

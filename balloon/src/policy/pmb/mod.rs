@@ -18,7 +18,7 @@ const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 params! {
     /// Parameters of `pmb`.
     pub struct Params {
-        /// Factor from the sum of the guest's high watermarks to the watermark of the policy.
+        /// Factor from the guest's high watermarks to the policy's watermark.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
         /// Unit in which memory is added and returned.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 30, 4 * MIB;

@@ -513,8 +513,8 @@ DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE    ASKED  REQUESTED          
         let expected = "\
 PARAMETER        SCOPE  VALUE  DEFAULT  MEANING
 watermark-scale  amf     1024     1024  Factor from the watermarks to the limits of Table 2.
-reclaim          amf       40       30  Free sections are returned when their page descriptors take more than this share of DRAM.
-lost             rules     3s       3s  Time without a report after which reports count as lost.
+reclaim          amf       40       30  Share of DRAM for page descriptors above which free sections are returned.
+lost             rules     3s       3s  Time after which reports count as lost.
 ";
         assert_eq!(parameters_table(&info), expected);
     }
