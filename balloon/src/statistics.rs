@@ -38,6 +38,17 @@ const RIVAL_MS: u64 = 3_000;
 /// Averaging period of `avg10`.
 const AVERAGE_MS: u64 = 10_000;
 
+/// Unit of a statistic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TagUnit {
+    /// Amount of memory that can grow and shrink.
+    Bytes,
+    /// Amount of memory that only grows until the guest reboots.
+    BytesSinceBoot,
+    /// Number of events, which only grows until the guest reboots.
+    EventsSinceBoot,
+}
+
 macro_rules! tags {
     ($($(#[$doc:meta])* $name:ident => $label:literal $unit:ident,)*) => {
         /// Tag of a statistic. The order is that of the tag numbers in the specification.
@@ -55,49 +66,47 @@ macro_rules! tags {
                 match self { $(Tag::$name => $label,)* }
             }
 
-            /// Returns true if the value is in bytes, and false if it counts events.
-            pub fn is_bytes(self) -> bool {
-                match self { $(Tag::$name => tags!(@$unit),)* }
+            /// Returns the unit of the value.
+            pub fn unit(self) -> TagUnit {
+                match self { $(Tag::$name => TagUnit::$unit,)* }
             }
         }
     };
-    (@bytes) => { true };
-    (@count) => { false };
 }
 
 tags! {
     /// Memory swapped in since boot.
-    SwapIn => "swap_in" bytes,
+    SwapIn => "swap-in" BytesSinceBoot,
     /// Memory swapped out since boot.
-    SwapOut => "swap_out" bytes,
+    SwapOut => "swap-out" BytesSinceBoot,
     /// Faults that waited for I/O.
-    MajorFaults => "major_faults" count,
+    MajorFaults => "major-faults" EventsSinceBoot,
     /// Faults that did not wait for I/O.
-    MinorFaults => "minor_faults" count,
+    MinorFaults => "minor-faults" EventsSinceBoot,
     /// MemFree.
-    Free => "free" bytes,
+    Free => "free" Bytes,
     /// MemTotal.
-    Total => "total" bytes,
+    Total => "total" Bytes,
     /// MemAvailable.
-    Available => "available" bytes,
+    Available => "available" Bytes,
     /// Page cache, including swap cache and shared memory.
-    Caches => "caches" bytes,
+    Caches => "caches" Bytes,
     /// Huge pages allocated from the pool of hugetlbfs.
-    HugetlbAllocations => "hugetlb_allocations" count,
+    HugetlbAllocations => "hugetlb-allocations" EventsSinceBoot,
     /// Failed allocations of huge pages.
-    HugetlbFailures => "hugetlb_failures" count,
+    HugetlbFailures => "hugetlb-failures" EventsSinceBoot,
     /// Processes killed for lack of memory (this and the following: Linux 6.10 and later).
-    OomKills => "oom_kills" count,
+    OomKills => "oom-kills" EventsSinceBoot,
     /// Allocations that entered direct reclaim.
-    AllocStalls => "alloc_stalls" count,
+    AllocStalls => "alloc-stalls" EventsSinceBoot,
     /// Memory scanned by kswapd.
-    AsyncScan => "async_scan" bytes,
+    AsyncScan => "async-scan" BytesSinceBoot,
     /// Memory scanned by allocating tasks.
-    DirectScan => "direct_scan" bytes,
+    DirectScan => "direct-scan" BytesSinceBoot,
     /// Memory reclaimed by kswapd.
-    AsyncReclaim => "async_reclaim" bytes,
+    AsyncReclaim => "async-reclaim" BytesSinceBoot,
     /// Memory reclaimed by allocating tasks.
-    DirectReclaim => "direct_reclaim" bytes,
+    DirectReclaim => "direct-reclaim" BytesSinceBoot,
 }
 
 /// One set of statistics that the device has received.

@@ -218,16 +218,16 @@ fn expose_watermarks(out: &mut Exposition, report: &Report) {
 fn expose_kernel(out: &mut Exposition, report: &Report) {
     let uses = report.kernel().map(|kernel| {
         [
-            ("slab_unreclaimable", kernel.slab_unreclaimable_bytes),
-            ("slab_reclaimable", kernel.slab_reclaimable_bytes),
-            ("page_tables", kernel.page_table_bytes),
+            ("slab-unreclaimable", kernel.slab_unreclaimable_bytes),
+            ("slab-reclaimable", kernel.slab_reclaimable_bytes),
+            ("page-tables", kernel.page_table_bytes),
             ("stacks", kernel.stack_bytes),
         ]
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
     out.bytes("guest_kernel_memory", "Memory that the guest's kernel uses itself.", samples);
     let caches = report.kernel().map(|kernel| {
-        [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]
+        [("unused-dentries", kernel.unused_dentries), ("unused-inodes", kernel.unused_inodes)]
     });
     let caches = caches.into_iter().flatten();
     let samples = caches.filter_map(|(kind, count)| Some((one("kind", kind), count? as f64)));

@@ -238,7 +238,7 @@ fn everything() -> Everything {
     vsock.bytes_to_guest_total.add(9);
     let balloon = BalloonMetrics::default();
     balloon.actual_bytes.store(64 << 20, Ordering::Relaxed);
-    for tag in [Tag::Caches, Tag::OomKills] {
+    for tag in [Tag::Caches, Tag::OomKills, Tag::SwapIn] {
         balloon.set_statistic(tag, 11);
     }
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
@@ -257,6 +257,7 @@ fn everything() -> Everything {
     let device: Arc<dyn BlockDevice> = Arc::new(Damaged);
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
+    disk.took(Kind::Write, Duration::from_micros(1500));
     let on_disk = |loss| VolumeCounters::VirtioBlk {
         disk: Arc::clone(&disk),
         device: Arc::downgrade(&device),
@@ -438,8 +439,8 @@ fn scrape_shows_the_values_of_all_sources() {
         ),
         format!(r#"foreshore_memory_throttled_requests_total{{{vm},zone="pm",tier="pm"}} 1"#),
         format!(r#"foreshore_memory_throttled_seconds_total{{{vm},zone="pm",tier="pm"}} 2.5"#),
-        format!(r#"foreshore_memory_lost{{{vm},memory="--memory"}} 1.0"#),
-        format!(r#"foreshore_memory_lost{{{vm},memory="--pmem file=/img"}} 0.0"#),
+        format!(r#"foreshore_memory_lost{{{vm},source="memory",key=""}} 1.0"#),
+        format!(r#"foreshore_memory_lost{{{vm},source="pmem",key="file=/img"}} 0.0"#),
         format!(r#"foreshore_memory_plug_duration_seconds_count{{{vm},zone="pm",tier="pm"}} 1"#),
         format!(r#"foreshore_pool_bytes{{{vm},pool="/pm/pool",state="memory"}} 4194304"#),
         format!(r#"foreshore_pool_info{{{vm},pool="/pm/pool",durability="volatile"}} 1.0"#),
@@ -453,6 +454,12 @@ fn scrape_shows_the_values_of_all_sources() {
             r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#
         ),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
+        format!(
+            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="write"}} 0.0015"#
+        ),
+        format!(
+            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="read"}} 0.0"#
+        ),
         format!(r#"foreshore_disk_broken_queues_total{{{vm},disk="_disk0"}} 0"#),
         format!(r#"foreshore_disk_io_uring{{{vm},disk="_disk0"}} 0.0"#),
         format!(
@@ -496,8 +503,9 @@ fn scrape_shows_the_values_of_all_sources() {
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
         format!(r#"foreshore_console_file_throttled_seconds_total{{{vm},device="serial"}} 1.5"#),
         format!(r#"foreshore_balloon_actual_bytes{{{vm}}} 67108864"#),
-        format!(r#"foreshore_balloon_guest_bytes{{{vm},statistic="caches"}} 11"#),
-        format!(r#"foreshore_balloon_guest_events{{{vm},statistic="oom_kills"}} 11.0"#),
+        format!(r#"foreshore_balloon_guest_memory_bytes{{{vm},statistic="caches"}} 11"#),
+        format!(r#"foreshore_balloon_guest_events_total{{{vm},statistic="oom-kills"}} 11"#),
+        format!(r#"foreshore_balloon_guest_reclaim_bytes_total{{{vm},statistic="swap-in"}} 11"#),
         format!(r#"foreshore_balloon_refused_total{{{vm},reason="unplugged"}} 0"#),
         format!(
             r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#
@@ -513,12 +521,12 @@ fn scrape_shows_the_values_of_all_sources() {
         format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
         format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
-        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab_unreclaimable"}} 1"#),
-        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab_reclaimable"}} 2"#),
-        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="page_tables"}} 3"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab-unreclaimable"}} 1"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab-reclaimable"}} 2"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="page-tables"}} 3"#),
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="stacks"}} 4"#),
-        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused_dentries"}} 5.0"#),
-        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused_inodes"}} 6.0"#),
+        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused-dentries"}} 5.0"#),
+        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused-inodes"}} 6.0"#),
         format!(r#"foreshore_guest_user_memory_in_kernel_zones_bytes{{{vm}}} 20480"#),
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="kernel"}} 8"#),
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="user"}} 1"#),
@@ -628,6 +636,42 @@ fn promtool_finds_no_problem() {
     assert_eq!(lint(&text), Vec::<String>::new());
     // OpenMetrics names counters differently, so promtool refuses this text.
     assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
+}
+
+/// Label values in one style, except names that other interfaces define.
+#[test]
+fn label_values_are_lower_case_with_hyphens() {
+    let text = text();
+    let samples = text.lines().filter(|line| !line.starts_with('#'));
+    let mut checked = 0;
+    for (name, labels) in samples.filter_map(|line| line.split_once('{')) {
+        let labels = labels.rsplit_once('}').unwrap().0;
+        for label in labels.split("\",") {
+            let (label, value) = label.split_once("=\"").unwrap();
+            let value = value.trim_end_matches('"');
+            let defined_elsewhere = match label {
+                // Given by the user.
+                "vm" | "zone" | "pool" | "volume" | "disk" | "net" | "pmem" | "file" | "key" => {
+                    true
+                }
+                "le" | "version" => true,
+                // Traces contain these words, and agents of other versions.
+                "reason" => name.starts_with("foreshore_pressure_"),
+                // The guest kernel's words in /sys/devices/system/memory/auto_online_blocks.
+                "policy" => name == "foreshore_guest_online_policy",
+                _ => false,
+            };
+            if defined_elsewhere {
+                continue;
+            }
+            checked += 1;
+            assert!(
+                value.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'),
+                "{name}: {label}={value:?}"
+            );
+        }
+    }
+    assert!(checked > 100, "{checked} of\n{text}");
 }
 
 #[test]

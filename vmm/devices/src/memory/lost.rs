@@ -33,7 +33,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
 use crate::brake::Brake;
-use crate::metrics::{Expose, Exposition, Family, one};
+use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// A page of guest memory was lost. Data copied from guest memory may be zeros, and data copied to
 /// it may be gone.
@@ -164,7 +164,10 @@ impl Expose for LostMemory {
         for (range, _) in &*self.ranges.lock() {
             *lost.entry(range.name().to_owned()).or_insert(false) |= range.loss().is_some();
         }
-        let lost = lost.into_iter().map(|(name, is_lost)| (one("memory", &name), is_lost));
+        let lost = lost.into_iter().map(|(name, is_lost)| {
+            let (flag, key) = name.split_once(' ').unwrap_or((&name, ""));
+            (and(&one("source", flag.trim_start_matches('-')), "key", key), is_lost)
+        });
         out.flags(Family("memory_lost", "1 when memory of the guest is lost.", None), lost);
     }
 }

@@ -45,8 +45,8 @@ impl GuestPanic {
     pub fn label(self) -> &'static str {
         match self {
             Self::Panicked => "panic",
-            Self::CrashLoaded => "crash_loaded",
-            Self::Unknown => "unknown_event",
+            Self::CrashLoaded => "crash-loaded",
+            Self::Unknown => "unknown-event",
         }
     }
 

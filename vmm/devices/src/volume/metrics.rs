@@ -134,6 +134,7 @@ impl Expose for VolumeMetrics {
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
             disk.expose_operations(out, "volume_operations", &labels);
             disk.expose_bytes(out, "volume", &labels);
+            disk.expose_seconds(out, "volume_operation", &labels);
         }
     }
 }

@@ -49,7 +49,7 @@ fn ask(guest: &Guest, bytes: u64) -> Result<()> {
 }
 
 fn statistic(guest: &Guest, name: &str) -> Result<f64> {
-    guest.metric("foreshore_balloon_guest_bytes", &[("statistic", name)])
+    guest.metric("foreshore_balloon_guest_memory_bytes", &[("statistic", name)])
 }
 
 fn touch(guest: &Guest, mib: u64) -> Result<()> {

@@ -32,6 +32,12 @@ fn cut(path: &Path, len_bytes: u64) -> Result<()> {
     Ok(File::options().write(true).open(path)?.set_len(len_bytes)?)
 }
 
+/// Labels of the memory that `flag` provides.
+fn labels(flag: &str) -> [(&'static str, &str); 2] {
+    let (source, key) = flag.split_once(' ').unwrap_or((flag, ""));
+    [("source", source.trim_start_matches('-')), ("key", key)]
+}
+
 /// Waits until the VM is paused, and all interfaces report which memory is lost and how. `flags`
 /// are the flags that provided the memory.
 fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
@@ -41,11 +47,11 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     // Lost memory that has not been accessed yet may be found later.
     guest.wait_until("all lost memory is named", IO_LIMIT, || {
         let metrics = guest.metrics()?;
-        let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &[("memory", flag)]);
+        let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &labels(flag));
         Ok(flags.iter().map(is_lost).collect::<Result<Vec<_>>>()?.iter().all(|lost| *lost == 1.0))
     })?;
     ensure!(
-        guest.metric("foreshore_memory_lost", &[("memory", "--memory")])? == 0.0,
+        guest.metric("foreshore_memory_lost", &labels("--memory"))? == 0.0,
         "Boot memory is lost"
     );
     let reason = guest.get("vm.info")?["pause_reason"].clone();
@@ -90,7 +96,7 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "The VM still has a pause_reason");
     ensure!(
-        guest.metric("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
+        guest.metric("foreshore_memory_lost", &labels(&flag))? == 0.0,
         "Memory lost before the reboot still counts"
     );
     guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use balloon::statistics::Tag;
+use balloon::statistics::{Tag, TagUnit};
 
 use prometheus_client::registry::Unit;
 
@@ -34,10 +34,10 @@ impl Refusal {
         match self {
             Self::Pm => "pm",
             Self::Unplugged => "unplugged",
-            Self::NoMemory => "no_memory",
-            Self::HugePage => "huge_page",
+            Self::NoMemory => "no-memory",
+            Self::HugePage => "huge-page",
             Self::Malformed => "malformed",
-            Self::TooLong => "too_long",
+            Self::TooLong => "too-long",
         }
     }
 }
@@ -159,22 +159,30 @@ impl Expose for BalloonMetrics {
             Family("balloon_statistics", "Sets of statistics received from the guest.", None),
             [(vec![], get(&self.statistics))],
         );
-        let told = |bytes: bool| {
-            let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
+        let reported = |unit: TagUnit| {
+            let tags = Tag::ALL.into_iter().filter(move |tag| tag.unit() == unit);
             tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
         };
         out.bytes(
-            "balloon_guest",
-            "Memory statistics in bytes reported by the guest's kernel.",
-            told(true),
+            "balloon_guest_memory",
+            "Memory of the guest according to its kernel.",
+            reported(TagUnit::Bytes),
         );
-        out.gauges(
+        out.counters(
+            Family(
+                "balloon_guest_reclaim",
+                "Memory swapped, scanned and reclaimed by the guest's kernel since its boot.",
+                Some(Unit::Bytes),
+            ),
+            reported(TagUnit::BytesSinceBoot),
+        );
+        out.counters(
             Family(
                 "balloon_guest_events",
                 "Events counted by the guest's kernel since its boot.",
                 None,
             ),
-            told(false).map(|(labels, value)| (labels, value as f64)),
+            reported(TagUnit::EventsSinceBoot),
         );
     }
 }

@@ -238,7 +238,7 @@ fn pages_of_pm_and_outside_of_memory_are_refused_and_counted() {
     rig.fill(pm, 2 * MIB);
     let nowhere = 3 << 30;
     rig.list(INFLATE, &[pm, pm + PAGE, BOOT, nowhere, u64::from(u32::MAX) * PAGE]);
-    assert_eq!(rig.refused(), [("pm", 2), ("no_memory", 3)]);
+    assert_eq!(rig.refused(), [("pm", 2), ("no-memory", 3)]);
     assert_eq!((rig.inflated(), rig.byte(pm)), (0, 0xa5));
     rig.report(4, &[Buffer::In(pm, 2 << 20)]);
     assert_eq!((rig.reported(), rig.byte(pm)), (0, 0xa5));
@@ -272,11 +272,11 @@ fn parts_of_huge_pages_are_not_returned() {
     let pages: Vec<u64> = (0..256).map(|page| at + page * PAGE).collect();
     rig.list(INFLATE, &pages);
     assert_eq!((rig.inflated(), rig.resident(at, 8 * MIB)), (0, 2048));
-    assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![("huge_page", 256)]));
+    assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![("huge-page", 256)]));
     rig.report(4, &[Buffer::In(at + MIB, 5 << 20)]);
     assert_eq!((rig.reported(), rig.resident(at, 8 * MIB)), (4 * MIB, 1024));
     assert_eq!([0, 1, 2, 5, 6].map(|mib| rig.byte(at + mib * MIB)), [0xa5, 0xa5, 0, 0, 0xa5]);
-    assert_eq!(rig.refused(), [("huge_page", 512)]);
+    assert_eq!(rig.refused(), [("huge-page", 512)]);
 }
 
 #[test]
@@ -369,7 +369,7 @@ fn long_lists_and_looping_chains_are_cut() {
     rig.driver.kick(INFLATE);
     assert_eq!(rig.driver.wait_used(INFLATE), (head, 0));
     assert_eq!((rig.inflated(), rig.resident(8 * MIB, MIB)), (MIB, 0));
-    assert_eq!(rig.refused(), [("too_long", 1)]);
+    assert_eq!(rig.refused(), [("too-long", 1)]);
     // The chain contains a loop.
     let looping = rig.driver.add(4, &[Buffer::In(8 * MIB, 4096), Buffer::In(8 * MIB + PAGE, 4096)]);
     rig.driver.set_descriptor(4, looping, (8 * MIB, 4096, 3, looping + 1));
@@ -387,7 +387,7 @@ fn pages_beyond_the_limit_of_a_chain_are_ignored() {
     rig.list(INFLATE, &pages[..1_024]);
     assert_eq!((rig.inflated(), rig.refused()), (4 * MIB, vec![]));
     rig.list(INFLATE, &pages);
-    assert_eq!((rig.inflated(), rig.refused()), (8 * MIB, vec![("too_long", 1)]));
+    assert_eq!((rig.inflated(), rig.refused()), (8 * MIB, vec![("too-long", 1)]));
 }
 
 #[test]

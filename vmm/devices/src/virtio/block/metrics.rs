@@ -52,12 +52,12 @@ impl From<&Operation> for Kind {
     }
 }
 
-/// Minimum, maximum and mean duration, in microseconds.
+/// Minimum, maximum, sum and number of durations.
 #[derive(Debug)]
 pub struct DurationRange {
     least_us: AtomicU64,
     most_us: AtomicU64,
-    sum_us: AtomicU64,
+    sum_ns: AtomicU64,
     count: AtomicU64,
 }
 
@@ -66,7 +66,7 @@ impl Default for DurationRange {
         Self {
             least_us: AtomicU64::new(u64::MAX),
             most_us: AtomicU64::new(0),
-            sum_us: AtomicU64::new(0),
+            sum_ns: AtomicU64::new(0),
             count: AtomicU64::new(0),
         }
     }
@@ -74,10 +74,11 @@ impl Default for DurationRange {
 
 impl DurationRange {
     fn observe(&self, duration: Duration) {
-        let us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let us = ns / 1000;
         self.least_us.fetch_min(us, Ordering::Relaxed);
         self.most_us.fetch_max(us, Ordering::Relaxed);
-        self.sum_us.fetch_add(us, Ordering::Relaxed);
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -87,12 +88,17 @@ impl DurationRange {
         if count == 0 {
             return [0; 3];
         }
-        let sum_us = self.sum_us.load(Ordering::Relaxed);
+        let sum_us = self.sum_ns.load(Ordering::Relaxed) / 1000;
         [
             self.least_us.load(Ordering::Relaxed),
             self.most_us.load(Ordering::Relaxed),
             sum_us / count,
         ]
+    }
+
+    /// Returns the sum of all durations.
+    pub fn sum(&self) -> Duration {
+        Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed))
     }
 }
 
@@ -176,6 +182,7 @@ impl Expose for DiskMetrics {
         out.bytes("disk_size", "Size of the disk as the guest sees it.", get(&counters.size_bytes));
         counters.expose_operations(out, "disk_operations", &labels);
         counters.expose_bytes(out, "disk", &labels);
+        counters.expose_seconds(out, "disk_operation", &labels);
         out.latencies(
             "disk_flush_duration",
             "Time to make the disk durable.",
@@ -244,6 +251,15 @@ impl BlockMetrics {
             samples,
         );
     }
+
+    /// Adds the durations of successful reads and writes to the family `name`.
+    pub fn expose_seconds(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
+        let samples =
+            [("read", &self.reads), ("write", &self.writes)].map(|(operation, durations)| {
+                (and(labels, "operation", operation), durations.sum().as_secs_f64())
+            });
+        out.seconds_total(name, "Sum of the durations of successful requests.", samples);
+    }
 }
 
 #[cfg(test)]
@@ -259,6 +275,7 @@ mod tests {
         }
         metrics.took(Kind::Flush, Duration::from_secs(1));
         assert_eq!(metrics.reads.least_most_mean_us(), [10, 50, 30]);
+        assert_eq!(metrics.reads.sum(), Duration::from_micros(90));
         assert_eq!(metrics.writes.least_most_mean_us(), [0; 3]);
     }
 
