@@ -10,7 +10,7 @@ use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 
-use crate::api::{self, Limits, Server, ServerMetrics, Socket, SocketError};
+use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, Socket, SocketError};
 use crate::config::{Launch, MetricsAddress};
 use crate::metrics_server;
 use crate::vm::build::factory::KvmFactory;
@@ -69,16 +69,18 @@ fn serve(
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
+        let calls = Arc::<CallMetrics>::default();
         let server = match api {
             Some(socket) => Some(Server::start(
                 socket,
-                api::router(handle.clone(), events.clone()),
+                calls.count_calls(api::router(handle.clone(), events.clone())),
                 Limits::API,
             )?),
             None => None,
         };
         let metrics = Arc::new(Metrics::new(&launch.vm_name));
         metrics.add(events.counters());
+        metrics.add(calls);
         metrics_server::register_process(&metrics, launch.missing_seccomp.is_some());
         let exposition = match metrics_socket {
             Some(socket) => {

@@ -1,10 +1,17 @@
 //! Metrics of an HTTP server.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use axum::Router;
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::Response;
 use foreshore_devices::metrics::{Expose, Exposition, Family, and, get, one};
+use parking_lot::Mutex;
 
 use super::ConnectionCounters;
+use super::routes::PREFIX;
 
 #[derive(Debug)]
 pub struct ServerMetrics {
@@ -15,6 +22,52 @@ pub struct ServerMetrics {
 impl ServerMetrics {
     pub fn new(name: &'static str, counters: Arc<ConnectionCounters>) -> Self {
         Self { name, counters }
+    }
+}
+
+/// Answered calls of the API.
+#[derive(Debug, Default)]
+pub struct CallMetrics(Mutex<BTreeMap<(String, u16), u64>>);
+
+/// Value of the label `call` for calls that do not exist. Their paths would be unlimited.
+const UNKNOWN: &str = "unknown";
+
+impl CallMetrics {
+    /// Counts each answer of `router` by its call and status.
+    pub fn count_calls(self: &Arc<Self>, router: Router) -> Router {
+        router.layer(from_fn_with_state(Arc::clone(self), count))
+    }
+
+    /// Counts an answer.
+    pub(crate) fn count(&self, call: &str, status: u16) {
+        *self.0.lock().entry((call.to_owned(), status)).or_default() += 1;
+    }
+
+    /// Number of answers with `status` to calls of `call`.
+    #[cfg(test)]
+    pub(super) fn answers(&self, call: &str, status: u16) -> u64 {
+        self.0.lock().get(&(call.to_owned(), status)).copied().unwrap_or(0)
+    }
+}
+
+async fn count(State(calls): State<Arc<CallMetrics>>, request: Request, next: Next) -> Response {
+    let route = request.extensions().get().map(|route: &MatchedPath| route.as_str());
+    let call =
+        route.map_or(UNKNOWN, |route| route.strip_prefix(PREFIX).unwrap_or(route)).to_owned();
+    let answer = next.run(request).await;
+    calls.count(&call, answer.status().as_u16());
+    answer
+}
+
+impl Expose for CallMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let answers = self.0.lock().clone();
+        let samples = answers.into_iter().map(|((call, status), count)| {
+            (and(&one("call", &call), "code", &status.to_string()), count)
+        });
+        let family =
+            Family("api_requests", "Answered calls of the API, by call and status code.", None);
+        out.counters(family, samples);
     }
 }
 

@@ -20,7 +20,7 @@ mod write_timeout;
 
 pub use self::client::{Client, ClientError};
 pub use self::error::ApiError;
-pub use self::metrics::ServerMetrics;
+pub use self::metrics::{CallMetrics, ServerMetrics};
 pub use self::routes::{call_names, router};
 pub use self::seat::ConnectionCounters;
 pub use self::server::{Limits, Server};

@@ -1,6 +1,7 @@
 //! Tests of the API on the level of bytes on a unix socket, with a scripted owner.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -17,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::routes::{REFUSED, router_within};
-use super::{ClientError, Limits, Server, Socket, router};
+use super::{CallMetrics, ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, DeviceConfig, test_config};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::{
@@ -86,6 +87,7 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
                 let known = id == "_disk0";
                 reply.send(if known { Ok(()) } else { Err(VmError::NoSuchDevice { id }) }).unwrap();
             }
+            VmRequest::Status(_) => unreachable!("no call of the API needs it"),
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
             VmRequest::Counters(reply) => {
                 let disk = [("read_ops", 7), ("write_ops", 0)].into();
@@ -316,6 +318,31 @@ fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
         None => 0,
     };
     Some((status.trim().parse().ok()?, length))
+}
+
+#[test]
+fn calls_are_counted_by_name_and_status() {
+    let calls = Arc::<CallMetrics>::default();
+    let counted = |vm, events| calls.count_calls(router(vm, events));
+    run_serving(Limits::API, counted, async |fixture| {
+        let requests = [
+            ("GET", "vmm.ping"),
+            ("GET", "vmm.ping"),
+            ("PUT", "vm.boot"),
+            ("PUT", "vmm.ping"),
+            ("PUT", "vm.add-fs"),
+            ("PUT", "vm.fly"),
+            ("GET", "other"),
+        ];
+        for (method, call) in requests {
+            fixture.call(method, call, "").await;
+        }
+    });
+    let answers = |call, status| calls.answers(call, status);
+    assert_eq!((answers("vmm.ping", 200), answers("vmm.ping", 405)), (2, 1));
+    assert_eq!((answers("vm.boot", 405), answers("vm.add-fs", 501)), (1, 1));
+    // The names of unknown calls are chosen by the client.
+    assert_eq!((answers("unknown", 404), answers("vm.fly", 404)), (2, 0));
 }
 
 #[test]

@@ -39,12 +39,22 @@ pub struct PressureSample {
     pub dry_run: bool,
     /// If less memory is available or free, the agent reports more often; 0 before the first plan.
     pub watermark_bytes: u64,
+    /// Software of the guest according to the last hello of its agent.
+    pub guest: Option<GuestSoftware>,
     /// Latest report and its age.
     pub report: Option<(Duration, Report)>,
     /// Time from a report of the agent until the resulting requests to devices.
     pub report_to_plan: LatencySample,
     /// Time from the report that caused a grow until the memory is online.
     pub report_to_online: LatencySample,
+}
+
+#[derive(Clone, Debug)]
+pub struct GuestSoftware {
+    /// `uname -r`.
+    pub kernel: String,
+    /// Version of the agent.
+    pub agent: String,
 }
 
 #[derive(Clone, Debug)]
@@ -157,6 +167,14 @@ fn expose_recording(out: &mut Exposition, recording: &RecordingInfo) {
 }
 
 fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
+    let guest = sample
+        .guest
+        .iter()
+        .map(|guest| (and(&one("kernel", &guest.kernel), "agent", &guest.agent), 1.0));
+    out.gauges(
+        Family("guest_info", "Kernel of the guest and version of its agent; always 1.", None),
+        guest,
+    );
     let connected = Family("pressure_agent_connected", "1 when an agent is connected.", None);
     out.flags(connected, [(vec![], sample.agent_connected)]);
     let states = AgentState::ALL

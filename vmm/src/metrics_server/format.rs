@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use axum::http::{HeaderMap, header};
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     /// Prometheus text format 0.0.4, which all scrapers and `promtool check metrics` accept.
@@ -16,9 +18,7 @@ impl Format {
     /// gets OpenMetrics if it names that format and does not prefer plain text.
     pub(super) fn negotiate(accept: &str) -> Self {
         let mut quality = [0u32; 2];
-        for range in accept.split(',') {
-            let mut parts = range.split(';').map(str::trim);
-            let media = parts.next().unwrap_or_default();
+        for (media, permille) in preferences(accept) {
             let index = if media.eq_ignore_ascii_case("application/openmetrics-text") {
                 1
             } else if ["text/plain", "text/*", "*/*"]
@@ -29,10 +29,7 @@ impl Format {
             } else {
                 continue;
             };
-            let q = parts
-                .find_map(|part| part.strip_prefix("q="))
-                .map_or(1.0, |q| q.parse().unwrap_or(0.0));
-            quality[index] = quality[index].max((f64::clamp(q, 0.0, 1.0) * 1000.0) as u32);
+            quality[index] = quality[index].max(permille);
         }
         let [plain, open] = quality;
         if open > 0 && open >= plain { Format::OpenMetrics } else { Format::Prometheus }
@@ -52,6 +49,30 @@ impl Format {
             Format::Prometheus => to_prometheus(&open_metrics),
         }
     }
+}
+
+/// Values of a header such as `Accept`, with their qualities in thousandths (RFC 9110, 12.4.2).
+fn preferences(header: &str) -> impl Iterator<Item = (&str, u32)> {
+    header.split(',').map(|item| {
+        let mut parts = item.split(';').map(str::trim);
+        let value = parts.next().unwrap_or_default();
+        let quality = parts
+            .find_map(|part| part.strip_prefix("q="))
+            .map_or(1.0, |quality| quality.parse().unwrap_or(0.0));
+        (value, (f64::clamp(quality, 0.0, 1.0) * 1000.0) as u32)
+    })
+}
+
+/// Returns true if the client accepts gzip (RFC 9110, 12.5.3).
+pub(super) fn accepts_gzip(request: &HeaderMap) -> bool {
+    let values = request.get_all(header::ACCEPT_ENCODING).iter();
+    let accepted: Vec<_> =
+        values.filter_map(|value| value.to_str().ok()).flat_map(preferences).collect();
+    let quality = |coding: &str| {
+        let named = accepted.iter().find(|(accepted, _)| accepted.eq_ignore_ascii_case(coding));
+        named.map(|(_, permille)| *permille)
+    };
+    quality("gzip").or_else(|| quality("*")).is_some_and(|permille| permille > 0)
 }
 
 /// Converts to format 0.0.4, in which the family of a counter has the same name as its samples. In
@@ -103,6 +124,27 @@ mod tests {
             ("application/openmetrics-text;q=much", Format::Prometheus),
         ] {
             assert_eq!(Format::negotiate(accept), format, "{accept}");
+        }
+    }
+
+    #[test]
+    fn gzip_is_for_clients_that_accept_it() {
+        for (encodings, expected) in [
+            (&[][..], false),
+            (&["gzip"], true),
+            (&["deflate, GZIP;q=0.5"], true),
+            (&["deflate", "gzip"], true),
+            (&["*"], true),
+            (&["gzip;q=0, *"], false),
+            (&["gzip;q=0"], false),
+            (&["identity"], false),
+            (&["gzip;q=much"], false),
+        ] {
+            let headers = encodings
+                .iter()
+                .map(|value| (header::ACCEPT_ENCODING, value.parse().unwrap()))
+                .collect();
+            assert_eq!(accepts_gzip(&headers), expected, "{encodings:?}");
         }
     }
 

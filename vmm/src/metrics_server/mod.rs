@@ -5,7 +5,9 @@ mod host_check;
 mod process;
 #[cfg(test)]
 mod tests;
+mod vm;
 
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,11 +17,14 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use foreshore_devices::metrics::{Expose, Exposition, Family, Metrics};
 
 use self::format::Format;
 use self::host_check::check_host;
 use self::process::{MissingSeccomp, ProcessMetrics};
+use self::vm::VmMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::request::{VmHandle, VmRequest};
 
@@ -66,18 +71,37 @@ async fn scrape(
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // If the VM is shut down, it has no zones. The VMM's own metrics are still served.
+    let status = vm.ask(VmRequest::Status).await.ok();
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
+    let of_vm = (VmMetrics(status), ZoneMetrics(zones));
     // The metrics of a machine may block, for example on the governor's thread. Other requests to
     // this server and to the API are not delayed.
-    let encode = move || metrics.encode(&ZoneMetrics(zones));
+    let encode = move || metrics.encode(&of_vm);
     match tokio::task::spawn_blocking(encode).await {
-        Ok(Ok(text)) => {
-            let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
-            (headers, format.convert(text)).into_response()
-        }
+        Ok(Ok(text)) => respond(format, &headers, format.convert(text)),
         Ok(Err(error)) => fail(&error),
         Err(error) => fail(&error),
     }
+}
+
+/// Answers with `text`, compressed if the client accepts gzip.
+fn respond(format: Format, request: &HeaderMap, text: String) -> Response {
+    let headers =
+        [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept, Accept-Encoding")];
+    if !format::accepts_gzip(request) {
+        return (headers, text).into_response();
+    }
+    match gzip(&text) {
+        Ok(bytes) => (headers, [(header::CONTENT_ENCODING, "gzip")], bytes).into_response(),
+        Err(error) => fail(&error),
+    }
+}
+
+fn gzip(text: &str) -> io::Result<Vec<u8>> {
+    // The least effort already makes a scrape ten times smaller.
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(text.as_bytes())?;
+    encoder.finish()
 }
 
 fn fail(error: &dyn std::error::Error) -> Response {

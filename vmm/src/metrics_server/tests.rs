@@ -7,7 +7,7 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak, mpsc};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use balloon::DriverState;
 use balloon::proto::{RawReport, Report};
@@ -46,15 +46,17 @@ use tokio::net::{TcpStream, UnixStream};
 use vm_memory::GuestMemoryMmap;
 
 use super::*;
-use crate::api::{Limits, Server, ServerMetrics, Socket};
+use crate::api::{CallMetrics, Limits, Server, ServerMetrics, Socket};
 use crate::config::{MetricsAddress, SWITCHES};
 use crate::cpu::metrics::VcpuMetrics;
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
-use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
+use crate::governor::metrics::{
+    GuestSoftware, PressureMetrics, PressureSample, PressureSource, PressureZone,
+};
 use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::owner::RestartMetrics;
-use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
+use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, VmState, VmStatus, ZoneInfo};
 use balloon::governor::AgentState;
 
 const DOC: &str = include_str!("../../../docs/reference/metrics.md");
@@ -83,6 +85,10 @@ impl PressureSource for FakeGovernor {
                 status: RecordingState::Full,
             }),
             decisions_total: 12,
+            guest: Some(GuestSoftware {
+                kernel: "6.12.117+deb12-cloud-amd64".to_owned(),
+                agent: "0.1.0".to_owned(),
+            }),
             report: Some((Duration::from_millis(1500), report())),
             ..PressureSample::default()
         })
@@ -206,6 +212,43 @@ struct Everything {
     switches: (EventLoop, Vec<AttachedDevice>),
     pool: Arc<dyn PmPool>,
     others: Others,
+    /// Thread that is named as a vCPU.
+    _vcpu: NamedThread,
+}
+
+/// Thread that ends when this is dropped.
+struct NamedThread {
+    /// The thread ends when this is closed.
+    end: Option<mpsc::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl NamedThread {
+    fn start(name: &str) -> Self {
+        let (end, ended) = mpsc::channel();
+        let (started, start) = mpsc::channel();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            started.send(()).unwrap();
+            assert_eq!(ended.recv(), Err(mpsc::RecvError));
+        });
+        start.recv().unwrap();
+        Self { end: Some(end), thread: Some(thread.unwrap()) }
+    }
+}
+
+impl Drop for NamedThread {
+    fn drop(&mut self) {
+        self.end = None;
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// Counters after a call, and after a call that does not exist.
+fn calls() -> Arc<CallMetrics> {
+    let calls = Arc::<CallMetrics>::default();
+    calls.count("vm.info", 200);
+    calls.count("unknown", 404);
+    calls
 }
 
 fn everything() -> Everything {
@@ -217,6 +260,7 @@ fn everything() -> Everything {
     restarts.count(Duration::from_millis(2500));
     metrics.add(restarts);
     metrics.add(Arc::new(ServerMetrics::new("api", Arc::default())));
+    metrics.add(calls());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
@@ -303,7 +347,8 @@ fn everything() -> Everything {
     ];
     let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
     let switches = switches(&metrics);
-    Everything { metrics, registrations, switches, pool, others: (governor, device) }
+    let _vcpu = NamedThread::start("vcpu7");
+    Everything { metrics, registrations, switches, pool, others: (governor, device), _vcpu }
 }
 
 fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
@@ -318,7 +363,9 @@ fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
 fn text() -> String {
     let everything = everything();
     let zones = vec![zone("dram", Some(32 << 20)), zone("pm", None)];
-    everything.metrics.encode(&ZoneMetrics(zones)).unwrap()
+    let started = Some(UNIX_EPOCH + Duration::from_millis(1_800_000_000_500));
+    let status = VmStatus { state: VmState::Paused, started };
+    everything.metrics.encode(&(VmMetrics(Some(status)), ZoneMetrics(zones))).unwrap()
 }
 
 /// Type and label names of each exposed metric, by its name.
@@ -361,10 +408,10 @@ fn told() -> Arc<EventCounters> {
 /// Metrics in the tables of the document: name, type and labels.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     DOC.lines()
-        .filter_map(|line| line.strip_prefix("| `foreshore_"))
+        .filter(|line| line.starts_with("| `foreshore_") || line.starts_with("| `process_"))
         .map(|row| {
-            let mut cells = row.split('|').map(str::trim);
-            let name = format!("foreshore_{}", cells.next().unwrap().trim_end_matches('`'));
+            let mut cells = row.split('|').skip(1).map(str::trim);
+            let name = cells.next().unwrap().trim_matches('`').to_owned();
             let kind = cells.next().unwrap().to_owned();
             let labels = cells.next().unwrap().split(", ").filter(|label| !label.is_empty());
             (name, (kind, labels.map(str::to_owned).collect()))
@@ -515,6 +562,14 @@ fn scrape_shows_the_values_of_all_sources() {
         ),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
         format!(r#"foreshore_vcpus{{{vm},state="present"}} 3.0"#),
+        format!(r#"foreshore_vm_state{{{vm},state="paused"}} 1.0"#),
+        format!(r#"foreshore_vm_state{{{vm},state="running"}} 0.0"#),
+        format!(r#"foreshore_vm_state{{{vm},state="absent"}} 0.0"#),
+        format!(r#"foreshore_vm_start_time_seconds{{{vm}}} 1800000000.5"#),
+        format!(
+            r#"foreshore_guest_info{{{vm},kernel="6.12.117+deb12-cloud-amd64",agent="0.1.0"}} 1.0"#
+        ),
+        format!(r#"foreshore_api_requests_total{{{vm},call="vm.info",code="200"}} 1"#),
         format!(r#"foreshore_vcpus{{{vm},state="leaving"}} 1.0"#),
         format!(r#"foreshore_vcpus{{{vm},state="parked"}} 0.0"#),
         format!(r#"foreshore_pci_devices{{{vm}}} 4.0"#),
@@ -548,7 +603,7 @@ fn scrape_shows_the_values_of_all_sources() {
 
 #[test]
 fn sources_of_an_ended_vm_are_not_exposed() {
-    let Everything { metrics, registrations, switches, pool, others } = everything();
+    let Everything { metrics, registrations, switches, pool, others, _vcpu } = everything();
     let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
     drop((pool, others));
     let text = encode();
@@ -654,7 +709,7 @@ fn label_values_are_lower_case_with_hyphens() {
                 "vm" | "zone" | "pool" | "volume" | "disk" | "net" | "pmem" | "file" | "key" => {
                     true
                 }
-                "le" | "version" => true,
+                "le" | "version" | "kernel" | "agent" | "call" => true,
                 // Traces contain these words, and agents of other versions.
                 "reason" => name.starts_with("foreshore_pressure_"),
                 // The guest kernel's words in /sys/devices/system/memory/auto_online_blocks.

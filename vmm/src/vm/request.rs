@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::SystemTime;
 
 use foreshore_devices::device::DeviceCounters;
 use foreshore_devices::volume::kernel_gate::{GuestKernel, Verdict};
@@ -34,6 +35,18 @@ pub enum VmState {
     Running,
     /// The vCPUs are stopped until the VM is resumed.
     Paused,
+}
+
+impl VmState {
+    pub const ALL: [Self; 3] = [Self::Created, Self::Running, Self::Paused];
+}
+
+/// State of a VM for its metrics.
+#[derive(Clone, Copy, Debug)]
+pub struct VmStatus {
+    pub state: VmState,
+    /// Last boot or reboot. `None` if there is no machine.
+    pub started: Option<SystemTime>,
 }
 
 /// `vm.info`.
@@ -489,6 +502,8 @@ pub enum VmRequest {
     Delete(Reply<()>),
     /// `vm.info`.
     Info(Reply<VmInfo>),
+    /// State for the metrics.
+    Status(Reply<VmStatus>),
     /// `vm.resize` or `vm.resize-zone`.
     Resize(Resize, Reply<()>),
     /// `vm.resize-disk`.

@@ -20,6 +20,13 @@ pub trait Expose: Send + Sync {
     fn expose(&self, out: &mut Exposition);
 }
 
+impl<A: Expose, B: Expose> Expose for (A, B) {
+    fn expose(&self, out: &mut Exposition) {
+        self.0.expose(out);
+        self.1.expose(out);
+    }
+}
+
 /// Names and values of labels.
 pub type Labels = Vec<(&'static str, String)>;
 
@@ -92,9 +99,22 @@ struct Samples {
 
 /// All samples of a scrape, by family.
 #[derive(Debug, Default)]
-pub struct Exposition(BTreeMap<&'static str, Samples>);
+pub struct Exposition {
+    families: BTreeMap<&'static str, Samples>,
+    without_prefix: Option<Box<Exposition>>,
+}
 
 impl Exposition {
+    /// Adds families whose names have no prefix, because other programs use the same names.
+    pub fn without_prefix(&mut self, fill: impl FnOnce(&mut Exposition)) {
+        fill(self.without_prefix.get_or_insert_default());
+    }
+
+    /// Removes the families without a prefix, and returns them.
+    pub(super) fn take_without_prefix(&mut self) -> Exposition {
+        self.without_prefix.take().map(|families| *families).unwrap_or_default()
+    }
+
     /// Adds values that can increase and decrease.
     pub fn gauges(&mut self, family: Family, samples: impl IntoIterator<Item = (Labels, f64)>) {
         self.add(family, samples, Value::Gauge);
@@ -145,7 +165,8 @@ impl Exposition {
         samples: impl IntoIterator<Item = (Labels, V)>,
         value: impl Fn(V) -> Value,
     ) {
-        let family = self.0.entry(name).or_insert(Samples { help, unit, samples: Vec::new() });
+        let family =
+            self.families.entry(name).or_insert(Samples { help, unit, samples: Vec::new() });
         // Release builds use the first description, because a scrape must not end a guest.
         debug_assert_eq!(family.help, help, "two descriptions of {name}");
         family.samples.extend(samples.into_iter().map(|(labels, sample)| (labels, value(sample))));
@@ -155,7 +176,7 @@ impl Exposition {
 impl Collector for Exposition {
     /// Encodes every family that has a sample.
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        for (name, Samples { help, unit, samples }) in &self.0 {
+        for (name, Samples { help, unit, samples }) in &self.families {
             let Some((_, first)) = samples.first() else { continue };
             let mut family =
                 encoder.encode_descriptor(name, help, unit.as_ref(), first.metric_type())?;

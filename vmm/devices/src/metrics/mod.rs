@@ -101,8 +101,10 @@ impl Metrics {
         once.expose(&mut exposition);
         self.sources.all().iter().for_each(|source| source.expose(&mut exposition));
         let label = (Cow::Borrowed("vm"), Cow::Owned(self.vm.clone()));
-        let mut registry = Registry::with_prefix_and_labels("foreshore", std::iter::once(label));
-        registry.register_collector(Box::new(exposition));
+        let mut registry = Registry::with_labels(std::iter::once(label));
+        registry.register_collector(Box::new(exposition.take_without_prefix()));
+        let prefixed = registry.sub_registry_with_prefix("foreshore");
+        prefixed.register_collector(Box::new(exposition));
         let mut out = String::new();
         text::encode(&mut out, &registry)?;
         Ok(out)

@@ -31,6 +31,9 @@ use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
 use crate::vm::request::VmHandle;
 
+/// Path of each call before its name.
+pub(super) const PREFIX: &str = "/api/v1/";
+
 /// Longest time without a line in the stream of events.
 const QUIET: Duration = Duration::from_secs(60);
 
@@ -94,7 +97,7 @@ pub fn router(vm: VmHandle, events: Events) -> Router {
 /// Creates the router with another interval for lines in a silent stream of events.
 pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Router {
     let calls = calls(events, quiet).into_iter().fold(Router::new(), |router, (call, methods)| {
-        router.route(&format!("/api/v1/{call}"), methods)
+        router.route(&format!("{PREFIX}{call}"), methods)
     });
     refused::with_refused(calls)
         .fallback(async |uri: Uri| ApiError::UnknownCall(uri.path().to_owned()))

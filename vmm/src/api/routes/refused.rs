@@ -6,6 +6,7 @@ use axum::routing::put;
 
 use crate::api::body::PassedOver;
 use crate::api::error::ApiError;
+use crate::api::routes::PREFIX;
 
 pub(crate) const REFUSED: [(&str, &str); 10] = [
     ("vm.add-device", "device passthrough is not supported"),
@@ -24,6 +25,6 @@ pub(crate) const REFUSED: [(&str, &str); 10] = [
 pub(super) fn with_refused<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
     REFUSED.iter().fold(router, |router, &(call, why)| {
         let refuse = async move |_: PassedOver| ApiError::Unsupported { call, why };
-        router.route(&format!("/api/v1/{call}"), put(refuse))
+        router.route(&format!("{PREFIX}{call}"), put(refuse))
     })
 }

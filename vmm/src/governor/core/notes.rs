@@ -10,6 +10,7 @@ use foreshore_devices::log::sparsely;
 use tracing::{info, warn};
 
 use super::Core;
+use crate::governor::metrics::GuestSoftware;
 
 impl Core {
     pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {
@@ -36,6 +37,10 @@ impl Core {
                     preemption = hello.preemption(),
                     "The guest's agent has sent its hello"
                 );
+                self.guest = Some(GuestSoftware {
+                    kernel: hello.kernel_release().to_owned(),
+                    agent: hello.agent_version().to_owned(),
+                });
                 if let Some(listener) = &self.on_hello {
                     listener(&hello);
                 }

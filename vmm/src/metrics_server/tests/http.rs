@@ -1,17 +1,29 @@
 //! Tests of metrics over HTTP.
 
 use super::*;
+use crate::vm::request::VmError;
 
 /// Sends `request` over a unix socket, and returns the response.
 async fn get(socket: &std::path::Path, request: &str) -> String {
+    String::from_utf8(get_bytes(socket, request).await).unwrap()
+}
+
+async fn get_bytes(socket: &std::path::Path, request: &str) -> Vec<u8> {
     let mut stream = UnixStream::connect(socket).await.unwrap();
     stream
         .write_all(format!("{request} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").as_bytes())
         .await
         .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
     answer
+}
+
+/// Returns the head and the body of a response.
+fn split_head(answer: &[u8]) -> (&str, &[u8]) {
+    const END: &[u8] = b"\r\n\r\n";
+    let at = answer.windows(END.len()).position(|window| window == END).unwrap();
+    (std::str::from_utf8(&answer[..at]).unwrap(), &answer[at + END.len()..])
 }
 
 #[test]
@@ -108,8 +120,12 @@ fn metrics_are_served_over_http() {
         let path = dir.path().join("metrics");
         let (vm, mut requests) = VmHandle::channel();
         tokio::spawn(async move {
-            while let Some(VmRequest::Memory(reply)) = requests.recv().await {
-                reply.send(Ok(vec![zone("dram", None)])).unwrap();
+            while let Some(request) = requests.recv().await {
+                match request {
+                    VmRequest::Memory(reply) => reply.send(Ok(vec![zone("dram", None)])).unwrap(),
+                    VmRequest::Status(reply) => reply.send(Err(VmError::NotCreated)).unwrap(),
+                    other => panic!("{other:?}"),
+                }
             }
         });
         let socket =
@@ -137,6 +153,17 @@ fn metrics_are_served_over_http() {
         assert!(
             answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"),
             "{answer}"
+        );
+        let compressed = "GET /metrics HTTP/1.1\r\nAccept-Encoding: gzip\r\nX-Rest:";
+        let answer = get_bytes(&path, compressed).await;
+        let (head, body) = split_head(&answer);
+        assert!(head.to_ascii_lowercase().contains("content-encoding: gzip"), "{head}");
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(body), &mut text).unwrap();
+        assert!(text.contains("foreshore_memory_boot_bytes{"), "{text}");
+        assert!(
+            text.contains("foreshore_vm_state{vm=\"vm \\\"1\\\"\",state=\"absent\"} 1.0"),
+            "{text}"
         );
         assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));
         assert!(get(&path, "GET /other").await.starts_with("HTTP/1.1 404 "));

@@ -15,6 +15,7 @@ mod state;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 use foreshore_devices::events::{Event, Events};
 use thiserror::Error;
@@ -32,7 +33,7 @@ use crate::governor::info::PressureChange;
 use crate::vm::named_twice;
 use crate::vm::request::{
     PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
-    VmRequest, VmState, check_vcpus, device_tree,
+    VmRequest, VmState, VmStatus, check_vcpus, device_tree,
 };
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
@@ -135,6 +136,8 @@ struct Vm {
     state: VmState,
     machine: Option<Box<dyn Machine>>,
     started: Instant,
+    /// `started` on the host's clock.
+    started_at: SystemTime,
     restarts: RestartGuard,
     /// Time of the delayed restart, after the guest has reset itself or a vCPU has faulted.
     restart_at: Option<Instant>,
@@ -152,6 +155,7 @@ impl Vm {
             state: VmState::Created,
             machine: None,
             started: Instant::now(),
+            started_at: SystemTime::now(),
             restarts: RestartGuard::default(),
             restart_at: None,
             failure: None,
@@ -214,6 +218,11 @@ impl Vm {
     fn send_nmi(&mut self) -> Result<(), VmError> {
         state::next(self.state, Verb::Change)?;
         self.running().map(|machine| machine.send_nmi())
+    }
+
+    fn status(&self) -> VmStatus {
+        let started = self.machine.as_ref().map(|_| self.started_at);
+        VmStatus { state: self.state, started }
     }
 
     fn info(&self) -> VmInfo {
@@ -564,7 +573,7 @@ impl<F: MachineFactory> Owner<F> {
         let mut machine = self.factory.build(&vm.config, events)?;
         machine.resume();
         vm.machine = Some(machine);
-        vm.started = Instant::now();
+        (vm.started, vm.started_at) = (Instant::now(), SystemTime::now());
         Ok(())
     }
 
@@ -631,6 +640,7 @@ impl<F: MachineFactory> Owner<F> {
                 answer(reply, Ok(()));
             }
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
+            VmRequest::Status(reply) => self.of_vm(reply, |vm| Ok(vm.status())),
             VmRequest::Resize(resize, reply) => {
                 answer(reply, self.busily(|owner| owner.resize(&resize)));
             }
