@@ -1,12 +1,13 @@
 //! Errors of requests, and their HTTP status codes.
 
-use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use balloon::governor::ResizeTargetError;
 use foreshore_config::{ConfigError, JsonError};
 use thiserror::Error;
 
+use super::refusal_log::RefusalReason;
 use crate::governor::GovernorError;
 use crate::vm::request::VmError;
 
@@ -97,7 +98,7 @@ impl IntoResponse for ApiError {
         let causes =
             std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());
         let chain: Vec<String> = causes.map(ToString::to_string).collect();
-        tracing::debug!(status = %self.status(), error = chain[0], "Refused a request");
-        (self.status(), Json(chain)).into_response()
+        let reason = Extension(RefusalReason(chain.join(": ")));
+        (self.status(), reason, Json(chain)).into_response()
     }
 }

@@ -9,6 +9,7 @@ mod client;
 mod error;
 mod fd_stream;
 mod metrics;
+mod refusal_log;
 mod routes;
 mod seat;
 mod server;

@@ -12,7 +12,7 @@ use axum::serve::Listener as AcceptIo;
 use foreshore_devices::unix_socket::SocketFile;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
-use hyper::service::{Service, service_fn};
+use hyper::service::{Service as _, service_fn};
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -24,6 +24,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
+use super::refusal_log::ConnectionWarnings;
 use super::seat::{Answer, ConnectionCounters, Question, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
@@ -92,15 +93,17 @@ impl Server {
     pub fn start(socket: Socket, router: Router, limits: Limits) -> io::Result<Self> {
         let (stop, stopped) = watch::channel(());
         let counters = Arc::<ConnectionCounters>::default();
+        let warnings = Arc::new(ConnectionWarnings::new(socket.flag));
+        let service = Service { router, limits, warnings };
         let counted = Arc::clone(&counters);
         let accepting = match socket.listener {
             Listener::Unix(listener) => {
                 let listener = UnixListener::from_std(listener)?;
-                tokio::spawn(accept_loop(listener, router, limits, counted, stopped))
+                tokio::spawn(accept_loop(listener, service, counted, stopped))
             }
             Listener::Tcp(listener) => {
                 let listener = TcpListener::from_std(listener)?;
-                tokio::spawn(accept_loop(listener, router, limits, counted, stopped))
+                tokio::spawn(accept_loop(listener, service, counted, stopped))
             }
         };
         Ok(Self { stop, accepting, counters, _file: socket.file })
@@ -117,6 +120,14 @@ impl Server {
             warn!(%error, "The task of a server has failed");
         }
     }
+}
+
+/// Calls and limits of each connection.
+#[derive(Clone)]
+struct Service {
+    router: Router,
+    limits: Limits,
+    warnings: Arc<ConnectionWarnings>,
 }
 
 impl Drop for Server {
@@ -145,14 +156,14 @@ impl Accepted for TcpStream {
 
 async fn accept_loop<L>(
     mut listener: L,
-    router: Router,
-    limits: Limits,
+    service: Service,
     counters: Arc<ConnectionCounters>,
     mut stopped: watch::Receiver<()>,
 ) where
     L: AcceptIo<Io: Accepted>,
 {
-    let (mut connections, seats) = (JoinSet::new(), Seats::new(limits, Arc::clone(&counters)));
+    let (mut connections, seats) =
+        (JoinSet::new(), Seats::new(service.limits, Arc::clone(&counters)));
     loop {
         let room = seats.room();
         let wakes_at = match room {
@@ -170,7 +181,7 @@ async fn accept_loop<L>(
                     seats.dismiss(&seat);
                 }
                 let (seat, counters) = (seats.take(), Arc::clone(&counters));
-                let served = serve_connection(stream, router.clone(), limits, seat, stopped.clone());
+                let served = serve_connection(stream, service.clone(), seat, stopped.clone());
                 connections.spawn(async move {
                     if served.await == End::TimedOut {
                         counters.timed_out.fetch_add(1, Ordering::Relaxed);
@@ -199,8 +210,7 @@ enum End {
 
 async fn serve_connection<A: Accepted>(
     accepted: A,
-    router: Router,
-    limits: Limits,
+    Service { router, limits, warnings }: Service,
     seat: Arc<Seat>,
     mut stopped: watch::Receiver<()>,
 ) -> End {
@@ -238,8 +248,13 @@ async fn serve_connection<A: Accepted>(
         // serves no further request.
         biased;
         is_dismissed = seat.has_to_go(limits.head) => {
-            debug!(is_dismissed, "Closed a connection to make room, or because the head of its request was late");
-            return if is_dismissed { End::Closed } else { End::TimedOut };
+            return if is_dismissed {
+                warnings.no_room(limits);
+                End::Closed
+            } else {
+                warnings.late_head(limits);
+                End::TimedOut
+            };
         }
         result = connection.as_mut() => result,
         _ = stopped.changed() => {
@@ -248,12 +263,16 @@ async fn serve_connection<A: Accepted>(
         }
     };
     let Err(error) = result else { return End::Closed };
-    debug!(%error, "A connection has ended");
-    if is_timeout(&error) { End::TimedOut } else { End::Closed }
+    if is_unread(&error) {
+        warnings.unread(limits);
+        return End::TimedOut;
+    }
+    warnings.ended(&error);
+    if error.is_timeout() { End::TimedOut } else { End::Closed }
 }
 
-/// Returns true for a timeout in hyper or in [`WriteTimeout`].
-fn is_timeout(error: &hyper::Error) -> bool {
+/// Returns true for a timeout in [`WriteTimeout`].
+fn is_unread(error: &hyper::Error) -> bool {
     let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
-    error.is_timeout() || source.is_some_and(|error| error.kind() == io::ErrorKind::TimedOut)
+    source.is_some_and(|error| error.kind() == io::ErrorKind::TimedOut)
 }

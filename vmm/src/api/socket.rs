@@ -33,6 +33,8 @@ pub enum SocketError {
 /// Listening non-blocking socket.
 #[derive(Debug)]
 pub struct Socket {
+    /// Flag that describes the socket, for log lines.
+    pub(super) flag: &'static str,
     pub(super) listener: Listener,
     /// Declared after the listener so that it is dropped later, and the path never outlives the
     /// listener.
@@ -69,7 +71,7 @@ impl Socket {
                     address: *address,
                     source,
                 })?;
-                Ok(Self { listener: Listener::Tcp(listener), file: None })
+                Ok(Self { flag, listener: Listener::Tcp(listener), file: None })
             }
         }
     }
@@ -88,7 +90,7 @@ impl Socket {
         access: &SocketAccess,
     ) -> Result<Self, SocketError> {
         let (listener, file) = unix_socket::listen(flag, path, access)?;
-        Ok(Self { listener: Listener::Unix(listener), file: Some(file) })
+        Ok(Self { flag, listener: Listener::Unix(listener), file: Some(file) })
     }
 
     fn inherit(flag: &'static str, fd: RawFd) -> Result<Self, SocketError> {
@@ -106,7 +108,7 @@ impl Socket {
         }
         let listener = UnixListener::from(owned);
         listener.set_nonblocking(true).map_err(|_| refused)?;
-        Ok(Self { listener: Listener::Unix(listener), file: None })
+        Ok(Self { flag, listener: Listener::Unix(listener), file: None })
     }
 }
 

@@ -34,6 +34,7 @@ mod document;
 mod follow_events;
 mod live;
 mod pressure;
+mod refusal_log;
 mod values;
 
 /// Longer than any answer takes, so that only a failing test reaches it.

@@ -20,7 +20,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, FromRequest, Request};
 use axum::http::{Method, Uri};
-use axum::middleware::{Next, from_fn, map_response};
+use axum::middleware::{Next, from_fn, from_fn_with_state, map_response};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, put};
 use foreshore_devices::events::Events;
@@ -29,6 +29,7 @@ use tokio::sync::Semaphore;
 
 use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
+use super::refusal_log::{RefusalLog, log_refusals};
 use crate::vm::request::VmHandle;
 
 /// Path of each call before its name.
@@ -107,6 +108,7 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
         })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(map_response(without_reason))
+        .layer(from_fn_with_state(Arc::<RefusalLog>::default(), log_refusals))
         .with_state(vm)
 }
 
