@@ -7,6 +7,8 @@ use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
 use foreshore_cli::WRONG_COMMAND_LINE;
+use foreshore_devices::log::LogFormat;
+use foreshore_types::chain;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
@@ -30,14 +32,20 @@ fn main() -> ExitCode {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
     }
-    match run(launch) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(&*error),
+    if let Err(error) = foreshore_devices::log::start(&launch.log) {
+        return fail(&error);
     }
+    let (has_file, format) = (launch.log.file.is_some(), launch.log.format);
+    let Err(error) = run(launch) else { return ExitCode::SUCCESS };
+    let is_json = format == LogFormat::Json;
+    if has_file || is_json {
+        tracing::error!(error = chain(&error), "The VMM ends because of an error");
+    }
+    // A program that parses standard error as JSON can parse every line.
+    if is_json && !has_file { ExitCode::FAILURE } else { fail(&error) }
 }
 
-fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
-    foreshore_devices::log::start(&launch.log)?;
+fn run(launch: Launch) -> Result<(), foreshore::run::RunError> {
     if let Some(error) = launch.seccomp_error() {
         tracing::error!("{error}");
     }
@@ -50,13 +58,11 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     if let Err(error) = foreshore_devices::open_files::raise_limit() {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }
-    Ok(foreshore::run::run(launch)?)
+    foreshore::run::run(launch)
 }
 
 /// Prints an error and its causes in one line.
 fn fail(error: &dyn std::error::Error) -> ExitCode {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let message = causes.map(ToString::to_string).collect::<Vec<_>>().join(": ");
-    let _ = writeln!(io::stderr(), "foreshore: {}", message.replace('\n', " "));
+    let _ = writeln!(io::stderr(), "foreshore: {}", chain(error).replace('\n', " "));
     ExitCode::FAILURE
 }

@@ -68,6 +68,32 @@ fn log_and_events_share_the_file_of_both_streams_without_overwriting() {
     }
 }
 
+/// The error that ends the VMM is in the log, unless it is on the same stream as a text.
+#[test]
+fn json_log_has_an_object_a_line_and_the_last_error() {
+    let (_folder, log) = file();
+    let cases = [(None, ""), (Some(log.to_str().unwrap()), "foreshore: ")];
+    for (file, printed) in cases {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        command.args(["--kernel", "/nonexistent", "-v", "--log-format", "json"]);
+        command.args(file.iter().flat_map(|file| ["--log-file", file]));
+        let output = command.output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.starts_with(printed), "{error}");
+        let text = file.map_or(error, |file| fs::read_to_string(file).unwrap());
+        let objects = text.lines().filter(|line| *line != EARLIER.trim_end()).map(|line| {
+            serde_json::from_str::<serde_json::Value>(line)
+                .unwrap_or_else(|error| panic!("{error}: {line}"))
+        });
+        let objects: Vec<_> = objects.collect();
+        let last = objects.last().unwrap();
+        assert_eq!(last["level"], "ERROR", "{last}");
+        assert_eq!(last["message"], "The VMM ends because of an error", "{last}");
+        assert!(last["error"].as_str().unwrap().starts_with("cannot boot the VM: "), "{last}");
+        assert!(objects.len() > 3, "{text}");
+    }
+}
+
 #[test]
 fn file_of_a_stream_is_refused_for_another_output() {
     let (_folder, path) = file();

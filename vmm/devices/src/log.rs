@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
+use tracing::Dispatch;
 use tracing::level_filters::LevelFilter;
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::output_file::admit;
 use crate::standard_stream;
@@ -24,11 +27,35 @@ pub enum LogError {
     },
 }
 
-/// `--log-file` and `-v`.
+/// `--log-format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Lines to read.
+    #[default]
+    Text,
+    /// A JSON object a line, with the fields of the line as keys beside `timestamp`, `level`,
+    /// `target` and `message`.
+    Json,
+}
+
+impl LogFormat {
+    pub const ALL: [Self; 2] = [Self::Text, Self::Json];
+
+    /// Name of the format in the flag.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        }
+    }
+}
+
+/// `--log-file`, `--log-format` and `-v`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogConfig {
     /// File, or standard error if `None`.
     pub file: Option<PathBuf>,
+    pub format: LogFormat,
     /// Number of `-v` flags. 0 logs warnings, 1 also information, 2 also debugging, and 3
     /// everything.
     pub verbosity: u8,
@@ -39,11 +66,8 @@ pub struct LogConfig {
 /// Each line is written immediately and without a buffer, so that the last lines before a crash are
 /// not lost.
 pub fn start(config: &LogConfig) -> Result<(), LogError> {
-    let lines = tracing_subscriber::fmt()
-        .with_max_level(level(config.verbosity))
-        .with_target(config.verbosity > 1);
     match &config.file {
-        None => lines.with_ansi(stderr().is_terminal()).with_writer(stderr).init(),
+        None => subscriber(config, stderr().is_terminal(), stderr).init(),
         Some(path) => {
             let open = |path: &PathBuf| -> io::Result<File> {
                 let file =
@@ -54,10 +78,31 @@ pub fn start(config: &LogConfig) -> Result<(), LogError> {
             };
             let file =
                 open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
-            lines.with_ansi(false).with_writer(Arc::new(file)).init();
+            subscriber(config, false, Arc::new(file)).init();
         }
     }
     Ok(())
+}
+
+fn subscriber<W>(config: &LogConfig, with_colors: bool, writer: W) -> Dispatch
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let lines =
+        tracing_subscriber::fmt().with_max_level(level(config.verbosity)).with_writer(writer);
+    match config.format {
+        LogFormat::Text => {
+            lines.with_target(config.verbosity > 1).with_ansi(with_colors).finish().into()
+        }
+        // There are no spans.
+        LogFormat::Json => lines
+            .json()
+            .flatten_event(true)
+            .with_current_span(false)
+            .with_span_list(false)
+            .finish()
+            .into(),
+    }
 }
 
 fn level(verbosity: u8) -> LevelFilter {
@@ -141,6 +186,31 @@ mod tests {
         };
         assert_eq!((of("one place").len(), of("another").len()), (3, 3), "{text}");
         assert!(of("another")[2].contains("times=4 round=3"), "{text}");
+    }
+
+    #[test]
+    fn line_of_json_has_the_fields_as_keys() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let config = LogConfig { format: LogFormat::Json, ..LogConfig::default() };
+        let subscriber = subscriber(&config, true, move || writer.clone());
+        with_subscriber(subscriber, || {
+            let error = io::Error::other("no \"room\"\n");
+            sparsely!(warn, id = "_disk0", bytes = 4096_u64, %error, "Cannot read");
+            tracing::info!("without -v");
+        });
+        let text = String::from_utf8(lines.0.lock().clone()).unwrap();
+        assert_eq!(text.lines().count(), 1, "{text}");
+        let mut line: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let time = line.as_object_mut().unwrap().remove("timestamp").unwrap();
+        // UTC with microseconds, for example 2026-01-31T12:00:00.000001Z.
+        let time = time.as_str().unwrap();
+        assert!(time.parse::<jiff::Timestamp>().is_ok() && time.len() == 27, "{time}");
+        let expected = serde_json::json!({
+            "level": "WARN", "target": module_path!(), "message": "Cannot read", "times": 1,
+            "id": "_disk0", "bytes": 4096, "error": "no \"room\"\n",
+        });
+        assert_eq!(line, expected);
     }
 
     #[derive(Clone, Default)]

@@ -1,16 +1,17 @@
 //! Parsing of the command line into a [`Launch`].
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser};
+use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser};
 use foreshore_cli::usage_line;
 use foreshore_config::{ConfigError, Table};
 use foreshore_devices::events::EventMonitor;
 use foreshore_devices::host_console::config as console;
-use foreshore_devices::log::LogConfig;
+use foreshore_devices::log::{LogConfig, LogFormat};
 use foreshore_types::size;
 use thiserror::Error;
 
@@ -132,15 +133,58 @@ struct Flags {
     /// Log to a file [default: standard error]
     #[arg(long, value_name = "PATH", help_heading = "Control")]
     log_file: Option<PathBuf>,
-    /// Accepted for compatibility with Cloud Hypervisor; lines have one format
-    #[arg(long, value_name = "FORMAT", help_heading = "Control")]
-    log_format: Option<String>,
+    /// Format of log lines; a template of Cloud Hypervisor, such as {msg}, is accepted and ignored
+    #[arg(long, value_name = "FORMAT", help_heading = "Control", default_value = "text", value_parser = LogFormatParser)]
+    log_format: GivenLogFormat,
     /// Log more: -v information, -vv debugging, -vvv everything
     #[arg(short, action = ArgAction::Count, help_heading = "Control")]
     v: u8,
     /// Print the version
     #[arg(short = 'V', long, help_heading = "Control")]
     version: bool,
+}
+
+/// Value of `--log-format`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum GivenLogFormat {
+    Ours(LogFormat),
+    /// Template with tokens in braces, as in Cloud Hypervisor.
+    Template,
+}
+
+impl GivenLogFormat {
+    fn format(self) -> LogFormat {
+        match self {
+            Self::Ours(format) => format,
+            Self::Template => LogFormat::default(),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct LogFormatParser;
+
+impl TypedValueParser for LogFormatParser {
+    type Value = GivenLogFormat;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<GivenLogFormat, clap::Error> {
+        if value.as_encoded_bytes().contains(&b'{') {
+            return Ok(GivenLogFormat::Template);
+        }
+        let names = PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name));
+        let name = names.parse_ref(command, argument, value)?;
+        let format = LogFormat::ALL.into_iter().find(|format| format.name() == name);
+        Ok(GivenLogFormat::Ours(format.expect("a possible value")))
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(LogFormat::ALL.into_iter().map(|format| PossibleValue::new(format.name()))))
+    }
 }
 
 /// Flags that describe the VM. All other flags are about the VMM.
@@ -249,8 +293,9 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     }
     let mut warnings = Vec::new();
     let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
-    if flags.log_format.is_some() {
-        warnings.push("--log-format: ignored; log lines have one format".to_owned());
+    if flags.log_format == GivenLogFormat::Template {
+        let text = "--log-format: ignored; templates are not supported, use text or json";
+        warnings.push(text.to_owned());
     }
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
     let event_monitor = flags.event_monitor.as_deref().map(EventMonitor::parse).transpose()?;
@@ -264,7 +309,11 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         ));
     }
     let vm_name = vm_name.flatten().unwrap_or_else(|| default_name(api_socket.as_ref()));
-    let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
+    let log = LogConfig {
+        file: flags.log_file.clone(),
+        format: flags.log_format.format(),
+        verbosity: flags.v,
+    };
     let at_guest_shutdown =
         if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
     let config = match (&api_socket, flags.vm) {
@@ -639,7 +688,22 @@ mod tests {
     #[test]
     fn flags_without_effect_are_accepted() {
         assert_eq!(config(&["--rng"]).rng, RngConfig::default());
-        assert!(launch(&["--log-format", "{msg}"]).warnings[0].starts_with("--log-format"));
+    }
+
+    #[test]
+    fn log_format_is_text_json_or_a_template_that_is_ignored() {
+        let format = |args| launch(args).log.format;
+        assert_eq!(format(&[]), LogFormat::Text);
+        assert_eq!(format(&["--log-format", "text"]), LogFormat::Text);
+        assert_eq!(format(&["--log-format", "json"]), LogFormat::Json);
+        assert_eq!(launch(&["--log-format", "json"]).warnings, Vec::<String>::new());
+        let template = launch(&["--log-format", "{boottime}: {msg}"]);
+        assert_eq!(template.log.format, LogFormat::Text);
+        assert!(template.warnings[0].starts_with("--log-format: ignored"));
+        assert_eq!(
+            error(&["--log-format", "xml"]),
+            "invalid value 'xml' for '--log-format <FORMAT>' [possible values: text, json]; see --help"
+        );
     }
 
     #[test]
