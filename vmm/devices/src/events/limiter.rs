@@ -36,7 +36,7 @@ pub(super) struct Bounds {
 impl Bounds {
     /// Bounds that the VMM uses. The burst suits groups of events: resizes by clients and by the
     /// governor, and driver activity while a guest is being installed. The bounds limit a source to
-    /// about 300 kB a day.
+    /// about 350 kB a day.
     pub(super) const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
 }
 

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use tokio::sync::{Notify, broadcast};
 
 pub use self::event::{DeviceEvent, Event};
@@ -31,7 +31,7 @@ use crate::metrics::{Expose, Exposition, Family, and, one};
 const QUEUED: usize = 1024;
 
 /// Event in the form in which it is written. Names and order of the fields are those of Cloud
-/// Hypervisor.
+/// Hypervisor, except that `time` follows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Told {
     /// Time since the VMM's start.
@@ -41,6 +41,13 @@ pub struct Told {
     pub event: &'static str,
     /// Properties, or null.
     pub properties: Option<BTreeMap<&'static str, String>>,
+    /// Time of the host's clock: RFC 3339, UTC, microseconds.
+    #[serde(serialize_with = "with_microseconds")]
+    pub time: jiff::Timestamp,
+}
+
+fn with_microseconds<S: Serializer>(time: &jiff::Timestamp, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&format_args!("{time:.6}"))
 }
 
 /// Sender of events. Any thread may use it. Cheap to clone.
@@ -237,7 +244,8 @@ impl Events {
     fn send(&self, message: Message) -> Sent {
         let Message { source, event, properties } = message;
         *self.counters.told.lock().entry((source, event)).or_default() += 1;
-        let told = Told { timestamp: self.start.elapsed(), source, event, properties };
+        let (timestamp, time) = (self.start.elapsed(), jiff::Timestamp::now());
+        let told = Told { timestamp, source, event, properties, time };
         // The send fails if there are no watchers.
         let _ = self.queue.send(Some(Arc::new(told)));
         Sent { source, event }
@@ -293,15 +301,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn event_has_cloud_hypervisors_format() {
+    fn event_has_cloud_hypervisors_format_and_the_time() {
         let told = Told {
             timestamp: Duration::new(3, 29_228_206),
             source: "vm",
             event: "booted",
             properties: None,
+            // The year begins, and no digit is omitted.
+            time: jiff::Timestamp::from_second(1_767_225_600).unwrap(),
         };
         let expected = "{\n  \"timestamp\": {\n    \"secs\": 3,\n    \"nanos\": 29228206\n  },\n  \"source\": \"vm\",\n  \
-                        \"event\": \"booted\",\n  \"properties\": null\n}";
+                        \"event\": \"booted\",\n  \"properties\": null,\n  \"time\": \"2026-01-01T00:00:00.000000Z\"\n}";
         assert_eq!(serde_json::to_string_pretty(&told).unwrap(), expected);
     }
 

@@ -66,11 +66,11 @@ enum Line {
         source: String,
         event: String,
         properties: Option<Properties>,
+        /// Time of the host's clock. Older VMMs do not send it.
+        time: Option<String>,
     },
     /// Number of events that were dropped because this client was too slow.
-    Lost {
-        lost: u64,
-    },
+    Lost { lost: u64 },
     /// Line sent in the absence of events, which shows that the VMM is still running.
     Quiet {
         #[serde(rename = "quiet_s")]
@@ -91,8 +91,10 @@ struct Timestamp {
 /// not know is printed unchanged.
 fn line(json: &[u8]) -> Option<String> {
     let text = match serde_json::from_slice(json) {
-        Ok(Line::Event { timestamp: Timestamp { secs, nanos }, source, event, properties }) => {
-            let mut text = format!("{secs:>6}.{:03} s  {source} {event}", nanos / 1_000_000);
+        Ok(Line::Event { timestamp, source, event, properties, time }) => {
+            let Timestamp { secs, nanos } = timestamp;
+            let time = time.map_or_else(String::new, |time| time + "  ");
+            let mut text = format!("{time}{secs:>6}.{:03} s  {source} {event}", nanos / 1_000_000);
             for (name, value) in properties.unwrap_or_default() {
                 let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
                 text.push_str(&format!(" {name}={}", value.escape_debug()));
@@ -115,14 +117,14 @@ mod tests {
     fn events_are_shown_as_lines() {
         let answer = "\
 {\"timestamp\":{\"secs\":3,\"nanos\":29228206},\"source\":\"vm\",\"event\":\"booted\",\"properties\":null}
-{\"timestamp\":{\"secs\":71,\"nanos\":0},\"source\":\"foreshore\",\"event\":\"memory-reached\",\"properties\":{\"zone\":\"pm\",\"plugged_bytes\":\"2097152\"}}
+{\"timestamp\":{\"secs\":71,\"nanos\":0},\"source\":\"foreshore\",\"event\":\"memory-reached\",\"properties\":{\"zone\":\"pm\",\"plugged_bytes\":\"2097152\"},\"time\":\"2026-01-31T12:00:00.000001Z\"}
 {\"lost\":3}
 {\"quiet_s\":60}
 {\"tide\":\"high\"}
 no JSON\x1b
 ";
         let expected = "     3.029 s  vm booted
-    71.000 s  foreshore memory-reached plugged_bytes=2097152 zone=pm
+2026-01-31T12:00:00.000001Z      71.000 s  foreshore memory-reached plugged_bytes=2097152 zone=pm
 3 events lost, because this client was too slow
 {\\\"tide\\\":\\\"high\\\"}
 no JSON\\u{1b}
