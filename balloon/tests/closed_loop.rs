@@ -7,7 +7,9 @@ use balloon::policy::{Policy, psi};
 use balloon::sim::{Channel, SwapDevice};
 use balloon::{MIB, TimeMs};
 
-use crate::rig::workload::{Figures, LATE_REPORTS_MS, TO_SWAP, Workload, bridge_bytes, workloads};
+use crate::rig::workload::{
+    Figures, LATE_REPORTS_MS, TO_SWAP, Workload, headroom_bytes, workloads,
+};
 use crate::rig::{IDLE_BYTES, Rig, config};
 
 #[test]
@@ -48,7 +50,7 @@ fn ramp_of_up_to_256_mib_per_second_is_served_before_kswapd_runs() {
 }
 
 /// `psi` with `permille` thousandths of its default headroom.
-fn with_bridge_of(permille: u64) -> Policy {
+fn with_headroom_of(permille: u64) -> Policy {
     let part = |whole: u64| whole * permille / 1000;
     let whole = psi::Params::default();
     Policy::Psi(psi::Params {
@@ -62,7 +64,7 @@ fn with_bridge_of(permille: u64) -> Policy {
 #[test]
 fn kswapd_runs_with_half_the_headroom() {
     // If the headroom is smaller by a third, the margin of a guest at rest compensates for it.
-    assert!(taken_by_kswapd_bytes(with_bridge_of(500), 256) > 0);
+    assert!(taken_by_kswapd_bytes(with_headroom_of(500), 256) > 0);
 }
 
 #[test]
@@ -119,8 +121,8 @@ fn guest_with_constant_need_comes_to_rest() {
 /// Upper limit for memory above the need after a minute at rest. It is the headroom, plus a tenth
 /// of the sum of need and headroom.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
-    let bridge_bytes = bridge_bytes(rig, report_delay_ms);
-    bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
+    let headroom_bytes = headroom_bytes(rig, report_delay_ms);
+    headroom_bytes + (rig.need_bytes() + headroom_bytes) / 10
 }
 
 /// Memory that is in swap after [`TO_SWAP`]. It is the same in each run, because the simulation is
@@ -203,7 +205,7 @@ fn workload(name: &str) -> Workload {
 fn twice_the_margin_is_detected() {
     // Broken variant of the test above. After a grow, a guest at rest may have up to one and a half
     // margins, depending on where its last step ended.
-    let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
+    let policy = Policy::Psi(psi::Params { margin_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
 }

@@ -10,23 +10,25 @@ impl World {
         let free_bytes = report.memory().free_bytes;
         match self.controller.policy() {
             Policy::Psi(params) => {
-                let (total_bytes, bridge_bytes) =
-                    (report.memory().total_bytes, self.bridge_bytes(params, report));
-                let coming_bytes = self.coming_bytes(report, false);
+                let (total_bytes, headroom_bytes) =
+                    (report.memory().total_bytes, self.headroom_bytes(params, report));
+                let expected_available_bytes = self.expected_available_bytes(report, false);
                 // Memory that a shrink has left to the guest is enough until part of it is used.
-                let taken = self.left_bytes.is_none_or(|left_bytes| coming_bytes < left_bytes);
+                let taken =
+                    self.left_bytes.is_none_or(|left_bytes| expected_available_bytes < left_bytes);
                 // A fill is measured from the maximum since the shrink.
-                let filled = self.had_bytes.is_none_or(|had_bytes| coming_bytes < had_bytes);
+                let filled =
+                    self.had_bytes.is_none_or(|had_bytes| expected_available_bytes < had_bytes);
                 let until_ms = report.monotonic_ms();
                 let swapped = self.counted_ms[0]
                     .iter()
                     .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
                 match reason {
-                    Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
+                    Reason::LowAvailable => taken && expected_available_bytes < headroom_bytes,
                     // Memory that was swapped out also counts as filled.
                     Reason::Filling => (filled || swapped) && self.may_fill(),
                     Reason::Swapping | Reason::Stalled => {
-                        coming_bytes < bridge_bytes + total_bytes / 4
+                        expected_available_bytes < headroom_bytes + total_bytes / 4
                     }
                     // The remaining reason is refaults for which tasks wait. `check_seen` checks
                     // it.
@@ -50,12 +52,12 @@ impl World {
         else {
             return false;
         };
-        let most_bytes = self.bridge_bytes(params, report) + report.memory().total_bytes / 2;
-        self.coming_bytes(report, false) < most_bytes
+        let most_bytes = self.headroom_bytes(params, report) + report.memory().total_bytes / 2;
+        self.expected_available_bytes(report, false) < most_bytes
     }
 
     /// Largest headroom that `psi` may use.
-    fn bridge_bytes(&self, params: &psi::Params, report: &Report) -> u64 {
+    fn headroom_bytes(&self, params: &psi::Params, report: &Report) -> u64 {
         let least_bytes =
             params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
         (report.memory().total_bytes / 1000 * params.headroom_permille).max(least_bytes)
@@ -111,19 +113,19 @@ impl World {
     pub(super) fn left_bytes(&self, plan: &Plan) -> Option<u64> {
         let (_, report) = self.arrived.as_ref().filter(|_| plan.reason == Reason::Surplus)?;
         let taken_bytes = self.host.requested_bytes().saturating_sub(plan.requested_bytes());
-        Some(self.coming_bytes(report, true).saturating_sub(taken_bytes))
+        Some(self.expected_available_bytes(report, true).saturating_sub(taken_bytes))
     }
 
     /// Expected available memory, computed from the report that has just arrived.
     pub(super) fn had_bytes_now(&self) -> u64 {
-        self.arrived.as_ref().map_or(0, |(_, report)| self.coming_bytes(report, true))
+        self.arrived.as_ref().map_or(0, |(_, report)| self.expected_available_bytes(report, true))
     }
 
     /// Available memory that is expected after the guest has followed all requests. Returns the
     /// largest size that a policy may assume if `most` is set, and otherwise the smallest. The
     /// smallest size excludes requests without progress, and excludes page cache if part of it was
     /// missed.
-    fn coming_bytes(&self, report: &Report, most: bool) -> u64 {
+    fn expected_available_bytes(&self, report: &Report, most: bool) -> u64 {
         let memory = report.memory();
         let has_missed = self.counted_ms[1].iter().any(|ms| *ms <= report.monotonic_ms());
         let available_bytes = if has_missed && !most {
@@ -139,12 +141,13 @@ impl World {
                 false => zone.requested_bytes,
             }
         });
-        let coming_bytes = (available_bytes + asked.sum::<u64>()).saturating_sub(online_bytes);
+        let expected_available_bytes =
+            (available_bytes + asked.sum::<u64>()).saturating_sub(online_bytes);
         match most {
             // While memory has to be unplugged, an increase of used memory may be memory that is
             // being unplugged.
-            true => coming_bytes + self.host.outstanding_shrink_bytes(),
-            false => coming_bytes,
+            true => expected_available_bytes + self.host.outstanding_shrink_bytes(),
+            false => expected_available_bytes,
         }
     }
 

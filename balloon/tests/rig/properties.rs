@@ -7,7 +7,7 @@ use proptest::test_runner::{RngAlgorithm, TestCaseResult, TestError, TestRng, Te
 
 pub(crate) const POLICIES: [(&str, &[(&str, &str)]); 12] = [
     ("psi", &[]),
-    ("psi", &[("slack", "200"), ("idle", "1s")]),
+    ("psi", &[("margin", "200"), ("idle", "1s")]),
     ("amf", &[]),
     ("amf", &[("watermark-scale", "16"), ("reclaim", "5")]),
     ("dapper", &[]),

@@ -53,7 +53,7 @@ pub(super) struct Rates {
     pub watched: bool,
     /// Growth of used memory per second. This is the highest rate of all periods that end with the
     /// newest report.
-    pub fill_bytes_per_s: u64,
+    pub fill_rate_bytes_per_s: u64,
     /// Memory that was swapped out within the window.
     pub swapped_out_bytes: u64,
     /// True if tasks waited for memory for at least the configured share of the time.
@@ -98,10 +98,10 @@ impl History {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
         };
-        let fill_bytes_per_s =
+        let fill_rate_bytes_per_s =
             older.clone().map(|sample| newest.fill_since(sample)).max().unwrap_or(0);
         let Some(oldest) = { older }.find(|sample| sample.guest_ms >= signs_from_ms) else {
-            return Rates { fill_bytes_per_s, ..Rates::default() };
+            return Rates { fill_rate_bytes_per_s, ..Rates::default() };
         };
         let ms = newest.guest_ms - oldest.guest_ms;
         let stalled_us = newest.some_us.saturating_sub(oldest.some_us);
@@ -111,7 +111,7 @@ impl History {
         let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
         Rates {
             watched: true,
-            fill_bytes_per_s,
+            fill_rate_bytes_per_s,
             swapped_out_bytes: newest.swapped_out_since(oldest),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,

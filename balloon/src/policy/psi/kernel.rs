@@ -47,10 +47,11 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     if block_bytes == 0 || room_bytes >= short_bytes || !has_block(report, host) {
         return None;
     }
-    let coming_bytes = kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
+    let expected_free_bytes =
+        kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
     let blocks = (short_bytes - room_bytes).div_ceil(block_bytes);
     let need_bytes = scale(block_bytes.saturating_mul(blocks), ROOM_PERMILLE, 1000);
-    Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
+    Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(expected_free_bytes) })
 }
 
 /// Returns true if DRAM that can be converted to kernel memory is plugged or can be plugged. Boot

@@ -287,14 +287,15 @@ impl Patience {
     pub(super) fn least_bytes(
         &mut self,
         params: &Params,
-        coming_bytes: u64,
+        expected_available_bytes: u64,
         there_bytes: u64,
         requested_bytes: u64,
         now: TimeMs,
     ) -> Option<u64> {
         let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
         // Sizes of memory are far below the limits of both types.
-        let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
+        let least =
+            self.available.least(expected_available_bytes as i64 - requested_bytes as i64, ms, now);
         let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
         (now.since(since) >= ms)
             .then(|| requested_bytes.saturating_add_signed(least).min(there_bytes))

@@ -27,8 +27,8 @@ use crate::{HostView, TimeMs};
 /// than any fill rate needs.
 const MAX_STREAK: u32 = 7;
 
-/// Number of margins (`slack`) that a guest keeps after a grow. An idle guest keeps one.
-const ACTIVE_SLACKS: u64 = 4;
+/// Number of margins (`margin`) that a guest keeps after a grow. An idle guest keeps one.
+const ACTIVE_MARGINS: u64 = 4;
 
 /// Time until the agent notices a burst. The time until its report arrives is part of the plug
 /// time.
@@ -48,7 +48,7 @@ pub struct State {
     /// Grow that the last decision requested. The next report shows if it was carried out.
     asked: Option<Asked>,
     /// Last time on the guest's clock at which requested memory had not arrived yet.
-    coming_ms: u64,
+    outstanding_ms: u64,
     offlining: OffliningMemory,
     /// Time of the last grow, or of the last time that the guest filled memory fast.
     active_at: TimeMs,
@@ -56,7 +56,7 @@ pub struct State {
     refusals: Refusals,
     patience: Patience,
     /// Fill rates during the patience.
-    fills: Window,
+    fill_rates: Window,
     cache: Cache,
     swapped: Swapped,
     kernel_growth: KernelGrowth,
@@ -99,19 +99,19 @@ pub fn decide(
         state.onlining.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
     state.history.push(input.report, offlining_bytes, onlining_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
-        state.coming_ms = input.report.monotonic_ms();
+        state.outstanding_ms = input.report.monotonic_ms();
     }
     state.plug_time.learn(memory.total_bytes, input.host, now);
     state.refusals.learn(input.host, now);
     state.patience.learn(input.host, now);
 
-    let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
+    let rates = state.history.rates(params, state.outstanding_ms.min(input.report.monotonic_ms()));
     // Expected available memory is the memory that will be available when the guest has followed
     // every request. It includes memory that has been requested. It excludes memory that the guest
     // has to unplug, and growth of the kernel's reserve.
     let reserve = Forecast::new(input.report, input.host);
     let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
-    let coming = |available_bytes: u64| {
+    let expected_available = |available_bytes: u64| {
         let bytes = available_bytes
             .saturating_add(input.host.requested_bytes())
             .saturating_sub(online_bytes);
@@ -119,7 +119,8 @@ pub fn decide(
     };
     let with_cache_bytes =
         memory.available_bytes.saturating_add(offlining_bytes).saturating_add(onlining_bytes);
-    let bare_bytes = coming(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
+    let bare_bytes =
+        expected_available(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
     state.cache.learn(memory.total_bytes, &rates, now);
     let files_count = state.files_count(params, bare_bytes, input.report, now);
     if files_count && rates.files_refaulting && rates.stalled {
@@ -127,10 +128,10 @@ pub fn decide(
     }
     let available_bytes =
         with_cache_bytes.saturating_sub(state.cache.needed_bytes(input.report, now));
-    let coming_bytes = coming(available_bytes);
+    let expected_available_bytes = expected_available(available_bytes);
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
-    let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
-    let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
+    let signs = Signs::new(&rates, expected_available_bytes < marks.tight_bytes, files_count);
+    let signs = Signs { cache_bytes: expected_available_bytes.saturating_sub(bare_bytes), ..signs };
     let allocstalls = input.report.counters().allocstall_kernel;
     state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
@@ -141,9 +142,10 @@ pub fn decide(
 
     let missing_bytes = kernel.map_or(0, |need| need.missing_bytes);
     // Converting a block to kernel memory needs free memory for the pages of the block.
-    let beside_block_bytes = coming_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
+    let beside_block_bytes =
+        expected_available_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
     let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
-    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input)
+    let decision = match shortage(params, &marks, &signs, &rates, expected_available_bytes, input)
         .or(for_kernel)
     {
         Some((reason, need_bytes)) => {
@@ -224,7 +226,7 @@ impl Signs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Marks {
     /// Rule 1: the headroom, which absorbs a burst until more memory is online.
-    rest_bytes: u64,
+    headroom_bytes: u64,
     /// Rule 2: the headroom plus the memory that the guest will fill at its present rate.
     low_bytes: u64,
     /// Rule 3: the target of a grow.
@@ -247,9 +249,9 @@ struct Needs {
     kswapd_bytes: u64,
     used_bytes: u64,
     swapped_bytes: u64,
-    fill_bytes_per_s: u64,
+    fill_rate_bytes_per_s: u64,
     /// Highest fill rate during the patience.
-    filled_bytes_per_s: u64,
+    max_fill_rate_bytes_per_s: u64,
     reaction_ms: u64,
     is_at_rest: bool,
 }
@@ -257,40 +259,49 @@ struct Needs {
 impl Marks {
     fn new(params: &Params, needs: Needs) -> Self {
         let total_bytes = needs.total_bytes;
-        let rest_bytes =
-            Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
+        let headroom_bytes =
+            Self::headroom_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
         // A burst may look faster than any lasting rate, and unneeded memory costs the guest time
         // when it is plugged and again when it is unplugged. The target of a grow contains this
         // amount twice, so the amount is limited to half of the guest's memory.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
         let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes / 2);
-        let fill_bytes = ahead(needs.fill_bytes_per_s);
-        let low_bytes = rest_bytes.saturating_add(fill_bytes);
-        let need_bytes = needs.used_bytes.saturating_add(rest_bytes);
-        let slack_bytes = scale(need_bytes, params.slack_permille, 1000).max(params.min_step_bytes);
-        let keep_bytes =
-            if needs.is_at_rest { slack_bytes } else { slack_bytes.saturating_mul(ACTIVE_SLACKS) };
+        let fill_bytes = ahead(needs.fill_rate_bytes_per_s);
+        let low_bytes = headroom_bytes.saturating_add(fill_bytes);
+        let need_bytes = needs.used_bytes.saturating_add(headroom_bytes);
+        let margin_bytes =
+            scale(need_bytes, params.margin_permille, 1000).max(params.min_step_bytes);
+        let keep_bytes = if needs.is_at_rest {
+            margin_bytes
+        } else {
+            margin_bytes.saturating_mul(ACTIVE_MARGINS)
+        };
         let with = |bytes: u64| low_bytes.saturating_add(bytes);
         // Limited to the guest's memory, because the size of the swapped memory does not show how
         // much of it the guest needs at the same time.
         let swapped_bytes = needs.swapped_bytes.min(total_bytes);
         // If a guest has filled memory fast and is now idle, its demand may be periodic.
         let kept = |bytes: u64| {
-            let low_bytes = rest_bytes.saturating_add(ahead(needs.filled_bytes_per_s));
+            let low_bytes = headroom_bytes.saturating_add(ahead(needs.max_fill_rate_bytes_per_s));
             low_bytes.saturating_add(bytes).saturating_add(swapped_bytes)
         };
         Marks {
-            rest_bytes,
+            headroom_bytes,
             low_bytes,
-            aim_bytes: with(fill_bytes).saturating_add(slack_bytes).saturating_add(swapped_bytes),
+            aim_bytes: with(fill_bytes).saturating_add(margin_bytes).saturating_add(swapped_bytes),
             keep_bytes: kept(keep_bytes),
-            high_bytes: kept(keep_bytes.saturating_add(slack_bytes / 2)),
-            tight_bytes: Self::tight_bytes(rest_bytes, total_bytes),
-            watch_bytes: with(slack_bytes / 4),
+            high_bytes: kept(keep_bytes.saturating_add(margin_bytes / 2)),
+            tight_bytes: Self::tight_bytes(headroom_bytes, total_bytes),
+            watch_bytes: with(margin_bytes / 4),
         }
     }
 
-    fn rest_bytes(params: &Params, total_bytes: u64, kswapd_bytes: u64, reaction_ms: u64) -> u64 {
+    fn headroom_bytes(
+        params: &Params,
+        total_bytes: u64,
+        kswapd_bytes: u64,
+        reaction_ms: u64,
+    ) -> u64 {
         let most_bytes =
             scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
         scale(params.burst_bytes_per_s, reaction_ms, 1000)
@@ -298,19 +309,19 @@ impl Marks {
             .max(kswapd_bytes.saturating_mul(params.watermark_scale))
     }
 
-    fn tight_bytes(rest_bytes: u64, total_bytes: u64) -> u64 {
-        rest_bytes.saturating_add(total_bytes / 4)
+    fn tight_bytes(headroom_bytes: u64, total_bytes: u64) -> u64 {
+        headroom_bytes.saturating_add(total_bytes / 4)
     }
 
     /// Returns the limits for a guest in which a cgroup limit causes the signs of shortage. Both
     /// limits of a surplus are above `tight_bytes`, because below it the signs would be attributed
     /// to the guest.
     fn beside_want(&self, signs: &Signs) -> Self {
-        let half_slack_bytes = self.high_bytes - self.keep_bytes;
+        let half_margin_bytes = self.high_bytes - self.keep_bytes;
         let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
         let tight_bytes = self.tight_bytes.saturating_add(cache_bytes);
-        let keep_bytes = self.keep_bytes.max(tight_bytes.saturating_add(half_slack_bytes));
-        Marks { keep_bytes, high_bytes: keep_bytes.saturating_add(half_slack_bytes), ..*self }
+        let keep_bytes = self.keep_bytes.max(tight_bytes.saturating_add(half_margin_bytes));
+        Marks { keep_bytes, high_bytes: keep_bytes.saturating_add(half_margin_bytes), ..*self }
     }
 }
 
@@ -320,7 +331,7 @@ fn shortage(
     marks: &Marks,
     signs: &Signs,
     rates: &Rates,
-    coming_bytes: u64,
+    expected_available_bytes: u64,
     input: Input<'_>,
 ) -> Option<(Reason, u64)> {
     // Page cache for which tasks wait is filled at the rate at which evicted pages are read back.
@@ -330,10 +341,14 @@ fn shortage(
     } else {
         0
     };
-    let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes).saturating_add(missed_bytes);
-    if coming_bytes < marks.low_bytes {
-        let reason =
-            if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
+    let need_bytes =
+        marks.aim_bytes.saturating_sub(expected_available_bytes).saturating_add(missed_bytes);
+    if expected_available_bytes < marks.low_bytes {
+        let reason = if expected_available_bytes < marks.headroom_bytes {
+            Reason::LowAvailable
+        } else {
+            Reason::Filling
+        };
         return Some((reason, need_bytes));
     }
     // The signs below are from the past. Memory has already been requested for them.
@@ -368,13 +383,13 @@ impl State {
             // a stall.
             kernel_growth,
             asked: _,
-            coming_ms: _,
+            outstanding_ms: _,
             offlining: _,
             active_at,
             plug_time,
             refusals,
             patience,
-            fills,
+            fill_rates,
             cache,
             swapped,
         } = self;
@@ -382,7 +397,7 @@ impl State {
             && plug_time.is_settled()
             && refusals.is_settled(now)
             && patience.is_settled(params, now)
-            && fills.is_settled()
+            && fill_rates.is_settled()
             && kernel_growth.is_settled()
             && cache.is_settled(now)
             && swapped.is_settled(now)
@@ -394,9 +409,10 @@ impl State {
     fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
-        let rest_bytes =
-            Marks::rest_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
-        bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
+        let headroom_bytes =
+            Marks::headroom_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
+        bare_bytes < Marks::tight_bytes(headroom_bytes, total_bytes)
+            && !self.cache.is_beyond_help(now)
     }
 
     /// Rule 4: records the last grow if it was carried out. If a dry run, a pause, a bound or a
@@ -444,8 +460,12 @@ impl State {
             kswapd_bytes: nodes::kswapd_bytes(report),
             used_bytes: total_bytes.saturating_sub(available_bytes),
             swapped_bytes: self.swapped.needed_bytes(report, now),
-            fill_bytes_per_s: rates.fill_bytes_per_s,
-            filled_bytes_per_s: self.fills.most(rates.fill_bytes_per_s as i64, rest_ms, now) as u64,
+            fill_rate_bytes_per_s: rates.fill_rate_bytes_per_s,
+            max_fill_rate_bytes_per_s: self.fill_rates.most(
+                rates.fill_rate_bytes_per_s as i64,
+                rest_ms,
+                now,
+            ) as u64,
             reaction_ms: NOTICE_MS + self.plug_time.ms(),
             is_at_rest: now.since(self.active_at) >= rest_ms,
         };
@@ -459,7 +479,7 @@ impl State {
         params: &Params,
         marks: &Marks,
         signs: &Signs,
-        coming_bytes: u64,
+        expected_available_bytes: u64,
         input: Input<'_>,
         now: TimeMs,
     ) -> u64 {
@@ -467,7 +487,7 @@ impl State {
             self.patience.disturbed();
         }
         let marks = if signs.elsewhere { marks.beside_want(signs) } else { *marks };
-        let filling = marks.low_bytes - marks.rest_bytes > marks.rest_bytes / 4;
+        let filling = marks.low_bytes - marks.headroom_bytes > marks.headroom_bytes / 4;
         if filling {
             self.active_at = now;
         }
@@ -476,7 +496,7 @@ impl State {
         let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
         let touched_bytes =
             memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
-        let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
+        let spare_bytes = expected_available_bytes.saturating_sub(touched_bytes);
         // Memory that was not online for the whole period is not surplus either, because tasks that
         // wait for it may fill it as soon as it arrives.
         let requested_bytes = input.host.requested_bytes();

@@ -15,7 +15,7 @@ params! {
         /// The headroom is at least this multiple of the sum of kswapd's high watermarks.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1;
         /// Margin above the headroom, as a share of need; at least `min_step`.
-        slack_permille: "slack", Permille, 5 => 500, 31;
+        margin_permille: "margin", Permille, 5 => 500, 31;
         /// Time for which memory is provided at the present fill rate.
         horizon_ms: "horizon", Ms, 0 => 60_000, 1_500;
         /// Smallest grow.

@@ -110,7 +110,7 @@ fn worse_psi_is_detected() {
             psi::Params {
                 headroom_permille: 10,
                 min_headroom_bytes: 2 * MIB,
-                slack_permille: 5,
+                margin_permille: 5,
                 min_step_bytes: 2 * MIB,
 
                 ..psi
@@ -121,7 +121,7 @@ fn worse_psi_is_detected() {
             Workload::CacheHeavy,
             psi::Params { refault_bytes_per_s: 1 << 40, ..psi },
         ),
-        ("holds more than pmb", Workload::Steady, psi::Params { slack_permille: 300, ..psi }),
+        ("holds more than pmb", Workload::Steady, psi::Params { margin_permille: 300, ..psi }),
         (
             "holds more than memorage",
             Workload::Ramp,

@@ -20,21 +20,29 @@ fn rule_1_available_memory_below_headroom_grows() {
     let decision = rig.report(3000, 43);
     assert_eq!(decision.reason, Reason::LowAvailable);
     assert!(decision.pressure);
-    assert_eq!(want_mib(decision), Some(17), "a slack beyond the bridge would be 60");
+    assert_eq!(want_mib(decision), Some(17), "a margin above the headroom would be 60");
 }
 
 #[test]
 fn rule_1_headroom_absorbs_burst_until_more_memory_is_online() {
     let params = Params::default();
-    let bridge_mib = |needs| Marks::new(&params, needs).rest_bytes / MIB;
+    let headroom_mib = |needs| Marks::new(&params, needs).headroom_bytes / MIB;
     let needs = Needs { total_bytes: 4096 * MIB, reaction_ms: 300, ..Needs::default() };
-    assert_eq!(bridge_mib(needs), 76, "256 MiB/s for 0.3 s");
-    assert_eq!(bridge_mib(Needs { reaction_ms: 700, ..needs }), 179, "plugging is slow");
-    assert_eq!(bridge_mib(Needs { total_bytes: 608 * MIB, ..needs }), 76, "an eighth of it");
-    assert_eq!(bridge_mib(Needs { total_bytes: 512 * MIB, ..needs }), 64, "no more than an eighth");
-    assert_eq!(bridge_mib(Needs { total_bytes: 128 * MIB, ..needs }), 32, "but no less than that");
+    assert_eq!(headroom_mib(needs), 76, "256 MiB/s for 0.3 s");
+    assert_eq!(headroom_mib(Needs { reaction_ms: 700, ..needs }), 179, "plugging is slow");
+    assert_eq!(headroom_mib(Needs { total_bytes: 608 * MIB, ..needs }), 76, "an eighth of it");
     assert_eq!(
-        bridge_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }),
+        headroom_mib(Needs { total_bytes: 512 * MIB, ..needs }),
+        64,
+        "no more than an eighth"
+    );
+    assert_eq!(
+        headroom_mib(Needs { total_bytes: 128 * MIB, ..needs }),
+        32,
+        "but no less than that"
+    );
+    assert_eq!(
+        headroom_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }),
         77,
         "at least kswapd's watermarks"
     );
@@ -78,11 +86,15 @@ fn rule_2_fast_filling_guest_grows_before_it_is_short() {
 
 #[test]
 fn rule_2_fill_is_at_most_half_of_guest_memory() {
-    let marks = |fill_bytes_per_s| {
-        let needs =
-            Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
+    let marks = |fill_rate_bytes_per_s| {
+        let needs = Needs {
+            total_bytes: 400 * MIB,
+            fill_rate_bytes_per_s,
+            reaction_ms: 50,
+            ..Needs::default()
+        };
         let marks = Marks::new(&Params::default(), needs);
-        (marks.low_bytes - marks.rest_bytes) / MIB
+        (marks.low_bytes - marks.headroom_bytes) / MIB
     };
     assert_eq!(marks(100 * MIB), 150);
     assert_eq!(
@@ -99,11 +111,11 @@ fn rule_2_slow_plugging_extends_horizon() {
         let needs = Needs {
             total_bytes: 8192 * MIB,
             reaction_ms,
-            fill_bytes_per_s: 100 * MIB,
+            fill_rate_bytes_per_s: 100 * MIB,
             ..Needs::default()
         };
         let marks = Marks::new(&params, needs);
-        (marks.low_bytes - marks.rest_bytes) / MIB
+        (marks.low_bytes - marks.headroom_bytes) / MIB
     };
     assert_eq!((low_mib(300), low_mib(750), low_mib(1_000)), (150, 150, 200));
 }

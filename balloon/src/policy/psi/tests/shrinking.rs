@@ -98,11 +98,11 @@ fn rule_8_growing_guest_keeps_four_margins() {
 fn rule_8_guest_that_has_filled_fast_keeps_memory_for_another_fill() {
     let params = Params::default();
     let keep_bytes = |filled_mib| {
-        let filled_bytes_per_s = filled_mib * MIB;
+        let max_fill_rate_bytes_per_s = filled_mib * MIB;
         let needs = Needs {
             total_bytes: 1024 * MIB,
             reaction_ms: 300,
-            filled_bytes_per_s,
+            max_fill_rate_bytes_per_s,
             ..Needs::default()
         };
         Marks::new(&params, needs).keep_bytes
@@ -139,7 +139,7 @@ fn rule_8_page_cache_in_use_is_no_surplus() {
         want.map_or(0, |want| (512 * MIB - want) / MIB)
     };
     let all = surplus_mib(&[]);
-    assert_eq!(all, 407, "500 less the bridge and a slack");
+    assert_eq!(all, 407, "500 less the headroom and a margin");
     assert_eq!(surplus_mib(&[(500, 9_000)]), all, "idle, all of it");
     assert_eq!(surplus_mib(&[(300, 9_000)]), all - 200);
     assert_eq!(surplus_mib(&[(300, 2_999)]), all, "not known for long enough");
