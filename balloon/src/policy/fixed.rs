@@ -8,7 +8,7 @@ use crate::plan::Reason;
 params! {
     /// Parameters of `fixed`.
     pub struct Params {
-        /// Memory of all zones together, with the balloon's part of boot memory.
+        /// Memory of all zones together, including the part of boot memory that a balloon can take.
         size_bytes: "size", Blocks, 0 => 1 << 46, 0;
     }
 }

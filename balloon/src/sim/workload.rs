@@ -16,17 +16,17 @@ params! {
         low_permille: "low", Permille, 10 => 100_000, 500;
         /// Highest anonymous memory, in thousandths of DRAM.
         high_permille: "high", Permille, 10 => 100_000, 1_500;
-        /// Growth in bytes per second.
+        /// Growth of anonymous memory while it rises, in bytes per second.
         rate_bytes_per_s: "rate", Bytes, 4096 => 1 << 40, 100 * MIB;
-        /// Time from one rise to the next.
+        /// Time from one rise of anonymous memory to the next.
         period_ms: "period", Ms, 1_000 => 86_400_000, 10 * MINUTE_MS;
         /// Pages touched per second.
         touches_per_s: "touches", Count, 0 => 100_000_000, 100_000;
-        /// Touched part of anonymous memory, in thousandths.
+        /// Part of anonymous memory that is touched, in thousandths.
         hot_permille: "hot", Permille, 0 => 1000, 800;
-        /// Files that are read repeatedly, in thousandths of DRAM.
+        /// Size of the files that are read repeatedly, in thousandths of DRAM.
         files_permille: "files", Permille, 0 => 100_000, 50;
-        /// Files that are read once, in bytes per second.
+        /// Rate at which files are read that are read only once, in bytes per second.
         stream_bytes_per_s: "stream", Bytes, 0 => 1 << 40, 0;
         /// Kernel memory, in thousandths of the present anonymous memory.
         kernel_permille: "kernel", Permille, 0 => 10_000, 0;

@@ -31,10 +31,10 @@ section! {
 section! {
     /// NUMA node of the guest.
     pub struct NumaConfig: "--numa" "Nodes of the guest" {
-        guest_numa_id (range (0..=MAX_NODE)): u32 => "Number of the node",
-        cpus: Option<Vec<u8>> => "Its vCPUs",
-        distances: Option<Vec<NumaDistance>> => "Distances to other nodes, as in SLIT",
-        memory_zones: Option<Vec<String>> => "Its zones of DRAM",
+        guest_numa_id (range (0..=MAX_NODE)): u32 => "Number of the node in the guest",
+        cpus: Option<Vec<u8>> => "vCPUs of the node",
+        distances: Option<Vec<NumaDistance>> => "Distances of the node to other nodes, as in the ACPI table SLIT",
+        memory_zones: Option<Vec<String>> => "Zones of --memory-zone in the node",
     }
     refused &[REFUSED];
 }

@@ -113,12 +113,12 @@ section! {
     /// Governor of the guest's memory.
     pub struct PressureConfig: "--pressure"
         "Governor of memory, also PARAMETER=VALUE (docs/reference/policies.md); without it, psi with --pm-memory, else off" {
-        policy (json_required syntax (POLICIES.join("|"))): String = "psi".to_owned() => "Policy",
-        size: Option<u64> => "With policy fixed: hotplugged memory of all zones together",
+        policy (json_required syntax (POLICIES.join("|"))): String = "psi".to_owned() => "Policy that sizes the guest",
+        size: Option<u64> => "Hotplugged memory of all zones together; only with policy=fixed",
         params (json_only): ParamSettings => "Parameters of the policy that are not the default",
         rules (json_only): ParamSettings
             => "Parameters of the rules above every policy that are not the default",
-        dry_run: bool = false => "Decide and report, but resize nothing",
+        dry_run: bool = false => "Make and report decisions, but resize nothing",
         paused (json_only): bool = false
             => "Pause decisions; set by vm.pressure and kept over reboots",
         record (syntax ("FILE")): Option<PathBuf>

@@ -31,7 +31,7 @@ section! {
     pub struct CpusConfig: "--cpus" "vCPUs" {
         boot_vcpus (flag "boot" range (1..=MAX_VCPUS) json_required): u8 = 1 => "vCPUs at boot",
         max_vcpus (flag "max" derived json_required): u8 = boot_vcpus
-            => "Upper limit of vCPUs, instead of those at boot",
+            => "Upper limit of vCPUs, instead of the number at boot",
         topology: Option<CpuTopology>
             => "Threads per core, cores per die, dies per package and packages; else a package per node",
         max_phys_bits (range (PHYS_BITS)): u8 = DEFAULT_PHYS_BITS

@@ -15,11 +15,12 @@ use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
 params! {
     /// Parameters of `amf`.
     pub struct Params {
-        /// Factor from the watermarks to the limits of Table 2.
+        /// Factor from each node's watermarks to the limits of free memory in Table 2 of the paper.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// Scaled `high` as a share of the node's DRAM; replaces `watermark-scale` unless 0.
+        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
+        /// its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
-        /// Share of DRAM for page descriptors above which free sections are returned.
+        /// Share of DRAM that page descriptors of free sections may take before these sections are returned.
         reclaim_permille: "reclaim", Permille, 1 => 1000, 30;
     }
 }

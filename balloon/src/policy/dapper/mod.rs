@@ -15,9 +15,10 @@ use crate::{BLOCK_BYTES, TimeMs};
 params! {
     /// Parameters of `dapper`.
     pub struct Params {
-        /// Factor from the watermarks to the limits of Table 3.
+        /// Factor from each node's watermarks to the limits of free memory in Table 3 of the paper; the first limit is twice as high.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// Scaled `high` as a share of the node's DRAM; replaces `watermark-scale` unless 0.
+        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
+        /// its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
     }
 }

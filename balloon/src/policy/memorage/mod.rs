@@ -15,13 +15,13 @@ use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 params! {
     /// Parameters of `memorage`.
     pub struct Params {
-        /// Factor from the guest's high watermarks to the trigger.
+        /// Factor from the sum of the guest's high watermarks to the free memory below which PM is lent; the paper uses 1.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
-        /// Unit in which storage is lent.
+        /// Amount of PM that is lent or returned at a time.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;
-        /// Time after which free memory is returned.
+        /// Time without pressure after which lent memory is returned.
         calm_ms: "calm", Ms, 100 => 86_400_000, 10_000;
-        /// Pool space that is not lent.
+        /// Free space of the pool that is reserved for storage: none of it is lent, and if less is free, lent memory is returned.
         storage_floor_bytes: "storage_floor", Bytes, 0 => 1 << 50, 0;
     }
 }

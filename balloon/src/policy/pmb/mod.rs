@@ -18,9 +18,9 @@ const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 params! {
     /// Parameters of `pmb`.
     pub struct Params {
-        /// Factor from the guest's high watermarks to the policy's watermark.
+        /// Factor from the sum of the guest's high watermarks to the free memory below which memory is added.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
-        /// Unit in which memory is added and returned.
+        /// Amount of memory that is added or returned at a time.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 30, 4 * MIB;
     }
 }

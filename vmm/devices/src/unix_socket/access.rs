@@ -15,7 +15,7 @@ section! {
     /// Users of the host who may connect to a socket.
     pub struct SocketAccess: "--api-socket" "Users who may connect" {
         mode: Option<SocketMode> => "Octal permissions of the socket's file, instead of 0600",
-        group: Option<Label> => "Name or number of its group, instead of the VMM's",
+        group: Option<Label> => "Name or number of the group of the socket's file, instead of the VMM's",
     }
     defaults true;
     parse none;

@@ -91,12 +91,12 @@ section! {
     /// Volume of a pool.
     pub struct PmVolumeConfig: "--pm-volume"
         "Volumes of a pool; size=remaining leaves enough for --pm-memory" {
-        pool: PathBuf => "Pool",
+        pool: PathBuf => "Pool that has the volume",
         name: String => "Name of the volume in the pool",
         size: VolumeSize
-            => "Size; unless it is remaining, it must match an existing volume",
+            => "Size of the volume; an existing volume must have it, unless it is remaining",
         format: VolumeFormat = VolumeFormat::Btt
-            => "Format; it must match an existing volume",
+            => "Format of the volume; an existing volume must have it",
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
         readonly: bool = false => "Refuse writes of the guest",

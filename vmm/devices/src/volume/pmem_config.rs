@@ -9,7 +9,7 @@ section! {
     /// File or device that the guest uses as persistent memory.
     pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
         file: PathBuf => "File or device, or a directory for an unnamed new file",
-        size: Option<u64> => "Size for the guest, instead of the whole file; required for a directory",
+        size: Option<u64> => "Size of the device, instead of the whole file's; required for a directory",
         discard_writes: bool = false => "Discard writes of the guest",
         id: Option<String> => "Name in the API and in metrics, instead of _pmem0 and so on",
     }

@@ -512,9 +512,9 @@ DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE    ASKED  REQUESTED          
         );
         let expected = "\
 PARAMETER        SCOPE  VALUE  DEFAULT  MEANING
-watermark-scale  amf     1024     1024  Factor from the watermarks to the limits of Table 2.
-reclaim          amf       40       30  Share of DRAM for page descriptors above which free sections are returned.
-lost             rules     3s       3s  Time after which reports count as lost.
+watermark-scale  amf     1024     1024  Factor from each node's watermarks to the limits of free memory in Table 2 of the paper.
+reclaim          amf       40       30  Share of DRAM that page descriptors of free sections may take before these sections are returned.
+lost             rules     3s       3s  Time without a report after which reports count as lost.
 ";
         assert_eq!(parameters_table(&info), expected);
     }

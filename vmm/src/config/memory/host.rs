@@ -10,12 +10,12 @@ const MAX_PAGE_BYTES: u64 = 1 << 40;
 section! {
     /// Host memory that backs guest memory.
     pub struct HostMemoryConfig: "--memory" "Host memory" {
-        shared: bool = false => "Let other processes map it",
+        shared: bool = false => "Let other processes map the memory",
         mergeable: bool = false => "Let the host merge pages of the same content",
         hugepages: bool = false => "Use huge pages that the host has reserved",
-        hugepage_size: Option<u64> => "Size of the huge pages, instead of the host's default",
+        hugepage_size: Option<u64> => "Size of a huge page, instead of the host's default",
         prefault: bool = false => "Allocate all pages before the guest runs",
-        reserve: bool = false => "Reserve all of it on the host at once",
+        reserve: bool = false => "Reserve all memory on the host at once",
     }
     defaults true;
     parse none;

@@ -29,16 +29,16 @@ words! {
 section! {
     /// DRAM.
     pub struct MemoryConfig: "--memory" "DRAM" {
-        size (json_required): u64 = 512 << 20 => "Boot memory; 0 with zones",
-        host (flatten): HostMemoryConfig => "Memory of the host that backs it",
+        size (json_required): u64 = 512 << 20 => "Boot memory; 0 with --memory-zone",
+        host (flatten): HostMemoryConfig => "Host memory of the guest",
         thp: bool = true => "Request transparent huge pages from the host",
         hotplug_method: HotplugMethod = HotplugMethod::Acpi => "Method of DRAM hotplug",
-        hotplug_size: Option<u64> => "Memory that may be added",
+        hotplug_size: Option<u64> => "Memory that can be added at run time",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
         plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
             => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
         zones (json_only): Vec<MemoryZoneConfig>
-            => "Zones with sizes of their own, instead of those above",
+            => "Zones of --memory-zone, instead of size and hotplug_size",
     }
     defaults true;
 }

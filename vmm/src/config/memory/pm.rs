@@ -35,9 +35,9 @@ section! {
     /// Zone of persistent memory.
     pub struct PmMemoryConfig: "--pm-memory"
         "Persistent memory that may be plugged as memory, in a node of its own" {
-        pool: PathBuf => "Pool",
+        pool: PathBuf => "Pool that lends the memory",
         size: u64 => "Upper limit of the plugged size",
-        id: Option<String> => "Name, instead of pm, pm1 and so on",
+        id: Option<String> => "Name of the zone, instead of pm, pm1 and so on",
         guest_numa_node (range (MIN_PM_NODE..=MAX_NODE)): Option<u32>
             => "Node in the guest, instead of the next free one",
         near (range (0..=MAX_NODE)): Option<u32>

@@ -11,14 +11,14 @@ use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 section! {
     /// Zone of DRAM.
     pub struct MemoryZoneConfig: "--memory-zone" "Zones of DRAM, with --memory size=0" {
-        id: String => "Name",
-        size: u64 => "Boot memory",
+        id: String => "Name of the zone",
+        size: u64 => "Boot memory of the zone",
         file: Option<PathBuf>
             => "File for the boot memory, or a directory for a file without a name",
-        host (flatten): HostMemoryConfig => "Memory of the host that backs it",
+        host (flatten): HostMemoryConfig => "Host memory of the zone",
         host_numa_node: Option<u32>
             => "Host node for all memory of the zone, instead of any",
-        hotplug_size: Option<u64> => "Memory that may be added",
+        hotplug_size: Option<u64> => "Memory that can be added at run time",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
         plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
             => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",

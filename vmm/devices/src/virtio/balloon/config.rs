@@ -25,7 +25,7 @@ section! {
             => "Request statistics, which the governor uses without an agent",
         floor: Option<u64>
             => "Boot memory that always stays with the guest, instead of a quarter",
-        id: Option<String> => "Name, instead of __balloon",
+        id: Option<String> => "Name of the device, instead of __balloon",
     }
     refused &[refused::PCI, refused::SLOT];
 }
