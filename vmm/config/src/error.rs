@@ -132,7 +132,7 @@ pub enum ConfigError {
     #[error("{flag}: {path:?} has {len} bytes, but the path of a Unix socket has at most {most}")]
     SocketPath { flag: &'static str, path: String, len: usize, most: usize },
     /// The ID is already in use.
-    #[error("{flag}: the id {id} is already in use")]
+    #[error("{flag}: the id {id} is already in use; choose another id")]
     IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {

@@ -559,7 +559,7 @@ fn errors_of_the_owner_have_the_codes_of_cloud_hypervisor() {
     run(async |fixture| {
         for (call, body, expected, text) in [
             ("vm.boot", "", 405, "the VM is Running; vm.boot needs it to be created"),
-            ("vm.shutdown", "", 404, "the VM is not created"),
+            ("vm.shutdown", "", 404, "the VM is not created; vm.create creates it"),
             ("vm.reboot", "", 500, "no memory"),
             (
                 "vm.resume",

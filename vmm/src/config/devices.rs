@@ -320,7 +320,7 @@ mod tests {
         let before = config.clone();
         for id in ["air", "left", "p"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
-            assert_eq!(error, format!("--disk: the id {id} is already in use"));
+            assert_eq!(error, format!("--disk: the id {id} is already in use; choose another id"));
         }
         assert_eq!(config, before);
     }
@@ -367,7 +367,7 @@ mod tests {
         let before = config.clone();
         for id in ["blk", "pmem-raw"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
-            assert_eq!(error, format!("--disk: the id {id} is already in use"));
+            assert_eq!(error, format!("--disk: the id {id} is already in use; choose another id"));
             // Reserved IDs are also refused in the initial configuration.
             config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
             assert!(

@@ -9,7 +9,7 @@ use thiserror::Error;
 /// Error of a request to the governor.
 #[derive(Debug, Error)]
 pub enum GovernorError {
-    #[error("no resizable zone: {id:?}")]
+    #[error("no resizable zone: {id:?}; vm.memory lists the zones")]
     NoSuchZone { id: String },
     #[error("zone {id:?} cannot be resized: {reason}")]
     NotResizable { id: String, reason: ResizeTargetError },

@@ -116,6 +116,6 @@ mod tests {
     #[test]
     fn error_of_the_governor_is_printed_once() {
         let err = BuildError::Pressure(GovernorError::NoSuchZone { id: "pm".to_owned() });
-        assert_eq!(chain(&err), "--pressure: no resizable zone: \"pm\"");
+        assert_eq!(chain(&err), "--pressure: no resizable zone: \"pm\"; vm.memory lists the zones");
     }
 }

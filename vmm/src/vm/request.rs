@@ -429,10 +429,10 @@ pub enum VmError {
         /// IDs of the VM's disks.
         known: String,
     },
-    #[error("no such device: {id:?}")]
+    #[error("no such device: {id:?}; vm.info lists the devices")]
     NoSuchDevice { id: String },
     /// The ID is already in use, possibly by a device that the guest has not released yet.
-    #[error("the id {id} is already in use")]
+    #[error("the id {id} is already in use; choose another id")]
     IdTaken { id: String },
     /// An earlier removal of vCPUs is pending. Until it is done, the number of vCPUs cannot be
     /// changed in another way.
@@ -451,7 +451,7 @@ pub enum VmError {
         /// devices are being stopped.
         leaving: String,
     },
-    #[error("the VM is not created")]
+    #[error("the VM is not created; vm.create creates it")]
     NotCreated,
     /// A VM already exists, and a VMM has at most one.
     #[error("the VM exists already; vm.delete deletes it")]

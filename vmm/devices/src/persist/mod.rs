@@ -10,7 +10,9 @@ pub use self::watched::{FirstFailure, Watched};
 pub enum PersistError {
     /// An earlier flush has failed. The content of the media is unknown until the pool is opened
     /// again.
-    #[error("pool is read-only since a persist failed")]
+    #[error(
+        "pool is read-only because an earlier flush has failed; reboot the VM, which opens the pool again"
+    )]
     ReadOnly,
     /// The guest may only read the volume, so its stores were discarded.
     #[error("volume is read-only")]

@@ -34,7 +34,7 @@ fn failed_additions_and_removals_have_a_reason() {
                 "vm.add-disk",
                 r#"{"path": "/d", "id": "taken"}"#,
                 409,
-                "--disk: the id taken is already in use",
+                "--disk: the id taken is already in use; choose another id",
             ),
             ("vm.add-disk", r#"{"path": "/d", "num_queues": 2}"#, 400, "num_queues is 2"),
             (
@@ -49,7 +49,12 @@ fn failed_additions_and_removals_have_a_reason() {
             ("vm.add-pmem", r#"{"file": 7}"#, 400, "file is 7, and must be a path"),
             ("vm.add-vsock", r#"{"cid": 3}"#, 400, "socket"),
             ("vm.add-vsock", r#"{"cid": -1, "socket": "/s"}"#, 400, "cid is -1, and must be a"),
-            ("vm.remove-device", r#"{"id": "x"}"#, 404, "no such device: \\\"x\\\""),
+            (
+                "vm.remove-device",
+                r#"{"id": "x"}"#,
+                404,
+                "no such device: \\\"x\\\"; vm.info lists the devices",
+            ),
             ("vm.remove-device", "{}", 400, "id"),
         ] {
             let (found, answer) = fixture.call("PUT", call, body).await;

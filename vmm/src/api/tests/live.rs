@@ -176,7 +176,7 @@ fn kata_adds_interfaces_to_a_running_vm() {
         let answer: Value = serde_json::from_str(&answer).unwrap();
         assert_eq!((status, answer), (200, json!({"id": "eth1", "bdf": "0000:00:05.0"})));
         for (body, fds, status, text) in [
-            (body, &[&fd][..], 409, "the id eth0 is already in use"),
+            (body, &[&fd][..], 409, "the id eth0 is already in use; choose another id"),
             (r#"{"id":"x"}"#, &[&fd, &fd][..], 400, "fd has 2 descriptors, but num_queues needs 1"),
             (r#"{"id":"x","num_queues":10}"#, &[&fd][..], 400, "num_queues is 10"),
             (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "tap and fd exclude each other"),
