@@ -170,7 +170,12 @@ impl EventLoop {
                     gate.pass(&stopped);
                     if let Err(err) = manager.run() {
                         // Subscribers handle their own errors, so this is an error of epoll itself.
-                        error!(%err, "Event loop failed to wait for events");
+                        let name = std::thread::current().name().unwrap_or_default().to_owned();
+                        error!(
+                            thread = name,
+                            %err,
+                            "Event loop cannot wait for events, so its devices stop; restart the VM"
+                        );
                         break;
                     }
                 }
@@ -190,10 +195,11 @@ impl Drop for EventLoop {
         self.handle.release();
         // A failed kick means that the thread has already ended.
         let _ = self.handle.endpoint.kick();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            error!("Event loop thread panicked");
+        if let Some(thread) = self.thread.take() {
+            let name = thread.thread().name().unwrap_or_default().to_owned();
+            if thread.join().is_err() {
+                error!(thread = name, "Thread of an event loop panicked");
+            }
         }
     }
 }

@@ -82,6 +82,8 @@ impl Limits {
 /// Server that runs until it is stopped or dropped.
 #[derive(Debug)]
 pub struct Server {
+    /// Flag of the socket, for log lines.
+    flag: &'static str,
     stop: watch::Sender<()>,
     accepting: JoinHandle<()>,
     counters: Arc<ConnectionCounters>,
@@ -106,7 +108,7 @@ impl Server {
                 tokio::spawn(accept_loop(listener, service, counted, stopped))
             }
         };
-        Ok(Self { stop, accepting, counters, _file: socket.file })
+        Ok(Self { flag: socket.flag, stop, accepting, counters, _file: socket.file })
     }
 
     pub fn counters(&self) -> Arc<ConnectionCounters> {
@@ -117,7 +119,7 @@ impl Server {
     pub async fn stop(mut self) {
         let _ = self.stop.send(());
         if let Err(error) = (&mut self.accepting).await {
-            warn!(%error, "The task of a server has failed");
+            warn!(flag = self.flag, %error, "The task of a server has failed");
         }
     }
 }

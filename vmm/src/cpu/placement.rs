@@ -47,7 +47,7 @@ impl Cores {
             Self::Anybody => {}
             Self::Nobody => {
                 if let Err(err) = core_scheduling(PR_SCHED_CORE_CREATE, 0) {
-                    warn!(index, %err, "Core scheduling is not available: the vCPU may share a core of the host with other tasks");
+                    warn!(vcpu = index, %err, "Core scheduling is not available: the vCPU may share a core of the host with other tasks");
                 }
             }
             Self::Vm(first) => {
@@ -62,7 +62,7 @@ impl Cores {
                     Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
                     // Not a warning, because core scheduling is on by default, and many hosts have
                     // no threads that share a core.
-                    Err(err) => debug!(index, %err, "Core scheduling is not available"),
+                    Err(err) => debug!(vcpu = index, %err, "Core scheduling is not available"),
                 }
             }
         }

@@ -300,7 +300,7 @@ impl Vcpu {
         if let Some(thread) = &self.thread {
             // The thread may already have ended by itself.
             if let Err(err) = thread.kill(SIGRTMIN()) {
-                debug!(%err, "The thread of the vCPU has ended");
+                debug!(thread = thread.thread().name(), %err, "The thread of the vCPU has ended");
             }
         }
     }
@@ -346,8 +346,9 @@ impl Vcpu {
         self.set(Wanted::Stop);
         if let Some(thread) = self.thread.take() {
             assert_ne!(thread.as_pthread_t(), self_thread(), "a vCPU does not stop itself");
+            let name = thread.thread().name().unwrap_or_default().to_owned();
             if thread.join().is_err() {
-                error!("A vCPU thread has panicked");
+                error!(thread = name, "A vCPU thread has panicked");
             }
         }
     }
@@ -412,7 +413,7 @@ impl Runner {
                 let _ = self.fd.kvmclock_ctrl();
             }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
-                error!(%event, "The vCPU has stopped");
+                error!(vcpu = self.index, %event, "The vCPU has stopped");
                 self.shared.park();
                 (self.events)(event);
             }
@@ -431,7 +432,7 @@ impl Runner {
         if let Err(err) = fresh.restore(&self.fd, self.index) {
             // The guest can put a vCPU into a state that KVM cannot reset. This is acceptable: the
             // guest must start the vCPU again, and its INIT clears most of the remaining state.
-            warn!(index = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
+            warn!(vcpu = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
         }
     }
 

@@ -328,7 +328,7 @@ fn states_of_zones_come_in_the_order_of_the_query() {
 fn sizes_are_requested_before_notes_are_written() {
     /// Large enough for the header and the first sizes, but not for a report.
     const RECORD_BYTES: u64 = 600;
-    const LOGGED: [&str; 4] = ["is online", "resize-reached", "recording", "Plan"];
+    const LOGGED: [&str; 4] = ["is online", "has reached the requested size", "recording", "Plan"];
     let mut f = fixture("psi", false);
     // The end of the recording is logged when the next line is written to it.
     let target = Target { path: "/trace".into(), file: std::io::sink(), max_bytes: RECORD_BYTES };
@@ -363,7 +363,7 @@ fn sizes_are_requested_before_notes_are_written() {
         expect(&["took", "is online"]);
         f.core.tick(TimeMs(1_100));
         // Progress counts only after the memory has been plugged for 1 s.
-        expect(&["resize-reached"]);
+        expect(&["has reached the requested size"]);
     });
     let sample = f.core.sample(TimeMs(100));
     let quick = sample.report_to_plan;

@@ -121,6 +121,8 @@ impl Shared {
 /// Sending end of the queue of lines. Each call of `write` sends one line.
 #[derive(Debug)]
 struct Queue {
+    /// Path of the file, for log lines.
+    path: PathBuf,
     lines: Option<SyncSender<Vec<u8>>>,
     shared: Arc<Shared>,
     taken_bytes: u64,
@@ -135,6 +137,7 @@ impl Write for Queue {
         let bytes = line.len() as u64;
         if self.taken_bytes + bytes > self.max_bytes {
             warn!(
+                file = %self.path.display(),
                 max_bytes = self.max_bytes,
                 "The recording of reports has reached its maximum size; it ends"
             );
@@ -212,6 +215,7 @@ impl Recorder {
             }
         })?;
         let queue = Queue {
+            path: path.clone(),
             lines: Some(sender),
             shared: Arc::clone(&shared),
             taken_bytes: 0,

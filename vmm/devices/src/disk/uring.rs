@@ -198,7 +198,9 @@ impl Uring {
 
     /// Abandons the ring. No later call uses it.
     fn give_up(&mut self) {
-        warn!("io_uring failed; this disk queue transfers one request at a time from now on");
+        // The thread has the name of the queue.
+        let queue = std::thread::current().name().unwrap_or_default().to_owned();
+        warn!(queue, "io_uring failed; the queue transfers one request at a time from now on");
         // 1. Wait for the steps that the kernel has accepted, and process their results.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -34,6 +35,8 @@ const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 /// File with the thread that writes it. Dropping it waits until all output is written.
 #[derive(Debug)]
 pub(super) struct DiskFile {
+    /// Path of the file, for log lines.
+    path: PathBuf,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -66,6 +69,7 @@ struct Queue {
 impl DiskFile {
     /// Starts the thread that writes to `file` at the rate that `throttle` allows.
     pub(super) fn start(
+        path: &Path,
         file: impl Write + Send + 'static,
         throttle: Option<FileThrottle>,
     ) -> io::Result<Self> {
@@ -74,7 +78,7 @@ impl DiskFile {
             let shared = Arc::clone(&shared);
             move || shared.write_to(file)
         })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { path: path.to_owned(), shared, thread: Some(thread) })
     }
 
     /// Queues `data`, and returns the output that was lost since the last call.
@@ -119,6 +123,7 @@ impl Drop for DiskFile {
         while !queue.is_done {
             if self.shared.taken.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
                 warn!(
+                    path = ?self.path,
                     bytes = queue.bytes.len(),
                     "Console file is stalled; the guest's last output is lost"
                 );
@@ -231,7 +236,7 @@ mod tests {
     fn disk() -> (Sender<io::Result<()>>, Receiver<Vec<u8>>, DiskFile) {
         let (hold, lets) = channel();
         let (written, seen) = channel();
-        (hold, seen, DiskFile::start(Disk { lets, written }, None).unwrap())
+        (hold, seen, DiskFile::start(Path::new("disk"), Disk { lets, written }, None).unwrap())
     }
 
     /// Creates a file with a rate limit, on a disk that is always ready.
@@ -244,7 +249,11 @@ mod tests {
         let metrics = Arc::new(ConsoleFileMetrics::default());
         let throttle = FileThrottle::new(bucket, Arc::clone(&metrics));
         let (lets, (written, seen)) = (channel().1, channel());
-        (metrics, seen, DiskFile::start(Disk { lets, written }, Some(throttle)).unwrap())
+        (
+            metrics,
+            seen,
+            DiskFile::start(Path::new("disk"), Disk { lets, written }, Some(throttle)).unwrap(),
+        )
     }
 
     fn text(len: usize) -> Vec<u8> {

@@ -102,7 +102,7 @@ impl ConsoleFiles {
             let bucket = self.lines.rate_bucket(port, rate, Instant::now());
             FileThrottle::new(bucket, limited.metrics())
         });
-        ConsoleOutput::to_rotated(limited, throttle)
+        ConsoleOutput::to_rotated(path, limited, throttle)
     }
 
     /// Counters of the output files.

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -133,17 +134,18 @@ impl ConsoleOutput {
     pub fn to(file: File) -> io::Result<Self> {
         // poll(2) always reports a regular file as ready, even if its disk is about to block.
         Ok(Self::new(match file.metadata()?.is_file() {
-            true => End::DiskFile(DiskFile::start(file, None)?),
+            true => End::DiskFile(DiskFile::start(Path::new("/dev/stdout"), file, None)?),
             false => End::Reader(Target::new(file)),
         }))
     }
 
     /// Creates output to a file of limited size and rate.
     pub(super) fn to_rotated(
+        path: &Path,
         file: RotatedFile,
         throttle: Option<FileThrottle>,
     ) -> io::Result<Self> {
-        Ok(Self::new(End::DiskFile(DiskFile::start(file, throttle)?)))
+        Ok(Self::new(End::DiskFile(DiskFile::start(path, file, throttle)?)))
     }
 
     /// Creates output that is full. Its file accepts nothing until the returned sender is dropped.
@@ -162,7 +164,9 @@ impl ConsoleOutput {
             }
         }
         let (hold, held) = std::sync::mpsc::channel();
-        let mut output = Self::new(End::DiskFile(DiskFile::start(Stalled(held), None).unwrap()));
+        let mut output = Self::new(End::DiskFile(
+            DiskFile::start(Path::new("disk"), Stalled(held), None).unwrap(),
+        ));
         while output.send(&[0; 1 << 20]).len == 0 {}
         (hold, output)
     }

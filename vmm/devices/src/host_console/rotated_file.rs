@@ -192,6 +192,7 @@ impl Current {
         if let Err(err) = self.rename_by(metrics, |from, to| fs::rename(from, to)) {
             sparsely!(
                 warn,
+                path = ?self.path,
                 %err,
                 "Console file reached its limit and is emptied, because it cannot be renamed to {OLDER}"
             );
@@ -236,7 +237,7 @@ impl Current {
         // The earlier output is now `PATH.1`, so this file must no longer be written or emptied.
         self.older = hold_unmarked(mem::replace(&mut self.file, file));
         if let Err(err) = rename(&newer, &path) {
-            sparsely!(warn, %err, "Console file reached its limit and continues as {newer:?}");
+            sparsely!(warn, ?path, %err, "Console file reached its limit and continues as {newer:?}");
         }
         Ok(())
     }
@@ -253,7 +254,7 @@ pub(super) fn adopt_newer(path: &Path) {
     let renamed = replaceable_bytes(&newer, None)
         .and_then(|_| fs::rename(&newer, &path).map_err(failed("rename")));
     if let Err(err) = renamed {
-        warn!(%err, "Cannot rename {newer:?} to {path:?}");
+        warn!(%err, "Cannot rename the console file {newer:?} to {path:?}");
     }
 }
 

@@ -99,7 +99,8 @@ impl Drop for MappedRange {
         // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
-            sparsely!(error, %err, "Cannot remove a file from guest memory");
+            let (start, len) = (guest.start, guest.len);
+            sparsely!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
             return;
         }
         files.remove_region(*guest, reservation);

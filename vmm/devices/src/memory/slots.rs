@@ -36,7 +36,9 @@ const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
 #[derive(Debug, Error)]
 pub enum SlotError {
-    #[error("all {limit} memory slots of KVM are in use")]
+    #[error(
+        "all {limit} memory slots of KVM are in use; use fewer or larger zones, disks or volumes"
+    )]
     NoneLeft { limit: u32 },
     #[error(
         "{} at {start:#x} exceeds KVM's maximum of {} for one slot; divide it, for example into several zones, disks or volumes",
@@ -237,7 +239,7 @@ impl Drop for Slots {
             if let Err(err) = self.remove(slot) {
                 // Leaks the reservation, because memory must not be unmapped while KVM still has a
                 // slot for it.
-                error!(%err, "Cannot remove a memory slot");
+                error!(slot, %err, "Cannot remove a memory slot of KVM; its memory stays mapped");
                 std::mem::forget(self.entries.get_mut()[slot as usize].take());
             }
         }
@@ -384,7 +386,7 @@ impl HotplugSlots {
             Err(err) => {
                 // The remaining slot gives the guest no access, because all of its memory is
                 // PROT_NONE.
-                error!(%err, "Cannot remove an empty memory slot");
+                error!(slot, %err, "Cannot remove an empty memory slot of KVM; it stays in use");
                 false
             }
         }

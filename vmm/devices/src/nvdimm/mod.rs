@@ -105,7 +105,7 @@ impl BusDevice for FlushHint {
             }
             Err(err) => {
                 self.metrics.flush_failures.fetch_add(1, Ordering::Relaxed);
-                sparsely!(error, device = self.name, %err, "Flush failed");
+                sparsely!(error, device = self.name, %err, "Flush failed; the VM is paused");
                 (self.on_failure)(format!("flush of {} failed: {err}", self.name));
             }
         }

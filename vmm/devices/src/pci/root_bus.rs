@@ -261,7 +261,7 @@ impl RootBus {
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
                 Err(err) => {
-                    sparsely!(info, %err, bar = range.bar, "Guest moved a BAR to an invalid address")
+                    sparsely!(info, %err, bar = range.bar, "Guest moved the BAR of a device to an invalid address")
                 }
             }
         }

@@ -35,6 +35,8 @@ use crate::memory::view::GuestView;
 
 /// A queue that the driver has enabled, and the event that signals its notifications.
 pub struct ActiveQueue {
+    /// Name of the device, for log lines.
+    device: Box<str>,
     /// The ring. The transport checked its guest addresses when the driver enabled the queue.
     pub queue: Queue,
     /// Signaled when the driver notifies the device. Unused for queues of

@@ -149,7 +149,7 @@ impl TestDriver {
             queue.set_event_idx(self.event_idx);
             queue.set_ready(true);
             self.rings.push(ring);
-            queues.push(Some(ActiveQueue::new(queue, kick.try_clone().unwrap())));
+            queues.push(Some(ActiveQueue::new("test", queue, kick.try_clone().unwrap())));
         }
         self.free.fill(0);
         self.seen.fill(0);

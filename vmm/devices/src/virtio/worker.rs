@@ -76,8 +76,8 @@ pub(super) fn next_chain<'m>(
 }
 
 impl ActiveQueue {
-    pub fn new(queue: Queue, kick: EventFd) -> Self {
-        Self { queue, kick, is_broken: false }
+    pub fn new(device: &str, queue: Queue, kick: EventFd) -> Self {
+        Self { device: device.into(), queue, kick, is_broken: false }
     }
 
     /// Takes the next available chain. If the ring is invalid, sets DEVICE_NEEDS_RESET (virtio 1.3,
@@ -92,9 +92,9 @@ impl ActiveQueue {
         }
         next_chain(&mut self.queue, memory).unwrap_or_else(|err| {
             self.is_broken = true;
-            sparsely!(warn, %err, "Cannot read a driver's ring; its device needs a reset");
+            sparsely!(warn, device = &*self.device, %err, "Cannot read the driver's ring; the device needs a reset");
             if let Err(err) = interrupt.needs_reset() {
-                sparsely!(warn, %err, "Cannot notify a driver that its device needs a reset");
+                sparsely!(warn, device = &*self.device, %err, "Cannot notify the driver that its device needs a reset");
             }
             None
         })
@@ -144,7 +144,12 @@ impl ActiveQueue {
     /// Registers the queue's notifications with the event loop. `data` identifies them.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
-            sparsely!(error, ?err, "Cannot watch for notifications of a driver");
+            sparsely!(
+                error,
+                device = &*self.device,
+                ?err,
+                "Cannot watch for notifications of the driver"
+            );
         }
     }
 
@@ -167,7 +172,7 @@ impl ActiveQueue {
     pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
         let result = self.queue.add_used(memory, head, len);
         if let Err(err) = &result {
-            debug!(%err, "Cannot write the used ring of a device");
+            debug!(device = &*self.device, %err, "Cannot write the used ring");
         }
         result.is_ok()
     }
@@ -193,7 +198,7 @@ mod tests {
         queue.try_set_used_ring_address(GuestAddress(2 * PAGE)).unwrap();
         queue.set_ready(true);
         memory.write_obj(index, GuestAddress(AVAILABLE + 2)).unwrap();
-        ActiveQueue::new(queue, EventFd::new(EFD_NONBLOCK).unwrap())
+        ActiveQueue::new("test", queue, EventFd::new(EFD_NONBLOCK).unwrap())
     }
 
     #[test]

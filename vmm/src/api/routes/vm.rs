@@ -20,7 +20,7 @@ pub(super) async fn create(
     let (config, warnings) = VmConfig::from_json_warned(json)?;
     vm.ask(|reply| VmRequest::Create(Box::new(config), reply)).await?;
     for warning in warnings {
-        tracing::warn!("{warning}");
+        tracing::warn!(call = "vm.create", "{warning}");
     }
     Ok(StatusCode::NO_CONTENT)
 }

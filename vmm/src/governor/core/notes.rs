@@ -20,11 +20,13 @@ impl Core {
             Note::AgentMissed => {
                 sparsely!(
                     warn,
-                    "The guest's agent has disconnected, and no agent has connected since"
+                    "The guest's agent has disconnected, and no agent has connected since; start it in the guest"
                 )
             }
             Note::AgentState(AgentState::Silent) => {
-                warn!("The guest's agent is connected, but sends no reports");
+                warn!(
+                    "The guest's agent is connected, but sends no reports; its log in the guest has the reason"
+                );
             }
             Note::AgentState(state) => {
                 info!(state = state.label(), "The guest's agent reports again")
@@ -73,11 +75,18 @@ impl Core {
                 self.report_to_online.observe(Duration::from_millis(took_ms));
             }
             Note::Reached(zone, plugged_bytes) => {
-                info!(zone = self.name(zone), plugged_bytes, "resize-reached");
+                info!(
+                    zone = self.name(zone),
+                    plugged_bytes, "The zone has reached the requested size"
+                );
             }
             Note::OnlinePolicy(policy) => self.log_online_policy(policy),
             Note::Resized(zone, size_bytes) => {
-                info!(zone = self.name(zone), size_bytes, "Resized manually; the zone is pinned");
+                info!(
+                    zone = self.name(zone),
+                    size_bytes,
+                    "The zone was resized manually; the governor leaves it alone until it is resumed"
+                );
             }
             Note::Decided(decided) => self.record_decision(&decided, host, now),
         }

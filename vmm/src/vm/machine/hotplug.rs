@@ -81,6 +81,7 @@ impl Hotplug {
 pub(super) struct Leaving(Vec<Ending>);
 
 struct Ending {
+    id: String,
     kind: &'static str,
     thread: JoinHandle<()>,
     /// Disconnected when the device has ended.
@@ -101,7 +102,7 @@ impl Leaving {
             told.tell(Event::DeviceRemoved { id: &id, bdf: &bdf });
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
-            Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
+            Ok(thread) => self.0.push(Ending { id, kind, thread, is_over }),
             // The failed spawn has dropped the closure, so the device was ended on this thread.
             Err(err) => warn!(
                 %err,
@@ -115,7 +116,7 @@ impl Leaving {
     pub(in crate::vm) fn wait(&mut self) {
         for ending in self.0.drain(..) {
             if ending.thread.join().is_err() {
-                error!("The thread that stops a removed device has panicked");
+                error!(id = ending.id, "The thread that stops a removed device has panicked");
             }
         }
     }

@@ -102,7 +102,12 @@ impl MutEventSubscriber for Watcher {
         let look = self.timer.as_ref().map(|timer| Events::with_data(timer, LOOK, EventSet::IN));
         for event in [lost, look].into_iter().flatten() {
             if let Err(err) = ops.add(event) {
-                sparsely!(error, ?err, "Cannot wait for lost memory");
+                sparsely!(
+                    error,
+                    ?err,
+                    "Cannot watch the files of guest memory; if one is truncated, the guest may hang \
+                     instead of being paused"
+                );
             }
         }
     }

@@ -618,7 +618,10 @@ impl<F: MachineFactory> Owner<F> {
                 Flow::Continue
             }
             MachineEvent::MustPause { reason } => {
-                error!(%reason, "The VM is paused");
+                error!(
+                    %reason,
+                    "The VM is paused and cannot be resumed; reboot it or shut it down"
+                );
                 self.told.tell(Event::Failed { reason: &reason });
                 // The machine is paused even if the VM is already paused, because the vCPU that
                 // sent this event has pulled the brake again.

@@ -52,6 +52,8 @@ pub(super) enum End {
 
 /// Moves bytes between a line's end and the guest.
 pub(super) struct Bridge {
+    /// Flag of the console, for log lines.
+    flag: &'static str,
     peer: Option<Peer>,
     ring: Arc<Ring>,
     /// Output that was taken from the ring, but not written yet.
@@ -95,6 +97,7 @@ impl Peer {
 
 impl Bridge {
     pub(super) fn new(
+        flag: &'static str,
         end: End,
         window: Option<Arc<Window>>,
         ring: Arc<Ring>,
@@ -104,7 +107,19 @@ impl Bridge {
         let room = Interest::new("input pipe of a console", ROOM, EventSet::OUT);
         let listening = Interest::new("clients of a console", ARRIVAL, EventSet::IN);
         let (said, typed, again) = (Vec::new(), Vec::new(), TimerFd::new()?);
-        Ok(Self { peer: None, ring, said, typing, typed, room, end, listening, again, window })
+        Ok(Self {
+            flag,
+            peer: None,
+            ring,
+            said,
+            typing,
+            typed,
+            room,
+            end,
+            listening,
+            again,
+            window,
+        })
     }
 
     fn listen(&mut self, on: bool, ops: &mut EventOps) {
@@ -125,12 +140,12 @@ impl Bridge {
             }
             Ok(None) => {}
             Err(err) => {
-                sparsely!(warn, %err, "Cannot accept a console client");
+                sparsely!(warn, flag = self.flag, %err, "Cannot accept a console client; retrying later");
                 // Stops listening. The pending client would otherwise wake the loop again and
                 // again.
                 self.listen(false, ops);
                 if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
-                    warn!(%err, "Console accepts no further clients");
+                    warn!(flag = self.flag, %err, "Console accepts no further clients until the VM is deleted");
                 }
             }
         }
@@ -166,7 +181,7 @@ impl Bridge {
     fn leave(&mut self, ops: &mut EventOps) {
         if let Some(mut peer) = self.peer.take() {
             peer.forget(ops);
-            debug!("Console client disconnected");
+            debug!(flag = self.flag, "Console client disconnected");
         }
         self.ring.put_back(&std::mem::take(&mut self.said));
     }
@@ -179,7 +194,7 @@ impl Bridge {
                 Ok(Written::All) => return peer.writing.set(false, &peer.writer, ops),
                 Ok(Written::NoRoom) => break,
                 Err(err) => {
-                    debug!(%err, "Cannot write to a console client");
+                    debug!(flag = self.flag, %err, "Cannot write to a console client");
                     return self.leave(ops);
                 }
             }
@@ -227,7 +242,7 @@ impl Bridge {
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
                 Err(err) => {
                     if err.kind() != io::ErrorKind::WouldBlock {
-                        sparsely!(warn, %err, "Cannot pass console input to the guest");
+                        sparsely!(warn, flag = self.flag, %err, "Cannot pass console input to the guest");
                     }
                     if let Some(peer) = &mut self.peer {
                         peer.reading.set(false, &peer.reader, ops);
@@ -271,10 +286,14 @@ fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<
 impl MutEventSubscriber for Bridge {
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(self.ring.filled(), FILLED, EventSet::IN)) {
-            warn!(?err, "Cannot watch the output of a console");
+            warn!(
+                flag = self.flag,
+                ?err,
+                "Cannot watch the output of a console; clients receive it late"
+            );
         }
         if let Err(err) = ops.add(Events::with_data(&self.again, AGAIN, EventSet::IN)) {
-            warn!(?err, "Cannot watch the timer of a console");
+            warn!(flag = self.flag, ?err, "Cannot watch the timer of a console");
         }
         self.listen(true, ops);
         self.look(ops);

@@ -143,7 +143,7 @@ impl Line {
         };
         let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };
         let ((keyboard, typing), ring) = pipe().map_err(ConsoleError::Line)?;
-        let bridge = Bridge::new(end, window.clone(), Arc::clone(&ring), typing)
+        let bridge = Bridge::new(port.flag(), end, window.clone(), Arc::clone(&ring), typing)
             .map_err(ConsoleError::Line)?;
         let bridge = event_loop.add(Box::new(bridge)).map_err(ConsoleError::Worker)?;
         Ok(Self { config: config.clone(), path, ring, keyboard, window, event_loop, bridge })

@@ -120,7 +120,7 @@ fn terminal_without_a_client_causes_no_events() {
     let pty = Pty::open().unwrap();
     let path = pty.path().to_owned();
     let (_keyboard, typing) = io::pipe().unwrap();
-    let bridge = Bridge::new(End::Pty(pty), None, Arc::clone(&ring), typing).unwrap();
+    let bridge = Bridge::new("--console", End::Pty(pty), None, Arc::clone(&ring), typing).unwrap();
     let mut manager = event_manager::EventManager::new().unwrap();
     manager.add_subscriber(bridge);
     let mut run_until_idle = || {

@@ -63,7 +63,12 @@ impl Backing for DramBacking {
         if plugged.is_err() && self.source.in_file(offset).is_some() {
             self.detached.push(offset..offset + len);
             if let Err(err) = self.give_back() {
-                warn!(%err, "Cannot return memory of a failed plug to the host yet");
+                warn!(
+                    %err,
+                    offset,
+                    len,
+                    "Cannot return DRAM of a failed plug to the host; the next plug retries"
+                );
             }
         }
         plugged

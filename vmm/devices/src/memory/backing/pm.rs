@@ -91,7 +91,14 @@ impl PmBacking {
                 match reservation.unmap(offset, len) {
                     Ok(()) => mapped = 0,
                     Err(err) => {
-                        error!(%err, "Cannot unmap chunks of a failed plug; they stay set aside")
+                        let pool = self.pool.info().uuid;
+                        error!(
+                            %pool,
+                            offset,
+                            len,
+                            %err,
+                            "Cannot unmap chunks of a failed plug; they stay lent"
+                        )
                     }
                 }
             }
@@ -122,7 +129,8 @@ impl PmBacking {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
             let error = foreshore_types::chain(&err);
-            error!(error, "Cannot free chunks of a failed plug");
+            let pool = self.pool.info().uuid;
+            error!(%pool, error, "Cannot return chunks of a failed plug to the pool; they stay lent");
         }
     }
 }
@@ -176,7 +184,8 @@ impl Drop for PmBacking {
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
         if let Err(err) = result {
             let error = foreshore_types::chain(&err);
-            error!(error, "Cannot return chunks to the pool");
+            let pool = self.pool.info().uuid;
+            error!(%pool, error, "Cannot return lent chunks; the pool frees them when it is opened");
         }
     }
 }

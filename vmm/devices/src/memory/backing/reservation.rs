@@ -236,7 +236,10 @@ impl Reservation {
     /// Allows the kernel to merge pages of equal content (KSM).
     pub fn advise_merging(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_MERGEABLE) {
-            tracing::warn!(%err, "The host's kernel cannot merge pages (KSM)");
+            tracing::warn!(
+                %err,
+                "mergeable=on has no effect, because the host's kernel cannot merge pages (KSM)"
+            );
         }
     }
 

@@ -191,7 +191,7 @@ impl DramSource {
         }
         populate(reservation, offset, len).inspect_err(|_| {
             if let Err(err) = reservation.unmap(offset, len) {
-                warn!(%err, "Cannot unmap memory after a failed prefault");
+                warn!(%err, offset, len, "Cannot unmap guest memory after a failed prefault");
             }
         })
     }

@@ -195,7 +195,7 @@ impl ZoneDevice for BalloonHandle {
     fn request(&self, size_bytes: u64) {
         let most_bytes = BalloonHandle::sizes(self).max_bytes;
         if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
-            error!(%err, "Governor requested an invalid zone size");
+            error!(%err, "Governor requested an invalid balloon size");
         }
     }
 

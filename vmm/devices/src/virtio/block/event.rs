@@ -163,7 +163,7 @@ impl Worker {
     /// Disables notifications, because the worker polls the queue until it is empty.
     pub(super) fn silence(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.queue.queue.disable_notification(memory) {
-            debug!(%err, "Cannot disable queue notifications");
+            debug!(disk = self.disk.shape().id, %err, "Cannot disable queue notifications");
         }
     }
 

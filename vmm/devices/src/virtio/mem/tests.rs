@@ -208,7 +208,7 @@ impl Guest {
         self.sent = 0;
         let (sender, signals) = mpsc::channel();
         self.signals = signals;
-        let active = ActiveQueue::new(queue, self.kick.try_clone().unwrap());
+        let active = ActiveQueue::new("mem", queue, self.kick.try_clone().unwrap());
         let features = self.device.features();
         assert!(self.device.accepts_features(features));
         let activation = Activation {

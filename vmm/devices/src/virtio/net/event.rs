@@ -192,7 +192,7 @@ impl Worker {
 
     fn be_quiet(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.transmit.queue.disable_notification(memory) {
-            debug!(%err, "Cannot disable queue notifications");
+            debug!(net = self.net.shape().id, %err, "Cannot disable queue notifications");
         }
     }
 
@@ -272,7 +272,7 @@ impl Worker {
         let memory: &MappedMemory = &guard;
         let (old, was_broken) = (self.receive.queue.next_used(), self.receive.is_broken());
         if let Err(err) = self.receive.queue.disable_notification(memory) {
-            debug!(%err, "Cannot disable queue notifications");
+            debug!(net = self.net.shape().id, %err, "Cannot disable queue notifications");
         }
         // Limits the number of chains. Otherwise another vCPU could add invalid chains as fast as
         // they are refused.

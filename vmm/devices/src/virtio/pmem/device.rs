@@ -118,7 +118,7 @@ impl Flusher {
         match result {
             Ok(()) => Answer::Durable,
             Err(err) => {
-                sparsely!(error, device = self.name, error = %err, "Flush failed");
+                sparsely!(error, device = self.name, error = %err, "Flush failed; the guest receives an I/O error");
                 Answer::Failed
             }
         }
@@ -366,7 +366,7 @@ mod tests {
             .activate(Activation {
                 view: GuestView::new(memory.clone()),
                 interrupt: line.clone(),
-                queues: vec![Some(ActiveQueue::new(queue, EventFd::new(0).unwrap()))],
+                queues: vec![Some(ActiveQueue::new("pmem", queue, EventFd::new(0).unwrap()))],
                 features: device.features(),
             })
             .unwrap();

@@ -154,8 +154,9 @@ impl Driver {
 
     pub(super) fn activation(&mut self, features: u64) -> Activation {
         self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-        let active =
-            |ring: &Ring| Some(ActiveQueue::new(ring.queue(), ring.kick.try_clone().unwrap()));
+        let active = |ring: &Ring| {
+            Some(ActiveQueue::new("vsock", ring.queue(), ring.kick.try_clone().unwrap()))
+        };
         Activation {
             view: self.view.clone(),
             interrupt: self.interrupts.clone(),

@@ -55,6 +55,8 @@ struct State {
 
 /// A queue pair and its state. A failure disables the pair and signals its worker.
 pub(super) struct Engine {
+    /// Id of the interface, for log lines.
+    net: String,
     state: Mutex<State>,
     kicks: [EventFd; 2],
     /// Signaled after a failure.
@@ -62,10 +64,15 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(rings: Box<dyn Rings>, kicks: [EventFd; 2], failure: EventFd) -> Arc<Self> {
+    pub(super) fn new(
+        net: String,
+        rings: Box<dyn Rings>,
+        kicks: [EventFd; 2],
+        failure: EventFd,
+    ) -> Arc<Self> {
         let state =
             State { rings: Some(rings), is_wanted: false, is_standing: false, is_attached: false };
-        Arc::new(Self { state: Mutex::new(state), kicks, failure })
+        Arc::new(Self { net, state: Mutex::new(state), kicks, failure })
     }
 
     pub(super) fn give_up(&self) {
@@ -76,7 +83,7 @@ impl Engine {
             && let Err(err) = rings.detach()
         {
             // The error is not fatal, because closing the file detaches the pair as well.
-            debug!(%err, "Cannot stop vhost-net");
+            debug!(net = self.net, %err, "Cannot stop vhost-net");
         }
     }
 
@@ -112,7 +119,7 @@ impl Engine {
     fn check(&self, state: &mut State, result: Result<(), VhostError>) {
         if let Err(err) = result {
             let error = &err as &dyn std::error::Error;
-            sparsely!(warn, error, "vhost-net failed; a queue pair is disabled");
+            sparsely!(warn, net = self.net, error, "vhost-net failed; a queue pair is disabled");
             state.rings = None;
             // The write fails only if the event's counter is full. In that case the failure is
             // already signaled.
@@ -213,7 +220,8 @@ mod tests {
                 ([event(), event()], event(), Arc::<Mutex<Record>>::default());
             let copies = kicks.each_ref().map(|kick| kick.try_clone().unwrap());
             let rings = Box::new(FakeRings(Arc::clone(&record)));
-            let engine = Engine::new(rings, copies, failure.try_clone().unwrap());
+            let engine =
+                Engine::new("test".to_owned(), rings, copies, failure.try_clone().unwrap());
             Self { engine, record, kicks, failure }
         }
 

@@ -89,7 +89,7 @@ impl Worker {
             errors: self.errors.each_ref(),
             tap,
         })?;
-        let engine = Engine::new(rings, kicks, failure);
+        let engine = Engine::new(self.net.shape().id.clone(), rings, kicks, failure);
         let watcher: Arc<dyn RegionWatcher> = Arc::clone(&engine) as _;
         memory.watch_regions(Arc::downgrade(&watcher));
         drop(memory);
@@ -152,7 +152,8 @@ impl Worker {
             "Queue pair disabled; the device needs a reset"
         );
         if let Err(err) = self.interrupt.needs_reset() {
-            sparsely!(warn, %err, "Cannot notify a driver that its device needs a reset");
+            let net = &self.net.shape().id;
+            sparsely!(warn, net, %err, "Cannot notify the driver that the device needs a reset");
         }
     }
 }

@@ -98,10 +98,11 @@ impl VirtioPciDevice {
         }
         let vectors = Arc::new(VectorMap::new(queues));
         let interrupt =
-            Arc::new(PciInterrupt::new(Arc::clone(&vectors), Arc::clone(&context.router)));
+            Arc::new(PciInterrupt::new(name(), Arc::clone(&vectors), Arc::clone(&context.router)));
         let registers = CommonRegisters::new(device.features(), sizes, vectors);
         let io_events = Arc::clone(&context.machine.io_events);
-        let notifications = Notifications::new(io_events, queues, device.synchronous_queues())
+        let synchronous = device.synchronous_queues();
+        let notifications = Notifications::new(name(), io_events, queues, synchronous)
             .map_err(|source| TransportError::Notifications { name: name(), source })?;
         let (config, capabilities) = layout::config_space(device.device_type(), queues);
         let backend = Backend {
@@ -304,7 +305,11 @@ impl Backend {
         let mut active = Vec::with_capacity(queues.len());
         for (index, registers) in (0..).zip(queues) {
             active.push(match build_queue(registers, features) {
-                Some(queue) => Some(ActiveQueue::new(queue, self.notifications.kick(index)?)),
+                Some(queue) => Some(ActiveQueue::new(
+                    self.device.name(),
+                    queue,
+                    self.notifications.kick(index)?,
+                )),
                 None => None,
             });
         }

@@ -93,6 +93,8 @@ struct Bound {
 /// Interrupts of one PCI function. Workers can use this type, because it never takes the device's
 /// lock.
 pub(super) struct PciInterrupt {
+    /// Name of the device, for log lines.
+    device: String,
     vectors: Arc<VectorMap>,
     isr: AtomicU8,
     config_changes: AtomicU8,
@@ -102,12 +104,12 @@ pub(super) struct PciInterrupt {
 }
 
 impl PciInterrupt {
-    pub(super) fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
+    pub(super) fn new(device: String, vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
         let msix =
             Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
         let (isr, config_changes, needs_reset) = Default::default();
-        Self { vectors, isr, config_changes, needs_reset, msix, router }
+        Self { device, vectors, isr, config_changes, needs_reset, msix, router }
     }
 
     pub(super) fn is_reset_needed(&self) -> bool {
@@ -171,7 +173,7 @@ impl PciInterrupt {
             if let Err(err) = followed {
                 // The owner of the event then delivers the interrupt, which is only slower.
                 *line = None;
-                sparsely!(warn, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
+                sparsely!(warn, device = self.device, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
             }
         }
     }
@@ -182,7 +184,7 @@ impl PciInterrupt {
         self.follow(&mut msix);
         for (vector, message) in msix.table.take_ready() {
             if let Err(err) = self.deliver(&mut msix.lines, vector, message, Delivery::Irqfd) {
-                sparsely!(warn, %err, vector, "Cannot deliver a pending interrupt");
+                sparsely!(warn, device = self.device, %err, vector, "Cannot deliver a pending interrupt");
             }
         }
     }
@@ -219,7 +221,7 @@ impl PciInterrupt {
             None => self.router.connect(message).and_then(|line| slot.insert(line).signal(message)),
         };
         sent.or_else(|err| {
-            sparsely!(warn, %err, vector, "Cannot signal an irqfd; the VMM delivers the interrupt");
+            sparsely!(warn, device = self.device, %err, vector, "Cannot signal an irqfd; the VMM delivers the interrupt");
             self.router.send(message)
         })
     }
@@ -277,7 +279,8 @@ mod tests {
             let controller = FakeController::new();
             let vectors = Arc::new(VectorMap::new(2));
             vectors.set_queue(0, 1);
-            let interrupt = PciInterrupt::new(vectors, MsiRouter::new(controller.clone()));
+            let interrupt =
+                PciInterrupt::new("test".to_owned(), vectors, MsiRouter::new(controller.clone()));
             interrupt.set_bus_master(true);
             interrupt.write_table(16, &MESSAGE.address.to_le_bytes());
             interrupt.write_table(24, &MESSAGE.data.to_le_bytes());

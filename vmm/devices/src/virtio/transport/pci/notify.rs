@@ -19,6 +19,8 @@ struct Notification {
 }
 
 pub(super) struct Notifications {
+    /// Name of the device, for log lines.
+    device: String,
     io_events: Arc<dyn IoEvents>,
     queues: Vec<Notification>,
     bar_base: Option<u64>,
@@ -28,8 +30,10 @@ pub(super) struct Notifications {
 }
 
 impl Notifications {
-    /// Creates notifications for `queues` queues. The queues in `synchronous` have no ioeventfd.
+    /// Creates notifications for `queues` queues of `device`. The queues in `synchronous` have no
+    /// ioeventfd.
     pub(super) fn new(
+        device: String,
         io_events: Arc<dyn IoEvents>,
         queues: u16,
         synchronous: &[u16],
@@ -43,7 +47,7 @@ impl Notifications {
             })
         };
         let queues = (0..queues).map(notification).collect::<io::Result<_>>()?;
-        Ok(Self { io_events, queues, bar_base: None, running: false })
+        Ok(Self { device, io_events, queues, bar_base: None, running: false })
     }
 
     /// Returns the event that signals notifications of a queue to its worker.
@@ -95,7 +99,7 @@ impl Notifications {
             if let Some(address) = queue.registered_at.take()
                 && let Err(err) = self.io_events.unregister(&queue.kick, address)
             {
-                sparsely!(warn, %err, address, "Cannot remove an ioeventfd");
+                sparsely!(warn, device = self.device, %err, address, "Cannot remove an ioeventfd");
             }
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
@@ -103,7 +107,7 @@ impl Notifications {
                     // Without an ioeventfd, notifications of the queue cause exits, which are only
                     // slower.
                     Err(err) => {
-                        sparsely!(warn, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
+                        sparsely!(warn, device = self.device, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
                     }
                 }
             }
