@@ -14,10 +14,10 @@ use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, Socket, Socke
 use crate::config::{Launch, MetricsAddress};
 use crate::metrics_server;
 use crate::vm::build::factory::KvmFactory;
-use crate::vm::owner::{self, Owner, RestartMetrics};
 use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
+use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 
 /// Error that ends the VMM.
 #[derive(Debug, Error)]
@@ -33,7 +33,7 @@ pub enum RunError {
     Net(#[from] TapError),
     /// The VM could not be built, or could not continue to run.
     #[error(transparent)]
-    Vm(#[from] owner::RunError),
+    Vm(#[from] vm_task::RunError),
 }
 
 /// Runs the VMM until it ends.
@@ -46,7 +46,7 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
     let events = Events::start();
     let monitor =
         launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
-    events.tell(Event::VmmStarting);
+    events.emit(Event::VmmStarting);
     let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
     let result = serve(launch, api, metrics_socket, &events);
     events.end();
@@ -63,7 +63,7 @@ fn serve(
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    // The VM's owner runs on this thread, which is blocked for seconds while a machine is built or
+    // The VM task runs on this thread, which is blocked for seconds while a machine is built or
     // ended. The servers run on another thread, and can answer some requests in that time.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
@@ -95,15 +95,15 @@ fn serve(
             metrics.add(Arc::new(ServerMetrics::new(name, server.counters())));
         }
         tokio::spawn(end_on_signals(handle)?);
-        tokio::spawn(events.clone().tell_what_was_withheld());
+        tokio::spawn(events.clone().emit_withheld());
         let restarts = Arc::<RestartMetrics>::default();
         metrics.add(Arc::clone(&restarts) as _);
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
-        let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
-        let result = owner.run(launch.config, requests).await;
+        let vm_task = VmTask::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
+        let result = vm_task.run(launch.config, requests).await;
         // This is the last event. libvirt treats it as the end of the VMM, and it ends the event
         // streams of API clients.
-        events.tell(Event::VmmShutdown);
+        events.emit(Event::VmmShutdown);
         events.end();
         for server in [server, exposition].into_iter().flatten() {
             server.stop().await;
@@ -122,7 +122,7 @@ fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
             _ = interrupt.recv() => "SIGINT",
         };
         info!(signal = name, "The VMM has received a signal to end");
-        // An error means that the owner has already ended.
+        // An error means that the VM task has already ended.
         let _ = handle.ask(VmRequest::ShutdownVmm).await;
     })
 }

@@ -48,7 +48,7 @@ impl Owner {
             return Err(VmError::WrongState { verb, state: created.state, needs: "another" });
         }
         created.state = to;
-        self.events.tell(event);
+        self.events.emit(event);
         Ok(())
     }
 
@@ -150,7 +150,7 @@ impl Owner {
                 answer(reply, Ok([("disk0".to_owned(), disk)].into()));
             }
             VmRequest::ShutdownVmm(reply) => {
-                self.events.tell(Event::VmmShutdown);
+                self.events.emit(Event::VmmShutdown);
                 answer(reply, Ok(()));
                 return false;
             }

@@ -16,10 +16,10 @@ mod json;
 mod list;
 mod macros;
 pub mod name;
-mod refused;
 pub mod refused_keys;
 pub mod size;
-mod unknown;
+mod unknown_keys;
+mod unsupported;
 mod volume_format;
 mod word;
 
@@ -34,8 +34,8 @@ pub use self::help::one_of;
 pub use self::json::{FieldError, JsonError};
 pub use self::json::{JsonValue, Object, Walk, read_body};
 pub use self::list::{Item, digits, items, range, unbracketed};
-pub use self::refused::{Refused, asks_for_nothing};
-pub use self::unknown::Unknown;
+pub use self::unknown_keys::Unknown;
+pub use self::unsupported::{Refused, asks_for_nothing};
 pub use self::word::{Word, Words};
 
 /// Key of a flag.

@@ -10,7 +10,7 @@
 ///         readonly: bool = false => "a key with a default",
 ///         fds (flag "fd"): Vec<GivenFd> => "a key with another name in the flag",
 ///     }
-///     refused &[refused::PCI];
+///     refused &[unsupported::PCI];
 /// }
 /// ```
 ///

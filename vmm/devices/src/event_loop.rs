@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
 use tracing::error;
 
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 /// Owner of a device's queues and file descriptors.
 pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
@@ -297,13 +297,13 @@ impl Interest {
             match ops.add(event) {
                 Ok(()) => self.on = true,
                 Err(err) => {
-                    sparsely!(warn, ?err, file = self.what, "Cannot watch a file for events")
+                    rate_limited!(warn, ?err, file = self.what, "Cannot watch a file for events")
                 }
             }
         } else {
             self.on = false;
             if let Err(err) = ops.remove(event) {
-                sparsely!(error, ?err, file = self.what, "Cannot stop watching a file");
+                rate_limited!(error, ?err, file = self.what, "Cannot stop watching a file");
             }
         }
     }

@@ -1,10 +1,10 @@
 //! Devices of the VMM, and the memory, pools, interrupts and buses that they use.
 
-pub mod brake;
 pub mod bus;
 pub mod cmos;
 pub mod device;
 pub mod disk;
+pub mod entry_inhibitor;
 pub mod event_loop;
 pub mod events;
 pub mod file_id;

@@ -142,12 +142,12 @@ impl Occasions {
     }
 }
 
-/// Logs an event that a guest can repeat: `sparsely!(warn, fields, "message")`. The line is logged
-/// the first, second, fourth, eighth time and so on, with the count. The guest therefore cannot
-/// fill the host's disk, and the host's log cannot slow the guest down. Each call site has its own
-/// count for all devices. Metrics provide exact numbers.
+/// Logs an event that a guest can repeat: `rate_limited!(warn, fields, "message")`. The line is
+/// logged the first, second, fourth, eighth time and so on, with the count. The guest therefore
+/// cannot fill the host's disk, and the host's log cannot slow the guest down. Each call site has
+/// its own count for all devices. Metrics provide exact numbers.
 #[macro_export]
-macro_rules! sparsely {
+macro_rules! rate_limited {
     ($level:ident, $($line:tt)+) => {{
         static OCCASIONS: $crate::log::Occasions = $crate::log::Occasions::new();
         if let Some(times) = OCCASIONS.another() {
@@ -155,7 +155,7 @@ macro_rules! sparsely {
         }
     }};
 }
-pub use sparsely;
+pub use rate_limited;
 
 #[cfg(test)]
 mod tests {
@@ -176,8 +176,8 @@ mod tests {
             tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
         with_subscriber(subscriber, || {
             for round in 0..5 {
-                sparsely!(warn, round, "one place");
-                sparsely!(error, round, "another");
+                rate_limited!(warn, round, "one place");
+                rate_limited!(error, round, "another");
             }
         });
         let text = String::from_utf8(lines.0.lock().clone()).unwrap();
@@ -196,7 +196,7 @@ mod tests {
         let subscriber = subscriber(&config, true, move || writer.clone());
         with_subscriber(subscriber, || {
             let error = io::Error::other("no \"room\"\n");
-            sparsely!(warn, id = "_disk0", bytes = 4096_u64, %error, "Cannot read");
+            rate_limited!(warn, id = "_disk0", bytes = 4096_u64, %error, "Cannot read");
             tracing::info!("without -v");
         });
         let text = String::from_utf8(lines.0.lock().clone()).unwrap();

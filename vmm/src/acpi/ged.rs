@@ -14,7 +14,7 @@ use std::fmt;
 use std::io;
 
 use foreshore_devices::bus::BusDevice;
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use parking_lot::Mutex;
 
 /// Event that the guest is notified of. The value is the event's bit in the register.
@@ -59,7 +59,7 @@ impl GenericEventDevice {
             && let Err(err) = (self.line)(false)
         {
             // If the line stays high, the guest only reads the register again and finds no events.
-            sparsely!(warn, %err, "Cannot lower the interrupt of the generic event device");
+            rate_limited!(warn, %err, "Cannot lower the interrupt of the generic event device");
         }
         taken
     }

@@ -100,14 +100,18 @@ mod tests {
         let text = |bytes| parse::<ResizeRequest>(bytes).unwrap_err().to_string();
         assert!(text(b"").ends_with("it is empty"));
         assert!(text(b"[1, 2, 3]").ends_with("it is not a JSON object"));
-        let told = |bytes, told| {
-            assert!(text(bytes).ends_with(&format!(": desired_ram is {told}")), "{}", text(bytes))
+        let assert_error = |bytes, message| {
+            assert!(
+                text(bytes).ends_with(&format!(": desired_ram is {message}")),
+                "{}",
+                text(bytes)
+            )
         };
-        told(
+        assert_error(
             br#"{"desired_ram": "2G"}"#,
             r#""2G", and must be a whole number from 0 to 18446744073709551615"#,
         );
-        told(
+        assert_error(
             br#"{"desired_ram": -1}"#,
             "-1, and must be a whole number from 0 to 18446744073709551615",
         );

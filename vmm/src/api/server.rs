@@ -23,9 +23,11 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
+use super::connection_slot::{
+    Answer, ConnectionCounters, ConnectionSlot, ConnectionSlots, Question, Room,
+};
 use super::fd_stream::{self, Descriptors};
 use super::refusal_log::ConnectionWarnings;
-use super::seat::{Answer, ConnectionCounters, Question, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 
@@ -164,10 +166,10 @@ async fn accept_loop<L>(
 ) where
     L: AcceptIo<Io: Accepted>,
 {
-    let (mut connections, seats) =
-        (JoinSet::new(), Seats::new(service.limits, Arc::clone(&counters)));
+    let (mut connections, slots) =
+        (JoinSet::new(), ConnectionSlots::new(service.limits, Arc::clone(&counters)));
     loop {
-        let room = seats.room();
+        let room = slots.room();
         let wakes_at = match room {
             Room::From(time) => Some(time),
             Room::Free | Room::Instead(_) | Room::None => None,
@@ -177,13 +179,13 @@ async fn accept_loop<L>(
             _ = stopped.changed() => break,
             Some(_) = connections.join_next() => {}
             (stream, _) = listener.accept(), if matches!(room, Room::Free | Room::Instead(_)) => {
-                if let Room::Instead(seat) = room {
+                if let Room::Instead(slot) = room {
                     // If the chosen connection has received a request in the meantime, it is not
                     // closed. The server then has one connection too many for a while.
-                    seats.dismiss(&seat);
+                    slots.dismiss(&slot);
                 }
-                let (seat, counters) = (seats.take(), Arc::clone(&counters));
-                let served = serve_connection(stream, service.clone(), seat, stopped.clone());
+                let (slot, counters) = (slots.take(), Arc::clone(&counters));
+                let served = serve_connection(stream, service.clone(), slot, stopped.clone());
                 connections.spawn(async move {
                     if served.await == End::TimedOut {
                         counters.timed_out.fetch_add(1, Ordering::Relaxed);
@@ -191,7 +193,7 @@ async fn accept_loop<L>(
                 });
             }
             () = sleep_until(wakes_at.unwrap_or_else(Instant::now)), if wakes_at.is_some() => {}
-            () = seats.one_waits(), if !matches!(room, Room::Free) => {}
+            () = slots.one_waits(), if !matches!(room, Room::Free) => {}
         }
     }
     drop(listener);
@@ -213,7 +215,7 @@ enum End {
 async fn serve_connection<A: Accepted>(
     accepted: A,
     Service { router, limits, warnings }: Service,
-    seat: Arc<Seat>,
+    slot: Arc<ConnectionSlot>,
     mut stopped: watch::Receiver<()>,
 ) -> End {
     let waiting = Descriptors::default();
@@ -225,22 +227,22 @@ async fn serve_connection<A: Accepted>(
     // the answer.
     http.half_close(true);
     let stream =
-        WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
+        WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&slot));
     let calls = TowerToHyperService::new(router);
-    let served = Arc::clone(&seat);
+    let served = Arc::clone(&slot);
     let service = service_fn(move |request: Request<Incoming>| {
         let (mut head, body) = request.into_parts();
         head.extensions.insert(waiting.clone());
         let question = Question::new(body, Arc::clone(&served));
         let answer = question.map(|body| calls.call(Request::from_parts(head, body)));
-        let (waiting, seat) = (waiting.clone(), Arc::clone(&served));
+        let (waiting, slot) = (waiting.clone(), Arc::clone(&served));
         async move {
             // The connection is about to be dropped, so its call is not made.
             let Some(answer) = answer else { return pending().await };
             let answer = answer.await;
             // Close the descriptors that the call has not taken.
             drop(waiting.take());
-            answer.map(|answer: Response<_>| answer.map(|body| Answer::new(body, seat)))
+            answer.map(|answer: Response<_>| answer.map(|body| Answer::new(body, slot)))
         }
     });
     let connection = http.serve_connection(TokioIo::new(stream), service);
@@ -249,7 +251,7 @@ async fn serve_connection<A: Accepted>(
         // The end of the connection is checked first, so that a connection chosen to be closed
         // serves no further request.
         biased;
-        is_dismissed = seat.has_to_go(limits.head) => {
+        is_dismissed = slot.has_to_go(limits.head) => {
             return if is_dismissed {
                 warnings.no_room(limits);
                 End::Closed

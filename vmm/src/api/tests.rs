@@ -44,12 +44,12 @@ struct Fixture {
     server: Server,
     path: PathBuf,
     events: Events,
-    /// Text of each request that the owner received.
+    /// Text of each request that the VM task received.
     asked: mpsc::UnboundedReceiver<String>,
     _dir: TempDir,
 }
 
-/// Owner with a running VM. It refuses `vm.boot` because of the state, fails `vm.reboot`, and
+/// VM task with a running VM. It refuses `vm.boot` because of the state, fails `vm.reboot`, and
 /// reports for `vm.shutdown` that there is no VM.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
@@ -545,7 +545,7 @@ fn vm_is_created_from_valid_configuration_and_deleted() {
             assert_eq!(status, 400, "{body}");
             assert!(messages(&answer)[0].contains(text), "{body}: {answer}");
         }
-        assert!(fixture.asked.try_recv().is_err(), "an invalid request has reached the owner");
+        assert!(fixture.asked.try_recv().is_err(), "an invalid request has reached the VM task");
         let (status, answer) =
             fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/created"}}"#).await;
         assert_eq!(status, 405);

@@ -1,4 +1,4 @@
-//! JSON types of the API that differ from the requests and answers of the VM's owner.
+//! JSON types of the API that differ from the requests and answers of the VM task.
 
 use foreshore_config::section;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Stream with a time limit for writes. It also reports received bytes to the connection's seat.
+//! Stream with a time limit for writes. It also reports received bytes to the connection's slot.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-use super::seat::Seat;
+use super::connection_slot::ConnectionSlot;
 
 /// Stream that fails if a write makes no progress for some time. hyper has no such limit. A client
 /// may shut down its write side and still read, so only a write that makes no progress shows that
@@ -18,14 +18,14 @@ use super::seat::Seat;
 pub(super) struct WriteTimeout<S> {
     stream: S,
     limit: Duration,
-    seat: Arc<Seat>,
+    slot: Arc<ConnectionSlot>,
     /// Started by the first write that finds the buffer full.
     stuck: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> WriteTimeout<S> {
-    pub(super) fn new(stream: S, limit: Duration, seat: Arc<Seat>) -> Self {
-        Self { stream, limit, seat, stuck: None }
+    pub(super) fn new(stream: S, limit: Duration, slot: Arc<ConnectionSlot>) -> Self {
+        Self { stream, limit, slot, stuck: None }
     }
 
     fn bound<T>(
@@ -83,7 +83,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeout<S> {
     ) -> Poll<io::Result<()>> {
         let before = bytes.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, bytes);
-        self.seat.read(bytes.filled().len() > before);
+        self.slot.read(bytes.filled().len() > before);
         read
     }
 }

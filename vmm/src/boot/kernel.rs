@@ -86,7 +86,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     };
     let payload = read_payload(path, &mut file, file_bytes, &header)?;
     let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
-    let compression = tell_compression(payload.bytes()).map_err(decompress_error)?;
+    let compression = detect_compression(payload.bytes()).map_err(decompress_error)?;
     // SAFETY: this function has the same contract.
     let unpacked = unsafe { unpack(memory, payload, compression, boot_memory) };
     let loaded = match unpacked.map_err(decompress_error)? {
@@ -156,7 +156,7 @@ fn read_payload(
     read().map_err(|source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source })
 }
 
-fn tell_compression(payload: &[u8]) -> Result<Compression, DecompressError> {
+fn detect_compression(payload: &[u8]) -> Result<Compression, DecompressError> {
     Compression::of(payload)
         .ok_or_else(|| DecompressError::Unknown(payload.iter().copied().take(8).collect()))
 }

@@ -20,7 +20,7 @@ use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig,
     MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig,
     PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, Switches, VmConfig,
-    VsockConfig, foreign, pressure,
+    VsockConfig, pressure, unsupported,
 };
 
 /// Result of parsing a command line.
@@ -287,7 +287,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         Err(error) => return Err(usage_error(&error)),
     };
     if let Some(text) = &flags.debug_console
-        && let Some(why) = foreign::debug_console(text)
+        && let Some(why) = unsupported::debug_console(text)
     {
         return Err(CliError::Foreign { flag: "--debug-console".to_owned(), why });
     }
@@ -429,7 +429,7 @@ fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
 fn usage_error(error: &clap::Error) -> CliError {
     if error.kind() == ErrorKind::UnknownArgument
         && let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg)
-        && let Some(why) = foreign::reason(flag)
+        && let Some(why) = unsupported::reason(flag)
     {
         return CliError::Foreign { flag: flag.clone(), why };
     }
@@ -675,7 +675,7 @@ mod tests {
             seen += 1;
             let mut shown = ours.get_arguments().filter(|argument| !argument.is_hide_set());
             let is_ours = shown.any(|argument| argument.get_long() == Some(long));
-            let why = foreign::reason(flag);
+            let why = unsupported::reason(flag);
             assert!(is_ours != why.is_some(), "{flag} must be either supported or refused");
             if let Some(why) = why {
                 let refused = format!("{flag} is not supported by foreshore: {why}");

@@ -8,7 +8,7 @@
 use foreshore_config::{JsonError, JsonValue, Walk};
 use serde_json::{Map, Value};
 
-use super::{ConsoleConfig, PmMemoryConfig, VmConfig, foreign};
+use super::{ConsoleConfig, PmMemoryConfig, VmConfig, unsupported};
 
 impl VmConfig {
     /// Reads and validates a configuration.
@@ -21,7 +21,7 @@ impl VmConfig {
     pub fn from_json_warned(
         mut json: Map<String, Value>,
     ) -> Result<(Self, Vec<String>), JsonError> {
-        foreign::take_sections(&mut json)?;
+        unsupported::take_sections(&mut json)?;
         let mut walk = Walk::default();
         let config: Self = walk.object(Value::Object(json))?;
         config.validate()?;
@@ -195,9 +195,9 @@ mod tests {
     fn unknown_keys_are_refused_only_in_foreshore_sections() {
         let zone = json!({"pool": "/p", "size": 2 << 20, "hugepages": true});
         let keys = "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth, plug_bandwidth";
-        let told = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
-        assert_eq!(error(with(json!({ "pm_memory": zone }))), told);
-        assert_eq!(error(with(json!({ "pm_memory": [zone] }))), told);
+        let message = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
+        assert_eq!(error(with(json!({ "pm_memory": zone }))), message);
+        assert_eq!(error(with(json!({ "pm_memory": [zone] }))), message);
         let volume = |key: &str| json!({"pm_volumes": [{"pool": "/p", "name": "a"}, {"pool": "/p", "name": "b", key: true}]});
         assert!(
             error(with(volume("read_only")))
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn invalid_configuration_is_reported() {
         let number = |most: u64| format!("must be a whole number from 0 to {most}");
-        for (more, told) in [
+        for (more, message) in [
             (
                 json!({"cpus": {"boot_vcpus": -1, "max_vcpus": 1}}),
                 format!("cpus.boot_vcpus is -1, and {}", number(255)),
@@ -332,7 +332,7 @@ mod tests {
                     .to_owned(),
             ),
         ] {
-            assert_eq!(error(with(more)), told);
+            assert_eq!(error(with(more)), message);
         }
         assert_eq!(error(json!({})), "payload is missing");
         assert_eq!(

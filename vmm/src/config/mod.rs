@@ -14,10 +14,9 @@
 
 mod at_guest_shutdown;
 mod cli;
-mod counts;
 mod devices;
-mod foreign;
 mod json;
+mod limits;
 mod memory;
 mod numa;
 mod payload;
@@ -28,6 +27,7 @@ mod switches;
 #[cfg(test)]
 mod tables_tests;
 mod topology;
+mod unsupported;
 
 use foreshore_config::{ConfigError, SectionError, section};
 use foreshore_devices::file_id::is_same;
@@ -63,7 +63,7 @@ pub use self::topology::{BALLOON_ZONE, DRAM_ZONE, Node, Topology};
 pub use crate::cpu::config::{
     CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS,
 };
-pub use crate::cpu::packages::{Level, Shape, VcpuPlace};
+pub use crate::cpu::cpu_topology::{Level, Shape, VcpuPlace};
 pub use foreshore_devices::host_console::config::{
     ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE,
 };

@@ -9,7 +9,7 @@ use foreshore_devices::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneS
 use super::memory::plug_bandwidth;
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
-use crate::cpu::packages::{self, VcpuPlace};
+use crate::cpu::cpu_topology::{self, VcpuPlace};
 
 /// Name of the DRAM zone if there is no `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";
@@ -373,14 +373,14 @@ fn count(
 
 fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPlace>, ConfigError> {
     if let Some(topology) = &config.cpus.topology {
-        return packages::places_of(topology).ok_or_else(|| {
+        return cpu_topology::places_of(topology).ok_or_else(|| {
             let reason =
                 "topology leaves gaps in the APIC IDs, and exceeds their maximum of 255".to_owned();
             ConfigError::Conflict { flag: "--cpus", reason }
         });
     }
     let nodes: Vec<&[u8]> = cpus.values().map(Vec::as_slice).collect();
-    packages::places(&nodes).ok_or_else(|| {
+    cpu_topology::places(&nodes).ok_or_else(|| {
         let most = nodes.iter().map(|cpus| cpus.len()).max().unwrap_or(0);
         let reason = format!(
             "{} nodes with up to {most} vCPUs: each is a package, and they exceed the maximum of 255 APIC IDs",

@@ -302,8 +302,8 @@ mod tests {
         }
         assert_eq!(read("boot=2,affinity=1@[4]"), read("boot=2,affinity=[1@[4]]"));
         for text in ["[0]", "[0@[3-1]]", "[0@[1],]", "[0@[1]1@[2]]", "[x@[1]]", "[0@[]]"] {
-            let told = error(&format!("boot=2,affinity={text}"));
-            assert!(told.contains("is not [vCPU@[CPUs of the host],...]"), "{text}: {told}");
+            let message = error(&format!("boot=2,affinity={text}"));
+            assert!(message.contains("is not [vCPU@[CPUs of the host],...]"), "{text}: {message}");
         }
         assert_eq!(
             error("boot=2,affinity=[2@[0]]"),
@@ -352,8 +352,8 @@ mod tests {
         let json =
             json!({"boot_vcpus": 1, "max_vcpus": 2, "affinity": [{"vcpu": 1, "host_cpus": []}]});
         let empty: CpusConfig = serde_json::from_value(json).unwrap();
-        let told = empty.validate().unwrap_err().to_string();
-        assert_eq!(told, "--cpus: affinity leaves vCPU 1 no CPU of the host");
+        let message = empty.validate().unwrap_err().to_string();
+        assert_eq!(message, "--cpus: affinity leaves vCPU 1 no CPU of the host");
     }
 
     proptest! {

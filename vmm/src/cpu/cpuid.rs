@@ -10,7 +10,7 @@
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
-use super::packages::{Shape, VcpuPlace};
+use super::cpu_topology::{Shape, VcpuPlace};
 
 const VMX: u32 = 1 << 5;
 /// Leaf 1, ECX: an MSR reports the capabilities of performance counters.

@@ -1,9 +1,9 @@
 //! vCPUs: their CPUID, their initial state, and their threads.
 
 pub(crate) mod config;
+pub(crate) mod cpu_topology;
 pub(crate) mod cpuid;
 pub(crate) mod metrics;
-pub(crate) mod packages;
 pub(crate) mod placement;
 mod ports;
 pub(crate) mod run;

@@ -144,9 +144,9 @@ mod tests {
         if !here.contains(&1023) {
             let error = pin(thread.as_pthread_t(), 3, &[1023]).unwrap_err().to_string();
             let online = fs::read_to_string(ONLINE).unwrap();
-            let told =
+            let message =
                 "cannot pin vCPU 3 to the host CPUs [1023] (--cpus affinity=); the host's CPUs: ";
-            assert_eq!(error, format!("{told}{}", online.trim()));
+            assert_eq!(error, format!("{message}{}", online.trim()));
         }
         pin(thread.as_pthread_t(), 3, &[last]).unwrap();
         go.send(()).unwrap();

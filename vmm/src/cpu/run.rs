@@ -14,9 +14,9 @@ use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use foreshore_devices::brake::{self, Brake};
 use foreshore_devices::bus::Bus;
-use foreshore_devices::log::sparsely;
+use foreshore_devices::entry_inhibitor::{self, EntryInhibitor};
+use foreshore_devices::log::rate_limited;
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
@@ -61,9 +61,9 @@ pub(crate) struct Surroundings {
     pub mmio: Arc<Bus>,
     /// Receives events that the vCPU thread cannot handle.
     pub events: EventSink,
-    pub brake: Arc<Brake>,
+    pub inhibitor: Arc<EntryInhibitor>,
     /// Checks whether guest memory is lost, and returns true if it is. If so, guest entry is
-    /// inhibited and the VM's owner is notified.
+    /// inhibited and the VM task is notified.
     pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
@@ -75,9 +75,9 @@ enum Wanted {
 }
 
 /// Returns true if the vCPU must not enter the guest.
-fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
+fn wanted_waits(wanted: Wanted, inhibited: bool) -> bool {
     match wanted {
-        Wanted::Run => braked,
+        Wanted::Run => inhibited,
         Wanted::Pause => true,
         Wanted::Stop => false,
     }
@@ -89,7 +89,7 @@ struct Shared {
     /// `wanted` is locked.
     is_out: AtomicBool,
     changed: Condvar,
-    brake: Arc<Brake>,
+    inhibitor: Arc<EntryInhibitor>,
     /// True if the thread has waited since it last ran the guest. The guest then does not know that
     /// time has passed.
     has_waited: AtomicBool,
@@ -109,12 +109,12 @@ unsafe impl Send for ImmediateExit {}
 
 impl Shared {
     /// Creates the state of a paused vCPU.
-    fn new(brake: Arc<Brake>) -> Self {
+    fn new(inhibitor: Arc<EntryInhibitor>) -> Self {
         Self {
             wanted: Mutex::new(Wanted::Pause),
             is_out: AtomicBool::new(true),
             changed: Condvar::new(),
-            brake,
+            inhibitor,
             has_waited: AtomicBool::new(false),
             nmi: AtomicBool::new(false),
             afresh: AtomicBool::new(false),
@@ -126,9 +126,9 @@ impl Shared {
     /// vCPU must be reset. Returns false if the thread must end.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
-        // Releasing the brake does not need to notify `changed`. The vCPU is paused before the
+        // Releasing the inhibitor does not need to notify `changed`. The vCPU is paused before the
         // release, and the next request notifies `changed`.
-        while wanted_waits(*wanted, self.brake.is_pulled()) && !self.may_begin_afresh() {
+        while wanted_waits(*wanted, self.inhibitor.is_set()) && !self.may_begin_afresh() {
             self.is_out.store(true, Ordering::Relaxed);
             self.has_waited.store(true, Ordering::Relaxed);
             self.changed.notify_all();
@@ -145,7 +145,7 @@ impl Shared {
     /// Returns true if a reset is pending and can be done now. A reset enters KVM, which is
     /// inhibited while guest memory is lost.
     fn may_begin_afresh(&self) -> bool {
-        self.afresh.load(Ordering::SeqCst) && !self.brake.is_pulled()
+        self.afresh.load(Ordering::SeqCst) && !self.inhibitor.is_set()
     }
 
     fn set_afresh(&self, afresh: bool) {
@@ -158,7 +158,7 @@ impl Shared {
     /// `deadline`.
     fn wait_until_fresh(&self, deadline: Instant) -> bool {
         let mut wanted = self.wanted.lock();
-        // The brake may have been released since the thread checked it.
+        // The inhibitor may have been released since the thread checked it.
         self.changed.notify_all();
         while self.afresh.load(Ordering::SeqCst) {
             if self.changed.wait_until(&mut wanted, deadline).timed_out() {
@@ -254,7 +254,7 @@ pub(crate) struct VcpuThread {
 
 impl VcpuThread {
     pub(crate) fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
-        brake::install_handler().map_err(CpuError::Signal)?;
+        entry_inhibitor::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
         // libvirt searches for vCPU threads by this name when it pins them.
@@ -276,8 +276,8 @@ impl VcpuThread {
     /// reset.
     pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
         let Self { index, thread, runner } = self;
-        let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
-        let shared = Arc::new(Shared::new(brake));
+        let Surroundings { ports, mmio, events, inhibitor, memory_is_lost } = surroundings;
+        let shared = Arc::new(Shared::new(inhibitor));
         let shared_too = Arc::clone(&shared);
         let vcpu =
             Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
@@ -452,20 +452,20 @@ impl Runner {
     }
 
     fn run_once(&mut self) -> Next {
-        let brake = &self.shared.brake;
-        if !brake.enter(self.index) {
+        let inhibitor = &self.shared.inhibitor;
+        if !inhibitor.enter(self.index) {
             return Next::Again;
         }
         let run: *const kvm_run = self.fd.get_kvm_run();
         let exit = self.fd.run();
-        brake.leave(self.index);
+        inhibitor.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
                 // SAFETY: the page is mapped as long as the vCPU exists, and the exit is a port
                 // access.
                 let element_bytes = unsafe { ports::element_bytes(run) };
                 if !ports::read(&self.ports, port, data, element_bytes) {
-                    sparsely!(
+                    rate_limited!(
                         debug,
                         port = format_args!("{port:#x}"),
                         len = data.len(),
@@ -477,7 +477,7 @@ impl Runner {
                 // SAFETY: as above.
                 let element_bytes = unsafe { ports::element_bytes(run) };
                 if !ports::write(&self.ports, port, data, element_bytes) {
-                    sparsely!(
+                    rate_limited!(
                         debug,
                         port = format_args!("{port:#x}"),
                         ?data,
@@ -488,13 +488,18 @@ impl Runner {
             Ok(VcpuExit::MmioRead(address, data)) => {
                 if !self.mmio.read(address, data) {
                     let address = format_args!("{address:#x}");
-                    sparsely!(debug, address, len = data.len(), "No device answers a memory read");
+                    rate_limited!(
+                        debug,
+                        address,
+                        len = data.len(),
+                        "No device answers a memory read"
+                    );
                 }
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 if !self.mmio.write(address, data) {
                     let address = format_args!("{address:#x}");
-                    sparsely!(debug, address, ?data, "No device answers a memory write");
+                    rate_limited!(debug, address, ?data, "No device answers a memory write");
                 }
             }
             Ok(VcpuExit::Intr) => {}
@@ -528,7 +533,7 @@ fn next_after(
 ) -> Next {
     match errno {
         libc::EINTR | libc::EAGAIN => Next::Again,
-        // The accessed memory has been lost. The brake is pulled, so this vCPU cannot enter the
+        // The accessed memory has been lost. The inhibitor is set, so this vCPU cannot enter the
         // guest again.
         libc::EFAULT if memory_is_lost() => Next::Again,
         libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
@@ -560,22 +565,22 @@ mod tests {
     }
 
     /// Loop of a vCPU thread, without KVM. For each entry, it sends the number of the entry and
-    /// whether the brake was pulled. It pulls the brake in the exit after entry `pull_in`, as a
-    /// device would.
+    /// whether the inhibitor was set. It sets the inhibitor in the exit after entry `inhibit_in`,
+    /// as a device would.
     fn vcpu(
         shared: &Arc<Shared>,
-        pull_in: u32,
+        inhibit_in: u32,
     ) -> (mpsc::Receiver<(u32, bool)>, thread::JoinHandle<()>) {
         let (entered, entries) = mpsc::sync_channel(0);
         let shared = Arc::clone(shared);
         let thread = thread::spawn(move || {
             for number in 1.. {
                 let runs = shared.wait_until_wanted();
-                if !runs || entered.send((number, shared.brake.is_pulled())).is_err() {
+                if !runs || entered.send((number, shared.inhibitor.is_set())).is_err() {
                     return;
                 }
-                if number == pull_in {
-                    shared.brake.pull();
+                if number == inhibit_in {
+                    shared.inhibitor.set();
                 }
             }
         });
@@ -584,20 +589,20 @@ mod tests {
 
     #[test]
     fn vcpu_that_inhibits_entry_stays_out_until_paused_and_resumed() {
-        let brake = Arc::new(Brake::default());
-        let shared = Arc::new(Shared::new(Arc::clone(&brake)));
+        let inhibitor = Arc::new(EntryInhibitor::default());
+        let shared = Arc::new(Shared::new(Arc::clone(&inhibitor)));
         let (entries, thread) = vcpu(&shared, 3);
         shared.want(Wanted::Run);
         let before: Vec<_> = (0..3).map(|_| entries.recv_timeout(LIMIT).unwrap()).collect();
         assert_eq!(before, [(1, false), (2, false), (3, false)]);
-        while !brake.is_pulled() {
+        while !inhibitor.is_set() {
             thread::yield_now();
         }
         // 1. A thread that has not received the event requests that the vCPU run.
         shared.want(Wanted::Run);
-        // 2. The owner handles the event, and resumes the vCPU later.
+        // 2. The VM task handles the event, and resumes the vCPU later.
         shared.want(Wanted::Pause);
-        brake.release();
+        inhibitor.release();
         shared.want(Wanted::Run);
         assert_eq!(entries.recv_timeout(LIMIT), Ok((4, false)));
         shared.want(Wanted::Stop);
@@ -607,7 +612,7 @@ mod tests {
 
     #[test]
     fn pause_completes_when_the_exit_completes() {
-        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let shared = Arc::new(Shared::new(Arc::new(EntryInhibitor::default())));
         let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
         let vcpu = Arc::clone(&shared);
         let thread = thread::spawn(move || {
@@ -643,7 +648,7 @@ mod tests {
     /// Checks only the pending flag. A guest test covers the delivery by KVM.
     #[test]
     fn nmi_of_paused_vcpu_is_delivered_once_on_resume() {
-        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let shared = Arc::new(Shared::new(Arc::new(EntryInhibitor::default())));
         let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
         let (entered, entries) = mpsc::sync_channel(0);
         let runner = Arc::clone(&shared);
@@ -687,7 +692,7 @@ mod tests {
     /// The reset is also done while the VM remains paused.
     #[test]
     fn paused_vcpu_is_reset_when_its_exit_completes() {
-        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let shared = Arc::new(Shared::new(Arc::new(EntryInhibitor::default())));
         let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
         let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
         let runner = Arc::clone(&shared);
@@ -715,11 +720,11 @@ mod tests {
         leave.send(()).unwrap();
         assert!(vcpu.wait_until_fresh(soon()));
         assert!(entries.try_recv().is_err(), "it stays out");
-        // While memory is lost, the reset waits until the brake is released.
-        shared.brake.pull();
+        // While memory is lost, the reset waits until the inhibitor is released.
+        shared.inhibitor.set();
         vcpu.begin_afresh();
         assert!(!vcpu.wait_until_fresh(Instant::now()) && entries.try_recv().is_err());
-        shared.brake.release();
+        shared.inhibitor.release();
         thread::scope(|scope| {
             let waiter = scope.spawn(|| vcpu.wait_until_fresh(soon()));
             assert_eq!(entries.recv_timeout(LIMIT), Ok(true));
@@ -734,7 +739,7 @@ mod tests {
 
     #[test]
     fn parking_does_not_override_a_stop_request() {
-        let shared = Shared::new(Arc::new(Brake::default()));
+        let shared = Shared::new(Arc::new(EntryInhibitor::default()));
         shared.want(Wanted::Run);
         shared.park();
         assert_eq!(*shared.wanted.lock(), Wanted::Pause);
@@ -761,7 +766,7 @@ mod tests {
 
     #[test]
     fn inhibited_entry_holds_back_only_running_vcpus() {
-        let waits = |wanted| [false, true].map(|braked| wanted_waits(wanted, braked));
+        let waits = |wanted| [false, true].map(|inhibited| wanted_waits(wanted, inhibited));
         assert_eq!(waits(Wanted::Run), [false, true]);
         assert_eq!(waits(Wanted::Pause), [true, true]);
         assert_eq!(waits(Wanted::Stop), [false, false]);
@@ -769,9 +774,9 @@ mod tests {
 
     #[test]
     fn vcpu_ends_while_entry_is_inhibited() {
-        let brake = Arc::new(Brake::default());
-        let shared = Arc::new(Shared::new(Arc::clone(&brake)));
-        brake.pull();
+        let inhibitor = Arc::new(EntryInhibitor::default());
+        let shared = Arc::new(Shared::new(Arc::clone(&inhibitor)));
+        inhibitor.set();
         let (entries, thread) = vcpu(&shared, 0);
         shared.want(Wanted::Run);
         shared.want(Wanted::Stop);

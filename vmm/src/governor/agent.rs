@@ -46,7 +46,7 @@ pub(super) async fn serve(
     let (mut from, mut to) = stream.split();
     let mut outgoing = Outgoing::default();
     loop {
-        outgoing.tell(settings());
+        outgoing.send(settings());
         let len = tokio::select! {
             biased;
             written = outgoing.write(&mut to), if outgoing.is_waiting() => {
@@ -78,7 +78,7 @@ pub(super) async fn serve(
 #[derive(Debug, Default)]
 struct Outgoing {
     /// Settings in `line`, which may already have been written.
-    told: Option<Settings>,
+    sent: Option<Settings>,
     line: Vec<u8>,
     /// Number of bytes in `line` that have been written.
     written: usize,
@@ -87,14 +87,14 @@ struct Outgoing {
 impl Outgoing {
     /// Queues `settings` if they have changed. They replace a queued line, unless part of that line
     /// has already been written.
-    fn tell(&mut self, settings: Settings) {
+    fn send(&mut self, settings: Settings) {
         let is_begun = self.is_waiting() && self.written > 0;
-        if is_begun || self.told == Some(settings) {
+        if is_begun || self.sent == Some(settings) {
             return;
         }
         self.line.clear();
         encode_line(&VmmMessage::Settings(settings), &mut self.line);
-        (self.told, self.written) = (Some(settings), 0);
+        (self.sent, self.written) = (Some(settings), 0);
     }
 
     fn is_waiting(&self) -> bool {

@@ -28,7 +28,7 @@ use super::GovernorError;
 use super::error::{AboveZones, DescriptorLack};
 use super::metrics::GuestSoftware;
 use super::record::{Recorder, Target};
-use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
+use super::{BalloonSource, GovernedZone, GovernedZones, PoolFree, UnmanagedMemory};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 
 /// Name of the call in error messages.
@@ -78,7 +78,7 @@ impl Core {
             zones: GovernedZones(zones.into()),
             balloon: None,
             boot_bytes,
-            beside: Beside::default(),
+            unmanaged: UnmanagedMemory::default(),
             pool_free,
             distances: Distances::default(),
         };
@@ -103,8 +103,8 @@ impl Core {
     }
 
     /// Sets the memory that the guest may use but the governor does not size.
-    pub fn with_beside(mut self, beside: Beside) -> Self {
-        self.devices.beside = beside;
+    pub fn with_unmanaged(mut self, unmanaged: UnmanagedMemory) -> Self {
+        self.devices.unmanaged = unmanaged;
         self
     }
 
@@ -250,7 +250,7 @@ struct GovernedDevices {
     zones: GovernedZones,
     balloon: Option<Arc<dyn BalloonSource>>,
     boot_bytes: u64,
-    beside: Beside,
+    unmanaged: UnmanagedMemory,
     pool_free: PoolFree,
     distances: Distances,
 }
@@ -261,8 +261,8 @@ impl GovernedDevices {
         let balloon = self.zones.iter().position(|zone| zone.id == BALLOON_ZONE);
         HostView {
             zones: self.zones.sizes(),
-            boot_bytes: self.boot_bytes.saturating_add(self.beside.dimm_bytes()),
-            mapped_bytes: self.beside.mapped_bytes(),
+            boot_bytes: self.boot_bytes.saturating_add(self.unmanaged.dimm_bytes()),
+            mapped_bytes: self.unmanaged.mapped_bytes(),
             pool_free_bytes: (self.pool_free)(),
             distances: self.distances.clone(),
             balloon: balloon.map(|at| ZoneId(at as u32)),

@@ -99,7 +99,7 @@ impl Index<ZoneId> for GovernedZones {
 /// Memory that is added while the guest runs, but not by the governor. The guest's reports include
 /// this memory if the guest uses it.
 #[derive(Clone, Debug, Default)]
-pub struct Beside {
+pub struct UnmanagedMemory {
     /// Total memory of added DIMMs. DIMMs are never removed, and the guest treats them like boot
     /// memory.
     pub dimm_bytes: Arc<AtomicU64>,
@@ -108,7 +108,7 @@ pub struct Beside {
     pub mapped_bytes: Arc<AtomicU64>,
 }
 
-impl Beside {
+impl UnmanagedMemory {
     fn dimm_bytes(&self) -> u64 {
         self.dimm_bytes.load(Ordering::Relaxed)
     }

@@ -24,7 +24,7 @@ use std::time::Duration;
 use balloon::TimeMs;
 use balloon::governor::FAST_INTERVAL_MS;
 use balloon::proto::Settings;
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
@@ -427,7 +427,7 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
             }
             // A restarted agent may connect before the VMM notices the end of its old connection.
             newer = agents.recv() => {
-                sparsely!(warn, "Another agent has connected; dropped the older connection");
+                rate_limited!(warn, "Another agent has connected; dropped the older connection");
                 newer
             }
         };

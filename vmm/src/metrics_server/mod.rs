@@ -31,7 +31,7 @@ use crate::vm::request::{VmHandle, VmRequest};
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
 /// Creates a router that serves `metrics`. For each scrape, the zone sizes are requested from the
-/// VM's owner. If `host_names` is given, a request is refused unless its host is one of these
+/// VM task. If `host_names` is given, a request is refused unless its host is one of these
 /// names, `localhost` or an IP address.
 pub(crate) fn router(
     metrics: Arc<Metrics>,

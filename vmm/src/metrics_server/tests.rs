@@ -21,7 +21,7 @@ use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::events::{Event, EventCounters, Events};
 use foreshore_devices::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use foreshore_devices::memory::backing::{MappingBudget, Reservation};
-use foreshore_devices::memory::lost::{LossFlag, LostMemory};
+use foreshore_devices::memory::lost_memory::{LossFlag, LostMemory};
 use foreshore_devices::memory::view::GuestView;
 use foreshore_devices::metrics::Registration;
 use foreshore_devices::nvdimm::FlushHintMetrics;
@@ -55,8 +55,8 @@ use crate::governor::metrics::{
 };
 use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
-use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, VmState, VmStatus, ZoneInfo};
+use crate::vm::vm_task::RestartMetrics;
 use balloon::governor::AgentState;
 
 const DOC: &str = include_str!("../../../docs/reference/metrics.md");
@@ -253,7 +253,7 @@ fn calls() -> Arc<CallMetrics> {
 
 fn everything() -> Everything {
     let metrics = Arc::new(Metrics::new("vm \"1\""));
-    metrics.add(told());
+    metrics.add(event_counters());
     register_process(&metrics, false);
     metrics.add(Arc::new(RefusedHosts::default()));
     let restarts = Arc::<RestartMetrics>::default();
@@ -399,9 +399,9 @@ fn label_names(sample: &str) -> Vec<String> {
 }
 
 /// Counters after one event.
-fn told() -> Arc<EventCounters> {
+fn event_counters() -> Arc<EventCounters> {
     let events = Events::start();
-    events.tell(Event::VmBooted);
+    events.emit(Event::VmBooted);
     events.counters()
 }
 

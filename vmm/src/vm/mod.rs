@@ -6,12 +6,12 @@ mod error;
 mod kvm;
 pub(crate) mod machine;
 pub(crate) mod named_twice;
-pub mod owner;
+mod numa_tables;
 mod pm;
 pub mod request;
 mod resize_plan;
 pub(crate) mod resources;
-mod zones;
+pub mod vm_task;
 
 pub use balloon::governor::decision;
 

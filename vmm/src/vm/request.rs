@@ -1,6 +1,6 @@
 //! Requests to the task that owns the VM, and the answers.
 //!
-//! The API, signal handlers and metrics use a [`VmHandle`]. Only the owner at the other end
+//! The API, signal handlers and metrics use a [`VmHandle`]. Only the VM task at the other end
 //! accesses the VM.
 
 use std::collections::BTreeMap;
@@ -493,7 +493,7 @@ pub enum VmError {
 
 pub type Reply<T> = oneshot::Sender<Result<T, VmError>>;
 
-/// Request to the owner of the VM.
+/// Request to the VM task.
 #[derive(Debug)]
 pub enum VmRequest {
     /// `vm.create`; the configuration has already been validated.
@@ -543,14 +543,14 @@ pub enum VmRequest {
     ShutdownVmm(Reply<()>),
 }
 
-/// Handle that sends requests to the VM's owner. Clones are cheap.
+/// Handle that sends requests to the VM task. Clones are cheap.
 #[derive(Clone, Debug)]
 pub struct VmHandle {
     requests: mpsc::Sender<VmRequest>,
     busy: watch::Receiver<Option<VmInfo>>,
 }
 
-/// Owner's end of a [`VmHandle`].
+/// VM task's end of a [`VmHandle`].
 #[derive(Debug)]
 pub struct Requests {
     queue: mpsc::Receiver<VmRequest>,
@@ -570,7 +570,7 @@ impl Requests {
 }
 
 impl VmHandle {
-    /// Creates a handle, and the receiving end for the owner.
+    /// Creates a handle, and the receiving end for the VM task.
     pub fn channel() -> (Self, Requests) {
         let (requests, queue) = mpsc::channel(64);
         let (sender, busy) = watch::channel(None);
@@ -584,8 +584,9 @@ impl VmHandle {
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// Answers `vm.info`. The owner may be busy for seconds. During that time, the answer contains
-    /// the state before the work in progress. That state remains valid until the work is done.
+    /// Answers `vm.info`. The VM task may be busy for seconds. During that time, the answer
+    /// contains the state before the work in progress. That state remains valid until the work is
+    /// done.
     pub async fn info(&self) -> Result<VmInfo, VmError> {
         let mut busy = self.busy.clone();
         tokio::select! {

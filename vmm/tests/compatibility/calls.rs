@@ -46,7 +46,7 @@ fn info() -> VmInfo {
     .expect("vm.info's fields")
 }
 
-/// Answers every request as the VM's owner would on success.
+/// Answers every request as the VM task would on success.
 async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<AtomicBool>) {
     while let Some(request) = requests.recv().await {
         asked.lock().push(format!("{request:?}"));
@@ -178,7 +178,7 @@ impl Api {
         serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{call}: {status} {error}"))
     }
 
-    /// Checks that a field in a body reaches the owner.
+    /// Checks that a field in a body reaches the VM task.
     async fn of_body(&self, call: &str, base: &Value, field: &str, text: &str) -> Verdict {
         let mut body = base.clone();
         let value: Value = serde_json::from_str(text).unwrap();

@@ -214,11 +214,11 @@ fn events_match_their_description() {
     let described = sample(&document, &document["components"]["schemas"]["Event"]);
     let (events, _runtime) = (foreshore_devices::events::Events::start(), ());
     let mut watcher = events.watch();
-    events.tell(Event::VmBooted);
+    events.emit(Event::VmBooted);
     let seen =
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
-    let Some(foreshore_devices::events::Seen::Event(told)) = seen else { panic!("{seen:?}") };
-    let told = serde_json::to_value(&*told).unwrap();
-    assert_eq!(names(&told), names(&described));
-    assert_eq!(names(&told["timestamp"]), names(&described["timestamp"]));
+    let Some(foreshore_devices::events::Seen::Event(event)) = seen else { panic!("{seen:?}") };
+    let event = serde_json::to_value(&*event).unwrap();
+    assert_eq!(names(&event), names(&described));
+    assert_eq!(names(&event["timestamp"]), names(&described["timestamp"]));
 }

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{DeviceWork, EventEmitter, SetupResult};
-use crate::brake::Brake;
 use crate::bus::{Bus, IoEvents};
+use crate::entry_inhibitor::EntryInhibitor;
 use crate::event_loop::EventLoopHandle;
 use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
-use crate::memory::lost::LostMemory;
+use crate::memory::lost_memory::LostMemory;
 use crate::memory::view::GuestView;
 use crate::metrics::Metrics;
 use crate::pci::RootBus;
@@ -35,7 +35,7 @@ pub struct MachineParts {
     pub metrics: Arc<Metrics>,
     /// Restarts the guest, as if the guest had requested this.
     pub reset_guest: Arc<dyn Fn() + Send + Sync>,
-    /// Requests that the owner pauses the VM. The argument is the reason.
+    /// Requests that the VM task pauses the VM. The argument is the reason.
     pub pause_guest: Arc<dyn Fn(String) + Send + Sync>,
 }
 
@@ -45,8 +45,8 @@ pub struct DeviceContext {
     pub mmio: Arc<Bus>,
     pub pci: Arc<RootBus>,
     pub router: Arc<MsiRouter>,
-    /// Brake for devices that cannot report a failure to the guest.
-    pub brake: Arc<Brake>,
+    /// Entry inhibitor for devices that cannot report a failure to the guest.
+    pub inhibitor: Arc<EntryInhibitor>,
     /// Watch of memory that may be lost.
     pub lost: Arc<LostMemory>,
     /// Threads on which devices work.
@@ -61,14 +61,14 @@ impl DeviceContext {
         let pci = RootBus::new(&mmio);
         mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
         ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
-        let brake = Arc::new(Brake::new(machine.max_vcpus));
+        let inhibitor = Arc::new(EntryInhibitor::new(machine.max_vcpus));
         Ok(Self {
             ports,
             mmio,
             pci,
             router: MsiRouter::new(Arc::clone(&machine.interrupts)),
-            lost: Arc::new(LostMemory::new(Arc::clone(&brake), machine.view.loss())?),
-            brake,
+            lost: Arc::new(LostMemory::new(Arc::clone(&inhibitor), machine.view.loss())?),
+            inhibitor,
             work: DeviceWork::new(Vec::new()),
             emitter: EventEmitter::new(machine.events.clone()),
             machine,

@@ -25,7 +25,7 @@ impl EventEmitter {
 
     pub fn emit(&self, event: Event<'_>) {
         if !self.is_silent.load(Ordering::Relaxed) {
-            self.events.tell_of_guest(event);
+            self.events.emit_of_guest(event);
         }
     }
 }

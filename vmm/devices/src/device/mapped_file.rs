@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use super::{DeviceContext, SetupResult};
 use crate::memory::backing::Access;
 use crate::memory::layout::GuestRange;
-use crate::memory::lost::WatchedRange;
+use crate::memory::lost_memory::WatchedRange;
 use crate::memory::{MappedRange, Memory};
 
 /// File, or part of a file, that is mapped into guest memory. Dropping it removes the file from

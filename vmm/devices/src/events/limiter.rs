@@ -42,7 +42,7 @@ impl Bounds {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    Tell,
+    Emit,
     /// The event equals the last one that was sent or withheld.
     Known,
     /// The allowance is used up. The event is sent later, unless another event replaces it.
@@ -76,7 +76,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
         Self { bounds, accounts: BTreeMap::new() }
     }
 
-    /// Decides whether to send an event. If the verdict is `Tell`, the event counts as sent.
+    /// Decides whether to send an event. If the verdict is `Emit`, the event counts as sent.
     pub(super) fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
         let (bounds, is_zone) = (self.bounds, matches!(source, Source::Zone(_)));
         let account = self.account(source, now);
@@ -93,7 +93,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
         }
         account.withheld = None;
         account.last = is_zone.then(|| event.clone());
-        Verdict::Tell
+        Verdict::Emit
     }
 
     /// Records that a client made a request to a source. The next event is sent even if it repeats

@@ -26,40 +26,41 @@ fn hear_hundred(limiter: &mut Limiter<u64>, source: &Source, now: Instant) {
 fn repeated_event_of_a_zone_is_not_sent() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(Bounds::USUAL));
     for (event, verdict) in [
-        (0, Verdict::Tell),
+        (0, Verdict::Emit),
         (0, Verdict::Known),
-        (2, Verdict::Tell),
-        (1, Verdict::Tell),
+        (2, Verdict::Emit),
+        (1, Verdict::Emit),
         (1, Verdict::Known),
-        (2, Verdict::Tell),
+        (2, Verdict::Emit),
     ] {
         assert_eq!(limiter.hear(zone(), &event, now), verdict, "{event}");
     }
     // Repeated events of a device are all sent, because each is a separate occurrence.
-    assert!((0..3).all(|_| limiter.hear(device(1), &0, now) == Verdict::Tell));
+    assert!((0..3).all(|_| limiter.hear(device(1), &0, now) == Verdict::Emit));
 }
 
 #[test]
 fn one_event_per_span_is_sent_after_a_burst() {
     let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
-    let mut told =
-        |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Tell).count();
-    assert_eq!(told(start), 4);
-    assert_eq!(told(start + BOUNDS.span - SECOND), 0);
-    assert_eq!(told(start + BOUNDS.span), 1);
+    let mut emitted =
+        |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Emit).count();
+    assert_eq!(emitted(start), 4);
+    assert_eq!(emitted(start + BOUNDS.span - SECOND), 0);
+    assert_eq!(emitted(start + BOUNDS.span), 1);
     // Withholding an event does not restart the current span.
-    assert_eq!(told(start + BOUNDS.span * 2 - SECOND), 0);
-    assert_eq!(told(start + BOUNDS.span * 2 + SECOND), 1);
-    assert_eq!(told(start + BOUNDS.span * 3), 1);
-    assert_eq!(told(start + BOUNDS.span * 100), 4);
+    assert_eq!(emitted(start + BOUNDS.span * 2 - SECOND), 0);
+    assert_eq!(emitted(start + BOUNDS.span * 2 + SECOND), 1);
+    assert_eq!(emitted(start + BOUNDS.span * 3), 1);
+    assert_eq!(emitted(start + BOUNDS.span * 100), 4);
 }
 
 #[test]
 fn sources_have_separate_allowances() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     for source in [Source::Vm, zone(), device(1), device(2)] {
-        let told = (0..100).filter(|nth| limiter.hear(source.clone(), nth, now) == Verdict::Tell);
-        assert_eq!(told.count(), 4, "{source:?}");
+        let emitted =
+            (0..100).filter(|nth| limiter.hear(source.clone(), nth, now) == Verdict::Emit);
+        assert_eq!(emitted.count(), 4, "{source:?}");
     }
 }
 
@@ -79,7 +80,7 @@ fn last_withheld_event_is_sent_at_the_end_of_its_span() {
 #[test]
 fn withheld_event_is_dropped_if_the_state_changes_back() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
-    assert!((0..4).all(|nth| limiter.hear(zone(), &nth, now) == Verdict::Tell));
+    assert!((0..4).all(|nth| limiter.hear(zone(), &nth, now) == Verdict::Emit));
     assert_eq!(limiter.hear(zone(), &7, now), Verdict::Withhold);
     assert_eq!(
         limiter.hear(zone(), &3, now),
@@ -92,12 +93,12 @@ fn withheld_event_is_dropped_if_the_state_changes_back() {
 #[test]
 fn result_of_a_request_is_sent_beyond_the_allowance() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
-    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Emit);
     limiter.ask(zone(), now);
-    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Emit);
     hear_hundred(&mut limiter, &zone(), now);
     limiter.ask(zone(), now);
-    assert_eq!(limiter.hear(zone(), &98, now), Verdict::Tell, "the withheld event was replaced");
+    assert_eq!(limiter.hear(zone(), &98, now), Verdict::Emit, "the withheld event was replaced");
     assert_eq!(
         (limiter.hear(zone(), &1, now), limiter.due()),
         (Verdict::Withhold, Some(now + BOUNDS.span))
@@ -105,7 +106,7 @@ fn result_of_a_request_is_sent_beyond_the_allowance() {
     // A request exempts the next event from the limit, but not an event that is already withheld.
     limiter.ask(zone(), now);
     assert_eq!((limiter.due(), limiter.release(now)), (Some(now + BOUNDS.span), vec![]));
-    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell, "withheld or not");
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Emit, "withheld or not");
     assert_eq!((limiter.due(), limiter.hear(zone(), &1, now)), (None, Verdict::Known));
 }
 
@@ -120,7 +121,7 @@ fn end_of_a_machine_drops_withheld_events_except_those_of_the_vm() {
     assert_eq!(limiter.release_of(&Source::Vm), Some(99));
     // The memory of the next machine may reach the same state as that of the last one.
     let later = now + BOUNDS.span;
-    assert_eq!(limiter.hear(zone(), &3, later), Verdict::Tell);
+    assert_eq!(limiter.hear(zone(), &3, later), Verdict::Emit);
 }
 
 #[test]
@@ -186,7 +187,7 @@ struct OnlyRepetitions(Option<u64>);
 
 impl Rule for OnlyRepetitions {
     fn hear(&mut self, _: Source, event: u64, _: Instant) -> Verdict {
-        if self.0.replace(event) == Some(event) { Verdict::Known } else { Verdict::Tell }
+        if self.0.replace(event) == Some(event) { Verdict::Known } else { Verdict::Emit }
     }
     fn release(&mut self, _: Instant) -> Vec<u64> {
         Vec::new()
@@ -207,17 +208,17 @@ enum Step {
 /// received the last event, unless the machine has ended.
 fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<(), String> {
     let start = Instant::now();
-    let (mut told, mut seen, mut happened, mut now) = (0, None, None, start);
+    let (mut emitted, mut seen, mut happened, mut now) = (0, None, None, start);
     for &(seconds, step) in steps {
         now += SECOND * seconds;
         for event in rule.release(now) {
-            (told, seen) = (told + 1, Some(event));
+            (emitted, seen) = (emitted + 1, Some(event));
         }
         match step {
             Step::Event(event) => {
                 happened = Some(event);
-                if rule.hear(source.clone(), event, now) == Verdict::Tell {
-                    (told, seen) = (told + 1, Some(event));
+                if rule.hear(source.clone(), event, now) == Verdict::Emit {
+                    (emitted, seen) = (emitted + 1, Some(event));
                 }
             }
             Step::EndMachine => {
@@ -228,8 +229,8 @@ fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<
             }
         }
         let most = BOUNDS.burst + ((now - start).as_secs() / BOUNDS.span.as_secs()) as u32;
-        if told > most {
-            return Err(format!("{told} of {most} events after {:?}", now - start));
+        if emitted > most {
+            return Err(format!("{emitted} of {most} events after {:?}", now - start));
         }
     }
     seen = rule.release(now + BOUNDS.span).into_iter().next_back().or(seen);
@@ -274,11 +275,11 @@ fn faulty_limiters_are_detected() {
 #[test]
 fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
     let (mut limiter, now) = (Limiter::new(Bounds::USUAL), Instant::now());
-    let told = (0..1000)
-        .filter(|nth| limiter.hear(Source::Kind("foreshore", "panic"), nth, now) == Verdict::Tell)
+    let emitted = (0..1000)
+        .filter(|nth| limiter.hear(Source::Kind("foreshore", "panic"), nth, now) == Verdict::Emit)
         .count();
-    assert_eq!(told, Bounds::USUAL.burst as usize);
-    assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
+    assert_eq!(emitted, Bounds::USUAL.burst as usize);
+    assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Emit);
     // A panic is still sent after its machine has ended.
     limiter.end_machine();
     assert_eq!(limiter.release_of(&Source::Kind("foreshore", "panic")), Some(999));

@@ -33,7 +33,7 @@ const QUEUED: usize = 1024;
 /// Event in the form in which it is written. Names and order of the fields are those of Cloud
 /// Hypervisor, except that `time` follows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Told {
+pub struct EmittedEvent {
     /// Time since the VMM's start.
     pub timestamp: Duration,
     /// `vmm`, `vm` or `virtio-device`. `foreshore` for events that Cloud Hypervisor does not have.
@@ -55,7 +55,7 @@ fn with_microseconds<S: Serializer>(time: &jiff::Timestamp, to: S) -> Result<S::
 pub struct Events {
     start: Instant,
     /// `None` marks the end of the stream.
-    queue: broadcast::Sender<Option<Arc<Told>>>,
+    queue: broadcast::Sender<Option<Arc<EmittedEvent>>>,
     counters: Arc<EventCounters>,
     /// Locked while a rate-limited event is sent, so that events are sent in the order in which
     /// they occurred.
@@ -104,15 +104,15 @@ impl From<&Event<'_>> for Message {
 /// Counters of sent, lost and withheld events.
 #[derive(Debug, Default)]
 pub struct EventCounters {
-    told: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
+    emitted: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
     lost: AtomicU64,
     withheld: AtomicU64,
 }
 
 impl EventCounters {
     /// Number of events of each kind, by source and name.
-    pub fn told(&self) -> BTreeMap<(&'static str, &'static str), u64> {
-        self.told.lock().clone()
+    pub fn emitted(&self) -> BTreeMap<(&'static str, &'static str), u64> {
+        self.emitted.lock().clone()
     }
 
     /// Total number of events that watchers have lost.
@@ -132,11 +132,11 @@ impl EventCounters {
 
 impl Expose for EventCounters {
     fn expose(&self, out: &mut Exposition) {
-        let told = self
-            .told()
+        let emitted = self
+            .emitted()
             .into_iter()
             .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
-        out.counters(Family("events", "Events sent.", None), told);
+        out.counters(Family("events", "Events sent.", None), emitted);
         let lost =
             Family("events_lost", "Events lost because a watcher read them too slowly.", None);
         out.counters(lost, [(vec![], self.lost())]);
@@ -147,14 +147,14 @@ impl Expose for EventCounters {
 
 /// Receiver of all events that are sent after its creation.
 pub struct Watcher {
-    queue: broadcast::Receiver<Option<Arc<Told>>>,
+    queue: broadcast::Receiver<Option<Arc<EmittedEvent>>>,
     counters: Arc<EventCounters>,
 }
 
 /// Next item that a watcher receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
-    Event(Arc<Told>),
+    Event(Arc<EmittedEvent>),
     /// Number of lost events.
     Lost(u64),
 }
@@ -176,7 +176,7 @@ impl Events {
     }
 
     /// Sends an event that a client caused, or that occurs only once. Never waits.
-    pub fn tell(&self, event: Event<'_>) {
+    pub fn emit(&self, event: Event<'_>) {
         let mut limiter = self.limiter.lock();
         // Withheld events of the same source are sent first. Before the last event of all, all
         // withheld events are sent.
@@ -193,11 +193,11 @@ impl Events {
 
     /// Sends an event that a guest can repeat. If the limiter withholds the event, it is sent
     /// later, or never if another event replaces it. Never waits.
-    pub fn tell_of_guest(&self, event: Event<'_>) {
+    pub fn emit_of_guest(&self, event: Event<'_>) {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
         match limiter.hear(event.concerns(), &message, Instant::now()) {
-            Verdict::Tell => {
+            Verdict::Emit => {
                 let sent = self.send(message);
                 drop(limiter);
                 sent.log_of_guest();
@@ -223,7 +223,7 @@ impl Events {
     }
 
     /// Task that sends withheld events as soon as the limiter permits. Never returns.
-    pub async fn tell_what_was_withheld(self) {
+    pub async fn emit_withheld(self) {
         loop {
             let due = self.limiter.lock().due();
             match due {
@@ -243,11 +243,11 @@ impl Events {
 
     fn send(&self, message: Message) -> Sent {
         let Message { source, event, properties } = message;
-        *self.counters.told.lock().entry((source, event)).or_default() += 1;
+        *self.counters.emitted.lock().entry((source, event)).or_default() += 1;
         let (timestamp, time) = (self.start.elapsed(), jiff::Timestamp::now());
-        let told = Told { timestamp, source, event, properties, time };
+        let emitted = EmittedEvent { timestamp, source, event, properties, time };
         // The send fails if there are no watchers.
-        let _ = self.queue.send(Some(Arc::new(told)));
+        let _ = self.queue.send(Some(Arc::new(emitted)));
         Sent { source, event }
     }
 
@@ -281,10 +281,10 @@ impl Watcher {
 
     fn seen(
         &self,
-        received: Result<Option<Arc<Told>>, broadcast::error::RecvError>,
+        received: Result<Option<Arc<EmittedEvent>>, broadcast::error::RecvError>,
     ) -> Option<Seen> {
         match received {
-            Ok(told) => told.map(Seen::Event),
+            Ok(emitted) => emitted.map(Seen::Event),
             Err(broadcast::error::RecvError::Lagged(count)) => {
                 self.counters.add_lost(count);
                 Some(Seen::Lost(count))
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn event_has_cloud_hypervisors_format_and_the_time() {
-        let told = Told {
+        let emitted = EmittedEvent {
             timestamp: Duration::new(3, 29_228_206),
             source: "vm",
             event: "booted",
@@ -312,7 +312,7 @@ mod tests {
         };
         let expected = "{\n  \"timestamp\": {\n    \"secs\": 3,\n    \"nanos\": 29228206\n  },\n  \"source\": \"vm\",\n  \
                         \"event\": \"booted\",\n  \"properties\": null,\n  \"time\": \"2026-01-01T00:00:00.000000Z\"\n}";
-        assert_eq!(serde_json::to_string_pretty(&told).unwrap(), expected);
+        assert_eq!(serde_json::to_string_pretty(&emitted).unwrap(), expected);
     }
 
     #[test]
@@ -320,13 +320,16 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let events = Events::start();
-            events.tell(Event::VmBooting);
+            events.emit(Event::VmBooting);
             let mut watcher = events.watch();
-            events.tell(Event::VmBooted);
+            events.emit(Event::VmBooted);
             let seen = watcher.next().await;
-            assert!(matches!(&seen, Some(Seen::Event(told)) if told.event == "booted"), "{seen:?}");
+            assert!(
+                matches!(&seen, Some(Seen::Event(emitted)) if emitted.event == "booted"),
+                "{seen:?}"
+            );
             for _ in 0..QUEUED + 7 {
-                events.tell(Event::VmResizing);
+                events.emit(Event::VmResizing);
             }
             assert_eq!(watcher.next().await, Some(Seen::Lost(7)));
             events.end();
@@ -337,7 +340,7 @@ mod tests {
             // The end marker has displaced one event.
             assert_eq!(left, QUEUED - 1);
             assert_eq!(events.counters().lost(), 8);
-            assert_eq!(events.counters().told()[&("vm", "resizing")], QUEUED as u64 + 7);
+            assert_eq!(events.counters().emitted()[&("vm", "resizing")], QUEUED as u64 + 7);
         });
     }
 
@@ -345,8 +348,8 @@ mod tests {
     async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
         events.end();
         let mut names = Vec::new();
-        while let Some(Seen::Event(told)) = watcher.next().await {
-            names.push(told.event);
+        while let Some(Seen::Event(emitted)) = watcher.next().await {
+            names.push(emitted.event);
         }
         names
     }
@@ -357,16 +360,16 @@ mod tests {
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 1, span: Duration::from_millis(20) });
             let mut watcher = events.watch();
-            let later = tokio::spawn(events.clone().tell_what_was_withheld());
+            let later = tokio::spawn(events.clone().emit_withheld());
             for plugged_bytes in 0..100 {
-                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+                events.emit_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
             // On a slow machine, some of the other events are sent as well.
             loop {
-                let Some(Seen::Event(told)) = watcher.next().await else {
+                let Some(Seen::Event(emitted)) = watcher.next().await else {
                     panic!("no event was expected")
                 };
-                if told.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
+                if emitted.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
                     break;
                 }
             }
@@ -382,17 +385,17 @@ mod tests {
             let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
             let watcher = events.watch();
             for _ in 0..10 {
-                events.tell_of_guest(Event::VmRebooting);
-                events.tell_of_guest(Event::VmRebooted);
+                events.emit_of_guest(Event::VmRebooting);
+                events.emit_of_guest(Event::VmRebooted);
             }
             for _ in 0..10 {
-                events.tell_of_guest(Event::DeviceActivated { id: "_net1" });
-                events.tell_of_guest(Event::DeviceReset { id: "_net1" });
+                events.emit_of_guest(Event::DeviceActivated { id: "_net1" });
+                events.emit_of_guest(Event::DeviceReset { id: "_net1" });
             }
-            events.tell(Event::DeviceAdded { id: "_net2", bdf: "0000:00:05.0" });
-            events.tell(Event::VmPausing);
-            events.tell(Event::VmPaused);
-            events.tell(Event::VmmShutdown);
+            events.emit(Event::DeviceAdded { id: "_net2", bdf: "0000:00:05.0" });
+            events.emit(Event::VmPausing);
+            events.emit(Event::VmPaused);
+            events.emit(Event::VmmShutdown);
             let expected =
                 "rebooting activated rebooted device-added pausing paused reset shutdown";
             assert_eq!(names(&events, watcher).await.join(" "), expected);
@@ -420,20 +423,20 @@ mod tests {
     #[test]
     fn senders_do_not_wait_for_the_log() {
         let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
-        let (told, lines) = (events.clone(), Arc::<AtomicU64>::default());
+        let (emitted, lines) = (events.clone(), Arc::<AtomicU64>::default());
         let counted = Arc::clone(&lines);
-        let log = move || Log { events: told.clone(), lines: Arc::clone(&counted) };
+        let log = move || Log { events: emitted.clone(), lines: Arc::clone(&counted) };
         let log = tracing_subscriber::fmt()
             .with_max_level(tracing::Level::DEBUG)
             .with_writer(log)
             .finish();
         crate::log::with_subscriber(log, || {
-            events.tell(Event::VmBooted);
+            events.emit(Event::VmBooted);
             for plugged_bytes in 0..3 {
-                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+                events.emit_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
             // The event that was withheld is sent before this one.
-            events.tell(Event::VmmShutdown);
+            events.emit(Event::VmmShutdown);
         });
         assert_eq!(lines.load(Ordering::Relaxed), 4);
     }
@@ -444,17 +447,17 @@ mod tests {
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 4, span: Duration::from_secs(3600) });
             let reached = |plugged_bytes| {
-                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes })
+                events.emit_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes })
             };
-            let told = || events.counters().told()[&("foreshore", "memory-reached")];
+            let emitted = || events.counters().emitted()[&("foreshore", "memory-reached")];
             (0..1000).for_each(|nth| reached(nth % 2));
-            assert_eq!(told(), 4);
+            assert_eq!(emitted(), 4);
             // Reports the same state as the last event.
             events.expect_of_zone("pm");
             reached(1);
-            assert_eq!(told(), 5);
+            assert_eq!(emitted(), 5);
             reached(0);
-            assert_eq!((told(), events.counters().withheld() > 400), (5, true));
+            assert_eq!((emitted(), events.counters().withheld() > 400), (5, true));
         });
     }
 }

@@ -12,7 +12,7 @@ use thiserror::Error;
 use tracing::{debug, warn};
 
 use super::EventMonitor;
-use super::{Events, Seen, Told, Watcher};
+use super::{EmittedEvent, Events, Seen, Watcher};
 use crate::output_file::admit;
 use crate::standard_stream;
 
@@ -86,10 +86,10 @@ fn set_nonblocking(file: &File) -> io::Result<()> {
 fn write_all(mut file: File, mut watcher: Watcher) {
     while let Some(seen) = watcher.next_blocking() {
         match seen {
-            Seen::Event(told) => {
-                if let Err(error) = write(&mut file, &told) {
+            Seen::Event(event) => {
+                if let Err(error) = write(&mut file, &event) {
                     watcher.counters.add_lost(1);
-                    debug!(%error, event = told.event, "Event lost");
+                    debug!(%error, event = event.event, "Event lost");
                 }
             }
             Seen::Lost(count) => debug!(count, "Events lost"),
@@ -99,8 +99,8 @@ fn write_all(mut file: File, mut watcher: Watcher) {
 
 /// Writes an event with one system call. A FIFO accepts up to PIPE_BUF bytes completely or not at
 /// all (pipe(7)), and an event has a few hundred bytes.
-fn write(file: &mut File, told: &Told) -> io::Result<()> {
-    let mut text = serde_json::to_string_pretty(told)?;
+fn write(file: &mut File, event: &EmittedEvent) -> io::Result<()> {
+    let mut text = serde_json::to_string_pretty(event)?;
     text.push_str("\n\n");
     let written = file.write(text.as_bytes())?;
     if written < text.len() { Err(ErrorKind::WriteZero.into()) } else { Ok(()) }
@@ -157,9 +157,9 @@ mod tests {
         fs::write(&path, "earlier content").unwrap();
         let events = Events::start();
         let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
-        events.tell(Event::VmBooting);
-        events.tell(Event::Failed { reason: "{{ \"quoted\" }" });
-        events.tell(Event::VmmShutdown);
+        events.emit(Event::VmBooting);
+        events.emit(Event::Failed { reason: "{{ \"quoted\" }" });
+        events.emit(Event::VmmShutdown);
         events.end();
         monitor.finish();
         let text = fs::read_to_string(&path).unwrap();
@@ -181,7 +181,7 @@ mod tests {
         };
         let events = Events::start();
         let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
-        events.tell(Event::VmmStarting);
+        events.emit(Event::VmmStarting);
         events.end();
         monitor.finish();
         assert_eq!(events_in(&reader.join().unwrap()), ["starting"]);
@@ -202,11 +202,11 @@ mod tests {
         let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
         let reason = "x".repeat(400);
         // Sends four times the capacity of a FIFO.
-        for told in 0..640 {
-            events.tell(Event::Failed { reason: &reason });
+        for number in 0..640 {
+            events.emit(Event::Failed { reason: &reason });
             // Lets the watcher catch up. Otherwise, events would be lost in its queue instead of in
             // the FIFO.
-            while told % 256 == 255 && !events.queue.is_empty() {
+            while number % 256 == 255 && !events.queue.is_empty() {
                 std::thread::yield_now();
             }
         }
@@ -221,7 +221,7 @@ mod tests {
         // The reader has already closed the FIFO.
         let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
         drop(reader);
-        events.tell(Event::VmBooted);
+        events.emit(Event::VmBooted);
         events.end();
         monitor.finish();
         assert_eq!(events.counters().lost(), lost + 1);

@@ -50,7 +50,7 @@ pub fn check_document<'a>(of_devices: impl Iterator<Item = &'a DeviceEvent>) {
             names(cells[2]).into_iter().map(|name| (source.clone(), name, properties.clone())),
         );
     }
-    let mut told: Vec<_> = ALL
+    let mut emitted: Vec<_> = ALL
         .iter()
         .map(|event| {
             let (source, name) = event.name();
@@ -59,12 +59,12 @@ pub fn check_document<'a>(of_devices: impl Iterator<Item = &'a DeviceEvent>) {
             (source.to_owned(), name.to_owned(), properties.collect::<Vec<_>>())
         })
         .collect();
-    told.extend(of_devices.map(|event| {
+    emitted.extend(of_devices.map(|event| {
         let mut properties: Vec<_> = event.properties.iter().map(|key| (*key).to_owned()).collect();
         properties.sort();
         (event.source.to_owned(), event.name.to_owned(), properties)
     }));
     documented.sort();
-    told.sort();
-    assert_eq!(documented, told);
+    emitted.sort();
+    assert_eq!(documented, emitted);
 }

@@ -24,7 +24,7 @@ use thiserror::Error;
 use tracing::warn;
 
 use crate::file_id::link_target;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::metrics::{Expose, Exposition, Family, one};
 use crate::output_file::admit;
 use crate::throttle::ThrottleMetrics;
@@ -190,7 +190,7 @@ impl Current {
     /// Continues with an empty file, either a new one or the same one.
     fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
         if let Err(err) = self.rename_by(metrics, |from, to| fs::rename(from, to)) {
-            sparsely!(
+            rate_limited!(
                 warn,
                 path = ?self.path,
                 %err,
@@ -237,7 +237,7 @@ impl Current {
         // The earlier output is now `PATH.1`, so this file must no longer be written or emptied.
         self.older = hold_unmarked(mem::replace(&mut self.file, file));
         if let Err(err) = rename(&newer, &path) {
-            sparsely!(warn, ?path, %err, "Console file reached its limit and continues as {newer:?}");
+            rate_limited!(warn, ?path, %err, "Console file reached its limit and continues as {newer:?}");
         }
         Ok(())
     }

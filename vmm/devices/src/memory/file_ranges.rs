@@ -13,7 +13,7 @@ use super::build::{MemoryError, region, reserve};
 use super::layout::GuestRange;
 use super::slots::Slots;
 use super::view::GuestView;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 /// State that is shared by all [`MappedRange`]s of a VM.
 pub(super) struct FileRanges {
@@ -100,7 +100,7 @@ impl Drop for MappedRange {
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
             let (start, len) = (guest.start, guest.len);
-            sparsely!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
+            rate_limited!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
             return;
         }
         files.remove_region(*guest, reservation);

@@ -5,7 +5,7 @@ mod build;
 pub mod dimms;
 mod file_ranges;
 pub mod layout;
-pub mod lost;
+pub mod lost_memory;
 mod populate;
 pub mod slots;
 pub mod view;

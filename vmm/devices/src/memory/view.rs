@@ -21,7 +21,7 @@ use vm_memory::{
 };
 
 use super::backing::Reservation;
-use super::lost::{LossFlag, MemoryLost};
+use super::lost_memory::{LossFlag, MemoryLost};
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ViewError {
@@ -123,7 +123,7 @@ impl MappedMemory {
         self.watchers.push(watcher);
     }
 
-    fn tell_watchers(&self) {
+    fn notify_watchers(&self) {
         let watchers: Vec<_> = self.watchers.iter().filter_map(Weak::upgrade).collect();
         if !watchers.is_empty() {
             let regions = self.regions();
@@ -148,7 +148,7 @@ impl MappedMemory {
     ) -> Result<(), GuestRegionCollectionError> {
         self.regions = self.regions.insert_region(region)?;
         self.keep(reservation);
-        self.tell_watchers();
+        self.notify_watchers();
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl MappedMemory {
         (self.regions, _) = removed.expect("an added region");
         self.reservations.retain(|kept| !Arc::ptr_eq(kept, reservation));
         self.read_only.retain(|&(from, _)| from != start.raw_value());
-        self.tell_watchers();
+        self.notify_watchers();
     }
 
     /// Keeps the reservation of regions that were passed to [`GuestView::new`] until the view is

@@ -15,7 +15,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use crate::bus::BusDevice;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::layout::{
     FLUSH_HINT_LEN, FLUSH_HINT_START, NVDIMM_HEALTH_REGISTER_LEN, NVDIMM_HEALTH_START,
 };
@@ -105,7 +105,7 @@ impl BusDevice for FlushHint {
             }
             Err(err) => {
                 self.metrics.flush_failures.fetch_add(1, Ordering::Relaxed);
-                sparsely!(error, device = self.name, %err, "Flush failed; the VM is paused");
+                rate_limited!(error, device = self.name, %err, "Flush failed; the VM is paused");
                 (self.on_failure)(format!("flush of {} failed: {err}", self.name));
             }
         }
@@ -131,20 +131,20 @@ mod tests {
     #[test]
     fn store_flushes_and_reports_a_failure_before_it_returns() {
         let backing = Arc::new(Backing::default());
-        let told = Arc::new(Mutex::new(Vec::new()));
+        let reasons = Arc::new(Mutex::new(Vec::new()));
         let on_failure = Box::new({
-            let told = Arc::clone(&told);
-            move |reason| told.lock().push(reason)
+            let reasons = Arc::clone(&reasons);
+            move |reason| reasons.lock().push(reason)
         });
         let hint = FlushHint::new("data".to_owned(), backing.clone(), on_failure);
         hint.write(0, &1u64.to_le_bytes());
         assert_eq!(hint.metrics().flushes.load(Ordering::Relaxed), 1);
         assert_eq!(hint.metrics().persists.count(), 1);
-        assert!(told.lock().is_empty());
+        assert!(reasons.lock().is_empty());
         backing.0.store(true, Ordering::Relaxed);
         hint.write(0, &1u64.to_le_bytes());
-        assert_eq!(told.lock().len(), 1);
-        assert!(told.lock()[0].contains("flush of data failed"));
+        assert_eq!(reasons.lock().len(), 1);
+        assert!(reasons.lock()[0].contains("flush of data failed"));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::config_space::BARS_END;
 use super::host_bridge::HostBridge;
 use super::{BarRange, PciDevice};
 use crate::bus::{Bus, BusDevice};
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::layout::{MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
 const SLOTS: usize = PCI_SLOTS as usize;
@@ -261,7 +261,7 @@ impl RootBus {
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
                 Err(err) => {
-                    sparsely!(info, %err, bar = range.bar, "Guest moved the BAR of a device to an invalid address")
+                    rate_limited!(info, %err, bar = range.bar, "Guest moved the BAR of a device to an invalid address")
                 }
             }
         }

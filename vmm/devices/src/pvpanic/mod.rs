@@ -26,7 +26,7 @@ const PANIC: DeviceEvent = DeviceEvent { source: "guest", name: "panic", propert
 fn build(context: &DeviceContext) -> SetupResult {
     let events = context.machine.events.clone();
     let device = PvPanic::new(move |report| {
-        events.tell_of_guest(Event::OfDevice { event: &PANIC, values: &[report.label()] });
+        events.emit_of_guest(Event::OfDevice { event: &PANIC, values: &[report.label()] });
     });
     let metrics = device.metrics();
     let new = NewDevice::new(&SWITCH.id(), Arc::new(device), Vec::new());

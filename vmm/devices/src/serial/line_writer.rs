@@ -11,7 +11,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::metrics::SerialMetrics;
 use crate::host_console::ConsoleOutput;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 /// Maximum length of a line that is buffered. Longer lines are written in parts.
 const LINE_LEN_MAX: usize = 512;
@@ -60,7 +60,7 @@ impl LineWriter {
         if lost.len > 0 && !self.losing {
             // The log line is limited, because a guest with a slow reader can cause losses at any
             // rate.
-            sparsely!(warn, err = ?lost.error, "Output of the serial port lost");
+            rate_limited!(warn, err = ?lost.error, "Output of the serial port lost");
         }
         // A loss ends only when the reader has caught up, not when a line is accepted again.
         self.losing = lost.len > 0 || self.losing && self.output.is_behind();

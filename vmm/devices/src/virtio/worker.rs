@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::{ActivateError, Activation, ActiveQueue};
 use crate::event_loop::{EventLoopHandle, Subscriber};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::MappedMemory;
 
 /// Worker that is registered with its event loop from activation to reset.
@@ -92,9 +92,9 @@ impl ActiveQueue {
         }
         next_chain(&mut self.queue, memory).unwrap_or_else(|err| {
             self.is_broken = true;
-            sparsely!(warn, device = &*self.device, %err, "Cannot read the driver's ring; the device needs a reset");
+            rate_limited!(warn, device = &*self.device, %err, "Cannot read the driver's ring; the device needs a reset");
             if let Err(err) = interrupt.needs_reset() {
-                sparsely!(warn, device = &*self.device, %err, "Cannot notify the driver that its device needs a reset");
+                rate_limited!(warn, device = &*self.device, %err, "Cannot notify the driver that its device needs a reset");
             }
             None
         })
@@ -144,7 +144,7 @@ impl ActiveQueue {
     /// Registers the queue's notifications with the event loop. `data` identifies them.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
-            sparsely!(
+            rate_limited!(
                 error,
                 device = &*self.device,
                 ?err,

@@ -188,11 +188,12 @@ fn build_nvdimm(
     place: &VolumePlace,
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
-    let (pause, brake) = (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.brake));
+    let (pause, inhibitor) =
+        (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.inhibitor));
     // A store to the flush hint cannot report a failure to the guest. The vCPU therefore stops
-    // before its next instruction. The other vCPUs stop when the owner handles the event.
+    // before its next instruction. The other vCPUs stop when the VM task handles the event.
     let on_failure = Box::new(move |reason| {
-        brake.pull();
+        inhibitor.set();
         pause(reason);
     });
     let backing = Arc::clone(&new.watched) as Arc<dyn Persist>;
@@ -244,7 +245,7 @@ fn build_virtio_blk(
     let served = Arc::downgrade(&device);
     if let Some(loss) = &btt_loss {
         let pool = config.pool.display().to_string();
-        context.machine.events.tell_of_guest(loss_event(loss, &pool, &config.name));
+        context.machine.events.emit_of_guest(loss_event(loss, &pool, &config.name));
     }
     let shape = DiskShape {
         id: config.name.clone(),

@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::pmem_config::PmemConfig;
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::memory::backing::Access;
-use crate::memory::lost::cut_to_bytes;
+use crate::memory::lost_memory::cut_to_bytes;
 use crate::persist::{Persist, PersistError};
 
 #[derive(Debug, Error)]

@@ -1,15 +1,15 @@
-//! Translation of API calls into requests to the VM's owner, with a file for each area.
+//! Translation of API calls into requests to the VM task, with a file for each area.
 
 mod devices;
 mod disk;
 mod memory;
 mod pool;
 mod pressure;
-mod refused;
+mod unsupported;
 mod vm;
 mod vmm;
 
-pub(super) use self::refused::REFUSED;
+pub(super) use self::unsupported::REFUSED;
 #[cfg(test)]
 pub(super) use self::vmm::MOST_FOLLOWERS;
 
@@ -89,7 +89,7 @@ pub fn call_names() -> Vec<&'static str> {
     answered.chain(REFUSED.iter().map(|(call, _)| *call)).collect()
 }
 
-/// Creates the router of the API. The VM's owner behind `vm` answers the calls. `vmm.events`
+/// Creates the router of the API. The VM task behind `vm` answers the calls. `vmm.events`
 /// streams `events`.
 pub fn router(vm: VmHandle, events: Events) -> Router {
     router_within(vm, events, QUIET)
@@ -100,7 +100,7 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
     let calls = calls(events, quiet).into_iter().fold(Router::new(), |router, (call, methods)| {
         router.route(&format!("{PREFIX}{call}"), methods)
     });
-    refused::with_refused(calls)
+    unsupported::with_refused(calls)
         .fallback(async |uri: Uri| ApiError::UnknownCall(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| ApiError::WrongMethod {
             method: method.to_string(),

@@ -255,7 +255,7 @@ fn requests_on_one_connection_are_answered_in_order() {
 fn half_closed_client_is_answered() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
-        // The owner answers only after the end of the stream has arrived.
+        // The VM task answers only after the end of the stream has arrived.
         client.send(request("GET", "/api/v1/vm.info", "")).await;
         client.0.get_mut().shutdown().await.unwrap();
         assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));

@@ -12,8 +12,8 @@ fn events_are_followed_until_the_vmm_ends() {
             client.0.read_line(&mut head).await.unwrap();
         }
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
-        fixture.events.tell(Event::VmBooted);
-        fixture.events.tell(Event::Failed { reason: "flush failed" });
+        fixture.events.emit(Event::VmBooted);
+        fixture.events.emit(Event::Failed { reason: "flush failed" });
         fixture.events.end();
         let mut body = String::new();
         while !body.ends_with("0\r\n\r\n") {

@@ -12,8 +12,8 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use super::*;
 use crate::config::AtGuestShutdown;
-use crate::vm::owner::Owner;
-use crate::vm::owner::tests::FakeFactory;
+use crate::vm::vm_task::VmTask;
+use crate::vm::vm_task::tests::FakeFactory;
 
 /// Runs a blocking test next to a VMM without a VM.
 pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
@@ -23,7 +23,7 @@ pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
         let path = dir.path().join("api");
         let (vm, requests) = VmHandle::channel();
         let events = Events::start();
-        let owner = Owner::new(
+        let owner = VmTask::new(
             FakeFactory::default(),
             AtGuestShutdown::End,
             events.clone(),

@@ -81,7 +81,7 @@ fn invalid_pressure_changes_never_reach_the_owner() {
             assert_eq!(status, 400, "{query}: {answer}");
             assert!(messages(&answer)[0].starts_with("vm.pressure: "), "{query}: {answer}");
         }
-        assert!(fixture.asked.try_recv().is_err(), "a request has reached the owner");
+        assert!(fixture.asked.try_recv().is_err(), "a request has reached the VM task");
     });
 }
 

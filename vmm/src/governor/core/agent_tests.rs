@@ -17,12 +17,12 @@ use crate::governor::task::Clock;
 #[test]
 fn report_of_more_memory_than_vm_can_have_is_refused() {
     let mut f = fixture("psi", true);
-    let beside = Beside::default();
-    f.core = f.core.with_beside(beside.clone());
+    let unmanaged = UnmanagedMemory::default();
+    f.core = f.core.with_unmanaged(unmanaged.clone());
     f.greet();
     // The guest uses a volume as memory, and a DIMM has been added.
-    beside.mapped_bytes.store(512 * MIB, Ordering::Relaxed);
-    beside.dimm_bytes.store(128 * MIB, Ordering::Relaxed);
+    unmanaged.mapped_bytes.store(512 * MIB, Ordering::Relaxed);
+    unmanaged.dimm_bytes.store(128 * MIB, Ordering::Relaxed);
     let most_bytes = BOOT_BYTES + (128 + 1024 + 512 + 128) * MIB;
     let mut say = |total_bytes: u64| {
         f.seq += 1;

@@ -6,7 +6,7 @@ use balloon::governor::{AgentState, Decided, Note};
 use balloon::plan::Direction;
 use balloon::proto::OnlinePolicy;
 use balloon::{HostView, TimeMs, ZoneId};
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use tracing::{info, warn};
 
 use super::Core;
@@ -15,10 +15,10 @@ use crate::governor::metrics::GuestSoftware;
 impl Core {
     pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {
         match note {
-            Note::AgentConnected => sparsely!(info, "The guest's agent is connected"),
-            Note::AgentGone => sparsely!(info, "The guest's agent has disconnected"),
+            Note::AgentConnected => rate_limited!(info, "The guest's agent is connected"),
+            Note::AgentGone => rate_limited!(info, "The guest's agent has disconnected"),
             Note::AgentMissed => {
-                sparsely!(
+                rate_limited!(
                     warn,
                     "The guest's agent has disconnected, and no agent has connected since; start it in the guest"
                 )
@@ -32,7 +32,7 @@ impl Core {
                 info!(state = state.label(), "The guest's agent reports again")
             }
             Note::Hello(hello) => {
-                sparsely!(
+                rate_limited!(
                     info,
                     agent = hello.agent_version(),
                     kernel = hello.kernel_release(),
@@ -58,14 +58,14 @@ impl Core {
                 info!("The guest is sized by balloon statistics until its agent reports")
             }
             Note::DriverReady(zone) => {
-                sparsely!(info, zone = self.name(zone), "The guest's driver is ready");
+                rate_limited!(info, zone = self.name(zone), "The guest's driver is ready");
             }
-            Note::NoProgress(zone) => sparsely!(
+            Note::NoProgress(zone) => rate_limited!(
                 warn,
                 zone = self.name(zone),
                 "The resize makes no progress; the guest is reminded at increasing intervals"
             ),
-            Note::Held(zone) => sparsely!(
+            Note::Held(zone) => rate_limited!(
                 warn,
                 zone = self.name(zone),
                 "The guest has no room for the page descriptors of the requested memory; the rest is held back"
@@ -99,10 +99,10 @@ impl Core {
     fn log_online_policy(&self, policy: OnlinePolicy) {
         let online_policy = policy.label();
         if policy == OnlinePolicy::OnlineMovable {
-            sparsely!(info, online_policy, "The guest onlines plugged memory as movable again");
+            rate_limited!(info, online_policy, "The guest onlines plugged memory as movable again");
             return;
         }
-        sparsely!(
+        rate_limited!(
             warn,
             online_policy,
             lent_permille = self.governor.controller().rules().unmovable_permille,

@@ -34,7 +34,7 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
         let socket = Socket::for_metrics(&address).unwrap();
         let tcp = socket.tcp_address().unwrap();
         let metrics = Arc::new(Metrics::new("a"));
-        // Without an owner, the VM has no zones.
+        // Without a VM task, the VM has no zones.
         let (vm, _) = VmHandle::channel();
         let router = router(Arc::clone(&metrics), vm, address.host_names());
         let server = Server::start(socket, router, Limits::METRICS).unwrap();
@@ -94,7 +94,7 @@ fn other_requests_are_served_while_a_source_waits() {
         let (release, released) = mpsc::channel();
         let metrics = Metrics::new("a");
         metrics.add(Arc::new(Stuck { has_begun, release: released.into() }));
-        // Without an owner, the VM has no zones.
+        // Without a VM task, the VM has no zones.
         let (vm, _) = VmHandle::channel();
         let socket =
             Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();

@@ -40,7 +40,7 @@ use crate::cpu::cpuid::{self, Traits};
 use crate::cpu::placement::Cores;
 use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
-use crate::governor::Beside;
+use crate::governor::UnmanagedMemory;
 use crate::governor::metrics::PressureMetrics;
 use crate::vm::devices;
 use crate::vm::error::BuildError;
@@ -51,13 +51,13 @@ use crate::vm::machine::governing::Governed;
 use crate::vm::machine::hotplug::{self, Hotplug};
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::{Maker, Vcpus};
-use crate::vm::machine::{governing, lost};
-use crate::vm::owner::{EventSender, MachineEvent};
+use crate::vm::machine::{governing, lost_memory};
 use crate::vm::pm::PmStorage;
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::pm::volumes;
 use crate::vm::resources::Resources;
-use crate::vm::{named_twice, zones};
+use crate::vm::vm_task::{EventSender, MachineEvent};
+use crate::vm::{named_twice, numa_tables};
 
 /// Builds a machine from a validated `config`. Its vCPUs are paused.
 pub(crate) fn build(
@@ -96,7 +96,7 @@ pub(crate) fn build(
         .iter()
         .filter_map(|disk| disk.pci_device_id)
         .for_each(|slot| context.pci.reserve(slot));
-    lost::watch_zones(config, resources, &memory, &context.lost)?;
+    lost_memory::watch_zones(config, resources, &memory, &context.lost)?;
     let cpu_registers = cpu_registers(config, events);
     let (ged, page) = add_platform(&context, Arc::clone(&cpu_registers), events)?;
     let mut files = ConsoleFiles::new(resources.file_start(), resources.lines().clone());
@@ -124,7 +124,7 @@ pub(crate) fn build(
     let with = (&*resources, &steps[..], &mut created);
     let volumes = volumes::attach(config, payload, with, &mut memory, &context, &mut devices)?;
     devices::attach_files(resources, &mut memory, &context, &mut devices)?;
-    let lost_loop = lost::watch(&context.lost, events)?;
+    let lost_loop = lost_memory::watch(&context.lost, events)?;
     if config.payload.firmware.is_some() {
         add_for_firmware(&context)?;
     }
@@ -136,15 +136,15 @@ pub(crate) fn build(
         serial: config.serial.mode != ConsoleMode::Off,
         dimms: dimms.is_some(),
         rtc: config.payload.firmware.is_some(),
-        nodes: zones::numa_nodes(config, &topology, memory.map()),
+        nodes: numa_tables::numa_nodes(config, &topology, memory.map()),
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 6. The vCPUs. They are paused, and the owner resumes all of them together.
+    // 6. The vCPUs. They are paused, and the VM task resumes all of them together.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
     // 7. The governor, which is last because it uses the devices.
-    let beside = Beside {
+    let unmanaged = UnmanagedMemory {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
     };
@@ -153,7 +153,7 @@ pub(crate) fn build(
     let governor = governing::start(
         config,
         resources,
-        Governed { handles: &zones, balloon, beside, plugged },
+        Governed { handles: &zones, balloon, unmanaged, plugged },
         connections,
         &volumes.guest_btt,
     )?;
@@ -344,7 +344,7 @@ fn build_vcpus(
         ports: Arc::clone(&context.ports),
         mmio: Arc::clone(&context.mmio),
         events: Arc::new(move |event| sink.send(MachineEvent::Vcpu(event))),
-        brake: Arc::clone(&context.brake),
+        inhibitor: Arc::clone(&context.inhibitor),
         memory_is_lost: Arc::new(move || lost.explains_a_fault()),
     };
     let maker = VcpuMaker {

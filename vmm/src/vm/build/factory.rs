@@ -2,9 +2,9 @@
 
 use crate::config::{DeviceConfig, VmConfig};
 use crate::vm::build::builder;
-use crate::vm::owner::{EventSender, Machine, MachineFactory};
 use crate::vm::request::VmError;
 use crate::vm::resources::{Resources, taps};
+use crate::vm::vm_task::{EventSender, Machine, MachineFactory};
 
 /// Builds machines that run on KVM.
 pub(crate) struct KvmFactory {

@@ -12,7 +12,7 @@ use foreshore_devices::device::{
 use foreshore_devices::event_loop::EventLoopHandle;
 use foreshore_devices::events::{Event, Events};
 use foreshore_devices::host_console::{ConsoleFiles, HostConsole, Port};
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::Memory;
 use foreshore_devices::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use foreshore_devices::metrics::Registration;
@@ -170,7 +170,7 @@ impl MemorySignals {
         let (plugged, events) = (Arc::clone(&self.plugged), self.events.clone());
         Arc::new(move |zone: &str, event| {
             if let Some(event) = event_of(zone, event) {
-                events.tell_of_guest(event);
+                events.emit_of_guest(event);
             }
             plugged.notify_one();
         })
@@ -181,7 +181,7 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
     match event {
         MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } => {
             let reason = reason.as_str();
-            sparsely!(
+            rate_limited!(
                 warn,
                 zone,
                 reason,
@@ -271,8 +271,8 @@ mod tests {
             observer("pm", MemEvent::Withdrawn { requested_bytes: 0 });
             events.end();
             let mut seen = Vec::new();
-            while let Some(Seen::Event(told)) = watcher.next().await {
-                seen.push((told.event, told.properties.clone().unwrap_or_default()));
+            while let Some(Seen::Event(event)) = watcher.next().await {
+                seen.push((event.event, event.properties.clone().unwrap_or_default()));
             }
             let [(refused, driver), (ended, request)] = &seen[..] else { panic!("{seen:?}") };
             assert_eq!((*refused, *ended), ("memory-driver-unsupported", "memory-refused"));
@@ -286,14 +286,14 @@ mod tests {
         let (plugged, events) = (Arc::default(), Events::start());
         let reached = |machine: &MemObserver, requested_bytes| {
             machine("pm", MemEvent::TargetReached { requested_bytes });
-            events.counters().told()[&("foreshore", "memory-reached")]
+            events.counters().emitted()[&("foreshore", "memory-reached")]
         };
         let observer =
             || MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
         let first = observer();
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
-        let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
-        assert!((2..100).contains(&told), "{told}");
+        let emitted = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
+        assert!((2..100).contains(&emitted), "{emitted}");
         // Half of these events differ from the event emitted last, and are withheld by the limit.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
         // A later machine of the same VM has no additional budget for events.
@@ -301,6 +301,6 @@ mod tests {
             events.end_machine();
             reached(&observer(), nth);
         }
-        assert!(reached(&first, 0) <= told + 1);
+        assert!(reached(&first, 0) <= emitted + 1);
     }
 }

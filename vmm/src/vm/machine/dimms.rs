@@ -74,7 +74,7 @@ impl KvmMachine {
             Refusal::Descriptors(DescriptorLack { dimm_bytes, most_bytes }) => {
                 let zone = &self.memory.zones()[0].id;
                 self.context.machine.events.expect_of_zone(zone);
-                self.context.machine.events.tell_of_guest(Event::MemoryRefused {
+                self.context.machine.events.emit_of_guest(Event::MemoryRefused {
                     zone,
                     reason: DESCRIPTOR_LACK,
                     requested_bytes: self.dimm_bytes(),
@@ -132,8 +132,8 @@ mod tests {
     use super::*;
     use crate::acpi::dimms::NONE;
     use crate::vm::machine::tests::machine;
-    use crate::vm::owner::Machine;
     use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};
+    use crate::vm::vm_task::Machine;
 
     const MIB: u64 = 1 << 20;
 
@@ -171,7 +171,7 @@ mod tests {
         Ok(())
     }
 
-    fn told(machine: &KvmMachine) -> u32 {
+    fn notified_slot(machine: &KvmMachine) -> u32 {
         machine.hotplug.page.dimms(|registers| registers.read(0x1c))
     }
 
@@ -180,15 +180,15 @@ mod tests {
         let (mut machine, _table) = growing(1024 * MIB);
         resize(&mut machine, 65 + 256).unwrap();
         assert_eq!(
-            (machine.memory_bytes(), told(&machine), told(&machine)),
+            (machine.memory_bytes(), notified_slot(&machine), notified_slot(&machine)),
             ((65 + 256) * MIB, 0, NONE)
         );
         for mib in [65 + 256, 65 + 128, 65, 16] {
             resize(&mut machine, mib).unwrap();
         }
-        assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 256) * MIB, NONE));
+        assert_eq!((machine.memory_bytes(), notified_slot(&machine)), ((65 + 256) * MIB, NONE));
         resize(&mut machine, 65 + 1024).unwrap();
-        assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 1024) * MIB, 1));
+        assert_eq!((machine.memory_bytes(), notified_slot(&machine)), ((65 + 1024) * MIB, 1));
     }
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
                 "{error}"
             );
         }
-        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+        assert_eq!((machine.memory_bytes(), notified_slot(&machine)), (65 * MIB, NONE));
     }
 
     #[test]
@@ -229,7 +229,7 @@ mod tests {
             "{error}"
         );
         *table.calls_left.lock() = None;
-        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+        assert_eq!((machine.memory_bytes(), notified_slot(&machine)), (65 * MIB, NONE));
         let (mut machine, _table) = growing(0);
         let error = resize(&mut machine, 193).unwrap_err();
         assert!(
@@ -250,8 +250,8 @@ mod tests {
         machine.context.machine.events.end();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut refused = Vec::new();
-        while let Some(Seen::Event(told)) = runtime.block_on(watcher.next()) {
-            refused.push((told.event, told.properties.clone().unwrap()));
+        while let Some(Seen::Event(event)) = runtime.block_on(watcher.next()) {
+            refused.push((event.event, event.properties.clone().unwrap()));
         }
         let properties =
             [("zone", "dram"), ("reason", "descriptors"), ("requested_bytes", "268435456")];
@@ -261,7 +261,7 @@ mod tests {
         let text = "page descriptors of 2944 MiB more, which take 46 MiB; it has room for those of 2816 MiB";
         assert!(error.to_string().contains(text), "{error}");
         assert_eq!(
-            (machine.memory_bytes(), told(&machine), told(&machine)),
+            (machine.memory_bytes(), notified_slot(&machine), notified_slot(&machine)),
             ((65 + 256) * MIB, 0, NONE)
         );
         resize(&mut machine, 65 + MOST_MIB).unwrap();
@@ -287,7 +287,7 @@ mod tests {
             );
         }
         *table.calls_left.lock() = None;
-        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+        assert_eq!((machine.memory_bytes(), notified_slot(&machine)), (65 * MIB, NONE));
         // The refused DIMM uses neither address space nor room for page descriptors.
         resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use balloon::Distances;
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::zone::Tier;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::mem::MemHandle;
@@ -19,7 +19,7 @@ use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
-use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree};
+use crate::governor::{BalloonSource, GovernedZone, PoolFree, UnmanagedMemory};
 use crate::vm::error::BuildError;
 use crate::vm::resources::Resources;
 
@@ -58,7 +58,7 @@ pub(in crate::vm) struct Governed<'a> {
     pub(in crate::vm) handles: &'a [MemHandle],
     pub(in crate::vm) balloon: Option<&'a BalloonHandle>,
     /// Memory that is added, but that the governor does not size.
-    pub(in crate::vm) beside: Beside,
+    pub(in crate::vm) unmanaged: UnmanagedMemory,
     /// Notified when the amount of plugged memory changes.
     pub(in crate::vm) plugged: Arc<Notify>,
 }
@@ -71,7 +71,7 @@ pub(in crate::vm) fn start(
     agents: Connections,
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<GovernorHandle, BuildError> {
-    let Governed { handles, balloon, beside, plugged } = governed;
+    let Governed { handles, balloon, unmanaged, plugged } = governed;
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
@@ -123,7 +123,7 @@ pub(in crate::vm) fn start(
         let target = core.zones().target(&zone.id, zone.hotplugged_bytes);
         core.boot_with(target.map_err(BuildError::Pressure)?, clock.now());
     }
-    let core = core.with_distances(distances(&topology)).with_beside(beside);
+    let core = core.with_distances(distances(&topology)).with_unmanaged(unmanaged);
     let core = match &pressure.record {
         Some(path) => record(core, path, pressure.record_size, resources, &clock)?,
         None => core,
@@ -147,7 +147,7 @@ fn record(
 ) -> Result<Core, BuildError> {
     let nth = resources.machines();
     let Some(max_bytes) = record::room(path, nth, max_bytes.unwrap_or(RECORD_BYTES)) else {
-        sparsely!(warn, file = %path.display(), boot = nth + 1, "The limit of traces or of their size is reached; this boot records none");
+        rate_limited!(warn, file = %path.display(), boot = nth + 1, "The limit of traces or of their size is reached; this boot records none");
         return Ok(core);
     };
     match record::open(path, nth) {

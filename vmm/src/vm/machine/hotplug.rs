@@ -1,7 +1,7 @@
 //! Devices that are added and removed while the guest runs.
 //!
 //! **Adding.** All checks are done before the guest is notified:
-//! 1. The owner checks the configuration, and that no device has the same ID.
+//! 1. The VM task checks the configuration, and that no device has the same ID.
 //! 2. The host files are opened, and the device is created with its threads.
 //! 3. The device is attached to a free slot of the PCI bus. A guest that scans the bus can find it
 //!    from now on.
@@ -16,7 +16,7 @@
 //! 2. The guest's driver releases the device, and the guest's AML writes the eject register.
 //! 3. During that exit the slot is emptied, because the guest reads it immediately afterwards
 //!    (`RootBus::remove`).
-//! 4. The owner is notified, and removes the device from the machine's list of devices.
+//! 4. The VM task is notified, and removes the device from the machine's list of devices.
 //! 5. A separate thread stops the device, which may wait for a disk, and closes its files. The end
 //!    of the machine waits for this thread, because the next machine may use the same files.
 //!
@@ -44,7 +44,7 @@ use crate::vm::devices;
 use crate::vm::error::BuildError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::machine::hotplug_metrics::HotplugMetrics;
-use crate::vm::machine::lost;
+use crate::vm::machine::lost_memory;
 use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::vm::resources::{self, taps};
 
@@ -90,7 +90,7 @@ struct Ending {
 
 impl Leaving {
     /// Ends `device` on another thread, which then emits the event.
-    fn end(&mut self, kind: &'static str, device: AttachedDevice, told: Events) {
+    fn end(&mut self, kind: &'static str, device: AttachedDevice, emitter: Events) {
         self.0.retain(|ending| !ending.thread.is_finished());
         let id = device.id.clone();
         let (over, is_over) = mpsc::channel();
@@ -99,7 +99,7 @@ impl Leaving {
             let (id, bdf) = (device.id.clone(), bdf(device.slot));
             drop(device);
             info!(id, bdf, "The device is removed");
-            told.tell(Event::DeviceRemoved { id: &id, bdf: &bdf });
+            emitter.emit(Event::DeviceRemoved { id: &id, bdf: &bdf });
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(Ending { id, kind, thread, is_over }),
@@ -163,10 +163,10 @@ impl KvmMachine {
         })?;
         self.hotplug.metrics.count(kind, "add", "ok");
         self.hotplug.page.slots(|slots| slots.put(slot));
-        self.tell_slots(slot);
+        self.notify_slots(slot);
         let bdf = bdf(slot);
         info!(id, bdf, "A {kind} is added");
-        self.context.machine.events.tell(Event::DeviceAdded { id, bdf: &bdf });
+        self.context.machine.events.emit(Event::DeviceAdded { id, bdf: &bdf });
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
@@ -198,7 +198,7 @@ impl KvmMachine {
         let slot = attached.slot;
         if !had_files && self.context.lost.has_files() {
             // File lengths are checked as soon as the first device with a file is added.
-            match lost::watch(&self.context.lost, &self.events) {
+            match lost_memory::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(
                     %err,
@@ -256,7 +256,7 @@ impl KvmMachine {
             return Ok(());
         }
         self.hotplug.page.slots(|slots| slots.ask(slot));
-        self.tell_slots(slot);
+        self.notify_slots(slot);
         Ok(())
     }
 
@@ -280,7 +280,7 @@ impl KvmMachine {
     }
 
     /// Notifies the guest of a change in `slot`. The guest then reads the changes of all slots.
-    fn tell_slots(&self, slot: u8) {
+    fn notify_slots(&self, slot: u8) {
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Pci) {
             warn!(
                 %err,
@@ -549,7 +549,7 @@ mod tests {
         let mut rig = Rig::new();
         rig.add("a").unwrap();
         rig.machine.ask_to_let_go("a").unwrap();
-        // The slot is empty, but the owner has not been notified yet.
+        // The slot is empty, but the VM task has not been notified yet.
         drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
         // A repeated request to remove `a` does not affect `b`, which is now in the slot.

@@ -5,7 +5,7 @@ pub(super) mod dimms;
 pub(super) mod governing;
 pub(super) mod hotplug;
 pub(crate) mod hotplug_metrics;
-pub(super) mod lost;
+pub(super) mod lost_memory;
 pub(super) mod resident;
 mod resize;
 pub(super) mod vcpus;
@@ -40,7 +40,6 @@ use crate::vm::machine::clock::GuestClock;
 use crate::vm::machine::hotplug::{Hotplug, bdf};
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::Vcpus;
-use crate::vm::owner::{EventSender, Machine, Standstill};
 use crate::vm::pm::PmStorage;
 use crate::vm::pm::attached_volumes::AttachedVolume;
 use crate::vm::request::{
@@ -50,6 +49,7 @@ use crate::vm::request::{
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::vm::resources::OpenFiles;
 use crate::vm::resources::pools::OpenPool;
+use crate::vm::vm_task::{EventSender, Machine, Standstill};
 
 /// Machine that runs on KVM. The fields are dropped in the order of their declaration.
 pub(crate) struct KvmMachine {
@@ -108,8 +108,8 @@ impl Machine for KvmMachine {
     /// thread.
     fn pause(&mut self) -> Standstill {
         let vcpus = self.vcpus.pause();
-        // This pause stops all vCPUs, so the brake is no longer needed.
-        self.context.brake.release();
+        // This pause stops all vCPUs, so the inhibitor is no longer needed.
+        self.context.inhibitor.release();
         // The governor's clock stops, so that no deadline passes while the guest is stopped.
         self.governor.clock().hold();
         let (work, since) = (Arc::clone(&self.context.work), self.context.work.releases());

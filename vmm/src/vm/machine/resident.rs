@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use crate::vm::owner::cached::Cached;
 use crate::vm::request::{Reply, ZoneInfo};
+use crate::vm::vm_task::cached_value::CachedValue;
 
 /// Minimum time between reads while the plugged sizes do not change. For each read, the kernel
 /// walks the page tables of all mappings. This takes milliseconds.
@@ -19,7 +19,7 @@ pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
     /// Value read last, for these plugged sizes. Locked only by the answering thread.
-    last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
+    last: Mutex<CachedValue<Vec<u64>, Vec<u64>>>,
 }
 
 type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
@@ -36,7 +36,7 @@ impl Resident {
     pub(crate) fn new(
         read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static,
     ) -> Arc<Self> {
-        let last = Mutex::new(Cached::new(MAX_AGE));
+        let last = Mutex::new(CachedValue::new(MAX_AGE));
         Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
 

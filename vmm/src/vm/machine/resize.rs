@@ -173,7 +173,7 @@ mod tests {
     use super::*;
     use crate::config::test_config;
     use crate::vm::machine::tests::machine;
-    use crate::vm::owner::Machine;
+    use crate::vm::vm_task::Machine;
 
     const MIB: u64 = 1 << 20;
 

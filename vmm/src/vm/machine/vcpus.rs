@@ -231,7 +231,7 @@ impl KvmMachine {
         match step {
             Step::Nothing => {
                 if registers.plug(|plug| plug.ask_again()) {
-                    self.tell_vcpus();
+                    self.notify_vcpus();
                 }
             }
             Step::Come(come) => {
@@ -240,15 +240,15 @@ impl KvmMachine {
                 let counted = if result.is_ok() { "ok" } else { "error" };
                 (0..count).for_each(|_| self.hotplug.metrics.count(KIND, "add", counted));
                 result.map_err(|err| VmError::Failed(foreshore_types::chain(&err)))?;
-                self.tell_vcpus();
+                self.notify_vcpus();
                 info!(vcpus = desired, "vCPUs are added");
-                self.context.machine.events.tell(Event::VcpusResized { vcpus: desired });
+                self.context.machine.events.emit(Event::VcpusResized { vcpus: desired });
             }
             Step::Go(go) => {
                 go.clone().for_each(|_| self.hotplug.metrics.count(KIND, "remove", "asked"));
                 registers.plug(|plug| plug.ask(go));
                 self.vcpus.count();
-                self.tell_vcpus();
+                self.notify_vcpus();
             }
         }
         Ok(())
@@ -259,11 +259,11 @@ impl KvmMachine {
         self.hotplug.metrics.count(KIND, "remove", "ok");
         if let Some(vcpus) = self.vcpus.park(index) {
             info!(vcpus, "vCPUs are removed");
-            self.context.machine.events.tell(Event::VcpusResized { vcpus });
+            self.context.machine.events.emit(Event::VcpusResized { vcpus });
         }
     }
 
-    fn tell_vcpus(&self) {
+    fn notify_vcpus(&self) {
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Cpus) {
             warn!(%err, "Cannot notify the guest of a change of vCPUs; the next resize retries this");
         }
@@ -302,19 +302,19 @@ mod tests {
     }
 
     /// Calls to fake vCPUs: index and name of the call.
-    type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
+    type Calls = Arc<Mutex<Vec<(u8, &'static str)>>>;
     /// Index of the faulty vCPU, if there is one.
     type Index = Arc<Mutex<Option<u8>>>;
 
     struct Fake {
         index: u8,
-        told: Told,
+        calls: Calls,
         busy: Index,
     }
 
     impl Fake {
-        fn tell(&self, verb: &'static str) {
-            self.told.lock().push((self.index, verb));
+        fn record(&self, verb: &'static str) {
+            self.calls.lock().push((self.index, verb));
         }
     }
 
@@ -322,30 +322,30 @@ mod tests {
         type Created = u8;
 
         fn resume(&self) {
-            self.tell("resume");
+            self.record("resume");
         }
 
         fn pause(&self) -> Pausing {
-            self.tell("pause");
+            self.record("pause");
             Pausing::over()
         }
 
         fn send_nmi(&self) {
-            self.tell("nmi");
+            self.record("nmi");
         }
 
         fn begin_afresh(&self) {
-            self.tell("afresh");
+            self.record("afresh");
         }
 
         fn wait_until_fresh(&self, _: Instant) -> bool {
-            self.tell("wait");
+            self.record("wait");
             *self.busy.lock() != Some(self.index)
         }
     }
 
     struct FakeMaker {
-        told: Told,
+        calls: Calls,
         created: Mutex<BTreeSet<u8>>,
         broken: Index,
         busy: Index,
@@ -370,15 +370,15 @@ mod tests {
             if *self.broken.lock() == Some(index) {
                 return Err((created, Self::refuse("set the CPUID of", index, libc::ENOMEM)));
             }
-            let fake = Fake { index, told: Arc::clone(&self.told), busy: Arc::clone(&self.busy) };
-            fake.tell("make");
+            let fake = Fake { index, calls: Arc::clone(&self.calls), busy: Arc::clone(&self.busy) };
+            fake.record("make");
             Ok(fake)
         }
     }
 
     struct Rig {
         vcpus: Vcpus<Fake>,
-        told: Told,
+        calls: Calls,
         /// vCPU that cannot be completed.
         broken: Index,
         /// vCPU that does not complete its exit.
@@ -387,20 +387,20 @@ mod tests {
 
     impl Rig {
         fn new(boot: u8, max: u8) -> Self {
-            let (told, broken, busy) = (Told::default(), Index::default(), Index::default());
+            let (calls, broken, busy) = (Calls::default(), Index::default(), Index::default());
             let maker = FakeMaker {
-                told: Arc::clone(&told),
+                calls: Arc::clone(&calls),
                 created: Mutex::default(),
                 broken: Arc::clone(&broken),
                 busy: Arc::clone(&busy),
             };
             let registers = Arc::new(CpuRegisters::new(Plug::new(boot, max), |_| ()));
-            Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken, busy }
+            Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), calls, broken, busy }
         }
 
         /// Returns the calls since this function was last called.
-        fn told(&self) -> Vec<(u8, &'static str)> {
-            mem::take(&mut *self.told.lock())
+        fn calls(&self) -> Vec<(u8, &'static str)> {
+            mem::take(&mut *self.calls.lock())
         }
 
         /// Requests the ejection of a vCPU, ejects it as a guest would, and parks it.
@@ -423,15 +423,15 @@ mod tests {
     fn vcpu_added_again_is_reused_and_reset() {
         let mut rig = Rig::new(1, 3);
         rig.vcpus.resume();
-        assert_eq!(rig.told(), [(0, "make"), (0, "resume")]);
+        assert_eq!(rig.calls(), [(0, "make"), (0, "resume")]);
         rig.vcpus.give(1..3).unwrap();
-        assert_eq!(rig.told(), [(1, "make"), (2, "make"), (1, "resume"), (2, "resume")]);
+        assert_eq!(rig.calls(), [(1, "make"), (2, "make"), (1, "resume"), (2, "resume")]);
         assert_eq!(rig.counts(), [3, 0, 0]);
         assert_eq!(rig.take(2), Some(2));
-        assert_eq!(rig.told(), [(2, "pause")]);
+        assert_eq!(rig.calls(), [(2, "pause")]);
         assert_eq!(rig.counts(), [2, 0, 1]);
         rig.vcpus.give(2..3).unwrap();
-        assert_eq!(rig.told(), [(2, "afresh"), (2, "wait"), (2, "resume")]);
+        assert_eq!(rig.calls(), [(2, "afresh"), (2, "wait"), (2, "resume")]);
         assert_eq!(rig.counts(), [3, 0, 0]);
     }
 
@@ -442,7 +442,7 @@ mod tests {
         rig.take(3);
         rig.take(2);
         *rig.busy.lock() = Some(3);
-        rig.told();
+        rig.calls();
         for _ in 0..2 {
             assert!(matches!(rig.vcpus.give(2..4), Err(CpuError::Busy { index: 3 })));
             // The other vCPU is not added either.
@@ -450,15 +450,15 @@ mod tests {
                 rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())),
                 (2, None)
             );
-            assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
+            assert_eq!(rig.calls(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
             assert_eq!(rig.counts(), [2, 0, 2]);
         }
         // A vCPU may also be added while the VM is paused.
         rig.vcpus.pause();
         *rig.busy.lock() = None;
-        rig.told();
+        rig.calls();
         rig.vcpus.give(2..4).unwrap();
-        assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
+        assert_eq!(rig.calls(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
         assert_eq!(rig.vcpus.registers.plug(|plug| plug.present()), 4);
     }
 
@@ -467,20 +467,20 @@ mod tests {
         let mut rig = Rig::new(2, 2);
         rig.vcpus.resume();
         rig.take(1);
-        rig.told();
+        rig.calls();
         rig.vcpus.send_nmi();
         assert_eq!(rig.vcpus.pause().len(), 2, "it may be in its last exit");
         rig.vcpus.resume();
-        assert_eq!(rig.told(), [(0, "nmi"), (0, "pause"), (1, "pause"), (0, "resume")]);
+        assert_eq!(rig.calls(), [(0, "nmi"), (0, "pause"), (1, "pause"), (0, "resume")]);
     }
 
     #[test]
     fn vcpu_added_during_a_pause_runs_after_resume() {
         let mut rig = Rig::new(1, 2);
         rig.vcpus.give(1..2).unwrap();
-        assert_eq!(rig.told(), [(0, "make"), (1, "make")]);
+        assert_eq!(rig.calls(), [(0, "make"), (1, "make")]);
         rig.vcpus.resume();
-        assert_eq!(rig.told(), [(0, "resume"), (1, "resume")]);
+        assert_eq!(rig.calls(), [(0, "resume"), (1, "resume")]);
     }
 
     #[test]
@@ -499,10 +499,10 @@ mod tests {
                 (1, None)
             );
         }
-        rig.told();
+        rig.calls();
         *rig.broken.lock() = None;
         rig.vcpus.give(1..4).unwrap();
-        assert_eq!(rig.told(), [(3, "make"), (1, "resume"), (2, "resume"), (3, "resume")]);
+        assert_eq!(rig.calls(), [(3, "make"), (1, "resume"), (2, "resume"), (3, "resume")]);
     }
 
     #[test]

@@ -24,10 +24,10 @@ use tracing::{info, warn};
 
 use crate::config::{PmVolumeConfig, VmConfig};
 use crate::vm::error::BuildError;
+use crate::vm::numa_tables;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::resources::Resources;
-use crate::vm::zones;
 
 /// Attached volumes, and data about them for other parts of the machine.
 #[derive(Default)]
@@ -58,7 +58,7 @@ pub(in crate::vm) fn attach(
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace {
             boot_vcpus: config.cpus.boot_vcpus,
-            node: zones::volume_node(memory.zones()),
+            node: numa_tables::volume_node(memory.zones()),
             nvdimms: attached.nvdimms.len(),
         };
         let built = build_volume(new, &place, memory, context)
@@ -331,7 +331,7 @@ mod tests {
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
         drop(build_volume(new, &place, &mut machine.memory, &machine.context).unwrap());
-        let sent = machine.context.machine.events.counters().told();
+        let sent = machine.context.machine.events.counters().emitted();
         let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
         names.filter(|name| name.starts_with("volume-")).collect()
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use foreshore_devices::events::Events;
 use foreshore_devices::file_id::{FileId, is_same};
 use foreshore_devices::host_console::{FileStart, Lines};
-use foreshore_devices::memory::lost::cut_to_bytes;
+use foreshore_devices::memory::lost_memory::cut_to_bytes;
 use foreshore_devices::metrics::Metrics;
 use foreshore_devices::pool::PoolMetrics;
 use foreshore_devices::pool::{LocalPool, PmPool};

@@ -18,7 +18,7 @@ use super::super::readiness::ready;
 use super::pty::{Pty, is_hung_up};
 use super::ring::Ring;
 use crate::event_loop::Interest;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::unix_socket::SocketFile;
 
 const FILLED: u32 = 0;
@@ -140,7 +140,7 @@ impl Bridge {
             }
             Ok(None) => {}
             Err(err) => {
-                sparsely!(warn, flag = self.flag, %err, "Cannot accept a console client; retrying later");
+                rate_limited!(warn, flag = self.flag, %err, "Cannot accept a console client; retrying later");
                 // Stops listening. The pending client would otherwise wake the loop again and
                 // again.
                 self.listen(false, ops);
@@ -242,7 +242,7 @@ impl Bridge {
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
                 Err(err) => {
                     if err.kind() != io::ErrorKind::WouldBlock {
-                        sparsely!(warn, flag = self.flag, %err, "Cannot pass console input to the guest");
+                        rate_limited!(warn, flag = self.flag, %err, "Cannot pass console input to the guest");
                     }
                     if let Some(peer) = &mut self.peer {
                         peer.reading.set(false, &peer.reader, ops);

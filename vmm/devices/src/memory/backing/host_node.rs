@@ -104,9 +104,9 @@ pub(crate) mod tests {
         }
         for (node, list) in [(1, "0"), (3, "0-2,4"), (77, "0-1"), (0, ""), (4000, "0-5000")] {
             let error = HostNode::find_in(node, list).unwrap_err().to_string();
-            let told =
+            let message =
                 format!("the host has no NUMA node {node} with memory; existing nodes: {list}");
-            assert_eq!(error, format!("host_numa_node={node}: {told}"));
+            assert_eq!(error, format!("host_numa_node={node}: {message}"));
         }
         assert_eq!(HostNode::find(0).unwrap(), HostNode(0));
         assert!(HostNode::find(77).unwrap_err().to_string().contains("host_numa_node=77"));

@@ -11,9 +11,9 @@ use super::event::{Queues, Worker};
 use super::handle::{BalloonHandle, BalloonObserver, Shared};
 use super::metrics::BalloonMetrics;
 use super::request::Place;
-use super::state::{BalloonState, Told};
+use super::state::{ActualChange, BalloonState};
 use crate::event_loop::EventLoopHandle;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::backing::Reservation;
 use crate::memory::layout::GuestRange;
 use crate::memory::zone::ZoneSpec;
@@ -140,13 +140,13 @@ impl VirtioDevice for Balloon {
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8]) {
-        let told = self.shared.state.lock().write_config(offset, data);
-        match told {
+        let change = self.shared.state.lock().write_config(offset, data);
+        match change {
             None => return,
-            Some(Told::Following) => {}
-            Some(Told::TakenBack(bytes)) => {
+            Some(ActualChange::Following) => {}
+            Some(ActualChange::TakenBack(bytes)) => {
                 let emptied = self.shared.state.lock().actual_bytes() == 0;
-                sparsely!(
+                rate_limited!(
                     warn,
                     bytes,
                     "{}",

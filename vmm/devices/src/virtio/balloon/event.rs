@@ -13,7 +13,7 @@ use super::handle::Shared;
 use super::metrics::{BalloonMetrics, Refusal};
 use super::request::{ChainError, Listed, cut, pages, read_free, read_pages, read_statistics};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -116,7 +116,7 @@ impl Worker {
         }
         drop(guard);
         if used {
-            tell(&*self.interrupt, STATS_QUEUE);
+            notify(&*self.interrupt, STATS_QUEUE);
         }
         if let Some(statistics) = heard {
             self.shared.hear(statistics);
@@ -130,7 +130,7 @@ impl Worker {
         let Some(head) = self.held.take() else { return };
         self.awaited = true;
         if queue.give_back(&self.view.memory(), head, 0) {
-            tell(&*self.interrupt, STATS_QUEUE);
+            notify(&*self.interrupt, STATS_QUEUE);
         }
     }
 }
@@ -160,7 +160,7 @@ impl Places {
                 }
                 Err(err) => {
                     metrics.discard_failures.fetch_add(1, Ordering::Relaxed);
-                    sparsely!(warn, %err, len, "Cannot return pages of the balloon to the host");
+                    rate_limited!(warn, %err, len, "Cannot return pages of the balloon to the host");
                 }
             }
         }
@@ -184,7 +184,7 @@ fn taken(listed: Result<Listed, ChainError>, metrics: &BalloonMetrics) -> Option
 
 fn refuse(err: &ChainError, metrics: &BalloonMetrics) {
     metrics.refuse(Refusal::Malformed, 1);
-    sparsely!(warn, %err, "Balloon driver sent an invalid request");
+    rate_limited!(warn, %err, "Balloon driver sent an invalid request");
 }
 
 /// Calls `each` for every available chain, and then returns the chain to the driver.
@@ -215,13 +215,13 @@ fn serve(
     }
     let is_wanted = used && queue.queue.needs_notification(&*view.memory()).unwrap_or(true);
     if is_wanted {
-        tell(interrupt, index);
+        notify(interrupt, index);
     }
 }
 
-fn tell(interrupt: &dyn VirtioInterrupt, queue: u16) {
+fn notify(interrupt: &dyn VirtioInterrupt, queue: u16) {
     if let Err(err) = interrupt.signal_queue(queue) {
-        sparsely!(warn, %err, "Cannot interrupt the balloon driver");
+        rate_limited!(warn, %err, "Cannot interrupt the balloon driver");
     }
 }
 
@@ -242,7 +242,7 @@ impl MutEventSubscriber for Worker {
             queue.come_back();
         }
         if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
-            sparsely!(error, ?err, "Cannot request statistics from the balloon driver");
+            rate_limited!(error, ?err, "Cannot request statistics from the balloon driver");
         }
     }
 

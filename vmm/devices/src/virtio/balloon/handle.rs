@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::metrics::BalloonMetrics;
 use super::state::BalloonState;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::virtio::zone_device::ZoneDevice;
 
 /// Callback after a change of sizes or statistics. It is called on threads of vCPUs and of the
@@ -106,7 +106,7 @@ impl Shared {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, %err, "Cannot notify the driver of a new balloon size");
+            rate_limited!(warn, %err, "Cannot notify the driver of a new balloon size");
         }
     }
 }

@@ -9,7 +9,7 @@ const ACTUAL: std::ops::Range<usize> = 4..8;
 
 /// Meaning of a size reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Told {
+pub(super) enum ActualChange {
     /// The driver moves toward the target or has reached it.
     Following,
     /// The guest was out of memory and deflated this many bytes without a request. The device does
@@ -113,7 +113,7 @@ impl BalloonState {
 
     /// Handles a driver's write to the configuration. Ignores writes to all fields except `actual`,
     /// and repeated values.
-    pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
+    pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<ActualChange> {
         let mut config = self.config();
         let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
         let end = at.saturating_add(data.len()).min(ACTUAL.end);
@@ -123,10 +123,10 @@ impl BalloonState {
         config[at..end].copy_from_slice(&data[..end - at]);
         let actual = config[ACTUAL].try_into().expect("four bytes");
         let pages = u32::from_le_bytes(actual);
-        (pages != self.actual_pages).then(|| self.told(pages))
+        (pages != self.actual_pages).then(|| self.set_actual(pages))
     }
 
-    fn told(&mut self, pages: u32) -> Told {
+    fn set_actual(&mut self, pages: u32) -> ActualChange {
         let before_bytes = self.actual_bytes();
         self.actual_pages = pages;
         self.emptied_from = None;
@@ -144,9 +144,9 @@ impl BalloonState {
         {
             self.emptied_from = (actual_bytes == 0).then_some(self.target_bytes);
             self.target_bytes = actual_bytes - actual_bytes % self.block_bytes;
-            return Told::TakenBack(before_bytes - actual_bytes);
+            return ActualChange::TakenBack(before_bytes - actual_bytes);
         }
-        Told::Following
+        ActualChange::Following
     }
 }
 
@@ -162,7 +162,7 @@ mod tests {
         state
     }
 
-    fn tell(state: &mut BalloonState, bytes: u64) -> Told {
+    fn report(state: &mut BalloonState, bytes: u64) -> ActualChange {
         state.write_config(4, &((bytes / PAGE_BYTES) as u32).to_le_bytes()).unwrap()
     }
 
@@ -170,7 +170,7 @@ mod tests {
     fn configuration_has_the_layout_of_the_specification() {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
-        assert_eq!(tell(&mut state, 3 * BLOCK), Told::Following);
+        assert_eq!(report(&mut state, 3 * BLOCK), ActualChange::Following);
         let config = state.config();
         assert_eq!(config[..4], (8 * 512u32).to_le_bytes());
         assert_eq!(config[4..8], (3 * 512u32).to_le_bytes());
@@ -197,17 +197,17 @@ mod tests {
     fn memory_deflated_by_the_guest_is_not_requested_again() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        assert_eq!(tell(&mut state, 8 * BLOCK), Told::Following);
+        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::Following);
         // Linux deflates 1 MiB at a time.
-        assert_eq!(tell(&mut state, 8 * BLOCK - BLOCK / 2), Told::TakenBack(BLOCK / 2));
+        assert_eq!(report(&mut state, 8 * BLOCK - BLOCK / 2), ActualChange::TakenBack(BLOCK / 2));
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         // The driver follows the new target.
-        assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
+        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Following);
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         state.set_target(20 * BLOCK);
-        assert_eq!(tell(&mut state, 9 * BLOCK), Told::Following);
+        assert_eq!(report(&mut state, 9 * BLOCK), ActualChange::Following);
         // The guest deflates while the driver is still inflating toward the target.
-        assert_eq!(tell(&mut state, 8 * BLOCK), Told::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::TakenBack(BLOCK));
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
 
@@ -215,35 +215,35 @@ mod tests {
     fn driver_completes_its_step_after_the_target_rises() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        tell(&mut state, 8 * BLOCK);
+        report(&mut state, 8 * BLOCK);
         state.set_target(4 * BLOCK);
-        assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
+        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Following);
         state.set_target(10 * BLOCK);
         state.set_target(12 * BLOCK);
         assert_eq!(
-            tell(&mut state, 6 * BLOCK),
-            Told::Following,
+            report(&mut state, 6 * BLOCK),
+            ActualChange::Following,
             "the driver had been deflating to 4"
         );
         assert_eq!(state.target_bytes(), 12 * BLOCK);
         // A second report below the target is not part of the earlier step.
-        assert_eq!(tell(&mut state, 5 * BLOCK), Told::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 5 * BLOCK), ActualChange::TakenBack(BLOCK));
         // The driver deflates below every requested target.
         state.set_target(2 * BLOCK);
         state.set_target(12 * BLOCK);
-        assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(4 * BLOCK));
+        assert_eq!(report(&mut state, BLOCK), ActualChange::TakenBack(4 * BLOCK));
         // The driver has begun to inflate again, so a smaller size means that the guest is out of
         // memory.
         state.set_target(0);
         state.set_target(12 * BLOCK);
-        assert_eq!(tell(&mut state, 2 * BLOCK), Told::Following);
-        assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 2 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, BLOCK), ActualChange::TakenBack(BLOCK));
     }
 
     #[test]
     fn repeated_size_has_no_effect() {
         let mut state = state(true);
-        tell(&mut state, BLOCK);
+        report(&mut state, BLOCK);
         let again = ((BLOCK / PAGE_BYTES) as u32).to_le_bytes();
         assert_eq!(state.write_config(4, &again), None);
         assert_eq!(state.write_config(5, &again[1..3]), None);
@@ -253,8 +253,8 @@ mod tests {
     fn deflation_without_the_feature_keeps_the_target() {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
-        tell(&mut state, 8 * BLOCK);
-        assert_eq!(tell(&mut state, 0), Told::Following);
+        report(&mut state, 8 * BLOCK);
+        assert_eq!(report(&mut state, 0), ActualChange::Following);
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
 
@@ -262,7 +262,7 @@ mod tests {
     fn target_outlives_the_driver_unlike_the_balloon() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        tell(&mut state, 8 * BLOCK);
+        report(&mut state, 8 * BLOCK);
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
         assert!(!state.deflates_on_oom());
@@ -272,16 +272,16 @@ mod tests {
     fn unloaded_driver_keeps_the_target() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        tell(&mut state, 8 * BLOCK);
+        report(&mut state, 8 * BLOCK);
         // The driver empties the balloon, reports this once, and resets the device.
-        assert_eq!(tell(&mut state, 0), Told::TakenBack(8 * BLOCK));
+        assert_eq!(report(&mut state, 0), ActualChange::TakenBack(8 * BLOCK));
         assert_eq!(state.target_bytes(), 0, "no size is requested yet");
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
         // The balloon of the next driver is only partly inflated.
         state.start(true);
-        tell(&mut state, 3 * BLOCK);
-        tell(&mut state, 0);
+        report(&mut state, 3 * BLOCK);
+        report(&mut state, 0);
         state.end();
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
@@ -290,9 +290,9 @@ mod tests {
     fn reboot_after_deflation_requests_at_most_one_block() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        tell(&mut state, 8 * BLOCK);
+        report(&mut state, 8 * BLOCK);
         for half in (0..16).rev() {
-            tell(&mut state, half * BLOCK / 2);
+            report(&mut state, half * BLOCK / 2);
         }
         assert_eq!(state.target_bytes(), 0);
         let mut rebooted = state.clone();
@@ -303,8 +303,8 @@ mod tests {
         state.end();
         assert_eq!(state.target_bytes(), 2 * BLOCK);
         state.start(true);
-        tell(&mut state, 2 * BLOCK);
-        tell(&mut state, 0);
+        report(&mut state, 2 * BLOCK);
+        report(&mut state, 0);
         state.set_target(0);
         state.end();
         assert_eq!(state.target_bytes(), 0);

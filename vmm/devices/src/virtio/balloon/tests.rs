@@ -36,7 +36,7 @@ struct Rig {
     device: Balloon,
     handle: BalloonHandle,
     parts: Vec<HotplugPart>,
-    told: Arc<AtomicUsize>,
+    notifications: Arc<AtomicUsize>,
     memory: Memory,
     _loop: EventLoop,
 }
@@ -85,11 +85,11 @@ impl Rig {
             huge_page_bytes.iter().for_each(|page_bytes| reservation.has_huge_pages(*page_bytes));
         }
         let event_loop = EventLoop::spawn("test").unwrap();
-        let told = Arc::new(AtomicUsize::new(0));
+        let notifications = Arc::new(AtomicUsize::new(0));
         let observer = {
-            let told = Arc::clone(&told);
+            let notifications = Arc::clone(&notifications);
             Arc::new(move || {
-                told.fetch_add(1, Ordering::Relaxed);
+                notifications.fetch_add(1, Ordering::Relaxed);
             })
         };
         let options = BalloonOptions {
@@ -102,7 +102,7 @@ impl Rig {
         let (device, handle) =
             Balloon::new("balloon", options, &memory, event_loop.handle(), observer).unwrap();
         let driver = TestDriver::with_memory(5, memory.boot().clone(), memory.view().clone());
-        Self { driver, device, handle, parts, told, memory, _loop: event_loop }
+        Self { driver, device, handle, parts, notifications, memory, _loop: event_loop }
     }
 
     fn try_start(&mut self, features: u64, enabled: &[usize]) -> Result<(), ActivateError> {
@@ -175,7 +175,7 @@ impl Rig {
         self.handle.metrics().reported_bytes.load(Ordering::Relaxed)
     }
 
-    fn tell_actual(&mut self, bytes: u64) {
+    fn report_actual(&mut self, bytes: u64) {
         self.device.write_config(4, &((bytes / PAGE) as u32).to_le_bytes());
     }
 
@@ -393,7 +393,7 @@ fn pages_beyond_the_limit_of_a_chain_are_ignored() {
 #[test]
 fn unrequested_statistics_are_ignored() {
     let mut rig = Rig::new(F_STATS_VQ);
-    let told = rig.told.load(Ordering::Relaxed);
+    let notifications = rig.notifications.load(Ordering::Relaxed);
     let mut last = None;
     for round in 0..100 {
         rig.driver.write(BUFFERS, &statistics(&[(5, (100 + round) * MIB)]));
@@ -408,7 +408,7 @@ fn unrequested_statistics_are_ignored() {
         }
     }
     assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(100 * MIB));
-    assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
+    assert_eq!(rig.notifications.load(Ordering::Relaxed), notifications + 1);
     // The device accepts the next statistics that it requests.
     rig.handle.ask_statistics();
     let head = rig.driver.wait_used(STATS).0;
@@ -426,14 +426,14 @@ fn unrequested_statistics_are_ignored() {
 #[test]
 fn repeated_size_is_not_reported() {
     let mut rig = Rig::new(ALL);
-    rig.tell_actual(MIB);
-    let told = rig.told.load(Ordering::Relaxed);
+    rig.report_actual(MIB);
+    let notifications = rig.notifications.load(Ordering::Relaxed);
     for _ in 0..100 {
-        rig.tell_actual(MIB);
+        rig.report_actual(MIB);
     }
-    assert_eq!(rig.told.load(Ordering::Relaxed), told);
-    rig.tell_actual(2 * MIB);
-    assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
+    assert_eq!(rig.notifications.load(Ordering::Relaxed), notifications);
+    rig.report_actual(2 * MIB);
+    assert_eq!(rig.notifications.load(Ordering::Relaxed), notifications + 1);
 }
 
 #[test]
@@ -513,11 +513,11 @@ fn invalid_statistics_are_counted_and_requested_again() {
 fn target_and_reported_size_are_exchanged_by_the_configuration() {
     let mut rig = Rig::new(0);
     assert_eq!(rig.target_pages(), 1024, "the initial size");
-    let told = rig.told.load(Ordering::Relaxed);
+    let notifications = rig.notifications.load(Ordering::Relaxed);
     rig.handle.set_target(8 * MIB).unwrap();
     assert_eq!(rig.target_pages(), 2048);
-    rig.tell_actual(8 * MIB);
-    assert!(rig.told.load(Ordering::Relaxed) >= told + 2);
+    rig.report_actual(8 * MIB);
+    assert!(rig.notifications.load(Ordering::Relaxed) >= notifications + 2);
     let sizes = rig.handle.sizes();
     assert_eq!((sizes.target_bytes, sizes.actual_bytes, sizes.max_bytes), (8 * MIB, 8 * MIB, MAX));
     let too_large = TargetError::TooLarge { bytes: 18 * MIB, max_bytes: MAX };
@@ -536,7 +536,7 @@ fn memory_that_the_balloon_leaves_is_the_plugged_size_of_its_zone() {
     let zone: &dyn ZoneDevice = &rig.handle.clone();
     zone.request(MAX - 8 * MIB);
     assert_eq!(rig.target_pages(), 2048);
-    rig.tell_actual(6 * MIB);
+    rig.report_actual(6 * MIB);
     let expected = ZoneSizes {
         block_bytes: BLOCK_BYTES,
         requested_bytes: MAX - 8 * MIB,
@@ -554,16 +554,16 @@ fn memory_that_the_balloon_leaves_is_the_plugged_size_of_its_zone() {
 fn guest_that_deflates_gets_a_lower_target() {
     let mut rig = Rig::new(ALL);
     rig.handle.set_target(8 * MIB).unwrap();
-    rig.tell_actual(8 * MIB);
-    rig.tell_actual(7 * MIB);
+    rig.report_actual(8 * MIB);
+    rig.report_actual(7 * MIB);
     assert_eq!(rig.handle.sizes().target_bytes, 6 * MIB);
     assert_eq!(rig.target_pages(), 1536);
     assert_eq!(rig.handle.metrics().oom_deflated_bytes.load(Ordering::Relaxed), MIB);
     // Without the feature, a smaller reported size does not lower the target.
     let mut rig = Rig::new(F_STATS_VQ);
     rig.handle.set_target(8 * MIB).unwrap();
-    rig.tell_actual(8 * MIB);
-    rig.tell_actual(7 * MIB);
+    rig.report_actual(8 * MIB);
+    rig.report_actual(7 * MIB);
     assert_eq!(rig.handle.sizes().target_bytes, 8 * MIB);
     assert!(!rig.handle.deflates_on_oom());
 }
@@ -573,8 +573,8 @@ fn guest_that_deflates_gets_a_lower_target() {
 fn reloaded_driver_gets_the_previous_target() {
     let mut rig = Rig::new(ALL);
     rig.handle.set_target(8 * MIB).unwrap();
-    rig.tell_actual(8 * MIB);
-    rig.tell_actual(0);
+    rig.report_actual(8 * MIB);
+    rig.report_actual(0);
     rig.device.reset();
     assert_eq!(rig.handle.sizes().target_bytes, 8 * MIB);
     assert_eq!(rig.handle.metrics().target_bytes.load(Ordering::Relaxed), 8 * MIB);
@@ -585,7 +585,7 @@ fn reloaded_driver_gets_the_previous_target() {
 #[test]
 fn reset_stops_all_accesses_and_empties_the_balloon() {
     let mut rig = Rig::new(ALL);
-    rig.tell_actual(4 * MIB);
+    rig.report_actual(4 * MIB);
     rig.device.reset();
     assert_eq!((rig.handle.sizes().actual_bytes, rig.handle.driver_present()), (0, false));
     rig.fill(8 * MIB, MIB);

@@ -27,7 +27,7 @@ use crate::disk::buffer::Buffers;
 use crate::disk::range::DiskRange;
 use crate::event_loop::Gate;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -312,7 +312,7 @@ impl Worker {
             }
             Err(err) => {
                 let (disk, operation) = (&self.disk.shape().id, kind.as_str());
-                sparsely!(warn, disk, operation, %err, "Guest request failed");
+                rate_limited!(warn, disk, operation, %err, "Guest request failed");
                 (Status::IoError, 0)
             }
         };
@@ -358,7 +358,7 @@ impl Worker {
         if std::mem::take(&mut self.is_interrupt_due)
             && let Err(err) = self.interrupt.signal_queue(self.index)
         {
-            sparsely!(warn, disk = self.disk.shape().id, %err, "Cannot interrupt the driver");
+            rate_limited!(warn, disk = self.disk.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 
@@ -423,7 +423,7 @@ impl MutEventSubscriber for Worker {
             if let Some(event) = event
                 && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
             {
-                sparsely!(
+                rate_limited!(
                     error,
                     ?err,
                     disk = self.disk.shape().id,

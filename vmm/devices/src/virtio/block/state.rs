@@ -21,7 +21,7 @@ use super::serial::serial_number;
 use crate::disk::range::SECTOR_BYTES;
 use crate::disk::{BlockDevice, Geometry, ResizeError};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::persist::FirstFailure;
 
 /// Length of `struct virtio_blk_config` up to the last supported field (virtio 1.3, 5.2.4).
@@ -254,7 +254,7 @@ impl Disk {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, disk = self.shape.id, %err, "Cannot notify the driver of the new disk size");
+            rate_limited!(warn, disk = self.shape.id, %err, "Cannot notify the driver of the new disk size");
         }
         Ok(())
     }

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
     use crate::event_loop::EventLoop;
     use crate::host_console::{ConsoleOutput, resize};
-    use crate::memory::lost::LossFlag;
+    use crate::memory::lost_memory::LossFlag;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     const RECEIVE: usize = super::RECEIVE as usize;

@@ -15,7 +15,7 @@ use super::metrics::ConsoleMetrics;
 use crate::event_loop::Interest;
 use crate::host_console::{ConsoleInput, HostConsole, Lost, Read, Window};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -200,18 +200,18 @@ impl Worker {
 
     /// Notifies the driver that the terminal's size may have changed. The driver reads the size
     /// from the configuration (5.3.4).
-    fn tell_size(&self) {
+    fn notify_size(&self) {
         let Some(window) = &self.window else { return };
         // One notification covers several changes.
         let _ = window.changed().read();
         if let Err(err) = self.interrupt.signal_config() {
-            sparsely!(warn, %err, "Cannot notify the driver of a new terminal size");
+            rate_limited!(warn, %err, "Cannot notify the driver of a new terminal size");
         }
     }
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            sparsely!(warn, %err, queue, "Cannot interrupt the console driver");
+            rate_limited!(warn, %err, queue, "Cannot interrupt the console driver");
         }
     }
 }
@@ -253,7 +253,7 @@ fn fill(
         Ok(Read::Nothing) => Filled::Nothing,
         Ok(Read::End) => Filled::End,
         Err(err) => {
-            sparsely!(warn, %err, "Input of the console ended");
+            rate_limited!(warn, %err, "Input of the console ended");
             Filled::End
         }
     }
@@ -318,7 +318,7 @@ impl MutEventSubscriber for Worker {
         }
         // Linux reads even the first size only after a configuration change (virtcons_probe,
         // config_work_handler).
-        self.tell_size();
+        self.notify_size();
         self.serve_output(ops);
         self.serve_input(ops);
     }
@@ -334,7 +334,7 @@ impl MutEventSubscriber for Worker {
                 self.serve_input(ops);
             }
             OUTPUT => self.catch_up(ops),
-            RESIZED => self.tell_size(),
+            RESIZED => self.notify_size(),
             _ => self.serve_input(ops),
         }
     }

@@ -14,7 +14,7 @@ use super::handle::Shared;
 use super::plug::Executor;
 use super::request::{ReplySlot, Request, read_request};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::GuestView;
 use crate::virtio::ActiveQueue;
 
@@ -91,7 +91,7 @@ impl Worker {
         if served > 0
             && let Err(err) = self.interrupt.signal_queue(0)
         {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot interrupt the driver for a response");
+            rate_limited!(error, zone = %self.shared.zone.id, %err, "Cannot interrupt the driver for a response");
         }
         // Prepares for the next request while the driver processes its answer. A new request is
         // served before the next step of the preparation.
@@ -138,7 +138,7 @@ impl Worker {
         let len = match answer.map(|(reply, response)| reply.write(&guard, response)) {
             Some(Ok(len)) => len,
             Some(Err(err)) => {
-                sparsely!(warn, zone = %self.shared.zone.id, %err, "Response buffer is outside of plugged memory");
+                rate_limited!(warn, zone = %self.shared.zone.id, %err, "Response buffer is outside of plugged memory");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 0
             }
@@ -146,7 +146,7 @@ impl Worker {
         };
         let added = self.queue.queue.add_used(&*guard, head, len);
         if let Err(err) = &added {
-            sparsely!(warn, zone = %self.shared.zone.id, %err, "Cannot write the used ring");
+            rate_limited!(warn, zone = %self.shared.zone.id, %err, "Cannot write the used ring");
         }
         if added.is_ok() { Answer::Given } else { Answer::Lost }
     }
@@ -164,7 +164,7 @@ impl Worker {
     fn retry_after(&mut self, wait: Duration) {
         // A timer set to 0 would never expire.
         if let Err(err) = self.budget_timer.reset(wait.max(Duration::from_nanos(1)), None) {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot set the timer of a delayed request; retrying at once");
+            rate_limited!(error, zone = %self.shared.zone.id, %err, "Cannot set the timer of a delayed request; retrying at once");
             self.queue.come_back();
         }
     }
@@ -180,7 +180,7 @@ impl Worker {
         Some(match read_request(&guard, chain) {
             Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delay: None }),
             Err(err) => {
-                sparsely!(warn, zone = %self.shared.zone.id, %err, "Driver sent an invalid request");
+                rate_limited!(warn, zone = %self.shared.zone.id, %err, "Driver sent an invalid request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 Popped::Malformed { head }
             }
@@ -194,7 +194,7 @@ impl Worker {
         let wait = due.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if let Err(err) = self.sweep_timer.reset(wait, None) {
             // The slots are removed by a later timer or at the end of the VM.
-            sparsely!(warn, zone = %self.shared.zone.id, %err, "Cannot set the timer that removes empty memory slots");
+            rate_limited!(warn, zone = %self.shared.zone.id, %err, "Cannot set the timer that removes empty memory slots");
         }
     }
 }
@@ -204,7 +204,7 @@ impl MutEventSubscriber for Worker {
         self.queue.watch(KICK, ops);
         for (timer, data) in [(&self.sweep_timer, SWEEP), (&self.budget_timer, BUDGET)] {
             if let Err(err) = ops.add(Events::with_data(timer, data, EventSet::IN)) {
-                sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot watch a timer of the worker");
+                rate_limited!(error, zone = %self.shared.zone.id, %err, "Cannot watch a timer of the worker");
             }
         }
         // The driver may have sent a notification before the worker was added, and slots may have

@@ -11,7 +11,7 @@ use tracing::{debug, error};
 use super::metrics::{FailureReason, MemMetrics};
 use super::state::MemState;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::zone::ZoneSpec;
 use crate::virtio::zone_device::ZoneDevice;
 
@@ -131,7 +131,7 @@ impl Shared {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, zone = %self.zone.id, %err, "Cannot notify the driver of a new requested size");
+            rate_limited!(warn, zone = %self.zone.id, %err, "Cannot notify the driver of a new requested size");
         }
     }
 }

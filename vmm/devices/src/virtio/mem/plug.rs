@@ -14,7 +14,7 @@ use super::handle::{MemEvent, Shared};
 use super::metrics::FailureReason;
 use super::request::{BlockRun, Request, Response};
 use super::state::Refusal;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::backing::{Backing, BackingError};
 use crate::memory::slots::{HotplugSlots, SlotError};
 use crate::memory::view::GuestView;
@@ -90,7 +90,7 @@ impl Executor {
                 }
             }
             Request::Unknown(code) => {
-                sparsely!(
+                rate_limited!(
                     warn,
                     zone = %self.shared.zone.id, code,
                     "Driver sent a request of an unknown type"
@@ -220,7 +220,7 @@ impl Executor {
             let state = self.shared.state.lock();
             (state.plugged_bytes(), state.requested_bytes())
         };
-        sparsely!(
+        rate_limited!(
             warn,
             zone = %self.shared.zone.id,
             err = err as &dyn std::error::Error,
@@ -269,7 +269,7 @@ impl Executor {
         let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
         if let Err(err) = result {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
-            sparsely!(
+            rate_limited!(
                 error,
                 zone = %self.shared.zone.id, %err,
                 "Cannot return the memory of a failed plug; it stays set aside"
@@ -294,7 +294,7 @@ impl Executor {
         //    scrubbed before its next use. Memory that cannot be returned remains set aside.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
-            sparsely!(
+            rate_limited!(
                 error,
                 zone = %self.shared.zone.id, %err,
                 "Cannot return unplugged memory; it stays set aside"

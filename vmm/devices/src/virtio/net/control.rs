@@ -20,7 +20,7 @@ use super::header::Offloads;
 use super::state::Interface;
 use super::used;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -194,7 +194,7 @@ impl Control {
         match done {
             Ok(()) => VIRTIO_NET_OK as u8,
             Err(err) => {
-                sparsely!(warn, net, ?command, %err, "Host interface cannot carry out a control command of the guest");
+                rate_limited!(warn, net, ?command, %err, "Host interface cannot carry out a control command of the guest");
                 VIRTIO_NET_ERR as u8
             }
         }
@@ -215,7 +215,7 @@ impl Control {
         let tell = used::wants_interrupt(&self.queue.queue, memory, old);
         drop(guard);
         if tell && let Err(err) = self.interrupt.signal_queue(self.index) {
-            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
+            rate_limited!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
         true
     }

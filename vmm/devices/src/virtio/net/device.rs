@@ -182,7 +182,7 @@ mod tests {
     use super::super::metrics::{Direction, DropReason};
     use super::super::tap::fake::FakeTap;
     use super::*;
-    use crate::memory::lost::LossFlag;
+    use crate::memory::lost_memory::LossFlag;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     const RECEIVE: usize = 0;

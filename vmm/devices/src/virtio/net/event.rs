@@ -23,7 +23,7 @@ use super::tap::HostQueue;
 use super::used;
 use crate::event_loop::Interest;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -358,7 +358,7 @@ impl Worker {
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
+            rate_limited!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 }
@@ -377,7 +377,7 @@ impl MutEventSubscriber for Worker {
         self.receive.watch(RECEIVE_KICK, ops);
         self.transmit.watch(TRANSMIT_KICK, ops);
         if let Err(err) = ops.add(Events::with_data(self.net.wake(self.pair), WAKE, EventSet::IN)) {
-            sparsely!(
+            rate_limited!(
                 error,
                 ?err,
                 net = self.net.shape().id,

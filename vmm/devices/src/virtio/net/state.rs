@@ -20,7 +20,7 @@ use super::header::Offloads;
 use super::metrics::NetMetrics;
 use super::tap::HostInterface;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 /// Length of `struct virtio_net_config` up to the last supported field (virtio 1.3, 5.1.4).
 const CONFIG_LEN: usize = 12;
@@ -161,11 +161,11 @@ impl Interface {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
         // Pairs are deactivated before the queues are detached. If vhost-net sent on a detached
         // queue, buffers of the driver would be lost.
-        self.tell_users();
+        self.notify_users();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
         self.active_pairs.store(now, Ordering::Release);
-        self.tell_users();
+        self.notify_users();
         for wake in &self.wakes {
             // The write fails only if the event's counter is full. In that case the worker is
             // already awake.
@@ -183,7 +183,7 @@ impl Interface {
         user.use_pair(self.is_active(pair));
     }
 
-    fn tell_users(&self) {
+    fn notify_users(&self) {
         for (pair, user) in &*self.users.lock() {
             if let Some(user) = user.upgrade() {
                 user.use_pair(self.is_active(*pair));
@@ -200,12 +200,12 @@ impl Interface {
     pub(super) fn lose_link(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;
-            sparsely!(warn, net = id, "Host interface was removed; the link is down");
+            rate_limited!(warn, net = id, "Host interface was removed; the link is down");
             let interrupt = self.interrupt.lock().clone();
             if let Some(interrupt) = interrupt
                 && let Err(err) = interrupt.signal_config()
             {
-                sparsely!(warn, net = id, %err, "Cannot notify the driver that the link is down");
+                rate_limited!(warn, net = id, %err, "Cannot notify the driver that the link is down");
             }
         }
     }
@@ -264,12 +264,12 @@ mod tests {
         net.set_pairs(4).unwrap();
         let user = Arc::new(User(tap, Mutex::default()));
         net.add_user(3, &(Arc::clone(&user) as _));
-        let told = || std::mem::take(&mut *user.1.lock());
-        assert_eq!(told(), [(true, 4)]);
+        let notified = || std::mem::take(&mut *user.1.lock());
+        assert_eq!(notified(), [(true, 4)]);
         net.set_pairs(2).unwrap();
-        assert_eq!(told(), [(false, 4), (false, 2)]);
+        assert_eq!(notified(), [(false, 4), (false, 2)]);
         net.set_pairs(4).unwrap();
-        assert_eq!(told(), [(false, 2), (true, 4)]);
+        assert_eq!(notified(), [(false, 2), (true, 4)]);
     }
 
     #[test]

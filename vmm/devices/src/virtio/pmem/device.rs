@@ -30,7 +30,7 @@ use super::metrics::PmemMetrics;
 use super::request::{Answer, Kind, Request, RequestError};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::MappedMemory;
 use crate::persist::Persist;
 use crate::virtio::worker::WorkerSlot;
@@ -118,7 +118,7 @@ impl Flusher {
         match result {
             Ok(()) => Answer::Durable,
             Err(err) => {
-                sparsely!(error, device = self.name, error = %err, "Flush failed; the guest receives an I/O error");
+                rate_limited!(error, device = self.name, error = %err, "Flush failed; the guest receives an I/O error");
                 Answer::Failed
             }
         }
@@ -255,7 +255,7 @@ impl VirtioDevice for Pmem {
         if self.flusher.serve(active)
             && let Err(err) = active.interrupt.signal_queue_now(FLUSH_QUEUE)
         {
-            sparsely!(error, device = self.flusher.name, %err, "Cannot interrupt the driver");
+            rate_limited!(error, device = self.flusher.name, %err, "Cannot interrupt the driver");
         }
     }
 }

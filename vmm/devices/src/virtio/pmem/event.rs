@@ -5,7 +5,7 @@ use std::sync::Arc;
 use event_manager::{EventOps, Events, MutEventSubscriber};
 
 use super::device::{FLUSH_QUEUE, Flusher};
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::virtio::Activation;
 
 const KICK: u32 = 0;
@@ -27,7 +27,7 @@ impl Worker {
         if self.flusher.serve(&mut self.active)
             && let Err(err) = self.active.interrupt.signal_queue(FLUSH_QUEUE)
         {
-            sparsely!(error, device = self.flusher.name(), %err, "Cannot interrupt the driver");
+            rate_limited!(error, device = self.flusher.name(), %err, "Cannot interrupt the driver");
         }
     }
 }

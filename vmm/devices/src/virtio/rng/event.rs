@@ -13,7 +13,7 @@ use super::metrics::RngMetrics;
 use super::source::EntropySource;
 use crate::event_loop::Interest;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -70,7 +70,7 @@ impl Worker {
                 Ok(len) => len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
                 Err(err) => {
-                    sparsely!(warn, %err, "Cannot read entropy for the guest");
+                    rate_limited!(warn, %err, "Cannot read entropy for the guest");
                     0
                 }
             };
@@ -82,7 +82,7 @@ impl Worker {
         let tell =
             used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
-            sparsely!(warn, %err, "Cannot interrupt the driver of the entropy device");
+            rate_limited!(warn, %err, "Cannot interrupt the driver of the entropy device");
         }
     }
 
@@ -173,7 +173,7 @@ impl Supply {
 
     fn fall_back(&mut self, err: &io::Error, ops: &mut EventOps) {
         let source = &self.source;
-        sparsely!(warn, %err, ?source, "Entropy source failed; the device reads from the kernel's generator instead");
+        rate_limited!(warn, %err, ?source, "Entropy source failed; the device reads from the kernel's generator instead");
         self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
         // The file must be removed from epoll before it is closed. The device has another
         // descriptor of it, so epoll would otherwise continue to report it.

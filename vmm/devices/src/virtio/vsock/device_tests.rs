@@ -115,7 +115,7 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
 /// Performs the guest's side of a transfer in both directions. Sends `outgoing` as far as the
 /// credit and the queue allow, and receives until the host has sent everything.
 fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: &[u8]) -> Vec<u8> {
-    let (mut sent, mut incoming, mut told) = (0, Vec::new(), 0);
+    let (mut sent, mut incoming, mut acknowledged) = (0, Vec::new(), 0);
     loop {
         let ended = driver.wait(|driver| {
             let mut moved = false;
@@ -126,7 +126,7 @@ fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: 
                 driver.credit.fwd_cnt = incoming.len().try_into().unwrap();
                 match packet.op {
                     Op::Shutdown(ended) if ended.sending => return Some(true),
-                    Op::CreditRequest => told = 0,
+                    Op::CreditRequest => acknowledged = 0,
                     _ => {}
                 }
                 moved = true;
@@ -144,10 +144,10 @@ fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: 
         if len > 0 && driver.can_send() {
             driver.send_data(link, &outgoing[sent..sent + len]);
             sent += len;
-            told = incoming.len();
-        } else if incoming.len() - told >= 64 * 1024 {
+            acknowledged = incoming.len();
+        } else if incoming.len() - acknowledged >= 64 * 1024 {
             driver.send(link, Op::CreditUpdate, &[]);
-            told = incoming.len();
+            acknowledged = incoming.len();
         }
     }
 }

@@ -19,7 +19,7 @@ use super::muxer::{Muxer, Packet, Readiness, Token, Watch};
 use super::packet::{HEADER_LEN, RawHeader};
 use super::{RX_QUEUE, TX_QUEUE};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 use crate::virtio::worker::next_chain;
@@ -105,11 +105,11 @@ impl Worker {
                 Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
                 Err(err) => {
-                    sparsely!(error, %err, source = %err.source, "vsock stopped until the guest resets it");
+                    rate_limited!(error, %err, source = %err.source, "vsock stopped until the guest resets it");
                     self.metrics.broken_queues_total.increment();
                     self.broken = true;
                     if let Err(err) = self.interrupt.needs_reset() {
-                        sparsely!(error, %err, "Cannot notify the guest that vsock needs a reset");
+                        rate_limited!(error, %err, "Cannot notify the guest that vsock needs a reset");
                     }
                 }
             }
@@ -231,7 +231,7 @@ impl Worker {
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            sparsely!(error, queue, %err, "Cannot interrupt the guest for vsock");
+            rate_limited!(error, queue, %err, "Cannot interrupt the guest for vsock");
         }
     }
 
@@ -247,13 +247,13 @@ impl Worker {
         let wait = next.saturating_duration_since(now).max(Duration::from_millis(1));
         match self.timer.reset(wait, None) {
             Ok(()) => self.armed = Some(next),
-            Err(err) => sparsely!(error, %err, "Cannot set the timer of vsock"),
+            Err(err) => rate_limited!(error, %err, "Cannot set the timer of vsock"),
         }
     }
 
     fn on_timer(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.timer.wait() {
-            sparsely!(error, %err, "Cannot read the timer of vsock");
+            rate_limited!(error, %err, "Cannot read the timer of vsock");
         }
         self.armed = None;
         self.muxer.expire(&mut EpollWatch(ops), now);
@@ -267,10 +267,10 @@ impl Worker {
         if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
             // Usually the process has no free file descriptor. The listener is removed from epoll
             // for a while, because epoll would report it again immediately.
-            sparsely!(warn, %err, "Cannot accept vsock clients; retrying later");
+            rate_limited!(warn, %err, "Cannot accept vsock clients; retrying later");
             let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
             if let Err(err) = ops.remove(events) {
-                sparsely!(error, ?err, "Cannot stop watching the vsock socket");
+                rate_limited!(error, ?err, "Cannot stop watching the vsock socket");
             }
             self.accept_paused_until = Some(now + ACCEPT_PAUSE);
         }
@@ -313,7 +313,7 @@ impl MutEventSubscriber for Worker {
 
 fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
     if let Err(err) = ops.add(Events::with_data(source, data, set)) {
-        sparsely!(error, ?err, data, "Cannot watch a file of vsock");
+        rate_limited!(error, ?err, data, "Cannot watch a file of vsock");
     }
 }
 
@@ -330,7 +330,7 @@ impl Watch for EpollWatch<'_, '_> {
 
     fn unwatch(&mut self, stream: &UnixStream) {
         if let Err(err) = self.0.remove(Events::empty(stream)) {
-            sparsely!(error, ?err, "Cannot stop watching a vsock connection");
+            rate_limited!(error, ?err, "Cannot stop watching a vsock connection");
         }
     }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use tracing::debug;
 
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 use super::connection::{Connection, Event, Next};
 use super::host::{Greeted, Greeting, HostSide};
@@ -425,7 +425,7 @@ impl Muxer {
                 self.settle(token, watch, now);
             }
             Err(err) => {
-                sparsely!(warn, %link, %err, "Cannot watch a vsock connection");
+                rate_limited!(warn, %link, %err, "Cannot watch a vsock connection");
                 self.metrics.rejected_total.increment();
                 self.owe_reset(link);
             }

@@ -15,7 +15,7 @@ use super::countdown::{Countdown, TICK};
 use super::device::OnSilence;
 use super::metrics::WatchdogMetrics;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -68,7 +68,7 @@ impl Worker {
             self.begin();
         }
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
-            sparsely!(warn, %err, "Cannot interrupt the watchdog driver");
+            rate_limited!(warn, %err, "Cannot interrupt the watchdog driver");
         }
     }
 

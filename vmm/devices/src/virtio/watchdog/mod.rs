@@ -33,7 +33,7 @@ fn build(context: &DeviceContext) -> SetupResult {
     let machine = &context.machine;
     let (events, reset_guest) = (machine.events.clone(), Arc::clone(&machine.reset_guest));
     let on_silence = move || {
-        events.tell_of_guest(Event::WatchdogExpired);
+        events.emit_of_guest(Event::WatchdogExpired);
         reset_guest();
     };
     let device = Watchdog::new(Arc::new(on_silence), machine.event_loop.clone());

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::VhostError;
 use crate::event_loop::Helper;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{RegionWatcher, Regions};
 use crate::virtio::net::state::PairUser;
 
@@ -119,7 +119,12 @@ impl Engine {
     fn check(&self, state: &mut State, result: Result<(), VhostError>) {
         if let Err(err) = result {
             let error = &err as &dyn std::error::Error;
-            sparsely!(warn, net = self.net, error, "vhost-net failed; a queue pair is disabled");
+            rate_limited!(
+                warn,
+                net = self.net,
+                error,
+                "vhost-net failed; a queue pair is disabled"
+            );
             state.rings = None;
             // The write fails only if the event's counter is full. In that case the failure is
             // already signaled.

@@ -14,7 +14,7 @@ use super::VhostError;
 use super::engine::{Connect, Engine, Setup};
 use crate::event_loop::{EventLoopHandle, Gate, Helper};
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::{GuestView, RegionWatcher};
 use crate::virtio::ActiveQueue;
 use crate::virtio::net::state::{Interface, PairUser};
@@ -112,7 +112,7 @@ impl Worker {
         if self.calls[nth].read().is_ok()
             && let Err(err) = self.interrupt.signal_queue(self.queue(nth))
         {
-            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
+            rate_limited!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 
@@ -145,7 +145,7 @@ impl Worker {
 
     fn break_queue(&self) {
         self.net.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
-        sparsely!(
+        rate_limited!(
             warn,
             net = self.net.shape().id,
             pair = self.pair,
@@ -153,7 +153,7 @@ impl Worker {
         );
         if let Err(err) = self.interrupt.needs_reset() {
             let net = &self.net.shape().id;
-            sparsely!(warn, net, %err, "Cannot notify the driver that the device needs a reset");
+            rate_limited!(warn, net, %err, "Cannot notify the driver that the device needs a reset");
         }
     }
 }
@@ -178,7 +178,7 @@ impl MutEventSubscriber for Worker {
         ];
         for (event, data) in events {
             if let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN)) {
-                sparsely!(
+                rate_limited!(
                     error,
                     ?err,
                     net = self.net.shape().id,
@@ -189,7 +189,7 @@ impl MutEventSubscriber for Worker {
         if let Err(err) = self.bind() {
             // Without the binding, this worker receives the interrupts and delivers them, which is
             // only slower.
-            sparsely!(warn, %err, net = self.net.shape().id, "Cannot bind vhost-net interrupts to the queues; the VMM delivers them");
+            rate_limited!(warn, %err, net = self.net.shape().id, "Cannot bind vhost-net interrupts to the queues; the VMM delivers them");
         }
         match self.hand_over() {
             Ok(engine) => {
@@ -199,7 +199,7 @@ impl MutEventSubscriber for Worker {
             }
             Err(err) => {
                 let error = &err as &dyn std::error::Error;
-                sparsely!(
+                rate_limited!(
                     error,
                     net = self.net.shape().id,
                     error,

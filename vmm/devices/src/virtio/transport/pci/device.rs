@@ -18,7 +18,7 @@ use super::registers::{self, CommonRegisters, QueueRegisters};
 use crate::device::{DeviceContext, EventEmitter};
 use crate::events::Event;
 use crate::interrupt::VirtioInterrupt;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
@@ -338,7 +338,7 @@ impl registers::Device for Backend {
     fn accepts_features(&mut self, features: u64) -> bool {
         let accepted = self.device.accepts_features(features);
         if !accepted {
-            sparsely!(
+            rate_limited!(
                 info,
                 device = self.device.name(),
                 features,
@@ -353,7 +353,7 @@ impl registers::Device for Backend {
         let valid =
             build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
         if !valid {
-            sparsely!(
+            rate_limited!(
                 info,
                 device = self.device.name(),
                 index,
@@ -374,7 +374,7 @@ impl registers::Device for Backend {
                 true
             }
             Err(err) => {
-                sparsely!(
+                rate_limited!(
                     error,
                     device = self.device.name(),
                     error = &err as &dyn std::error::Error,
@@ -387,7 +387,7 @@ impl registers::Device for Backend {
 
     fn needs_reset(&mut self) {
         if let Err(err) = self.interrupt.signal_config() {
-            sparsely!(
+            rate_limited!(
                 error,
                 %err, device = self.device.name(),
                 "Cannot notify the driver that the device needs a reset"

@@ -9,7 +9,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::interrupt::router::MsiLine;
 use crate::interrupt::{MsiRouter, VirtioInterrupt};
-use crate::log::sparsely;
+use crate::log::rate_limited;
 use crate::pci::msix::{MsiMessage, MsixTable};
 
 /// Value of VIRTIO_MSI_NO_VECTOR.
@@ -173,7 +173,7 @@ impl PciInterrupt {
             if let Err(err) = followed {
                 // The owner of the event then delivers the interrupt, which is only slower.
                 *line = None;
-                sparsely!(warn, device = self.device, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
+                rate_limited!(warn, device = self.device, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
             }
         }
     }
@@ -184,7 +184,7 @@ impl PciInterrupt {
         self.follow(&mut msix);
         for (vector, message) in msix.table.take_ready() {
             if let Err(err) = self.deliver(&mut msix.lines, vector, message, Delivery::Irqfd) {
-                sparsely!(warn, device = self.device, %err, vector, "Cannot deliver a pending interrupt");
+                rate_limited!(warn, device = self.device, %err, vector, "Cannot deliver a pending interrupt");
             }
         }
     }
@@ -221,7 +221,7 @@ impl PciInterrupt {
             None => self.router.connect(message).and_then(|line| slot.insert(line).signal(message)),
         };
         sent.or_else(|err| {
-            sparsely!(warn, device = self.device, %err, vector, "Cannot signal an irqfd; the VMM delivers the interrupt");
+            rate_limited!(warn, device = self.device, %err, vector, "Cannot signal an irqfd; the VMM delivers the interrupt");
             self.router.send(message)
         })
     }

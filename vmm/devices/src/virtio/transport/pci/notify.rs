@@ -8,7 +8,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
 use crate::bus::IoEvents;
-use crate::log::sparsely;
+use crate::log::rate_limited;
 
 struct Notification {
     kick: EventFd,
@@ -99,7 +99,7 @@ impl Notifications {
             if let Some(address) = queue.registered_at.take()
                 && let Err(err) = self.io_events.unregister(&queue.kick, address)
             {
-                sparsely!(warn, device = self.device, %err, address, "Cannot remove an ioeventfd");
+                rate_limited!(warn, device = self.device, %err, address, "Cannot remove an ioeventfd");
             }
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
@@ -107,7 +107,7 @@ impl Notifications {
                     // Without an ioeventfd, notifications of the queue cause exits, which are only
                     // slower.
                     Err(err) => {
-                        sparsely!(warn, device = self.device, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
+                        rate_limited!(warn, device = self.device, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
                     }
                 }
             }

@@ -517,7 +517,7 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
 fn activation_and_reset_emit_events_until_the_machine_ends() {
     let rig = Rig::new();
     let emitted = || {
-        let counts = rig.fake.events.counters().told();
+        let counts = rig.fake.events.counters().emitted();
         ["activated", "reset"].map(|name| counts.get(&("virtio-device", name)).copied())
     };
     rig.log.lock().refuse = true;

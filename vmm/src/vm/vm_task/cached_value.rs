@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 /// Cached value, which is read again when it is too old or when its key changes.
 #[derive(Debug)]
-pub(crate) struct Cached<K, T> {
+pub(crate) struct CachedValue<K, T> {
     max_age: Duration,
     last: Option<(K, Instant, T)>,
 }
 
-impl<K: PartialEq, T> Cached<K, T> {
+impl<K: PartialEq, T> CachedValue<K, T> {
     /// Creates an empty cache. A value is valid for `max_age`.
     pub(crate) fn new(max_age: Duration) -> Self {
         Self { max_age, last: None }
@@ -32,7 +32,7 @@ mod tests {
     #[test]
     fn value_is_read_once_per_max_age() {
         let start = Instant::now();
-        let mut cached = Cached::new(Duration::from_millis(1000));
+        let mut cached = CachedValue::new(Duration::from_millis(1000));
         let mut reads = 0;
         let mut seen = Vec::new();
         for at_ms in [0, 1, 500, 999, 1000, 1001, 1999, 5000, 5001] {
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn value_is_read_again_when_its_key_changes() {
         let now = Instant::now();
-        let mut cached = Cached::new(Duration::from_secs(1));
+        let mut cached = CachedValue::new(Duration::from_secs(1));
         assert_eq!(*cached.get(7, now, || "with seven plugged"), "with seven plugged");
         assert_eq!(*cached.get(0, now, || "with nothing plugged"), "with nothing plugged");
         assert_eq!(*cached.get(0, now, || "never read"), "with nothing plugged");

@@ -1,4 +1,4 @@
-//! Interface between a machine and its owner.
+//! Interface between a machine and the VM task.
 
 use foreshore_devices::volume::kernel_gate::GuestKernel;
 

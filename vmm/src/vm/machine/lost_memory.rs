@@ -6,18 +6,18 @@ use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use foreshore_devices::event_loop::EventLoop;
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::Memory;
 use foreshore_devices::memory::backing::Reservation;
-use foreshore_devices::memory::lost::LostMemory;
+use foreshore_devices::memory::lost_memory::LostMemory;
 use foreshore_devices::memory::zone::Tier;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::config::VmConfig;
 use crate::vm::error::BuildError;
-use crate::vm::owner::{EventSender, MachineEvent};
+use crate::vm::numa_tables;
 use crate::vm::resources::Resources;
-use crate::vm::zones;
+use crate::vm::vm_task::{EventSender, MachineEvent};
 
 /// Interval between checks of file lengths. If a file is truncated, vCPUs may access the lost
 /// memory until the next check.
@@ -35,7 +35,7 @@ pub(in crate::vm) fn watch_zones(
     lost: &LostMemory,
 ) -> Result<(), BuildError> {
     for (zone, reservation) in memory.parts() {
-        let name = zones::flag(zone, config);
+        let name = numa_tables::flag(zone, config);
         match (zone.tier, config.pm_memory.first()) {
             (Tier::Pm, Some(pm)) => {
                 let pool = resources.pool(&pm.pool);
@@ -71,8 +71,8 @@ struct Watcher {
     /// Timer for the checks, if there are files to check.
     timer: Option<TimerFd>,
     events: EventSender,
-    /// Most recent loss that the owner was notified of.
-    told: Option<String>,
+    /// Most recent loss that the VM task was notified of.
+    reported: Option<String>,
 }
 
 /// Pauses the VM when memory is lost, for as long as the returned loop exists. The loop has a
@@ -83,7 +83,8 @@ pub(in crate::vm) fn watch(
 ) -> Result<EventLoop, BuildError> {
     let timer = if memory.has_files() { Some(timer()?) } else { None };
     let event_loop = EventLoop::spawn("_lost")?;
-    let watcher = Watcher { memory: Arc::clone(memory), timer, events: events.clone(), told: None };
+    let watcher =
+        Watcher { memory: Arc::clone(memory), timer, events: events.clone(), reported: None };
     event_loop.handle().add(Box::new(watcher))?;
     Ok(event_loop)
 }
@@ -102,7 +103,7 @@ impl MutEventSubscriber for Watcher {
         let look = self.timer.as_ref().map(|timer| Events::with_data(timer, LOOK, EventSet::IN));
         for event in [lost, look].into_iter().flatten() {
             if let Err(err) = ops.add(event) {
-                sparsely!(
+                rate_limited!(
                     error,
                     ?err,
                     "Cannot watch the files of guest memory; if one is truncated, the guest may hang \
@@ -118,13 +119,13 @@ impl MutEventSubscriber for Watcher {
             (LOOK, Some(timer)) => drop(timer.wait()),
             _ => drop(self.memory.event().read()),
         }
-        // The call stops the guest by `Brake` before the owner is notified.
+        // The call stops the guest by `EntryInhibitor` before the VM task is notified.
         let reason = self.memory.look();
         if let Some(reason) = &reason
-            && self.told.as_ref() != Some(reason)
+            && self.reported.as_ref() != Some(reason)
         {
             self.events.send(MachineEvent::MustPause { reason: reason.clone() });
         }
-        self.told = reason;
+        self.reported = reason;
     }
 }

@@ -34,7 +34,7 @@ fn resize_of_stopped_vm_changes_its_configuration() {
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
         assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
         // A resize is applied completely or not at all, and its errors quote the request.
-        for ((desired_vcpus, desired_ram, desired_balloon), told) in [
+        for ((desired_vcpus, desired_ram, desired_balloon), emitted) in [
             ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
             ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
             ((None, Some(2 << 30), Some(1 << 30)), "balloon 1 GiB: the VM has no balloon"),
@@ -46,7 +46,7 @@ fn resize_of_stopped_vm_changes_its_configuration() {
             let wrong = ResizeRequest { desired_ram, desired_vcpus, desired_balloon };
             let error = resize(wrong).await.unwrap_err();
             assert!(matches!(error, VmError::BadRequest(_) | VmError::Config(_)));
-            assert_eq!(error.to_string(), told);
+            assert_eq!(error.to_string(), emitted);
         }
         let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
         let refused = vm.handle.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply)).await;

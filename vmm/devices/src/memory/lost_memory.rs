@@ -32,7 +32,7 @@ use thiserror::Error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
-use crate::brake::Brake;
+use crate::entry_inhibitor::EntryInhibitor;
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// A page of guest memory was lost. Data copied from guest memory may be zeros, and data copied to
@@ -98,7 +98,7 @@ const WHOLE: u64 = u64::MAX;
 #[derive(Debug)]
 struct Alarm {
     loss: LossFlag,
-    brake: Arc<Brake>,
+    inhibitor: Arc<EntryInhibitor>,
     event: EventFd,
 }
 
@@ -108,8 +108,8 @@ impl Alarm {
         // 1. Make devices discard data that they copy from now on.
         self.loss.raise();
         // 2. Stop the guest before it can read zeros.
-        self.brake.stop();
-        // 3. Notify the owner. The write fails only if the counter is at its maximum, and the
+        self.inhibitor.stop();
+        // 3. Notify the VM task. The write fails only if the counter is at its maximum, and the
         //    eventfd is then readable anyway.
         let _ = self.event.write(1);
     }
@@ -173,11 +173,11 @@ impl Expose for LostMemory {
 }
 
 impl LostMemory {
-    /// Creates a watch without ranges. A later loss stops the vCPUs through `brake`, and raises
+    /// Creates a watch without ranges. A later loss stops the vCPUs through `inhibitor`, and raises
     /// `loss`.
-    pub fn new(brake: Arc<Brake>, loss: LossFlag) -> Result<Self, WatchError> {
+    pub fn new(inhibitor: Arc<EntryInhibitor>, loss: LossFlag) -> Result<Self, WatchError> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(WatchError::Event)?;
-        let alarm = Arc::new(Alarm { loss, brake, event });
+        let alarm = Arc::new(Alarm { loss, inhibitor, event });
         Ok(Self { alarm, ranges: Mutex::default() })
     }
 
@@ -267,13 +267,13 @@ impl LostMemory {
         let reason = reason(ranges.iter().map(|(range, _)| (range.name(), range.loss())));
         if reason.is_some() {
             self.alarm.loss.raise();
-            self.alarm.brake.stop();
+            self.alarm.inhibitor.stop();
         }
         reason
     }
 
     /// Checks whether lost memory caused a vCPU's access fault. If so, stops the guest and notifies
-    /// the owner.
+    /// the VM task.
     pub fn explains_a_fault(&self) -> bool {
         let lost = self.look().is_some();
         if lost {
@@ -310,7 +310,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::brake::tests::vcpu;
+    use crate::entry_inhibitor::tests::vcpu;
     use crate::memory::backing::Access;
 
     const MIB: u64 = 1 << 20;
@@ -329,27 +329,27 @@ mod tests {
         (reservation.addr() + offset) as *mut u8
     }
 
-    fn lost_memory() -> (LostMemory, Arc<Brake>, LossFlag) {
-        let (brake, flag) = (Arc::<Brake>::default(), LossFlag::default());
-        (LostMemory::new(Arc::clone(&brake), flag.clone()).unwrap(), brake, flag)
+    fn lost_memory() -> (LostMemory, Arc<EntryInhibitor>, LossFlag) {
+        let (inhibitor, flag) = (Arc::<EntryInhibitor>::default(), LossFlag::default());
+        (LostMemory::new(Arc::clone(&inhibitor), flag.clone()).unwrap(), inhibitor, flag)
     }
 
     #[test]
     fn device_access_to_a_lost_page_stops_the_guest() {
         let (file, reservation) = mapped();
-        let (lost, brake, flag) = lost_memory();
+        let (lost, inhibitor, flag) = lost_memory();
         // `mapped_bytes` is the length after truncation, so only an access to the page detects the
         // loss.
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), MIB).unwrap();
         // SAFETY: mapped, and used by this test only.
         unsafe { byte(&reservation, MIB).write_volatile(7) };
         assert_eq!(lost.look(), None);
-        assert!(!brake.is_pulled() && !flag.is_raised() && lost.event().read().is_err());
+        assert!(!inhibitor.is_set() && !flag.is_raised() && lost.event().read().is_err());
         file.set_len(MIB).unwrap();
         // SAFETY: the page is mapped, either to the file or to the zeros that the handler put in
         // its place.
         assert_eq!(unsafe { byte(&reservation, MIB).read_volatile() }, 0);
-        assert!(brake.is_pulled() && flag.is_raised());
+        assert!(inhibitor.is_set() && flag.is_raised());
         assert_eq!(lost.event().read().unwrap(), 1);
         assert_eq!(lost.ranges()[0].loss(), Some(Loss::Page));
         let reason = lost.look().unwrap();
@@ -359,40 +359,40 @@ mod tests {
     #[test]
     fn vcpus_have_left_the_guest_when_a_device_reads_zeros() {
         let (file, reservation) = mapped();
-        let brake = Arc::new(Brake::new(1));
-        let lost = LostMemory::new(Arc::clone(&brake), LossFlag::default()).unwrap();
+        let inhibitor = Arc::new(EntryInhibitor::new(1));
+        let lost = LostMemory::new(Arc::clone(&inhibitor), LossFlag::default()).unwrap();
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 0).unwrap();
-        let (vcpu, entered) = vcpu(&brake, 0);
+        let (vcpu, entered) = vcpu(&inhibitor, 0);
         entered.recv_timeout(Duration::from_secs(20)).unwrap();
         file.set_len(0).unwrap();
-        assert!(brake.is_any_in_guest());
+        assert!(inhibitor.is_any_in_guest());
         // SAFETY: the page is mapped, either to the file or to the zeros that the handler put in
         // its place.
         assert_eq!(unsafe { byte(&reservation, 0).read_volatile() }, 0);
-        assert!(!brake.is_any_in_guest());
+        assert!(!inhibitor.is_any_in_guest());
         assert_eq!(vcpu.join().unwrap(), 1);
     }
 
     #[test]
     fn truncated_file_is_detected_without_access_and_stays_lost() {
         let ((file, reservation), (other_file, other)) = (mapped(), mapped());
-        let (lost, brake, flag) = lost_memory();
+        let (lost, inhibitor, flag) = lost_memory();
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 2 * MIB).unwrap();
         lost.watch_file("other".to_owned(), &other, other_file.as_fd(), 2 * MIB).unwrap();
         assert!(lost.has_files() && !lost.explains_a_fault());
-        assert!(!brake.is_pulled(), "memory without a loss inhibits entries");
+        assert!(!inhibitor.is_set(), "memory without a loss inhibits entries");
         file.set_len(MIB).unwrap();
         let reason = lost.look().unwrap();
         assert_eq!(
             reason,
             "guest memory is lost: data: its file was truncated to 1 MiB, but the guest has mapped 2 MiB"
         );
-        assert!(brake.is_pulled() && flag.is_raised());
+        assert!(inhibitor.is_set() && flag.is_raised());
         // Restoring the old length does not restore the content.
         file.set_len(2 * MIB).unwrap();
         assert_eq!(lost.look().unwrap(), reason);
-        brake.release();
-        assert!(lost.explains_a_fault() && brake.is_pulled());
+        inhibitor.release();
+        assert!(lost.explains_a_fault() && inhibitor.is_set());
         assert!(lost.event().read().is_ok());
         let losses: Vec<_> = lost.ranges().iter().map(|range| range.loss()).collect();
         assert_eq!(losses, [Some(Loss::CutShort { file_bytes: MIB, mapped_bytes: 2 * MIB }), None]);
@@ -402,12 +402,12 @@ mod tests {
     fn memory_without_a_file_can_be_bad_but_not_truncated() {
         let reservation = Reservation::new(2 * MIB, 4096).unwrap();
         reservation.map_anonymous(0, 2 * MIB).unwrap();
-        let (lost, brake, _) = lost_memory();
+        let (lost, inhibitor, _) = lost_memory();
         lost.watch("--memory".to_owned(), &reservation).unwrap();
         assert!(!lost.has_files());
         assert_eq!(lost.look(), None);
         lost.ranges()[0].page_lost();
-        assert!(brake.is_pulled() && lost.look().unwrap().contains("--memory"));
+        assert!(inhibitor.is_set() && lost.look().unwrap().contains("--memory"));
     }
 
     #[test]

@@ -74,10 +74,10 @@ pub struct ConnectionCounters {
 /// Room for one more connection on the server.
 #[derive(Debug)]
 pub(super) enum Room {
-    /// There is a free seat.
+    /// There is a free slot.
     Free,
     /// There is room if this connection is closed.
-    Instead(Arc<Seat>),
+    Instead(Arc<ConnectionSlot>),
     /// No connection can be closed before this time.
     From(Instant),
     /// There is no room until a call is answered or a connection ends.
@@ -86,9 +86,9 @@ pub(super) enum Room {
 
 /// All connections of a server.
 #[derive(Debug)]
-pub(super) struct Seats {
+pub(super) struct ConnectionSlots {
     limits: Limits,
-    taken: Mutex<Vec<Weak<Seat>>>,
+    taken: Mutex<Vec<Weak<ConnectionSlot>>>,
     /// Notified when a connection begins to wait for its client.
     idle: Arc<Notify>,
     counters: Arc<ConnectionCounters>,
@@ -96,33 +96,37 @@ pub(super) struct Seats {
 
 /// State of one connection, shared between its task and the server.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct ConnectionSlot {
     state: Mutex<State>,
     /// Notified when the state changes, except to [`Waits::ForCall`].
     changed: Notify,
     idle: Arc<Notify>,
 }
 
-impl Seats {
+impl ConnectionSlots {
     pub(super) fn new(limits: Limits, counters: Arc<ConnectionCounters>) -> Self {
         Self { limits, taken: Mutex::default(), idle: Arc::default(), counters }
     }
 
-    /// Creates the seat of an accepted connection.
-    pub(super) fn take(&self) -> Arc<Seat> {
+    /// Creates the slot of an accepted connection.
+    pub(super) fn take(&self) -> Arc<ConnectionSlot> {
         let state = Mutex::new(State { waits: Waits::ForRead, has_asked: false });
-        let seat = Arc::new(Seat { state, changed: Notify::new(), idle: Arc::clone(&self.idle) });
+        let slot = Arc::new(ConnectionSlot {
+            state,
+            changed: Notify::new(),
+            idle: Arc::clone(&self.idle),
+        });
         let mut taken = self.taken.lock();
-        taken.retain(|seat| seat.strong_count() > 0);
-        taken.push(Arc::downgrade(&seat));
+        taken.retain(|slot| slot.strong_count() > 0);
+        taken.push(Arc::downgrade(&slot));
         self.counters.accepted.fetch_add(1, Ordering::Relaxed);
-        seat
+        slot
     }
 
     /// Returns the room for one more connection.
     pub(super) fn room(&self) -> Room {
         let taken: Vec<_> = self.taken.lock().iter().filter_map(Weak::upgrade).collect();
-        let states = taken.iter().map(|seat| (*seat.state.lock(), seat));
+        let states = taken.iter().map(|slot| (*slot.state.lock(), slot));
         let states: Vec<_> = states.filter(|(state, _)| state.waits != Waits::Dismissed).collect();
         let silent = states.iter().filter(|(state, _)| !state.has_asked).count();
         if states.len() < self.limits.connections && silent < self.limits.silent {
@@ -130,20 +134,20 @@ impl Seats {
         }
         // A silent connection is closed before any connection that has delivered requests.
         let candidates = states.iter().filter(|(state, _)| state.has_asked == (silent == 0));
-        let longest = candidates.filter_map(|(state, seat)| Some((state.waits.since()?, seat)));
+        let longest = candidates.filter_map(|(state, slot)| Some((state.waits.since()?, slot)));
         match longest.min_by_key(|(since, _)| *since) {
-            Some((since, seat)) if since.elapsed() >= self.limits.grace => {
-                Room::Instead(Arc::clone(seat))
+            Some((since, slot)) if since.elapsed() >= self.limits.grace => {
+                Room::Instead(Arc::clone(slot))
             }
             Some((since, _)) => Room::From(since + self.limits.grace),
             None => Room::None,
         }
     }
 
-    /// Closes the connection of `seat`, unless its client has sent a request in the meantime.
-    pub(super) fn dismiss(&self, seat: &Seat) {
+    /// Closes the connection of `slot`, unless its client has sent a request in the meantime.
+    pub(super) fn dismiss(&self, slot: &ConnectionSlot) {
         let mut has_asked = None;
-        seat.turn(|state| match state.waits.since() {
+        slot.turn(|state| match state.waits.since() {
             Some(_) => {
                 has_asked = Some(state.has_asked);
                 Waits::Dismissed
@@ -162,7 +166,7 @@ impl Seats {
     }
 }
 
-impl Seat {
+impl ConnectionSlot {
     /// Changes the state unless the server has chosen to close the connection. Returns true if the
     /// connection is to be closed now.
     fn turn(&self, next: impl FnOnce(&mut State) -> Waits) -> bool {
@@ -240,21 +244,21 @@ impl Seat {
     }
 }
 
-/// Request body that reports its progress to the seat. The call starts with the last byte of the
+/// Request body that reports its progress to the slot. The call starts with the last byte of the
 /// body. Until then, the connection may be closed to make room.
 #[derive(Debug)]
 pub(super) struct Question {
     body: Incoming,
-    seat: Arc<Seat>,
+    slot: Arc<ConnectionSlot>,
     is_whole: bool,
 }
 
 impl Question {
     /// Returns `None` if the connection is to be closed and the request must not be served.
-    pub(super) fn new(body: Incoming, seat: Arc<Seat>) -> Option<Self> {
+    pub(super) fn new(body: Incoming, slot: Arc<ConnectionSlot>) -> Option<Self> {
         let is_whole = body.is_end_stream();
-        let is_served = if is_whole { seat.called() } else { seat.promised_body() };
-        is_served.then_some(Self { body, seat, is_whole })
+        let is_served = if is_whole { slot.called() } else { slot.promised_body() };
+        is_served.then_some(Self { body, slot, is_whole })
     }
 }
 
@@ -273,7 +277,7 @@ impl hyper::body::Body for Question {
         }
         self.is_whole = true;
         // The connection is about to be dropped together with its call.
-        if self.seat.called() { polled } else { Poll::Pending }
+        if self.slot.called() { polled } else { Poll::Pending }
     }
 
     fn is_end_stream(&self) -> bool {
@@ -290,28 +294,28 @@ impl Drop for Question {
     /// refuses the request or reaches its time limit.
     fn drop(&mut self) {
         if !self.is_whole {
-            self.seat.called();
+            self.slot.called();
         }
     }
 }
 
-/// Answer body that reports its end to the seat. The connection is busy until hyper drops the body.
+/// Answer body that reports its end to the slot. The connection is busy until hyper drops the body.
 /// A stream of events can last indefinitely.
 #[derive(Debug)]
 pub(super) struct Answer {
     body: Body,
-    seat: Arc<Seat>,
+    slot: Arc<ConnectionSlot>,
 }
 
 impl Answer {
-    pub(super) fn new(body: Body, seat: Arc<Seat>) -> Self {
-        Self { body, seat }
+    pub(super) fn new(body: Body, slot: Arc<ConnectionSlot>) -> Self {
+        Self { body, slot }
     }
 }
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        self.seat.answered();
+        self.slot.answered();
     }
 }
 
@@ -350,43 +354,43 @@ mod tests {
         runtime.enable_time().start_paused(true).build().unwrap().block_on(test);
     }
 
-    async fn has_to_go(seat: &Seat, within: Duration) -> bool {
-        tokio::time::timeout(within, seat.has_to_go(HEAD)).await.is_ok()
+    async fn has_to_go(slot: &ConnectionSlot, within: Duration) -> bool {
+        tokio::time::timeout(within, slot.has_to_go(HEAD)).await.is_ok()
     }
 
     async fn is_ready(future: impl Future<Output = ()>) -> bool {
         tokio::time::timeout(Duration::ZERO, future).await.is_ok()
     }
 
-    fn seats() -> Seats {
-        Seats::new(LIMITS, Arc::default())
+    fn slots() -> ConnectionSlots {
+        ConnectionSlots::new(LIMITS, Arc::default())
     }
 
     /// Connection whose client has sent nothing yet.
-    fn silent(seats: &Seats) -> Arc<Seat> {
-        let seat = seats.take();
-        seat.read(false);
-        seat
+    fn silent(slots: &ConnectionSlots) -> Arc<ConnectionSlot> {
+        let slot = slots.take();
+        slot.read(false);
+        slot
     }
 
     /// Connection whose client waits for an answer.
-    fn busy(seats: &Seats) -> Arc<Seat> {
-        let seat = seats.take();
-        seat.read(true);
-        assert!(seat.called());
-        seat
+    fn busy(slots: &ConnectionSlots) -> Arc<ConnectionSlot> {
+        let slot = slots.take();
+        slot.read(true);
+        assert!(slot.called());
+        slot
     }
 
     /// Connection whose last call is answered.
-    fn idle(seats: &Seats) -> Arc<Seat> {
-        let seat = busy(seats);
-        seat.answered();
-        seat
+    fn idle(slots: &ConnectionSlots) -> Arc<ConnectionSlot> {
+        let slot = busy(slots);
+        slot.answered();
+        slot
     }
 
-    fn closed_instead(seats: &Seats) -> Option<Arc<Seat>> {
-        match seats.room() {
-            Room::Instead(seat) => Some(seat),
+    fn closed_instead(slots: &ConnectionSlots) -> Option<Arc<ConnectionSlot>> {
+        match slots.room() {
+            Room::Instead(slot) => Some(slot),
             Room::Free | Room::From(_) | Room::None => None,
         }
     }
@@ -394,79 +398,79 @@ mod tests {
     #[test]
     fn silence_has_no_timeout_but_a_head_has() {
         run(async {
-            let seats = seats();
-            let seat = silent(&seats);
-            assert!(!has_to_go(&seat, 1000 * HEAD).await, "silence");
-            seat.read(true);
-            assert!(!has_to_go(&seat, HEAD - MS).await);
+            let slots = slots();
+            let slot = silent(&slots);
+            assert!(!has_to_go(&slot, 1000 * HEAD).await, "silence");
+            slot.read(true);
+            assert!(!has_to_go(&slot, HEAD - MS).await);
             // One more byte does not restart the time limit.
-            seat.read(true);
-            assert!(has_to_go(&seat, 2 * MS).await);
-            let seat = busy(&seats);
-            assert!(!has_to_go(&seat, 1000 * HEAD).await, "a call takes as long as it takes");
-            seat.answered();
-            assert!(!has_to_go(&seat, 1000 * HEAD).await, "silence again");
-            seat.read(true);
-            assert!(has_to_go(&seat, HEAD + MS).await);
+            slot.read(true);
+            assert!(has_to_go(&slot, 2 * MS).await);
+            let slot = busy(&slots);
+            assert!(!has_to_go(&slot, 1000 * HEAD).await, "a call takes as long as it takes");
+            slot.answered();
+            assert!(!has_to_go(&slot, 1000 * HEAD).await, "silence again");
+            slot.read(true);
+            assert!(has_to_go(&slot, HEAD + MS).await);
         });
     }
 
     #[test]
     fn silent_connections_do_not_take_seats_of_clients_that_send_requests() {
         run(async {
-            let seats = seats();
-            let (kept, served) = (idle(&seats), busy(&seats));
+            let slots = slots();
+            let (kept, served) = (idle(&slots), busy(&slots));
             tokio::time::advance(HEAD).await;
-            let mut last = [silent(&seats), silent(&seats)];
+            let mut last = [silent(&slots), silent(&slots)];
             for _ in 0..100 {
                 tokio::time::advance(LIMITS.grace).await;
-                let oldest = closed_instead(&seats).expect("a silent connection");
+                let oldest = closed_instead(&slots).expect("a silent connection");
                 assert!(Arc::ptr_eq(&oldest, &last[0]));
-                seats.dismiss(&oldest);
+                slots.dismiss(&oldest);
                 assert!(has_to_go(&oldest, Duration::ZERO).await);
                 last.rotate_left(1);
-                last[1] = silent(&seats);
+                last[1] = silent(&slots);
             }
             assert!(
                 !has_to_go(&kept, Duration::ZERO).await
                     && !has_to_go(&served, Duration::ZERO).await
             );
             let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-            assert_eq!((count(&seats.counters.silent), count(&seats.counters.idle)), (100, 0));
-            assert_eq!(count(&seats.counters.accepted), 104);
+            assert_eq!((count(&slots.counters.silent), count(&slots.counters.idle)), (100, 0));
+            assert_eq!(count(&slots.counters.accepted), 104);
         });
     }
 
     #[test]
     fn silent_connections_may_not_fill_free_seats() {
         run(async {
-            let seats = seats();
-            let first = silent(&seats);
-            assert!(matches!(seats.room(), Room::Free));
-            let _second = silent(&seats);
-            assert!(matches!(seats.room(), Room::From(_)), "2 of 4 seats");
+            let slots = slots();
+            let first = silent(&slots);
+            assert!(matches!(slots.room(), Room::Free));
+            let _second = silent(&slots);
+            assert!(matches!(slots.room(), Room::From(_)), "2 of 4 slots");
             assert!(first.called());
-            assert!(matches!(seats.room(), Room::Free), "a request makes room");
+            assert!(matches!(slots.room(), Room::Free), "a request makes room");
         });
     }
 
     #[test]
     fn connection_has_time_to_send_its_request() {
         run(async {
-            let seats = seats();
-            let (first, second) = (seats.take(), seats.take());
+            let slots = slots();
+            let (first, second) = (slots.take(), slots.take());
             tokio::time::advance(HEAD).await;
             // The server has not read from either connection yet, so both may have a request.
-            assert!(matches!(seats.room(), Room::None));
+            assert!(matches!(slots.room(), Room::None));
             first.read(false);
-            let Room::From(time) = seats.room() else { panic!("a time") };
+            let Room::From(time) = slots.room() else { panic!("a time") };
             assert_eq!(time, Instant::now() + LIMITS.grace);
             tokio::time::advance(LIMITS.grace).await;
-            let longest = closed_instead(&seats).unwrap();
+            let longest = closed_instead(&slots).unwrap();
             assert!(Arc::ptr_eq(&longest, &first));
             // A request that arrives after the connection was chosen is still served.
             assert!(first.called());
-            seats.dismiss(&longest);
+            slots.dismiss(&longest);
             assert!(!has_to_go(&first, Duration::ZERO).await);
             drop(second);
         });
@@ -475,82 +479,82 @@ mod tests {
     #[test]
     fn among_clients_that_sent_requests_the_longest_waiting_is_closed() {
         run(async {
-            let seats = seats();
-            let (served, first) = (busy(&seats), idle(&seats));
+            let slots = slots();
+            let (served, first) = (busy(&slots), idle(&slots));
             tokio::time::advance(MS).await;
-            let (_second, _third) = (idle(&seats), idle(&seats));
+            let (_second, _third) = (idle(&slots), idle(&slots));
             tokio::time::advance(LIMITS.grace).await;
-            let longest = closed_instead(&seats).unwrap();
+            let longest = closed_instead(&slots).unwrap();
             assert!(Arc::ptr_eq(&longest, &first));
-            seats.dismiss(&longest);
+            slots.dismiss(&longest);
             assert!(!first.called(), "the connection is dismissed, whatever its client sends");
-            assert!(matches!(seats.room(), Room::Free));
+            assert!(matches!(slots.room(), Room::Free));
             assert!(!has_to_go(&served, Duration::ZERO).await);
-            assert_eq!(seats.counters.idle.load(Ordering::Relaxed), 1);
+            assert_eq!(slots.counters.idle.load(Ordering::Relaxed), 1);
         });
     }
 
     #[test]
     fn connection_with_an_endless_body_is_closed_like_a_silent_one() {
         run(async {
-            let seats = seats();
-            let kept = idle(&seats);
-            let stalled = [silent(&seats), silent(&seats)];
-            for seat in &stalled {
-                assert!(seat.promised_body());
+            let slots = slots();
+            let kept = idle(&slots);
+            let stalled = [silent(&slots), silent(&slots)];
+            for slot in &stalled {
+                assert!(slot.promised_body());
             }
             tokio::time::advance(LIMITS.grace).await;
-            let longest = closed_instead(&seats).unwrap();
+            let longest = closed_instead(&slots).unwrap();
             assert!(Arc::ptr_eq(&longest, &stalled[0]));
-            seats.dismiss(&longest);
+            slots.dismiss(&longest);
             assert!(!longest.called(), "its call is not made");
             // With a complete body, the call counts as in progress.
             assert!(stalled[1].called());
-            let _others = [silent(&seats), silent(&seats)];
+            let _others = [silent(&slots), silent(&slots)];
             tokio::time::advance(1000 * HEAD).await;
-            let closed = closed_instead(&seats).unwrap();
+            let closed = closed_instead(&slots).unwrap();
             assert!(!Arc::ptr_eq(&closed, &stalled[1]) && !Arc::ptr_eq(&closed, &kept));
             // Among clients that have sent requests, one that has sent an incomplete body counts as
             // waiting.
-            let seats = self::seats();
-            let first = idle(&seats);
+            let slots = self::slots();
+            let first = idle(&slots);
             assert!(first.promised_body());
-            let _busy = [busy(&seats), busy(&seats), busy(&seats)];
+            let _busy = [busy(&slots), busy(&slots), busy(&slots)];
             tokio::time::advance(LIMITS.grace).await;
-            assert!(Arc::ptr_eq(&closed_instead(&seats).unwrap(), &first));
+            assert!(Arc::ptr_eq(&closed_instead(&slots).unwrap(), &first));
         });
     }
 
     /// The accept loop checks for room, then waits. A change between the two steps ends the wait.
     #[test]
     fn change_between_check_and_wait_is_not_lost() {
-        type Change = fn(&Seat);
+        type Change = fn(&ConnectionSlot);
         let changes: [(&str, Change, Change); 6] = [
-            ("a read without bytes", |_| (), |seat| seat.read(false)),
-            ("the first byte", |_| (), |seat| seat.read(true)),
-            ("the first request", |seat| seat.read(true), |seat| assert!(seat.called())),
-            ("the head of a body", |seat| seat.read(true), |seat| assert!(seat.promised_body())),
+            ("a read without bytes", |_| (), |slot| slot.read(false)),
+            ("the first byte", |_| (), |slot| slot.read(true)),
+            ("the first request", |slot| slot.read(true), |slot| assert!(slot.called())),
+            ("the head of a body", |slot| slot.read(true), |slot| assert!(slot.promised_body())),
             (
                 "the end of a body",
-                |seat| assert!(seat.promised_body()),
-                |seat| assert!(seat.called()),
+                |slot| assert!(slot.promised_body()),
+                |slot| assert!(slot.called()),
             ),
-            ("an answer", |seat| assert!(seat.called()), Seat::answered),
+            ("an answer", |slot| assert!(slot.called()), ConnectionSlot::answered),
         ];
         run(async {
             for (name, prepare, change) in changes {
-                let seats = seats();
-                let seat = seats.take();
-                prepare(&seat);
+                let slots = slots();
+                let slot = slots.take();
+                prepare(&slot);
                 // Consumes exactly the two notifications, from accepting and from preparing.
                 for _ in 0..2 {
-                    is_ready(seats.one_waits()).await;
-                    is_ready(seat.changed.notified()).await;
+                    is_ready(slots.one_waits()).await;
+                    is_ready(slot.changed.notified()).await;
                 }
-                change(&seat);
-                assert!(is_ready(seats.one_waits()).await, "{name}: the accept loop sleeps");
-                let is_waiting = seat.state.lock().waits != Waits::ForCall;
-                assert_eq!(is_ready(seat.changed.notified()).await, is_waiting, "{name}");
+                change(&slot);
+                assert!(is_ready(slots.one_waits()).await, "{name}: the accept loop sleeps");
+                let is_waiting = slot.state.lock().waits != Waits::ForCall;
+                assert_eq!(is_ready(slot.changed.notified()).await, is_waiting, "{name}");
             }
         });
     }
@@ -558,14 +562,14 @@ mod tests {
     #[test]
     fn calls_in_progress_are_never_closed() {
         run(async {
-            let seats = seats();
-            let busy = [busy(&seats), busy(&seats), busy(&seats), busy(&seats)];
+            let slots = slots();
+            let busy = [busy(&slots), busy(&slots), busy(&slots), busy(&slots)];
             tokio::time::advance(1000 * HEAD).await;
-            assert!(matches!(seats.room(), Room::None));
+            assert!(matches!(slots.room(), Room::None));
             busy[0].answered();
-            assert!(matches!(seats.room(), Room::From(_)));
+            assert!(matches!(slots.room(), Room::From(_)));
             drop(busy);
-            assert!(matches!(seats.room(), Room::Free));
+            assert!(matches!(slots.room(), Room::Free));
         });
     }
 }

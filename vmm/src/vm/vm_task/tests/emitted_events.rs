@@ -23,19 +23,19 @@ fn events_are_emitted_in_order() {
             "booting booted pausing paused resuming resumed resizing resized rebooting rebooted shutdown",
             "booting booted failed shutdown deleted",
         ];
-        assert_eq!(vm.told().await.join(" "), expected.join(" "));
+        assert_eq!(vm.emitted().await.join(" "), expected.join(" "));
         // A failed boot emits only its first event. If the guest powers itself off, its VM is
         // deleted.
         let vm = serve(Some(0), None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
-        assert_eq!(vm.told().await, ["booting"]);
+        assert_eq!(vm.emitted().await, ["booting"]);
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestShutdown);
         while !vm.end.is_finished() {
             tokio::task::yield_now().await;
         }
-        assert_eq!(vm.told().await, ["booting", "booted", "shutdown", "deleted"]);
+        assert_eq!(vm.emitted().await, ["booting", "booted", "shutdown", "deleted"]);
     });
 }
 
@@ -51,7 +51,7 @@ fn refused_resize_emits_no_event() {
             let refused = vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
             assert!(refused.is_err(), "{text}");
         }
-        assert_eq!(vm.told().await, ["booting", "booted"]);
+        assert_eq!(vm.emitted().await, ["booting", "booted"]);
     });
 }
 
@@ -70,16 +70,16 @@ fn events_of_restart_loop_are_limited_but_last_state_is_emitted() {
         }
         vm.handle.ask(VmRequest::Delete).await.unwrap();
         let withheld = vm.events.counters().withheld();
-        let told = vm.told().await;
-        let count = |name| told.iter().filter(|event| **event == name).count();
-        assert!((101..150).contains(&count("rebooting")), "{told:?}");
+        let emitted = vm.emitted().await;
+        let count = |name| emitted.iter().filter(|event| **event == name).count();
+        assert!((101..150).contains(&count("rebooting")), "{emitted:?}");
         assert!(withheld > 900, "{withheld}");
         // The completion of the guest's last restart is emitted before the client's first reboot.
         assert_eq!(
-            &told[told.len() - 203..][..3],
+            &emitted[emitted.len() - 203..][..3],
             ["rebooted", "rebooting", "rebooted"],
-            "{told:?}"
+            "{emitted:?}"
         );
-        assert_eq!(&told[told.len() - 3..], ["rebooted", "shutdown", "deleted"]);
+        assert_eq!(&emitted[emitted.len() - 3..], ["rebooted", "shutdown", "deleted"]);
     });
 }

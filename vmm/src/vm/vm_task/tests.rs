@@ -1,10 +1,10 @@
-//! Tests of the owner with fake machines that log each call.
+//! Tests of the VM task with fake machines that log each call.
 
 mod busy;
 mod devices;
+mod emitted_events;
 mod pauses;
 mod sizes;
-mod told;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
@@ -219,7 +219,7 @@ impl MachineFactory for FakeFactory {
 
 struct Fixture {
     events: Events,
-    told: Watcher,
+    watcher: Watcher,
     restarts: Arc<RestartMetrics>,
     handle: VmHandle,
     log: Log,
@@ -230,7 +230,7 @@ struct Fixture {
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
-/// Starts an owner on the test's runtime. On return its first machine has been built, unless
+/// Starts a VM task on the test's runtime. On return its first machine has been built, unless
 /// `fail_from` is 0.
 async fn start(fail_from: Option<usize>) -> Fixture {
     let fixture = serve(fail_from, Some(test_config()), AtGuestShutdown::End);
@@ -240,7 +240,7 @@ async fn start(fail_from: Option<usize>) -> Fixture {
     fixture
 }
 
-/// Starts an owner. It has a VM if `config` is given.
+/// Starts a task. It has a VM if `config` is given.
 fn serve(
     fail_from: Option<usize>,
     config: Option<VmConfig>,
@@ -252,11 +252,11 @@ fn serve(
     let failing_step = Arc::clone(&factory.failing_step);
     let (handle, requests) = VmHandle::channel();
     let events = Events::start();
-    let told = events.watch();
+    let watcher = events.watch();
     let restarts = Arc::<RestartMetrics>::default();
-    let owner = Owner::new(factory, at_guest_shutdown, events.clone(), Arc::clone(&restarts));
-    let end = tokio::task::spawn_local(owner.run(config, requests));
-    Fixture { events, told, restarts, handle, log, senders, pressure, delays, failing_step, end }
+    let task = VmTask::new(factory, at_guest_shutdown, events.clone(), Arc::clone(&restarts));
+    let end = tokio::task::spawn_local(task.run(config, requests));
+    Fixture { events, watcher, restarts, handle, log, senders, pressure, delays, failing_step, end }
 }
 
 impl Fixture {
@@ -268,13 +268,13 @@ impl Fixture {
         self.senders.lock()[machine].send(event);
     }
 
-    async fn told(mut self) -> Vec<&'static str> {
+    async fn emitted(mut self) -> Vec<&'static str> {
         self.events.end();
-        let mut told = Vec::new();
-        while let Some(Seen::Event(event)) = self.told.next().await {
-            told.push(event.event);
+        let mut emitted = Vec::new();
+        while let Some(Seen::Event(event)) = self.watcher.next().await {
+            emitted.push(event.event);
         }
-        told
+        emitted
     }
 
     /// Waits until `count` machines have been built. The clock is paused, and advances to the next
@@ -323,12 +323,13 @@ fn failed_reboot_shuts_vm_down() {
         assert!(vm.handle.ask(VmRequest::Reboot).await.is_err());
         assert_eq!(vm.state().await, VmState::Created);
         assert_eq!(vm.log(), ["build", "resume", "drop"]);
-        let mut told = Vec::new();
-        while told.last().is_none_or(|event| event != "shutdown") {
-            let Some(Seen::Event(event)) = watcher.next().await else { panic!("{told:?}") };
-            told.push(serde_json::to_value(&*event).unwrap()["event"].as_str().unwrap().to_owned());
+        let mut emitted = Vec::new();
+        while emitted.last().is_none_or(|event| event != "shutdown") {
+            let Some(Seen::Event(event)) = watcher.next().await else { panic!("{emitted:?}") };
+            emitted
+                .push(serde_json::to_value(&*event).unwrap()["event"].as_str().unwrap().to_owned());
         }
-        assert_eq!(told, ["rebooting", "shutdown"]);
+        assert_eq!(emitted, ["rebooting", "shutdown"]);
     });
 }
 
@@ -526,7 +527,7 @@ fn reset_loop_is_delayed_while_api_is_served() {
         assert_eq!(vm.senders.lock().len(), 11);
         let mut delays = 0;
         vm.events.end();
-        while let Some(Seen::Event(event)) = vm.told.next().await {
+        while let Some(Seen::Event(event)) = vm.watcher.next().await {
             delays += u32::from(event.event == "restart-delayed");
         }
         assert_eq!(delays, 8);

@@ -1,9 +1,9 @@
-//! Tests of answers while the owner is busy.
+//! Tests of answers while the VM task is busy.
 
 use super::*;
 use crate::config::{DiskConfig, PmMemoryConfig};
 
-/// Owner on a thread of its own, separate from the thread of the API.
+/// VM task on a thread of its own, separate from the thread of the API.
 struct Elsewhere {
     handle: VmHandle,
     delays: Delays,
@@ -23,8 +23,8 @@ impl Elsewhere {
         let (handle, requests) = VmHandle::channel();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            let owner = Owner::new(factory, at_guest_shutdown, Events::start(), Arc::default());
-            runtime.block_on(owner.run(config, requests))
+            let task = VmTask::new(factory, at_guest_shutdown, Events::start(), Arc::default());
+            runtime.block_on(task.run(config, requests))
         });
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
@@ -130,7 +130,7 @@ fn pause_is_answered_after_standstill_without_delaying_others() {
         let moves = vm.delays.add("stand still");
         let handle = vm.handle.clone();
         let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-        // Requests are handled one at a time, so an answer means that the owner has completed its
+        // Requests are handled one at a time, so an answer means that the VM task has completed its
         // part of the pause.
         while vm.state().await != VmState::Paused {}
         assert_eq!(vm.state().await, VmState::Paused);

@@ -1,4 +1,4 @@
-//! Brake of a VM. While it is pulled, no vCPU can enter the guest.
+//! Entry inhibitor of a VM. While it is set, no vCPU can enter the guest.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -7,16 +7,16 @@ use rustix::thread::{Timespec, gettid, nanosleep};
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
-/// Number and interval of the checks with which [`Brake::stop`] waits until vCPUs have left the
-/// guest: one second in total. A vCPU that spends more time in the host's kernel, for example to
-/// wait for a disk, does not run the guest meanwhile.
+/// Number and interval of the checks with which [`EntryInhibitor::stop`] waits until vCPUs have
+/// left the guest: one second in total. A vCPU that spends more time in the host's kernel, for
+/// example to wait for a disk, does not run the guest meanwhile.
 const LOOKS: usize = 10_000;
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
 
 extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-/// Installs a handler for the signal with which [`Brake::stop`] interrupts vCPUs, so that the
-/// signal is harmless. Later calls do nothing.
+/// Installs a handler for the signal with which [`EntryInhibitor::stop`] interrupts vCPUs, so that
+/// the signal is harmless. Later calls do nothing.
 pub fn install_handler() -> Result<(), errno::Error> {
     static INSTALLED: Once = Once::new();
     let mut result = Ok(());
@@ -26,52 +26,54 @@ pub fn install_handler() -> Result<(), errno::Error> {
 
 /// Prevents vCPUs from entering the guest again after one of them has detected a failure.
 ///
-/// After a failure, the owner of the VM receives an event and pauses every vCPU, but later and on
-/// another thread. Without the brake, the vCPU that detected the failure would meanwhile continue,
-/// and a failed flush would look successful. The order is therefore:
-/// 1. The vCPU pulls the brake, then sends the event, and then completes its exit. The owner
-///    therefore cannot release the brake before it is pulled.
-/// 2. While the brake is pulled, no vCPU enters the guest, regardless of other requests.
-/// 3. The owner pauses every vCPU, and then releases the brake. From then on, the owner decides
-///    when vCPUs run.
+/// After a failure, the VM task receives an event and pauses every vCPU, but later and on another
+/// thread. Without the inhibitor, the vCPU that detected the failure would meanwhile continue, and
+/// a failed flush would look successful. The order is therefore:
+/// 1. The vCPU sets the inhibitor, then sends the event, and then completes its exit. The VM task
+///    therefore cannot release the inhibitor before it is set.
+/// 2. While the inhibitor is set, no vCPU enters the guest, regardless of other requests.
+/// 3. The VM task pauses every vCPU, and then releases the inhibitor. From then on, the VM task
+///    decides when vCPUs run.
 #[derive(Debug, Default)]
-pub struct Brake {
-    pulled: AtomicBool,
-    seats: Box<[Seat]>,
+pub struct EntryInhibitor {
+    is_set: AtomicBool,
+    vcpus: Box<[VcpuState]>,
 }
 
 /// State of a vCPU.
 #[derive(Debug, Default)]
-struct Seat {
+struct VcpuState {
     in_guest: AtomicBool,
     /// Kernel ID of the vCPU's thread.
     thread: AtomicI32,
 }
 
-impl Brake {
-    /// Creates the brake of a VM with `vcpus` vCPUs. It is released.
+impl EntryInhibitor {
+    /// Creates the inhibitor of a VM with `vcpus` vCPUs. It is released.
     pub fn new(vcpus: u8) -> Self {
         Self {
-            pulled: AtomicBool::new(false),
-            seats: (0..vcpus).map(|_| Seat::default()).collect(),
+            is_set: AtomicBool::new(false),
+            vcpus: (0..vcpus).map(|_| VcpuState::default()).collect(),
         }
     }
 
     /// Prevents vCPUs from entering the guest. vCPUs that are in the guest continue until they are
     /// paused.
-    pub fn pull(&self) {
-        self.pulled.store(true, Ordering::SeqCst);
+    pub fn set(&self) {
+        self.is_set.store(true, Ordering::SeqCst);
     }
 
-    /// Pulls the brake and interrupts the vCPUs in the guest. When this returns, no vCPU is in the
-    /// guest, and none enters it again. May be called in a signal handler, on any thread.
+    /// Sets the inhibitor and interrupts the vCPUs in the guest. When this returns, no vCPU is in
+    /// the guest, and none enters it again. May be called in a signal handler, on any thread.
     pub fn stop(&self) {
-        self.pull();
+        self.set();
         let this = this_thread();
         for _ in 0..LOOKS {
             let mut are_out = true;
-            for seat in self.seats.iter().filter(|seat| seat.in_guest.load(Ordering::SeqCst)) {
-                let thread = seat.thread.load(Ordering::Relaxed);
+            for vcpu_state in
+                self.vcpus.iter().filter(|vcpu_state| vcpu_state.in_guest.load(Ordering::SeqCst))
+            {
+                let thread = vcpu_state.thread.load(Ordering::Relaxed);
                 // Skips the vCPU of the calling thread. It has left the guest, but has not recorded
                 // this yet.
                 if thread != this {
@@ -88,25 +90,25 @@ impl Brake {
         }
     }
 
-    /// Releases the brake. Call this after all vCPUs were requested to pause.
+    /// Releases the inhibitor. Call this after all vCPUs were requested to pause.
     pub fn release(&self) {
-        self.pulled.store(false, Ordering::SeqCst);
+        self.is_set.store(false, Ordering::SeqCst);
     }
 
-    pub fn is_pulled(&self) -> bool {
-        self.pulled.load(Ordering::SeqCst)
+    pub fn is_set(&self) -> bool {
+        self.is_set.load(Ordering::SeqCst)
     }
 
     /// Records that the vCPU of this thread is about to enter the guest. If the vCPU must not
     /// enter, returns false and records nothing.
     ///
-    /// The record is set before the brake is checked. Therefore, either the vCPU sees that the
-    /// brake is pulled, or the thread that pulls the brake sees that the vCPU is in the guest.
+    /// The record is set before the inhibitor is checked. Therefore, either the vCPU sees that the
+    /// inhibitor is set, or the thread that sets the inhibitor sees that the vCPU is in the guest.
     pub fn enter(&self, vcpu: u8) -> bool {
-        let seat = &self.seats[usize::from(vcpu)];
-        seat.thread.store(this_thread(), Ordering::Relaxed);
-        seat.in_guest.store(true, Ordering::SeqCst);
-        if self.is_pulled() {
+        let vcpu_state = &self.vcpus[usize::from(vcpu)];
+        vcpu_state.thread.store(this_thread(), Ordering::Relaxed);
+        vcpu_state.in_guest.store(true, Ordering::SeqCst);
+        if self.is_set() {
             self.leave(vcpu);
             return false;
         }
@@ -115,7 +117,7 @@ impl Brake {
 
     /// Records that the vCPU has left the guest.
     pub fn leave(&self, vcpu: u8) {
-        self.seats[usize::from(vcpu)].in_guest.store(false, Ordering::SeqCst);
+        self.vcpus[usize::from(vcpu)].in_guest.store(false, Ordering::SeqCst);
     }
 }
 
@@ -140,28 +142,28 @@ pub(crate) mod tests {
 
     use super::*;
 
-    impl Brake {
+    impl EntryInhibitor {
         pub(crate) fn is_any_in_guest(&self) -> bool {
-            self.seats.iter().any(|seat| seat.in_guest.load(Ordering::SeqCst))
+            self.vcpus.iter().any(|vcpu_state| vcpu_state.in_guest.load(Ordering::SeqCst))
         }
     }
 
     /// Thread that simulates a running guest by a system call that only a signal ends. It sends a
     /// message before each such call.
     pub(crate) fn vcpu(
-        brake: &Arc<Brake>,
+        inhibitor: &Arc<EntryInhibitor>,
         index: u8,
     ) -> (thread::JoinHandle<u32>, mpsc::Receiver<()>) {
         install_handler().unwrap();
         let (entering, entered) = mpsc::channel();
-        let brake = Arc::clone(brake);
+        let inhibitor = Arc::clone(inhibitor);
         let thread = thread::spawn(move || {
             let mut runs = 0;
-            while brake.enter(index) {
+            while inhibitor.enter(index) {
                 runs += 1;
                 entering.send(()).unwrap();
                 let _ = nanosleep(&Timespec { tv_sec: 60, tv_nsec: 0 });
-                brake.leave(index);
+                inhibitor.leave(index);
             }
             runs
         });
@@ -170,21 +172,21 @@ pub(crate) mod tests {
 
     #[test]
     fn stop_takes_every_vcpu_out_of_the_guest() {
-        let brake = Arc::new(Brake::new(3));
-        let vcpus: Vec<_> = (0..2).map(|index| vcpu(&brake, index)).collect();
+        let inhibitor = Arc::new(EntryInhibitor::new(3));
+        let vcpus: Vec<_> = (0..2).map(|index| vcpu(&inhibitor, index)).collect();
         for (_, entered) in &vcpus {
             entered.recv_timeout(Duration::from_secs(20)).unwrap();
         }
         // The third vCPU calls `stop` itself, as an access to a device register or a signal handler
         // would. `stop` therefore does not wait for this vCPU.
-        assert!(brake.enter(2));
-        brake.stop();
+        assert!(inhibitor.enter(2));
+        inhibitor.stop();
         for (index, (thread, _)) in vcpus.into_iter().enumerate() {
-            assert!(!brake.seats[index].in_guest.load(Ordering::SeqCst));
+            assert!(!inhibitor.vcpus[index].in_guest.load(Ordering::SeqCst));
             assert_eq!(thread.join().unwrap(), 1);
         }
-        assert!(!brake.enter(0));
-        brake.release();
-        assert!(brake.enter(0));
+        assert!(!inhibitor.enter(0));
+        inhibitor.release();
+        assert!(inhibitor.enter(0));
     }
 }

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use foreshore_devices::events::{Event, Events};
-use foreshore_devices::log::sparsely;
+use foreshore_devices::log::rate_limited;
 use foreshore_devices::metrics::{Expose, Exposition, Family};
 use tokio::time::{Instant, sleep_until};
 
-use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmError, VmState};
+use super::{Flow, MachineEvent, MachineFactory, RunError, VmError, VmState, VmTask};
 use crate::cpu::run::VcpuEvent;
-use crate::vm::owner::state::{self, Restart, RestartGuard, Verb};
+use crate::vm::vm_task::state::{self, Restart, RestartGuard, Verb};
 
 /// Counters of delayed restarts. They continue across restarts.
 #[derive(Debug, Default)]
@@ -55,7 +55,7 @@ pub(super) async fn due(at: Option<Instant>) {
     }
 }
 
-impl<F: MachineFactory> Owner<F> {
+impl<F: MachineFactory> VmTask<F> {
     /// Time of the delayed restart, if there is one. A pause postpones it.
     pub(super) fn restart_at(&self) -> Option<Instant> {
         self.vm.as_ref().filter(|vm| vm.state == VmState::Running).and_then(|vm| vm.restart_at)
@@ -77,11 +77,11 @@ impl<F: MachineFactory> Owner<F> {
             }
             (Restart::GiveUp, None) => unreachable!("only faults end a guest"),
             (Restart::After(delay), Some(event)) => {
-                sparsely!(warn, %event, ?delay, "The guest restarts itself");
+                rate_limited!(warn, %event, ?delay, "The guest restarts itself");
                 delay
             }
             (Restart::After(delay), None) => {
-                sparsely!(info, ?delay, "The guest restarts itself");
+                rate_limited!(info, ?delay, "The guest restarts itself");
                 delay
             }
         };
@@ -89,7 +89,7 @@ impl<F: MachineFactory> Owner<F> {
             return self.restart();
         }
         self.restarts.count(delay);
-        self.told.tell_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
+        self.emitter.emit_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
         // Other vCPUs of the guest may still be running.
         if let Some(machine) = &mut vm.machine {
             tokio::task::spawn_blocking(machine.pause());
@@ -100,7 +100,7 @@ impl<F: MachineFactory> Owner<F> {
 
     /// Builds a new machine for a guest that has reset itself or has faulted.
     pub(super) fn restart(&mut self) -> Flow {
-        match self.busily(|owner| owner.reboot(Events::tell_of_guest)) {
+        match self.busily(|task| task.reboot(Events::emit_of_guest)) {
             Ok(()) => Flow::Continue,
             Err(err) => Flow::End(Err(RunError::Boot(err))),
         }
@@ -113,13 +113,13 @@ impl<F: MachineFactory> Owner<F> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
         self.pauses_over += 1;
-        tell(&self.told, Event::VmRebooting);
+        tell(&self.emitter, Event::VmRebooting);
         self.vm()?.machine = None;
-        self.told.end_machine();
+        self.emitter.end_machine();
         let result = self.start();
         self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
         match result {
-            Ok(()) => tell(&self.told, Event::VmRebooted),
+            Ok(()) => tell(&self.emitter, Event::VmRebooted),
             Err(_) => self.has_shut_down(),
         }
         result

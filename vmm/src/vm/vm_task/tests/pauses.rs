@@ -18,7 +18,7 @@ fn end_of_paused_guest_takes_effect_on_resume() {
             assert_eq!(vm.state().await, VmState::Running);
             assert_eq!(vm.log()[3..], ["resume", "drop", "build", "resume"]);
             let expected = "booting booted pausing paused resuming resumed rebooting rebooted";
-            assert_eq!(vm.told().await.join(" "), expected);
+            assert_eq!(vm.emitted().await.join(" "), expected);
         }
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -64,32 +64,33 @@ async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str
     assert!(!pause.is_finished());
     drop(moves);
     let refused = pause.await.unwrap().unwrap_err();
-    (refused, vm.told().await.split_off(2))
+    (refused, vm.emitted().await.split_off(2))
 }
 
 #[test]
 fn pause_undone_before_standstill_is_refused() {
     run(async {
-        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
+        let (refused, emitted) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
         let expected =
             "the VM is Running; vm.pause needs it to be unchanged until its vCPUs have stopped";
         assert_eq!(refused.to_string(), expected);
-        assert_eq!(told, ["pausing", "resuming", "resumed"]);
-        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
+        assert_eq!(emitted, ["pausing", "resuming", "resumed"]);
+        let (refused, emitted) =
+            undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
         assert!(
             matches!(refused, VmError::WrongState { state: VmState::Created, .. }),
             "{refused}"
         );
-        assert_eq!(told, ["pausing", "shutdown"]);
-        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Reboot).await.unwrap()).await;
+        assert_eq!(emitted, ["pausing", "shutdown"]);
+        let (refused, emitted) = undone(async |vm| vm.ask(VmRequest::Reboot).await.unwrap()).await;
         assert!(
             matches!(refused, VmError::WrongState { state: VmState::Running, .. }),
             "{refused}"
         );
-        assert_eq!(told, ["pausing", "rebooting", "rebooted"]);
-        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Delete).await.unwrap()).await;
+        assert_eq!(emitted, ["pausing", "rebooting", "rebooted"]);
+        let (refused, emitted) = undone(async |vm| vm.ask(VmRequest::Delete).await.unwrap()).await;
         assert!(matches!(refused, VmError::NotCreated), "{refused}");
-        assert_eq!(told, ["pausing", "shutdown", "deleted"]);
+        assert_eq!(emitted, ["pausing", "shutdown", "deleted"]);
     });
 }
 
@@ -97,15 +98,15 @@ fn pause_undone_before_standstill_is_refused() {
 #[test]
 fn second_pause_is_independent_of_undone_one() {
     run(async {
-        let (refused, told) = undone(async |vm| {
+        let (refused, emitted) = undone(async |vm| {
             vm.ask(VmRequest::Resume).await.unwrap();
             vm.ask(VmRequest::Pause).await.unwrap();
         })
         .await;
         assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
-        assert_eq!(told, ["pausing", "resuming", "resumed", "pausing", "paused"]);
+        assert_eq!(emitted, ["pausing", "resuming", "resumed", "pausing", "paused"]);
         // Pauses of another VM are independent.
-        let (refused, told) = undone(async |vm| {
+        let (refused, emitted) = undone(async |vm| {
             vm.ask(VmRequest::Delete).await.unwrap();
             vm.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
             vm.ask(VmRequest::Boot).await.unwrap();
@@ -113,7 +114,7 @@ fn second_pause_is_independent_of_undone_one() {
         })
         .await;
         assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
-        assert_eq!(told.last_chunk(), Some(&["pausing", "paused"]));
+        assert_eq!(emitted.last_chunk(), Some(&["pausing", "paused"]));
     });
 }
 
@@ -130,7 +131,7 @@ fn boot_of_paused_vm_is_a_resume() {
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
         assert_eq!(
-            vm.told().await.join(" "),
+            vm.emitted().await.join(" "),
             "booting booted pausing paused resuming resumed failed"
         );
     });

@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!  API, signals ──► VmRequest ──┐
-//!                               ├──► Owner ──► Machine (built, started, paused, dropped)
+//!                               ├──► VmTask ──► Machine (built, started, paused, dropped)
 //!  vCPUs, devices ► MachineEvent┘
 //! ```
 
-pub(super) mod cached;
+pub(super) mod cached_value;
 mod machine;
 mod restart;
 mod state;
@@ -69,7 +69,7 @@ impl MachineEvent {
     }
 }
 
-/// Sends the events of one machine to the owner. Events from a machine that has been replaced are
+/// Sends the events of one machine to the VM task. Events from a machine that has been replaced are
 /// dropped.
 #[derive(Clone, Debug)]
 pub struct EventSender {
@@ -90,22 +90,22 @@ impl EventSender {
         Self::new(0, mpsc::unbounded_channel().0)
     }
 
-    /// Sends `event` to the owner without blocking. Any thread may call it.
+    /// Sends `event` to the VM task without blocking. Any thread may call it.
     ///
     /// The queue of a busy owner cannot grow without bound, because a guest can cause only the
     /// following events:
     /// - Only the first power-off or reset of each machine is sent, because it ends the machine. A
     ///   register or the watchdog can cause it.
-    /// - A vCPU that has sent an event waits until the owner resumes or ends it.
-    /// - Each ejection follows exactly one request of the owner (`PciSlots`, `Plug`).
-    /// - The sender of `MustPause` has already stopped the vCPUs by the brake, so each vCPU sends
-    ///   at most the events of its current exit.
+    /// - A vCPU that has sent an event waits until the VM task resumes or ends it.
+    /// - Each ejection follows exactly one request of the VM task (`PciSlots`, `Plug`).
+    /// - The sender of `MustPause` has already stopped the vCPUs by the inhibitor, so each vCPU
+    ///   sends at most the events of its current exit.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        // An error means that the owner has already ended.
+        // An error means that the VM task has already ended.
         let _ = self.events.send((self.generation, event));
     }
 }
@@ -343,11 +343,11 @@ impl Vm {
 }
 
 /// Task that owns a VM. Initially there is no VM.
-pub struct Owner<F> {
+pub struct VmTask<F> {
     factory: F,
     vm: Option<Vm>,
     at_guest_shutdown: AtGuestShutdown,
-    told: Events,
+    emitter: Events,
     restarts: Arc<RestartMetrics>,
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
@@ -361,13 +361,13 @@ pub struct Owner<F> {
     busy: watch::Sender<Option<VmInfo>>,
 }
 
-impl<F: MachineFactory> Owner<F> {
-    /// Creates an owner without a VM. It emits events to `events`, and counts delayed restarts in
+impl<F: MachineFactory> VmTask<F> {
+    /// Creates a VM task without a VM. It emits events to `events`, and counts delayed restarts in
     /// `restarts`.
     pub fn new(
         factory: F,
         at_guest_shutdown: AtGuestShutdown,
-        told: Events,
+        emitter: Events,
         restarts: Arc<RestartMetrics>,
     ) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
@@ -377,7 +377,7 @@ impl<F: MachineFactory> Owner<F> {
             factory,
             vm,
             at_guest_shutdown,
-            told,
+            emitter,
             restarts,
             generation,
             events,
@@ -454,10 +454,10 @@ impl<F: MachineFactory> Owner<F> {
         drop(vm);
         self.factory.release();
         if ran {
-            self.told.end_machine();
-            self.told.tell(Event::VmShutdown);
+            self.emitter.end_machine();
+            self.emitter.emit(Event::VmShutdown);
         }
-        self.told.tell(Event::VmDeleted);
+        self.emitter.emit(Event::VmDeleted);
     }
 
     fn boot(&mut self) -> Result<(), VmError> {
@@ -466,21 +466,21 @@ impl<F: MachineFactory> Owner<F> {
         if state == VmState::Paused {
             return self.resume();
         }
-        self.told.tell(Event::VmBooting);
+        self.emitter.emit(Event::VmBooting);
         self.start()?;
         self.vm()?.state = next;
-        self.told.tell(Event::VmBooted);
+        self.emitter.emit(Event::VmBooted);
         Ok(())
     }
 
     fn resume(&mut self) -> Result<(), VmError> {
-        let told = self.told.clone();
+        let emitter = self.emitter.clone();
         self.vm()?.may_resume()?;
         self.pauses_over += 1;
-        told.tell(Event::VmResuming);
+        emitter.emit(Event::VmResuming);
         let vm = self.vm()?;
         vm.resume()?;
-        told.tell(Event::VmResumed);
+        emitter.emit(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
             // The event is handled before the next request. Sending it cannot fail, because the
             // owner holds the receiver.
@@ -498,22 +498,22 @@ impl<F: MachineFactory> Owner<F> {
 
     /// Emits the events after the end of a machine if its VM remains.
     fn has_shut_down(&mut self) {
-        self.told.end_machine();
-        self.told.tell(Event::VmShutdown);
+        self.emitter.end_machine();
+        self.emitter.emit(Event::VmShutdown);
     }
 
     /// Resizes the machine. If there is no machine, changes the configuration, and the size takes
     /// effect at the next boot. Emits events only if the request has passed all checks.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
-        let told = self.told.clone();
+        let emitter = self.emitter.clone();
         let vm = self.vm()?;
         if vm.machine.is_none() {
             return vm.reconfigure(resize, |config| resize.apply(config));
         }
         let plan = vm.plan_resize(resize)?;
-        told.tell(Event::VmResizing);
+        emitter.emit(Event::VmResizing);
         vm.carry_out(plan)?;
-        told.tell(Event::VmResized);
+        emitter.emit(Event::VmResized);
         Ok(())
     }
 
@@ -532,11 +532,11 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Pauses the VM. [`Owner::stands_still`] answers the request when all parts have stopped.
+    /// Pauses the VM. [`VmTask::stands_still`] answers the request when all parts have stopped.
     fn pause(&mut self, reply: Reply<()>) {
         match self.vm().and_then(Vm::pause) {
             Ok(standstill) => {
-                self.told.tell(Event::VmPausing);
+                self.emitter.emit(Event::VmPausing);
                 let since = self.pauses_over;
                 // The wait runs on another thread, because a device may wait for a disk.
                 self.pauses.spawn_blocking(move || {
@@ -549,11 +549,11 @@ impl<F: MachineFactory> Owner<F> {
     }
 
     /// Completes a pause after all parts have stopped. If the VM was resumed or ended in the
-    /// meantime, the pause is refused and no event is emitted. This runs in the owner instead of on
-    /// the waiting thread, so that nothing can happen between the check and the answer.
+    /// meantime, the pause is refused and no event is emitted. This runs in the VM task instead of
+    /// on the waiting thread, so that nothing can happen between the check and the answer.
     fn stands_still(&mut self, since: u64, reply: Reply<()>) {
         if since == self.pauses_over {
-            self.told.tell(Event::VmPaused);
+            self.emitter.emit(Event::VmPaused);
             return answer(reply, Ok(()));
         }
         let over = |vm: &mut Vm| VmError::WrongState {
@@ -622,9 +622,9 @@ impl<F: MachineFactory> Owner<F> {
                     %reason,
                     "The VM is paused and cannot be resumed; reboot it or shut it down"
                 );
-                self.told.tell(Event::Failed { reason: &reason });
+                self.emitter.emit(Event::Failed { reason: &reason });
                 // The machine is paused even if the VM is already paused, because the vCPU that
-                // sent this event has pulled the brake again.
+                // sent this event has set the inhibitor again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
                     vm.state = VmState::Paused;
@@ -645,13 +645,13 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
             VmRequest::Status(reply) => self.of_vm(reply, |vm| Ok(vm.status())),
             VmRequest::Resize(resize, reply) => {
-                answer(reply, self.busily(|owner| owner.resize(&resize)));
+                answer(reply, self.busily(|task| task.resize(&resize)));
             }
             VmRequest::ResizeDisk(resize, reply) => {
-                answer(reply, self.busily(|owner| owner.vm()?.resize_disk(&resize)));
+                answer(reply, self.busily(|task| task.vm()?.resize_disk(&resize)));
             }
             VmRequest::AddDevice(device, reply) => {
-                answer(reply, self.busily(|owner| owner.add_device(*device)));
+                answer(reply, self.busily(|task| task.add_device(*device)));
             }
             VmRequest::RemoveDevice(id, reply) => answer(reply, self.remove_device(&id)),
             VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
@@ -672,7 +672,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Resume(reply) => answer(reply, self.resume()),
             VmRequest::Shutdown(reply) => answer(reply, self.busily(Self::shut_down)),
             VmRequest::Reboot(reply) => {
-                answer(reply, self.busily(|owner| owner.reboot(Events::tell)))
+                answer(reply, self.busily(|task| task.reboot(Events::emit)))
             }
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
