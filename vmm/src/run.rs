@@ -63,8 +63,8 @@ fn serve(
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    // The VM task runs on this thread, which is blocked for seconds while a machine is built or
-    // ended. The servers run on another thread, and can answer some requests in that time.
+    // The VM task runs on this thread, which is blocked for seconds while a machine is built
+    // or ended. The servers run on another thread, and can answer some requests in that time.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {

@@ -11,7 +11,7 @@ use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions};
 
 const EXAMPLES: &str = "\
 Examples:
-  pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, of which 4 GiB are for volumes
+  pmvol create /pm/pool --size 16G --reserve 4G      a pool of 16 GiB, of which 4 GiB are for volumes
   pmvol create /dev/dax0.0                        a pool on all of a device
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
   pmvol grow /pm/pool --size 32G                  to 32 GiB, without moving data
@@ -60,10 +60,10 @@ pub(crate) enum Command {
     /// pool. A device that is mounted or otherwise in use is refused.
     #[command(after_help = "\
 Examples:
-  pmvol create /pm/pool --size 16G --strg 4G
+  pmvol create /pm/pool --size 16G --reserve 4G
   pmvol create /srv/pool --size 1T --thin      a file that allocates blocks on use
   pmvol create /dev/nvme1n1                    all of a block device
-  pmvol create /dev/dax0.0 --strg 64G          all of a devdax device")]
+  pmvol create /dev/dax0.0 --reserve 64G          all of a devdax device")]
     Create {
         /// File to create, or device
         pool: PathBuf,
@@ -73,7 +73,7 @@ Examples:
         size: Option<u64>,
         /// Part that is reserved for volumes and never lent as memory; cannot be changed
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
-        strg: u64,
+        reserve: u64,
         /// Allocate blocks of a file on a disk on use
         ///
         /// The file system must not become full: a guest that needs a block of it for its memory or

@@ -24,13 +24,13 @@ pub(crate) enum Outcome {
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
-        Command::Create { pool, size, strg, thin, force, output } => {
-            let (size_bytes, strg_bytes, thin, force) = (*size, *strg, *thin, *force);
+        Command::Create { pool, size, reserve, thin, force, output } => {
+            let (size_bytes, reserve_bytes, thin, force) = (*size, *reserve, *thin, *force);
             let create = |progress: OnProgress<'_>| {
                 let progress = Some(progress);
                 Pool::create_with(
                     pool,
-                    CreateOptions { size_bytes, strg_bytes, thin, force, progress },
+                    CreateOptions { size_bytes, reserve_bytes, thin, force, progress },
                 )
             };
             let made = watched(create).map_err(|error| with_flag(error.into()))?;
@@ -254,7 +254,7 @@ fn changed<T, E: Into<anyhow::Error>>(
 pub(crate) fn with_flag(error: anyhow::Error) -> anyhow::Error {
     let Some(pool_error) = error.downcast_ref() else { return error };
     let flag = match pool_error {
-        PoolError::Size { what: "STRG size", .. } => Some("--strg"),
+        PoolError::Size { what: "reserve", .. } => Some("--reserve"),
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
         | PoolError::ShrinkRefused { .. }

@@ -161,7 +161,7 @@ impl<'a> InfoReport<'a> {
             // As the next process to open the pool will see it.
             let available_bytes = info.free_bytes + waiting_bytes;
             let reserved_bytes =
-                info.strg_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
+                info.reserve_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
             info.lendable_bytes = available_bytes - reserved_bytes;
         }
         let (free_space, durability_meaning) = (pool.free_space(), info.durability.meaning());
@@ -258,8 +258,8 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "  metadata   {}", Size(info.metadata_bytes).rounded())?;
     writeln!(
         out,
-        "STRG         {} (reserved for volumes, never lent as memory)",
-        Size(info.strg_bytes).rounded()
+        "reserve      {} (reserved for volumes, never lent as memory)",
+        Size(info.reserve_bytes).rounded()
     )?;
     writeln!(out, "lendable     {}", Size(info.lendable_bytes).rounded())?;
     if report.waiting_bytes > 0 {

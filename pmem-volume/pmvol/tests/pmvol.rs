@@ -20,7 +20,7 @@ fn listed(folder: &Folder) -> Vec<Value> {
 #[test]
 fn pool_is_created_filled_listed_and_checked() {
     let folder = Folder::new();
-    folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
+    folder.succeed(&["create", "pool", "--size", "64M", "--reserve", "8M"]);
     folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
     folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining"]);
@@ -38,7 +38,7 @@ fn pool_is_created_filled_listed_and_checked() {
     );
     assert_eq!(info["in_use_by"], Value::Null);
     assert!(
-        folder.succeed(&["info", "pool"]).contains("STRG         8 MiB (reserved for volumes, ")
+        folder.succeed(&["info", "pool"]).contains("reserve      8 MiB (reserved for volumes, ")
     );
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     let full = ["--size", "the pool is full: nothing is free; `pmvol grow`"];
@@ -141,10 +141,10 @@ fn wrong_arguments_are_reported_and_create_nothing() {
     folder.fail(&["create", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
     folder.fail(&["create", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
     folder.fail(
-        &["create", "pool", "--size", "64M", "--strg", "1M"],
-        &["--strg", "1048576", "2 MiB"],
+        &["create", "pool", "--size", "64M", "--reserve", "1M"],
+        &["--reserve", "1048576", "2 MiB"],
     );
-    folder.fail(&["create", "pool", "--size", "64M", "--strg", "64M"], &["--strg", "60 MiB"]);
+    folder.fail(&["create", "pool", "--size", "64M", "--reserve", "64M"], &["--reserve", "60 MiB"]);
     folder.fail(
         &["create", "nowhere/pool", "--size", "64M"],
         &["nowhere/pool", "folder nowhere does not exist"],

@@ -126,7 +126,7 @@ fn growth_of_a_volume_prints_a_hint() {
 #[test]
 fn json_reports_match_text_reports() {
     let folder = Folder::new();
-    folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
+    folder.succeed(&["create", "pool", "--size", "64M", "--reserve", "8M"]);
     let (text, json) =
         (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
     for name in ["path", "uuid", "durability", "durability_meaning"] {
@@ -142,7 +142,7 @@ fn json_reports_match_text_reports() {
         "retired",
         "metadata",
     ];
-    for name in sizes.iter().chain(&["strg", "lendable"]) {
+    for name in sizes.iter().chain(&["reserve", "lendable"]) {
         let bytes = json[format!("{name}_bytes")].as_u64().unwrap();
         assert!(text.contains(&Size(bytes).rounded()), "{name}: {text}");
     }

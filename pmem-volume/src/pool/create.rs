@@ -34,7 +34,7 @@ pub struct CreateOptions<'a> {
     /// Size of the pool. `None` means the whole device. For a file, a size is required.
     pub size_bytes: Option<u64>,
     /// Bytes reserved for volumes.
-    pub strg_bytes: u64,
+    pub reserve_bytes: u64,
     /// Creates a thin file, in which free chunks are holes.
     pub thin: bool,
     /// Creates the pool even if the device contains data. A pool with volumes is refused even then.
@@ -44,13 +44,18 @@ pub struct CreateOptions<'a> {
 }
 
 impl Pool {
-    /// Creates a pool of `size_bytes` in a new file, reserves `strg_bytes` for volumes, and opens
-    /// the pool. On a disk, all blocks of the file are allocated. After an error, no file remains.
-    pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
+    /// Creates a pool of `size_bytes` in a new file, reserves `reserve_bytes` for volumes, and
+    /// opens the pool. On a disk, all blocks of the file are allocated. After an error, no file
+    /// remains.
+    pub fn create(
+        path: &Path,
+        size_bytes: u64,
+        reserve_bytes: u64,
+    ) -> Result<Arc<Pool>, PoolError> {
         let size_bytes = Some(size_bytes);
         Self::create_with(
             path,
-            CreateOptions { size_bytes, strg_bytes, ..CreateOptions::default() },
+            CreateOptions { size_bytes, reserve_bytes, ..CreateOptions::default() },
         )
     }
 
@@ -79,7 +84,7 @@ impl Pool {
             .ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
         let superblock = Superblock {
             is_thin,
-            ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())?
+            ..plan(size_bytes, options.reserve_bytes, Uuid::new_v4(), unix_now_s())?
         };
         let file_error = |action| {
             move |source: io::Error| PoolError::File { path: path.to_owned(), action, source }
@@ -128,7 +133,7 @@ impl Pool {
         }
         let device_bytes = opened.length.bytes();
         let size_bytes = options.size_bytes.unwrap_or(device_bytes / CHUNK_BYTES * CHUNK_BYTES);
-        let superblock = plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())?;
+        let superblock = plan(size_bytes, options.reserve_bytes, Uuid::new_v4(), unix_now_s())?;
         check_device(path, size_bytes, device_bytes)?;
         check_empty(path, &opened, options.force)?;
         let media = FileMedia::new(opened.file, size_bytes, true)?;
@@ -208,7 +213,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
 /// Checks the sizes, and returns the superblock for a new pool.
 pub(super) fn plan(
     size_bytes: u64,
-    strg_bytes: u64,
+    reserve_bytes: u64,
     uuid: Uuid,
     created_unix_s: u64,
 ) -> Result<Superblock, PoolError> {
@@ -224,18 +229,18 @@ pub(super) fn plan(
         );
         return size("pool size", size_bytes, rule);
     }
-    if !strg_bytes.is_multiple_of(CHUNK_BYTES) {
-        return size("STRG size", strg_bytes, "is not a multiple of 2 MiB".to_owned());
+    if !reserve_bytes.is_multiple_of(CHUNK_BYTES) {
+        return size("reserve", reserve_bytes, "is not a multiple of 2 MiB".to_owned());
     }
     let superblock =
-        Superblock::new(uuid, created_unix_s, (size_bytes / CHUNK_BYTES) as u32, strg_bytes);
+        Superblock::new(uuid, created_unix_s, (size_bytes / CHUNK_BYTES) as u32, reserve_bytes);
     let usable_bytes = size_bytes - u64::from(superblock.metadata_chunks()) * CHUNK_BYTES;
-    if strg_bytes > usable_bytes {
+    if reserve_bytes > usable_bytes {
         let rule = format!(
             "exceeds the maximum {}, which is the pool size less its metadata",
             Size(usable_bytes).rounded()
         );
-        return size("STRG size", strg_bytes, rule);
+        return size("reserve", reserve_bytes, rule);
     }
     Ok(superblock)
 }

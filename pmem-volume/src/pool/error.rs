@@ -254,7 +254,7 @@ fn version_advice(version: u32, supported: u32) -> &'static str {
 fn reserved_text(reserved_bytes: u64) -> String {
     match reserved_bytes {
         0 => String::new(),
-        bytes => format!(", of which {} are reserved for volumes (STRG)", Size(bytes).rounded()),
+        bytes => format!(", of which {} are reserved for volumes", Size(bytes).rounded()),
     }
 }
 

@@ -211,7 +211,7 @@ pub struct PoolInfo {
     /// Size of the pool.
     pub total_bytes: u64,
     /// Bytes reserved for volumes, which are never lent as memory.
-    pub strg_bytes: u64,
+    pub reserve_bytes: u64,
     /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
     /// Bytes owned by volumes.
@@ -238,7 +238,7 @@ pub struct PoolInfo {
 impl PoolInfo {
     /// Free bytes that are reserved for volumes and never lent as memory.
     pub fn free_storage_bytes(&self) -> u64 {
-        self.strg_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
+        self.reserve_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
     }
 
     /// Free bytes that may become storage or memory.
@@ -322,7 +322,7 @@ impl<M: Media> Pool<M> {
             durability: self.durability(),
             thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
-            strg_bytes: self.superblock.strg_bytes,
+            reserve_bytes: self.superblock.strg_bytes,
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
             memory_bytes: bytes(counts.memory),

@@ -202,7 +202,7 @@ fn pool() -> PoolInfo {
         scrubbing_bytes: 0,
         retired_bytes: 0,
         metadata_bytes: 4 << 20,
-        strg_bytes: 256 << 20,
+        reserve_bytes: 256 << 20,
         lendable_bytes: 508 << 20,
         volumes: 1,
         status: PoolStatus::ReadOnly("no room".to_owned()),

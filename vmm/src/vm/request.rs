@@ -386,7 +386,7 @@ pub struct PoolInfo {
     /// Bytes used for the pool's metadata.
     pub metadata_bytes: u64,
     /// Bytes reserved for volumes, whether used or not.
-    pub strg_bytes: u64,
+    pub reserve_bytes: u64,
     /// Bytes that could be lent as memory now, whether erased or not.
     pub lendable_bytes: u64,
     /// Number of volumes in the pool, including volumes of other VMs.

@@ -31,15 +31,22 @@ struct World {
     /// Expected content of volumes.
     marked: Marks,
     first_chunks: u32,
-    strg_bytes: u64,
+    reserve_bytes: u64,
 }
 
 impl World {
     fn new(seed: u64) -> Self {
         let chunks = if seed.is_multiple_of(BTT_SEEDS) { BTT_POOL_CHUNKS } else { CHUNKS };
-        let strg_bytes = if seed.is_multiple_of(2) { 0 } else { STRG_CHUNKS * CHUNK_BYTES };
-        let (media, pool) = new_pool_of(chunks, |superblock| superblock.strg_bytes = strg_bytes);
-        Self { media, pool, lent: vec![], marked: Marks::new(), first_chunks: chunks, strg_bytes }
+        let reserve_bytes = if seed.is_multiple_of(2) { 0 } else { STRG_CHUNKS * CHUNK_BYTES };
+        let (media, pool) = new_pool_of(chunks, |superblock| superblock.strg_bytes = reserve_bytes);
+        Self {
+            media,
+            pool,
+            lent: vec![],
+            marked: Marks::new(),
+            first_chunks: chunks,
+            reserve_bytes,
+        }
     }
 
     fn pick_volume(&self, random: &mut Random) -> Option<VolumeInfo> {
@@ -214,13 +221,13 @@ impl World {
 
 /// Checks that the STRG size minus the chunks of volumes is reserved, and that the rest is
 /// lendable.
-fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
+fn verify_strg(pool: &OtherPool, reserve_bytes: u64) -> Result<(), String> {
     let info = pool.info();
-    let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
+    let kept_bytes = reserve_bytes.saturating_sub(info.volume_bytes);
     let available_bytes = info.free_bytes + info.scrubbing_bytes;
-    if info.strg_bytes != strg_bytes || available_bytes < kept_bytes {
+    if info.reserve_bytes != reserve_bytes || available_bytes < kept_bytes {
         return Err(format!(
-            "{kept_bytes} of the {strg_bytes} bytes for volumes must be reserved: {info:?}"
+            "{kept_bytes} of the {reserve_bytes} bytes for volumes must be reserved: {info:?}"
         ));
     }
     let lendable_bytes = available_bytes - kept_bytes;
@@ -235,13 +242,14 @@ fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
 
 #[test]
 fn oracle_with_a_larger_reserve_fails() {
-    for (strg_bytes, lent_bytes) in [(4 * CHUNK_BYTES, 0), (0, 8 * CHUNK_BYTES)] {
-        let (_media, pool) = new_pool_of(CHUNKS, |superblock| superblock.strg_bytes = strg_bytes);
+    for (reserve_bytes, lent_bytes) in [(4 * CHUNK_BYTES, 0), (0, 8 * CHUNK_BYTES)] {
+        let (_media, pool) =
+            new_pool_of(CHUNKS, |superblock| superblock.strg_bytes = reserve_bytes);
         if lent_bytes > 0 {
             pool.alloc_memory(lent_bytes).unwrap();
         }
-        verify_strg(&pool, strg_bytes).unwrap();
-        verify_strg(&pool, strg_bytes + CHUNK_BYTES)
+        verify_strg(&pool, reserve_bytes).unwrap();
+        verify_strg(&pool, reserve_bytes + CHUNK_BYTES)
             .expect_err("a pool that reserves too little was not detected");
     }
 }
@@ -263,7 +271,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
                 let judge = |image: &Simulator| {
                     verify_marked(image, &[&before, &after], &world.marked)?;
                     let pool = open(image).map_err(|error| error.to_string())?;
-                    verify_strg(&pool, world.strg_bytes)
+                    verify_strg(&pool, world.reserve_bytes)
                 };
                 // Seeded separately, so that a replay of only this step opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
@@ -272,7 +280,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
                         panic!("{what}: {}", replay_as(&seed.to_string(), step, &error))
                     });
             }
-            verify_strg(&world.pool, world.strg_bytes)
+            verify_strg(&world.pool, world.reserve_bytes)
                 .unwrap_or_else(|error| panic!("{what}: {error}"));
             world.fill_new();
         }

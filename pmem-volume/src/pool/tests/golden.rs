@@ -116,7 +116,7 @@ fn read_golden(bytes: &[u8]) {
     let info = pool.info();
     assert_eq!((info.free_bytes, info.memory_bytes, info.retired_bytes), (6 * MIB, 0, 2 * MIB));
     assert_eq!(
-        (info.metadata_bytes, info.volume_bytes, info.strg_bytes),
+        (info.metadata_bytes, info.volume_bytes, info.reserve_bytes),
         (4 * MIB, 20 * MIB, 4 * MIB)
     );
 }

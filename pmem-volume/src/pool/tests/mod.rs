@@ -62,8 +62,8 @@ impl Fixture {
         self.folder.path().join("pool")
     }
 
-    fn create(&self, size_bytes: u64, strg_bytes: u64) -> Arc<Pool> {
-        Pool::create(&self.path(), size_bytes, strg_bytes).unwrap()
+    fn create(&self, size_bytes: u64, reserve_bytes: u64) -> Arc<Pool> {
+        Pool::create(&self.path(), size_bytes, reserve_bytes).unwrap()
     }
 
     fn open(&self) -> Arc<Pool> {
@@ -138,7 +138,7 @@ fn new_pool_is_free_except_for_its_metadata() {
         (info.total_bytes, info.metadata_bytes, info.free_bytes),
         (64 * MIB, 4 * MIB, 60 * MIB)
     );
-    assert_eq!((info.strg_bytes, info.lendable_bytes), (16 * MIB, 44 * MIB));
+    assert_eq!((info.reserve_bytes, info.lendable_bytes), (16 * MIB, 44 * MIB));
     assert_eq!(info.durability, Durability::Volatile);
     assert_eq!(pool.free_space().largest_free_extent_bytes, 32 * MIB);
     drop(pool);

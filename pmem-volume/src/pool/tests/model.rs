@@ -286,10 +286,10 @@ impl World {
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
         prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
         prop_assert_eq!(self.pool.offered_bytes(), info.lendable_bytes);
-        prop_assert_eq!(info.strg_bytes, bytes(STRG));
+        prop_assert_eq!(info.reserve_bytes, bytes(STRG));
         prop_assert!(
             bytes(model.free() + model.in_volumes())
-                >= info.strg_bytes.min(bytes(model.chunks - METADATA)),
+                >= info.reserve_bytes.min(bytes(model.chunks - METADATA)),
             "lent memory includes the STRG reserve"
         );
         let volumes: BTreeMap<_, _> = self

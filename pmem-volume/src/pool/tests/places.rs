@@ -227,11 +227,12 @@ fn content_of_a_device_is_erased_only_by_force_and_volumes_never() {
         matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("ext4")),
         "{error}"
     );
-    for (size_bytes, strg_bytes, thin) in
+    for (size_bytes, reserve_bytes, thin) in
         [(64, 0, false), (16, 64, false), (3, 0, false), (16, 0, true)]
     {
         let size_bytes = Some(size_bytes * MIB);
-        let options = CreateOptions { size_bytes, strg_bytes: strg_bytes * MIB, thin, ..force() };
+        let options =
+            CreateOptions { size_bytes, reserve_bytes: reserve_bytes * MIB, thin, ..force() };
         disk.create_with(options).unwrap_err();
     }
     assert!(before == disk.content(), "a refused pool has changed the device");

@@ -173,7 +173,7 @@ pub fn empty_info() -> PoolInfo {
         durability: Durability::Volatile,
         thin: false,
         total_bytes: 0,
-        strg_bytes: 0,
+        reserve_bytes: 0,
         metadata_bytes: 0,
         volume_bytes: 0,
         memory_bytes: 0,

@@ -74,7 +74,7 @@ mod tests {
             total_bytes: 63,
             metadata_bytes: 1,
             free_bytes: 6,
-            strg_bytes: 34,
+            reserve_bytes: 34,
             memory_bytes: 8,
             scrubbing_bytes: 16,
             volume_bytes: 32,

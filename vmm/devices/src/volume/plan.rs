@@ -89,7 +89,7 @@ pub enum PlanError {
         "zones may need {}, but the pool can lend at most {} of its {}: {} are metadata, and {} are reserved for \
          volumes (its reserve is {}, and all volumes have {})",
         Size(*memory_bytes), Size(self.most_memory_bytes()), Size(*total_bytes),
-        Size(total_bytes - usable_bytes), Size(*strg_bytes.max(volume_bytes)), Size(*strg_bytes),
+        Size(total_bytes - usable_bytes), Size(*reserve_bytes.max(volume_bytes)), Size(*reserve_bytes),
         Size(*volume_bytes)
     )]
     Promise {
@@ -99,7 +99,7 @@ pub enum PlanError {
         total_bytes: u64,
         /// Size of the pool without its own data.
         usable_bytes: u64,
-        strg_bytes: u64,
+        reserve_bytes: u64,
         /// Total size of all volumes, including those that would be created.
         volume_bytes: u64,
     },
@@ -122,8 +122,8 @@ impl PlanError {
     /// Maximum number of bytes that the pool can lend as memory.
     fn most_memory_bytes(&self) -> u64 {
         match *self {
-            Self::Promise { usable_bytes, strg_bytes, volume_bytes, .. } => {
-                usable_bytes.saturating_sub(strg_bytes.max(volume_bytes))
+            Self::Promise { usable_bytes, reserve_bytes, volume_bytes, .. } => {
+                usable_bytes.saturating_sub(reserve_bytes.max(volume_bytes))
             }
             _ => 0,
         }
@@ -153,13 +153,13 @@ pub fn plan(
     }
     let volume_bytes = pool.volume_bytes + (pool.available_bytes() - free_bytes);
     let usable_bytes = pool.usable_bytes();
-    if memory_bytes > usable_bytes.saturating_sub(pool.strg_bytes.max(volume_bytes)) {
-        let (total_bytes, strg_bytes) = (pool.total_bytes, pool.strg_bytes);
+    if memory_bytes > usable_bytes.saturating_sub(pool.reserve_bytes.max(volume_bytes)) {
+        let (total_bytes, reserve_bytes) = (pool.total_bytes, pool.reserve_bytes);
         return Err(PlanError::Promise {
             memory_bytes,
             total_bytes,
             usable_bytes,
-            strg_bytes,
+            reserve_bytes,
             volume_bytes,
         });
     }
@@ -253,7 +253,7 @@ mod tests {
         PoolInfo {
             total_bytes: 1024 * MIB,
             metadata_bytes: 4 * MIB,
-            strg_bytes: 128 * MIB,
+            reserve_bytes: 128 * MIB,
             volume_bytes,
             free_bytes: 1000 * MIB - volume_bytes,
             scrubbing_bytes: 20 * MIB,

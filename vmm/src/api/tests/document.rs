@@ -148,7 +148,7 @@ fn states_of_the_example_of_a_pool_add_up() {
         let used_bytes = pool.memory_bytes + pool.volume_bytes + pool.scrubbing_bytes;
         let states = pool.free_bytes + used_bytes + pool.retired_bytes + pool.metadata_bytes;
         assert_eq!(states, pool.total_bytes);
-        let kept_bytes = pool.strg_bytes - pool.volume_bytes;
+        let kept_bytes = pool.reserve_bytes - pool.volume_bytes;
         assert_eq!(pool.lendable_bytes, pool.free_bytes + pool.scrubbing_bytes - kept_bytes);
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn pools_table(pools: &[PoolInfo]) -> String {
         "MEMORY",
         "VOLUMES",
         "SCRUBBING",
-        "STRG",
+        "RESERVE",
         "LENDABLE",
         "STATUS",
     ];
@@ -71,7 +71,7 @@ pub(crate) fn pools_table(pools: &[PoolInfo]) -> String {
             size_cell(pool.memory_bytes),
             format!("{} in {}", size_cell(pool.volume_bytes), pool.volumes),
             size_cell(pool.scrubbing_bytes),
-            size_cell(pool.strg_bytes),
+            size_cell(pool.reserve_bytes),
             size_cell(pool.lendable_bytes),
             match &pool.status {
                 PoolStatus::Ok => "ok".to_owned(),
@@ -202,13 +202,13 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported 
             scrubbing_bytes: 2 << 20,
             retired_bytes: 0,
             metadata_bytes: 4 << 20,
-            strg_bytes: 256 << 20,
+            reserve_bytes: 256 << 20,
             lendable_bytes: 508 << 20,
             volumes: 2,
             status,
         };
         let expected = "\
-POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  LENDABLE  STATUS
+POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING  RESERVE  LENDABLE  STATUS
 /pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  ok
 /pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  read-only: no room
 ";

@@ -27,14 +27,14 @@ impl OpenPool {
             uuid: info.uuid.to_string(),
             durability: info.durability.name().to_owned(),
             total_bytes: info.total_bytes,
-            // `strg_bytes` reports the part of the free bytes that is reserved for volumes.
+            // `reserve_bytes` reports the part of the free bytes that is reserved for volumes.
             free_bytes: info.free_bytes,
             memory_bytes: info.memory_bytes,
             volume_bytes: info.volume_bytes,
             scrubbing_bytes: info.scrubbing_bytes,
             retired_bytes: info.retired_bytes,
             metadata_bytes: info.metadata_bytes,
-            strg_bytes: info.strg_bytes,
+            reserve_bytes: info.reserve_bytes,
             lendable_bytes: info.lendable_bytes,
             volumes: info.volumes,
             status: info.latched.map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
@@ -94,7 +94,7 @@ mod tests {
         );
         for info in [before, lent, back] {
             assert_eq!(
-                (states(&info), info.total_bytes, info.strg_bytes),
+                (states(&info), info.total_bytes, info.reserve_bytes),
                 (64 * MIB, 64 * MIB, 16 * MIB)
             );
         }

@@ -29,7 +29,7 @@ fn pool() -> Result<Pool> {
     let dir = guest_tests::runner::this_tests_dir();
     fs::create_dir_all(&dir)?;
     let pool = Pool::at(&dir);
-    pmvol(&["create", &pool.name(), "--size", "1G", "--strg", "128M"])?;
+    pmvol(&["create", &pool.name(), "--size", "1G", "--reserve", "128M"])?;
     Ok(pool)
 }
 
