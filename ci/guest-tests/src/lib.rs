@@ -33,6 +33,7 @@ pub mod pool;
 pub mod pressure;
 pub mod qemu;
 pub mod runner;
+pub mod table;
 pub mod tap;
 pub mod torn;
 
@@ -43,3 +44,4 @@ pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;
+pub use table::this_tests_kernel;

@@ -18,65 +18,7 @@ use guest_tools::wait::wait_for;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::guest::{console, unpacked, without_logs};
-
-/// Test with a name in the form `topic::what_holds`.
-#[derive(Clone, Copy)]
-pub struct Test {
-    pub name: &'static str,
-    pub run: fn() -> Result<()>,
-    pub limit: Duration,
-    pub class: Class,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Class {
-    Usual,
-    /// Test that runs in CI but takes long for what it adds.
-    Long,
-    /// Test that runs rarely, because other tests show the same in less time.
-    Extended,
-}
-
-/// Default time limit of a test. It is ten times the usual time under emulation.
-pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
-
-/// Defines the table of a module's tests. A row consists of a test's name, its time limit in
-/// seconds if the default is too short, its class unless it is `usual`, and the call that runs the
-/// test. The call may be omitted if it is a function of the same name without arguments:
-///
-/// ```ignore
-/// tests![
-///     boots,
-///     survives_a_kill: 300 (long) => survives(Kernel::V6_12, 2),
-///     survives_a_kill_on_6_1: 300 (extended) => survives(Kernel::V6_1, 2),
-/// ]
-/// ```
-///
-/// `long` is for tests that take 15 s or more under emulation, and for a kernel on which another
-/// test already shows nearly the same. `extended` is for tests that CI does not need, because other
-/// tests show the same.
-#[macro_export]
-macro_rules! tests {
-    (@class) => { $crate::runner::Class::Usual };
-    (@class long) => { $crate::runner::Class::Long };
-    (@class extended) => { $crate::runner::Class::Extended };
-    (@run $name:ident) => { $name };
-    (@run $name:ident $run:expr) => { || $run };
-    ($($name:ident $(: $seconds:literal)? $(($class:ident))? $(=> $run:expr)?),+ $(,)?) => {
-        pub const TESTS: &[$crate::runner::Test] = &[$(
-            $crate::runner::Test {
-                name: concat!(module_path!(), "::", stringify!($name)),
-                run: $crate::tests!(@run $name $($run)?),
-                limit: {
-                    let limit = $crate::runner::DEFAULT_LIMIT;
-                    $(let limit = { let _ = limit; std::time::Duration::from_secs($seconds) };)?
-                    limit
-                },
-                class: $crate::tests!(@class $($class)?),
-            },
-        )+];
-    };
-}
+use crate::table::{Class, Row, Test, begin_test, table};
 
 /// Reason why a test did not run. [`skip`] returns it as an error.
 #[derive(Debug)]
@@ -113,9 +55,12 @@ struct Options {
     /// Run long and extended tests as well
     #[arg(long)]
     all: bool,
-    /// Print the names, and run nothing
+    /// Print the table of the tests, and run nothing
     #[arg(long)]
     list: bool,
+    /// Print the names, and run nothing
+    #[arg(long, conflicts_with = "list")]
+    names: bool,
     /// Time limit for all tests together; a test that has no time left fails
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     within: Option<u32>,
@@ -133,7 +78,7 @@ impl Options {
         {
             let topics: BTreeSet<_> = tests
                 .iter()
-                .filter_map(|test| short_name(test).split_once("::"))
+                .filter_map(|test| test.name.split_once("::"))
                 .map(|(topic, _)| topic)
                 .collect();
             bail!(
@@ -141,12 +86,12 @@ impl Options {
                 Vec::from_iter(topics).join(", ")
             );
         }
-        Ok(tests.iter().copied().filter(|test| self.wants(test)).collect())
+        Ok(tests.iter().filter(|test| self.wants(test)).cloned().collect())
     }
 
     fn wants(&self, test: &Test) -> bool {
         if self.filters.is_empty() {
-            return match test.class {
+            return match test.variant.class {
                 Class::Usual => true,
                 Class::Long => self.long || self.all,
                 Class::Extended => self.all,
@@ -156,14 +101,8 @@ impl Options {
     }
 
     fn matches(&self, test: &Test, filter: &str) -> bool {
-        let name = short_name(test);
-        if self.exact { name == filter } else { name.contains(filter) }
+        if self.exact { test.name == filter } else { test.name.contains(filter) }
     }
-}
-
-/// Returns the test's name without the program's name, for example `boot::boots`.
-fn short_name(test: &Test) -> &'static str {
-    test.name.split_once("::").map_or(test.name, |(_, name)| name)
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,15 +116,18 @@ enum Verdict {
 
 /// Runs the selected tests and returns the exit code. The runner starts itself with `--one NAME`
 /// for each test, and then runs only that test.
-pub fn main(tests: &[Test]) -> Result<i32> {
+pub fn main(rows: &[Row]) -> Result<i32> {
     let options = Options::parse();
+    let tests: Vec<_> = rows.iter().flat_map(Row::tests).collect();
     if let Some(name) = options.one {
-        let test = tests.iter().find(|test| short_name(test) == name);
-        return Ok(run_here(test.with_context(|| format!("no such test: {name}"))?));
+        let test = tests.into_iter().find(|test| test.name == name);
+        let test = test.with_context(|| format!("no such test: {name}"))?;
+        return Ok(run_here(begin_test(test)));
     }
-    let chosen = options.choose(tests)?;
-    if options.list {
-        chosen.iter().for_each(|test| println!("{}", short_name(test)));
+    let chosen = options.choose(&tests)?;
+    if options.list || options.names {
+        let name = |test: &Test| format!("{}\n", test.name);
+        print!("{}", if options.list { table(&chosen) } else { chosen.iter().map(name).collect() });
         return Ok(0);
     }
     let deadline =
@@ -205,7 +147,7 @@ pub fn main(tests: &[Test]) -> Result<i32> {
 }
 
 fn run_here(test: &Test) -> i32 {
-    match (test.run)() {
+    match (test.row.run)() {
         Ok(()) => 0,
         Err(error) => match error.downcast_ref::<Skipped>() {
             Some(reason) => {
@@ -222,7 +164,7 @@ fn run_here(test: &Test) -> i32 {
 }
 
 fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) -> Verdict {
-    let name = short_name(test);
+    let name = &test.name;
     let started = Instant::now();
     let left =
         deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(started));
@@ -267,14 +209,14 @@ fn run_until_the_emulation_holds(
     deadline: Option<Instant>,
     suspects: &mut usize,
 ) -> Result<Verdict> {
-    let name = short_name(test);
+    let name = &test.name;
     let left = || {
         deadline
             .map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()))
     };
     let mut reruns = Reruns::default();
     loop {
-        let verdict = run_in_process(test, test.limit.min(left()))?;
+        let verdict = run_in_process(test, test.row.limit.min(left()))?;
         let output = match &verdict {
             Verdict::Failed(output) if emulated() && !left().is_zero() => output,
             _ => return Ok(with_the_reason(verdict, left())),
@@ -355,7 +297,7 @@ pub fn emulation_broke(console: &str) -> bool {
 }
 
 fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
-    let dir = test_dir(short_name(test));
+    let dir = test_dir(&test.name);
     // Removes files left by an earlier run.
     match fs::remove_dir_all(&dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -368,7 +310,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     let output = File::create(&output_path)?;
     let mut command = Command::new(std::env::current_exe()?);
     command
-        .args(["--one", short_name(test)])
+        .args(["--one", &test.name])
         .env(TEST_DIR_VARIABLE, &dir)
         // A backtrace of a panic shows where it occurred. A backtrace of an error would only hide
         // the message.
@@ -390,7 +332,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
         why.push_str(&last_words(&dir));
     }
     match &verdict {
-        Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(short_name(test), &dir),
+        Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(&test.name, &dir),
         // Pools and images are large, and not needed after a test has passed.
         _ => fs::remove_dir_all(&dir)?,
     }
@@ -472,21 +414,36 @@ fn test_dir(name: &str) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guest::Kernel;
+    use crate::table::{DEFAULT_LIMIT, Variant, Vcpus};
     use std::os::unix::process::ExitStatusExt;
 
     fn options(line: &str) -> Options {
         Options::try_parse_from(["guest-tests"].into_iter().chain(line.split_whitespace())).unwrap()
     }
 
-    const fn test(name: &'static str, class: Class) -> Test {
-        Test { name, run: || Ok(()), limit: DEFAULT_LIMIT, class }
+    fn tests() -> Vec<Test> {
+        let classes =
+            [("starts", Class::Usual), ("long", Class::Long), ("longer", Class::Extended)];
+        let test = |(name, class)| {
+            let variant = Variant { kernels: &[Kernel::V6_12], class };
+            let row = Row {
+                name,
+                run: || Ok(()),
+                limit: DEFAULT_LIMIT,
+                variants: &[],
+                vcpus: Vcpus::Each(1),
+            };
+            Test { name: format!("boot::{name}"), row, variant }
+        };
+        classes.map(test).to_vec()
     }
 
-    const TESTS: [Test; 3] = [
-        test("guest_tests::boot::starts", Class::Usual),
-        test("guest_tests::boot::long", Class::Long),
-        test("guest_tests::boot::longer", Class::Extended),
-    ];
+    fn runs(run: fn() -> Result<()>) -> Test {
+        let mut test = tests().remove(0);
+        test.row.run = run;
+        test
+    }
 
     #[test]
     fn classes_and_filters_choose_tests() {
@@ -501,8 +458,8 @@ mod tests {
             ("starts longer", "boot::starts boot::longer"),
             ("--exact boot::long", "boot::long"),
         ] {
-            let chosen = options(line).choose(&TESTS).unwrap();
-            let names: Vec<_> = chosen.iter().map(short_name).collect();
+            let chosen = options(line).choose(&tests()).unwrap();
+            let names: Vec<_> = chosen.iter().map(|test| &test.name[..]).collect();
             assert_eq!(names.join(" "), expected, "{line}");
         }
     }
@@ -510,10 +467,10 @@ mod tests {
     #[test]
     fn every_filter_must_match_a_test() {
         for line in ["starts lng", "lng starts"] {
-            let error = options(line).choose(&TESTS).err().unwrap().to_string();
+            let error = options(line).choose(&tests()).err().unwrap().to_string();
             assert_eq!(error, "no test matches \"lng\"; the topics are boot");
         }
-        assert!(options("--exact boot::start").choose(&TESTS).is_err());
+        assert!(options("--exact boot::start").choose(&tests()).is_err());
     }
 
     #[test]
@@ -527,7 +484,7 @@ mod tests {
 
     #[test]
     fn test_without_time_left_fails() {
-        let verdict = run_and_report(&TESTS[0], Some(Instant::now()), &mut 0);
+        let verdict = run_and_report(&tests()[0], Some(Instant::now()), &mut 0);
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
 
@@ -550,8 +507,8 @@ mod tests {
         fn else_wrong() -> Result<()> {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
-        assert_eq!(run_here(&Test { run: stored_wrong, ..TESTS[0] }), StoredWrong::CODE);
-        assert_eq!(run_here(&Test { run: else_wrong, ..TESTS[0] }), 1);
+        assert_eq!(run_here(&runs(stored_wrong)), StoredWrong::CODE);
+        assert_eq!(run_here(&runs(else_wrong)), 1);
     }
 
     #[test]

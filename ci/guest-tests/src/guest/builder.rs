@@ -18,6 +18,7 @@ use super::{
 };
 use crate::lie;
 use crate::runner::this_tests_dir;
+use crate::table::{is_in_this_tests_row, this_tests_kernel, this_tests_vcpus};
 
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
 /// Parts of error messages about problems of the host. In these cases, the command line is valid
@@ -124,10 +125,10 @@ impl GuestBuilder {
         Self {
             name: None,
             program: program("foreshore"),
-            kernel: Kernel::V6_12,
+            kernel: this_tests_kernel(),
             is_packed: false,
             image: Image::Basic,
-            cpus: 1,
+            cpus: this_tests_vcpus(),
             max_cpus: None,
             memory: "size=512M".to_owned(),
             // Only warnings are printed on the console. Each byte is an exit and takes time.
@@ -265,6 +266,7 @@ impl GuestBuilder {
     }
 
     pub fn boot(&self) -> Result<Guest> {
+        is_in_this_tests_row(self.kernel, self.cpus)?;
         let guest = self.start()?;
         guest.wait_for_shell(self.boot_limit)?;
         Ok(guest)

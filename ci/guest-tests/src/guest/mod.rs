@@ -68,8 +68,8 @@ impl Deref for Guest {
 }
 
 impl Guest {
-    /// Returns a builder for a guest with one vCPU, 512 MiB of DRAM, and the basic image on
-    /// Debian's 6.12 kernel.
+    /// Returns a builder for a guest with 512 MiB of DRAM and the basic image. The kernel and the
+    /// vCPUs are those of the test's row. Outside of a test, they are Debian's 6.12 and one vCPU.
     pub fn builder() -> GuestBuilder {
         GuestBuilder::new()
     }

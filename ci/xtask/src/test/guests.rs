@@ -80,7 +80,7 @@ fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
 /// boot.
 fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
     let mut program = programs::user(checkout.programs().join("guest-tests"));
-    let (status, listed) = jobs::attempt(program.arg("--list").args(arguments.choice()))?;
+    let (status, listed) = jobs::attempt(program.arg("--names").args(arguments.choice()))?;
     if status.code() == Some(BAD_COMMAND_LINE.into()) && !arguments.filters.is_empty() {
         refuse!("the guest tests were refused");
     }

@@ -22,7 +22,7 @@ const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
 /// Lists one guest test. The test runs until it is ended.
-const GUEST_TESTS: &str = "#!/bin/sh\n[ \"$1\" != --list ] || exec echo a::one\nexec stub\n";
+const GUEST_TESTS: &str = "#!/bin/sh\n[ \"$1\" != --names ] || exec echo a::one\nexec stub\n";
 
 /// Fake QEMU that emulates nothing. It writes its process ID to `$STARTED`, and a line to the file
 /// for the command's output.

@@ -6,10 +6,10 @@ use std::process::Command;
 
 use super::tree::{self, Tree};
 
-/// Stub that lists three tests, or aborts if `$CODE` is 134. If it is run, it prints `$VERDICTS`
+/// Stub that names three tests, or aborts if `$CODE` is 134. If it is run, it prints `$VERDICTS`
 /// and exits with `$CODE`.
 const GUEST_TESTS: &str = r#"#!/bin/sh
-if [ "$1" = --list ]; then
+if [ "$1" = --names ]; then
     case $* in *NOSUCH*) echo "no test matches" >&2; exit 2 ;; esac
     [ "$CODE" != 134 ] || exit 134
     printf 'a::one\na::two\na::three\n'

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
     deletion_of_a_vm_releases_its_pool_and_sockets,
-    requests_to_a_paused_vm_take_effect_on_resume_with_events,
+    requests_to_a_paused_vm_take_effect_on_resume_with_events x several,
 ];
 
 const START_LIMIT: Duration = Duration::from_secs(20);

@@ -19,8 +19,8 @@ use crate::pmem::file;
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    memory_beyond_the_address_space_is_refused,
-    missing_kvm_and_kvm_without_hardware_are_refused,
+    memory_beyond_the_address_space_is_refused on none,
+    missing_kvm_and_kvm_without_hardware_are_refused on none,
     files_pools_and_sockets_of_a_vm_are_refused_to_another: 240,
     impossible_reports_are_refused_and_counted,
 ];

@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::Kernel;
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
@@ -12,20 +11,11 @@ use crate::decisions::{decisions_since, decisions_total};
 use crate::zones::{MIB, meminfo_mib, vmstat, zone};
 
 guest_tests::tests![
-    a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300 (extended) =>
-        takes_gives_and_saves(Kernel::V6_1),
-    a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300 =>
-        takes_gives_and_saves(Kernel::V6_12),
-    reported_free_pages_return_to_the_host_on_6_1: 240 (extended) =>
-        reports_free_pages(Kernel::V6_1),
-    reported_free_pages_return_to_the_host_on_6_12: 240 (long) =>
-        reports_free_pages(Kernel::V6_12),
-    a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended) =>
-        sized_by_statistics(Kernel::V6_1),
-    a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300 (long) =>
-        sized_by_statistics(Kernel::V6_12),
-    a_guest_without_an_agent_is_given_pm_by_psi: 400 (long) => is_given_pm_by(&PSI),
-    a_guest_without_an_agent_is_given_pm_by_amf: 400 (extended) => is_given_pm_by(&AMF),
+    a_balloon_saves_a_guest_from_the_oom_killer: 300 on [V6_12, V6_1 extended],
+    reported_free_pages_return_to_the_host: 240 (long) on [V6_12, V6_1 extended],
+    a_guest_without_an_agent_is_sized_by_statistics: 300 (long) on [V6_12, V6_1 extended],
+    a_guest_without_an_agent_is_given_pm_by_psi: 400 (long) x 2 => is_given_pm_by(&PSI),
+    a_guest_without_an_agent_is_given_pm_by_amf: 400 (extended) x 2 => is_given_pm_by(&AMF),
 ];
 
 /// Time that a driver needs to reach a size, under emulation.
@@ -63,9 +53,8 @@ fn wait_until_freed(guest: &Guest) -> Result<()> {
     })
 }
 
-fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
+fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     let guest = Guest::builder()
-        .kernel(kernel)
         .memory("size=512M")
         .argument("--balloon", "size=0,deflate_on_oom=on")
         .cmdline("foreshore.agent=off")
@@ -117,14 +106,13 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
 /// Two guests free memory, but only one of them reports its free pages. The host must get back
 /// memory only from that guest, and only the freed part. The balloons are empty, and no policy is
 /// active.
-fn reports_free_pages(kernel: Kernel) -> Result<()> {
+fn reported_free_pages_return_to_the_host() -> Result<()> {
     const FREED_MIB: u64 = 256;
     /// Minimum share of the freed memory that is reported. The rest is in incomplete blocks of 2
     /// MiB, or is used by other programs in the meantime.
     const ABOUT_PERCENT: u64 = 85;
     let boot = |reporting: &str| {
         Guest::builder()
-            .kernel(kernel)
             .name(reporting)
             .memory("size=512M")
             .argument("--balloon", &format!("size=0,free_page_reporting={reporting}"))
@@ -177,9 +165,8 @@ fn reports_free_pages(kernel: Kernel) -> Result<()> {
     reporting.no_kernel_complaints()
 }
 
-fn sized_by_statistics(kernel: Kernel) -> Result<()> {
+fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
     let guest = Guest::builder()
-        .kernel(kernel)
         .memory("size=768M")
         .argument("--balloon", "deflate_on_oom=on,free_page_reporting=on")
         .cmdline("foreshore.agent=off")
@@ -251,7 +238,6 @@ const AMF: Giver = Giver {
 fn is_given_pm_by(giver: &Giver) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = Guest::builder()
-        .cpus(2)
         .memory("size=768M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         // Boot memory is not inflated, because this test is about PM.

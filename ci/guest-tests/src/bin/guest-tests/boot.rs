@@ -3,24 +3,23 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use guest_tests::{Guest, Kernel};
+use guest_tests::{Guest, this_tests_kernel};
 
 use crate::zones::mem_total_mib;
 
 guest_tests::tests![
-    stock_guest_has_its_devices_and_powers_off_on_6_12 => has_its_devices(Kernel::V6_12),
-    stock_guest_has_its_devices_and_powers_off_on_6_1 => has_its_devices(Kernel::V6_1),
-    two_cpus_work_reboot_and_end_by_the_power_button_on_6_12 =>
-        press_the_power_button(two_cpus_work(Kernel::V6_12)?),
-    two_cpus_work_reboot_and_end_by_the_power_button_in_a_pause_on_6_1 (long) =>
-        press_the_power_button_in_a_pause(two_cpus_work(Kernel::V6_1)?),
+    stock_guest_has_its_devices_and_powers_off on [V6_12, V6_1],
+    two_cpus_work_reboot_and_end_by_the_power_button_on_6_12 x 2 =>
+        press_the_power_button(two_cpus_work()?),
+    two_cpus_work_reboot_and_end_by_the_power_button_in_a_pause_on_6_1 (long) on [V6_1] x 2 =>
+        press_the_power_button_in_a_pause(two_cpus_work()?),
 ];
 
 /// Checks the devices that the kernel finds, and that a power-off ends the VMM with exit code 0.
-fn has_its_devices(kernel: Kernel) -> Result<()> {
-    let guest = Guest::builder().kernel(kernel).packed_kernel().memory("size=768M").boot()?;
+fn stock_guest_has_its_devices_and_powers_off() -> Result<()> {
+    let guest = Guest::builder().packed_kernel().memory("size=768M").boot()?;
     let release = guest.run("uname -r")?;
-    ensure!(release.starts_with(&format!("{kernel}.")), "The guest runs {release}");
+    ensure!(release.starts_with(&format!("{}.", this_tests_kernel())), "The guest runs {release}");
     let mib = mem_total_mib(&guest)?;
     // MemTotal excludes about 30 MiB that the kernel has reserved.
     ensure!((700..=768).contains(&mib), "MemTotal is {mib} MiB");
@@ -57,8 +56,8 @@ fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
-    let guest = Guest::builder().kernel(kernel).cpus(2).boot()?;
+fn two_cpus_work() -> Result<Guest> {
+    let guest = Guest::builder().boot()?;
     ensure!(guest.run("nproc")?.trim() == "2", "Not two CPUs");
     guest.run(
         "for n in 1 2 3 4; do dd if=/dev/zero of=/tmp/$n bs=1M count=20; done; rm /tmp/*; sync",

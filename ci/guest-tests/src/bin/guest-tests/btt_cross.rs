@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::btt_media::BttMedia;
 use guest_tests::guest::complaints;
 use guest_tests::pool::pmvol;
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use guest_tools::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
 use pmem_volume::btt::Engine;
 use pmem_volume::{OpenMode, Volume};
@@ -18,17 +18,15 @@ use pmem_volume::{OpenMode, Volume};
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    linux_and_the_engine_use_a_disk_in_turn: 300 (long),
-    linux_and_the_engine_use_a_disk_of_two_arenas_in_turn: 300 (extended),
-    a_readonly_volume_is_recovered_before_it_is_shown: 300,
-    linux_replays_a_log_in_every_state_as_the_engine: 300 (extended) => replays(Kernel::V6_12),
-    engine_reads_writes_of_linux: 300 (extended) => linux_writes(Kernel::V6_12, 2, "nvdimm"),
-    engine_reads_writes_of_linux_6_1: 300 (extended) => linux_writes(Kernel::V6_1, 2, "nvdimm"),
+    linux_and_the_engine_use_a_disk_in_turn: 300 (long) on [V6_12 & V6_1] x several,
+    linux_and_the_engine_use_a_disk_of_two_arenas_in_turn: 300 (extended) on [V6_12 & V6_1]
+        x several,
+    a_readonly_volume_is_recovered_before_it_is_shown: 300 x 2,
+    linux_replays_a_log_in_every_state_as_the_engine: 300 (extended) on [V6_12, V6_1] x 4,
+    engine_reads_writes_of_linux: 300 (extended) on [V6_12, V6_1] x 2 => linux_writes(2, "nvdimm"),
     engine_reads_writes_of_linux_through_virtio_pmem: 900 (extended) =>
-        linux_writes(Kernel::V6_12, 1, "virtio-pmem"),
-    linux_reads_writes_of_the_engine: 300 (extended) => we_write(Kernel::V6_12),
-    linux_6_1_reads_writes_of_the_engine: 300 (extended) => we_write(Kernel::V6_1),
-    linux_6_1_replays_a_log_in_every_state_as_the_engine: 300 (extended) => replays(Kernel::V6_1),
+        linux_writes(1, "virtio-pmem"),
+    linux_reads_writes_of_the_engine: 300 (extended) on [V6_12, V6_1] x 2,
 ];
 
 const OPERATIONS: u64 = 10_000;
@@ -175,12 +173,10 @@ impl<'a> Linux<'a> {
     pub(crate) fn boot(
         pool: &Pool,
         disks: &'a [Disk],
-        kernel: Kernel,
-        cpus: u32,
+        guest: GuestBuilder,
         interface: &str,
     ) -> Result<Self> {
-        let mut builder =
-            Guest::builder().kernel(kernel).cpus(cpus).memory("size=384M").pressure("off");
+        let mut builder = guest.memory("size=384M").pressure("off");
         for disk in disks {
             builder = builder.pm_volume(&format!(
                 "pool={},name={},interface={interface}",
@@ -265,7 +261,8 @@ fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
             disk.write(&ours)?;
         }
         history.push(ours);
-        let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+        let guest = Guest::builder().kernel(kernel).cpus(cpus);
+        let linux = Linux::boot(&pool, &disks, guest, interface)?;
         linux
             .on_each(|_, node| format!("{} && {}", check(node, &history), write(node, &theirs)))?;
         linux.end(None)?;
@@ -302,7 +299,8 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
             }
         }
         let theirs_on = |disk| programs("writes", seed(60 + 2 * round)?, theirs, cpus, disk);
-        let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+        let guest = Guest::builder().kernel(kernel).cpus(cpus);
+        let linux = Linux::boot(&pool, &disks, guest, interface)?;
         let theirs: Vec<_> = disks.iter().map(theirs_on).collect::<Result<_>>()?;
         linux.on_each(|number, node| {
             let [everywhere, around] = &theirs[number];
@@ -320,7 +318,7 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
 
 /// Each lane of a BTT is in one of the states. The lanes of the guest's CPUs continue from these
 /// states. Across all BTTs, they cover every state.
-fn replays(kernel: Kernel) -> Result<()> {
+fn linux_replays_a_log_in_every_state_as_the_engine() -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;
     let mut disks = Vec::new();
@@ -338,7 +336,7 @@ fn replays(kernel: Kernel) -> Result<()> {
         histories.push([made, program]);
         disks.push(disk);
     }
-    let linux = Linux::boot(&pool, &disks, kernel, CPUS, "nvdimm")?;
+    let linux = Linux::boot(&pool, &disks, Guest::builder(), "nvdimm")?;
     linux.on_each(|number, node| {
         let [made, program] = &histories[number];
         let steps = [check(node, &[made]), write(node, program), check(node, &[made, program])];
@@ -358,25 +356,26 @@ fn a_readonly_volume_is_recovered_before_it_is_shown() -> Result<()> {
     let disk = Disk::create(&pool, "flogs", 24, 4096)?;
     Flogs { padding: Padding::Current, shift: 0 }.make(&disk.media)?;
     for interface in ["nvdimm,readonly=on", "virtio-blk,readonly=on"] {
-        let linux = Linux::boot(&pool, std::slice::from_ref(&disk), Kernel::V6_12, 2, interface)?;
+        let disks = std::slice::from_ref(&disk);
+        let linux = Linux::boot(&pool, disks, Guest::builder(), interface)?;
         linux.on_each(|_, node| check(node, &["flogs:0"]))?;
         linux.end(Some("I/O error"))?;
     }
     disk.verify(&["flogs:0"])
 }
 
-fn linux_writes(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
+fn linux_writes(threads: u32, interface: &str) -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
-    let program = format!("writes:{}:{OPERATIONS}:{cpus}", seed(1)?);
-    let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+    let program = format!("writes:{}:{OPERATIONS}:{threads}", seed(1)?);
+    let linux = Linux::boot(&pool, &disks, Guest::builder(), interface)?;
     linux
         .on_each(|_, node| format!("{} && {}", write(node, &program), check(node, &[&program])))?;
     linux.end(None)?;
     disks.iter().try_for_each(|disk| disk.verify(&[&program]))
 }
 
-fn we_write(kernel: Kernel) -> Result<()> {
+fn linux_reads_writes_of_the_engine() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
     let program = format!("discards:{}:{OPERATIONS}:4", seed(2)?);
@@ -384,7 +383,7 @@ fn we_write(kernel: Kernel) -> Result<()> {
         disk.write(&program)?;
         disk.verify(&[&program])?;
     }
-    let linux = Linux::boot(&pool, &disks, kernel, 2, "nvdimm")?;
+    let linux = Linux::boot(&pool, &disks, Guest::builder(), "nvdimm")?;
     linux.on_each(|_, node| check(node, &[&program]))?;
     linux.end(None)
 }

@@ -18,9 +18,9 @@ guest_tests::tests![
     curl_keeps_its_connection => Client::new("curl").run_and_leave(),
     flintlock_reads_the_counters (long),
     hypeman_waits_until_memory_has_settled => Client::new("hypeman").run_to_the_end(),
-    katas_runtime_in_go_adds_a_disk_and_memory: 240 (long) =>
+    katas_runtime_in_go_adds_a_disk_and_memory: 240 (long) x several =>
         Client::with_nets("kata-go", [20, 21])?.run_to_the_end(),
-    katas_runtime_in_rust_writes_out_every_null: 240 =>
+    katas_runtime_in_rust_writes_out_every_null: 240 x several =>
         Client::with_nets("kata-runtime-rs", [22, 23])?.run_to_the_end(),
     libvirt_reboots: 240 (long),
     virtink_reboots: 240 (long) => Client::new("virtink").run_and_leave(),

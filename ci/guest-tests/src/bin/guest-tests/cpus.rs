@@ -7,25 +7,21 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{BOOT_LIMIT, Guest, Kernel};
+use guest_tests::{BOOT_LIMIT, Guest, Kernel, this_tests_kernel};
 use serde_json::json;
 
 guest_tests::tests![
-    vcpus_come_run_and_go: 400 => come_and_go(Kernel::V6_12, 1),
-    vcpus_come_run_and_go_on_6_1: 400 (extended) => come_and_go(Kernel::V6_1, 3),
-    vcpus_come_and_go_twenty_times: 1200 (extended) => come_and_go(Kernel::V6_12, 20),
-    vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended) => come_and_go(Kernel::V6_1, 20),
-    unreleased_vcpus_stay_until_a_reboot: 300 (long),
-    pause_nmi_and_reboot_affect_only_present_vcpus: 300 (long),
-    guest_cannot_eject_a_vcpu_without_a_request: 240 (extended),
-    guest_sees_the_requested_topology: 300 (long) =>
-        seen_as(Kernel::V6_12, &[BOTH]),
-    guest_sees_the_requested_topology_on_6_1: 300 (extended) =>
-        seen_as(Kernel::V6_1, &[CORES, BOTH]),
-    every_topology_is_seen_on_both_kernels: 900 (extended),
-    added_vcpus_have_their_place_in_the_topology: 240,
+    vcpus_come_run_and_go: 400 on [V6_12, V6_1 extended] x several => come_and_go(1),
+    vcpus_come_and_go_twenty_times: 1200 (extended) on [V6_12, V6_1] x several => come_and_go(20),
+    unreleased_vcpus_stay_until_a_reboot: 300 (long) x several,
+    pause_nmi_and_reboot_affect_only_present_vcpus: 300 (long) x several,
+    guest_cannot_eject_a_vcpu_without_a_request: 240 (extended) x several,
+    guest_sees_the_requested_topology: 300 (long) on [V6_12, V6_1 extended] x 4 => seen_as(&[BOTH]),
+    every_topology_is_seen: 600 (extended) on [V6_12, V6_1] x 4 =>
+        seen_as(&[CORES, THREADS, BOTH, PACKAGES]),
+    added_vcpus_have_their_place_in_the_topology: 240 x several,
     cpu_features_address_bits_and_affinity_are_applied: 240,
-    pause_of_a_minute_causes_no_lockup: 400 (extended),
+    pause_of_a_minute_causes_no_lockup: 400 (extended) x 2,
 ];
 
 /// Time limit for starting or releasing a vCPU. It is long because up to four vCPUs share the
@@ -94,10 +90,10 @@ fn boot_vcpus(guest: &Guest) -> Result<u64> {
     Ok(info["config"]["cpus"]["boot_vcpus"].as_u64().unwrap_or_default())
 }
 
-fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
+fn come_and_go(rounds: u32) -> Result<()> {
     let events = this_tests_dir().join("events");
     let monitor = format!("path={}", events.display());
-    let guest = builder(1).kernel(kernel).argument("--event-monitor", &monitor).boot()?;
+    let guest = builder(1).argument("--event-monitor", &monitor).boot()?;
     ensure!(counts(&guest)? == [1.0, 0.0, 0.0], "The guest did not boot with 1 vCPU");
     let load = load(&guest)?;
     for round in 0..rounds {
@@ -257,15 +253,14 @@ const THREADS: Topology = ("2:2:1:1", [2, 2, 1]);
 const BOTH: Topology = ("2:1:1:2", [2, 1, 2]);
 const PACKAGES: Topology = ("1:1:1:4", [1, 1, 4]);
 
-fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
+fn seen_as(topologies: &[Topology]) -> Result<()> {
     for &(topology, expected) in topologies {
-        let guest =
-            shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
+        let guest = shaped(&format!("boot=4,max=4,topology={topology}")).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
         // Before the parser of 6.9, Linux finds the threads of an AMD core only with TOPOEXT
         // (arch/x86/kernel/cpu/amd.c, amd_get_topology). The emulated host's processor lacks it, so
         // Linux treats threads as cores.
-        let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
+        let flat = this_tests_kernel() == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(
             seen == to_be_seen,
@@ -289,24 +284,12 @@ fn amd_without_topoext(guest: &Guest) -> Result<bool> {
     Ok(info.contains("AuthenticAMD") && !info.split_whitespace().any(|word| word == "topoext"))
 }
 
-fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
-    Guest::builder()
-        .cpus(cpus)
-        .without("--cpus")
-        .argument("--cpus", flag)
-        .memory("size=384M")
-        .pressure("off")
-}
-
-fn every_topology_is_seen_on_both_kernels() -> Result<()> {
-    for kernel in [Kernel::V6_12, Kernel::V6_1] {
-        seen_as(kernel, &[CORES, THREADS, BOTH, PACKAGES])?;
-    }
-    Ok(())
+fn shaped(flag: &str) -> GuestBuilder {
+    Guest::builder().without("--cpus").argument("--cpus", flag).memory("size=384M").pressure("off")
 }
 
 fn added_vcpus_have_their_place_in_the_topology() -> Result<()> {
-    let guest = shaped(1, "boot=1,max=4,topology=2:2:1:1").boot()?;
+    let guest = shaped("boot=1,max=4,topology=2:2:1:1").boot()?;
     grow(&guest, 1, 4)?;
     ensure!(shape(&guest)? == [2, 2, 1], "The guest sees {:?}", shape(&guest)?);
     shrink(&guest, 1)?;
@@ -320,7 +303,7 @@ fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
     // `ci/test --guest` has more.
     let last = thread::available_parallelism()?.get() - 1;
     let cpus = format!("boot=1,nested=off,max_phys_bits=38,affinity=[0@[{last}]]");
-    let guest = shaped(1, &cpus).boot()?;
+    let guest = shaped(&cpus).boot()?;
     let flags = guest.run("grep -m1 ^flags /proc/cpuinfo")?;
     ensure!(
         flags.split_whitespace().all(|flag| flag != "svm" && flag != "vmx"),
@@ -339,9 +322,9 @@ fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
     ensure!(found == 1, "{found} threads have the name of vCPU 0");
     guest.no_kernel_complaints()?;
     drop(guest);
-    let refusal = shaped(1, "boot=1,affinity=[0@[1000]]").expect_refusal()?;
+    let refusal = shaped("boot=1,affinity=[0@[1000]]").expect_refusal()?;
     ensure!(refusal.message.contains("affinity="), "{}", refusal.message);
-    let refusal = shaped(1, "boot=1,features=amx").expect_refusal()?;
+    let refusal = shaped("boot=1,features=amx").expect_refusal()?;
     ensure!(refusal.message.contains("no AMX for guests"), "{}", refusal.message);
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::namespace::{Kind, convert};
-use guest_tests::{Guest, Image, Kernel, Pool};
+use guest_tests::{Guest, Image, Pool};
 use pmem_volume::{OpenMode, VolumeFormat};
 
 use crate::raw::{pool_on_disk, raw_guest, wait_for_bytes};
@@ -16,13 +16,11 @@ use crate::volume_flush::flushes;
 use crate::zones::MIB;
 
 guest_tests::tests![
-    fsdax_reaches_the_pool: 300,
-    fsdax_reaches_the_pool_on_6_1: 300 (extended),
-    fsdax_by_xfs_reaches_the_pool: 300 (extended),
-    fsdax_files_survive_a_power_cut: 300 (long),
-    devdax_reaches_the_pool: 300 (long) => devdax_reaches(Kernel::V6_12),
-    devdax_reaches_the_pool_on_6_1: 300 (extended) => devdax_reaches(Kernel::V6_1),
-    map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache: 300 (long),
+    fsdax_reaches_the_pool: 300 on [V6_12, V6_1 extended] x 2,
+    fsdax_by_xfs_reaches_the_pool: 300 (extended) on [V6_12Generic] x 2,
+    fsdax_files_survive_a_power_cut: 300 (long) x 2,
+    devdax_reaches_the_pool: 300 (long) on [V6_12, V6_1 extended] x 2,
+    map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache: 300 (long) x 2,
 ];
 
 /// File system with DAX that does not flush by itself during a test.
@@ -192,17 +190,10 @@ fn fsdax_reaches_the_pool() -> Result<()> {
     fsdax_reaches(&pool, &raw_guest(&pool, "interface=auto").boot()?, &EXT4)
 }
 
-fn fsdax_reaches_the_pool_on_6_1() -> Result<()> {
-    let pool = Pool::create("256M")?;
-    fsdax_reaches(&pool, &raw_guest(&pool, "interface=auto").kernel(Kernel::V6_1).boot()?, &EXT4)
-}
-
 fn fsdax_by_xfs_reaches_the_pool() -> Result<()> {
     let pool = Pool::create("512M")?;
     // XFS requires 300 MiB.
     let guest = guest_with(&pool, "format=raw,size=320M,create=on,interface=auto")
-        .cpus(2)
-        .kernel(Kernel::V6_12Generic)
         .image(Image::FileSystems)
         .memory("size=512M")
         .boot()?;
@@ -230,9 +221,9 @@ fn wait_for_devdax(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/dax0.0 exists", IO_LIMIT, "test -c /dev/dax0.0")
 }
 
-fn devdax_reaches(kernel: Kernel) -> Result<()> {
+fn devdax_reaches_the_pool() -> Result<()> {
     let pool = Pool::create("256M")?;
-    let builder = raw_guest(&pool, "interface=auto").kernel(kernel);
+    let builder = raw_guest(&pool, "interface=auto");
     let guest = builder.boot()?;
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, &convert(0, Kind::DevDax))?;

@@ -5,15 +5,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
+use guest_tests::{Guest, GuestBuilder, Pool};
 use serde_json::{Value, json};
 
 use crate::memory::{WARM_UP, holdings, reboot};
 use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, wait_until_plugged, zone};
 
 guest_tests::tests![
-    memory_comes_by_acpi_on_6_12: 240 => grows(Kernel::V6_12),
-    memory_comes_by_acpi_on_6_1: 240 (extended) => grows(Kernel::V6_1),
+    memory_comes_by_acpi: 240 on [V6_12, V6_1 extended],
     reboots_have_dimms_as_boot_memory: 240 (long),
     twenty_reboots_have_dimms_as_boot_memory: 1500 (extended) => are_boot_memory(10),
     smaller_size_takes_effect_at_the_next_boot: 180 (extended),
@@ -50,8 +49,8 @@ fn wait_until_online(guest: &Guest, total_mib: u64) -> Result<()> {
     })
 }
 
-fn grows(kernel: Kernel) -> Result<()> {
-    let guest = growing().kernel(kernel).boot()?;
+fn memory_comes_by_acpi() -> Result<()> {
+    let guest = growing().boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
     wait_until_online(&guest, before + 128)?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
-use guest_tests::{Disk, Guest, Kernel, Pool};
+use guest_tests::{Disk, Guest, Pool};
 use guest_tools::content::Bytes;
 use guest_tools::sectors::{Outcome, Program, Shape};
 use serde_json::json;
@@ -18,12 +18,11 @@ use crate::btt_cross::{Disk as VolumeDisk, check, seed, write};
 use crate::volume::with_volume;
 
 guest_tests::tests![
-    a_file_system_on_a_disk_is_made_used_and_checked: 240 => holds(Kernel::V6_12),
-    a_file_system_on_a_disk_holds_on_6_1: 240 (extended) => holds(Kernel::V6_1),
-    disks_show_their_shape_grow_discard_and_refuse_writes: 240,
-    images_and_a_volume_retain_writes_discards_and_zeroes: 240 (long),
+    a_file_system_on_a_disk_is_made_used_and_checked: 240 on [V6_12, V6_1 extended] x 2,
+    disks_show_their_shape_grow_discard_and_refuse_writes: 240 x 2,
+    images_and_a_volume_retain_writes_discards_and_zeroes: 240 (long) x 2,
     a_guest_lives_on_a_disk: 240 (extended),
-    a_failed_flush_ends_all_writing_to_an_image_and_a_volume,
+    a_failed_flush_ends_all_writing_to_an_image_and_a_volume x 2,
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(120);
@@ -41,10 +40,10 @@ fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/vda exists", IO_LIMIT, "test -b /dev/vda")
 }
 
-fn holds(kernel: Kernel) -> Result<()> {
+fn a_file_system_on_a_disk_is_made_used_and_checked() -> Result<()> {
     let path = image("disk", 96)?;
     let disk = format!("path={},num_queues=2", path.display());
-    let guest = guest_with(&disk).kernel(kernel).cpus(2).boot()?;
+    let guest = guest_with(&disk).boot()?;
     wait_for_disk(&guest)?;
     blocks::write(&guest, "/dev/vda", ["direct", "buffered", "direct"], 2)?;
     blocks::check(&guest, "/dev/vda", 2)?;
@@ -87,7 +86,6 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
         .argument("--disk", &format!("path={},id=data", growing.display()))
         .argument("--disk", &format!("path={}", full.display()))
         .argument("--disk", &reader)
-        .cpus(2)
         .boot()?;
     guest.wait_until_run(
         "all disks exist",
@@ -250,7 +248,6 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     let guest = guest_with(&format!("path={},direct=on", direct.display()))
         .argument("--disk", &format!("path={}", cached.display()))
         .pm_volume(&volume)
-        .cpus(2)
         .boot()?;
     // Disks come before volumes.
     let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
@@ -346,10 +343,8 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     File::create(&path)?.set_len(256 * MIB)?;
     let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
     let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
-    let guest = guest_with(&format!("path={},num_queues=2", path.display()))
-        .pm_volume(&volume)
-        .cpus(2)
-        .boot()?;
+    let guest =
+        guest_with(&format!("path={},num_queues=2", path.display())).pm_volume(&volume).boot()?;
     guest.wait_until_run("both disks exist", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
     let write = |node: &str, more: &str| format!("dd if=/dev/urandom of=/dev/{node} bs=1M {more}");
     for node in ["vda", "vdb"] {

@@ -2,15 +2,15 @@
 //! up, unmounted, and checked with their own tools. Also tests partitions.
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::{Guest, Image, Kernel, Pool};
+use guest_tests::{Guest, Image, Pool};
 
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    each_holds_on_some_interface: 400 (long),
-    all_hold_on_an_nvdimm: 900 (extended) => all_hold_on(NVDIMM, 2),
-    all_hold_on_virtio_blk: 900 (extended) => all_hold_on(VIRTIO_BLK, 2),
-    all_hold_on_virtio_pmem: 1200 (extended) => all_hold_on(VIRTIO_PMEM, 1),
+    each_holds_on_some_interface: 400 (long) on [V6_12Generic],
+    all_hold_on_an_nvdimm: 900 (extended) on [V6_12Generic] x 2 => all_hold_on(NVDIMM),
+    all_hold_on_virtio_blk: 900 (extended) on [V6_12Generic] x 2 => all_hold_on(VIRTIO_BLK),
+    all_hold_on_virtio_pmem: 1200 (extended) on [V6_12Generic] => all_hold_on(VIRTIO_PMEM),
 ];
 
 #[derive(Clone, Copy)]
@@ -52,14 +52,10 @@ const VIRTIO_PMEM: Interface =
 /// XFS requires 300 MiB.
 const VOLUME_MIB: u64 = 320;
 
-/// Boots a guest with one volume per interface, on a kernel with all file systems.
-fn boot(pool: &Pool, volumes: &[(Interface, u64)], cpus: u32) -> Result<Guest> {
-    let mut builder = Guest::builder()
-        .kernel(Kernel::V6_12Generic)
-        .image(Image::FileSystems)
-        .cpus(cpus)
-        .memory("size=512M")
-        .pressure("off");
+/// Boots a guest with one volume per interface and all file systems.
+fn boot(pool: &Pool, volumes: &[(Interface, u64)]) -> Result<Guest> {
+    let mut builder =
+        Guest::builder().image(Image::FileSystems).memory("size=512M").pressure("off");
     for (interface, size_mib) in volumes {
         let name = interface.name;
         pool.create_volume(name, &format!("{size_mib}M"))?;
@@ -134,7 +130,7 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
 
 fn each_holds_on_some_interface() -> Result<()> {
     let pool = Pool::create("640M")?;
-    let guest = boot(&pool, &[(NVDIMM, VOLUME_MIB), (VIRTIO_BLK, 128), (VIRTIO_PMEM, 64)], 1)?;
+    let guest = boot(&pool, &[(NVDIMM, VOLUME_MIB), (VIRTIO_BLK, 128), (VIRTIO_PMEM, 64)])?;
     for (interface, file_systems) in
         [(NVDIMM, &[XFS][..]), (VIRTIO_BLK, &[F2FS, BTRFS]), (VIRTIO_PMEM, &[EXT4])]
     {
@@ -153,9 +149,9 @@ fn end(guest: Guest, pool: &Pool) -> Result<()> {
     pool.check().map(drop)
 }
 
-fn all_hold_on(interface: Interface, cpus: u32) -> Result<()> {
+fn all_hold_on(interface: Interface) -> Result<()> {
     let pool = Pool::create("384M")?;
-    let guest = boot(&pool, &[(interface, VOLUME_MIB)], cpus)?;
+    let guest = boot(&pool, &[(interface, VOLUME_MIB)])?;
     let disk = node(&guest, interface)?;
     for file_system in ALL {
         live(&guest, &disk, file_system, 3 * interface.room_mib)?;

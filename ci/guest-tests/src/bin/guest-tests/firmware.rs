@@ -13,8 +13,8 @@ use guest_tests::{Guest, Image, Kernel, skip};
 use crate::esp;
 
 guest_tests::tests![
-    firmware_finds_the_tables_and_devices,
-    a_users_firmware_boots_debian_from_a_disk: 600,
+    firmware_finds_the_tables_and_devices on none,
+    a_users_firmware_boots_debian_from_a_disk: 600 on [V6_12 & V6_1],
 ];
 
 /// Time limit for a boot. It is long because firmware scans every slot and the guest decompresses

@@ -19,8 +19,8 @@ use crate::decisions::{has_decided, pressure, wait_for_agent};
 use crate::zones::{MIB, meminfo_mib, vmstat, zone};
 
 guest_tests::tests![
-    a_pause_outlasts_the_guests_reboot: 240 (extended),
-    a_recording_is_a_trace_of_each_boot: 240,
+    a_pause_outlasts_the_guests_reboot: 240 (extended) x 2,
+    a_recording_is_a_trace_of_each_boot: 240 x 2,
 ];
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -48,7 +48,6 @@ fn wait_until_grown(guest: &Guest) -> Result<()> {
 fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = Guest::builder()
-        .cpus(2)
         .memory(&format!("size={BOOT_MIB}M"))
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
@@ -105,7 +104,6 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     let pool = Pool::create("1G")?;
     let file = this_tests_dir().join("trace");
     let guest = Guest::builder()
-        .cpus(2)
         .memory(&format!("size={BOOT_MIB}M"))
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure(&format!("psi,record={}", file.display()))

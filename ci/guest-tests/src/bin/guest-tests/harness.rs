@@ -8,7 +8,7 @@ use guest_tests::qemu::QemuBuilder;
 use guest_tests::runner::skip;
 use guest_tools::wait::wait_until;
 
-guest_tests::tests![a_guest_under_qemu_answers_and_plugs_memory(extended)];
+guest_tests::tests![a_guest_under_qemu_answers_and_plugs_memory (extended) x 2];
 
 const LIMIT: Duration = Duration::from_secs(20);
 

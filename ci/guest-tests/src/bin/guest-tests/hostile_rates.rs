@@ -18,10 +18,10 @@ use crate::firmware;
 use crate::zones::MIB;
 
 guest_tests::tests![
-    plug_storm_is_held_to_the_rate,
+    plug_storm_is_held_to_the_rate x 2,
     guest_that_resets_at_once_is_slowed_down,
     agent_connects_while_a_program_holds_all_connections,
-    flood_of_reports_is_parsed_at_normal_priority,
+    flood_of_reports_is_parsed_at_normal_priority x 2,
     console_flood_is_held_to_the_rate_without_loss: 900 (extended),
 ];
 
@@ -134,7 +134,7 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     const ZONE_BYTES: u64 = 128 * MIB;
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size={ZONE_BYTES},plug_bandwidth={RATE}", pool.name());
-    let guest = Guest::builder().cpus(2).memory("size=384M").pm_memory(&memory).pressure("off");
+    let guest = Guest::builder().memory("size=384M").pm_memory(&memory).pressure("off");
     // The attack uses its own driver, so the kernel's driver must not be loaded.
     let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_BYTES }))?;
@@ -322,7 +322,7 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     if let Some(lack) = lack_of_priority(GOVERNOR_NICE) {
         return skip(lack);
     }
-    let guest = Guest::builder().cpus(2).memory("size=384M").pressure("psi");
+    let guest = Guest::builder().memory("size=384M").pressure("psi");
     let guest = guest.cmdline("foreshore.agent=off").boot()?;
     let sum = |name: &str| Ok::<_, anyhow::Error>(guest.metrics()?.sum(name, &[]) as u64);
     let refused = || sum("foreshore_pressure_refused_reports_total");

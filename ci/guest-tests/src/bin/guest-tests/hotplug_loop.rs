@@ -2,7 +2,7 @@
 //! resources do not grow.
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{Guest, Holdings, Kernel};
+use guest_tests::{Guest, Holdings};
 use serde_json::{Value, json};
 
 use crate::hotplug::{
@@ -12,9 +12,9 @@ use crate::hotplug::{
 use crate::net::{Net, TRANSFER_BYTES, add_net, from_guest};
 
 guest_tests::tests![
-    a_hundred_of_each_device: 3600 (extended) => a_hundred_of_each(Kernel::V6_12, 1, 12),
-    a_hundred_of_each_device_with_four_vcpus_on_6_1: 3600 (extended) =>
-        a_hundred_of_each(Kernel::V6_1, 4, 15),
+    a_hundred_of_each_device: 3600 (extended) => a_hundred_of_each(12),
+    a_hundred_of_each_device_with_four_vcpus_on_6_1: 3600 (extended) on [V6_1] x 4 =>
+        a_hundred_of_each(15),
 ];
 
 const ROUNDS: usize = 100;
@@ -117,9 +117,9 @@ fn vsocks(guest: &Guest) -> Result<()> {
     before.nothing_is_left("vsock", guest)
 }
 
-fn a_hundred_of_each(kernel: Kernel, cpus: u32, nth: u8) -> Result<()> {
+fn a_hundred_of_each(nth: u8) -> Result<()> {
     let net = Net::new(nth)?;
-    let guest = builder().kernel(kernel).cpus(cpus).boot()?;
+    let guest = builder().boot()?;
     let original = json!(guest.get("vm.info")?["config"]);
     disks(&guest)?;
     files(&guest)?;

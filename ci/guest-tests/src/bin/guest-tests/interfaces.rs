@@ -7,7 +7,7 @@ use guest_tests::{Guest, Pool};
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, pool_with_volume};
 
 guest_tests::tests![
-    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (extended),
+    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (extended) x several,
 ];
 
 struct Way {

@@ -14,7 +14,7 @@ use balloon::sim::{
     run_host,
 };
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
-use guest_tests::guest::{GuestBuilder, Kernel, Script};
+use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::host_memory::free_bytes;
 use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{Guest, Pool};
@@ -23,29 +23,24 @@ use serde_json::json;
 use crate::zones::{MIB, mem_total_mib, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
-    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long) =>
-        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &LEAST_AND_MOST),
+    pm_of_many_times_dram_is_used_as_in_the_simulator: 600 (long) on [V6_12, V6_1 extended] =>
+        pm_is_used_as_in_the_simulator(&LEAST_AND_MOST),
     pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (extended) =>
-        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &BETWEEN),
-    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1: 600 (extended) =>
-        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_1, &LEAST_AND_MOST),
+        pm_is_used_as_in_the_simulator(&BETWEEN),
     pm_of_many_times_dram_is_used_beside_dram_to_plug: 600 (extended),
     resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
     resize_without_agent_stops_at_a_multiple_of_boot_memory,
     boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory: 240 (long),
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
-    small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long) =>
-        is_held(Kernel::V6_12, &FILES, ""),
-    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended) =>
-        is_held(Kernel::V6_1, &FILES, ""),
+    small_files_fill_kernel_memory_and_nothing_dies: 600 (long) on [V6_12, V6_1 extended] =>
+        is_held(&FILES),
     boot_memory_around_the_hole_is_there_and_keeps_the_reserve,
     sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies: 600 (extended),
     processes_beyond_dram_are_the_only_ones_to_die: 600 (extended),
-    sockets_fill_kernel_memory_and_nothing_dies: 300 (long) => is_held(Kernel::V6_12, &SOCKETS, ""),
+    sockets_fill_kernel_memory_and_nothing_dies: 300 (long) => is_held(&SOCKETS),
     missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended) =>
-        is_held(Kernel::V6_12, &MISSING_FILES, ""),
-    processes_fill_kernel_memory_and_nothing_dies: 400 (long) =>
-        is_held(Kernel::V6_12, &PROCESSES, ""),
+        is_held(&MISSING_FILES),
+    processes_fill_kernel_memory_and_nothing_dies: 400 (long) => is_held(&PROCESSES),
     small_files_kill_a_guest_whose_kernel_gets_no_blocks: 600 (extended) =>
         is_killed_without_blocks(&FILES),
     sockets_kill_their_owner_if_the_kernel_gets_no_blocks: 300 (extended) =>
@@ -133,14 +128,13 @@ fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
     Ok(hogs)
 }
 
-fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u64]) -> Result<()> {
+fn pm_is_used_as_in_the_simulator(ratios: &[u64]) -> Result<()> {
     for &ratio in ratios {
         let pm_mib = SMALL_DRAM_MIB * ratio;
         // Programs can use only available memory. The kernel's reserve is not part of it.
         let load_mib = pm_mib - 96;
         let pool = Pool::create(&format!("{}M", pm_mib + 64))?;
         let guest = Guest::builder()
-            .kernel(kernel)
             .memory(&format!("size={SMALL_DRAM_MIB}M"))
             .pm_memory(&format!("pool={},size={pm_mib}M", pool.name()))
             .pressure("psi")
@@ -353,9 +347,8 @@ const PROCESSES: Load = Load {
 };
 
 /// Guest with 384 MiB of boot memory, to which 256 MiB of DRAM and 512 MiB of PM can be added.
-fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
+fn guest_of_640_mib_of_dram(pool: &Pool) -> GuestBuilder {
     Guest::builder()
-        .kernel(kernel)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=256M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure(&format!("psi,record={}", this_tests_dir().join("trace").display()))
@@ -367,9 +360,9 @@ pub(crate) fn run_to_goal(guest: &Guest, load: &Load) -> Result<Option<Script>> 
     Ok(is_reached.then_some(script))
 }
 
-fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
+fn is_held(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
-    let guest = guest_of_640_mib_of_dram(kernel, &pool).cmdline(agent_args).boot()?;
+    let guest = guest_of_640_mib_of_dram(&pool).boot()?;
     let at_rest_mib = kernel_mib(&guest)?;
     let Some(_script) = run_to_goal(&guest, load)? else {
         bail!(
@@ -420,7 +413,7 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     const DRAM_MIB: u64 = 640;
     const KERNEL_PERCENT: u64 = 85;
     let pool = Pool::create("640M")?;
-    let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool).boot()?;
+    let guest = guest_of_640_mib_of_dram(&pool).boot()?;
     let sampler = "while sleep 0.1; do awk '/MemUsed/ { n += $4 } /FilePages|AnonPages/ { n -= $4 } END { print n }' \
                    /sys/devices/system/node/node0/meminfo >>/run/samples; done";
     let _sampler = guest.start_script(LOAD_LIMIT, sampler)?;
@@ -487,7 +480,7 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
 /// of 2,000 processes fit into boot memory.
 fn is_killed_without_blocks(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
-    let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool)
+    let guest = guest_of_640_mib_of_dram(&pool)
         .cmdline("foreshore.agent_args=--kernel-blocks=off")
         .boot()?;
     let result = run_to_goal(&guest, load);

@@ -57,10 +57,11 @@ mod volume_remaining;
 mod volume_tool;
 mod zones;
 
-use guest_tests::runner::{self, Test};
+use guest_tests::runner;
+use guest_tests::table::Row;
 
 fn main() {
-    let tests: Vec<Test> = [
+    let rows: Vec<Row> = [
         harness::TESTS,
         readme::TESTS,
         boot::TESTS,
@@ -114,7 +115,7 @@ fn main() {
         hostile_rates::TESTS,
     ]
     .concat();
-    match runner::main(&tests) {
+    match runner::main(&rows) {
         Ok(code) => std::process::exit(code),
         Err(error) => {
             eprintln!("guest-tests: {error:#}");

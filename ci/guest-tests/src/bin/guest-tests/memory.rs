@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{BOOT_LIMIT, Guest, Holdings, Kernel};
+use guest_tests::{BOOT_LIMIT, Guest, Holdings};
 use serde_json::json;
 
 use crate::zones::{MIB, mem_total_mib, zone};
 
 guest_tests::tests![
     dram_is_plugged_unplugged_and_returned_on_6_12: 180 =>
-        goes_back_to_the_host(&grows_and_shrinks(Kernel::V6_12)?),
-    dram_is_plugged_and_unplugged_on_6_1: 180 => grows_and_shrinks(Kernel::V6_1).map(drop),
+        goes_back_to_the_host(&grows_and_shrinks()?),
+    dram_is_plugged_and_unplugged_on_6_1: 180 on [V6_1] => grows_and_shrinks().map(drop),
     a_resize_without_a_driver_ends_with_a_reason,
     a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served,
     plugged_memory_is_requested_again_after_a_reboot: 240 => is_requested_again(1),
@@ -42,8 +42,8 @@ fn wait_until_plugged(guest: &Guest, mib: u64) -> Result<()> {
     })
 }
 
-fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
-    let guest = resizable().kernel(kernel).boot()?;
+fn grows_and_shrinks() -> Result<Guest> {
+    let guest = resizable().boot()?;
     bounds_are_refused(&guest)?;
     let before = mem_total_mib(&guest)?;
     // Requesting the current size is not an error.

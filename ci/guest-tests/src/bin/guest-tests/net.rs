@@ -21,17 +21,14 @@ use serde_json::{Value, json};
 use crate::api;
 
 guest_tests::tests![
-    a_guest_and_its_host_talk_over_a_tap: 300 (long) => talks(Kernel::V6_12, 1),
-    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended) => talks(Kernel::V6_1, 2),
+    a_guest_and_its_host_talk_over_a_tap: 300 (long) on [V6_12, V6_1 extended],
     frames_pass_without_offloads_and_with_small_rings: 300 (extended),
-    several_queues_are_used: 300 (long),
-    two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
+    several_queues_are_used: 300 (long) x 2,
+    two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended) on [V6_12 & V6_1],
     a_tap_that_goes_away_is_a_link_that_is_down: 180 (long),
     interfaces_other_than_taps_are_refused: 180,
     passed_queues_work_from_the_first_boot_to_their_removal: 420 (extended),
-    an_interface_comes_carries_traffic_and_goes: 300 => comes_and_goes(Kernel::V6_12, 10),
-    an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (extended) =>
-        comes_and_goes(Kernel::V6_1, 11),
+    an_interface_comes_carries_traffic_and_goes: 300 on [V6_12, V6_1 extended],
     a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300 (long),
 ];
 
@@ -298,9 +295,9 @@ fn has_long_segments(
     Ok(())
 }
 
-fn talks(kernel: Kernel, nth: u8) -> Result<()> {
-    let net = Net::new(nth)?;
-    let guest = net.builder("").kernel(kernel).boot()?;
+fn a_guest_and_its_host_talk_over_a_tap() -> Result<()> {
+    let net = Net::new(1)?;
+    let guest = net.builder("").boot()?;
     net.bring_up(&guest)?;
     let sys = |file: &str| {
         Ok::<_, anyhow::Error>(
@@ -344,7 +341,7 @@ fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
 
 fn several_queues_are_used() -> Result<()> {
     let net = Net::new(4)?;
-    let guest = net.builder(",num_queues=4").cpus(2).boot()?;
+    let guest = net.builder(",num_queues=4").boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
     // By default, the driver uses one queue per CPU.
@@ -533,9 +530,9 @@ pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result
     guest.put("vm.add-net", body)
 }
 
-fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
-    let net = Net::new(nth)?;
-    let guest = builder().kernel(kernel).boot()?;
+fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
+    let net = Net::new(10)?;
+    let guest = builder().boot()?;
     for by_fd in [true, false, true] {
         let added = add_net(&guest, &net, "lan", by_fd)?;
         ensure!(added["id"] == "lan", "{added}");

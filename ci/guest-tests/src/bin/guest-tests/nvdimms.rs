@@ -5,16 +5,15 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::disk::{LoopDevice, Room};
 use guest_tests::pool::pmvol;
-use guest_tests::{Guest, GuestBuilder, Image, Kernel, Pool};
+use guest_tests::{Guest, GuestBuilder, Image, Pool};
 use serde_json::Value;
 
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    several_nvdimms_are_found_in_their_order_on_6_12: 300 => found_in_order(Kernel::V6_12),
-    several_nvdimms_are_found_in_their_order_on_6_1: 300 (extended) => found_in_order(Kernel::V6_1),
+    several_nvdimms_are_found_in_their_order: 300 on [V6_12, V6_1 extended] x 2,
     a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
-    maximum_number_of_nvdimms_is_found: 600 (extended),
+    maximum_number_of_nvdimms_is_found: 600 (extended) x 2,
 ];
 
 /// Sizes of the NVDIMMs. They differ, so that a size identifies an NVDIMM.
@@ -22,7 +21,7 @@ const SIZES_MIB: [u64; 4] = [24, 20, 32, 28];
 const MIB: u64 = 1 << 20;
 
 fn guest_with_nvdimms(pool: &Pool) -> GuestBuilder {
-    let builder = Guest::builder().memory("size=384M").pressure("off").image(Image::Ndctl).cpus(2);
+    let builder = Guest::builder().memory("size=384M").pressure("off").image(Image::Ndctl);
     (0..SIZES_MIB.len()).fold(builder, |builder, number| {
         builder.pm_volume(&format!("pool={},name=volume{number},interface=nvdimm", pool.name()))
     })
@@ -48,12 +47,12 @@ fn by_name(list: &[Value]) -> BTreeMap<String, &Value> {
     list.iter().filter_map(|value| Some((value["dev"].as_str()?.to_owned(), value))).collect()
 }
 
-fn found_in_order(kernel: Kernel) -> Result<()> {
+fn several_nvdimms_are_found_in_their_order() -> Result<()> {
     let pool = Pool::create("256M")?;
     for (number, size_mib) in SIZES_MIB.into_iter().enumerate() {
         pool.create_volume(&format!("volume{number}"), &format!("{size_mib}M"))?;
     }
-    let guest = guest_with_nvdimms(&pool).kernel(kernel).boot()?;
+    let guest = guest_with_nvdimms(&pool).boot()?;
     wait_for_disks(&guest, SIZES_MIB.len())?;
 
     // 1. Each NVDIMM has a region, in the order of the flags, and a DIMM.
@@ -118,7 +117,7 @@ const MOST: usize = 64;
 
 fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     let pool = Pool::create("1600M")?;
-    let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl).cpus(2);
+    let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl);
     let guest = (0..MOST)
         .fold(builder, |builder, number| {
             let volume = format!("name=volume{number},size=20M,create=on");

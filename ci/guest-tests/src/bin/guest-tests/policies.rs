@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::decisions::{decisions_since, decisions_total, pressure, wait_for_agent};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
-guest_tests::tests![tables_are_followed_while_page_cache_fills_free_memory: 400 (extended)];
+guest_tests::tests![tables_are_followed_while_page_cache_fills_free_memory: 400 (extended) x 2];
 
 const LIMIT: Duration = Duration::from_secs(120);
 /// Time for a shrink, including cool-downs.
@@ -149,7 +149,6 @@ fn tables_are_followed_while_page_cache_fills_free_memory() -> Result<()> {
     let pool = Pool::create("768M")?;
     let (disk, trace) = (sparse_file("disk", 64 * MIB)?, this_tests_dir().join("trace"));
     let guest = Guest::builder()
-        .cpus(2)
         .memory("size=256M")
         .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
         .argument("--disk", &format!("path={}", disk.display()))

@@ -23,16 +23,16 @@ use crate::volume_flush::{flushes, has_hints, write_blocks};
 use crate::zones::{MIB, wait_until_plugged};
 
 guest_tests::tests![
-    on_tmpfs_it_is_volatile,
-    on_ext4_it_is_page_cache,
-    on_ext4_it_is_thin_on_request,
-    on_xfs_it_is_page_cache (extended),
-    on_ext4_with_dax_it_is_dax_sync,
-    on_xfs_with_dax_it_is_dax_sync,
-    on_a_block_device_it_is_page_cache_and_grows_with_it,
-    on_persistent_memory_as_a_block_device_it_is_page_cache (extended),
-    on_devdax_it_is_dax_sync,
-    a_full_file_system_fails_creation_and_growth_and_changes_nothing,
+    on_tmpfs_it_is_volatile on none,
+    on_ext4_it_is_page_cache on none,
+    on_ext4_it_is_thin_on_request on none,
+    on_xfs_it_is_page_cache (extended) on none,
+    on_ext4_with_dax_it_is_dax_sync on none,
+    on_xfs_with_dax_it_is_dax_sync on none,
+    on_a_block_device_it_is_page_cache_and_grows_with_it on none,
+    on_persistent_memory_as_a_block_device_it_is_page_cache (extended) on none,
+    on_devdax_it_is_dax_sync on none,
+    a_full_file_system_fails_creation_and_growth_and_changes_nothing on none,
     a_guest_has_memory_and_a_volume_on_a_block_device: 300 (extended),
     a_guest_has_memory_and_a_volume_on_devdax: 300,
 ];

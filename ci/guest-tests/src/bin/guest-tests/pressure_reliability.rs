@@ -12,9 +12,9 @@ use crate::decisions::{decisions_total, has_decided, pressure, wait_for_agent};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
-    busy_cpus_and_false_reports_do_not_block_decisions: 400 (long),
-    memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long),
-    guest_without_dram_for_descriptors_gets_no_request: 600 (long),
+    busy_cpus_and_false_reports_do_not_block_decisions: 400 (long) x 2,
+    memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long) x 2,
+    guest_without_dram_for_descriptors_gets_no_request: 600 (long) x 2,
 ];
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -27,7 +27,6 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
 
 fn guest_with_pm(pool: &Pool, pm_mib: u64) -> GuestBuilder {
     Guest::builder()
-        .cpus(2)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
         .pm_memory(&format!("pool={},size={pm_mib}M", pool.name()))
 }
@@ -231,7 +230,6 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     // The VMM makes a part of DRAM movable, for programs. Page descriptors come from the rest,
     // which is full.
     let guest = Guest::builder()
-        .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("off")

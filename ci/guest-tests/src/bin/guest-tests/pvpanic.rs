@@ -5,20 +5,17 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use guest_tests::Guest;
-use guest_tests::guest::Kernel;
 use guest_tests::runner::this_tests_dir;
 
 guest_tests::tests![
-    guest_panic_is_an_event_on_6_12 => guest_panic_is_an_event(Kernel::V6_12),
-    guest_panic_is_an_event_on_6_1: 120 (long) => guest_panic_is_an_event(Kernel::V6_1),
+    guest_panic_is_an_event on [V6_12, V6_1 long],
 ];
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn guest_panic_is_an_event(kernel: Kernel) -> Result<()> {
+fn guest_panic_is_an_event() -> Result<()> {
     let events = this_tests_dir().join("events");
     let guest = Guest::builder()
-        .kernel(kernel)
         .words(["--pvpanic"])
         .argument("--event-monitor", &format!("path={}", events.display()))
         .boot()?;

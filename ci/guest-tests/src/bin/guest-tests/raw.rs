@@ -3,18 +3,17 @@
 
 use anyhow::{Result, ensure};
 use guest_tests::guest::GuestBuilder;
-use guest_tests::{Disk, Guest, Kernel, Pool};
+use guest_tests::{Disk, Guest, Pool};
 
 use crate::blocks;
 use crate::volume::{IO_LIMIT, guest_with};
 use crate::volume_flush::{files_survive_a_power_cut, flushes};
 
 guest_tests::tests![
-    raw_holds_with_two_cpus: 300 => holds(Kernel::V6_12),
-    raw_holds_with_two_cpus_on_6_1: 300 (extended) => holds(Kernel::V6_1),
-    raw_files_survive_a_power_cut: 300 (extended),
-    raw_flush_failures_are_errors: 300,
-    raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),
+    raw_holds_with_two_cpus: 300 on [V6_12, V6_1 extended] x 2,
+    raw_files_survive_a_power_cut: 300 (extended) x several,
+    raw_flush_failures_are_errors: 300 x 2,
+    raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long) x 2,
 ];
 
 /// Options that all raw volumes in these tests use.
@@ -25,9 +24,9 @@ pub(crate) fn wait_for_bytes(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0 exists", IO_LIMIT, "test -b /dev/pmem0")
 }
 
-/// Guest with two CPUs and the raw volume `data`, which is created if it is missing.
+/// Guest with the raw volume `data`, which is created if it is missing.
 pub(crate) fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
-    guest_with(pool, &format!("{RAW},{options}")).cpus(2)
+    guest_with(pool, &format!("{RAW},{options}"))
 }
 
 /// Creates a pool on a disk whose image has space for `room_mib`.
@@ -40,9 +39,9 @@ pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
 
 /// Direct and buffered writers run concurrently, and each of them flushes. The device's thread
 /// serves the flushes.
-fn holds(kernel: Kernel) -> Result<()> {
+fn raw_holds_with_two_cpus() -> Result<()> {
     let (_disk, pool) = pool_on_disk(1024)?;
-    let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
+    let guest = raw_guest(&pool, "interface=auto").boot()?;
     wait_for_bytes(&guest)?;
     ensure!(
         guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"),

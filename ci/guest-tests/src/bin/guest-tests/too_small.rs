@@ -12,8 +12,8 @@ use guest_tests::pressure::{About, Config, GuestSize, MIB, Outcome, Watched, Wor
 use crate::zones::vmstat;
 
 guest_tests::tests![
-    a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240 (long),
-    oom_killer_selects_the_load: 400 (long),
+    a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240 (long) x 2,
+    oom_killer_selects_the_load: 400 (long) x 2,
 ];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
@@ -76,7 +76,6 @@ fn oom_killer_selects_the_load() -> Result<()> {
     /// Time until a guest that swaps down to its last page kills a process.
     const LIMIT: Duration = Duration::from_secs(300);
     let guest = Guest::builder()
-        .cpus(2)
         .image(Image::Workloads)
         .memory("size=256M")
         .cmdline("foreshore.zram=32M")

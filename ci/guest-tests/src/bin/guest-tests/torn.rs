@@ -12,20 +12,20 @@ use guest_tests::torn::{Format, Interface, Moment, Setup, Until, Victim, run_rou
 use guest_tests::{Disk, Kernel, Pool, torn};
 
 guest_tests::tests![
-    kills_with_an_nvdimm_tear_nothing: 600 =>
+    kills_with_an_nvdimm_tear_nothing: 600 x several =>
         kills(&this_tests_dir(), Setup::new(Interface::Nvdimm)),
-    kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long),
+    kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long) on [V6_1] x several,
     kills_with_virtio_pmem_tear_nothing: 600 (long) =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem)),
     // With virtio-blk, the BTT engine runs in the VMM, so a kill interrupts our engine.
-    kills_with_virtio_blk_tear_nothing: 600 (long) =>
+    kills_with_virtio_blk_tear_nothing: 600 (long) x several =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
-    kills_with_a_raw_device_tear_sectors: 400 (long),
-    power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) =>
+    kills_with_a_raw_device_tear_sectors: 400 (long) x several,
+    power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
         after_power_cut(Setup::new(Interface::Nvdimm))?.all_is_well(),
     power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended) =>
         after_power_cut(Setup::new(Interface::VirtioPmem))?.all_is_well(),
-    power_cuts_lose_data_of_ignored_flushes: 300 (extended),
+    power_cuts_lose_data_of_ignored_flushes: 300 (extended) x several,
 ];
 
 const KILLS: u32 = 6;

@@ -6,16 +6,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script, complaints};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, Pool};
 
 use crate::blocks;
 use crate::volume_flush::{flushes, has_hints};
 
 guest_tests::tests![
-    nvdimm_holds_with_four_cpus_and_over_a_kill: 400,
-    nvdimm_holds_with_two_cpus_on_6_1: 300 => holds(Kernel::V6_1, 2, "nvdimm"),
-    virtio_pmem_holds_with_one_cpu: 300 (long) => holds(Kernel::V6_12, 1, "virtio-pmem"),
-    virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
+    nvdimm_holds_with_four_cpus_and_over_a_kill: 400 x several,
+    nvdimm_holds_with_two_cpus_on_6_1: 300 on [V6_1] x 2 => holds("nvdimm"),
+    virtio_pmem_holds_with_one_cpu: 300 (long) => holds("virtio-pmem"),
+    virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300 x 2,
     a_readonly_volume_takes_no_writes (long),
     volumes_stay_across_a_reboot: 300 (long),
 ];
@@ -52,20 +52,17 @@ fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     blocks::check(guest, "/dev/pmem0s", rounds)
 }
 
-fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
+fn holds(interface: &str) -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = written_hard(&pool, kernel, cpus, interface)?;
+    let guest = guest_with(&pool, &format!("interface={interface}"));
+    let guest = written_hard(guest, interface)?;
     guest.power_off()?;
     pool.check().map(drop)
 }
 
 /// Returns a guest that has written and verified a lot of data on its volume.
-fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Result<Guest> {
-    let guest = guest_with(pool, &format!("interface={interface}"))
-        .kernel(kernel)
-        .cpus(cpus)
-        .cmdline("foreshore.zram=256M")
-        .boot()?;
+fn written_hard(guest: GuestBuilder, interface: &str) -> Result<Guest> {
+    let guest = guest.cmdline("foreshore.zram=256M").boot()?;
     write_hard(&guest, 2)?;
     // The pool is on tmpfs, so flushes have no media to reach.
     if interface == "nvdimm" {
@@ -78,7 +75,7 @@ fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Resu
 
 fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = written_hard(&pool, Kernel::V6_12, 4, "nvdimm")?;
+    let guest = written_hard(guest_with(&pool, "interface=nvdimm").cpus(4), "nvdimm")?;
     make_file_system(&guest)?;
     guest.run(MOUNT)?;
     let acknowledged = write_files_and_kill(guest, 15).context("Files before the kill")?;
@@ -95,7 +92,7 @@ fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
 /// occur here, the tests above could not detect it.
 fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = guest_with(&pool, "interface=virtio-pmem,force=on").cpus(2).boot()?;
+    let guest = guest_with(&pool, "interface=virtio-pmem,force=on").boot()?;
     wait_for_disk(&guest)?;
     let writers: Vec<Script> = [(0, 1), (8192, 2)]
         .into_iter()

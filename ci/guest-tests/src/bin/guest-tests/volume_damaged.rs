@@ -2,14 +2,14 @@
 //! must work normally.
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{Kernel, Pool};
+use guest_tests::{Guest, Pool};
 use guest_tools::sectors::{Outcome, Program};
 use pmem_volume::btt::InfoSource;
 
 use crate::btt_cross::{Disk, Linux, check, seed, write};
 use crate::volume::IO_LIMIT;
 
-guest_tests::tests![damaged_arena_refuses_writes_and_the_other_accepts_them: 240];
+guest_tests::tests![damaged_arena_refuses_writes_and_the_other_accepts_them: 240 x 2];
 
 /// Number of sectors to write in the intact arena, next to the damaged one.
 const BESIDE: u64 = 256;
@@ -29,7 +29,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
         disk.media.erase_lane(damaged, 3)?;
         disk.damaged = Some(damaged);
     }
-    let linux = Linux::boot(&pool, &disks, Kernel::V6_12, 2, "virtio-blk")?;
+    let linux = Linux::boot(&pool, &disks, Guest::builder(), "virtio-blk")?;
     disks.iter().try_for_each(|disk| is_logged(disk, &linux.guest.vmm_log()?))?;
     // All sectors must be readable, before and after the refused writes.
     linux.on_each(|number, node| check(node, &histories[number]))?;

@@ -3,17 +3,17 @@
 
 use anyhow::{Result, ensure};
 use guest_tests::disk::sparse_file;
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, Pool};
 
 use crate::blocks;
 use crate::disk::{lives_on, make_root};
 use crate::volume::{IO_LIMIT, guest_with, with_volume};
 
 guest_tests::tests![
-    a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (extended),
-    a_volume_as_a_disk_holds_on_6_1: 300 (extended),
-    a_volume_as_a_disk_shows_its_shape_and_discards,
-    a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300 (long),
+    a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (extended) x 2,
+    a_volume_as_a_disk_holds_on_6_1: 300 (extended) on [V6_1] x 2,
+    a_volume_as_a_disk_shows_its_shape_and_discards x 2,
+    a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300 (long) x 2,
 ];
 
 fn pool_with_volume() -> Result<Pool> {
@@ -31,7 +31,7 @@ fn write_hard(guest: &Guest) -> Result<()> {
 
 fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = guest_with(&pool, "interface=virtio-blk").cpus(2).boot()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").boot()?;
     wait_for_disk(&guest, "/dev/vda")?;
     write_hard(&guest)?;
     let labels =
@@ -44,7 +44,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     guest.kill9()?;
     pool.check()?;
     // The guest's own driver must be able to read the data that our engine wrote.
-    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
     wait_for_disk(&guest, "/dev/pmem0s")?;
     blocks::check(&guest, "/dev/pmem0s", 2)?;
     guest.no_kernel_complaints()?;
@@ -54,7 +54,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
 
 fn a_volume_as_a_disk_holds_on_6_1() -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = guest_with(&pool, "interface=virtio-blk").kernel(Kernel::V6_1).cpus(2).boot()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").boot()?;
     wait_for_disk(&guest, "/dev/vda")?;
     write_hard(&guest)?;
     guest.run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && e2fsck -fn /dev/vda")?;
@@ -65,7 +65,7 @@ fn a_volume_as_a_disk_holds_on_6_1() -> Result<()> {
 
 fn a_volume_as_a_disk_shows_its_shape_and_discards() -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = guest_with(&pool, "interface=virtio-blk").cpus(2).boot()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").boot()?;
     wait_for_disk(&guest, "/dev/vda")?;
     ensure!(guest.run("ls /sys/block/vda/mq")?.split_whitespace().count() == 2, "Not two queues");
     for (file, expected) in [
@@ -95,8 +95,7 @@ fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()>
     let image = sparse_file("image", 16 << 20)?;
     let builder = guest_with(&pool, "interface=virtio-blk")
         .argument("--pm-volume", &more)
-        .argument("--disk", &format!("path={}", image.display()))
-        .cpus(2);
+        .argument("--disk", &format!("path={}", image.display()));
     let guest = builder.boot()?;
     // Disks come before volumes.
     wait_for_disk(&guest, "/dev/vdb")?;

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use guest_tests::disk::{HeldWriteback, LoopDevice, Room, need_dax};
 use guest_tests::pool::pmvol;
-use guest_tests::{Disk, Guest, Kernel, Pool};
+use guest_tests::{Disk, Guest, Pool};
 use serde_json::Value;
 
 use crate::raw;
@@ -12,11 +12,11 @@ use crate::volume::{
 };
 
 guest_tests::tests![
-    acknowledged_files_survive_a_power_cut: 300 (long),
-    a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
+    acknowledged_files_survive_a_power_cut: 300 (long) x several,
+    a_failed_flush_pauses_a_guest_with_an_nvdimm: 300 on [V6_1],
     vm_paused_by_a_failed_flush_can_be_rebooted: 300,
     a_failed_flush_is_an_error_by_virtio_pmem: 300,
-    persistent_memory_has_no_flush_hints,
+    persistent_memory_has_no_flush_hints x 2,
 ];
 
 /// Returns how many flushes with this result the guest has requested.
@@ -78,7 +78,7 @@ pub(crate) fn files_survive_a_power_cut(
 
 fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     let (disk, pool) = pool_on_disk(128)?;
-    let guest = guest_with(&pool, "interface=nvdimm").kernel(Kernel::V6_1).boot()?;
+    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
     wait_for_disk(&guest)?;
     write_blocks(&guest, 10)?;
     disk.fill_up()?;
@@ -210,7 +210,7 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
 /// Without MAP_SYNC, a fence in the guest would not make the file system's metadata for a page
 /// durable.
 fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
-    let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
+    let guest = guest_with(pool, "interface=nvdimm").boot()?;
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
     let mut flags = Vec::new();
     let mut of_pool = false;

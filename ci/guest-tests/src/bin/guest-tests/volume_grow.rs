@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, Pool};
 
 use crate::pool_places::refused;
 use crate::volume::{
@@ -11,9 +11,7 @@ use crate::volume::{
 use crate::zones::MIB;
 
 guest_tests::tests![
-    a_grown_volume_is_a_larger_disk_by_nvdimm: 300 (long) => grows(Kernel::V6_12, "nvdimm"),
-    a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1: 300 (extended) =>
-        grows(Kernel::V6_1, "nvdimm"),
+    a_grown_volume_is_a_larger_disk_by_nvdimm: 300 (long) on [V6_12, V6_1 extended],
     a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300 (extended),
 ];
 
@@ -53,9 +51,9 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
 }
 
 /// The guest grows its mounted file system and fills the new part.
-fn grows(kernel: Kernel, interface: &str) -> Result<()> {
+fn a_grown_volume_is_a_larger_disk_by_nvdimm() -> Result<()> {
     let pool = small_pool()?;
-    let builder = guest_with(&pool, &format!("interface={interface}")).kernel(kernel);
+    let builder = guest_with(&pool, "interface=nvdimm");
     let before = builder.boot()?;
     wait_for_disk(&before)?;
     make_file_system(&before)?;

@@ -4,16 +4,16 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, Pool};
 use serde_json::Value;
 
 use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
     agent_reports_kernel_and_full_preemption_on_6_12: 180 =>
-        tells(Kernel::V6_12, "preempt=full", "full"),
-    agent_reports_kernel_and_voluntary_preemption_on_6_1: 180 (long) =>
-        tells(Kernel::V6_1, "", "voluntary"),
+        tells("preempt=full", "full"),
+    agent_reports_kernel_and_voluntary_preemption_on_6_1: 180 (long) on [V6_1] =>
+        tells("", "voluntary"),
     affected_kernel_causes_one_warning,
 ];
 
@@ -38,9 +38,9 @@ fn warnings(guest: &Guest) -> Result<usize> {
 }
 
 /// The pinned Debian kernels have the fix, so they are safe with any preemption model.
-fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
+fn tells(cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
-    let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
+    let guest = guest_with(&pool, "interface=nvdimm").cmdline(cmdline).boot()?;
     guest.wait_until("the agent has sent its hello", HELLO_LIMIT, || {
         Ok(!guest_kernel(&guest)?.is_null())
     })?;

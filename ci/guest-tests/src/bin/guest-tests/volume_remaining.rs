@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::{GuestBuilder, Kernel};
+use guest_tests::guest::GuestBuilder;
 use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Pool};
 use serde_json::json;
@@ -16,10 +16,9 @@ use crate::volume::{IO_LIMIT, wait_for_disk};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
-    remaining_volume_leaves_memory_for_the_guest: 300 => leaves_memory(Kernel::V6_12),
-    remaining_volume_leaves_memory_for_the_guest_on_6_1: 300 => leaves_memory(Kernel::V6_1),
+    remaining_volume_leaves_memory_for_the_guest: 300 on [V6_12, V6_1],
     remaining_volume_leaves_memory_by_other_interfaces: 240 (long),
-    failed_start_leaves_nothing_behind,
+    failed_start_leaves_nothing_behind on none,
 ];
 
 /// Size of the volume. A pool of 1 GiB has 1020 MiB for volumes and memory.
@@ -35,7 +34,6 @@ fn pool() -> Result<Pool> {
 
 fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
     Guest::builder()
-        .cpus(1)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pm_volume(&format!(
@@ -56,9 +54,9 @@ fn check_size(pool: &Pool) -> Result<()> {
 }
 
 /// Boots the command line of docs/reference/volumes.md with a load that does not fit into DRAM.
-fn leaves_memory(kernel: Kernel) -> Result<()> {
+fn remaining_volume_leaves_memory_for_the_guest() -> Result<()> {
     let pool = pool()?;
-    let builder = guest(&pool, "virtio-pmem").kernel(kernel).pressure("psi");
+    let builder = guest(&pool, "virtio-pmem").pressure("psi");
     let first = builder.boot()?;
     check_size(&pool)?;
     let (hog, held) = fill(&first, 700)?;

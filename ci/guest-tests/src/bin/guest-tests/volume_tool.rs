@@ -11,8 +11,8 @@ use crate::pool_places::refused;
 use crate::volume::{IO_LIMIT, wait_for_disk};
 
 guest_tests::tests![
-    exported_volume_can_be_imported_for_another_guest: 300,
-    parts_of_a_volume_are_empty_disks: 300 (extended),
+    exported_volume_can_be_imported_for_another_guest: 300 x several,
+    parts_of_a_volume_are_empty_disks: 300 (extended) x several,
 ];
 
 const BLOCKS: u32 = 300;
