@@ -56,7 +56,10 @@ pub(crate) struct Arguments {
 impl Arguments {
     /// Parses and checks the command line.
     pub(crate) fn read() -> Result<Self, clap::Error> {
-        let arguments = Self::try_parse()?;
+        Self::checked(Self::try_parse()?)
+    }
+
+    fn checked(arguments: Self) -> Result<Self, clap::Error> {
         let Scenario { plot, policy, .. } = &arguments.scenario;
         if plot.is_some() && policy.len() > plot::MAX_PANELS {
             let (count, most) = (policy.len(), plot::MAX_PANELS);
@@ -271,4 +274,22 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
 
 fn rule_names() -> String {
     Rules::TABLE.iter().map(|rule| rule.name).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_in_the_book_are_valid() {
+        let commands = foreshore_cli::book::commands("foreshore-sim");
+        assert!(commands.len() >= 4, "{commands:?}");
+        for command in commands {
+            let program = std::iter::once("foreshore-sim");
+            let words = program.chain(command.arguments.iter().map(String::as_str));
+            if let Err(error) = Arguments::try_parse_from(words).and_then(Arguments::checked) {
+                panic!("{command:?}: {error}");
+            }
+        }
+    }
 }

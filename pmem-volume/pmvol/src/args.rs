@@ -457,3 +457,21 @@ fn parse_part(text: &str) -> Result<(String, VolumeSize), String> {
     };
     Ok((name.to_owned(), size))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_in_the_book_are_valid() {
+        let commands = foreshore_cli::book::commands("pmvol");
+        assert!(commands.len() > 10, "{commands:?}");
+        for command in commands {
+            let words =
+                std::iter::once("pmvol").chain(command.arguments.iter().map(String::as_str));
+            if let Err(error) = Arguments::try_parse_from(words) {
+                panic!("{command:?}: {error}");
+            }
+        }
+    }
+}

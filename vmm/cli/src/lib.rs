@@ -4,6 +4,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(any(test, feature = "book"))]
+pub mod book;
 #[cfg(test)]
 #[path = "../build_info.rs"]
 mod build_info;
