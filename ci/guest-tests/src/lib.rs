@@ -17,6 +17,7 @@
 //! Tests do not sleep for a fixed time. [`wait_until`] waits for a condition. If the condition does
 //! not become true in time, the error names it.
 
+mod boots;
 pub mod btt_media;
 pub mod disk;
 pub mod guest;

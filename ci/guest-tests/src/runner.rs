@@ -17,6 +17,7 @@ use guest_tools::process::end_with_parent;
 use guest_tools::wait::wait_for;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use crate::boots::Boots;
 use crate::guest::{console, unpacked, without_logs};
 use crate::table::{Class, Row, Test, begin_test, table};
 
@@ -132,6 +133,8 @@ pub fn main(rows: &[Row]) -> Result<i32> {
     }
     let deadline =
         options.within.map(|seconds| Instant::now() + Duration::from_secs(seconds.into()));
+    // The line shows `ci/test` that the host has booted.
+    println!("running {} tests", chosen.len());
     let mut suspects = 0;
     let run = |test| run_and_report(test, deadline, &mut suspects);
     let verdicts: Vec<_> = chosen.iter().map(run).collect();
@@ -165,22 +168,22 @@ fn run_here(test: &Test) -> i32 {
 
 fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) -> Verdict {
     let name = &test.name;
-    let started = Instant::now();
+    let (started, mut boots) = (Instant::now(), Boots::default());
     let left =
         deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(started));
     let verdict = if left.is_zero() {
         Ok(Verdict::Failed("Not run: the tests before it have taken all the time".to_owned()))
     } else {
-        run_until_the_emulation_holds(test, deadline, suspects)
+        run_until_the_emulation_holds(test, deadline, suspects, &mut boots)
     };
     let verdict =
         verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
     let seconds = started.elapsed().as_secs_f64();
     match &verdict {
-        Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
+        Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s{boots})"),
         Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
         Verdict::Failed(output) | Verdict::FailedForGood(output) => {
-            println!("test {name} ... FAILED ({seconds:.1} s)\n{}", marked(output));
+            println!("test {name} ... FAILED ({seconds:.1} s{boots})\n{}", marked(output));
         }
     }
     verdict
@@ -208,6 +211,7 @@ fn run_until_the_emulation_holds(
     test: &Test,
     deadline: Option<Instant>,
     suspects: &mut usize,
+    boots: &mut Boots,
 ) -> Result<Verdict> {
     let name = &test.name;
     let left = || {
@@ -217,6 +221,7 @@ fn run_until_the_emulation_holds(
     let mut reruns = Reruns::default();
     loop {
         let verdict = run_in_process(test, test.row.limit.min(left()))?;
+        boots.take_from(&test_dir(name))?;
         let output = match &verdict {
             Verdict::Failed(output) if emulated() && !left().is_zero() => output,
             _ => return Ok(with_the_reason(verdict, left())),
@@ -305,6 +310,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
         }
         _ => {}
     }
+    Boots::default().take_from(&dir)?;
     fs::create_dir_all(&dir).with_context(|| format!("Cannot create {}", dir.display()))?;
     let output_path = dir.join("output");
     let output = File::create(&output_path)?;

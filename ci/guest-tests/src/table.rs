@@ -176,6 +176,11 @@ pub(crate) fn begin_test(test: Test) -> &'static Test {
     THIS_TEST.get_or_init(|| test)
 }
 
+/// Returns true if this process runs a guest test.
+pub(crate) fn is_test() -> bool {
+    THIS_TEST.get().is_some()
+}
+
 /// Returns the kernel of this test's row, or the first of them.
 pub fn this_tests_kernel() -> Kernel {
     let test = THIS_TEST.get();

@@ -1,7 +1,7 @@
 //! A guest under any VMM: the VMM's process, the console, and the shell in the guest.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tools::wait::{wait_for, wait_until};
@@ -9,6 +9,7 @@ use rustix::process::Signal;
 
 use super::console::{self, LogTails, complaints};
 use super::{Endpoint, Output, Script, VmmProcess};
+use crate::boots;
 use crate::holdings::Holdings;
 
 /// Time limit for a boot until init accepts commands. On an emulated host without other load, a
@@ -147,12 +148,14 @@ impl Machine {
     pub fn reboot_from_inside(&self) -> Result<()> {
         const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
         let before = self.run(BOOT_ID)?;
+        let started = Instant::now();
         self.run_to_its_end("sync; reboot -f")?;
         self.wait_until("the next boot serves commands", BOOT_LIMIT, || {
             // During the reboot, no shell responds, or the shell of the old boot still does.
             let answer = Script::start(&self.endpoint, RUN_LIMIT, BOOT_ID).and_then(Script::finish);
             Ok(answer.is_ok_and(|output| output.code == 0 && output.stdout != before))
-        })
+        })?;
+        boots::add_to_this_test(started.elapsed())
     }
 
     /// Runs a command that ends the guest. The connection breaks before an exit code arrives.
@@ -169,6 +172,7 @@ impl Machine {
     }
 
     pub fn wait_for_shell(&self, limit: Duration) -> Result<()> {
+        let started = Instant::now();
         let answer = wait_for("the guest serves commands", limit, || {
             self.process.still_running()?;
             ensure!(
@@ -179,7 +183,7 @@ impl Machine {
             Ok(Script::start(&self.endpoint, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
         });
         match answer {
-            Ok(output) if output.stdout == "up\n" => Ok(()),
+            Ok(output) if output.stdout == "up\n" => boots::add_to_this_test(started.elapsed()),
             Ok(output) => bail!("Unexpected answer of the guest's shell: {output:?}"),
             Err(error) => Err(self.with_evidence(&error)),
         }

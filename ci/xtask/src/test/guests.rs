@@ -3,7 +3,6 @@
 //! On hosts with more CPUs, the emulation breaks kernels (docs/design/testing.md).
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -53,7 +52,6 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
         checkout,
         started,
         seconds: arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S,
-        boots: AtomicUsize::new(0),
         queue: Mutex::new(Queue::new(&tests, hosts)),
         events: Mutex::default(),
     };
@@ -61,8 +59,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     let run = |lane: &usize| lanes.run_lane(*lane).with_context(|| format!("lane {lane}"));
     in_lanes(hosts, (1..=hosts).collect(), run, |_| false);
     let events = lanes.events.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let boots = lanes.boots.into_inner();
-    report.add_guests(Guests { events, folder: format!("target/ci/{FOLDER}"), boots }, &tests);
+    report.add_guests(Guests { events, folder: format!("target/ci/{FOLDER}") }, &tests);
     Ok(())
 }
 
@@ -94,7 +91,6 @@ struct Lanes<'run> {
     started: Instant,
     /// Time limit of each lane.
     seconds: u64,
-    boots: AtomicUsize,
     queue: Mutex<Queue>,
     events: Mutex<Events>,
 }
@@ -151,7 +147,6 @@ impl Host for EmulatedHost<'_> {
         command.args(options.split(' ')).arg(self.folder);
         command.args(["--", "guest-tests", "--within", &left.to_string(), "--exact"]).args(tests);
         command.current_dir(self.lanes.checkout.root());
-        self.lanes.boots.fetch_add(1, Ordering::Relaxed);
         let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
         Ok(jobs::exit_code(status))
     }

@@ -6,16 +6,20 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::verdicts::{Events, HOST_DEATH, Kind, NO_VERDICT, THE_HOST, failure};
+use super::verdicts::{Boots, Events, HOST_DEATH, Kind, NO_VERDICT, THE_HOST, failure};
 use crate::host::ends;
 use crate::messages::Lines;
 
 /// Maximum number of boots for one share. A boot takes seconds, and only the test that ran while
 /// the host died is repeated.
 const MAX_BOOTS: usize = 5;
+
+/// Prefix of the first line of the runner. It shows that the host has booted.
+const FIRST_LINE: &str = "running ";
 
 /// Log of a lane. Its lines are also printed, prefixed with the lane's number.
 pub(super) struct Log {
@@ -24,19 +28,36 @@ pub(super) struct Log {
     lines: Lines,
     lane: usize,
     show: fn(&[u8]),
+    /// Start of a boot that has not printed its first line yet.
+    boot_started: Option<Instant>,
 }
 
 impl Log {
     pub(super) fn create(path: &Path, lane: usize, show: fn(&[u8])) -> Result<Self> {
         let file =
             File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
-        Ok(Self { file, events: Events::default(), lines: Lines::default(), lane, show })
+        let (events, lines) = (Events::default(), Lines::default());
+        Ok(Self { file, events, lines, lane, show, boot_started: None })
+    }
+
+    fn begin_boot(&mut self) {
+        self.boot_started = Some(Instant::now());
+    }
+
+    fn end_boot(&mut self) {
+        if let Some(started) = self.boot_started.take() {
+            let seconds = started.elapsed().as_secs_f64();
+            self.events.host_boots += Boots { count: 1, seconds };
+        }
     }
 
     pub(super) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).context("Cannot write the log")?;
         for line in self.lines.feed(bytes) {
             let line = String::from_utf8_lossy(&line);
+            if line.starts_with(FIRST_LINE) {
+                self.end_boot();
+            }
             self.events.add_line(line.trim_end_matches('\n'));
             (self.show)(format!("{}| {line}", self.lane).as_bytes());
         }
@@ -69,7 +90,10 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
     let (mut deaths, mut interrupted) = (0, None);
     let mut left = tests.to_owned();
     let code = loop {
+        log.begin_boot();
         let code = host.boot(&left, log)?;
+        // A host that ended before it ran tests has booted in vain.
+        log.end_boot();
         log.end_line()?;
         left = log.events.without_verdict(tests);
         if !host.has_died(code) {
@@ -167,13 +191,14 @@ mod tests {
         static SHOWN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Runs the boots, and checks that each line of the log was printed. Returns the host after the
-    /// last boot, and the log.
+    /// Runs the boots. Checks that each of them was counted and that each line of the log was
+    /// printed. Returns the host after the last boot, and the log.
     fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let tests: Vec<_> = tests.split(' ').map(str::to_owned).collect();
-        let boots = boots.into_iter().collect();
+        let boots: VecDeque<_> = boots.into_iter().collect();
+        let count = boots.len();
         let mut host = Script { boots, has_died: false, tests: Vec::new(), kept: Vec::new() };
         let mut log = Log::create(&path, 2, |line| {
             SHOWN.with_borrow_mut(|shown| shown.extend_from_slice(line));
@@ -181,6 +206,7 @@ mod tests {
         .unwrap();
         run_share(&tests, &mut host, &mut log).unwrap();
         assert!(host.boots.is_empty());
+        assert_eq!(log.events.host_boots.count, count);
         let shown = String::from_utf8(SHOWN.take()).unwrap();
         let log = std::fs::read_to_string(&path).unwrap();
         assert_eq!(shown.replace("2| ", ""), log);
@@ -218,12 +244,13 @@ mod tests {
 
     #[test]
     fn tests_without_a_verdict_run_in_a_new_boot_after_a_death() {
-        let rest = "test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n";
-        let (host, log) = run("a b c", [died("test a ... ok (1.0 s)\ntes"), ended(rest, 0)]);
+        let rest = "running 2 tests\ntest b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n";
+        let first = died("running 3 tests\ntest a ... ok (1.0 s)\ntes");
+        let (host, log) = run("a b c", [first, ended(rest, 0)]);
         assert_eq!(host.tests, ["a b c", "b c"]);
         assert_eq!(host.kept, [1]);
         let death =
-            "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
+            "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\nrunning 2";
         assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
         // A death after the last verdict loses no result, but it is counted.
         let (host, log) = run("a", [died("test a ... ok (1.0 s)\n")]);

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::verdicts::{Events, Kind};
+use super::verdicts::{Boots, Events, Kind};
 use crate::messages::{say, write_errors, write_output};
 
 /// Maximum number of suspects in a run. A suspect is a test that failed without signs of an
@@ -28,7 +28,6 @@ pub(super) struct Guests {
     pub events: Events,
     /// Folder with the logs, relative to the checkout.
     pub folder: String,
-    pub boots: usize,
 }
 
 impl Report {
@@ -157,17 +156,22 @@ impl Guests {
         notes
     }
 
-    /// Returns the total time of all tests and the times of the slowest ones.
+    /// Returns the lines of the table about guest tests: the total times of boots and tests, and
+    /// the times of the slowest tests. Boots of guests are a part of the tests.
     fn times(&self) -> String {
         let times = self.events.times();
-        let seconds: f64 = times.iter().map(|(seconds, _)| seconds).sum();
+        let tests = Boots { count: times.len(), seconds: times.iter().map(|(time, _)| time).sum() };
+        let line = |name: &str, Boots { count, seconds }: Boots| {
+            format!("  {:5} s  {name}: {count}", seconds.floor())
+        };
         let longest = times.iter().take(LONGEST_TESTS);
         let longest: String =
             longest.map(|(seconds, name)| format!("  {seconds:7.1} s  {name}\n")).collect();
-        let (count, boots) = (times.len(), self.boots);
         format!(
-            "guest tests: {} s in {count} tests on {boots} boots of hosts; the longest:\n{longest}",
-            seconds.floor()
+            "guest tests, all hosts together:\n{}\n{}\n{}, the longest:\n{longest}",
+            line("boots of hosts", self.events.host_boots),
+            line("boots of guests", self.events.guest_boots()),
+            line("tests with their guests", tests)
         )
     }
 }
@@ -178,7 +182,7 @@ mod tests {
     use super::*;
 
     fn guests(events: Events) -> Guests {
-        Guests { events, folder: "target/ci/guest-tests".to_owned(), boots: 2 }
+        Guests { events, folder: "target/ci/guest-tests".to_owned() }
     }
 
     #[test]
@@ -221,8 +225,23 @@ mod tests {
             "{notes:?}"
         );
         assert!(notes[2].contains("(docs/design/testing.md): 1\n"), "{notes:?}");
-        let times = guests.times();
-        let head = "guest tests: 171 s in 5 tests on 2 boots of hosts; the longest:\n    100.1 s  hotplug::a";
-        assert!(times.starts_with(head), "{times}");
+    }
+
+    #[test]
+    fn table_has_boots_and_the_longest_tests() {
+        let mut guests = guests(events_of_log());
+        guests.events.host_boots = Boots { count: 12, seconds: 47.9 };
+        let expected = "\
+guest tests, all hosts together:
+     47 s  boots of hosts: 12
+      7 s  boots of guests: 3
+    171 s  tests with their guests: 5, the longest:
+    100.1 s  hotplug::a_disk_comes
+     41.0 s  boot::a_reset_reboots
+     18.9 s  cpus::vcpus_come_run_and_go
+      8.5 s  boot::debian_6_1_boots_from_its_bzimage
+      3.0 s  balloon::free
+";
+        assert_eq!(guests.times(), expected);
     }
 }

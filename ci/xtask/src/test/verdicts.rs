@@ -1,6 +1,7 @@
 //! Parses verdicts and reruns of guest tests from a lane's output.
 
 use std::collections::HashSet;
+use std::ops::AddAssign;
 
 /// Number of lines of a test's output that the report repeats.
 const LAST_LINES: usize = 40;
@@ -75,9 +76,16 @@ impl Event {
         matches!(self.kind, Kind::Passed | Kind::Failed | Kind::Skipped)
     }
 
-    /// Returns the time at the end of `ok (1.2 s)`.
-    fn seconds(&self) -> Option<f64> {
-        self.line.strip_suffix(" s)")?.rsplit('(').next()?.parse().ok()
+    /// Returns the time of the test and the boots of its guests from the end of
+    /// `ok (8.5 s; boots: 2, 6.1 s)`. The second part is missing if the test has no boots.
+    fn times(&self) -> Option<(f64, Boots)> {
+        let times = self.line.strip_suffix(" s)")?.rsplit('(').next()?;
+        let Some((seconds, boots)) = times.split_once(" s; boots: ") else {
+            return Some((times.parse().ok()?, Boots::default()));
+        };
+        let (count, boots_seconds) = boots.split_once(", ")?;
+        let boots = Boots { count: count.parse().ok()?, seconds: boots_seconds.parse().ok()? };
+        Some((seconds.parse().ok()?, boots))
     }
 
     /// Returns the line and the last lines of its output.
@@ -97,10 +105,25 @@ pub(super) fn failure(name: &str, reason: &str) -> String {
     format!("test {name} ... {FAILED} ({reason})")
 }
 
+/// Number of boots, and their time in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Boots {
+    pub count: usize,
+    pub seconds: f64,
+}
+
+impl AddAssign for Boots {
+    fn add_assign(&mut self, other: Self) {
+        self.count += other.count;
+        self.seconds += other.seconds;
+    }
+}
+
 /// All events of one or more lanes.
 #[derive(Default)]
 pub(super) struct Events {
     all: Vec<Event>,
+    pub host_boots: Boots,
     /// True while lines belong to the last event. Later lines may come from a dead host.
     is_in_output: bool,
 }
@@ -120,6 +143,7 @@ impl Events {
 
     pub(super) fn append(&mut self, mut other: Self) {
         self.all.append(&mut other.all);
+        self.host_boots += other.host_boots;
     }
 
     /// Returns the names of tests with an event of this kind.
@@ -143,9 +167,17 @@ impl Events {
     pub(super) fn times(&self) -> Vec<(f64, &str)> {
         let judged = self.all.iter().filter(|event| event.is_verdict());
         let mut times: Vec<_> =
-            judged.filter_map(|event| Some((event.seconds()?, &event.name[..]))).collect();
+            judged.filter_map(|event| Some((event.times()?.0, &event.name[..]))).collect();
         times.sort_by(|one, other| other.0.total_cmp(&one.0));
         times
+    }
+
+    /// Returns the boots of guests in the tests that report a time.
+    pub(super) fn guest_boots(&self) -> Boots {
+        let mut boots = Boots::default();
+        let of_tests = self.all.iter().filter(|event| event.is_verdict()).filter_map(Event::times);
+        of_tests.for_each(|(_, of_test)| boots += of_test);
+        boots
     }
 
     /// Returns the lines of failed and suspect tests, each with the end of its output.
@@ -162,7 +194,8 @@ pub(super) mod tests {
     /// Log of a lane whose host died during a test. The lines are real, with shortened output.
     const LOG: &str = "\
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
-test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s)
+running 6 tests
+test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s; boots: 1, 4.5 s)
 rerun cpus::vcpus_come_run_and_go: the emulation broke a guest's kernel (vm0.console.log)
 test cpus::vcpus_come_run_and_go ... ok (18.9 s)
 rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
@@ -175,9 +208,9 @@ test firmware::a_users_firmware_boots_debian_from_a_disk ... skipped: FORESHORE_
 test balloon::free
 THE EMULATION BROKE the host in balloon::free: 2 tests have no verdict yet
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
-test balloon::free ... FAILED (3.0 s)
+test balloon::free ... FAILED (3.0 s; boots: 2, 2.5 s)
   | Not two CPUs
-  | test balloon::free ... ok (8.5 s)
+  | test balloon::free ... ok (8.5 s; boots: 3, 6.0 s)
 
 host: the host's last lines:
   | [    9.1] Kernel panic
@@ -214,6 +247,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
         assert_eq!(events.names(Kind::HostDeath).len(), 1);
         let times: Vec<_> = events.times().iter().map(|(seconds, _)| *seconds).collect();
         assert_eq!(times, [100.1, 41.0, 18.9, 8.5, 3.0]);
+        assert_eq!(events.guest_boots(), Boots { count: 3, seconds: 7.0 });
         let tests = names(&["hotplug::a_disk_comes", "late::one", "balloon::free"]);
         assert_eq!(events.without_verdict(&tests), ["late::one"]);
         assert!(!events.has_failure_without_verdict());
@@ -246,9 +280,9 @@ rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
   | Timed out after 30.0 s of waiting until the guest serves commands
   |\u{20}
   | --- the end of vm0.vmm.log:
-test balloon::free ... FAILED (3.0 s)
+test balloon::free ... FAILED (3.0 s; boots: 2, 2.5 s)
   | Not two CPUs
-  | test balloon::free ... ok (8.5 s)
+  | test balloon::free ... ok (8.5 s; boots: 3, 6.0 s)
 ";
         assert_eq!(events(LOG).blocks(), expected);
     }
