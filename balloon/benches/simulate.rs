@@ -41,7 +41,7 @@ fn days(criterion: &mut Criterion) {
     for (name, skip) in [("at rest skipped", Skip::AtRest), ("every report", Skip::Nothing)] {
         let governed = governed(skip);
         let run = || run_host(vec![setup(0)], 4096 * MIB, &governed, &mut ()).expect("in range");
-        group.throughput(Throughput::Elements(run()[0].decided().steps));
+        group.throughput(Throughput::Elements(run()[0].decision_counts().steps));
         group.bench_function(name, |bencher| bencher.iter(run));
     }
     group.finish();

@@ -233,7 +233,7 @@ impl HostView {
     }
 
     /// Upper limit of the memory that a valid report can contain.
-    pub fn most_memory_bytes(&self) -> u64 {
+    pub fn max_memory_bytes(&self) -> u64 {
         let sizes = [self.boot_bytes, self.region_bytes(), self.mapped_bytes];
         sizes.into_iter().fold(0, u64::saturating_add)
     }

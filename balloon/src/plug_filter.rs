@@ -8,9 +8,9 @@
 use crate::TimeMs;
 
 /// Time for which memory must remain plugged before it counts.
-pub const STAYS_MS: u64 = 1_000;
+pub const CONFIRM_MS: u64 = 1_000;
 /// Upper limit of that time. No guest searches longer for the memory that a new block needs.
-const MOST_STAYS_MS: u64 = 16_000;
+const MAX_CONFIRM_MS: u64 = 16_000;
 
 /// Filter for the plugged size of one zone. The time of each size starts when that size is first
 /// reached, so memory plugged earlier does not confirm memory plugged later. Memory that was
@@ -19,15 +19,15 @@ const MOST_STAYS_MS: u64 = 16_000;
 pub struct PlugFilter {
     /// Largest requested size that has been confirmed. Only a larger size is new. `None` before the
     /// first observation.
-    known_bytes: Option<u64>,
+    confirmed_peak_bytes: Option<u64>,
     /// Part of the plugged size that has been confirmed and has not been unplugged since. It is
-    /// less than `known_bytes` after an unplug without a request.
-    certain_bytes: u64,
+    /// less than `confirmed_peak_bytes` after an unplug without a request.
+    confirmed_bytes: u64,
     /// Time for which memory must remain plugged to be confirmed. It doubles whenever confirmed
     /// memory is unplugged without a request.
-    stays_ms: u64,
-    /// Plugged sizes above `certain_bytes`, smallest and oldest first. Each one has the time since
-    /// which at least that much has been plugged.
+    confirm_ms: u64,
+    /// Plugged sizes above `confirmed_bytes`, smallest and oldest first. Each one has the time
+    /// since which at least that much has been plugged.
     levels: Vec<Level>,
 }
 
@@ -39,70 +39,90 @@ struct Level {
 
 impl Default for PlugFilter {
     fn default() -> Self {
-        Self { known_bytes: None, certain_bytes: 0, stays_ms: STAYS_MS, levels: Vec::new() }
+        Self {
+            confirmed_peak_bytes: None,
+            confirmed_bytes: 0,
+            confirm_ms: CONFIRM_MS,
+            levels: Vec::new(),
+        }
     }
 }
 
 impl PlugFilter {
     /// Creates a filter for a zone with this plugged size.
-    pub fn of(asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
+    pub fn of(min_requested_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
         let mut filter = Self::default();
-        filter.observe(asked_bytes, plugged_bytes, now);
+        filter.observe(min_requested_bytes, plugged_bytes, now);
         filter
     }
 
-    /// Updates the filter with the plugged size. `asked_bytes` is the smallest requested size since
-    /// the last observation. Returns the time at which a new size was reached, if it has now
+    /// Updates the filter with the plugged size. `min_requested_bytes` is the smallest request
+    /// since the last observation. Returns the time at which a new size was reached, if it has now
     /// remained for long enough. The first observed size is not new.
-    pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
+    pub fn observe(
+        &mut self,
+        min_requested_bytes: u64,
+        plugged_bytes: u64,
+        now: TimeMs,
+    ) -> Option<TimeMs> {
         // Memory that was unplugged on request is new when it is plugged again.
-        let most_bytes = asked_bytes.max(plugged_bytes);
-        let known_bytes = self.known_bytes.unwrap_or(plugged_bytes).min(most_bytes);
-        let was_certain = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes);
-        let certain_bytes = was_certain.min(plugged_bytes);
-        if certain_bytes < was_certain.min(asked_bytes) {
-            self.stays_ms = self.stays_ms.saturating_mul(2).min(MOST_STAYS_MS);
+        let max_bytes = min_requested_bytes.max(plugged_bytes);
+        let confirmed_peak_bytes =
+            self.confirmed_peak_bytes.unwrap_or(plugged_bytes).min(max_bytes);
+        let before_bytes =
+            self.confirmed_peak_bytes.map_or(plugged_bytes, |_| self.confirmed_bytes);
+        let confirmed_bytes = before_bytes.min(plugged_bytes);
+        if confirmed_bytes < before_bytes.min(min_requested_bytes) {
+            self.confirm_ms = self.confirm_ms.saturating_mul(2).min(MAX_CONFIRM_MS);
         }
-        if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
+        if let Some(first_dropped) =
+            self.levels.iter().position(|level| level.bytes > plugged_bytes)
+        {
             // Part of the first of these levels is still plugged.
-            self.levels.truncate(gone + 1);
-            self.levels[gone].bytes = plugged_bytes;
+            self.levels.truncate(first_dropped + 1);
+            self.levels[first_dropped].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);
         }
-        let stay = self.levels.partition_point(|level| now.since(level.since) >= self.stays_ms);
-        let stayed = self.levels.drain(..stay).next_back();
-        if stayed.is_some() {
-            self.stays_ms = STAYS_MS;
+        let confirmed_count =
+            self.levels.partition_point(|level| now.since(level.since) >= self.confirm_ms);
+        let confirmed = self.levels.drain(..confirmed_count).next_back();
+        if confirmed.is_some() {
+            self.confirm_ms = CONFIRM_MS;
         }
-        self.certain_bytes = stayed.map_or(certain_bytes, |level| level.bytes.max(certain_bytes));
-        let news = stayed.filter(|level| level.bytes > known_bytes);
-        self.known_bytes = Some(news.map_or(known_bytes, |level| level.bytes));
-        self.levels.retain(|level| level.bytes > self.certain_bytes);
-        if plugged_bytes > self.levels.last().map_or(self.certain_bytes, |level| level.bytes) {
+        self.confirmed_bytes =
+            confirmed.map_or(confirmed_bytes, |level| level.bytes.max(confirmed_bytes));
+        let new_level = confirmed.filter(|level| level.bytes > confirmed_peak_bytes);
+        self.confirmed_peak_bytes =
+            Some(new_level.map_or(confirmed_peak_bytes, |level| level.bytes));
+        self.levels.retain(|level| level.bytes > self.confirmed_bytes);
+        if plugged_bytes > self.levels.last().map_or(self.confirmed_bytes, |level| level.bytes) {
             // The list has at most one level per millisecond.
             self.levels.pop_if(|level| level.since == now);
             self.levels.push(Level { since: now, bytes: plugged_bytes });
         }
-        news.map(|level| level.since)
+        new_level.map(|level| level.since)
     }
 
     /// Returns the time at which the present size was reached, if it is new and not confirmed yet.
     pub fn pending_since(&self) -> Option<TimeMs> {
-        let known_bytes = self.known_bytes?;
-        self.levels.last().filter(|level| level.bytes > known_bytes).map(|level| level.since)
+        let confirmed_peak_bytes = self.confirmed_peak_bytes?;
+        self.levels
+            .last()
+            .filter(|level| level.bytes > confirmed_peak_bytes)
+            .map(|level| level.since)
     }
 
     /// Returns the confirmed part of the plugged size. Confirmed memory that was unplugged and has
     /// just been plugged again is not included.
-    pub fn stayed_bytes(&self, plugged_bytes: u64) -> u64 {
-        self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes.min(plugged_bytes))
+    pub fn confirmed_bytes(&self, plugged_bytes: u64) -> u64 {
+        self.confirmed_peak_bytes.map_or(plugged_bytes, |_| self.confirmed_bytes.min(plugged_bytes))
     }
 
     /// Treats the present size as confirmed, although it may not have remained for long enough.
-    pub fn settle(&mut self) {
+    pub fn confirm_all(&mut self) {
         if let Some(level) = self.levels.pop() {
-            self.certain_bytes = level.bytes;
-            self.known_bytes = self.known_bytes.max(Some(level.bytes));
+            self.confirmed_bytes = level.bytes;
+            self.confirmed_peak_bytes = self.confirmed_peak_bytes.max(Some(level.bytes));
         }
         self.levels.clear();
     }
@@ -114,7 +134,7 @@ mod tests {
 
     /// Observes a zone of requested size 256 at these times with these plugged sizes. Returns each
     /// result.
-    fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
+    fn confirmed_sizes(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
         let mut filter = PlugFilter::default();
         let observe =
             |&(at, bytes): &(u64, u64)| filter.observe(256, bytes, TimeMs(at)).map(|since| since.0);
@@ -124,17 +144,17 @@ mod tests {
     #[test]
     fn memory_counts_after_a_second() {
         assert_eq!(
-            stayed(&[(0, 0), (100, 8), (1_099, 8), (1_100, 8), (9_000, 8)]),
+            confirmed_sizes(&[(0, 0), (100, 8), (1_099, 8), (1_100, 8), (9_000, 8)]),
             [None, None, None, Some(100), None]
         );
-        assert_eq!(stayed(&[(0, 8), (5_000, 8)]), [None, None], "the initial memory");
+        assert_eq!(confirmed_sizes(&[(0, 8), (5_000, 8)]), [None, None], "the initial memory");
         assert_eq!(
-            stayed(&[(0, 0), (100, 8), (110, 0), (1_200, 0)]),
+            confirmed_sizes(&[(0, 0), (100, 8), (110, 0), (1_200, 0)]),
             [None; 4],
             "the memory is gone"
         );
         assert_eq!(
-            stayed(&[(0, 0), (100, 8), (110, 0), (120, 8), (1_100, 8), (1_120, 8)])[4..],
+            confirmed_sizes(&[(0, 0), (100, 8), (110, 0), (120, 8), (1_100, 8), (1_120, 8)])[4..],
             [None, Some(120)]
         );
     }
@@ -146,12 +166,15 @@ mod tests {
             assert_eq!(filter.observe(256, bytes, TimeMs(at)), None);
         }
         assert_eq!(filter.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
-        assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (128, Some(TimeMs(1_005))));
+        assert_eq!(
+            (filter.confirmed_bytes(256), filter.pending_since()),
+            (128, Some(TimeMs(1_005)))
+        );
         // Part of the second level is unplugged. The rest was plugged at the same time.
         assert_eq!(filter.observe(256, 200, TimeMs(1_020)), None);
         assert_eq!(filter.pending_since(), Some(TimeMs(1_005)));
         assert_eq!(filter.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
-        assert_eq!((filter.stayed_bytes(200), filter.pending_since()), (200, None));
+        assert_eq!((filter.confirmed_bytes(200), filter.pending_since()), (200, None));
         for (at, bytes) in [(3_000, 220), (3_100, 256), (3_110, 220)] {
             filter.observe(256, bytes, TimeMs(at));
         }
@@ -170,11 +193,11 @@ mod tests {
             (2_310, 0),
             (2_320, 4),
         ];
-        let said = stayed(&drops);
-        assert_eq!(said[2], Some(100));
-        assert_eq!(said[3..], [None; 5]);
+        let confirmed = confirmed_sizes(&drops);
+        assert_eq!(confirmed[2], Some(100));
+        assert_eq!(confirmed[3..], [None; 5]);
         assert_eq!(
-            stayed(&[&drops[..], &[(3_320, 4), (4_319, 4), (4_320, 4)]].concat())[8..],
+            confirmed_sizes(&[&drops[..], &[(3_320, 4), (4_319, 4), (4_320, 4)]].concat())[8..],
             [None, None, Some(2_320)],
             "more than before, for longer than the removed memory"
         );
@@ -190,20 +213,20 @@ mod tests {
         }
         assert_eq!(filter.observe(256, 128, TimeMs(5_000)), None);
         assert_eq!(
-            (filter.stayed_bytes(128), filter.pending_since()),
+            (filter.confirmed_bytes(128), filter.pending_since()),
             (0, None),
             "it is neither plugged nor new"
         );
         // The memory remains plugged as long as the first time, and is then unplugged again.
         assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
-        assert_eq!((filter.stayed_bytes(128), filter.pending_since()), (0, None));
+        assert_eq!((filter.confirmed_bytes(128), filter.pending_since()), (0, None));
         assert_eq!(filter.observe(256, 128, TimeMs(7_000)), None);
         assert_eq!(
-            (filter.stayed_bytes(128), filter.pending_since()),
+            (filter.confirmed_bytes(128), filter.pending_since()),
             (128, None),
             "twice as long"
         );
-        assert_eq!(filter.stayed_bytes(64), 64, "at most the plugged memory");
+        assert_eq!(filter.confirmed_bytes(64), 64, "at most the plugged memory");
         filter.observe(256, 192, TimeMs(8_000));
         assert_eq!(
             filter.observe(256, 192, TimeMs(9_000)),
@@ -229,13 +252,13 @@ mod tests {
     }
 
     #[test]
-    fn settled_memory_is_not_new_later() {
+    fn confirmed_memory_is_not_new_later() {
         let mut filter = PlugFilter::default();
         for (at, bytes) in [(0, 0), (10, 128), (500, 256)] {
             filter.observe(256, bytes, TimeMs(at));
         }
-        filter.settle();
-        assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (256, None));
+        filter.confirm_all();
+        assert_eq!((filter.confirmed_bytes(256), filter.pending_since()), (256, None));
         assert_eq!(filter.observe(256, 256, TimeMs(2_000)), None);
     }
 }

@@ -15,7 +15,7 @@ const CLOCK_SLEW_PART: u64 = 10;
 /// Time after which refused reports are accepted, if they are consistent with each other but not
 /// with the last accepted one. By then they are more likely to be true than the accepted one, and
 /// the governor must not refuse true reports forever.
-const RIVAL_MS: u64 = 3_000;
+const OVERRIDE_MS: u64 = 3_000;
 
 /// Parses one line of the agent, without its newline. Parsing needs no state, so any thread can do
 /// it.
@@ -32,19 +32,19 @@ pub(crate) fn is_by_agent(report: &Report) -> bool {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Heard {
+struct ReportStamp {
     seq: u64,
     guest_ms: u64,
     at: TimeMs,
 }
 
-impl Heard {
+impl ReportStamp {
     /// Returns the guest's clock at `now`, assuming that this report arrived without delay.
     fn clock_at(&self, now: TimeMs) -> u64 {
         self.guest_ms.saturating_add(now.since(self.at))
     }
 
-    fn not_after(&self, bound: u64) -> Result<(), Refusal> {
+    fn check_not_after(&self, bound: u64) -> Result<(), Refusal> {
         if self.guest_ms > bound {
             return Err(Refusal::FromTheFuture { value: self.guest_ms, bound });
         }
@@ -54,23 +54,23 @@ impl Heard {
 
 /// Sequence of reports that are consistent with each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Line {
-    last: Heard,
+struct ReportSequence {
+    last: ReportStamp,
     /// Report with the smallest delay, which is used to compare the clocks. A delayed report makes
     /// the guest's clock seem slow. If it were used, the next report without delay would seem to be
     /// from the future.
-    quickest: Heard,
+    least_delayed: ReportStamp,
     since: TimeMs,
     /// True if reports have shown for long enough that the guest is older than its VM.
-    is_elder: bool,
+    is_older_than_vm: bool,
 }
 
-impl Line {
-    fn begin(heard: Heard) -> Self {
-        Self { last: heard, quickest: heard, since: heard.at, is_elder: false }
+impl ReportSequence {
+    fn start(stamp: ReportStamp) -> Self {
+        Self { last: stamp, least_delayed: stamp, since: stamp.at, is_older_than_vm: false }
     }
 
-    fn go_on(&self, next: Heard) -> Result<Self, Refusal> {
+    fn extend(&self, next: ReportStamp) -> Result<Self, Refusal> {
         let last = self.last;
         if next.seq <= last.seq {
             return Err(Refusal::OutOfOrder { field: "seq", value: next.seq, last: last.seq });
@@ -82,10 +82,10 @@ impl Line {
                 last: last.guest_ms,
             });
         }
-        let clock = self.quickest.clock_at(next.at);
-        next.not_after(clock.saturating_add(MAX_CLOCK_LEAD_MS))?;
-        let quickest = if next.guest_ms >= clock { next } else { self.quickest };
-        Ok(Self { last: next, quickest, ..*self })
+        let clock = self.least_delayed.clock_at(next.at);
+        next.check_not_after(clock.saturating_add(MAX_CLOCK_LEAD_MS))?;
+        let least_delayed = if next.guest_ms >= clock { next } else { self.least_delayed };
+        Ok(Self { last: next, least_delayed, ..*self })
     }
 }
 
@@ -103,18 +103,18 @@ impl Line {
 pub struct Intake {
     /// Start of the guest.
     started: TimeMs,
-    greeted: bool,
+    has_hello: bool,
     /// Reports that were accepted on this connection.
-    accepted: Option<Line>,
+    accepted: Option<ReportSequence>,
     /// Reports that were refused since the last accepted one, if they are consistent with each
     /// other.
-    rival: Option<Line>,
+    refused: Option<ReportSequence>,
 }
 
 impl Intake {
     /// Creates the intake of a guest that starts at `now` or later.
     pub fn new(now: TimeMs) -> Self {
-        Self { started: now, greeted: false, accepted: None, rival: None }
+        Self { started: now, has_hello: false, accepted: None, refused: None }
     }
 
     /// Resets the state when an agent opens a new connection.
@@ -129,50 +129,52 @@ impl Intake {
     }
 
     /// Checks one message. A refused message does not affect the check of the next one. However,
-    /// messages are accepted after all if they have been consistent with each other for `RIVAL_MS`.
+    /// messages are accepted after all if they have been consistent with each other for
+    /// `OVERRIDE_MS`.
     pub fn accept(&mut self, message: AgentMessage, now: TimeMs) -> Result<AgentMessage, Refusal> {
         match &message {
-            AgentMessage::Hello(_) => self.greeted = true,
+            AgentMessage::Hello(_) => self.has_hello = true,
             AgentMessage::Report(report) => self.check_order(report, now)?,
         }
         Ok(message)
     }
 
     fn check_order(&mut self, report: &Report, now: TimeMs) -> Result<(), Refusal> {
-        if !self.greeted {
+        if !self.has_hello {
             return Err(Refusal::BeforeHello);
         }
-        let heard = Heard { seq: report.seq(), guest_ms: report.monotonic_ms(), at: now };
-        let accepted = match self.judge(heard) {
-            Ok(line) => line,
+        let stamp = ReportStamp { seq: report.seq(), guest_ms: report.monotonic_ms(), at: now };
+        let accepted = match self.check_sequence(stamp) {
+            Ok(sequence) => sequence,
             Err(refusal) => {
-                let rival = self.rival.and_then(|line| line.go_on(heard).ok());
-                let rival = rival.unwrap_or_else(|| Line::begin(heard));
-                self.rival = Some(rival);
-                if now.since(rival.since) < RIVAL_MS {
+                let refused = self.refused.and_then(|sequence| sequence.extend(stamp).ok());
+                let refused = refused.unwrap_or_else(|| ReportSequence::start(stamp));
+                self.refused = Some(refused);
+                if now.since(refused.since) < OVERRIDE_MS {
                     return Err(refusal);
                 }
-                Line { is_elder: self.check_age(heard).is_err(), ..rival }
+                ReportSequence { is_older_than_vm: self.check_age(stamp).is_err(), ..refused }
             }
         };
         self.accepted = Some(accepted);
-        self.rival = None;
+        self.refused = None;
         Ok(())
     }
 
     /// Checks a report against the accepted ones. Returns the accepted reports including this one.
-    fn judge(&self, heard: Heard) -> Result<Line, Refusal> {
-        if !self.accepted.is_some_and(|line| line.is_elder) {
-            self.check_age(heard)?;
+    fn check_sequence(&self, stamp: ReportStamp) -> Result<ReportSequence, Refusal> {
+        if !self.accepted.is_some_and(|sequence| sequence.is_older_than_vm) {
+            self.check_age(stamp)?;
         }
-        self.accepted.map_or_else(|| Ok(Line::begin(heard)), |line| line.go_on(heard))
+        self.accepted
+            .map_or_else(|| Ok(ReportSequence::start(stamp)), |sequence| sequence.extend(stamp))
     }
 
     /// Checks that a guest that was booted in its VM is not older than the VM. Its kernel may have
     /// started later than the VM, or again (kexec), but never earlier.
-    fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
-        let age_ms = heard.at.since(self.started);
-        heard.not_after(
+    fn check_age(&self, stamp: ReportStamp) -> Result<(), Refusal> {
+        let age_ms = stamp.at.since(self.started);
+        stamp.check_not_after(
             age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS),
         )
     }
@@ -320,35 +322,40 @@ mod tests {
     fn guest_hibernated_elsewhere_is_accepted_after_consistent_reports() {
         // The agent's old connection ended with the earlier VM. The agent reports once per second.
         let mut intake = greeted();
-        let speak = |intake: &mut Intake, n: u64| {
+        let send = |intake: &mut Intake, n: u64| {
             intake.accept_line(&report_line(n, 30 * DAY_MS + n * 1000), TimeMs(n * 1000)).is_ok()
         };
-        let taken: Vec<bool> = (1..60).map(|n| speak(&mut intake, n)).collect();
-        let deaf = (RIVAL_MS / 1000) as usize;
-        assert_eq!(taken.iter().filter(|taken| !**taken).count(), deaf, "{taken:?}");
-        assert!(taken[deaf..].iter().all(|taken| *taken), "and all later ones");
+        let accepted: Vec<bool> = (1..60).map(|n| send(&mut intake, n)).collect();
+        let refused_count = (OVERRIDE_MS / 1000) as usize;
+        assert_eq!(
+            accepted.iter().filter(|accepted| !**accepted).count(),
+            refused_count,
+            "{accepted:?}"
+        );
+        assert!(accepted[refused_count..].iter().all(|accepted| *accepted), "and all later ones");
         // The guest's clock is still bounded by the host's clock.
         let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
         assert_eq!(
             label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))),
             "from_the_future"
         );
-        assert!(speak(&mut intake, 60));
+        assert!(send(&mut intake, 60));
         // After false reports of such an age, true reports are accepted again, and the VM's age
         // bounds the guest's age again.
-        let honest = Heard { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
-        assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
-        let climb = |n: u64| (100 + n, 64_000 + n * 4_000);
+        let true_report = ReportStamp { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
+        assert!(is_accepted_within(&mut intake, true_report, OVERRIDE_MS));
+        let rising_clock = |n: u64| (100 + n, 64_000 + n * 4_000);
         let age_bound = 64_000 + 6_400 + MAX_CLOCK_LEAD_MS;
-        for (seq, guest_ms) in (1..6).map(climb) {
-            let is_taken = intake.accept_line(&report_line(seq, guest_ms), TimeMs(64_000)).is_ok();
-            assert_eq!(is_taken, guest_ms <= age_bound, "{guest_ms}");
+        for (seq, guest_ms) in (1..6).map(rising_clock) {
+            let is_accepted =
+                intake.accept_line(&report_line(seq, guest_ms), TimeMs(64_000)).is_ok();
+            assert_eq!(is_accepted, guest_ms <= age_bound, "{guest_ms}");
         }
     }
 
     /// Sends a report every 100 ms, and returns true if one of them is accepted within
     /// `deadline_ms`.
-    fn is_taken_within(intake: &mut Intake, first: Heard, deadline_ms: u64) -> bool {
+    fn is_accepted_within(intake: &mut Intake, first: ReportStamp, deadline_ms: u64) -> bool {
         (0..=deadline_ms / 100).any(|n| {
             let line = report_line(first.seq + n, first.guest_ms + n * 100);
             intake.accept_line(&line, first.at + n * 100).is_ok()
@@ -358,14 +365,15 @@ mod tests {
     #[test]
     fn one_false_report_does_not_lock_out_later_ones() {
         let now = TimeMs(DAY_MS);
-        let honest = Heard { seq: 8, guest_ms: DAY_MS, at: now };
-        for lie in [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)]
+        let true_report = ReportStamp { seq: 8, guest_ms: DAY_MS, at: now };
+        for false_report in
+            [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)]
         {
             let mut intake = greeted();
-            assert!(intake.accept_line(&lie, now).is_ok());
+            assert!(intake.accept_line(&false_report, now).is_ok());
             assert!(intake.accept_line(&report_line(8, DAY_MS), now).is_err());
-            assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
-            let next = report_line(honest.seq + 31, honest.guest_ms + 3100);
+            assert!(is_accepted_within(&mut intake, true_report, OVERRIDE_MS));
+            let next = report_line(true_report.seq + 31, true_report.guest_ms + 3100);
             assert!(intake.accept_line(&next, now + 3100).is_ok(), "and all later ones");
         }
     }
@@ -389,53 +397,53 @@ mod tests {
 
     /// Action of a client that has access to the agent's port.
     #[derive(Clone, Debug)]
-    enum Deed {
+    enum ClientAction {
         Connect,
         Hello,
         Report { seq: u64, guest_ms: u64 },
         Wait(u64),
     }
 
-    fn deed() -> impl Strategy<Value = Deed> {
+    fn action() -> impl Strategy<Value = ClientAction> {
         let clock = prop_oneof![0..20_000u64, 0..2 * DAY_MS, any::<u64>()];
         let seq = prop_oneof![0..20u64, any::<u64>()];
         prop_oneof![
-            1 => Just(Deed::Connect),
-            2 => Just(Deed::Hello),
-            8 => (seq, clock).prop_map(|(seq, guest_ms)| Deed::Report { seq, guest_ms }),
-            3 => (0..10_000u64).prop_map(Deed::Wait),
+            1 => Just(ClientAction::Connect),
+            2 => Just(ClientAction::Hello),
+            8 => (seq, clock).prop_map(|(seq, guest_ms)| ClientAction::Report { seq, guest_ms }),
+            3 => (0..10_000u64).prop_map(ClientAction::Wait),
         ]
     }
 
     proptest! {
         #[test]
         fn honest_agent_is_accepted_after_any_sequence_of_actions(
-            deeds in prop::collection::vec(deed(), 0..60),
+            actions in prop::collection::vec(action(), 0..60),
             age_ms in 0..DAY_MS,
             booted_after_ms in 0..DAY_MS,
             reconnects in any::<bool>(),
         ) {
             let (mut intake, mut now) = (greeted(), TimeMs(age_ms));
             let mut connected = TimeMs(0);
-            let mut last: Option<Heard> = None;
-            for deed in deeds {
-                match deed {
-                    Deed::Wait(ms) => now = now + ms,
-                    Deed::Connect => {
+            let mut last: Option<ReportStamp> = None;
+            for action in actions {
+                match action {
+                    ClientAction::Wait(ms) => now = now + ms,
+                    ClientAction::Connect => {
                         intake.connected();
                         connected = now;
                         last = None;
                     }
-                    Deed::Hello => drop(intake.accept_line(HELLO.as_bytes(), now)),
-                    Deed::Report { seq, guest_ms } => {
-                        let is_taken = intake.accept_line(&report_line(seq, guest_ms), now).is_ok();
-                        if is_taken {
+                    ClientAction::Hello => drop(intake.accept_line(HELLO.as_bytes(), now)),
+                    ClientAction::Report { seq, guest_ms } => {
+                        let is_accepted = intake.accept_line(&report_line(seq, guest_ms), now).is_ok();
+                        if is_accepted {
                             let is_old_enough = guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS;
-                            prop_assert!(is_old_enough || now.since(connected) >= RIVAL_MS);
+                            prop_assert!(is_old_enough || now.since(connected) >= OVERRIDE_MS);
                             // An older report or a repeated one is refused.
                             prop_assert!(intake.accept_line(&report_line(seq, guest_ms), now).is_err());
                             prop_assert!(intake.accept_line(&report_line(seq.saturating_sub(1), guest_ms), now).is_err());
-                            last = Some(Heard { seq, guest_ms, at: now });
+                            last = Some(ReportStamp { seq, guest_ms, at: now });
                         }
                     }
                 }
@@ -448,8 +456,8 @@ mod tests {
             } else {
                 intake.accept_line(HELLO.as_bytes(), now).expect("hello");
                 let seq = last.map_or(1, |last| last.seq / 2 + 1);
-                let first = Heard { seq, guest_ms, at: now };
-                prop_assert!(is_taken_within(&mut intake, first, RIVAL_MS));
+                let first = ReportStamp { seq, guest_ms, at: now };
+                prop_assert!(is_accepted_within(&mut intake, first, OVERRIDE_MS));
             }
         }
     }

@@ -33,7 +33,7 @@ const SWAP_IN_US: u64 = 100;
 /// Time after which refused sets of statistics are accepted, if they are consistent with each other
 /// but not with the last accepted set. By then they are more likely to be true, and the estimator
 /// must not refuse true sets forever.
-const RIVAL_MS: u64 = 3_000;
+const OVERRIDE_MS: u64 = 3_000;
 
 /// Averaging period of `avg10`.
 const AVERAGE_MS: u64 = 10_000;
@@ -117,7 +117,7 @@ pub struct Sample {
     /// Sequence number of the set.
     pub number: u64,
     /// Generation of the driver, which increases when a driver is loaded again.
-    pub driver_life: u64,
+    pub driver_generation: u64,
 }
 
 /// State of a guest's balloon at one point in time, except its sizes.
@@ -177,23 +177,23 @@ impl Statistics {
 
 /// Facts that the host knows about the guest that sends the statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Known {
+pub struct GuestFacts {
     /// Generation of the driver. Counters may restart with each generation.
-    pub driver_life: u64,
+    pub driver_generation: u64,
     /// Largest amount of memory that the guest can have: boot memory and plugged memory.
     pub memory_bytes: u64,
     /// Memory in the balloon.
     pub ballooned_bytes: u64,
     /// True if the guest counts the memory in the balloon as used. Linux does so only with
     /// DEFLATE_ON_OOM.
-    pub counted: bool,
+    pub counts_ballooned: bool,
 }
 
 /// Sets of statistics from one driver that are consistent with each other, but not with the last
 /// accepted set.
 #[derive(Clone, Copy, Debug)]
-struct Rival {
-    driver_life: u64,
+struct RefusedSequence {
+    driver_generation: u64,
     last: Statistics,
     since: TimeMs,
 }
@@ -207,7 +207,7 @@ struct Rival {
 pub struct Estimator {
     last: Option<(u64, Statistics)>,
     /// Refused sets since the last accepted one, if they are consistent with each other.
-    rival: Option<Rival>,
+    refused: Option<RefusedSequence>,
     seq: u64,
     /// Estimated clock of the guest, and the host's time of that estimate. Statistics contain no
     /// time. The clock therefore continues from the last report of an agent, if any, so that
@@ -221,19 +221,19 @@ pub struct Estimator {
 
 impl Estimator {
     /// Continues the clock and the online policy from an agent's report.
-    pub fn follow(&mut self, report: &Report, now: TimeMs) {
+    pub fn continue_from_agent(&mut self, report: &Report, now: TimeMs) {
         self.clock = Some((report.monotonic_ms(), now));
         self.stall = *report.stall();
         self.online_policy = report.blocks().online_policy;
-        (self.last, self.rival) = (None, None);
+        (self.last, self.refused) = (None, None);
     }
 
     /// Returns a report made from `statistics`. A refused set does not affect the check of the next
-    /// set, unless consistent sets have been refused for `RIVAL_MS`.
+    /// set, unless consistent sets have been refused for `OVERRIDE_MS`.
     pub fn report(
         &mut self,
         statistics: &Statistics,
-        known: Known,
+        facts: GuestFacts,
         now: TimeMs,
     ) -> Result<Report, Refusal> {
         let need = |tag: Tag| {
@@ -242,14 +242,16 @@ impl Estimator {
             statistics.get(tag).ok_or_else(missing)
         };
         let (total, free) = (need(Tag::Total)?, need(Tag::Free)?);
-        if total > known.memory_bytes {
-            let bound = Bound::AtMost(known.memory_bytes);
+        if total > facts.memory_bytes {
+            let bound = Bound::AtMost(facts.memory_bytes);
             return Err(Refusal::OutOfRange { field: "total_bytes", value: total, bound });
         }
-        let mut before =
-            self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
+        let mut before = self
+            .last
+            .filter(|(life, _)| *life == facts.driver_generation)
+            .map(|(_, before)| before);
         if let Some(Err(refusal)) = before.map(|before| check_order(&before, statistics)) {
-            if !self.is_insisted_on(statistics, known.driver_life, now) {
+            if !self.is_override_due(statistics, facts.driver_generation, now) {
                 return Err(refusal);
             }
             // The events since the false set are unknown.
@@ -273,28 +275,34 @@ impl Estimator {
                 ..Memory::default()
             },
             stall,
-            zones: vec![estimate_zone(total, free, known)],
+            zones: vec![estimate_zone(total, free, facts)],
             blocks: Blocks { online_policy: self.online_policy, ..Blocks::default() },
             counters: counters(statistics),
             ..RawReport::default()
         };
         let report = Report::try_from(raw)?;
         self.seq += 1;
-        self.last = Some((known.driver_life, *statistics));
-        self.rival = None;
+        self.last = Some((facts.driver_generation, *statistics));
+        self.refused = None;
         self.clock = Some((guest_ms, now));
         self.stall = stall;
-        Ok(correct(report, known))
+        Ok(exclude_ballooned(report, facts))
     }
 
     /// Returns true if this set ends a sequence of refused sets that is long enough to be accepted.
-    fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
-        let goes_on = |rival: &Rival| {
-            rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok()
+    fn is_override_due(
+        &mut self,
+        statistics: &Statistics,
+        driver_generation: u64,
+        now: TimeMs,
+    ) -> bool {
+        let continues = |refused: &RefusedSequence| {
+            refused.driver_generation == driver_generation
+                && check_order(&refused.last, statistics).is_ok()
         };
-        let since = self.rival.filter(goes_on).map_or(now, |rival| rival.since);
-        self.rival = Some(Rival { driver_life, last: *statistics, since });
-        now.since(since) >= RIVAL_MS
+        let since = self.refused.filter(continues).map_or(now, |refused| refused.since);
+        self.refused = Some(RefusedSequence { driver_generation, last: *statistics, since });
+        now.since(since) >= OVERRIDE_MS
     }
 
     fn estimate_stall(
@@ -360,11 +368,14 @@ fn counters(statistics: &Statistics) -> Counters {
 
 /// Returns a single zone with all memory of the guest. Linux divides the watermarks among zones by
 /// size, so their sums are the same.
-fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
+fn estimate_zone(total_bytes: u64, free_bytes: u64, facts: GuestFacts) -> Zone {
     // Linux computes watermarks at boot and when memory is plugged. Inflating a balloon does not
     // change them.
-    let whole_bytes =
-        if known.counted { total_bytes } else { total_bytes.saturating_add(known.ballooned_bytes) };
+    let whole_bytes = if facts.counts_ballooned {
+        total_bytes
+    } else {
+        total_bytes.saturating_add(facts.ballooned_bytes)
+    };
     let marks = Watermarks::estimate(whole_bytes);
     Zone {
         node: 0,
@@ -414,25 +425,26 @@ impl Watermarks {
 
 /// Returns the report without the memory in the balloon. Linux reports that memory as used only
 /// with DEFLATE_ON_OOM. Otherwise, the report already excludes it.
-pub fn correct(report: Report, known: Known) -> Report {
-    if !known.counted || known.ballooned_bytes == 0 {
+pub fn exclude_ballooned(report: Report, facts: GuestFacts) -> Report {
+    if !facts.counts_ballooned || facts.ballooned_bytes == 0 {
         return report;
     }
     let mut raw = report.as_raw().clone();
     let memory = &mut raw.memory;
     // A driver updates the balloon's size only after a change. Memory that the report shows as free
     // or idle is therefore not in the balloon.
-    let seen_bytes = memory
+    let min_total_bytes = memory
         .free_bytes
         .max(memory.available_bytes)
         .max(memory.anon_bytes)
         .max(memory.cached_bytes);
-    memory.total_bytes = memory.total_bytes.saturating_sub(known.ballooned_bytes).max(seen_bytes);
+    memory.total_bytes =
+        memory.total_bytes.saturating_sub(facts.ballooned_bytes).max(min_total_bytes);
     // The zones of the memory in the balloon are unknown. It is therefore divided among the zones
     // in proportion to their used memory.
     let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
     let all_used = raw.zones.iter().fold(0u64, |sum, zone| sum.saturating_add(used(zone)));
-    let ballooned_pages = (known.ballooned_bytes / PAGE_BYTES).min(all_used);
+    let ballooned_pages = (facts.ballooned_bytes / PAGE_BYTES).min(all_used);
     for zone in &mut raw.zones {
         zone.managed_pages -= scale(ballooned_pages, used(zone), all_used).min(used(zone));
     }
@@ -456,8 +468,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn known() -> Known {
-        Known { driver_life: 1, memory_bytes: 512 * MIB, ..Known::default() }
+    fn facts() -> GuestFacts {
+        GuestFacts { driver_generation: 1, memory_bytes: 512 * MIB, ..GuestFacts::default() }
     }
 
     fn statistics() -> Statistics {
@@ -506,7 +518,7 @@ mod tests {
 
     #[test]
     fn report_contains_values_of_statistics() {
-        let report = Estimator::default().report(&statistics(), known(), TimeMs(5000)).unwrap();
+        let report = Estimator::default().report(&statistics(), facts(), TimeMs(5000)).unwrap();
         let memory = report.memory();
         assert_eq!((memory.total_bytes, memory.free_bytes), (480 * MIB, 100 * MIB));
         assert_eq!((memory.available_bytes, memory.cached_bytes), (200 * MIB, 120 * MIB));
@@ -523,7 +535,7 @@ mod tests {
         let mut estimator = Estimator::default();
         let mut label = |statistics: Statistics| {
             estimator
-                .report(&statistics, known(), TimeMs(1000))
+                .report(&statistics, facts(), TimeMs(1000))
                 .err()
                 .map(|refusal| refusal.label())
         };
@@ -540,35 +552,36 @@ mod tests {
         assert_eq!(label(statistics().with(Tag::SwapIn, 8 * MIB - 1)), Some("out_of_order"));
         assert_eq!(label(statistics()), None);
         // Counters restart with another driver.
-        let other = Known { driver_life: 2, ..known() };
+        let other = GuestFacts { driver_generation: 2, ..facts() };
         assert!(estimator.report(&statistics().with(Tag::SwapIn, 0), other, TimeMs(1000)).is_ok());
     }
 
     #[test]
     fn false_set_locks_out_true_ones_only_for_a_limited_time() {
         let mut estimator = Estimator::default();
-        let mut is_taken = |swap_in, at_s: u64| {
+        let mut accept = |swap_in, at_s: u64| {
             let statistics = statistics().with(Tag::SwapIn, swap_in);
-            estimator.report(&statistics, known(), TimeMs(at_s * 1000))
+            estimator.report(&statistics, facts(), TimeMs(at_s * 1000))
         };
-        is_taken(8 * MIB, 1).unwrap();
-        let lie = is_taken(1 << 60, 2).unwrap();
-        let deaf = (3..3_600).filter(|at_s| is_taken(8 * MIB + at_s, *at_s).is_err()).count();
-        assert_eq!(deaf as u64, RIVAL_MS / 1000, "of the hour after");
+        accept(8 * MIB, 1).unwrap();
+        let false_set = accept(1 << 60, 2).unwrap();
+        let refused_count =
+            (3..3_600).filter(|at_s| accept(8 * MIB + at_s, *at_s).is_err()).count();
+        assert_eq!(refused_count as u64, OVERRIDE_MS / 1000, "of the hour after");
         // The stall time of the false set remains, but nothing is added to it.
-        let honest = is_taken(8 * MIB + 3_600, 3_600).unwrap();
-        assert_eq!(honest.stall().some_us, lie.stall().some_us);
-        assert_eq!(honest.counters().pswpin, 2048);
+        let true_set = accept(8 * MIB + 3_600, 3_600).unwrap();
+        assert_eq!(true_set.stall().some_us, false_set.stall().some_us);
+        assert_eq!(true_set.counters().pswpin, 2048);
     }
 
     #[test]
     fn inconsistent_sets_are_never_accepted() {
         let mut estimator = Estimator::default();
-        let mut label = |swap_in, at_s: u64, driver_life| {
+        let mut label = |swap_in, at_s: u64, driver_generation| {
             let statistics = statistics().with(Tag::SwapIn, swap_in);
-            let known = Known { driver_life, ..known() };
+            let facts = GuestFacts { driver_generation, ..facts() };
             estimator
-                .report(&statistics, known, TimeMs(at_s * 1000))
+                .report(&statistics, facts, TimeMs(at_s * 1000))
                 .err()
                 .map(|refusal| refusal.label())
         };
@@ -594,7 +607,7 @@ mod tests {
         let mut report = |stalls, swapped_in_pages: u64, at| {
             let swap_in = 8 * MIB + swapped_in_pages * PAGE_BYTES;
             let statistics = statistics().with(Tag::AllocStalls, stalls).with(Tag::SwapIn, swap_in);
-            *estimator.report(&statistics, known(), TimeMs(at)).unwrap().stall()
+            *estimator.report(&statistics, facts(), TimeMs(at)).unwrap().stall()
         };
         assert_eq!(report(20, 0, 1000).some_us, 0, "earlier values are unknown");
         assert_eq!(report(70, 0, 2000).some_us, 50_000);
@@ -615,9 +628,9 @@ mod tests {
                 .with(Tag::Free, MIB)
                 .with(Tag::SwapIn, pages * PAGE_BYTES)
         };
-        let first = estimator.report(&old(0), known(), TimeMs(0)).unwrap();
+        let first = estimator.report(&old(0), facts(), TimeMs(0)).unwrap();
         assert_eq!(first.memory().available_bytes, MIB, "free, without better data");
-        let report = estimator.report(&old(500), known(), TimeMs(1000)).unwrap();
+        let report = estimator.report(&old(500), facts(), TimeMs(1000)).unwrap();
         assert_eq!(report.stall().some_us, 50_000);
     }
 
@@ -626,13 +639,13 @@ mod tests {
         let mut estimator = Estimator::default();
         let agents = {
             let report =
-                Estimator::default().report(&statistics(), known(), TimeMs(77_000)).unwrap();
+                Estimator::default().report(&statistics(), facts(), TimeMs(77_000)).unwrap();
             let mut raw = report.as_raw().clone();
             raw.stall.some_us = 9_000;
             Report::try_from(raw).unwrap()
         };
-        estimator.follow(&agents, TimeMs(10_000));
-        let report = estimator.report(&statistics(), known(), TimeMs(22_000)).unwrap();
+        estimator.continue_from_agent(&agents, TimeMs(10_000));
+        let report = estimator.report(&statistics(), facts(), TimeMs(22_000)).unwrap();
         assert_eq!((report.monotonic_ms(), report.stall().some_us), (89_000, 9_000));
     }
 
@@ -640,14 +653,14 @@ mod tests {
     fn online_policy_of_an_agent_stays_without_it() {
         let mut estimator = Estimator::default();
         let policy = |report: Report| report.blocks().online_policy;
-        let first = estimator.report(&statistics(), known(), TimeMs(0)).unwrap();
+        let first = estimator.report(&statistics(), facts(), TimeMs(0)).unwrap();
         assert_eq!(policy(first.clone()), OnlinePolicy::Unknown, "it is unknown");
         for said in [OnlinePolicy::Online, OnlinePolicy::Offline, OnlinePolicy::OnlineMovable] {
             let mut raw = first.as_raw().clone();
             raw.blocks.online_policy = said;
-            estimator.follow(&Report::try_from(raw).unwrap(), TimeMs(1000));
+            estimator.continue_from_agent(&Report::try_from(raw).unwrap(), TimeMs(1000));
             assert_eq!(
-                policy(estimator.report(&statistics(), known(), TimeMs(2000)).unwrap()),
+                policy(estimator.report(&statistics(), facts(), TimeMs(2000)).unwrap()),
                 said
             );
         }
@@ -670,30 +683,33 @@ mod tests {
 
     #[test]
     fn balloon_that_linux_counts_as_used_is_removed_from_report() {
-        let report = Estimator::default().report(&statistics(), known(), TimeMs(0)).unwrap();
-        let known = Known { ballooned_bytes: 128 * MIB, counted: true, ..known() };
-        let corrected = correct(report.clone(), known);
+        let report = Estimator::default().report(&statistics(), facts(), TimeMs(0)).unwrap();
+        let facts = GuestFacts { ballooned_bytes: 128 * MIB, counts_ballooned: true, ..facts() };
+        let corrected = exclude_ballooned(report.clone(), facts);
         assert_eq!(corrected.memory().total_bytes, (480 - 128) * MIB);
         assert_eq!(corrected.memory().available_bytes, 200 * MIB);
         assert_eq!(corrected.zones()[0].managed_pages, (480 - 128) * 256);
         assert_eq!(corrected.zones()[0].high_pages, report.zones()[0].high_pages);
-        let uncounted = Known { counted: false, ..known };
-        assert_eq!(correct(report.clone(), uncounted), report, "Linux has onlined it");
+        let uncounted = GuestFacts { counts_ballooned: false, ..facts };
+        assert_eq!(exclude_ballooned(report.clone(), uncounted), report, "Linux has onlined it");
         // A driver that claims an impossible balloon size does not remove memory that the report
         // shows.
-        let lie = correct(report, Known { ballooned_bytes: u64::MAX, ..known });
-        assert_eq!(lie.memory().total_bytes, 200 * MIB);
-        assert!(lie.zones()[0].managed_pages >= lie.zones()[0].free_pages);
+        let false_set =
+            exclude_ballooned(report, GuestFacts { ballooned_bytes: u64::MAX, ..facts });
+        assert_eq!(false_set.memory().total_bytes, 200 * MIB);
+        assert!(false_set.zones()[0].managed_pages >= false_set.zones()[0].free_pages);
     }
 
     #[test]
     fn ballooned_memory_is_not_idle() {
-        let report = Estimator::default().report(&statistics(), known(), TimeMs(60_000)).unwrap();
+        let report = Estimator::default().report(&statistics(), facts(), TimeMs(60_000)).unwrap();
         let mut raw = report.as_raw().clone();
         raw.idle = vec![NodeIdle { node: 0, idle_bytes: 400 * MIB, span_ms: 1000 }];
         let report = Report::try_from(raw).unwrap();
-        let corrected =
-            correct(report, Known { ballooned_bytes: 128 * MIB, counted: true, ..known() });
+        let corrected = exclude_ballooned(
+            report,
+            GuestFacts { ballooned_bytes: 128 * MIB, counts_ballooned: true, ..facts() },
+        );
         assert_eq!(corrected.memory().total_bytes, 352 * MIB);
         assert_eq!(corrected.idle()[0].idle_bytes, 352 * MIB);
     }
@@ -704,15 +720,15 @@ mod tests {
             buffers in prop::collection::vec(
                 prop::collection::vec((0u16..20, prop_oneof![any::<u64>(), 0..(1u64 << 30)]), 1..20), 1..8),
             ballooned_bytes in any::<u64>(),
-            counted in any::<bool>(),
+            counts_ballooned in any::<bool>(),
         ) {
             let mut estimator = Estimator::default();
             let mut clock = 0;
             for entries in buffers {
                 clock += 700;
                 let statistics = Statistics::parse(&bytes(&entries)).unwrap();
-                let known = Known { memory_bytes: 1 << 30, ballooned_bytes, counted, driver_life: 1 };
-                if let Ok(report) = estimator.report(&statistics, known, TimeMs(clock)) {
+                let facts = GuestFacts { memory_bytes: 1 << 30, ballooned_bytes, counts_ballooned, driver_generation: 1 };
+                if let Ok(report) = estimator.report(&statistics, facts, TimeMs(clock)) {
                     prop_assert!(report.memory().total_bytes <= 1 << 30);
                     // The corrected report is verified again.
                     prop_assert!(Report::try_from(report.as_raw().clone()).is_ok());

@@ -149,7 +149,7 @@ fn each_workload_is_served_with_little_excess_memory() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // 400 MiB/s is more than `burst`. Depending on the time of the last look, up to 1 MiB may
+        // 400 MiB/s is more than `burst`. Depending on the time of the last check, up to 1 MiB may
         // be swapped out.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
         assert!(
@@ -213,13 +213,13 @@ fn twice_the_margin_is_detected() {
 #[test]
 fn page_cache_that_is_read_once_does_not_grow_guest() {
     let mut psi = Rig::of("psi");
-    psi.habits.stream_bytes_per_s = 256 * MIB;
+    psi.usage.stream_bytes_per_s = 256 * MIB;
     let plans = psi.run(300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
     assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the available memory");
     // Policies that use free pages provide all memory.
     let mut pmb = Rig::of("pmb");
-    pmb.habits.stream_bytes_per_s = 256 * MIB;
+    pmb.usage.stream_bytes_per_s = 256 * MIB;
     pmb.run(60_000, 0);
     assert_eq!(pmb.guest().plugged_bytes(), 1152 * MIB);
 }
@@ -227,7 +227,7 @@ fn page_cache_that_is_read_once_does_not_grow_guest() {
 #[test]
 fn page_cache_that_is_read_again_fits_after_growth_and_stays() {
     let read_again = |rig: &mut Rig| {
-        (rig.habits.file_bytes, rig.habits.touches_per_s) = (600 * MIB, 250_000);
+        (rig.usage.file_bytes, rig.usage.touches_per_s) = (600 * MIB, 250_000);
     };
     let mut psi = Rig::of("psi");
     read_again(&mut psi);
@@ -294,7 +294,7 @@ fn burst_leads_to_request_within_a_tenth_of_a_second() {
     }
     took.sort_unstable();
     // After 50 ms, an eighth of the available memory has been used. Little memory is left, so the
-    // next look is at most 50 ms later.
+    // next check is at most 50 ms later.
     assert!(took[took.len() / 2] <= 80, "{took:?}");
     assert!(took[took.len() - 1] <= 115, "{took:?}");
 }
@@ -371,7 +371,7 @@ fn swapped() -> Rig {
 fn swapped_memory_that_returns_finds_room() {
     let mut psi = swapped();
     let (swapped, before) = (psi.guest().swapped_bytes(), Figures::of(&psi));
-    psi.habits.touches_per_s = 250_000;
+    psi.usage.touches_per_s = 250_000;
     psi.vm.set_policy(Policy::default()).expect("in range");
     let first = psi.run(1_000, 0);
     assert!(!first.is_empty(), "it is short in its first report");

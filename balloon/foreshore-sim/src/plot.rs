@@ -25,7 +25,7 @@ const TIMES: i32 = 34;
 const PANEL: i32 = CAPTION + MEMORY + GAP + STALLS + TIMES;
 
 /// Number of intervals into which a run is divided. Each is at least one pixel wide.
-pub(crate) const STRETCHES: u64 = (WIDTH - LEFT - RIGHT - 1) as u64;
+pub(crate) const INTERVALS: u64 = (WIDTH - LEFT - RIGHT - 1) as u64;
 
 /// Maximum number of policies in a plot. With this number, the pixels of the image take 86 MB.
 pub(crate) const MAX_PANELS: usize = 100;
@@ -99,7 +99,7 @@ pub(crate) struct Plot {
 pub(crate) struct Panel {
     pub(crate) policy: String,
     /// Length of an interval. The last interval ends with the run.
-    pub(crate) stretch_ms: u64,
+    pub(crate) interval_ms: u64,
     /// One point for each interval.
     pub(crate) points: Vec<Point>,
 }
@@ -115,9 +115,9 @@ impl Panel {
         let stalled = self.points.iter().filter(|point| point.stall_us > 0);
         stalled.map(move |point| {
             let begin_ms = point.at.0;
-            let end_ms = (begin_ms + self.stretch_ms).min(duration_ms);
-            let stretch_us = end_ms.saturating_sub(begin_ms).max(1) * 1000;
-            let part = (point.stall_us.saturating_mul(BASIS_POINTS)).div_ceil(stretch_us);
+            let end_ms = (begin_ms + self.interval_ms).min(duration_ms);
+            let interval_us = end_ms.saturating_sub(begin_ms).max(1) * 1000;
+            let part = (point.stall_us.saturating_mul(BASIS_POINTS)).div_ceil(interval_us);
             (begin_ms, end_ms, part)
         })
     }
@@ -256,7 +256,7 @@ fn draw_stalls<B: DrawingBackend>(
     let least = (scale.stall_end * 3).div_ceil(STALLS as u64);
     let bars = panel.stalls(end).map(|(begin_ms, end_ms, part)| {
         // The last interval may be narrower than a pixel.
-        let begin_ms = begin_ms.min(end_ms.saturating_sub(panel.stretch_ms));
+        let begin_ms = begin_ms.min(end_ms.saturating_sub(panel.interval_ms));
         Rectangle::new([(begin_ms, 0), (end_ms, part.max(least))], STALL_COLOR.filled())
     });
     chart.draw_series(bars)?;
@@ -339,7 +339,7 @@ mod tests {
     fn plot(panels: Vec<(&str, Vec<Point>)>) -> Plot {
         let panel = |(policy, points): (&str, _)| Panel {
             policy: policy.to_owned(),
-            stretch_ms: 1000,
+            interval_ms: 1000,
             points,
         };
         Plot {
@@ -448,11 +448,11 @@ mod tests {
     #[test]
     fn stalls_of_every_stretch_are_at_least_a_pixel_wide() {
         for duration_ms in [1_000, 86_400_001, 7_777_777] {
-            let stretch_ms = duration_ms / STRETCHES + 1;
+            let interval_ms = duration_ms / INTERVALS + 1;
             let stalled = |at| Point { at: TimeMs(at), stall_us: 1, ..Point::default() };
             let points: Vec<_> =
-                (0..duration_ms).step_by(stretch_ms as usize).map(stalled).collect();
-            let panel = Panel { policy: "psi".to_owned(), stretch_ms, points };
+                (0..duration_ms).step_by(interval_ms as usize).map(stalled).collect();
+            let panel = Panel { policy: "psi".to_owned(), interval_ms, points };
             let plot = Plot { duration_ms, panels: vec![panel], ..plot(Vec::new()) };
             let svg = svg(&plot).unwrap();
             let widths = attributes(&svg, "rect", STALL_COLOR, "width");

@@ -49,11 +49,11 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         if scenario.plot.is_some() {
             let (setups, pool_bytes) = setup(0);
             let plot = drawing.get_or_insert_with(|| empty_plot(scenario, &setups[0]));
-            let mut series = Series::new(plot.duration_ms, plot::STRETCHES);
+            let mut series = Series::new(plot.duration_ms, plot::INTERVALS);
             run_host(setups, pool_bytes, &governed, &mut series)?;
             let points = series.points().to_vec();
-            let stretch_ms = series.stretch_ms();
-            plot.panels.push(Panel { policy: label.clone(), stretch_ms, points });
+            let interval_ms = series.interval_ms();
+            plot.panels.push(Panel { policy: label.clone(), interval_ms, points });
         }
         rows.push(Row { label, outcome });
     }

@@ -26,7 +26,7 @@ pub(super) struct Share {
     is_balloon: bool,
     /// True if the zone has no driver, and another zone with a driver has room. The zone then grows
     /// last.
-    is_last: bool,
+    grows_last: bool,
 }
 
 /// State of all zones during an allocation.
@@ -52,14 +52,14 @@ pub(super) struct Limits {
     /// Share of each zone that may be lent, in thousandths, if the guest does not online it as
     /// movable.
     pub unmovable_permille: Option<u64>,
-    /// True if zones without a driver are used last. [`has_live_room`] decides this.
-    pub driverless_last: bool,
+    /// True if zones without a driver are used last. [`can_grow_with_driver`] decides this.
+    pub driverless_zones_last: bool,
 }
 
 /// Returns true if some zone has no driver and another zone with a ready driver can grow now. The
 /// room found here must not exceed the room that [`Allocation::grow`] finds. Otherwise, each report
 /// would request the difference from a zone without a driver.
-pub(super) fn has_live_room(
+pub(super) fn can_grow_with_driver(
     host: &HostView,
     zones: &[ZoneTracker],
     unmovable_permille: Option<u64>,
@@ -69,8 +69,9 @@ pub(super) fn has_live_room(
         return false;
     }
     let pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm);
-    let owed = pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
-    let pool_bytes = host.pool_free_bytes.saturating_sub(owed);
+    let outstanding_bytes =
+        pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
+    let pool_bytes = host.pool_free_bytes.saturating_sub(outstanding_bytes);
     host.zones.iter().zip(zones).any(|(zone, tracker)| {
         let unmovable_permille = unmovable_permille.filter(|_| host.balloon != Some(zone.id));
         let (ceiling_bytes, _) = ceiling(zone, tracker, unmovable_permille, now);
@@ -142,11 +143,11 @@ impl Allocation {
         // order of the host's view.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
-        let owed_pm =
+        let outstanding_pm =
             awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
         Allocation {
             shares,
-            pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
+            pool_bytes: host.pool_free_bytes.saturating_sub(outstanding_pm),
             descriptor_bytes: limits.descriptor_bytes,
             room_bytes: limits.room_bytes,
         }
@@ -154,7 +155,7 @@ impl Allocation {
 
     /// Reserves memory in the pool that is requested but no longer awaited. The guest may still
     /// plug it.
-    pub(super) fn owing(mut self, pm_bytes: u64) -> Self {
+    pub(super) fn reserve_pool(mut self, pm_bytes: u64) -> Self {
         self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
         self
     }
@@ -165,17 +166,18 @@ impl Allocation {
         let wanted = bytes;
         // 1. Blocks that should be unplugged but are still plugged are available immediately.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
-            let back =
+            let still_plugged =
                 share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
             let before = share.requested_bytes;
-            bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
+            bytes -=
+                share.add(round_down(still_plugged.min(self.room_bytes), share.block_bytes), bytes);
             self.room_bytes -= share.requested_bytes - before;
         }
         // 2. DRAM comes next, then PM, then zones without a driver, because a driver may still
         // load.
         let mut limit = None;
         let free = self.shares.iter_mut().filter(|share| !share.pinned);
-        let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.is_last);
+        let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.grows_last);
         for share in first.into_iter().chain(last) {
             let room = share.ceiling_bytes.saturating_sub(share.requested_bytes);
             let pool = if share.tier == Tier::Pm { self.pool_bytes } else { u64::MAX };
@@ -210,17 +212,17 @@ impl Allocation {
     pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
-        let mut taken_from = None;
-        let mut stays_in = None;
+        let mut shrunk_tier = None;
+        let mut blocked_tier = None;
         // PM is removed first. DRAM is removed only if no removable PM is left. Each step removes
         // memory from a single tier. Otherwise, the guest would unplug DRAM while it still has PM,
         // because it handles requests of all devices in parallel.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
-            if stays_in.is_some_and(|tier| tier != share.tier) {
+            if blocked_tier.is_some_and(|tier| tier != share.tier) {
                 break;
             }
             let over = share.requested_bytes.saturating_sub(share.floor_bytes);
-            if over >= share.block_bytes && taken_from.is_some_and(|tier| tier != share.tier) {
+            if over >= share.block_bytes && shrunk_tier.is_some_and(|tier| tier != share.tier) {
                 return (wanted - bytes, None);
             }
             let allowed =
@@ -228,17 +230,17 @@ impl Allocation {
             share.requested_bytes -= allowed;
             bytes -= allowed;
             if allowed > 0 {
-                taken_from = Some(share.tier);
+                shrunk_tier = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
                 // The guest does not release more memory of this zone. Other zones of the same tier
                 // are tried, but not the next tier.
-                stays_in = Some(share.tier);
+                blocked_tier = Some(share.tier);
             }
-            limit = Some(if stays_in.is_some() { Reason::NoProgress } else { Reason::AtFloor });
+            limit = Some(if blocked_tier.is_some() { Reason::NoProgress } else { Reason::AtFloor });
         }
-        let left_over = self.shares.iter().map(|share| share.block_bytes).min().unwrap_or(1);
-        if bytes < left_over {
+        let min_block_bytes = self.shares.iter().map(|share| share.block_bytes).min().unwrap_or(1);
+        if bytes < min_block_bytes {
             return (wanted - bytes, None);
         }
         // If a pinned zone is above its floor, the obstacle is the pin instead of the floors.
@@ -274,7 +276,7 @@ impl Share {
             shrink_cap_bytes: tracker.shrink_cap_bytes(now),
             pinned: tracker.pinned,
             is_balloon: false,
-            is_last: limits.driverless_last && zone.driver == DriverState::Absent,
+            grows_last: limits.driverless_zones_last && zone.driver == DriverState::Absent,
         }
     }
 
@@ -344,7 +346,7 @@ mod tests {
             descriptor_bytes: 1 << 40,
             room_bytes: u64::MAX,
             unmovable_permille: None,
-            driverless_last: false,
+            driverless_zones_last: false,
         };
         Allocation::new(host, host, &zones, near, None, limits, TimeMs(0))
     }
@@ -420,7 +422,7 @@ mod tests {
                 descriptor_bytes: 1 << 40,
                 room_bytes: u64::MAX,
                 unmovable_permille: None,
-                driverless_last: false,
+                driverless_zones_last: false,
             };
             let mut allocation =
                 Allocation::new(&host, &host, &zones, None, Some(from), limits, TimeMs(0));
@@ -481,7 +483,7 @@ mod tests {
             descriptor_bytes: 2 * MIB,
             room_bytes: u64::MAX,
             unmovable_permille: Some(500),
-            driverless_last: false,
+            driverless_zones_last: false,
         };
         let mut allocation = Allocation::new(&host, &host, &zones, None, None, limits, TimeMs(0));
         assert_eq!(allocation.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));

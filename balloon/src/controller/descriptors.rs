@@ -21,26 +21,26 @@ const MAX_FLOOR_BYTES: u64 = 64 * MIB;
 /// Limit for the plugged memory of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DescriptorLimit {
-    reported: Option<Reported>,
+    reported: Option<ReportedLimit>,
     /// Memory that was added as DIMMs, which are not part of any zone.
     dimm_bytes: u64,
     /// DIMMs that were added recently. The guest may not have allocated their page descriptors yet.
-    arriving: Option<Arriving>,
+    recent_dimms: Option<RecentDimms>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Arriving {
+struct RecentDimms {
     since: TimeMs,
     bytes: u64,
 }
 
 /// Time allowed for a guest to online a DIMM. A report within this time may precede the allocation
 /// of the DIMM's page descriptors.
-const ARRIVAL_MS: u64 = 10_000;
+const DIMM_ONLINE_MS: u64 = 10_000;
 
 /// Limit for zones and DIMMs in total, computed from the last report.
 #[derive(Clone, Copy, Debug)]
-struct Reported {
+struct ReportedLimit {
     at: TimeMs,
     limit_bytes: u64,
 }
@@ -53,20 +53,23 @@ impl DescriptorLimit {
         if report.blocks().block_bytes == 0 {
             return;
         }
-        self.arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
-        let arriving_bytes = self.arriving.map_or(0, |arriving| arriving.bytes);
-        let there_bytes = self.dimm_bytes.saturating_sub(arriving_bytes);
-        let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(there_bytes);
+        self.recent_dimms =
+            self.recent_dimms.filter(|recent_dimms| now.since(recent_dimms.since) < DIMM_ONLINE_MS);
+        let recent_dimm_bytes = self.recent_dimms.map_or(0, |recent_dimms| recent_dimms.bytes);
+        let present_dimm_bytes = self.dimm_bytes.saturating_sub(recent_dimm_bytes);
+        let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(present_dimm_bytes);
         let limit_bytes = added_bytes.saturating_add(describable_bytes(report));
-        self.reported = Some(Reported { at: now, limit_bytes });
+        self.reported = Some(ReportedLimit { at: now, limit_bytes });
     }
 
     /// Counts the memory of a DIMM towards the limit.
     pub(super) fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
         self.dimm_bytes = self.dimm_bytes.saturating_add(bytes);
-        let arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
-        let before_bytes = arriving.map_or(0, |arriving| arriving.bytes);
-        self.arriving = Some(Arriving { since: now, bytes: before_bytes.saturating_add(bytes) });
+        let recent_dimms =
+            self.recent_dimms.filter(|recent_dimms| now.since(recent_dimms.since) < DIMM_ONLINE_MS);
+        let before_bytes = recent_dimms.map_or(0, |recent_dimms| recent_dimms.bytes);
+        self.recent_dimms =
+            Some(RecentDimms { since: now, bytes: before_bytes.saturating_add(bytes) });
     }
 
     /// Returns the memory that can be requested beyond the requested or plugged memory.

@@ -27,17 +27,17 @@ impl Controller {
     ///
     /// Panics if [`Controller::observe`] has not observed the zone.
     pub fn pin(&mut self, id: ZoneId) {
-        self.observed(id).pin();
+        self.tracker_mut(id).pin();
     }
 
     /// Sets the size that an observed zone has to reach in steps. The first step is returned by
     /// [`Controller::next_steps`].
     pub(crate) fn set_goal(&mut self, id: ZoneId, size_bytes: u64) {
-        let zone = self.observed(id);
+        let zone = self.tracker_mut(id);
         (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
     }
 
-    fn observed(&mut self, id: ZoneId) -> &mut ZoneTracker {
+    fn tracker_mut(&mut self, id: ZoneId) -> &mut ZoneTracker {
         let zone = self.zones.iter_mut().find(|zone| zone.id == id);
         zone.unwrap_or_else(|| panic!("{id} is not a zone of the VM"))
     }
@@ -57,14 +57,14 @@ impl Controller {
         }
         let mut room_bytes = self.descriptors.room_bytes(&self.rules, host, now);
         let mut steps = Vec::new();
-        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
-            let Some(goal_bytes) = followed.goal_bytes else { continue };
+        for (zone, tracker) in host.zones.iter().zip(&mut self.zones) {
+            let Some(goal_bytes) = tracker.goal_bytes else { continue };
             // The device has lowered the request. The goal ends, because only a new request can
             // raise the size again.
             let is_unsupported =
                 zone.driver == DriverState::Unsupported && goal_bytes != zone.requested_bytes;
-            if is_unsupported || (!followed.is_goal_new && zone.shortfall.is_some()) {
-                followed.goal_bytes = None;
+            if is_unsupported || (!tracker.is_goal_new && zone.shortfall.is_some()) {
+                tracker.goal_bytes = None;
                 continue;
             }
             let missing_bytes = goal_bytes.saturating_sub(zone.requested_bytes);
@@ -81,10 +81,9 @@ impl Controller {
             }
             let requested_bytes = goal_bytes.min(zone.requested_bytes + more_bytes);
             if requested_bytes == goal_bytes {
-                followed.goal_bytes = None;
+                tracker.goal_bytes = None;
             }
-            if std::mem::take(&mut followed.is_goal_new) || requested_bytes != zone.requested_bytes
-            {
+            if std::mem::take(&mut tracker.is_goal_new) || requested_bytes != zone.requested_bytes {
                 steps.push(GoalStep { zone: zone.id, requested_bytes, goal_bytes });
             }
         }

@@ -19,8 +19,8 @@ use serde::Serialize;
 
 use self::allocation::{Allocation, Limits};
 use self::descriptors::DescriptorLimit;
-use self::rule::{HostShortfall, Lost};
-pub use self::zone_tracker::{Reminder, ResizeStatus, Seen, ZoneTracker};
+use self::rule::{HostShortfall, LostReports};
+pub use self::zone_tracker::{Reminder, ResizeStatus, ZoneChanges, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState};
 use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
@@ -50,11 +50,11 @@ pub struct Controller {
     grown_at: Option<TimeMs>,
     shrunk_at: Option<TimeMs>,
     cool_down_ms: u64,
-    lost: Lost,
+    lost_reports: LostReports,
     host_shortfall: HostShortfall,
     descriptors: DescriptorLimit,
     /// True if a dry run has already reported the plan of rule 3 for the present requests.
-    told_bounds: bool,
+    are_bounds_reported: bool,
 }
 
 /// Values from the last report that later decisions need.
@@ -102,10 +102,10 @@ impl Controller {
             last: None,
             grown_at: None,
             shrunk_at: None,
-            lost: Lost::default(),
+            lost_reports: LostReports::default(),
             host_shortfall: HostShortfall::default(),
             descriptors: DescriptorLimit::default(),
-            told_bounds: false,
+            are_bounds_reported: false,
         })
     }
 
@@ -118,16 +118,16 @@ impl Controller {
     /// Makes a decision about `event`. Call [`Controller::observe`] with the same host first.
     pub(crate) fn decide(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for zone in &mut self.zones {
-            zone.by_hand = false;
+            zone.resized_by_client = false;
         }
         if let Event::Report(report) = event {
             self.descriptors.observe(report, host, now);
-            self.take_report(report, &self.without_failed(host, now), now);
+            self.apply_report(report, &self.exclude_failed(host, now), now);
         }
         let mut plan = self.plan(event, host, now);
         plan.dry_run = self.rules.dry_run;
         if !plan.dry_run {
-            self.note(&plan, host, now);
+            self.record_plan(&plan, host, now);
         }
         plan
     }
@@ -203,7 +203,7 @@ impl Controller {
             false => self.cool_down_ms.clamp(rules.cool_down_ms, rules.max_cool_down_ms),
         };
         self.rules = rules;
-        self.told_bounds = false;
+        self.are_bounds_reported = false;
         Ok(())
     }
 
@@ -223,9 +223,9 @@ impl Controller {
     }
 
     /// Returns true if time alone does not change the policy's decision after reports have been the
-    /// same for [`Policy::settle_ms`].
-    pub fn is_settled(&self, now: TimeMs) -> bool {
-        self.policy.is_settled(&self.state, now)
+    /// same for [`Policy::quiesce_ms`].
+    pub fn is_quiescent(&self, now: TimeMs) -> bool {
+        self.policy.is_quiescent(&self.state, now)
     }
 
     /// Returns the state of the controller.
@@ -244,7 +244,7 @@ impl Controller {
     /// Updates the trackers with the host's present sizes. If a zone grows without a plan, this
     /// counts as a grow, so that the memory is not removed immediately. For example, the guest may
     /// deflate a balloon on OOM. A second call with the same sizes has no effect.
-    pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
+    pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<ZoneChanges> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
             for zone in &host.zones {
@@ -255,36 +255,36 @@ impl Controller {
         let mut has_grown = false;
         let mut all = Vec::with_capacity(host.zones.len());
         for (zone, tracker) in host.zones.iter().zip(&mut self.zones) {
-            let seen = tracker.observe(zone, now);
-            all.push(seen);
-            if tracker.pinned || tracker.by_hand {
+            let changes = tracker.observe(zone, now);
+            all.push(changes);
+            if tracker.pinned || tracker.resized_by_client {
                 continue;
             }
-            has_grown |= seen.has_grown;
-            if seen.shortfall_bytes > 0 {
-                tracker.fell_short(&self.rules, now);
-                self.host_shortfall.add(seen.shortfall_bytes, now);
+            has_grown |= changes.has_grown;
+            if changes.shortfall_bytes > 0 {
+                tracker.pause_for_host(&self.rules, now);
+                self.host_shortfall.add(changes.shortfall_bytes, now);
             }
         }
         if has_grown {
-            self.has_grown(now);
+            self.record_grow(now);
         }
         all
     }
 
-    fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
+    fn apply_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         let state = std::mem::replace(&mut self.state, PolicyState::Empty);
-        let seen = self.without_stuck(&self.zones, host, now);
+        let view = self.exclude_stuck(&self.zones, host, now);
         let is_carried_out = !self.rules.dry_run && !self.paused;
-        let input = Input { report, host: &seen, is_carried_out };
+        let input = Input { report, host: &view, is_carried_out };
         let (state, mut decision) = self.policy.decide(state, input, now);
         self.state = state;
         // The policy's size is relative to the requested size that was passed to it.
         let change = |want: u64| {
-            want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes())
+            want.saturating_add(host.requested_bytes()).saturating_sub(view.requested_bytes())
         };
         decision.want_bytes = decision.want_bytes.map(change);
-        self.lost = Lost::default();
+        self.lost_reports = LostReports::default();
         // The policy reports no pressure while a grow is in progress, but the guest may still be
         // short of memory.
         let was_short_at = self.last.and_then(|last| last.short_at);
@@ -302,42 +302,42 @@ impl Controller {
     /// makes progress, even if a client requested it. A request without progress that rule 5 does
     /// not withdraw is replaced by the plugged size. Otherwise, a guest that is short would wait
     /// for memory that a client requested in vain.
-    fn without_stuck<'a>(
+    fn exclude_stuck<'a>(
         &self,
         trackers: &[ZoneTracker],
         host: &'a HostView,
         now: TimeMs,
     ) -> Cow<'a, HostView> {
-        let passes_over = self.passes_over_driverless(trackers, host, now);
-        let mut seen = Cow::Borrowed(host);
-        for (index, (zone, followed)) in host.zones.iter().zip(trackers).enumerate() {
-            let is_left =
-                followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
-            let is_stuck = followed.is_stuck(zone, &self.rules, now);
+        let prefers_driver = self.prefers_driver(trackers, host, now);
+        let mut view = Cow::Borrowed(host);
+        for (index, (zone, tracker)) in host.zones.iter().zip(trackers).enumerate() {
+            let is_exempt =
+                tracker.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
+            let is_stuck = tracker.is_stuck(zone, &self.rules, now);
             // Another zone that has a driver can grow.
             let is_driverless = zone.driver == DriverState::Absent;
-            let is_passed_over = passes_over
+            let is_skipped = prefers_driver
                 && is_driverless
-                && !followed.pinned
+                && !tracker.pinned
                 && zone.outstanding_grow_bytes() > 0;
-            if (is_left && is_stuck) || followed.is_kept() || is_passed_over {
-                seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
+            if (is_exempt && is_stuck) || tracker.is_retained() || is_skipped {
+                view.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
         }
-        seen
+        view
     }
 
     /// Rule 5: returns true if zones without a driver are used last and are not waited for, because
     /// another zone can grow. If no other zone can grow, they are used as if they had a driver,
     /// because a driver may still load.
-    fn passes_over_driverless(
-        &self,
-        trackers: &[ZoneTracker],
-        host: &HostView,
-        now: TimeMs,
-    ) -> bool {
+    fn prefers_driver(&self, trackers: &[ZoneTracker], host: &HostView, now: TimeMs) -> bool {
         let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
-        allocation::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
+        allocation::can_grow_with_driver(
+            host,
+            trackers,
+            self.unmovable_permille(online_policy),
+            now,
+        )
     }
 
     /// Share of each zone that may be lent to a guest with this online policy. `None` if there is
@@ -349,20 +349,22 @@ impl Controller {
 
     /// Zones that the controller resizes. Pinned zones are excluded, because the client that
     /// resized them waits for its own request.
-    fn own<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneSizes> {
+    fn unpinned_zones<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneSizes> {
         let zones = host.zones.iter().zip(&self.zones);
-        zones.filter(|(_, followed)| !followed.pinned).map(|(zone, _)| zone)
+        zones.filter(|(_, tracker)| !tracker.pinned).map(|(zone, _)| zone)
     }
 
     /// Returns true if some zone that the controller resizes has not reached its requested size.
     fn is_in_progress(&self, host: &HostView) -> bool {
-        self.is_growing(host) || self.own(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
+        self.is_growing(host)
+            || self.unpinned_zones(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
     }
 
     /// Returns true if the guest has not plugged all memory that the controller requested. A
     /// difference of less than a block is ignored.
     fn is_growing(&self, host: &HostView) -> bool {
-        self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
+        self.unpinned_zones(host)
+            .any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
     /// Floor of all zones in total. It is limited to the sum of the zones' limits, because a zone
@@ -391,21 +393,21 @@ impl Controller {
         host: &HostView,
         now: TimeMs,
     ) -> Allocation {
-        let awaited = self.without_stuck(trackers, host, now);
+        let awaited = self.exclude_stuck(trackers, host, now);
         let limits = Limits {
             descriptor_bytes: self.descriptors.room_bytes(&self.rules, &awaited, now),
             room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
             unmovable_permille: self.unmovable_permille(last.online_policy),
-            driverless_last: self.passes_over_driverless(trackers, host, now),
+            driverless_zones_last: self.prefers_driver(trackers, host, now),
         };
-        let is_kept_pm = |(zone, followed): &(&ZoneSizes, &ZoneTracker)| {
-            zone.tier == Tier::Pm && !followed.pinned && followed.is_kept()
+        let is_retained_pm = |(zone, tracker): &(&ZoneSizes, &ZoneTracker)| {
+            zone.tier == Tier::Pm && !tracker.pinned && tracker.is_retained()
         };
-        let kept = host.zones.iter().zip(trackers).filter(is_kept_pm);
-        let kept_bytes =
-            kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
+        let retained = host.zones.iter().zip(trackers).filter(is_retained_pm);
+        let retained_bytes =
+            retained.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
         Allocation::new(host, &awaited, trackers, last.decision.near, from, limits, now)
-            .owing(kept_bytes)
+            .reserve_pool(retained_bytes)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {
@@ -438,29 +440,29 @@ impl Controller {
     }
 
     /// Updates the state for a plan that will be carried out.
-    fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
+    fn record_plan(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         for ((zone, target), before) in self.zones.iter_mut().zip(&plan.targets).zip(&host.zones) {
-            zone.asked(target.requested_bytes, before.requested_bytes, now);
+            zone.record_request(target.requested_bytes, before.requested_bytes, now);
         }
         match (plan.reason, plan.direction) {
             // The plan requests all of the memory that other zones can provide.
             (Reason::HostShort, _) => self.host_shortfall = HostShortfall::default(),
             (_, Direction::Grow) => {
                 self.host_shortfall
-                    .is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
+                    .subtract(plan.requested_bytes().saturating_sub(host.requested_bytes()));
             }
             _ => {}
         }
         match plan.direction {
             Direction::Hold => {}
             Direction::Shrink => self.shrunk_at = Some(now),
-            Direction::Grow => self.has_grown(now),
+            Direction::Grow => self.record_grow(now),
         }
     }
 
     /// Rule 2: a grow that follows soon after a shrink lengthens the cool-down, because the shrink
     /// was too early.
-    fn has_grown(&mut self, now: TimeMs) {
+    fn record_grow(&mut self, now: TimeMs) {
         let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
         self.cool_down_ms = match undone {
             None => self.rules.cool_down_ms,

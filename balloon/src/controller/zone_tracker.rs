@@ -21,14 +21,14 @@ pub struct ZoneTracker {
     pub(super) pinned: bool,
     /// True if a client has resized the zone since the last decision. A grow may then be due to the
     /// client's request.
-    pub(super) by_hand: bool,
+    pub(super) resized_by_client: bool,
     /// Size that a client or the boot configuration requested, until all of it has been requested
     /// from the guest.
     pub(super) goal_bytes: Option<u64>,
     /// True until the first step towards the goal is requested.
     pub(super) is_goal_new: bool,
     /// True if a dry run has reported the plan of rule 5 for the present request.
-    pub(super) told: bool,
+    pub(super) is_reported: bool,
     /// Sizes when the zone was last observed.
     sizes: ZoneSizes,
     /// Requested size when the zone was last observed, or as a later plan has changed it.
@@ -37,19 +37,19 @@ pub struct ZoneTracker {
     is_requested_by_plan: bool,
     plug_filter: PlugFilter,
     /// Time of the last change of the requested or plugged size, except changes that were undone.
-    moved: TimeMs,
-    grow: Attempt,
-    shrink: Attempt,
+    progress_at: TimeMs,
+    grow: RequestLimit,
+    shrink: RequestLimit,
     /// Limit after grows for which the host could not provide the memory.
-    host: Attempt,
+    host: RequestLimit,
     /// True if the request is kept because of the floor, although the guest does not follow it.
-    kept: bool,
+    is_retained: bool,
     resize: Resize,
 }
 
 /// Changes of a zone since it was last observed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct ZoneChanges {
     /// True if the requested size has grown without a plan.
     pub(super) has_grown: bool,
     /// Requested memory that the host could not provide, in bytes.
@@ -58,7 +58,7 @@ pub struct Seen {
     pub lowered_bytes: u64,
     /// True if the guest's driver has become ready. The time to follow the request then starts
     /// again.
-    pub has_driver_come: bool,
+    pub driver_became_ready: bool,
     /// True if the requested size was reached and has remained plugged for some time. This is
     /// reported once for each requested size, because a guest may return memory and plug it again
     /// at any rate.
@@ -67,7 +67,7 @@ pub struct Seen {
 
 /// Limit for requests after the guest or the host has failed to follow one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Attempt {
+struct RequestLimit {
     /// Maximum size of an outstanding request. `None` if there is no limit.
     cap_bytes: Option<u64>,
     /// Time before which no request may be made.
@@ -82,84 +82,91 @@ impl ZoneTracker {
         ZoneTracker {
             id: zone.id,
             pinned: false,
-            by_hand: false,
+            resized_by_client: false,
             goal_bytes: None,
             is_goal_new: false,
-            told: false,
+            is_reported: false,
             sizes: *zone,
             requested_bytes: zone.requested_bytes,
             is_requested_by_plan: false,
             plug_filter: PlugFilter::of(zone.requested_bytes, zone.plugged_bytes, now),
-            moved: now,
-            grow: Attempt::default(),
-            shrink: Attempt::default(),
-            host: Attempt::default(),
-            kept: false,
+            progress_at: now,
+            grow: RequestLimit::default(),
+            shrink: RequestLimit::default(),
+            host: RequestLimit::default(),
+            is_retained: false,
             resize: Resize::new(zone, now),
         }
     }
 
     /// Updates the tracker with the present sizes of the zone.
-    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> Seen {
-        let has_driver_come = self.has_driver_come(zone, now);
+    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> ZoneChanges {
+        let driver_became_ready = self.observe_driver(zone, now);
         let before = std::mem::replace(&mut self.sizes, *zone);
         let requested_before = std::mem::replace(&mut self.requested_bytes, zone.requested_bytes);
-        let (asked_bytes, is_short) =
+        let (min_requested_bytes, is_short) =
             (requested_before.min(zone.requested_bytes), zone.shortfall.is_some());
         let less_bytes = requested_before.saturating_sub(zone.requested_bytes);
         let is_lowered = self.is_requested_by_plan && zone.lowered_by().is_some();
 
         // If the guest unplugs memory without a request, that is not progress.
-        let is_asked_back =
-            zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
-        if zone.requested_bytes != requested_before || is_asked_back {
-            (self.moved, self.kept) = (now, false);
+        let is_requested_unplug =
+            zone.plugged_bytes < before.plugged_bytes && min_requested_bytes < before.plugged_bytes;
+        if zone.requested_bytes != requested_before || is_requested_unplug {
+            (self.progress_at, self.is_retained) = (now, false);
         }
-        if is_asked_back {
-            self.shrink = Attempt::default();
+        if is_requested_unplug {
+            self.shrink = RequestLimit::default();
         }
-        let was_settled = self.is_settled();
-        let stayed_since = self.plug_filter.observe(asked_bytes, zone.plugged_bytes, now);
-        if let Some(since) = stayed_since {
-            (self.moved, self.kept) = (self.moved.max(since), false);
-            self.grow = Attempt::default();
+        let was_confirmed = self.is_confirmed();
+        let confirmed_since =
+            self.plug_filter.observe(min_requested_bytes, zone.plugged_bytes, now);
+        if let Some(since) = confirmed_since {
+            (self.progress_at, self.is_retained) = (self.progress_at.max(since), false);
+            self.grow = RequestLimit::default();
             // Memory that was plugged before the host's retry does not end the pause, because the
             // host provided it earlier.
-            if !is_short && self.host.allowed(since) != Some(0) {
-                self.host = Attempt::default();
+            if !is_short && self.host.cap_bytes(since) != Some(0) {
+                self.host = RequestLimit::default();
             }
         }
         // If a guest unplugs memory without a request, it has made no progress. However, if it had
         // reached the requested size, its time to follow starts again.
-        let has_left =
-            zone.plugged_bytes < before.plugged_bytes && was_settled && resize::is_reached(&before);
-        if is_asked_back {
-            self.resize.asked_back_at = Some(now);
+        let has_left_reached_size = zone.plugged_bytes < before.plugged_bytes
+            && was_confirmed
+            && resize::is_reached(&before);
+        if is_requested_unplug {
+            self.resize.requested_unplug_at = Some(now);
         }
-        let is_reached = self.observe_resize(&before, is_asked_back || has_left, stayed_since, now);
-        Seen {
+        let is_reached = self.observe_resize(
+            &before,
+            is_requested_unplug || has_left_reached_size,
+            confirmed_since,
+            now,
+        );
+        ZoneChanges {
             has_grown: zone.requested_bytes > requested_before,
             shortfall_bytes: if is_short { less_bytes } else { 0 },
             lowered_bytes: if is_lowered { less_bytes } else { 0 },
-            has_driver_come,
+            driver_became_ready,
             is_reached,
         }
     }
 
     /// Pauses requests to this zone because the host could not provide the requested memory.
-    pub(super) fn fell_short(&mut self, rules: &Rules, now: TimeMs) {
+    pub(super) fn pause_for_host(&mut self, rules: &Rules, now: TimeMs) {
         self.host.pause(rules, now);
     }
 
     /// Records a request that a plan makes. `before_bytes` is the previously requested size.
-    pub(super) fn asked(&mut self, requested_bytes: u64, before_bytes: u64, now: TimeMs) {
+    pub(super) fn record_request(&mut self, requested_bytes: u64, before_bytes: u64, now: TimeMs) {
         if requested_bytes != before_bytes {
             (self.goal_bytes, self.is_requested_by_plan) = (None, true);
         }
         if requested_bytes != self.requested_bytes {
             self.requested_bytes = requested_bytes;
-            self.moved = now;
-            self.kept = false;
+            self.progress_at = now;
+            self.is_retained = false;
         }
     }
 
@@ -170,37 +177,37 @@ impl ZoneTracker {
 
     /// Pins the zone because a client has resized it.
     pub(super) fn pin(&mut self) {
-        (self.pinned, self.by_hand, self.is_requested_by_plan) = (true, true, false);
+        (self.pinned, self.resized_by_client, self.is_requested_by_plan) = (true, true, false);
     }
 
-    /// Keeps a request although [`ZoneTracker::fall_back`] has withdrawn it.
-    pub(super) fn keep(&mut self, requested_bytes: u64) {
+    /// Keeps a request although [`ZoneTracker::reduce_failed_request`] has withdrawn it.
+    pub(super) fn retain(&mut self, requested_bytes: u64) {
         self.requested_bytes = requested_bytes;
-        self.kept = true;
+        self.is_retained = true;
     }
 
     /// Returns true if a withdrawn request is kept, and no memory has been plugged for it since.
-    pub(super) fn is_kept(&self) -> bool {
-        self.kept && self.plug_filter.pending_since().is_none()
+    pub(super) fn is_retained(&self) -> bool {
+        self.is_retained && self.plug_filter.pending_since().is_none()
     }
 
     /// Returns true if the plugged memory has been confirmed, or if it is the rest after a shrink.
-    fn is_settled(&self) -> bool {
+    fn is_confirmed(&self) -> bool {
         self.plug_filter
             .pending_since()
-            .is_none_or(|since| self.resize.asked_back_at >= Some(since))
+            .is_none_or(|since| self.resize.requested_unplug_at >= Some(since))
     }
 
     /// Restarts the tracker because a driver has become ready. Failures under another driver or
     /// without a driver do not count for this driver. The filter starts from the sizes before this
     /// driver, because memory that the driver has plugged is not confirmed yet.
-    fn begin_anew(&mut self, now: TimeMs) {
-        self.moved = now;
+    fn restart_for_driver(&mut self, now: TimeMs) {
+        self.progress_at = now;
         self.plug_filter =
             PlugFilter::of(self.sizes.requested_bytes, self.sizes.plugged_bytes, now);
-        self.grow = Attempt::default();
-        self.shrink = Attempt::default();
-        self.kept = false;
+        self.grow = RequestLimit::default();
+        self.shrink = RequestLimit::default();
+        self.is_retained = false;
     }
 
     /// Returns the replacement for a request that the guest has failed to follow for too long. A
@@ -211,7 +218,7 @@ impl ZoneTracker {
     /// A balloon is inflated in pages, so the plugged size may not be a multiple of the block size,
     /// but requests must be. A withdrawn shrink leaves the whole block to the guest. A grow that is
     /// incomplete by less than a block counts as reached.
-    pub(super) fn fall_back(
+    pub(super) fn reduce_failed_request(
         &mut self,
         zone: &ZoneSizes,
         rules: &Rules,
@@ -223,41 +230,44 @@ impl ZoneTracker {
         let growing = zone.requested_bytes > zone.plugged_bytes;
         let missing = zone.requested_bytes.abs_diff(zone.plugged_bytes);
         let half = round_down(missing / 2, zone.block_bytes);
-        let attempt = if growing { &mut self.grow } else { &mut self.shrink };
-        attempt.failed(half, zone, rules, now, growing);
+        let limit = if growing { &mut self.grow } else { &mut self.shrink };
+        limit.record_failure(half, zone, rules, now, growing);
         // If memory that was plugged earlier is confirmed now, that does not undo the failure.
-        self.plug_filter.settle();
-        self.moved = now;
-        self.kept = false;
-        let left = left_bytes(zone, half);
+        self.plug_filter.confirm_all();
+        self.progress_at = now;
+        self.is_retained = false;
+        let left = fallback_bytes(zone, half);
         self.resize.withdrawn_bytes = (left == zone.plugged_bytes).then_some(left);
         Some(left)
     }
 
     /// Returns true if the guest has failed to follow the request for too long.
     pub(super) fn has_failed(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
-        let is_there = (0..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
-        self.is_stuck(zone, rules, now) && !(is_there && zone.requested_bytes > zone.plugged_bytes)
+        let is_nearly_complete = (0..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
+        self.is_stuck(zone, rules, now)
+            && !(is_nearly_complete && zone.requested_bytes > zone.plugged_bytes)
     }
 
     /// Returns true if the request has made no progress for too long.
     pub(super) fn is_stuck(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
-        let moved =
-            self.plug_filter.pending_since().map_or(self.moved, |since| since.max(self.moved));
-        zone.requested_bytes != zone.plugged_bytes && now.since(moved) >= rules.progress_ms
+        let progress_at = self
+            .plug_filter
+            .pending_since()
+            .map_or(self.progress_at, |since| since.max(self.progress_at));
+        zone.requested_bytes != zone.plugged_bytes && now.since(progress_at) >= rules.progress_ms
     }
 
     /// Largest size that may be requested, considering failures of the guest's driver.
     pub(super) fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
-        match self.grow.allowed(now) {
-            Some(cap) => self.plug_filter.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
+        match self.grow.cap_bytes(now) {
+            Some(cap) => self.plug_filter.confirmed_bytes(zone.plugged_bytes).saturating_add(cap),
             None => u64::MAX,
         }
     }
 
     /// Largest size that may be requested, considering failures of the host.
     pub(super) fn host_ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
-        match self.host.allowed(now) {
+        match self.host.cap_bytes(now) {
             Some(cap) => zone.plugged_bytes.saturating_add(cap),
             None => u64::MAX,
         }
@@ -265,12 +275,12 @@ impl ZoneTracker {
 
     /// Largest amount that one step may remove, considering failures of the guest's driver.
     pub(super) fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
-        self.shrink.allowed(now).unwrap_or(u64::MAX)
+        self.shrink.cap_bytes(now).unwrap_or(u64::MAX)
     }
 }
 
 /// Fallback request after a timeout. It is the plugged size, plus `more_bytes` for a grow.
-pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
+pub(super) fn fallback_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     let left = match zone.requested_bytes > zone.plugged_bytes {
         true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),
         false => round_up(zone.plugged_bytes, zone.block_bytes),
@@ -279,17 +289,17 @@ pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     left.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most)
 }
 
-impl Attempt {
-    fn failed(
+impl RequestLimit {
+    fn record_failure(
         &mut self,
         half_bytes: u64,
         zone: &ZoneSizes,
         rules: &Rules,
         now: TimeMs,
-        at_once: bool,
+        skips_pause: bool,
     ) {
         self.cap_bytes = Some(half_bytes.max(zone.block_bytes));
-        if at_once && half_bytes > 0 {
+        if skips_pause && half_bytes > 0 {
             return;
         }
         self.pause(rules, now);
@@ -301,7 +311,7 @@ impl Attempt {
         self.retry_at = Some(now + self.pause_ms);
     }
 
-    fn allowed(&self, now: TimeMs) -> Option<u64> {
+    fn cap_bytes(&self, now: TimeMs) -> Option<u64> {
         match self.retry_at {
             Some(at) if now < at => Some(0),
             _ => self.cap_bytes,

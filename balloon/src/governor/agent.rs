@@ -8,23 +8,23 @@ use crate::TimeMs;
 pub(super) struct Agent {
     pub connected: bool,
     /// Time of the last report, or of the connection if no report has arrived on it.
-    pub heard: Option<TimeMs>,
+    pub last_contact: Option<TimeMs>,
     /// Time at which the connection ended.
-    gone: Option<TimeMs>,
+    disconnected_at: Option<TimeMs>,
     /// Last state for which a note was written.
-    noted: Option<AgentState>,
+    noted_state: Option<AgentState>,
     /// True if a note about the missing agent was already written.
-    missed: bool,
+    is_missing_noted: bool,
 }
 
 impl Agent {
     /// Returns true once if no agent has connected for too long. A disconnect alone is normal,
     /// because the agent also disconnects when its guest shuts down.
-    fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
-        let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
-        let is_news = is_late && !self.missed;
-        self.missed |= is_news;
-        is_news
+    fn is_newly_missing(&mut self, now: TimeMs, lost_ms: u64) -> bool {
+        let is_late = self.disconnected_at.is_some_and(|at| now.since(at) >= lost_ms);
+        let is_new = is_late && !self.is_missing_noted;
+        self.is_missing_noted |= is_new;
+        is_new
     }
 }
 
@@ -33,28 +33,30 @@ impl Governor {
         self.intake.connected();
         self.agent = Agent {
             connected: true,
-            heard: Some(now),
-            gone: None,
-            noted: Some(AgentState::Live),
-            missed: false,
+            last_contact: Some(now),
+            disconnected_at: None,
+            noted_state: Some(AgentState::Live),
+            is_missing_noted: false,
         };
         self.counters.connections += 1;
         effects.notes.push(Note::AgentConnected);
     }
 
-    pub(super) fn agent_gone(&mut self, now: TimeMs, effects: &mut Effects) {
+    pub(super) fn agent_disconnected(&mut self, now: TimeMs, effects: &mut Effects) {
         self.agent.connected = false;
-        self.agent.gone = Some(now);
-        self.agent.noted = Some(AgentState::Gone);
-        effects.notes.push(Note::AgentGone);
+        self.agent.disconnected_at = Some(now);
+        self.agent.noted_state = Some(AgentState::Gone);
+        effects.notes.push(Note::AgentDisconnected);
     }
 
     /// Returns the agent's state. A connected agent is silent if it sends no valid reports.
     pub fn agent_state(&self, now: TimeMs) -> AgentState {
         match self.agent {
-            Agent { heard: None, .. } => AgentState::Never,
+            Agent { last_contact: None, .. } => AgentState::Never,
             Agent { connected: false, .. } => AgentState::Gone,
-            Agent { heard: Some(at), .. } if now.since(at) >= self.controller.rules().lost_ms => {
+            Agent { last_contact: Some(at), .. }
+                if now.since(at) >= self.controller.rules().lost_ms =>
+            {
                 AgentState::Silent
             }
             _ => AgentState::Live,
@@ -64,13 +66,13 @@ impl Governor {
     /// Writes one note if an agent has become silent or has not reconnected, and one when it
     /// reports again.
     pub(super) fn watch_agent(&mut self, now: TimeMs, effects: &mut Effects) {
-        if self.agent.is_missed(now, self.controller.rules().lost_ms) {
-            effects.notes.push(Note::AgentMissed);
+        if self.agent.is_newly_missing(now, self.controller.rules().lost_ms) {
+            effects.notes.push(Note::AgentMissing);
         }
         let state = self.agent_state(now);
-        if self.agent.noted.is_some_and(|noted| noted != state) {
+        if self.agent.noted_state.is_some_and(|noted| noted != state) {
             effects.notes.push(Note::AgentState(state));
-            self.agent.noted = Some(state);
+            self.agent.noted_state = Some(state);
         }
     }
 }
@@ -93,16 +95,16 @@ mod tests {
         assert_eq!(governor.agent_state(TimeMs(60_000)), AgentState::Never);
         let mut step = |event, now| {
             let effects = governor.effects_of(event, &host, TimeMs(now));
-            effects.notes.iter().any(|note| matches!(note, Note::AgentMissed))
+            effects.notes.iter().any(|note| matches!(note, Note::AgentMissing))
         };
         assert!(!step(Event::Tick, 60_000), "no agent was connected");
         step(Event::AgentConnected, 60_000);
         assert!(!step(Event::Tick, 120_000), "it is connected");
-        step(Event::AgentGone, 120_000);
+        step(Event::AgentDisconnected, 120_000);
         let missed = [122_999, 123_000, 129_000].map(|now| step(Event::Tick, now));
         assert_eq!(missed, [false, true, false]);
         step(Event::AgentConnected, 130_000);
-        step(Event::AgentGone, 130_000);
+        step(Event::AgentDisconnected, 130_000);
         assert!(step(Event::Tick, 133_000), "another agent");
     }
 }

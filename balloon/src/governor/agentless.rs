@@ -2,9 +2,9 @@
 
 use foreshore_proto::{Memory, Refusal, Report, Settings};
 
-use super::placing::Placing;
+use super::zone_split::ZoneSplit;
 use super::{Effects, Request};
-use crate::statistics::{Estimator, Known, correct};
+use crate::statistics::{Estimator, GuestFacts, exclude_ballooned};
 use crate::{HostView, TimeMs};
 
 /// Time since the agent's last report after which the governor uses statistics instead. It gives an
@@ -14,9 +14,9 @@ use crate::{HostView, TimeMs};
 /// If no agent has reported under the present kernel, the governor uses statistics immediately,
 /// because a guest may run short of memory as soon as it has booted. However, if the agent decides
 /// how plugged memory is onlined, the governor waits for the agent's first report, up to this time.
-const PATIENCE_MS: u64 = 10_000;
+const AGENT_TIMEOUT_MS: u64 = 10_000;
 /// Interval between requests for statistics.
-const REST_INTERVAL_MS: u64 = 1_000;
+const IDLE_INTERVAL_MS: u64 = 1_000;
 /// Interval between requests for statistics while memory is below the policy's watermark. An agent
 /// then reports twice as often, but statistics cost the guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
@@ -41,22 +41,22 @@ pub enum Onlining {
 
 /// Last report of the agent.
 #[derive(Clone, Copy, Debug)]
-struct Reported {
+struct LastAgentReport {
     at: TimeMs,
     /// Generation of the balloon driver at that time, if the driver had sent statistics. A new
     /// generation means that the driver was loaded again, possibly by another kernel after kexec.
-    driver_life: Option<u64>,
+    driver_generation: Option<u64>,
 }
 
 /// State of the statistics that replace the agent's reports.
 #[derive(Clone, Debug)]
 pub(super) struct Agentless {
     onlining: Onlining,
-    agent: Option<Reported>,
+    agent: Option<LastAgentReport>,
     estimator: Estimator,
-    placing: Placing,
-    asked: Option<TimeMs>,
-    taken: u64,
+    zone_split: ZoneSplit,
+    requested_at: Option<TimeMs>,
+    last_number: u64,
     is_active: bool,
     memory: Option<Memory>,
 }
@@ -68,9 +68,9 @@ impl Agentless {
             onlining,
             agent: None,
             estimator: Estimator::default(),
-            placing: Placing::default(),
-            asked: None,
-            taken: 0,
+            zone_split: ZoneSplit::default(),
+            requested_at: None,
+            last_number: 0,
             is_active: false,
             memory: None,
         }
@@ -95,11 +95,11 @@ impl Agentless {
         now: TimeMs,
     ) -> Report {
         self.is_active = false;
-        self.estimator.follow(&report, now);
+        self.estimator.continue_from_agent(&report, now);
         let sample = host.balloon_state.and_then(|balloon| balloon.sample);
-        let driver_life = sample.map(|sample| sample.driver_life);
-        self.agent = Some(Reported { at: now, driver_life });
-        correct(report, known(driver_life.unwrap_or(0), host))
+        let driver_generation = sample.map(|sample| sample.driver_generation);
+        self.agent = Some(LastAgentReport { at: now, driver_generation });
+        exclude_ballooned(report, guest_facts(driver_generation.unwrap_or(0), host))
     }
 
     /// Requests statistics when they are due. If new statistics have arrived and no agent's report
@@ -111,19 +111,22 @@ impl Agentless {
         now: TimeMs,
         effects: &mut Effects,
     ) -> Option<Result<Report, Refusal>> {
-        let sample = host.balloon_state?.sample.filter(|sample| sample.number != self.taken);
-        let interval_ms = if self.is_fast(settings) { FAST_INTERVAL_MS } else { REST_INTERVAL_MS };
-        if self.asked.is_none_or(|at| now.since(at) >= interval_ms) {
-            self.asked = Some(now);
-            effects.requests.push(Request::AskStatistics);
+        let sample = host.balloon_state?.sample.filter(|sample| sample.number != self.last_number);
+        let interval_ms = if self.is_fast(settings) { FAST_INTERVAL_MS } else { IDLE_INTERVAL_MS };
+        if self.requested_at.is_none_or(|at| now.since(at) >= interval_ms) {
+            self.requested_at = Some(now);
+            effects.requests.push(Request::Statistics);
         }
         let sample = sample?;
-        self.taken = sample.number;
-        if self.is_agent_awaited(sample.driver_life, now) {
+        self.last_number = sample.number;
+        if self.is_agent_awaited(sample.driver_generation, now) {
             return None;
         }
-        let result =
-            self.estimator.report(&sample.statistics, known(sample.driver_life, host), now);
+        let result = self.estimator.report(
+            &sample.statistics,
+            guest_facts(sample.driver_generation, host),
+            now,
+        );
         if let Ok(report) = &result {
             self.is_active = true;
             self.memory = Some(*report.memory());
@@ -131,34 +134,35 @@ impl Agentless {
         Some(result)
     }
 
-    fn is_agent_awaited(&self, driver_life: u64, now: TimeMs) -> bool {
+    fn is_agent_awaited(&self, driver_generation: u64, now: TimeMs) -> bool {
         match self.agent {
-            Some(Reported { at, driver_life: life }) => {
-                life.is_none_or(|life| life == driver_life) && now.since(at) < PATIENCE_MS
+            Some(LastAgentReport { at, driver_generation: generation }) => {
+                generation.is_none_or(|generation| generation == driver_generation)
+                    && now.since(at) < AGENT_TIMEOUT_MS
             }
-            None => self.onlining == Onlining::Agent && now < TimeMs(PATIENCE_MS),
+            None => self.onlining == Onlining::Agent && now < TimeMs(AGENT_TIMEOUT_MS),
         }
     }
 
     /// Splits a report made from statistics into nodes. An agent's report is returned unchanged,
     /// and its values calibrate the split.
-    pub(super) fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
+    pub(super) fn split(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
         match from {
-            Reporter::Statistics => self.placing.place(report, host),
+            Reporter::Statistics => self.zone_split.split(report, host),
             Reporter::Agent => {
-                self.placing.learn(&report, host);
+                self.zone_split.learn(&report, host);
                 report
             }
         }
     }
 }
 
-fn known(driver_life: u64, host: &HostView) -> Known {
+fn guest_facts(driver_generation: u64, host: &HostView) -> GuestFacts {
     let balloon = host.balloon_state.unwrap_or_default();
-    Known {
-        driver_life,
-        memory_bytes: host.most_memory_bytes(),
+    GuestFacts {
+        driver_generation,
+        memory_bytes: host.max_memory_bytes(),
         ballooned_bytes: balloon.ballooned_bytes,
-        counted: balloon.is_counted,
+        counts_ballooned: balloon.is_counted,
     }
 }

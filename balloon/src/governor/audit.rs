@@ -14,12 +14,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::plan::{Direction, Plan, Reason};
-use crate::plug_filter::STAYS_MS;
+use crate::plug_filter::CONFIRM_MS;
 use crate::{HostView, TimeMs, ZoneSizes};
 use foreshore_proto::Report;
 
 use super::decision::{
-    DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome,
+    DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, MAX_DECISIONS, Outcome,
     ReportDigest,
 };
 
@@ -39,7 +39,7 @@ pub struct Audit {
     open: Vec<u64>,
     /// Numbers of decisions that the guest has followed just now. The guest may still leave their
     /// sizes.
-    fresh: Vec<(u64, TimeMs)>,
+    just_reached: Vec<(u64, TimeMs)>,
 }
 
 /// Input that is recorded with a decision.
@@ -68,13 +68,13 @@ pub struct Entry {
     /// Requested and plugged size of each zone before the decision.
     before: Vec<(u64, u64)>,
     plan: Plan,
-    asks: Vec<Ask>,
+    requests: Vec<ZoneRequest>,
     end: Option<Outcome>,
 }
 
 /// Request that a decision makes to one zone.
 #[derive(Clone, Copy, Debug)]
-struct Ask {
+struct ZoneRequest {
     zone: usize,
     /// True if the request is larger than the previous request. The plugged size at that time may
     /// be larger or smaller than either request.
@@ -85,21 +85,21 @@ struct Ask {
     reached: Option<TimeMs>,
     /// True if the request was reached and another size has been requested from the zone since.
     /// Later changes of the plugged size are then ignored.
-    is_over: bool,
+    is_final: bool,
 }
 
-impl Ask {
+impl ZoneRequest {
     fn new(index: usize, zone: &ZoneSizes, target_bytes: u64, now: TimeMs) -> Self {
-        let mut ask = Self {
+        let mut request = Self {
             zone: index,
             grows: target_bytes > zone.requested_bytes,
             from_bytes: zone.plugged_bytes,
             target_bytes,
             reached: None,
-            is_over: false,
+            is_final: false,
         };
-        ask.reached = ask.is_reached_by(zone.plugged_bytes).then_some(now);
-        ask
+        request.reached = request.is_reached_by(zone.plugged_bytes).then_some(now);
+        request
     }
 
     /// Updates the request with the zone's present sizes. A request to grow was not reached if the
@@ -113,7 +113,7 @@ impl Ask {
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
         match self.reached {
             None if is_reached => self.reached = Some(now),
-            Some(at) if !self.is_over && !is_reached && is_asked && now.since(at) < STAYS_MS => {
+            Some(at) if !self.is_final && !is_reached && is_asked && now.since(at) < CONFIRM_MS => {
                 self.reached = None
             }
             _ => {}
@@ -129,12 +129,12 @@ impl Ask {
     }
 
     /// Returns true if requesting `bytes` withdraws this request.
-    fn is_undone_by(&self, bytes: u64) -> bool {
-        self.reached.is_none() && self.is_turned_by(bytes)
+    fn is_withdrawn_by(&self, bytes: u64) -> bool {
+        self.reached.is_none() && self.is_reversed_by(bytes)
     }
 
     /// Returns true if requesting `bytes` is a change in the opposite direction.
-    fn is_turned_by(&self, bytes: u64) -> bool {
+    fn is_reversed_by(&self, bytes: u64) -> bool {
         if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
 
@@ -166,30 +166,32 @@ impl Audit {
             return false;
         }
         let zones = &context.host.zones;
-        let asks: Vec<Ask> = zones
+        let requests: Vec<ZoneRequest> = zones
             .iter()
             .zip(&plan.targets)
             .enumerate()
             .filter(|(_, (zone, target))| {
                 !plan.dry_run && zone.requested_bytes != target.requested_bytes
             })
-            .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes, now))
+            .map(|(index, (zone, target))| {
+                ZoneRequest::new(index, zone, target.requested_bytes, now)
+            })
             .collect();
-        if asks.is_empty()
-            && let Some(earlier) = self.said_before(plan, context.policy, now)
+        if requests.is_empty()
+            && let Some(earlier) = self.find_repeated(plan, context.policy, now)
         {
             earlier.times += 1;
             return false;
         }
         self.total += 1;
         let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
-        if !asks.is_empty() {
-            self.undo(plan, &plugged, now);
+        if !requests.is_empty() {
+            self.close_withdrawn(plan, &plugged, now);
         }
         let end = match () {
             () if plan.dry_run => Some(Outcome::DryRun),
-            () if asks.is_empty() => Some(Outcome::None),
-            () if asks.iter().all(|ask| ask.reached.is_some()) => {
+            () if requests.is_empty() => Some(Outcome::None),
+            () if requests.iter().all(|request| request.reached.is_some()) => {
                 Some(Outcome::Reached { after_ms: 0 })
             }
             () => None,
@@ -197,7 +199,7 @@ impl Audit {
         if end.is_none() {
             self.open.push(self.total);
         }
-        if self.ring.len() == DECISIONS_KEPT {
+        if self.ring.len() == MAX_DECISIONS {
             let oldest = self.ring.pop_front().map(|entry| entry.seq);
             self.open.retain(|seq| Some(*seq) != oldest);
         }
@@ -212,7 +214,7 @@ impl Audit {
             before: zones.iter().map(|zone| (zone.requested_bytes, zone.plugged_bytes)).collect(),
             end,
             plan: plan.clone(),
-            asks,
+            requests,
         }));
         true
     }
@@ -220,31 +222,33 @@ impl Audit {
     /// Returns the earlier decision that a decision without a request repeats, if any. A hold
     /// repeats an earlier hold for the same reason, unless a decision other than a hold was made in
     /// between. A dry run's decision repeats the last decision of the same kind.
-    fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
+    fn find_repeated(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
         let counts = |entry: &Entry| {
-            entry.asks.is_empty() && (!hold || entry.plan.direction == Direction::Hold)
+            entry.requests.is_empty() && (!hold || entry.plan.direction == Direction::Hold)
         };
         let mut since = self.ring.iter_mut().rev().take_while(|entry| counts(entry));
-        let same = since.find(|entry| entry.policy == policy && entry.is_of_the_kind_of(plan))?;
-        let stands = hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
-        stands.then(|| Arc::make_mut(same))
+        let same = since.find(|entry| entry.policy == policy && entry.is_same_kind(plan))?;
+        let is_repetition =
+            hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
+        is_repetition.then(|| Arc::make_mut(same))
     }
 
     /// Ends the decisions that the newest decision withdraws or reverses.
-    fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
-        let target = |ask: &Ask| plan.targets.get(ask.zone);
-        self.end_watch(|ask| {
-            target(ask).is_some_and(|target| ask.is_turned_by(target.requested_bytes))
+    fn close_withdrawn(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
+        let target = |request: &ZoneRequest| plan.targets.get(request.zone);
+        self.finalize_reached(|request| {
+            target(request).is_some_and(|target| request.is_reversed_by(target.requested_bytes))
         });
         let by = self.total;
         let withdraws = plan.reason == Reason::NoProgress;
         self.close(|entry| {
-            let undone = entry.asks.iter().any(|ask| {
-                target(ask).is_some_and(|target| ask.is_undone_by(target.requested_bytes))
+            let is_withdrawn = entry.requests.iter().any(|request| {
+                target(request)
+                    .is_some_and(|target| request.is_withdrawn_by(target.requested_bytes))
             });
             let (moved_bytes, after_ms) = (entry.moved_bytes(plugged), now.since(entry.at));
-            undone.then_some(match (withdraws, moved_bytes) {
+            is_withdrawn.then_some(match (withdraws, moved_bytes) {
                 (false, _) => Outcome::Superseded { moved_bytes, after_ms, by },
                 (true, 0) => Outcome::Withdrawn { after_ms, by },
                 (true, _) => Outcome::Partly { moved_bytes, after_ms, by: Some(by), lack: None },
@@ -253,13 +257,16 @@ impl Audit {
     }
 
     /// Ends decisions because a client has resized a zone.
-    pub fn sized_by_hand(&mut self, zone: usize, sizes: &[ZoneSizes], now: TimeMs) {
-        self.end_watch(|ask| ask.zone == zone);
+    pub fn resized_by_client(&mut self, zone: usize, sizes: &[ZoneSizes], now: TimeMs) {
+        self.finalize_reached(|request| request.zone == zone);
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
         self.close(|entry| {
-            let undone = entry.asks.iter().any(|ask| ask.zone == zone && ask.reached.is_none());
+            let is_withdrawn = entry
+                .requests
+                .iter()
+                .any(|request| request.zone == zone && request.reached.is_none());
             let (moved_bytes, after_ms) = (entry.moved_bytes(&plugged), now.since(entry.at));
-            undone.then_some(Outcome::ByHand { moved_bytes, after_ms })
+            is_withdrawn.then_some(Outcome::ByHand { moved_bytes, after_ms })
         });
     }
 
@@ -270,50 +277,55 @@ impl Audit {
             return;
         }
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
-        let mut fresh = Vec::new();
+        let mut just_reached = Vec::new();
         self.close(|entry| {
             entry.observe(sizes, now);
             let after_ms = now.since(entry.at);
             if entry.is_reached() {
-                fresh.push((entry.seq, now));
+                just_reached.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
             // The device has lowered the request, because the host could not provide all memory or
             // the driver was refused. The guest has reached the lowered size.
-            let lack = entry.asks.iter().find_map(|ask| {
-                let sizes = sizes.get(ask.zone)?;
-                let has_it = ask.is_undone_by(sizes.requested_bytes)
-                    && ask.grows
+            let lack = entry.requests.iter().find_map(|request| {
+                let sizes = sizes.get(request.zone)?;
+                let has_lowered_size = request.is_withdrawn_by(sizes.requested_bytes)
+                    && request.grows
                     && sizes.plugged_bytes >= sizes.requested_bytes;
-                sizes.lowered_by().filter(|_| has_it).map(str::to_owned)
+                sizes.lowered_by().filter(|_| has_lowered_size).map(str::to_owned)
             })?;
             let moved_bytes = entry.moved_bytes(&plugged);
             Some(Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some(lack) })
         });
-        self.fresh.append(&mut fresh);
+        self.just_reached.append(&mut just_reached);
     }
 
     /// Makes the outcome of reached requests final, because another size has been requested from
     /// their zones.
-    fn end_watch(&mut self, is_over: impl Fn(&Ask) -> bool) {
+    fn finalize_reached(&mut self, is_final: impl Fn(&ZoneRequest) -> bool) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
-        let fresh = self.fresh.iter().map(|&(seq, _)| seq);
-        for seq in self.open.iter().copied().chain(fresh).filter(|seq| *seq >= first) {
+        let just_reached = self.just_reached.iter().map(|&(seq, _)| seq);
+        for seq in self.open.iter().copied().chain(just_reached).filter(|seq| *seq >= first) {
             let entry = &mut self.ring[(seq - first) as usize];
-            let is_it = |ask: &Ask| ask.reached.is_some() && !ask.is_over && is_over(ask);
-            if entry.asks.iter().any(is_it) {
-                let asks = &mut Arc::make_mut(entry).asks;
-                asks.iter_mut().filter(|ask| is_it(ask)).for_each(|ask| ask.is_over = true);
+            let becomes_final = |request: &ZoneRequest| {
+                request.reached.is_some() && !request.is_final && is_final(request)
+            };
+            if entry.requests.iter().any(becomes_final) {
+                let requests = &mut Arc::make_mut(entry).requests;
+                requests
+                    .iter_mut()
+                    .filter(|request| becomes_final(request))
+                    .for_each(|request| request.is_final = true);
             }
         }
     }
 
-    /// Reopens decisions whose sizes the guest has left within [`STAYS_MS`].
+    /// Reopens decisions whose sizes the guest has left within [`CONFIRM_MS`].
     fn reopen(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let (ring, open) = (&mut self.ring, &mut self.open);
-        self.fresh.retain(|&(seq, at)| {
-            if seq < first || now.since(at) >= STAYS_MS {
+        self.just_reached.retain(|&(seq, at)| {
+            if seq < first || now.since(at) >= CONFIRM_MS {
                 return false;
             }
             let entry = Arc::make_mut(&mut ring[(seq - first) as usize]);
@@ -356,26 +368,28 @@ pub struct AuditedZone<'a> {
 }
 
 impl Entry {
-    fn is_of_the_kind_of(&self, plan: &Plan) -> bool {
+    fn is_same_kind(&self, plan: &Plan) -> bool {
         let old = &self.plan;
         (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
     }
 
     fn observe(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
-        for ask in &mut self.asks {
-            if let Some(sizes) = sizes.get(ask.zone) {
-                ask.observe(sizes, now);
+        for request in &mut self.requests {
+            if let Some(sizes) = sizes.get(request.zone) {
+                request.observe(sizes, now);
             }
         }
     }
 
     fn is_reached(&self) -> bool {
-        self.asks.iter().all(|ask| ask.reached.is_some())
+        self.requests.iter().all(|request| request.reached.is_some())
     }
 
     fn moved_bytes(&self, plugged: &[u64]) -> u64 {
-        let moved = |ask: &Ask| plugged.get(ask.zone).map_or(0, |bytes| ask.moved_bytes(*bytes));
-        self.asks.iter().map(moved).fold(0, u64::saturating_add)
+        let moved = |request: &ZoneRequest| {
+            plugged.get(request.zone).map_or(0, |bytes| request.moved_bytes(*bytes))
+        };
+        self.requests.iter().map(moved).fold(0, u64::saturating_add)
     }
 
     /// Returns the decision as the API shows it, with an outcome for the present state of `zones`.
@@ -395,9 +409,9 @@ impl Entry {
             wanted_bytes: plan.wanted_bytes,
             requested_bytes: plan.requested_bytes(),
             asked_bytes: self
-                .asks
+                .requests
                 .iter()
-                .fold(0, |sum: u64, ask| sum.saturating_add(ask.asked_bytes())),
+                .fold(0, |sum: u64, request| sum.saturating_add(request.asked_bytes())),
             available_bytes: self.report.as_ref().map(|report| report.available_bytes),
             dry_run: plan.dry_run,
             input: DecisionInput {
@@ -426,10 +440,11 @@ impl Entry {
             outcome: self.end.clone().unwrap_or_else(|| {
                 let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
                 let moved_bytes = self.moved_bytes(&plugged);
-                let late = |ask: &Ask| {
-                    ask.reached.is_none() && zones.get(ask.zone).is_some_and(|zone| zone.late)
+                let late = |request: &ZoneRequest| {
+                    request.reached.is_none()
+                        && zones.get(request.zone).is_some_and(|zone| zone.late)
                 };
-                if self.asks.iter().any(late) {
+                if self.requests.iter().any(late) {
                     Outcome::Stuck { moved_bytes }
                 } else {
                     Outcome::Pending { moved_bytes }

@@ -145,7 +145,7 @@ fn reached_and_reversed_decision_is_not_reopened_by_later_requests() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (0, 0)], 150);
-    f.0.sized_by_hand(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
+    f.0.resized_by_client(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
     f.observe([(12, 8), (0, 0)], 210);
     assert_eq!(f.outcomes([8, 0], false), [reached(50)]);
     // The same applies to the first part of a decision while its second part is still open.
@@ -265,13 +265,13 @@ fn shrink_during_grow_counts_as_shrink() {
 fn alternating_holds_push_out_no_decision() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
-    for at in 0..4 * DECISIONS_KEPT as u64 {
+    for at in 0..4 * MAX_DECISIONS as u64 {
         let reason = [Reason::Enough, Reason::CoolDown][at as usize % 2];
         f.record(&plan(Direction::Hold, reason, [10, 0]), [(10, 10), (0, 0)], 50 * at);
     }
     assert_eq!(f.0.total(), 3);
     let times: Vec<_> = f.0.newest(10).iter().map(|entry| entry.times).collect();
-    assert_eq!(times, [2 * DECISIONS_KEPT as u64, 2 * DECISIONS_KEPT as u64, 1]);
+    assert_eq!(times, [2 * MAX_DECISIONS as u64, 2 * MAX_DECISIONS as u64, 1]);
     // Holds after the next decision count as new decisions.
     f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
     assert!(f.record(&plan(Direction::Hold, Reason::Enough, [20, 0]), [(20, 20), (0, 0)], 300_050));
@@ -285,8 +285,8 @@ fn repeats_are_counted_per_policy() {
         for (policy, is_new) in [("psi", true), ("amf", true), ("amf", false), ("psi", false)] {
             assert_eq!(f.record_of(policy, &plan, [(0, 0); 2], 0), is_new, "{policy}");
         }
-        let said = f.0.newest(10);
-        let times: Vec<_> = said.iter().map(|entry| (entry.policy, entry.times)).collect();
+        let recorded = f.0.newest(10);
+        let times: Vec<_> = recorded.iter().map(|entry| (entry.policy, entry.times)).collect();
         assert_eq!(times, [("amf", 2), ("psi", 2)]);
     }
 }
@@ -294,21 +294,21 @@ fn repeats_are_counted_per_policy() {
 #[test]
 fn dry_run_records_one_decision_of_a_kind_per_second() {
     let mut f = fixture();
-    let said: Vec<bool> = (0..60u64)
+    let recorded: Vec<bool> = (0..60u64)
         .map(|at| f.record(&Plan { dry_run: true, ..grow([at, 0]) }, [(100, 100), (0, 0)], 50 * at))
         .collect();
-    assert_eq!(said.iter().filter(|said| **said).count(), 3);
-    assert!(said[0] && said[20] && said[40]);
+    assert_eq!(recorded.iter().filter(|is_new| **is_new).count(), 3);
+    assert!(recorded[0] && recorded[20] && recorded[40]);
     // Holds in between do not affect the result.
     let mut f = fixture();
-    let mut said = 0;
+    let mut recorded = 0;
     for at in 0..60u64 {
         let grow = Plan { dry_run: true, ..grow([at, 0]) };
         let hold = Plan { dry_run: true, ..hold(Reason::Enough) };
-        said += u64::from(f.record(&grow, [(100, 100), (0, 0)], 50 * at));
-        said += u64::from(f.record(&hold, [(100, 100), (0, 0)], 50 * at));
+        recorded += u64::from(f.record(&grow, [(100, 100), (0, 0)], 50 * at));
+        recorded += u64::from(f.record(&hold, [(100, 100), (0, 0)], 50 * at));
     }
-    assert_eq!(said, 6);
+    assert_eq!(recorded, 6);
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn resize_by_client_ends_requests_to_that_zone_only() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     f.record(&grow([10, 10]), [(10, 0), (0, 0)], 10);
-    f.0.sized_by_hand(1, &sizes([(10, 0), (10, 4)]), TimeMs(30));
+    f.0.resized_by_client(1, &sizes([(10, 0), (10, 4)]), TimeMs(30));
     assert_eq!(
         f.outcomes([0, 4], false),
         [Outcome::Pending { moved_bytes: 0 }, Outcome::ByHand { moved_bytes: 4, after_ms: 20 }]
@@ -373,17 +373,17 @@ fn repeated_decision_without_request_is_counted_but_not_recorded() {
 #[test]
 fn oldest_decisions_are_dropped_including_open_ones() {
     let mut f = fixture();
-    for round in 0..DECISIONS_KEPT as u64 + 10 {
+    for round in 0..MAX_DECISIONS as u64 + 10 {
         f.record(&grow([round + 1, 0]), [(round, 0), (0, 0)], round);
     }
-    assert_eq!(f.0.ring.len(), DECISIONS_KEPT);
-    assert_eq!(f.0.open.len(), DECISIONS_KEPT);
+    assert_eq!(f.0.ring.len(), MAX_DECISIONS);
+    assert_eq!(f.0.open.len(), MAX_DECISIONS);
     // The number of a dropped decision would be out of bounds here.
     f.observe([(2000, 2000), (0, 0)], 9000);
     assert!(f.0.open.is_empty());
     let outcomes = f.outcomes([2000, 0], false);
     assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Reached { .. })));
     let kept = f.0.newest(usize::MAX).into_iter().map(|entry| entry.seq);
-    assert!(kept.eq((11..=DECISIONS_KEPT as u64 + 10).rev()));
+    assert!(kept.eq((11..=MAX_DECISIONS as u64 + 10).rev()));
     assert_eq!(f.0.newest(3).len(), 3);
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Number of past decisions that are kept in memory.
-pub const DECISIONS_KEPT: usize = 1_000;
+pub const MAX_DECISIONS: usize = 1_000;
 /// Default number of decisions that `vm.pressure` shows.
 pub const DECISIONS_SHOWN: usize = 50;
 

@@ -14,13 +14,13 @@ pub enum Event {
     /// An agent has connected.
     AgentConnected,
     /// The agent's connection has ended.
-    AgentGone,
+    AgentDisconnected,
     /// The agent has sent a line.
     Message {
         /// The message, or the reason why its line was refused.
         message: Result<AgentMessage, Refusal>,
         /// Present time, including time during which the host was suspended.
-        with_sleep: TimeMs,
+        boottime: TimeMs,
     },
     /// The guest has sent a report, and it has passed all checks.
     Report(Report),
@@ -30,7 +30,7 @@ pub enum Event {
     /// A client has resized a zone, which also pins it.
     Resize(ResizeTarget),
     /// A zone has been given a size at boot. The policy may change this size later.
-    BootWith(ResizeTarget),
+    BootSize(ResizeTarget),
     /// A client has changed the governor's settings.
     Change(Change),
     /// A DIMM of this size in bytes is being added. Like a zone's memory, it needs room for its
@@ -104,7 +104,7 @@ impl Effects {
     }
 
     /// Returns true if any request changes a size.
-    pub(super) fn is_sizing(&self) -> bool {
+    pub(super) fn changes_sizes(&self) -> bool {
         let is_size =
             |request: &Request| matches!(request, Request::Size(..) | Request::Step { .. });
         self.requests.iter().any(is_size)
@@ -132,7 +132,7 @@ pub enum Request {
     /// Report that a size cannot be reached because the guest has no room for page descriptors.
     ReportHeld(ZoneId),
     /// Request statistics from the balloon driver.
-    AskStatistics,
+    Statistics,
 }
 
 /// Note for the log, the trace or metrics.
@@ -141,9 +141,9 @@ pub enum Note {
     /// An agent has connected.
     AgentConnected,
     /// The agent's connection has ended.
-    AgentGone,
+    AgentDisconnected,
     /// No agent has connected for the time `lost` since the last agent disconnected.
-    AgentMissed,
+    AgentMissing,
     /// The agent's state has changed to `Silent`, or from `Silent` to another state.
     AgentState(AgentState),
     /// The agent has sent its hello.
@@ -179,18 +179,18 @@ pub enum Note {
     /// A client has requested another size for a zone, in bytes.
     Resized(ZoneId, u64),
     /// The governor has made a plan.
-    Decided(Decided),
+    Plan(PlanNote),
 }
 
 /// A plan as written to the log and the trace.
 #[derive(Clone, Debug)]
-pub struct Decided {
+pub struct PlanNote {
     /// The plan.
     pub plan: Plan,
     /// Name of the policy.
     pub policy: &'static str,
     /// True if a report caused the plan. It is the governor's last report.
-    pub has_reported: bool,
+    pub is_from_report: bool,
     /// Number of the decision. `None` if the plan repeats an earlier decision.
     pub number: Option<u64>,
 }

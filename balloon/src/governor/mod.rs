@@ -15,10 +15,10 @@ mod agentless;
 mod audit;
 pub mod decision;
 mod effects;
-mod placing;
 mod requests;
 mod shortage;
 mod status;
+mod zone_split;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,10 +29,10 @@ use self::agentless::{Agentless, Reporter};
 pub use self::agentless::{FAST_INTERVAL_MS, Onlining};
 use self::audit::DecisionContext;
 pub use self::audit::{Audit, AuditedZone, Entry};
-pub use self::effects::{Change, Decided, Devices, Event, Note, Request, StepNotes};
+pub use self::effects::{Change, Devices, Event, Note, PlanNote, Request, StepNotes};
 use self::effects::{Effects, FollowUp};
 pub use self::requests::{ResizeTarget, ResizeTargetError};
-use self::shortage::{Ended, HeldPlan, Shortage};
+use self::shortage::{EndedShortage, HeldPlan, Shortage};
 pub use self::status::AgentState;
 use crate::controller::{self, Controller, Reminder, Rules};
 use crate::plan::{Plan, ZoneTarget};
@@ -139,7 +139,7 @@ impl Governor {
             self.observe(&host, now, &mut effects);
             match next {
                 FollowUp::Goals { then_decide } => {
-                    self.goals(then_decide, &host, now, &mut effects);
+                    self.request_goals(then_decide, &host, now, &mut effects);
                 }
                 FollowUp::Decide => self.decide(&host, now, &mut effects),
                 FollowUp::Observe => self.note_reached(&mut effects),
@@ -150,14 +150,14 @@ impl Governor {
     fn handle(&mut self, event: Event, host: &HostView, now: TimeMs, effects: &mut Effects) {
         match event {
             Event::AgentConnected => self.agent_connected(now, effects),
-            Event::AgentGone => self.agent_gone(now, effects),
-            Event::Message { message, with_sleep } => {
-                self.message(message, with_sleep, host, now, effects);
+            Event::AgentDisconnected => self.agent_disconnected(now, effects),
+            Event::Message { message, boottime } => {
+                self.message(message, boottime, host, now, effects);
             }
             Event::Report(report) => self.agent_report(report, host, now, effects),
             Event::Tick => self.tick(host, now, effects),
             Event::Resize(target) => self.resize(target, host, now, effects),
-            Event::BootWith(target) => {
+            Event::BootSize(target) => {
                 self.observe(host, now, effects);
                 self.controller.set_goal(target.zone(), target.size_bytes());
                 self.follow_goals(host, now, effects);
@@ -167,28 +167,28 @@ impl Governor {
         }
     }
 
-    /// Handles a message of the agent, or the reason why its line was refused. `with_sleep` is
+    /// Handles a message of the agent, or the reason why its line was refused. `boottime` is
     /// `now` plus the time during which the host was suspended. The guest's clock is compared with
     /// it.
     fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
-        with_sleep: TimeMs,
+        boottime: TimeMs,
         host: &HostView,
         now: TimeMs,
         effects: &mut Effects,
     ) {
-        match message.and_then(|message| self.accept(message, host, with_sleep)) {
+        match message.and_then(|message| self.accept(message, host, boottime)) {
             Ok(AgentMessage::Hello(hello)) => effects.notes.push(Note::Hello(hello)),
             Ok(AgentMessage::Report(report)) => {
-                self.agent.heard = Some(now);
+                self.agent.last_contact = Some(now);
                 let report = match &mut self.agentless {
                     Some(agentless) => agentless.agent_reported(report, host, now),
                     None => report,
                 };
                 self.agent_report(report, host, now, effects);
             }
-            Err(refusal) => self.refused(refusal, Reporter::Agent, effects),
+            Err(refusal) => self.count_refusal(refusal, Reporter::Agent, effects),
         }
     }
 
@@ -204,7 +204,7 @@ impl Governor {
         self.report(report, Reporter::Agent, host, now, effects);
         // The plan's requests change the sizes from which the goals proceed.
         match effects.requests.is_empty() {
-            true => self.goals(false, host, now, effects),
+            true => self.request_goals(false, host, now, effects),
             false if self.controller.has_goals() => {
                 effects.next = Some(FollowUp::Goals { then_decide: false });
             }
@@ -218,18 +218,18 @@ impl Governor {
         &mut self,
         message: AgentMessage,
         host: &HostView,
-        with_sleep: TimeMs,
+        boottime: TimeMs,
     ) -> Result<AgentMessage, Refusal> {
-        let message = self.intake.accept(message, with_sleep)?;
+        let message = self.intake.accept(message, boottime)?;
         if let AgentMessage::Report(report) = &message {
-            report.check_within(host.most_memory_bytes())?;
+            report.check_within(host.max_memory_bytes())?;
         }
         Ok(message)
     }
 
     /// Counts a refusal. Writes a note when the count is a power of two, so that the log grows
     /// slowly.
-    fn refused(&mut self, refusal: Refusal, from: Reporter, effects: &mut Effects) {
+    fn count_refusal(&mut self, refusal: Refusal, from: Reporter, effects: &mut Effects) {
         let count = self.counters.refused.entry(refusal.label()).or_default();
         *count += 1;
         if count.is_power_of_two() {
@@ -247,46 +247,52 @@ impl Governor {
         effects: &mut Effects,
     ) {
         self.counters.reports += 1;
-        let ended = self.shortage.reported(report.memory().total_bytes, now);
+        let ended = self.shortage.record_report(report.memory().total_bytes, now);
         self.observe(host, now, effects);
         let report = match &mut self.agentless {
-            Some(agentless) => agentless.place(report, from, host),
+            Some(agentless) => agentless.split(report, from, host),
             None => report,
         };
         let plan = self.controller.decide(controller::Event::Report(&report), host, now);
         self.last_report = Some((now, report));
         self.request(&plan, host, now, effects);
-        self.note(plan, ended, true, host, now, effects);
+        self.note_plan(plan, ended, true, host, now, effects);
     }
 
     /// Handles a tick: time has passed, or a plugged size or statistics have changed.
     fn tick(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         self.watch_agent(now, effects);
         let was_active = self.is_by_statistics();
-        let taken = self
+        let statistics_report = self
             .agentless
             .as_mut()
             .and_then(|agentless| agentless.tick(&self.settings, host, now, effects));
         if self.is_by_statistics() && !was_active {
             effects.notes.push(Note::StatisticsTakeOver);
         }
-        match taken {
+        match statistics_report {
             Some(Ok(report)) => self.report(report, Reporter::Statistics, host, now, effects),
             Some(Err(refusal)) => {
-                self.refused(refusal, Reporter::Statistics, effects);
+                self.count_refusal(refusal, Reporter::Statistics, effects);
                 self.observe(host, now, effects);
             }
             None => self.observe(host, now, effects),
         }
-        match effects.is_sizing() {
+        match effects.changes_sizes() {
             true => effects.next = Some(FollowUp::Goals { then_decide: true }),
-            false => self.goals(true, host, now, effects),
+            false => self.request_goals(true, host, now, effects),
         }
     }
 
     /// Requests the next steps towards sizes that clients requested. If `then_decide` is set, the
     /// decision of the tick follows those steps. If no step is needed, it is made immediately.
-    fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
+    fn request_goals(
+        &mut self,
+        then_decide: bool,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });
         } else if then_decide {
@@ -303,7 +309,7 @@ impl Governor {
             if is_dry_run && !zone.is_pinned() {
                 continue;
             }
-            if zone.is_held_too_long(patience_ms, now) {
+            if zone.is_held_report_due(patience_ms, now) {
                 effects.report_held(sizes.id);
             }
             if let Some(reminder) = zone.remind(patience_ms, now) {
@@ -316,17 +322,17 @@ impl Governor {
         }
         let plan = self.controller.decide(controller::Event::Tick, host, now);
         self.request(&plan, host, now, effects);
-        self.note(plan, None, false, host, now, effects);
+        self.note_plan(plan, None, false, host, now, effects);
     }
 
     /// Passes the host's present sizes to the controller. Called once per step.
     fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
-        for (seen, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
-            self.shortage.lacks(seen.lowered_bytes);
-            if seen.has_driver_come {
+        for (changes, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
+            self.shortage.subtract_shortfall(changes.lowered_bytes);
+            if changes.driver_became_ready {
                 effects.notes.push(Note::DriverReady(sizes.id));
             }
-            if seen.is_reached {
+            if changes.is_reached {
                 self.reached.push((sizes.id, sizes.plugged_bytes));
             }
         }
@@ -345,10 +351,10 @@ impl Governor {
             effects.requests.extend(plan.changes(host).map(size));
             let total_bytes =
                 self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
-            self.shortage.requested(plan, host, total_bytes, now);
+            self.shortage.record_plan(plan, host, total_bytes, now);
         }
-        if self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now)
-            && let Some(zone) = self.first_that_could_grow(plan, host)
+        if self.held_plan.is_held_report_due(plan, self.controller.rules().progress_ms, now)
+            && let Some(zone) = self.first_growable(plan, host)
         {
             effects.report_held(zone);
         }
@@ -356,7 +362,7 @@ impl Governor {
 
     /// Returns the zone to name in an event about a plan on hold. The event needs one zone, but the
     /// plan applies to all zones.
-    fn first_that_could_grow(&self, plan: &Plan, host: &HostView) -> Option<ZoneId> {
+    fn first_growable(&self, plan: &Plan, host: &HostView) -> Option<ZoneId> {
         let could_grow = |(zone, target): &(&ZoneSizes, &ZoneTarget)| {
             host.balloon != Some(zone.id)
                 && target.requested_bytes < zone.max_bytes
@@ -367,16 +373,16 @@ impl Governor {
     }
 
     /// Writes a note about a plan, after notes about the changes that preceded it.
-    fn note(
+    fn note_plan(
         &mut self,
         plan: Plan,
-        ended: Option<Ended>,
-        has_reported: bool,
+        ended: Option<EndedShortage>,
+        is_from_report: bool,
         host: &HostView,
         now: TimeMs,
         effects: &mut Effects,
     ) {
-        if let Some(Ended { took_ms, grown_bytes }) = ended {
+        if let Some(EndedShortage { took_ms, grown_bytes }) = ended {
             self.last_online_ms = Some(took_ms);
             effects.notes.push(Note::Online { took_ms, grown_bytes });
         }
@@ -391,7 +397,7 @@ impl Governor {
             *self.counters.plans.entry(key).or_default() += 1;
         }
         let number = is_new.then(|| self.audit.total());
-        effects.notes.push(Note::Decided(Decided { plan, policy, has_reported, number }));
+        effects.notes.push(Note::Plan(PlanNote { plan, policy, is_from_report, number }));
     }
 
     fn note_reached(&mut self, effects: &mut Effects) {

@@ -86,8 +86,8 @@ impl Governor {
         self.controller.pin(zone);
         let index = host.zones.iter().position(|sizes| sizes.id == zone).expect("was observed");
         let sizes = &host.zones[index];
-        self.shortage.abandoned();
-        self.audit.sized_by_hand(index, &host.zones, now);
+        self.shortage.abandon();
+        self.audit.resized_by_client(index, &host.zones, now);
         // If the device has lowered the last request, requesting the same size again is not a
         // repetition.
         if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
@@ -108,15 +108,15 @@ impl Governor {
         effects: &mut Effects,
     ) -> bool {
         let steps = self.controller.next_steps(host, now);
-        let is_sizing = !steps.is_empty();
-        if is_sizing {
+        let changes_sizes = !steps.is_empty();
+        if changes_sizes {
             effects.next = Some(FollowUp::Observe);
         }
         effects.requests.extend(steps.into_iter().map(|step| {
             let GoalStep { zone, requested_bytes, goal_bytes } = step;
             Request::Step { zone, size_bytes: requested_bytes, goal_bytes }
         }));
-        is_sizing
+        changes_sizes
     }
 
     /// Changes the governor's settings.
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "zone7 is not a zone of the VM")]
     fn boot_size_of_unknown_zone_violates_an_invariant() {
-        step(Event::BootWith(unknown_zone()));
+        step(Event::BootSize(unknown_zone()));
     }
 
     #[test]

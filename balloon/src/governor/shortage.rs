@@ -17,11 +17,11 @@ const TOLERANCE_PERCENT: u64 = 2;
 /// Present shortage, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shortage {
-    running: Option<Running>,
+    active: Option<ActiveShortage>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Running {
+struct ActiveShortage {
     started: TimeMs,
     /// Guest's total memory in bytes when the shortage began.
     from_bytes: u64,
@@ -30,7 +30,7 @@ struct Running {
 
 /// A shortage that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ended {
+pub(super) struct EndedShortage {
     /// Time from the first report until the requested memory was online.
     pub took_ms: u64,
     /// Sum of the requested grows.
@@ -40,7 +40,7 @@ pub(super) struct Ended {
 impl Shortage {
     /// Starts, extends or ends a shortage because of a plan. `total_bytes` is the guest's total
     /// memory in the last report.
-    pub(super) fn requested(
+    pub(super) fn record_plan(
         &mut self,
         plan: &Plan,
         host: &HostView,
@@ -50,59 +50,61 @@ impl Shortage {
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
         // If the guest has not completed a shrink, the memory that is still plugged is already
         // online.
-        let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
+        let outstanding_bytes = after.saturating_sub(before.max(host.plugged_bytes()));
         match total_bytes {
-            Some(total_bytes) if to_come > 0 => self.grown(to_come, total_bytes, now),
-            _ if after < before => self.abandoned(),
+            Some(total_bytes) if outstanding_bytes > 0 => {
+                self.add_grow(outstanding_bytes, total_bytes, now)
+            }
+            _ if after < before => self.abandon(),
             _ => {}
         }
     }
 
     /// Adds a grow by `bytes` to the shortage. `total_bytes` is the guest's present total memory.
-    fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
-        let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
-        self.running.get_or_insert(start).grown_bytes += bytes;
+    fn add_grow(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
+        let start = ActiveShortage { started: now, from_bytes: total_bytes, grown_bytes: 0 };
+        self.active.get_or_insert(start).grown_bytes += bytes;
     }
 
     /// Subtracts memory that the host could not provide. If another zone grows instead, that grow
     /// is part of the same shortage.
-    pub(super) fn lacks(&mut self, bytes: u64) {
-        if let Some(running) = &mut self.running {
-            running.grown_bytes = running.grown_bytes.saturating_sub(bytes);
+    pub(super) fn subtract_shortfall(&mut self, bytes: u64) {
+        if let Some(active) = &mut self.active {
+            active.grown_bytes = active.grown_bytes.saturating_sub(bytes);
         }
     }
 
     /// Ends the shortage without a result. A smaller size was requested, so the missing memory will
     /// never arrive.
-    pub(super) fn abandoned(&mut self) {
-        self.running = None;
+    pub(super) fn abandon(&mut self) {
+        self.active = None;
     }
 
     /// Handles a report in which the guest's total memory is `total_bytes`.
-    pub(super) fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
-        let running = self.running?;
-        if running.grown_bytes == 0 {
+    pub(super) fn record_report(&mut self, total_bytes: u64, now: TimeMs) -> Option<EndedShortage> {
+        let active = self.active?;
+        if active.grown_bytes == 0 {
             // The host could provide none of the memory, and no other zone received a request.
-            self.running = None;
+            self.active = None;
             return None;
         }
-        let need = running.grown_bytes - running.grown_bytes / 100 * TOLERANCE_PERCENT;
-        if total_bytes.saturating_sub(running.from_bytes) < need {
+        let need = active.grown_bytes - active.grown_bytes / 100 * TOLERANCE_PERCENT;
+        if total_bytes.saturating_sub(active.from_bytes) < need {
             return None;
         }
-        self.running = None;
-        Some(Ended { took_ms: now.since(running.started), grown_bytes: running.grown_bytes })
+        self.active = None;
+        Some(EndedShortage { took_ms: now.since(active.started), grown_bytes: active.grown_bytes })
     }
 }
 
 /// Requested size at which plans are on hold because page descriptors have no room.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HeldPlan {
-    held: Option<Held>,
+    held: Option<HeldSize>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Held {
+struct HeldSize {
     since: TimeMs,
     requested_bytes: u64,
     is_reported: bool,
@@ -114,7 +116,12 @@ impl HeldPlan {
     /// returns true only once until the plans proceed.
     ///
     /// A plan with the reason `Quiet` does not affect the result.
-    pub(super) fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
+    pub(super) fn is_held_report_due(
+        &mut self,
+        plan: &Plan,
+        patience_ms: u64,
+        now: TimeMs,
+    ) -> bool {
         if plan.reason == Reason::Quiet {
             return false;
         }
@@ -126,10 +133,10 @@ impl HeldPlan {
             return false;
         }
         let held =
-            self.held.get_or_insert(Held { since: now, requested_bytes, is_reported: false });
-        let is_news = !held.is_reported && now.since(held.since) >= patience_ms;
-        held.is_reported |= is_news;
-        is_news
+            self.held.get_or_insert(HeldSize { since: now, requested_bytes, is_reported: false });
+        let is_new = !held.is_reported && now.since(held.since) >= patience_ms;
+        held.is_reported |= is_new;
+        is_new
     }
 }
 
@@ -140,49 +147,49 @@ mod tests {
     #[test]
     fn shortage_lasts_from_first_grow_until_all_memory_is_online() {
         let mut shortage = Shortage::default();
-        assert_eq!(shortage.reported(1000, TimeMs(5)), None);
-        shortage.grown(500, 1000, TimeMs(10));
-        assert_eq!(shortage.reported(1400, TimeMs(20)), None);
-        shortage.grown(500, 1400, TimeMs(20));
-        assert_eq!(shortage.reported(1900, TimeMs(30)), None);
+        assert_eq!(shortage.record_report(1000, TimeMs(5)), None);
+        shortage.add_grow(500, 1000, TimeMs(10));
+        assert_eq!(shortage.record_report(1400, TimeMs(20)), None);
+        shortage.add_grow(500, 1400, TimeMs(20));
+        assert_eq!(shortage.record_report(1900, TimeMs(30)), None);
         assert_eq!(
-            shortage.reported(1990, TimeMs(40)),
-            Some(Ended { took_ms: 30, grown_bytes: 1000 })
+            shortage.record_report(1990, TimeMs(40)),
+            Some(EndedShortage { took_ms: 30, grown_bytes: 1000 })
         );
-        assert_eq!(shortage.reported(1990, TimeMs(50)), None);
+        assert_eq!(shortage.record_report(1990, TimeMs(50)), None);
     }
 
     #[test]
     fn memory_missing_on_host_is_only_awaited_from_other_zones() {
         let mut shortage = Shortage::default();
-        shortage.grown(500, 1000, TimeMs(10));
-        shortage.lacks(400);
-        shortage.grown(400, 1000, TimeMs(20));
-        assert_eq!(shortage.reported(1400, TimeMs(30)), None);
+        shortage.add_grow(500, 1000, TimeMs(10));
+        shortage.subtract_shortfall(400);
+        shortage.add_grow(400, 1000, TimeMs(20));
+        assert_eq!(shortage.record_report(1400, TimeMs(30)), None);
         assert_eq!(
-            shortage.reported(1500, TimeMs(40)),
-            Some(Ended { took_ms: 30, grown_bytes: 500 })
+            shortage.record_report(1500, TimeMs(40)),
+            Some(EndedShortage { took_ms: 30, grown_bytes: 500 })
         );
     }
 
     #[test]
     fn grow_that_no_zone_could_provide_is_no_shortage() {
         let mut shortage = Shortage::default();
-        shortage.grown(500, 1000, TimeMs(10));
-        shortage.lacks(600);
-        assert_eq!(shortage.reported(1000, TimeMs(20)), None);
-        shortage.grown(300, 1000, TimeMs(9_000));
+        shortage.add_grow(500, 1000, TimeMs(10));
+        shortage.subtract_shortfall(600);
+        assert_eq!(shortage.record_report(1000, TimeMs(20)), None);
+        shortage.add_grow(300, 1000, TimeMs(9_000));
         assert_eq!(
-            shortage.reported(1300, TimeMs(9_100)),
-            Some(Ended { took_ms: 100, grown_bytes: 300 })
+            shortage.record_report(1300, TimeMs(9_100)),
+            Some(EndedShortage { took_ms: 100, grown_bytes: 300 })
         );
     }
 
     #[test]
     fn shrink_ends_shortage_without_result() {
         let mut shortage = Shortage::default();
-        shortage.grown(500, 1000, TimeMs(10));
-        shortage.abandoned();
-        assert_eq!(shortage.reported(9000, TimeMs(20)), None);
+        shortage.add_grow(500, 1000, TimeMs(10));
+        shortage.abandon();
+        assert_eq!(shortage.record_report(9000, TimeMs(20)), None);
     }
 }

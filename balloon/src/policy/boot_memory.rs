@@ -8,14 +8,14 @@ use crate::{HostView, TimeMs};
 
 /// Time for which the guest's total and the plugged size must not change before their difference is
 /// used as boot memory.
-const SETTLE_MS: u64 = 2_000;
+const STABLE_MS: u64 = 2_000;
 
 /// Boot memory learned from reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BootMemory {
     bytes: Option<u64>,
     /// Guest's total and plugged size, and the time since which neither has changed.
-    still: Option<(u64, u64, TimeMs)>,
+    stable_since: Option<(u64, u64, TimeMs)>,
 }
 
 impl BootMemory {
@@ -23,14 +23,14 @@ impl BootMemory {
     pub(crate) fn learn(&mut self, input: Input<'_>, now: TimeMs) {
         let total = input.report.memory().total_bytes;
         let plugged = input.host.plugged_bytes();
-        let since = match self.still {
+        let since = match self.stable_since {
             Some((t, p, since)) if (t, p) == (total, plugged) => since,
             _ => now,
         };
-        self.still = Some((total, plugged, since));
+        self.stable_since = Some((total, plugged, since));
         let first = self.bytes.is_none();
-        let settled = now.since(since) >= SETTLE_MS || (first && plugged == 0);
-        if settled && total > plugged {
+        let is_stable = now.since(since) >= STABLE_MS || (first && plugged == 0);
+        if is_stable && total > plugged {
             self.bytes = Some(total - plugged);
         } else if first {
             // The sizes have not been constant for long enough yet, so the boot memory is

@@ -272,13 +272,13 @@ impl Policy {
     /// Returns how long reports must have been the same before time alone no longer changes a
     /// decision. This is the longest time that the policy compares with a duration. `state` may
     /// require more time.
-    pub fn settle_ms(&self) -> u64 {
-        // Longest period over which rates are computed, and after which sizes count as settled.
+    pub fn quiesce_ms(&self) -> u64 {
+        // Longest period over which rates are computed, and after which sizes count as stable.
         const WINDOWS_MS: u64 = 5_000;
         let times = self.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
         let longest = times.filter_map(|(_, index)| Some(self.parameters()?.value(index))).max();
         match self {
-            // [`Policy::is_settled`] checks the state instead, because learned values decay over
+            // [`Policy::is_quiescent`] checks the state instead, because learned values decay over
             // hours.
             Policy::Psi(_) => WINDOWS_MS,
             _ => WINDOWS_MS + longest.unwrap_or(0),
@@ -286,10 +286,10 @@ impl Policy {
     }
 
     /// Returns true if time alone does not change `state` after reports have been the same for
-    /// [`Policy::settle_ms`].
-    pub fn is_settled(&self, state: &PolicyState, now: TimeMs) -> bool {
+    /// [`Policy::quiesce_ms`].
+    pub fn is_quiescent(&self, state: &PolicyState, now: TimeMs) -> bool {
         match (self, state) {
-            (Policy::Psi(params), PolicyState::Psi(state)) => state.is_settled(params, now),
+            (Policy::Psi(params), PolicyState::Psi(state)) => state.is_quiescent(params, now),
             _ => true,
         }
     }
@@ -304,7 +304,7 @@ impl Policy {
     ) -> (PolicyState, Decision) {
         match self {
             Policy::Amf(_) | Policy::Dapper(_) | Policy::Pmb(_) | Policy::Memorage(_) => {
-                let (left, reserve_bytes) = reserve::without_reserve(input.report, input.host);
+                let (left, reserve_bytes) = reserve::exclude_reserve(input.report, input.host);
                 let (state, decision) =
                     self.decide_on(state, Input { report: &left, ..input }, now);
                 // The agent compares the watermark with free memory that includes the reserve.

@@ -98,11 +98,11 @@ pub(super) fn scaled_high_bytes(nodes: &[NodeView], scale: u64) -> u64 {
 /// Returns true if a zone of the guest is PM. A node of PM has memory only in ZONE_MOVABLE. A node
 /// into which DRAM can also be plugged counts as DRAM, because reports do not distinguish the two.
 fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
-    let here = |tier| {
+    let zones_of_tier = |tier| {
         let zones = input.host.zones.iter();
         zones.filter(move |sizes| sizes.tier == tier && sizes.guest_numa_node == zone.node)
     };
-    if here(Tier::Dram).next().is_some() || here(Tier::Pm).next().is_none() {
+    if zones_of_tier(Tier::Dram).next().is_some() || zones_of_tier(Tier::Pm).next().is_none() {
         return false;
     }
     let movable = matches!(
@@ -114,8 +114,8 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
         // If a guest does not online memory as movable, the first memory on a node is placed in
         // ZONE_NORMAL.
         ZoneKind::Normal => {
-            let plugged =
-                here(Tier::Pm).fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
+            let plugged = zones_of_tier(Tier::Pm)
+                .fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
             !movable && zone.managed_pages * PAGE_BYTES <= plugged
         }
         _ => false,
@@ -124,11 +124,11 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
 
 /// DRAM pages in a zone. These are all of its pages, unless PM is also plugged into its node.
 fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
-    let here = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
-    if zone.kind != ZoneKind::Movable || here().all(|sizes| sizes.tier == Tier::Dram) {
+    let node_zones = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
+    if zone.kind != ZoneKind::Movable || node_zones().all(|sizes| sizes.tier == Tier::Dram) {
         return zone.managed_pages;
     }
-    let dram = here().filter(|sizes| sizes.tier == Tier::Dram);
+    let dram = node_zones().filter(|sizes| sizes.tier == Tier::Dram);
     let plugged = dram.fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
     zone.managed_pages.min(plugged / PAGE_BYTES)
 }
@@ -140,12 +140,12 @@ fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
 
 /// Requested memory that is not free yet, by the node for which it was requested.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Coming {
+pub(super) struct OutstandingMemory {
     boot_memory: BootMemory,
     onlining: OnliningMemory,
     /// Requested size at the last report.
     requested_bytes: u64,
-    on_way_bytes: u64,
+    outstanding_bytes: u64,
     granted: Vec<Grant>,
 }
 
@@ -153,31 +153,31 @@ pub(super) struct Coming {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grant {
     node: u32,
-    asked_bytes: u64,
+    granted_bytes: u64,
     /// Part that the table requested after the last report. The next report shows how much of it
     /// the controller requested from the guest.
-    said_bytes: u64,
-    on_way_bytes: u64,
+    unconfirmed_bytes: u64,
+    outstanding_bytes: u64,
     /// Free memory on the node, not including the memory of this grant.
     free_bytes: u64,
 }
 
 impl Grant {
     /// Subtracts memory that will never arrive.
-    fn lose(&mut self, bytes: u64) {
-        self.asked_bytes = self.asked_bytes.saturating_sub(bytes);
-        self.on_way_bytes = self.on_way_bytes.saturating_sub(bytes);
+    fn cancel(&mut self, bytes: u64) {
+        self.granted_bytes = self.granted_bytes.saturating_sub(bytes);
+        self.outstanding_bytes = self.outstanding_bytes.saturating_sub(bytes);
     }
 
     /// Returns the part that has arrived and is still free, if the node has `free_bytes` of free
     /// memory. A node that uses this part up is short of memory again.
-    fn free_of_it(&self, free_bytes: u64) -> u64 {
-        let came_bytes = self.asked_bytes.saturating_sub(self.on_way_bytes);
-        free_bytes.saturating_sub(self.free_bytes).min(came_bytes)
+    fn arrived_free_bytes(&self, free_bytes: u64) -> u64 {
+        let arrived_bytes = self.granted_bytes.saturating_sub(self.outstanding_bytes);
+        free_bytes.saturating_sub(self.free_bytes).min(arrived_bytes)
     }
 }
 
-impl Coming {
+impl OutstandingMemory {
     /// Updates the amounts from a report. Memory that is online and has had time to become free no
     /// longer counts as outstanding.
     pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
@@ -191,37 +191,37 @@ impl Coming {
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
         let onlining_bytes = self.onlining.learn(memory.total_bytes, free_bytes, now);
         let requested_bytes = input.host.requested_bytes();
-        self.on_way_bytes =
+        self.outstanding_bytes =
             requested_bytes.saturating_add(onlining_bytes).saturating_sub(online_bytes);
-        self.follow_requests(requested_bytes);
+        self.match_requests(requested_bytes);
         for grant in &mut self.granted {
-            grant.on_way_bytes = grant.on_way_bytes.min(self.on_way_bytes);
+            grant.outstanding_bytes = grant.outstanding_bytes.min(self.outstanding_bytes);
         }
-        self.granted.retain(|grant| grant.on_way_bytes > 0);
+        self.granted.retain(|grant| grant.outstanding_bytes > 0);
     }
 
     /// Reduces grants to the memory that the controller requested from the guest. The rules that
     /// apply to every policy may request less than a table, or withdraw a request, and that memory
     /// never arrives.
-    fn follow_requests(&mut self, requested_bytes: u64) {
+    fn match_requests(&mut self, requested_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
-        let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);
-        let mut fallen_bytes = before_bytes.saturating_sub(requested_bytes);
+        let mut grown_bytes = requested_bytes.saturating_sub(before_bytes);
+        let mut shrunk_bytes = before_bytes.saturating_sub(requested_bytes);
         for grant in &mut self.granted {
-            let said_bytes = std::mem::take(&mut grant.said_bytes);
-            let asked_bytes = said_bytes.min(risen_bytes);
-            risen_bytes -= asked_bytes;
-            grant.lose(said_bytes - asked_bytes);
-            let taken_bytes =
-                grant.on_way_bytes.saturating_sub(self.on_way_bytes).min(fallen_bytes);
-            fallen_bytes -= taken_bytes;
-            grant.lose(taken_bytes);
+            let unconfirmed_bytes = std::mem::take(&mut grant.unconfirmed_bytes);
+            let granted_bytes = unconfirmed_bytes.min(grown_bytes);
+            grown_bytes -= granted_bytes;
+            grant.cancel(unconfirmed_bytes - granted_bytes);
+            let withdrawn_bytes =
+                grant.outstanding_bytes.saturating_sub(self.outstanding_bytes).min(shrunk_bytes);
+            shrunk_bytes -= withdrawn_bytes;
+            grant.cancel(withdrawn_bytes);
         }
     }
 
     /// Returns the requested memory that the guest does not have yet.
     pub(super) fn bytes(&self) -> u64 {
-        self.on_way_bytes
+        self.outstanding_bytes
     }
 
     /// Returns the memory that was requested for `node` or for no particular node and has not
@@ -229,12 +229,14 @@ impl Coming {
     /// kernel evaluates a table again only after all the memory that it adds has arrived.
     pub(super) fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
-        let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));
-        let not_others = self.on_way_bytes.saturating_sub(to_others);
-        let mine = self.granted.iter().find(|grant| grant.node == node.node);
-        mine.map_or(not_others, |mine| {
-            let free_bytes = mine.free_of_it(node.free_pages.saturating_mul(PAGE_BYTES));
-            mine.on_way_bytes.max(not_others).saturating_add(free_bytes)
+        let other_grants_bytes =
+            others.fold(0u64, |sum, grant| sum.saturating_add(grant.outstanding_bytes));
+        let unassigned_bytes = self.outstanding_bytes.saturating_sub(other_grants_bytes);
+        let own_grant = self.granted.iter().find(|grant| grant.node == node.node);
+        own_grant.map_or(unassigned_bytes, |own_grant| {
+            let free_bytes =
+                own_grant.arrived_free_bytes(node.free_pages.saturating_mul(PAGE_BYTES));
+            own_grant.outstanding_bytes.max(unassigned_bytes).saturating_add(free_bytes)
         })
     }
 
@@ -243,16 +245,16 @@ impl Coming {
         let free_bytes = node.free_pages.saturating_mul(PAGE_BYTES);
         match self.granted.iter_mut().find(|grant| grant.node == node.node) {
             Some(grant) => {
-                grant.free_bytes = free_bytes.saturating_sub(grant.free_of_it(free_bytes));
-                grant.asked_bytes = grant.asked_bytes.saturating_add(bytes);
-                grant.said_bytes = grant.said_bytes.saturating_add(bytes);
-                grant.on_way_bytes = grant.on_way_bytes.saturating_add(bytes);
+                grant.free_bytes = free_bytes.saturating_sub(grant.arrived_free_bytes(free_bytes));
+                grant.granted_bytes = grant.granted_bytes.saturating_add(bytes);
+                grant.unconfirmed_bytes = grant.unconfirmed_bytes.saturating_add(bytes);
+                grant.outstanding_bytes = grant.outstanding_bytes.saturating_add(bytes);
             }
             None => self.granted.push(Grant {
                 node: node.node,
-                asked_bytes: bytes,
-                said_bytes: bytes,
-                on_way_bytes: bytes,
+                granted_bytes: bytes,
+                unconfirmed_bytes: bytes,
+                outstanding_bytes: bytes,
                 free_bytes,
             }),
         }
@@ -344,50 +346,50 @@ mod tests {
     }
 
     #[test]
-    fn memory_on_its_way_is_tracked_by_node() {
+    fn outstanding_memory_is_tracked_by_node() {
         let mut rig = rig();
         rig.plug(0, 0);
-        let mut coming = Coming::default();
-        let observe = |rig: &Rig, coming: &mut Coming, at| {
+        let mut outstanding = OutstandingMemory::default();
+        let observe = |rig: &Rig, outstanding: &mut OutstandingMemory, at| {
             let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-            coming.observe(
+            outstanding.observe(
                 Input { report: &report, host: &rig.host, is_carried_out: true },
                 TimeMs(at),
             );
         };
-        observe(&rig, &mut coming, 0);
+        observe(&rig, &mut outstanding, 0);
         let nodes = view(&rig);
-        assert_eq!((coming.bytes(), coming.for_node(&nodes[0])), (0, 0));
-        coming.grant(&nodes[0], 3 * GIB);
+        assert_eq!((outstanding.bytes(), outstanding.for_node(&nodes[0])), (0, 0));
+        outstanding.grant(&nodes[0], 3 * GIB);
         rig.host.zones[0].requested_bytes = 4 * GIB;
-        observe(&rig, &mut coming, 50);
-        assert_eq!(coming.bytes(), 4 * GIB);
+        observe(&rig, &mut outstanding, 50);
+        assert_eq!(outstanding.bytes(), 4 * GIB);
         assert_eq!(
-            (coming.for_node(&nodes[0]), coming.for_node(&nodes[1])),
+            (outstanding.for_node(&nodes[0]), outstanding.for_node(&nodes[1])),
             (4 * GIB, GIB),
             "1 GiB has no node"
         );
         // The memory is plugged but not online yet.
         rig.host.zones[0].plugged_bytes = 4 * GIB;
-        observe(&rig, &mut coming, 100);
-        assert_eq!(coming.bytes(), 4 * GIB);
+        observe(&rig, &mut outstanding, 100);
+        assert_eq!(outstanding.bytes(), 4 * GIB);
         rig.plug(0, 4 * GIB);
-        observe(&rig, &mut coming, 150);
-        assert_eq!((coming.bytes(), coming.for_node(&nodes[0])), (0, 0));
+        observe(&rig, &mut outstanding, 150);
+        assert_eq!((outstanding.bytes(), outstanding.for_node(&nodes[0])), (0, 0));
     }
 
     #[test]
-    fn memory_plugged_before_first_report_is_not_on_its_way() {
+    fn memory_plugged_before_first_report_is_not_outstanding() {
         let rig = rig();
-        let mut coming = Coming::default();
+        let mut outstanding = OutstandingMemory::default();
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
         for at in [0, 1_000, 2_000] {
-            coming.observe(
+            outstanding.observe(
                 Input { report: &report, host: &rig.host, is_carried_out: true },
                 TimeMs(at),
             );
         }
-        assert_eq!(coming.bytes(), 0);
+        assert_eq!(outstanding.bytes(), 0);
     }
 
     /// Guests of 213 MiB with 33 MiB free, one for each policy. The policies with tables request
@@ -416,12 +418,12 @@ mod tests {
         ]
     }
 
-    /// Requests `asked_bytes`, and onlines `online_bytes` of them. After that, `free_bytes` of the
-    /// onlined memory are free.
-    fn asked_and_online(rig: &mut Rig, asked_bytes: u64, online_bytes: u64, free_bytes: u64) {
+    /// Requests `granted_bytes`, and onlines `online_bytes` of them. After that, `free_bytes` of
+    /// the onlined memory are free.
+    fn request_and_online(rig: &mut Rig, granted_bytes: u64, online_bytes: u64, free_bytes: u64) {
         let decision = rig.report(50);
-        assert_eq!(rig.added(decision), asked_bytes, "{}", rig.policy.name());
-        rig.host.zones[0].requested_bytes = asked_bytes;
+        assert_eq!(rig.added(decision), granted_bytes, "{}", rig.policy.name());
+        rig.host.zones[0].requested_bytes = granted_bytes;
         assert_eq!(rig.report(50).want_bytes, None, "already requested");
         rig.host.zones[0].plugged_bytes = online_bytes;
         rig.raw.zones[1].managed_pages = online_bytes / PAGE_BYTES;
@@ -429,9 +431,9 @@ mod tests {
     }
 
     #[test]
-    fn block_in_total_that_is_not_free_yet_is_still_on_its_way() {
-        for (mut rig, asked_bytes, online_bytes) in short() {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
+    fn block_in_total_that_is_not_free_yet_is_outstanding() {
+        for (mut rig, granted_bytes, online_bytes) in short() {
+            request_and_online(&mut rig, granted_bytes, online_bytes, 0);
             for _ in 0..2 {
                 assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
             }
@@ -444,8 +446,8 @@ mod tests {
 
     #[test]
     fn zones_read_before_the_total_cause_no_second_shortage() {
-        for (mut rig, asked_bytes, online_bytes) in short().into_iter().take(2) {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
+        for (mut rig, granted_bytes, online_bytes) in short().into_iter().take(2) {
+            request_and_online(&mut rig, granted_bytes, online_bytes, 0);
             rig.raw.memory.free_bytes += online_bytes;
             assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
         }
@@ -453,8 +455,8 @@ mod tests {
 
     #[test]
     fn filled_block_is_missing_two_fast_reports_later() {
-        for (mut rig, asked_bytes, online_bytes) in short() {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
+        for (mut rig, granted_bytes, online_bytes) in short() {
+            request_and_online(&mut rig, granted_bytes, online_bytes, 0);
             let added: Vec<_> = (0..3)
                 .map(|_| {
                     let decision = rig.report(50);
@@ -463,8 +465,8 @@ mod tests {
                 .collect();
             assert_eq!(added, [0, 0, online_bytes], "{}", rig.policy.name());
         }
-        for (mut rig, asked_bytes, online_bytes) in short() {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
+        for (mut rig, granted_bytes, online_bytes) in short() {
+            request_and_online(&mut rig, granted_bytes, online_bytes, 0);
             assert_eq!(rig.report(50).want_bytes, None);
             let decision = rig.report(1_000);
             assert_eq!(
@@ -480,12 +482,12 @@ mod tests {
     /// the guest frees some of its own pages, they must not be counted as memory of that request.
     #[test]
     fn memory_not_requested_from_guest_has_not_arrived() {
-        for is_taken_back in [false, true] {
+        for is_withdrawn in [false, true] {
             for (mut rig, wanted_bytes, _) in short().into_iter().take(2) {
                 let name = rig.policy.name();
                 let decision = rig.report(50);
                 assert_eq!(rig.added(decision), wanted_bytes, "{name}");
-                if is_taken_back {
+                if is_withdrawn {
                     rig.host.zones[0].requested_bytes = wanted_bytes;
                     assert_eq!(rig.report(50).want_bytes, None, "{name}");
                 }
@@ -497,7 +499,7 @@ mod tests {
                     assert_eq!(
                         rig.added(decision),
                         wanted_bytes - 64 * MIB,
-                        "{name}, {is_taken_back}"
+                        "{name}, {is_withdrawn}"
                     );
                 }
             }
@@ -508,24 +510,24 @@ mod tests {
     /// blocks arrive and the node remains in its row, no further request is made.
     #[test]
     fn free_part_of_a_grow_causes_no_second_shortage() {
-        for (mut rig, asked_bytes, _) in short().into_iter().take(2) {
+        for (mut rig, granted_bytes, _) in short().into_iter().take(2) {
             // 35 MiB are free. This is in the same row as 33 MiB.
-            asked_and_online(&mut rig, asked_bytes, 2 * MIB, 2 * MIB);
+            request_and_online(&mut rig, granted_bytes, 2 * MIB, 2 * MIB);
             for _ in 0..20 {
                 assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
             }
             // All requested memory has arrived and has been used up.
-            rig.plug(0, asked_bytes);
+            rig.plug(0, granted_bytes);
             rig.free(1, 0);
             let decision = rig.report(1_000);
-            assert_eq!(rig.added(decision), asked_bytes, "{}", rig.policy.name());
+            assert_eq!(rig.added(decision), granted_bytes, "{}", rig.policy.name());
         }
     }
 
     #[test]
     fn block_that_was_free_and_is_filled_is_missing_at_once() {
-        for (mut rig, asked_bytes, online_bytes) in short() {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, online_bytes);
+        for (mut rig, granted_bytes, online_bytes) in short() {
+            request_and_online(&mut rig, granted_bytes, online_bytes, online_bytes);
             assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
             rig.free(1, 0);
             let decision = rig.report(50);
@@ -535,11 +537,11 @@ mod tests {
 
     #[test]
     fn arriving_block_does_not_hide_a_worse_row() {
-        for ((mut rig, asked_bytes, online_bytes), times) in short().into_iter().zip([5, 16]) {
-            asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
+        for ((mut rig, granted_bytes, online_bytes), times) in short().into_iter().zip([5, 16]) {
+            request_and_online(&mut rig, granted_bytes, online_bytes, 0);
             rig.free(0, 0);
             let decision = rig.report(50);
-            let wanted_bytes = times * 213 * MIB - asked_bytes;
+            let wanted_bytes = times * 213 * MIB - granted_bytes;
             assert_eq!(rig.added(decision), wanted_bytes, "{}", rig.policy.name());
         }
     }

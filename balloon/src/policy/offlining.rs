@@ -8,24 +8,24 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OffliningMemory {
     /// Used memory at the last time when no memory was being unplugged.
-    still_bytes: Option<i128>,
+    baseline_bytes: Option<i128>,
 }
 
 impl OffliningMemory {
     /// Creates the state after the source of reports has changed. `used_bytes` is the used memory
     /// in the first report from the new source. It includes the `offlining_bytes` that are being
     /// unplugged.
-    pub(crate) fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
-        OffliningMemory { still_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
+    pub(crate) fn after_source_change(used_bytes: i128, offlining_bytes: u64) -> Self {
+        OffliningMemory { baseline_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
     }
 
-    /// Updates the estimate from a report with `used_bytes`. `to_go_bytes` are online but no longer
-    /// requested. Returns the part of `to_go_bytes` that is being unplugged.
-    pub(crate) fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {
-        if to_go_bytes == 0 {
-            self.still_bytes = Some(used_bytes);
+    /// Updates the estimate from a report with `used_bytes`. `pending_unplug_bytes` are online but
+    /// not requested. Returns the part of `pending_unplug_bytes` that is being unplugged.
+    pub(crate) fn learn(&mut self, used_bytes: i128, pending_unplug_bytes: u64) -> u64 {
+        if pending_unplug_bytes == 0 {
+            self.baseline_bytes = Some(used_bytes);
         }
-        let risen_bytes = used_bytes - *self.still_bytes.get_or_insert(used_bytes);
-        u64::try_from(risen_bytes).unwrap_or(0).min(to_go_bytes)
+        let increase_bytes = used_bytes - *self.baseline_bytes.get_or_insert(used_bytes);
+        u64::try_from(increase_bytes).unwrap_or(0).min(pending_unplug_bytes)
     }
 }

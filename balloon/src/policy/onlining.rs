@@ -27,14 +27,14 @@ const GAP_MS: u64 = 300;
 /// Memory that is part of the total but has not been free yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OnliningMemory {
-    last: Option<Last>,
+    last: Option<PreviousReport>,
     /// Parts of that memory, oldest first.
     parts: Vec<Part>,
 }
 
 /// Values of the last report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Last {
+struct PreviousReport {
     at: TimeMs,
     total_bytes: u64,
     free_bytes: u64,
@@ -47,11 +47,11 @@ struct Part {
     /// Number of reports in which this memory was part of the total.
     reports: u32,
     /// Part of this memory that has not been free yet.
-    unseen_bytes: u64,
+    unfreed_bytes: u64,
 }
 
 impl Part {
-    fn has_had_time(&self, now: TimeMs) -> bool {
+    fn is_expired(&self, now: TimeMs) -> bool {
         let ms = now.since(self.since);
         (ms >= ONLINING_MS && self.reports > ONLINING_REPORTS) || ms >= MAX_ONLINING_MS
     }
@@ -61,24 +61,24 @@ impl OnliningMemory {
     /// Updates the state from a report. Returns the part of `total_bytes` that may still become
     /// free.
     pub(super) fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
-        let report = Last { at: now, total_bytes, free_bytes };
+        let report = PreviousReport { at: now, total_bytes, free_bytes };
         let last = self.last.replace(report).unwrap_or(report);
         for part in &mut self.parts {
             part.reports = part.reports.saturating_add(1);
         }
-        self.parts.retain(|part| !part.has_had_time(now));
-        let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
-        let came_bytes = total_bytes.saturating_sub(last.total_bytes);
-        let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
+        self.parts.retain(|part| !part.is_expired(now));
+        let freed_bytes = self.count_freed(free_bytes.saturating_sub(last.free_bytes));
+        let added_bytes = total_bytes.saturating_sub(last.total_bytes);
+        let unfreed_bytes = added_bytes.saturating_sub(freed_bytes);
         // All pages of a block become free at the same time. If most of a block is free, the rest
         // is already in use.
-        if unseen_bytes > came_bytes / 2 && now.since(last.at) <= GAP_MS {
+        if unfreed_bytes > added_bytes / 2 && now.since(last.at) <= GAP_MS {
             match self.parts.last_mut() {
                 // Fast reports must not create more than one part per millisecond.
                 Some(part) if part.since == now => {
-                    part.unseen_bytes = part.unseen_bytes.saturating_add(unseen_bytes);
+                    part.unfreed_bytes = part.unfreed_bytes.saturating_add(unfreed_bytes);
                 }
-                _ => self.parts.push(Part { since: now, reports: 1, unseen_bytes }),
+                _ => self.parts.push(Part { since: now, reports: 1, unfreed_bytes }),
             }
         }
         self.bytes()
@@ -86,17 +86,17 @@ impl OnliningMemory {
 
     /// Returns the memory that may still become free after the last report.
     pub(super) fn bytes(&self) -> u64 {
-        self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
+        self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unfreed_bytes))
     }
 
     /// Counts `freed_bytes` as free memory of the oldest parts first. Returns the remainder.
-    fn see(&mut self, mut freed_bytes: u64) -> u64 {
+    fn count_freed(&mut self, mut freed_bytes: u64) -> u64 {
         for part in &mut self.parts {
-            let seen_bytes = freed_bytes.min(part.unseen_bytes);
-            part.unseen_bytes -= seen_bytes;
-            freed_bytes -= seen_bytes;
+            let part_freed_bytes = freed_bytes.min(part.unfreed_bytes);
+            part.unfreed_bytes -= part_freed_bytes;
+            freed_bytes -= part_freed_bytes;
         }
-        self.parts.retain(|part| part.unseen_bytes > 0);
+        self.parts.retain(|part| part.unfreed_bytes > 0);
         freed_bytes
     }
 }

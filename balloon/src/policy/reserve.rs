@@ -8,7 +8,8 @@ use std::borrow::Cow;
 use std::cell::LazyCell;
 
 use foreshore_proto::{
-    LINUX_RESERVE_RATIOS, RawReport, Report, Zone, ZoneKind, kept_bytes, kept_pages, reserve_ratios,
+    LINUX_RESERVE_RATIOS, RawReport, Report, Zone, ZoneKind, reserve_ratios, reserved_bytes,
+    reserved_pages,
 };
 
 use crate::units::{PAGE_BYTES, scale};
@@ -22,7 +23,7 @@ use crate::{HostView, Tier, ZoneSizes};
 /// computed as the agent sets it in a guest with default ratios. Page descriptors of plugged memory
 /// are already allocated, so they are not part of the reserve. However, they may have been
 /// allocated from it, and then fewer pages are free than the reserve contains.
-pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
+pub(super) fn exclude_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
     }
@@ -34,9 +35,9 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     for (zone, left) in
         report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel())
     {
-        let kept_pages =
-            zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
-        let taken_pages = zone.free_pages.min(kept_pages);
+        let reserved_pages =
+            zone.protected_pages.unwrap_or_else(|| reserved_pages(zone, report.zones(), &ratios));
+        let taken_pages = zone.free_pages.min(reserved_pages);
         left.free_pages -= taken_pages;
         left.largest_free_blocks = zone.largest_free_blocks.map(|blocks| {
             blocks.min(left.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES)
@@ -78,7 +79,7 @@ impl<'a> Forecast<'a> {
     }
 
     fn reserve_bytes(&self, zones: &[Zone]) -> u64 {
-        kept_bytes(
+        reserved_bytes(
             zones,
             &reserve_ratios(zones, self.host.pluggable_bytes(), &LINUX_RESERVE_RATIOS),
         )
@@ -115,7 +116,7 @@ impl<'a> Forecast<'a> {
 
     /// Returns the part of `bytes` whose removal costs at most `surplus_bytes` of available memory.
     /// The reserve can grow by more than the DRAM that is removed.
-    pub(super) fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
+    pub(super) fn removable_part(&self, bytes: u64, surplus_bytes: u64) -> u64 {
         let requested_bytes = self.host.requested_bytes();
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
         let now_bytes = change_bytes(0);
@@ -203,7 +204,7 @@ mod tests {
         let (mut raw, host) = (raw_report(), host());
         let free_mib = |raw: &RawReport| {
             let report = Report::try_from(raw.clone()).expect("sound");
-            let (left, _) = without_reserve(&report, &host);
+            let (left, _) = exclude_reserve(&report, &host);
             let zones = left.zones().iter().map(|zone| zone.free_pages * PAGE_BYTES / MIB);
             (left.memory().free_bytes / MIB, zones.collect::<Vec<_>>())
         };
@@ -232,7 +233,7 @@ mod tests {
             let mut host =
                 HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 24 << 30)], ..host() };
             host.zones[0].plugged_bytes = plugged_bytes;
-            assert_eq!(without_reserve(&report, &host).1, movable_bytes);
+            assert_eq!(exclude_reserve(&report, &host).1, movable_bytes);
         }
         assert_eq!(movable_bytes, 154 * MIB);
     }
@@ -242,7 +243,7 @@ mod tests {
         let mut raw = raw_report();
         raw.zones[0].protected_pages = Some(70 * MIB / PAGE_BYTES);
         let report = Report::try_from(raw).expect("sound");
-        assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
+        assert_eq!(exclude_reserve(&report, &host()).1, 70 * MIB);
     }
 
     /// Guest with 512 MiB of DRAM. 88 MiB of the DRAM are movable. The guest can plug another 256
@@ -313,6 +314,6 @@ mod tests {
         let mut raw = raw_report();
         raw.zones.remove(1);
         let report = Report::try_from(raw).expect("sound");
-        assert_eq!(without_reserve(&report, &host()).1, 0);
+        assert_eq!(exclude_reserve(&report, &host()).1, 0);
     }
 }

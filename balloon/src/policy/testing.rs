@@ -163,7 +163,7 @@ impl TableRig {
     }
 
     /// Returns true if some case has a different result with `table` than with the correct table.
-    fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
+    fn detects(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
         cases.iter().any(|(free, times)| {
             threshold_table::row(table, &self.node(*free), Factor::Times(self.scale)).times
                 != *times
@@ -172,28 +172,28 @@ impl TableRig {
 
     /// Checks that each faulty table fails at least one case.
     pub(super) fn check_cases(&self, cases: &[(u64, u64)]) {
-        assert!(!self.tells(cases, self.table));
+        assert!(!self.detects(cases, self.table));
         for index in 0..self.table.len() {
             let mut broken = self.table.to_vec();
             broken[index].times += 1;
-            assert!(self.tells(cases, &broken), "amount of row {index}");
+            assert!(self.detects(cases, &broken), "amount of row {index}");
         }
         // The last border in the paper has no effect, because the rows on both sides add the same
         // amount.
         for index in 0..self.table.len() - 2 {
             let mut broken = self.table.to_vec();
-            broken[index].at = true;
-            assert!(self.tells(cases, &broken), "edge of row {index}");
+            broken[index].is_inclusive = true;
+            assert!(self.detects(cases, &broken), "edge of row {index}");
             let mut broken = self.table.to_vec();
             broken.remove(index);
-            assert!(self.tells(cases, &broken), "without row {index}");
+            assert!(self.detects(cases, &broken), "without row {index}");
         }
     }
 
     /// Checks that the cases detect a faulty lookup, which takes the first row whose border is
     /// below the free pages and ignores the row's upper limit.
     pub(super) fn check_overlap(&self, cases: &[(u64, u64)]) {
-        assert!(!self.tells(cases, self.table));
+        assert!(!self.detects(cases, self.table));
         let first = |free: u64| {
             let node = self.node(free);
             self.table.iter().find(|row| {

@@ -1,7 +1,7 @@
 //! Tables of AMF and Dapper, which map a number of free pages to the amount of memory to add, and
 //! code to evaluate them.
 
-use super::numa_view::{self, Coming, NodeView};
+use super::numa_view::{self, NodeView, OutstandingMemory};
 use super::{Decision, Input};
 use crate::TimeMs;
 use crate::plan::Reason;
@@ -74,7 +74,7 @@ pub(super) struct Row {
     /// Lower border. `None` if the row applies to all lower numbers.
     pub above: Option<Border>,
     /// True if the border itself belongs to the row.
-    pub at: bool,
+    pub is_inclusive: bool,
     /// Amount of memory to add, as a multiple of the node's DRAM.
     pub times: u64,
     pub reason: Reason,
@@ -82,17 +82,17 @@ pub(super) struct Row {
 
 /// Creates a row that applies above a border.
 pub(super) const fn above(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
-    Row { above: Some(Border { mark, scales }), at: false, times, reason }
+    Row { above: Some(Border { mark, scales }), is_inclusive: false, times, reason }
 }
 
 /// Creates a row that applies at a border and above it.
 pub(super) const fn from(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
-    Row { at: true, ..above(mark, scales, times, reason) }
+    Row { is_inclusive: true, ..above(mark, scales, times, reason) }
 }
 
 /// Creates a row that applies below all previous rows.
-pub(super) const fn rest(times: u64, reason: Reason) -> Row {
-    Row { above: None, at: false, times, reason }
+pub(super) const fn otherwise(times: u64, reason: Reason) -> Row {
+    Row { above: None, is_inclusive: false, times, reason }
 }
 
 /// Returns the row that applies to a node. With a small factor, min x factor is below high, and
@@ -100,7 +100,7 @@ pub(super) const fn rest(times: u64, reason: Reason) -> Row {
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
     let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
-        Some(border) => node.free_pages > border || (row.at && node.free_pages == border),
+        Some(border) => node.free_pages > border || (row.is_inclusive && node.free_pages == border),
     };
     let is_up_to =
         |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
@@ -111,7 +111,7 @@ pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a 
 
 /// Returns true if a node has enough memory only because PM of other nodes is free. In that case,
 /// no PM can be removed.
-pub(super) fn leans_on_others(table: &[Row], node: &NodeView, factor: Factor) -> bool {
+pub(super) fn needs_pm_of_others(table: &[Row], node: &NodeView, factor: Factor) -> bool {
     let alone = NodeView { free_pages: node.own_free_pages, ..*node };
     row(table, &alone, factor).times > 0
 }
@@ -123,7 +123,7 @@ pub(super) fn first_border(table: &[Row], node: &NodeView, factor: Factor) -> u6
 
 /// Node to which a table adds memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shortage<'a> {
+pub(super) struct ShortNode<'a> {
     pub node: NodeView,
     pub row: &'a Row,
     /// Part of the row's amount that has not been requested yet. It ensures that a shortage is
@@ -132,43 +132,47 @@ pub(super) struct Shortage<'a> {
 }
 
 /// Result of evaluating a table after a report.
-pub(super) struct Asked<'a> {
+pub(super) struct TableResult<'a> {
     /// Guest's nodes, ordered by number.
     pub nodes: Vec<NodeView>,
     /// Nodes to which the table adds memory, in the same order.
-    pub short: Vec<Shortage<'a>>,
+    pub short: Vec<ShortNode<'a>>,
     requested_bytes: u64,
     watermark_bytes: u64,
 }
 
-impl<'a> Asked<'a> {
+impl<'a> TableResult<'a> {
     /// Evaluates `table`, and subtracts the memory that has been requested already.
     pub(super) fn new(
         table: &'a [Row],
         factor: Factor,
-        coming: &mut Coming,
+        outstanding: &mut OutstandingMemory,
         input: Input<'_>,
         now: TimeMs,
-    ) -> Asked<'a> {
-        coming.observe(input, now);
+    ) -> TableResult<'a> {
+        outstanding.observe(input, now);
         let nodes = numa_view::nodes(input);
         let short = nodes.iter().filter_map(|node| {
             let row = row(table, node, factor);
             let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
-            let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node));
-            (row.times > 0).then_some(Shortage { node: *node, row, missing_bytes })
+            let missing_bytes = wanted_bytes.saturating_sub(outstanding.for_node(node));
+            (row.times > 0).then_some(ShortNode { node: *node, row, missing_bytes })
         });
         let short = short.collect();
         let requested_bytes = input.host.requested_bytes();
         let watermark_bytes = watch_bytes(&nodes, table, factor, input);
-        Asked { nodes, short, requested_bytes, watermark_bytes }
+        TableResult { nodes, short, requested_bytes, watermark_bytes }
     }
 
     /// Grows the guest by the missing memory of `served`. Leaves the size unchanged if the memory
     /// that has been requested is enough for all nodes.
-    pub(super) fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
+    pub(super) fn grow(
+        &self,
+        served: Option<&ShortNode<'_>>,
+        outstanding: &mut OutstandingMemory,
+    ) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
-        coming.grant(&short.node, short.missing_bytes);
+        outstanding.grant(&short.node, short.missing_bytes);
         let want_bytes = self.requested_bytes.saturating_add(short.missing_bytes);
         let grow = Decision::want(want_bytes, short.row.reason).watching_free(self.watermark_bytes);
         Decision { near: Some(short.node.node), pressure: true, ..grow }

@@ -16,7 +16,7 @@ use crate::units::SECTION_BYTES;
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
 /// Number of reports after which the pace has forgotten a fall of memory. Each report without
 /// another fall halves the remembered value.
-const FORGOTTEN_REPORTS: u64 = 64;
+const DECAY_REPORTS: u64 = 64;
 /// Stall time within a window that fires the kernel's trigger.
 const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
@@ -29,11 +29,11 @@ pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
-    /// Time of the last look at memory or of the last report. The time of the next look is counted
+    /// Time of the last check of memory or of the last report. The time of the next one is counted
     /// from it.
-    looked: TimeMs,
+    checked_at: TimeMs,
     /// Reclaimed memory when the agent last read the available memory.
-    read_reclaimed_bytes: u64,
+    reclaimed_at_read_bytes: u64,
     trigger: (TimeMs, u64),
     /// Buffer of the last report. It is reused so that a report does not allocate memory.
     report: Option<RawReport>,
@@ -76,13 +76,13 @@ impl Agent {
     pub(super) fn new() -> Self {
         let settings = Settings::with_watermark(0);
         let mut pace = Pace::new(settings);
-        pace.looked(BOOTED_MS);
+        pace.record_check(BOOTED_MS);
         Agent {
             pace,
             settings,
             reported: TimeMs(0),
-            looked: TimeMs(0),
-            read_reclaimed_bytes: 0,
+            checked_at: TimeMs(0),
+            reclaimed_at_read_bytes: 0,
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -124,53 +124,55 @@ impl Agent {
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
-    /// Returns the time at which news first exists, whenever the agent looks. Assumes that only the
+    /// Returns the time at which a report becomes due. Assumes that only the
     /// segment moves memory.
-    pub(super) fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
-        if self.is_news(guest) {
+    pub(super) fn threshold_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
+        if self.needs_report(guest) {
             return Some(guest.now());
         }
-        guest.falls_to(self.pace.measure(), self.pace.news_bytes()?, segment)
+        guest.time_of_fall_to(self.pace.measure(), self.pace.report_threshold_bytes()?, segment)
     }
 
-    fn is_news(&self, guest: &Guest) -> bool {
-        self.pace.is_news(guest.there_bytes(self.pace.measure()))
+    fn needs_report(&self, guest: &Guest) -> bool {
+        self.pace.needs_report(guest.measured_bytes(self.pace.measure()))
     }
 
-    fn look_ms(&self) -> u64 {
-        TimeMs(self.pace.look_due_ms() - BOOTED_MS).since(self.looked)
+    fn check_ms(&self) -> u64 {
+        TimeMs(self.pace.check_due_ms() - BOOTED_MS).since(self.checked_at)
     }
 
-    /// Returns the next look after `now` that may find news. This is the first look at `at` or
-    /// later, or the look before it if that has not been made, because the agent compares
-    /// successive looks.
-    pub(super) fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
-        let look_ms = self.look_ms();
-        let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
-        if due.since(now) > look_ms { TimeMs(due.0 - look_ms) } else { due }
+    /// Returns the next check after `now` that may require a report. This is the first check at
+    /// `at` or later, or the check before it if that has not been made, because the agent compares
+    /// successive checks.
+    pub(super) fn check_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
+        let check_ms = self.check_ms();
+        let due =
+            self.checked_at + at.max(now + 1).since(self.checked_at).div_ceil(check_ms) * check_ms;
+        if due.since(now) > check_ms { TimeMs(due.0 - check_ms) } else { due }
     }
 
-    /// Looks at memory if a look is due. Returns true if the VMM must be notified immediately.
-    pub(super) fn looks(&mut self, guest: &Guest) -> bool {
-        let (now, look_ms) = (guest.now(), self.look_ms());
-        if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
+    /// Checks memory if a check is due. Returns true if the VMM must be notified immediately.
+    pub(super) fn check_memory(&mut self, guest: &Guest) -> bool {
+        let (now, check_ms) = (guest.now(), self.check_ms());
+        if now == self.checked_at || !now.since(self.checked_at).is_multiple_of(check_ms) {
             return false;
         }
         let reclaimed_bytes = reclaimed_bytes(guest);
         // The model reclaims exactly as much memory as tasks need, so free memory does not change.
         // Linux reclaims 32 pages at a time, so free memory does change.
-        let moved_bytes = if reclaimed_bytes == self.read_reclaimed_bytes { 0 } else { PAGE_BYTES };
+        let moved_bytes =
+            if reclaimed_bytes == self.reclaimed_at_read_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();
         let now_ms = now.0 + BOOTED_MS;
-        if !self.pace.is_suspicious(free_bytes + moved_bytes, now_ms) {
-            self.pace.looked(now_ms);
-        } else if self.is_news(guest) {
+        if !self.pace.needs_read(free_bytes + moved_bytes, now_ms) {
+            self.pace.record_check(now_ms);
+        } else if self.needs_report(guest) {
             return true;
         } else {
-            self.pace.read(free_bytes, now_ms);
-            self.read_reclaimed_bytes = reclaimed_bytes;
+            self.pace.record_read(free_bytes, now_ms);
+            self.reclaimed_at_read_bytes = reclaimed_bytes;
         }
-        self.looked = now;
+        self.checked_at = now;
         false
     }
 
@@ -192,13 +194,13 @@ impl Agent {
         false
     }
 
-    /// Switches to fast reports for a while because there is news.
+    /// Switches to fast reports for a while because memory has fallen.
     pub(super) fn alert(&mut self, now: TimeMs) {
         self.pace.alert(now.0 + BOOTED_MS);
     }
 
     /// Records that `count` reports with unchanged values were skipped.
-    pub(super) fn skipped(&mut self, count: u64, guest: &Guest) {
+    pub(super) fn skip_reports(&mut self, count: u64, guest: &Guest) {
         let interval_ms = self.interval_ms();
         self.seq += count;
         let memory = Memory {
@@ -206,16 +208,16 @@ impl Agent {
             available_bytes: guest.available_bytes(),
             ..Memory::default()
         };
-        for left in (0..count.min(FORGOTTEN_REPORTS)).rev() {
+        for left in (0..count.min(DECAY_REPORTS)).rev() {
             let at = self.reported + (count - left) * interval_ms;
-            self.pace.reported(&memory, at.0 + BOOTED_MS);
+            self.pace.record_report(&memory, at.0 + BOOTED_MS);
         }
         self.reported = self.reported + count * interval_ms;
-        self.looked = self.reported;
+        self.checked_at = self.reported;
     }
 
     /// Takes a used report back, so that its buffers can be reused.
-    pub(super) fn take_back(&mut self, report: Report) {
+    pub(super) fn reuse_report(&mut self, report: Report) {
         self.report = Some(report.into());
     }
 
@@ -279,10 +281,10 @@ impl Agent {
             oom_kill: totals.oom_kills,
         };
         self.kernel_blocks.update(&raw, guest);
-        self.pace.reported(&raw.memory, raw.monotonic_ms);
+        self.pace.record_report(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
-        self.looked = self.reported;
-        self.read_reclaimed_bytes = reclaimed_bytes(guest);
+        self.checked_at = self.reported;
+        self.reclaimed_at_read_bytes = reclaimed_bytes(guest);
         let report = Report::try_from(raw);
         report.expect("a model reports correctly")
     }
@@ -311,7 +313,7 @@ impl Agent {
             let (kernel, used_bytes) = (part.zone, part.pinned_bytes + part.user_bytes);
             let free_bytes = kernel.bytes - used_bytes;
             zones.push(Zone {
-                protected_pages: Some(kernel.kept_bytes / PAGE_BYTES),
+                protected_pages: Some(kernel.reserved_bytes / PAGE_BYTES),
                 ..zone(0, kernel.kind, free_bytes, kernel.marks, kernel.bytes, part.user_bytes)
             });
         }
@@ -396,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn news_arrives_when_due_and_not_before() {
+    fn threshold_is_reached_when_due_and_not_before() {
         for (growth, stream) in [(10 << 20, 0), (10 << 20, 30 << 20), (0, 30 << 20)] {
             for watermark_bytes in [0, 10 << 20, 150 << 20, 1 << 30] {
                 for watermark_of in [Measure::Free, Measure::Available] {
@@ -415,17 +417,17 @@ mod tests {
                     // Reading files hardly changes available memory.
                     if watermark_of == Measure::Available && stream > 0 {
                         assert_eq!(
-                            agent.news_due(&guest, &segment).is_some(),
+                            agent.threshold_due(&guest, &segment).is_some(),
                             growth > 0,
                             "{case}"
                         );
                         continue;
                     }
-                    let due = agent.news_due(&guest, &segment).expect(&case);
-                    guest.live(TimeMs(due.0 - 1), &segment, &mut NoPool);
-                    assert!(!agent.is_news(&guest), "{case}");
-                    guest.live(due + 1, &segment, &mut NoPool);
-                    assert!(agent.is_news(&guest), "{case}");
+                    let due = agent.threshold_due(&guest, &segment).expect(&case);
+                    guest.advance(TimeMs(due.0 - 1), &segment, &mut NoPool);
+                    assert!(!agent.needs_report(&guest), "{case}");
+                    guest.advance(due + 1, &segment, &mut NoPool);
+                    assert!(agent.needs_report(&guest), "{case}");
                 }
             }
         }
@@ -442,12 +444,12 @@ mod tests {
         (guest, agent, segment)
     }
 
-    /// Returns the time at which a look finds news.
-    fn seen_at((mut guest, mut agent, segment): (Guest, Agent, Segment)) -> u64 {
+    /// Returns the time at which a check requires a report.
+    fn detected_at((mut guest, mut agent, segment): (Guest, Agent, Segment)) -> u64 {
         while guest.now() < TimeMs(1_000) {
-            let news = agent.news_due(&guest, &segment).expect("it fills");
-            guest.live(agent.look_due(news, guest.now()), &segment, &mut NoPool);
-            if agent.looks(&guest) {
+            let due = agent.threshold_due(&guest, &segment).expect("it fills");
+            guest.advance(agent.check_due(due, guest.now()), &segment, &mut NoPool);
+            if agent.check_memory(&guest) {
                 return guest.now().0;
             }
         }
@@ -455,32 +457,38 @@ mod tests {
     }
 
     #[test]
-    fn only_looks_of_the_pace_find_news() {
+    fn only_scheduled_checks_detect_a_fall() {
         let (mut guest, mut agent, segment) = filling(512 << 20, 0);
-        let news = agent.news_due(&guest, &segment).expect("it fills");
+        let due = agent.threshold_due(&guest, &segment).expect("it fills");
         assert!(
-            (101..199).contains(&news.0),
-            "with plenty of memory the polls are 100 ms apart: {news}"
+            (101..199).contains(&due.0),
+            "with plenty of memory the polls are 100 ms apart: {due}"
         );
-        assert_eq!(seen_at((guest.clone(), agent.clone(), segment)), 200);
-        guest.live(TimeMs(199), &segment, &mut NoPool);
-        assert!(agent.is_news(&guest) && !agent.looks(&guest), "the agent does not poll now");
-        // If memory is 30 MiB above the watermark, looks are 58 ms apart.
+        assert_eq!(detected_at((guest.clone(), agent.clone(), segment)), 200);
+        guest.advance(TimeMs(199), &segment, &mut NoPool);
+        assert!(
+            agent.needs_report(&guest) && !agent.check_memory(&guest),
+            "the agent does not poll now"
+        );
+        // If memory is 30 MiB above the watermark, checks are 58 ms apart.
         let watermark_bytes = filling(512 << 20, 0).0.available_bytes() - (30 << 20);
-        assert_eq!(seen_at(filling(512 << 20, watermark_bytes)), 116);
+        assert_eq!(detected_at(filling(512 << 20, watermark_bytes)), 116);
     }
 
     #[test]
-    fn gradual_fall_is_found_by_the_first_look_after_it_is_news() {
-        // Memory falls by less than half of an eighth between two looks.
+    fn gradual_fall_is_detected_by_the_first_check_below_the_threshold() {
+        // Memory falls by less than half of an eighth between two checks.
         let (mut guest, mut agent, segment) = filling(300 << 20, 0);
-        let news = agent.news_due(&guest, &segment).expect("it fills");
-        let seen_ms = (100..1_000).step_by(100).find(|look_ms| {
-            guest.live(TimeMs(*look_ms), &segment, &mut NoPool);
-            agent.looks(&guest)
+        let due = agent.threshold_due(&guest, &segment).expect("it fills");
+        let detected_ms = (100..1_000).step_by(100).find(|check_ms| {
+            guest.advance(TimeMs(*check_ms), &segment, &mut NoPool);
+            agent.check_memory(&guest)
         });
-        let seen_ms = seen_ms.expect("a poll finds it");
-        assert!((news.0..news.0 + 100).contains(&seen_ms), "{seen_ms} ms, with news at {news}");
+        let detected_ms = detected_ms.expect("a poll finds it");
+        assert!(
+            (due.0..due.0 + 100).contains(&detected_ms),
+            "{detected_ms} ms, with news at {due}"
+        );
     }
 
     #[test]
@@ -489,9 +497,9 @@ mod tests {
         let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
         let mut agent = Agent::new();
         agent.set_watermark(1, Measure::Free);
-        guest.live(TimeMs(10_000), &segment, &mut NoPool);
+        guest.advance(TimeMs(10_000), &segment, &mut NoPool);
         agent.report(&guest, Cause::Rest);
         assert!(guest.free_bytes() < 100 << 20 && guest.available_bytes() > 200 << 20);
-        assert_eq!(agent.news_due(&guest, &segment), None);
+        assert_eq!(agent.threshold_due(&guest, &segment), None);
     }
 }

@@ -118,7 +118,7 @@ impl Demand {
 
     /// Extends the demand by `ms`. `segment` describes the extension, except that its memory sizes
     /// start from the last ones.
-    pub fn go_on(&mut self, segment: Segment, ms: u64) {
+    pub fn extend(&mut self, segment: Segment, ms: u64) {
         if ms == 0 {
             return;
         }

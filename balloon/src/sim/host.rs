@@ -75,8 +75,8 @@ pub fn run_host(
         .min_by_key(|(_, now)| *now)
     {
         match index {
-            0 => vms[0].turn(&mut pool, observer),
-            _ => vms[index].turn(&mut pool, &mut ()),
+            0 => vms[0].advance(&mut pool, observer),
+            _ => vms[index].advance(&mut pool, &mut ()),
         }
     }
     Ok(vms)

@@ -64,13 +64,13 @@ mod tests {
 
     /// Simulates one second in which programs demand `anon_mib`. Returns true if the agent then
     /// starts a conversion.
-    fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
+    fn starts_conversion(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
         let segment = Segment {
             anon_bytes: anon_mib * MIB,
             kernel_bytes: KERNEL_BYTES,
             ..Segment::default()
         };
-        guest.live(guest.now() + 1_000, &segment, &mut HostPool(0));
+        guest.advance(guest.now() + 1_000, &segment, &mut HostPool(0));
         agent.report(guest, Cause::Rest);
         let was_converting = guest.is_converting();
         agent.give_kernel_block(guest);
@@ -97,12 +97,12 @@ mod tests {
     #[test]
     fn conversion_without_room_for_pages_is_retried_after_a_pause() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
-        assert!(begins(&mut guest, &mut agent, 0));
+        assert!(starts_conversion(&mut guest, &mut agent, 0));
         // Programs fill all free memory during each conversion.
         let mut pauses_s = Vec::new();
         for second in 1..=40 {
             let is_full = guest.is_converting();
-            if begins(&mut guest, &mut agent, if is_full { 220 } else { 0 }) {
+            if starts_conversion(&mut guest, &mut agent, if is_full { 220 } else { 0 }) {
                 pauses_s.push(second);
             }
             assert!(is_full || !agent.is_at_rest(), "another attempt follows");
@@ -113,19 +113,19 @@ mod tests {
     #[test]
     fn conversion_completes_as_soon_as_pages_have_room() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
-        assert!(begins(&mut guest, &mut agent, 0));
+        assert!(starts_conversion(&mut guest, &mut agent, 0));
         for _ in 0..5 {
-            begins(&mut guest, &mut agent, 220);
+            starts_conversion(&mut guest, &mut agent, 220);
             assert!(guest.is_converting());
         }
-        begins(&mut guest, &mut agent, 0);
+        starts_conversion(&mut guest, &mut agent, 0);
         assert_eq!((guest.kernel_block_bytes(), guest.is_converting()), (128 * MIB, false));
     }
 
     #[test]
     fn no_memory_is_plugged_during_a_conversion() {
         let (mut guest, mut agent) = (guest_with(128 * MIB), Agent::new());
-        guest.live(
+        guest.advance(
             TimeMs(1_000),
             &Segment { kernel_bytes: KERNEL_BYTES, ..Segment::default() },
             &mut HostPool(0),
@@ -137,16 +137,17 @@ mod tests {
         assert!(guest.is_converting());
         let segment =
             Segment { kernel_bytes: KERNEL_BYTES, anon_bytes: 220 * MIB, ..Segment::default() };
-        guest.live(TimeMs(8_000), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(8_000), &segment, &mut HostPool(0));
         assert_eq!((guest.plugged_bytes(), guest.is_converting()), (256 * MIB, true));
-        guest.live(TimeMs(20_000), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(20_000), &segment, &mut HostPool(0));
         assert_eq!((guest.plugged_bytes(), guest.is_converting()), (384 * MIB, false));
     }
 
     #[test]
     fn kernel_that_has_enough_after_one_block_gets_no_more() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
-        let begun: Vec<bool> = (0..10).map(|_| begins(&mut guest, &mut agent, 0)).collect();
+        let begun: Vec<bool> =
+            (0..10).map(|_| starts_conversion(&mut guest, &mut agent, 0)).collect();
         assert_eq!(begun.iter().filter(|is_begun| **is_begun).count(), 1, "{begun:?}");
         assert!(agent.is_at_rest());
         assert_eq!(

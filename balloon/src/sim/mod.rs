@@ -34,5 +34,5 @@ pub use random::Random;
 pub use replay::{ReplayError, replay};
 pub use series::{Extremes, Point, Series};
 pub use swap::SwapDevice;
-pub use vm::{Channel, Decided, Observer, Skip, Vm};
+pub use vm::{Channel, DecisionCounts, Observer, Skip, Vm};
 pub use workload::{Params as WorkloadParams, Workload};

@@ -66,7 +66,7 @@ impl Outcome {
     /// Returns the outcome of one VM.
     pub fn of(vm: &Vm) -> Self {
         let guest = vm.guest();
-        let (totals, decided, config) = (guest.totals(), vm.decided(), guest.config());
+        let (totals, decided, config) = (guest.totals(), vm.decision_counts(), guest.config());
         let gib = |bytes: u64| bytes as f64 / GIB;
         let gib_h = |byte_ms: u128| byte_ms as f64 / GIB / MS_PER_HOUR;
         let run_ms = guest.now().0;

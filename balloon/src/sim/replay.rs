@@ -3,7 +3,7 @@
 use std::io::BufRead;
 
 use foreshore_proto::{
-    Counters, LINUX_RESERVE_RATIOS, Report, Zone, ZoneKind, kept_pages, reserve_ratios,
+    Counters, LINUX_RESERVE_RATIOS, Report, Zone, ZoneKind, reserve_ratios, reserved_pages,
 };
 use thiserror::Error;
 
@@ -20,10 +20,10 @@ use crate::{HostView, MIB, Tier, TimeMs};
 
 /// Maximum number of reports that are kept from a trace. A recording of the default size does not
 /// have more.
-const MOST_MOMENTS: usize = 1 << 20;
+const MAX_SAMPLES: usize = 1 << 20;
 
 /// Time for which files count as read repeatedly after their evicted pages were read again.
-const AGAIN_MS: u64 = 3_600_000;
+const REREAD_MS: u64 = 3_600_000;
 /// Period over which pages that are read again are counted in addition to the page cache. They
 /// belong to files for which the page cache has no room.
 const THRASH_MS: u64 = 1_000;
@@ -49,7 +49,7 @@ pub enum ReplayError {
 
 /// Demand according to one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Seen {
+struct DemandSample {
     at_ms: u64,
     anon_bytes: u64,
     kernel_bytes: u64,
@@ -61,7 +61,7 @@ struct Seen {
 
 /// Kernel memory according to one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct KernelUsed {
+struct KernelUsage {
     /// Slabs, page tables and stacks, without dentries and inodes that Linux can reclaim.
     needed_bytes: u64,
     /// Part of the kernel memory that is not available. If a report does not contain kernel memory,
@@ -69,10 +69,10 @@ struct KernelUsed {
     used_bytes: u64,
 }
 
-impl Seen {
+impl DemandSample {
     /// Separates kernel memory from anonymous memory. If a report does not contain kernel memory,
     /// its anonymous memory includes it.
-    fn separate(&mut self, kernel: KernelUsed) {
+    fn separate(&mut self, kernel: KernelUsage) {
         let missing_bytes = kernel.used_bytes.saturating_sub(self.anon_bytes);
         self.anon_bytes = self.anon_bytes.saturating_sub(kernel.used_bytes);
         self.kernel_bytes = kernel.needed_bytes.saturating_sub(missing_bytes);
@@ -87,15 +87,15 @@ struct Files {
     cached_bytes: u64,
     /// Pages that were evicted and have not been read again. Negative if pages were read again that
     /// had been evicted before the first report.
-    gone_bytes: i128,
+    evicted_total_bytes: i128,
     /// Pages that were read again recently. This is a lower bound for the size of files that are
     /// read repeatedly.
-    again_bytes: u64,
+    reread_bytes: u64,
     /// Pages that were read again within the last second.
     thrashing_bytes: u64,
     file_bytes: u64,
     /// Sum of all increases of `file_bytes`. These bytes were also read, but not from other files.
-    risen_bytes: i128,
+    growth_bytes: i128,
     streamed_bytes: u64,
 }
 
@@ -105,44 +105,44 @@ impl Files {
     /// differently. Such differences are not changes in the guest.
     fn change_reporter(&mut self, cached_bytes: u64) {
         self.last = None;
-        self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
+        self.evicted_total_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
     }
 
     /// Updates the values from a report. Each page that was added to the page cache is still there,
     /// or was evicted. It was either read for the first time, or had been evicted before. A report
     /// does not show pages that are dropped because their file is deleted. The same amount of later
     /// reads counts as their replacement.
-    fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
+    fn update(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
             // The counters restart at 0 if the kernel boots again.
             let bytes = |count: fn(&Counters) -> u64| {
                 count(counters).saturating_sub(count(last)).saturating_mul(PAGE_BYTES)
             };
-            let back_bytes = bytes(|counters| counters.workingset_refault_file);
+            let refaulted_bytes = bytes(|counters| counters.workingset_refault_file);
             let reclaimed_bytes = bytes(|counters| counters.pgsteal_kswapd)
                 .saturating_add(bytes(|counters| counters.pgsteal_direct));
             let evicted_bytes = reclaimed_bytes.saturating_sub(bytes(|counters| counters.pswpout));
-            self.gone_bytes += i128::from(evicted_bytes) - i128::from(back_bytes);
+            self.evicted_total_bytes += i128::from(evicted_bytes) - i128::from(refaulted_bytes);
             let passed_ms = at_ms.saturating_sub(*last_ms);
             for (sum, ms) in
-                [(&mut self.again_bytes, AGAIN_MS), (&mut self.thrashing_bytes, THRASH_MS)]
+                [(&mut self.reread_bytes, REREAD_MS), (&mut self.thrashing_bytes, THRASH_MS)]
             {
-                *sum = (*sum - scale(*sum, passed_ms.min(ms), ms)).saturating_add(back_bytes);
+                *sum = (*sum - scale(*sum, passed_ms.min(ms), ms)).saturating_add(refaulted_bytes);
             }
         }
         self.last = Some((at_ms, *counters));
         self.cached_bytes = cached_bytes;
-        let file_bytes = self.again_bytes.min(cached_bytes.saturating_add(self.thrashing_bytes));
-        self.risen_bytes += i128::from(file_bytes.saturating_sub(self.file_bytes));
+        let file_bytes = self.reread_bytes.min(cached_bytes.saturating_add(self.thrashing_bytes));
+        self.growth_bytes += i128::from(file_bytes.saturating_sub(self.file_bytes));
         self.file_bytes = file_bytes;
-        let read_bytes = i128::from(cached_bytes) + self.gone_bytes - self.risen_bytes;
+        let read_bytes = i128::from(cached_bytes) + self.evicted_total_bytes - self.growth_bytes;
         self.streamed_bytes = self.streamed_bytes.max(u64::try_from(read_bytes).unwrap_or(0));
     }
 }
 
 /// Memory that the guest is about to unplug. It seems to be in use, but it is not part of the
 /// demand.
-struct Unwanted {
+struct UnpluggingMemory {
     host: HostView,
     boot_memory: BootMemory,
     offlining: OffliningMemory,
@@ -150,11 +150,11 @@ struct Unwanted {
     offlining_bytes: u64,
 }
 
-impl Unwanted {
+impl UnpluggingMemory {
     fn new(header: &Header) -> Self {
         let mut host = HostView { boot_bytes: header.boot_bytes, ..HostView::default() };
         host.zones = header.zones.clone();
-        Unwanted {
+        UnpluggingMemory {
             host,
             boot_memory: BootMemory::default(),
             offlining: OffliningMemory::default(),
@@ -163,7 +163,7 @@ impl Unwanted {
     }
 
     /// Updates the sizes of the zones on the host.
-    fn sizes(&mut self, zones: &[HostZone]) {
+    fn set_sizes(&mut self, zones: &[HostZone]) {
         for (zone, sizes) in self.host.zones.iter_mut().zip(zones) {
             zone.requested_bytes = sizes.requested_bytes;
             zone.plugged_bytes = sizes.plugged_bytes;
@@ -171,7 +171,7 @@ impl Unwanted {
     }
 
     /// Updates the requested sizes after a plan was carried out.
-    fn asked(&mut self, plan: &RecordedPlan) {
+    fn apply_plan(&mut self, plan: &RecordedPlan) {
         for (zone, (_, requested_bytes)) in self.host.zones.iter_mut().zip(&plan.targets) {
             zone.requested_bytes = *requested_bytes;
         }
@@ -181,90 +181,98 @@ impl Unwanted {
     /// unplugged. This part is the increase of used memory that is not anonymous, up to the amount
     /// that has to be unplugged. Balloon statistics do not report anonymous memory, so with them
     /// every increase counts.
-    fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
+    fn update(&mut self, at: TimeMs, used: &UsedMemory, report: &Report) -> u64 {
         let memory = report.memory();
         self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, &self.host);
-        let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
-        let offlining_bytes = self.offlining.learn(Self::other_bytes(used, report), to_go_bytes);
+        let pending_unplug_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
+        let offlining_bytes =
+            self.offlining.learn(Self::other_bytes(used, report), pending_unplug_bytes);
         self.offlining_bytes = offlining_bytes.min(used.anon_bytes);
         self.offlining_bytes
     }
 
     /// Prepares for reports from another source. `report` is the first of them. The source may
     /// count used memory differently, so only the amount of memory that is being unplugged is kept.
-    fn change_reporter(&mut self, used: &Used, report: &Report) {
-        self.offlining =
-            OffliningMemory::continued(Self::other_bytes(used, report), self.offlining_bytes);
+    fn change_reporter(&mut self, used: &UsedMemory, report: &Report) {
+        self.offlining = OffliningMemory::after_source_change(
+            Self::other_bytes(used, report),
+            self.offlining_bytes,
+        );
     }
 
     /// Returns the used memory that is not anonymous.
-    fn other_bytes(used: &Used, report: &Report) -> i128 {
+    fn other_bytes(used: &UsedMemory, report: &Report) -> i128 {
         let memory = report.memory();
         let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;
-        let known_bytes = memory.anon_bytes.saturating_add(swapped_bytes);
-        i128::from(used.anon_bytes) - i128::from(known_bytes)
+        let anon_and_swap_bytes = memory.anon_bytes.saturating_add(swapped_bytes);
+        i128::from(used.anon_bytes) - i128::from(anon_and_swap_bytes)
     }
 }
 
 /// Demand at the times of reports. The number of reports is limited.
-struct Moments {
-    seen: Vec<Seen>,
-    most: usize,
+struct DemandSamples {
+    samples: Vec<DemandSample>,
+    max_len: usize,
     /// Kernel memory in the last report that contained it.
-    kernel: Option<KernelUsed>,
+    kernel: Option<KernelUsage>,
 }
 
-impl Moments {
-    fn new(most: usize) -> Self {
-        Moments { seen: Vec::new(), most, kernel: None }
+impl DemandSamples {
+    fn new(max_len: usize) -> Self {
+        DemandSamples { samples: Vec::new(), max_len, kernel: None }
     }
 
-    /// Adds a report. `seen` does not include kernel memory, and `kernel` is the kernel memory in
+    /// Adds a report. `sample` does not include kernel memory, and `kernel` is the kernel memory in
     /// the report. If the report does not contain it, the value is taken from the last report that
     /// does, or else from the first. Otherwise, kernel memory would seem to grow when another
     /// source starts to report it.
-    fn push(&mut self, mut seen: Seen, kernel: Option<KernelUsed>) {
+    fn push(&mut self, mut sample: DemandSample, kernel: Option<KernelUsage>) {
         match (kernel, self.kernel) {
-            (Some(first), None) => self.seen.iter_mut().for_each(|seen| seen.separate(first)),
-            (None, Some(last)) => seen.separate(last),
+            (Some(first), None) => {
+                self.samples.iter_mut().for_each(|sample| sample.separate(first))
+            }
+            (None, Some(last)) => sample.separate(last),
             _ => {}
         }
         if let Some(kernel) = kernel {
-            seen.kernel_bytes = kernel.needed_bytes;
+            sample.kernel_bytes = kernel.needed_bytes;
             self.kernel = Some(kernel);
         }
         // If two reports have the same time in milliseconds, the later one is used.
-        if self.seen.last().is_some_and(|last| last.at_ms == seen.at_ms) {
-            self.seen.pop();
+        if self.samples.last().is_some_and(|last| last.at_ms == sample.at_ms) {
+            self.samples.pop();
         }
-        if self.seen.len() >= self.most {
+        if self.samples.len() >= self.max_len {
             self.thin_out();
         }
-        self.seen.push(seen);
+        self.samples.push(sample);
     }
 
     /// Divides the time into equal intervals, and keeps only the minimum and maximum of each, and
     /// the first and last report. Later reports are all kept until the limit is reached again.
     fn thin_out(&mut self) {
-        let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied())
+        let (Some(first), Some(last)) =
+            (self.samples.first().copied(), self.samples.last().copied())
         else {
             return;
         };
-        let stretches = (self.most / 4).max(1) as u64;
-        let stretch_ms = (last.at_ms + 1).div_ceil(stretches);
+        let intervals = (self.max_len / 4).max(1) as u64;
+        let interval_ms = (last.at_ms + 1).div_ceil(intervals);
         let mut kept = vec![first];
-        for stretch in self.seen.chunk_by(|a, b| a.at_ms / stretch_ms == b.at_ms / stretch_ms) {
-            let used_bytes = |seen: &&Seen| seen.anon_bytes.saturating_add(seen.kernel_bytes);
-            let least = stretch.iter().min_by_key(used_bytes);
-            let most = stretch.iter().max_by_key(used_bytes);
-            let mut both: Vec<Seen> = least.into_iter().chain(most).copied().collect();
-            both.sort_by_key(|seen| seen.at_ms);
+        for interval in self.samples.chunk_by(|a, b| a.at_ms / interval_ms == b.at_ms / interval_ms)
+        {
+            let used_bytes =
+                |sample: &&DemandSample| sample.anon_bytes.saturating_add(sample.kernel_bytes);
+            let least = interval.iter().min_by_key(used_bytes);
+            let most = interval.iter().max_by_key(used_bytes);
+            let mut both: Vec<DemandSample> = least.into_iter().chain(most).copied().collect();
+            both.sort_by_key(|sample| sample.at_ms);
             kept.extend(both);
         }
         kept.push(last);
         kept.dedup();
-        self.seen = kept;
+        self.samples = kept;
     }
 }
 
@@ -283,26 +291,27 @@ pub fn replay(
     hot_permille: u64,
 ) -> Result<(VmSetup, u64), ReplayError> {
     let header = trace.header().clone();
-    let mut moments = Moments::new(MOST_MOMENTS);
+    let mut samples = DemandSamples::new(MAX_SAMPLES);
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
-    let (mut files, mut unwanted) = (Files::default(), Unwanted::new(&header));
+    let (mut files, mut unplugging) = (Files::default(), UnpluggingMemory::new(&header));
     let mut was_by_agent = None;
-    let mut see = |at: TimeMs, report: &Report, unwanted: &mut Unwanted| {
+    let mut add_report = |at: TimeMs, report: &Report, unplugging: &mut UnpluggingMemory| {
         reports += 1;
         let start = *first.get_or_insert(at);
-        let (at_ms, used) = (at.since(start), Used::of(report, &header));
+        let (at_ms, used) = (at.since(start), UsedMemory::of(report, &header));
         let by_agent = is_by_agent(report);
         if was_by_agent.replace(by_agent).is_some_and(|before| before != by_agent) {
             files.change_reporter(used.cached_bytes);
-            unwanted.change_reporter(&used, report);
+            unplugging.change_reporter(&used, report);
         }
-        files.see(at_ms, used.cached_bytes, report.counters());
+        files.update(at_ms, used.cached_bytes, report.counters());
         let Files { file_bytes, streamed_bytes, .. } = files;
         // The page cache at the start of the trace is read soon after the run starts.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
-        let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
-        let seen = Seen { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
-        moments.push(seen, used.kernel);
+        let anon_bytes = used.anon_bytes - unplugging.update(at, &used, report);
+        let sample =
+            DemandSample { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
+        samples.push(sample, used.kernel);
     };
     // After a report, the trace contains the host's sizes at the same time if they have changed,
     // and then the plan that was based on the report.
@@ -312,30 +321,30 @@ pub fn replay(
         let is_of_last =
             matches!((&entry, &last), (Entry::Host { at, .. }, Some((of, _))) if at == of);
         if !is_of_last && let Some((at, report)) = last.take() {
-            see(at, &report, &mut unwanted);
+            add_report(at, &report, &mut unplugging);
         }
         match entry {
             Entry::Report { at, report } => last = Some((at, report)),
             Entry::Host { zones, pool_free_bytes: free, .. } => {
-                unwanted.sizes(&zones);
+                unplugging.set_sizes(&zones);
                 pool_free_bytes.get_or_insert(free);
             }
-            Entry::Plan { plan, .. } if !plan.dry_run => unwanted.asked(&plan),
+            Entry::Plan { plan, .. } if !plan.dry_run => unplugging.apply_plan(&plan),
             Entry::Plan { .. } => {}
         }
     }
     if let Some((at, report)) = last {
-        see(at, &report, &mut unwanted);
+        add_report(at, &report, &mut unplugging);
     }
-    let seen = moments.seen;
+    let samples = samples.samples;
     if reports < 2 {
         return Err(ReplayError::Reports(reports));
     }
-    let last_ms = seen.last().map_or(0, |last| last.at_ms);
+    let last_ms = samples.last().map_or(0, |last| last.at_ms);
     if last_ms < 1000 {
         return Err(ReplayError::Short(last_ms));
     }
-    let segments = seen.iter().zip(seen.iter().skip(1)).map(|(from, to)| {
+    let segments = samples.iter().zip(samples.iter().skip(1)).map(|(from, to)| {
         let ms = to.at_ms - from.at_ms;
         let rate = |from: u64, to: u64| {
             let bytes_per_s = (i128::from(to) - i128::from(from)) * 1000 / i128::from(ms);
@@ -374,17 +383,17 @@ pub fn replay(
 }
 
 /// Memory that the guest uses, according to one report.
-struct Used {
+struct UsedMemory {
     /// Used memory without page cache and the kernel's own memory, plus swapped memory. It includes
     /// kernel memory if the report does not contain that.
     anon_bytes: u64,
     /// Kernel memory. `None` if the report does not contain it.
-    kernel: Option<KernelUsed>,
+    kernel: Option<KernelUsage>,
     /// Page cache of files. Memory that processes share is not included.
     cached_bytes: u64,
 }
 
-impl Used {
+impl UsedMemory {
     fn of(report: &Report, header: &Header) -> Self {
         let memory = report.memory();
         let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
@@ -397,7 +406,7 @@ impl Used {
         // plugged.
         let ratios = reserve_ratios(report.zones(), 0, &LINUX_RESERVE_RATIOS);
         let kept = |zone: &Zone| {
-            zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios))
+            zone.protected_pages.unwrap_or_else(|| reserved_pages(zone, report.zones(), &ratios))
         };
         for zone in report.zones() {
             high_pages += zone.high_pages;
@@ -420,31 +429,34 @@ impl Used {
         // MemAvailable does not include the watermarks and the reserve of boot memory. It also
         // leaves out half of the page cache, or the sum of the low watermarks if that is less
         // (mm/show_mem.c, si_mem_available()). Shared memory is not included either.
-        let left_out = (high_pages + all_kept_pages) * 4096;
+        let excluded_bytes = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let kernel = report.kernel().copied().unwrap_or_default();
         // MemAvailable includes reclaimable slabs in the same way as it includes page cache.
         let slab_bytes = kernel.slab_reclaimable_bytes;
-        let slab_left_out = (slab_bytes / 2).min(low_bytes);
-        let beside_free =
-            memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
-        let beside_free = beside_free.saturating_sub(slab_bytes - slab_left_out);
-        let cached_bytes =
-            memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
-        let cached_left_out = (cached_bytes / 2).min(low_bytes);
+        let excluded_slab_bytes = (slab_bytes / 2).min(low_bytes);
+        let non_free_available_bytes =
+            memory.available_bytes.saturating_add(excluded_bytes).saturating_sub(memory.free_bytes);
+        let non_free_available_bytes =
+            non_free_available_bytes.saturating_sub(slab_bytes - excluded_slab_bytes);
+        let cached_bytes = memory
+            .cached_bytes
+            .min(non_free_available_bytes.saturating_add(non_free_available_bytes.min(low_bytes)));
+        let excluded_cached_bytes = (cached_bytes / 2).min(low_bytes);
         // Page descriptors are used by the kernel.
-        let kept = left_out + cached_left_out + descriptors;
-        let used_kernel_bytes = (kernel.total_bytes() - slab_bytes).saturating_add(slab_left_out);
+        let kept = excluded_bytes + excluded_cached_bytes + descriptors;
+        let used_kernel_bytes =
+            (kernel.total_bytes() - slab_bytes).saturating_add(excluded_slab_bytes);
         let kept = kept.saturating_add(used_kernel_bytes);
         let anon_bytes =
             (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
         // Linux reclaims dentries and inodes on LRU lists in the same way as page cache. Other
         // reclaimable slabs may be pinned, so the guest needs them (docs/reference/agent.md).
-        let kernel = report.kernel().map(|kernel| KernelUsed {
+        let kernel = report.kernel().map(|kernel| KernelUsage {
             needed_bytes: kernel.total_bytes() - kernel.caches_bytes(),
             used_bytes: used_kernel_bytes,
         });
-        Used { anon_bytes, kernel, cached_bytes }
+        UsedMemory { anon_bytes, kernel, cached_bytes }
     }
 }
 
@@ -452,26 +464,30 @@ impl Used {
 mod tests {
     use super::*;
 
-    fn pushed(most: usize, seen: impl Iterator<Item = (u64, u64)>) -> Vec<Seen> {
-        let mut moments = Moments::new(most);
-        for (at_ms, anon_bytes) in seen {
-            moments.push(Seen { at_ms, anon_bytes, ..Seen::default() }, None);
-            assert!(moments.seen.len() <= most, "{} of {most}", moments.seen.len());
+    fn pushed(max_len: usize, sample: impl Iterator<Item = (u64, u64)>) -> Vec<DemandSample> {
+        let mut samples = DemandSamples::new(max_len);
+        for (at_ms, anon_bytes) in sample {
+            samples.push(DemandSample { at_ms, anon_bytes, ..DemandSample::default() }, None);
+            assert!(samples.samples.len() <= max_len, "{} of {max_len}", samples.samples.len());
         }
-        moments.seen
+        samples.samples
     }
 
     #[test]
-    fn moments_up_to_the_limit_are_kept_unchanged() {
+    fn samples_up_to_the_limit_are_kept_unchanged() {
         let all: Vec<_> = (0..64).map(|at| (at * 50, at % 7)).collect();
         let kept = pushed(64, all.iter().copied());
-        assert!(kept.iter().map(|seen| (seen.at_ms, seen.anon_bytes)).eq(all));
+        assert!(kept.iter().map(|sample| (sample.at_ms, sample.anon_bytes)).eq(all));
     }
 
     #[test]
-    fn later_of_two_moments_in_a_millisecond_counts() {
+    fn later_of_two_samples_in_a_millisecond_counts() {
         let kept = pushed(64, [(0, 5), (7, 6), (7, 9), (8, 1)].into_iter());
-        assert!(kept.iter().map(|seen| (seen.at_ms, seen.anon_bytes)).eq([(0, 5), (7, 9), (8, 1)]));
+        assert!(kept.iter().map(|sample| (sample.at_ms, sample.anon_bytes)).eq([
+            (0, 5),
+            (7, 9),
+            (8, 1)
+        ]));
     }
 
     #[test]
@@ -482,14 +498,22 @@ mod tests {
             spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v)
         };
         let kept = pushed(64, (0..100_000).map(|at| (at * 1_000, level(at))));
-        assert_eq!(kept[0], Seen { anon_bytes: level(0), ..Seen::default() });
+        assert_eq!(kept[0], DemandSample { anon_bytes: level(0), ..DemandSample::default() });
         assert_eq!(
             kept.last(),
-            Some(&Seen { at_ms: 99_999_000, anon_bytes: level(99_999), ..Seen::default() })
+            Some(&DemandSample {
+                at_ms: 99_999_000,
+                anon_bytes: level(99_999),
+                ..DemandSample::default()
+            })
         );
         for (at, anon_bytes) in spikes {
             assert!(
-                kept.contains(&Seen { at_ms: at * 1_000, anon_bytes, ..Seen::default() }),
+                kept.contains(&DemandSample {
+                    at_ms: at * 1_000,
+                    anon_bytes,
+                    ..DemandSample::default()
+                }),
                 "{at}"
             );
         }
@@ -499,29 +523,29 @@ mod tests {
 
     /// Results for reports at intervals of one second. Each report contains the cached MiB, and the
     /// MiB that were reclaimed and read again since the last report.
-    fn seen_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
+    fn demands_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
         let (mut files, mut counters) = (Files::default(), Counters::default());
-        let mut see = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
+        let mut add_report = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
             counters.pgsteal_kswapd += reclaimed * 256;
             counters.workingset_refault_file += back * 256;
-            files.see(nth as u64 * 1_000, cached * MIB, &counters);
+            files.update(nth as u64 * 1_000, cached * MIB, &counters);
             (files.file_bytes.div_ceil(MIB), files.streamed_bytes / MIB)
         };
-        reports.iter().enumerate().map(&mut see).collect()
+        reports.iter().enumerate().map(&mut add_report).collect()
     }
 
     #[test]
     fn files_with_returning_pages_are_read_repeatedly_and_others_once() {
         // 10 MiB per second first fill the page cache, and then replace each other.
-        let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
+        let filling = demands_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
         // If a file is deleted and written again, the page cache remains the same size.
         assert_eq!(
-            seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
+            demands_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
             Some(&(0, 101))
         );
         // 30 MiB replace each other and are read again, so none of them is new.
-        let thrashing = seen_of(&[
+        let thrashing = demands_of(&[
             (20, 0, 0),
             (20, 10, 10),
             (20, 10, 10),
@@ -529,13 +553,16 @@ mod tests {
             (20, 10, 10),
             (20, 0, 0),
         ]);
-        assert!(thrashing.iter().map(|seen| seen.0).eq([0, 10, 20, 30, 30, 20]), "{thrashing:?}");
-        assert!(thrashing.iter().all(|seen| seen.1 == 20), "{thrashing:?}");
+        assert!(
+            thrashing.iter().map(|sample| sample.0).eq([0, 10, 20, 30, 30, 20]),
+            "{thrashing:?}"
+        );
+        assert!(thrashing.iter().all(|sample| sample.1 == 20), "{thrashing:?}");
         // The counters restart at 0 if the kernel boots again.
         let (mut files, mut counters) = (Files::default(), Counters::default());
         counters.pgsteal_kswapd = 1_000;
-        files.see(0, 0, &counters);
-        files.see(1_000, 0, &Counters::default());
+        files.update(0, 0, &counters);
+        files.update(1_000, 0, &Counters::default());
         assert_eq!((files.file_bytes, files.streamed_bytes), (0, 0));
     }
 
@@ -543,8 +570,8 @@ mod tests {
     fn files_without_returning_pages_for_an_hour_do_not_count_as_read_repeatedly() {
         let mut reports = vec![(40, 0, 0), (40, 40, 40)];
         reports.resize(5 * 3_600, (40, 0, 0));
-        let seen = seen_of(&reports);
-        assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
+        let samples = demands_of(&reports);
+        assert_eq!((samples[1].0, samples[3_600].0 < 16, samples[5 * 3_600 - 1].0), (40, true, 1));
     }
 
     /// A line of a trace: a report with its total, available and anonymous memory in MiB, sizes, or
@@ -662,7 +689,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_the_moment_of_a_report_apply_after_it() {
+    fn sizes_at_the_time_of_a_report_apply_after_it() {
         // A client has requested a smaller size, which no plan shows.
         let by_hand = wanted(&[
             Report(1_000, [1536, 1036, 400]),

@@ -61,14 +61,14 @@ impl Point {
     }
 
     /// Includes another state, in which minimum and maximum are equal.
-    fn with(self, seen: &Point) -> Self {
+    fn with(self, point: &Point) -> Self {
         Point {
             at: self.at,
-            used_bytes: self.used_bytes.with(seen.used_bytes.least),
-            dram_bytes: self.dram_bytes.with(seen.dram_bytes.least),
-            total_bytes: self.total_bytes.with(seen.total_bytes.least),
-            available_bytes: self.available_bytes.with(seen.available_bytes.least),
-            swapped_bytes: self.swapped_bytes.with(seen.swapped_bytes.least),
+            used_bytes: self.used_bytes.with(point.used_bytes.least),
+            dram_bytes: self.dram_bytes.with(point.dram_bytes.least),
+            total_bytes: self.total_bytes.with(point.total_bytes.least),
+            available_bytes: self.available_bytes.with(point.available_bytes.least),
+            swapped_bytes: self.swapped_bytes.with(point.swapped_bytes.least),
             stall_us: self.stall_us,
         }
     }
@@ -77,7 +77,7 @@ impl Point {
 /// Points of a run, with one point for each interval.
 #[derive(Clone, Debug)]
 pub struct Series {
-    stretch_ms: u64,
+    interval_ms: u64,
     points: Vec<Point>,
     last: Option<Point>,
     /// Stall time from the start of the run to `last`.
@@ -85,15 +85,15 @@ pub struct Series {
 }
 
 impl Series {
-    /// Divides a run of `duration_ms` into `stretches` intervals.
-    pub fn new(duration_ms: u64, stretches: u64) -> Self {
-        let stretch_ms = duration_ms.div_ceil(stretches.max(1)).max(1);
-        Series { stretch_ms, points: Vec::new(), last: None, stall_us: 0 }
+    /// Divides a run of `duration_ms` into `intervals` intervals.
+    pub fn new(duration_ms: u64, intervals: u64) -> Self {
+        let interval_ms = duration_ms.div_ceil(intervals.max(1)).max(1);
+        Series { interval_ms, points: Vec::new(), last: None, stall_us: 0 }
     }
 
     /// Returns the length of an interval. The last interval ends with the run.
-    pub fn stretch_ms(&self) -> u64 {
-        self.stretch_ms
+    pub fn interval_ms(&self) -> u64 {
+        self.interval_ms
     }
 
     /// Returns the points so far, with one point for each interval.
@@ -108,10 +108,10 @@ impl Series {
         if new_us == 0 {
             return;
         }
-        let first = (from_ms / self.stretch_ms) as usize;
+        let first = (from_ms / self.interval_ms) as usize;
         let mut added_us = 0;
         for point in self.points.iter_mut().skip(first) {
-            let end_ms = to_ms.min(point.at.0 + self.stretch_ms);
+            let end_ms = to_ms.min(point.at.0 + self.interval_ms);
             let until_us = scale(new_us, end_ms - from_ms, to_ms - from_ms);
             point.stall_us += until_us - added_us;
             added_us = until_us;
@@ -120,20 +120,24 @@ impl Series {
 }
 
 impl Observer for Series {
-    fn lived(&mut self, guest: &Guest, _: &Segment) {
-        let seen = Point::of(guest, guest.now());
+    fn advanced(&mut self, guest: &Guest, _: &Segment) {
+        let latest = Point::of(guest, guest.now());
         // Nothing has changed since the last state, so it also applies to the intervals since then.
-        let before = self.last.unwrap_or(seen);
-        let stretch = guest.now().0 / self.stretch_ms;
-        while (self.points.len() as u64) <= stretch {
-            let at = TimeMs(self.points.len() as u64 * self.stretch_ms);
+        let before = self.last.unwrap_or(latest);
+        let interval = guest.now().0 / self.interval_ms;
+        while (self.points.len() as u64) <= interval {
+            let at = TimeMs(self.points.len() as u64 * self.interval_ms);
             self.points.push(Point { at, stall_us: 0, ..before });
         }
-        self.add_stalls(self.last.map_or(0, |last| last.at.0), seen.at.0, guest.totals().stall_us);
+        self.add_stalls(
+            self.last.map_or(0, |last| last.at.0),
+            latest.at.0,
+            guest.totals().stall_us,
+        );
         if let Some(point) = self.points.last_mut() {
-            *point = point.with(&seen);
+            *point = point.with(&latest);
         }
-        self.last = Some(seen);
+        self.last = Some(latest);
     }
 }
 
@@ -151,8 +155,8 @@ mod tests {
         let high = Segment { anon_bytes: 90 * MIB, ..low };
         let mut guest = Guest::new(GuestConfig::default(), &[], &low);
         for (to, segment) in [(2_100, &low), (2_500, &high), (2_900, &low), (9_000, &low)] {
-            guest.live(TimeMs(to), segment, &mut HostPool(0));
-            series.lived(&guest, segment);
+            guest.advance(TimeMs(to), segment, &mut HostPool(0));
+            series.advanced(&guest, segment);
         }
         let used = |point: &Point| (point.used_bytes.least / MIB, point.used_bytes.most / MIB);
         let all: Vec<_> = series.points().iter().map(used).collect();
@@ -197,8 +201,8 @@ mod tests {
             if step == 5 {
                 guest.request([64 * MIB, 0]);
             }
-            guest.live(TimeMs(step * 500), &demand, &mut HostPool(0));
-            series.lived(&guest, &demand);
+            guest.advance(TimeMs(step * 500), &demand, &mut HostPool(0));
+            series.advanced(&guest, &demand);
         }
         let stall_us: u64 = series.points().iter().map(|point| point.stall_us).sum();
         assert!(stall_us > 0);

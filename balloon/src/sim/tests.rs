@@ -108,7 +108,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
 struct Lawful(Option<String>);
 
 impl Observer for Lawful {
-    fn lived(&mut self, guest: &Guest, segment: &Segment) {
+    fn advanced(&mut self, guest: &Guest, segment: &Segment) {
         if self.0.is_none() {
             self.0 = laws(guest, segment).err().map(|error| format!("at {}: {error}", guest.now()));
         }
@@ -174,7 +174,7 @@ fn violations_of_invariants_are_detected() {
     host.zones[1].floor_bytes = 128 * MIB;
     let mut below = Guest::new(GuestConfig::default(), &host.zones, &segment);
     below.request([0, 64 * MIB]);
-    below.live(TimeMs(5_000), &segment, &mut HostPool(0));
+    below.advance(TimeMs(5_000), &segment, &mut HostPool(0));
     assert!(laws(&below, &segment).is_err_and(|error| error.starts_with("zone1 has")));
 }
 
@@ -244,7 +244,7 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
         };
         let mut first = First::default();
         run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
-        // Time to fill an eighth of available memory at 512 MiB/s, plus the time of one look.
+        // Time to fill an eighth of available memory at 512 MiB/s, plus the time of one check.
         assert!(
             first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)),
             "{file_bytes}: {first:?}"
@@ -277,7 +277,7 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
     let (mut pool, mut log) = (HostPool(0), Log::default());
     let mut run = |vm: &mut Vm, log: &mut Log| {
         while vm.now().is_some() {
-            vm.turn(&mut pool, log);
+            vm.advance(&mut pool, log);
         }
     };
     let mut vm = start();
@@ -296,7 +296,7 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
     run(&mut vm, &mut log);
     assert_eq!(decided(&log), [0, 1_000].map(TimeMs));
     vm.set_channel(Channel { loses_all: true, ..Channel::default() });
-    vm.go_on(Segment { anon_bytes: 0, anon_bytes_per_s: 1 << 20, ..flat }, 10_000);
+    vm.extend(Segment { anon_bytes: 0, anon_bytes_per_s: 1 << 20, ..flat }, 10_000);
     run(&mut vm, &mut log);
     assert_eq!(vm.guest().wanted_bytes(), 74 * MIB, "it continues from its last state");
     assert_eq!(decided(&log).len(), 2);
@@ -304,8 +304,8 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
         log.0.len() >= 11
             && log.1.iter().any(|(_, reason)| *reason == crate::plan::Reason::ReportsLost)
     );
-    vm.go_on(flat, 10_000);
-    vm.turn(&mut HostPool(0), &mut ());
+    vm.extend(flat, 10_000);
+    vm.advance(&mut HostPool(0), &mut ());
     vm.stop();
     assert_eq!((vm.now(), vm.guest().now() < TimeMs(20_000)), (None, true));
 }
@@ -462,13 +462,13 @@ fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
     #[derive(Default)]
     struct Most(u64);
     impl Observer for Most {
-        fn lived(&mut self, guest: &Guest, _: &Segment) {
+        fn advanced(&mut self, guest: &Guest, _: &Segment) {
             self.0 = self.0.max(guest.plugged_bytes());
         }
     }
     let mut most = Most::default();
     let vms = run_host(vec![setup], 4096 * MIB, &governed(policy), &mut most).expect("in range");
-    (most.0, vms[0].decided().grows)
+    (most.0, vms[0].decision_counts().grows)
 }
 
 /// `psi` provides little memory for files that are read once. The other policies grow the guest for
@@ -576,7 +576,7 @@ struct Integrated {
 }
 
 impl Observer for Integrated {
-    fn lived(&mut self, guest: &Guest, _: &Segment) {
+    fn advanced(&mut self, guest: &Guest, _: &Segment) {
         if guest.zones().iter().any(|zone| zone.plugged_bytes < zone.max_bytes) {
             self.before_last_bytes = guest.totals().swapped_out_bytes + guest.totals().kswapd_bytes;
         }
@@ -609,7 +609,7 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     #[derive(Default)]
     struct MostDescriptors(u64);
     impl Observer for MostDescriptors {
-        fn lived(&mut self, guest: &Guest, _: &Segment) {
+        fn advanced(&mut self, guest: &Guest, _: &Segment) {
             self.0 = self.0.max(guest.descriptor_bytes());
         }
     }

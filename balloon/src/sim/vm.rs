@@ -35,7 +35,7 @@ pub trait Observer {
     /// Receives a plan that was made for `host`.
     fn plan(&mut self, _at: TimeMs, _plan: &Plan, _host: &HostView) {}
     /// Receives the guest each time it was simulated up to its present time.
-    fn lived(&mut self, _guest: &Guest, _segment: &Segment) {}
+    fn advanced(&mut self, _guest: &Guest, _segment: &Segment) {}
 }
 
 /// Ignores all events.
@@ -43,7 +43,7 @@ impl Observer for () {}
 
 /// Counts of the governor's decisions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Decided {
+pub struct DecisionCounts {
     /// Number of plans that the governor made.
     pub steps: u64,
     /// Number of reports that were skipped because they would not have changed anything.
@@ -71,10 +71,10 @@ pub struct Channel {
 /// A policy is a function of its state, a report and the time. It uses the time only to compute the
 /// time since earlier events. Therefore, all decisions until the demand changes are the same if two
 /// conditions are met. First, reports have been the same for longer than any limit that such a time
-/// is compared with ([`Policy::settle_ms`]), or the state shows that no limit matters any more
-/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)). Second, the decision
-/// leaves everything unchanged. Before the demand changes, reports are again processed for the same
-/// time, so that the policy's state includes the usual last reports.
+/// is compared with ([`Policy::quiesce_ms`]), or the state shows that no limit matters any more
+/// ([`Controller::is_quiescent`](crate::controller::Controller::is_quiescent)). Second, the
+/// decision leaves everything unchanged. Before the demand changes, reports are again processed for
+/// the same time, so that the policy's state includes the usual last reports.
 ///
 /// The rules that apply to every policy do nothing if a decision changes nothing. A guest is not at
 /// rest during a request without progress, lost reports or a cool-down. A test compares the plans
@@ -89,11 +89,11 @@ pub struct Vm {
     host: HostView,
     skip: Skip,
     channel: Channel,
-    on_their_way: VecDeque<(TimeMs, Report)>,
-    settle_ms: u64,
-    rest_since: Option<TimeMs>,
-    ticked: TimeMs,
-    decided: Decided,
+    delayed_reports: VecDeque<(TimeMs, Report)>,
+    quiesce_ms: u64,
+    idle_since: Option<TimeMs>,
+    ticked_at: TimeMs,
+    decision_counts: DecisionCounts,
 }
 
 /// Zones of the simulated guest. It has no balloon, and its drivers do not need reminders.
@@ -119,7 +119,7 @@ impl Devices for GuestDevices<'_> {
 
     fn host(&mut self) -> HostView {
         let pool_free_bytes = self.host.pool_free_bytes;
-        self.guest.show(self.host, pool_free_bytes);
+        self.guest.write_sizes(self.host, pool_free_bytes);
         self.host.clone()
     }
 }
@@ -137,17 +137,17 @@ impl Vm {
         Ok(Vm {
             guest: Guest::new(guest, &host.zones, &demand.segments()[0]),
             agent: Agent::new(),
-            settle_ms: policy.settle_ms(),
+            quiesce_ms: policy.quiesce_ms(),
             governor: Governor::new(policy, rules, false, &host, TimeMs(0))?,
             demand,
             segment: 0,
             host,
             skip,
             channel: Channel::default(),
-            on_their_way: VecDeque::new(),
-            rest_since: None,
-            ticked: TimeMs(0),
-            decided: Decided::default(),
+            delayed_reports: VecDeque::new(),
+            idle_since: None,
+            ticked_at: TimeMs(0),
+            decision_counts: DecisionCounts::default(),
         })
     }
 
@@ -157,8 +157,8 @@ impl Vm {
     }
 
     /// Returns the counts of decisions.
-    pub fn decided(&self) -> &Decided {
-        &self.decided
+    pub fn decision_counts(&self) -> &DecisionCounts {
+        &self.decision_counts
     }
 
     /// Returns the demand.
@@ -166,16 +166,16 @@ impl Vm {
         &self.demand
     }
 
-    /// Extends the demand (see [`Demand::go_on`]).
-    pub fn go_on(&mut self, segment: Segment, ms: u64) {
-        self.demand.go_on(segment, ms);
+    /// Extends the demand (see [`Demand::extend`]).
+    pub fn extend(&mut self, segment: Segment, ms: u64) {
+        self.demand.extend(segment, ms);
     }
 
     /// Ends the demand at the present time.
     pub fn stop(&mut self) {
         self.demand.end_at(self.guest.now());
         self.segment = self.demand.segments().len();
-        self.rest_since = None;
+        self.idle_since = None;
     }
 
     /// Changes the connection on which reports are sent. Reports are skipped only if the connection
@@ -187,8 +187,8 @@ impl Vm {
     /// Replaces the policy.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
-        self.settle_ms = policy.settle_ms();
-        self.rest_since = None;
+        self.quiesce_ms = policy.quiesce_ms();
+        self.idle_since = None;
         let change = Change { policy: Some(policy), ..Change::default() };
         let (host, now) = (self.host.clone(), self.guest.now());
         let mut devices = GuestDevices { guest: &mut self.guest, host: &mut self.host };
@@ -208,13 +208,13 @@ impl Vm {
     }
 
     /// Simulates the guest until the next event, and handles the event.
-    pub fn turn(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
+    pub fn advance(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
         let (segment, end) = self.segment();
         let to = self.next_event(&segment, end);
-        self.guest.live(to, &segment, pool);
-        observer.lived(&self.guest, &segment);
+        self.guest.advance(to, &segment, pool);
+        observer.advanced(&self.guest, &segment);
         let now = self.guest.now();
-        while let Some((_, report)) = self.on_their_way.pop_front_if(|(due, _)| *due <= now) {
+        while let Some((_, report)) = self.delayed_reports.pop_front_if(|(due, _)| *due <= now) {
             self.step(Some(&report), pool, observer);
         }
         if self.agent.is_stalled(&self.guest) {
@@ -222,45 +222,46 @@ impl Vm {
             self.report(Cause::Stall, pool, observer);
         } else if now >= self.agent.report_due() {
             self.report(Cause::Rest, pool, observer);
-            self.skip_rest(&segment, end, pool, observer);
-        } else if self.agent.looks(&self.guest) {
+            self.skip_idle_reports(&segment, end, pool, observer);
+        } else if self.agent.check_memory(&self.guest) {
             self.agent.alert(now);
             self.report(Cause::Watermark, pool, observer);
         }
-        if self.is_followed() && self.guest.now().since(self.ticked) >= TICK_MS {
-            self.ticked = self.guest.now();
+        if self.needs_ticks() && self.guest.now().since(self.ticked_at) >= TICK_MS {
+            self.ticked_at = self.guest.now();
             self.step(None, pool, observer);
         }
         if self.guest.now() >= end {
             self.segment += 1;
-            self.rest_since = None;
+            self.idle_since = None;
         }
     }
 
     fn next_event(&self, segment: &Segment, end: TimeMs) -> TimeMs {
         let mut to = end.min(self.agent.report_due());
-        if let Some((due, _)) = self.on_their_way.front() {
+        if let Some((due, _)) = self.delayed_reports.front() {
             to = to.min(*due);
         }
-        if self.is_followed() {
-            to = to.min(self.ticked + TICK_MS);
+        if self.needs_ticks() {
+            to = to.min(self.ticked_at + TICK_MS);
         }
-        // The agent looks at memory all the time. While memory moves evenly, the time at which a
-        // look will find news can be computed.
-        let even = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_look(segment));
-        let news = self.agent.news_due(&self.guest, segment);
-        if let Some(at) = news.into_iter().chain(even).min() {
-            to = to.min(self.agent.look_due(at.min(to), self.guest.now()));
+        // The agent checks memory all the time. While memory moves evenly, the time at which a
+        // check will require a report can be computed.
+        let steady = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_change(segment));
+        let threshold = self.agent.threshold_due(&self.guest, segment);
+        if let Some(at) = threshold.into_iter().chain(steady).min() {
+            to = to.min(self.agent.check_due(at.min(to), self.guest.now()));
         }
         to.max(self.guest.now())
     }
 
     /// Returns true if the VMM has to send ticks, because a request is outstanding or reports may
     /// be lost.
-    fn is_followed(&self) -> bool {
+    fn needs_ticks(&self) -> bool {
         self.channel != Channel::default()
             || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
-            || self.governor.controller().policy().name() == "fixed" && self.decided.steps == 0
+            || self.governor.controller().policy().name() == "fixed"
+                && self.decision_counts.steps == 0
     }
 
     fn report(&mut self, cause: Cause, pool: &mut impl Pool, observer: &mut impl Observer) {
@@ -268,20 +269,20 @@ impl Vm {
         self.agent.give_kernel_block(&mut self.guest);
         observer.report(self.guest.now(), &report);
         if self.channel != Channel::default() {
-            self.rest_since = None;
+            self.idle_since = None;
             match self.channel.loses_all {
-                true => self.agent.take_back(report),
-                false => {
-                    self.on_their_way.push_back((self.guest.now() + self.channel.delay_ms, report))
-                }
+                true => self.agent.reuse_report(report),
+                false => self
+                    .delayed_reports
+                    .push_back((self.guest.now() + self.channel.delay_ms, report)),
             }
             return;
         }
-        let held = self.step(Some(&report), pool, observer);
-        self.agent.take_back(report);
+        let is_unchanged = self.step(Some(&report), pool, observer);
+        self.agent.reuse_report(report);
         let (segment, _) = self.segment();
-        let rests = held && self.guest.is_at_rest(&segment) && self.agent.is_at_rest();
-        self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
+        let is_idle = is_unchanged && self.guest.is_at_rest(&segment) && self.agent.is_at_rest();
+        self.idle_since = is_idle.then(|| self.idle_since.unwrap_or(self.guest.now()));
     }
 
     /// Passes a report or a tick to the governor. Returns true if nothing has changed and repeating
@@ -304,9 +305,9 @@ impl Vm {
         for step in &steps {
             observer.host(now, &step.host);
             for note in &step.notes {
-                if let Note::Decided(decided) = note {
-                    observer.plan(now, &decided.plan, &step.host);
-                    is_at_rest = self.count(&decided.plan);
+                if let Note::Plan(note) = note {
+                    observer.plan(now, &note.plan, &step.host);
+                    is_at_rest = self.count(&note.plan);
                 }
             }
         }
@@ -315,10 +316,10 @@ impl Vm {
 
     /// Counts a plan. Returns true if the plan leaves everything unchanged permanently.
     fn count(&mut self, plan: &Plan) -> bool {
-        self.decided.steps += 1;
+        self.decision_counts.steps += 1;
         match plan.direction {
-            Direction::Grow => self.decided.grows += 1,
-            Direction::Shrink => self.decided.shrinks += 1,
+            Direction::Grow => self.decision_counts.grows += 1,
+            Direction::Shrink => self.decision_counts.shrinks += 1,
             Direction::Hold => {}
         }
         plan.direction == Direction::Hold
@@ -327,7 +328,7 @@ impl Vm {
 
     /// Skips the reports of the rest that cannot matter any more. The last ones before its end are
     /// processed.
-    fn skip_rest(
+    fn skip_idle_reports(
         &mut self,
         segment: &Segment,
         end: TimeMs,
@@ -335,19 +336,19 @@ impl Vm {
         observer: &mut impl Observer,
     ) {
         let now = self.guest.now();
-        let (Skip::AtRest, Some(since)) = (self.skip, self.rest_since) else { return };
-        if now.since(since) < self.settle_ms || !self.governor.controller().is_settled(now) {
+        let (Skip::AtRest, Some(since)) = (self.skip, self.idle_since) else { return };
+        if now.since(since) < self.quiesce_ms || !self.governor.controller().is_quiescent(now) {
             return;
         }
         let interval_ms = self.agent.interval_ms();
-        let count = end.since(now).saturating_sub(self.settle_ms) / interval_ms;
+        let count = end.since(now).saturating_sub(self.quiesce_ms) / interval_ms;
         if count == 0 {
             return;
         }
-        self.agent.skipped(count, &self.guest);
-        self.decided.skipped += count;
-        self.guest.live(now + count * interval_ms, segment, pool);
-        observer.lived(&self.guest, segment);
+        self.agent.skip_reports(count, &self.guest);
+        self.decision_counts.skipped += count;
+        self.guest.advance(now + count * interval_ms, segment, pool);
+        observer.advanced(&self.guest, segment);
     }
 }
 
@@ -405,9 +406,9 @@ mod tests {
         horizon(&mut vm);
         let mut log = Log::default();
         while vm.now().is_some() {
-            vm.turn(&mut pool, &mut log);
+            vm.advance(&mut pool, &mut log);
         }
-        let skipped = vm.decided().skipped;
+        let skipped = vm.decision_counts().skipped;
         log.outcome = Outcome { steps: 0, skipped: 0, ..Outcome::of(&vm) };
         (log, skipped)
     }
@@ -445,7 +446,8 @@ mod tests {
         let policy = Policy::default();
         let differs = |seed| {
             let all = run(setup(Workload::Burst, seed), &policy, Skip::Nothing, |_| {}).0;
-            all != run(setup(Workload::Burst, seed), &policy, Skip::AtRest, |vm| vm.settle_ms = 0).0
+            all != run(setup(Workload::Burst, seed), &policy, Skip::AtRest, |vm| vm.quiesce_ms = 0)
+                .0
         };
         assert!((0..5).any(differs));
     }

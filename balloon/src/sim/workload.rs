@@ -124,60 +124,60 @@ impl Workload {
         duration_ms: u64,
         random: &mut Random,
     ) -> Demand {
-        let mut track = Track::new(params, dram_bytes, duration_ms);
-        let (low, high) = (track.part(params.low_permille), track.part(params.high_permille));
+        let mut builder = DemandBuilder::new(params, dram_bytes, duration_ms);
+        let (low, high) = (builder.part(params.low_permille), builder.part(params.high_permille));
         let period_ms = params.period_ms;
         match self {
             Workload::Steady => {
-                track.rest(random.between(1_000, 10_000));
-                track.go(high);
+                builder.hold(random.between(1_000, 10_000));
+                builder.ramp_to(high);
             }
             Workload::Ramp => {
-                track.rest(random.between(3_000, 10_000));
-                track.go(high);
-                track.rest(period_ms);
-                track.drop_to(low);
+                builder.hold(random.between(3_000, 10_000));
+                builder.ramp_to(high);
+                builder.hold(period_ms);
+                builder.drop_to(low);
             }
             Workload::Burst => {
-                while track.goes_on() {
+                while builder.has_time_left() {
                     let before_ms = random.between(0, period_ms * 8 / 10);
-                    track.rest(before_ms);
-                    track.go(high - random.between(0, (high - low) / 4 + 1));
-                    track.rest(period_ms / 10);
-                    track.drop_to(low);
-                    track.rest(period_ms * 9 / 10 - before_ms);
+                    builder.hold(before_ms);
+                    builder.ramp_to(high - random.between(0, (high - low) / 4 + 1));
+                    builder.hold(period_ms / 10);
+                    builder.drop_to(low);
+                    builder.hold(period_ms * 9 / 10 - before_ms);
                 }
             }
             Workload::Sawtooth => {
-                while track.goes_on() {
-                    let start = track.now_ms;
-                    track.go(high);
-                    track.rest((start + period_ms).saturating_sub(track.now_ms + 1).max(100));
-                    track.drop_to(low);
-                    track.rest(100);
+                while builder.has_time_left() {
+                    let start = builder.now_ms;
+                    builder.ramp_to(high);
+                    builder.hold((start + period_ms).saturating_sub(builder.now_ms + 1).max(100));
+                    builder.drop_to(low);
+                    builder.hold(100);
                 }
             }
             Workload::Leak => {
                 let bytes_per_s = scale(high - low, 1000, duration_ms.max(1));
-                track.push(i64::try_from(bytes_per_s).unwrap_or(i64::MAX), duration_ms);
+                builder.push(i64::try_from(bytes_per_s).unwrap_or(i64::MAX), duration_ms);
             }
             Workload::Diurnal => {
-                track.now_bytes = day(low, high, 0, period_ms);
+                builder.now_bytes = day(low, high, 0, period_ms);
                 let step_ms = (period_ms / 288).max(100);
-                while track.goes_on() {
-                    let next = day(low, high, track.now_ms % period_ms, period_ms);
-                    let uneven = next / 20;
-                    let start = track.now_ms;
-                    track.go(next - uneven / 2 + random.between(0, uneven + 1));
-                    track.rest((start + step_ms).saturating_sub(track.now_ms).max(100));
+                while builder.has_time_left() {
+                    let next = day(low, high, builder.now_ms % period_ms, period_ms);
+                    let variation = next / 20;
+                    let start = builder.now_ms;
+                    builder.ramp_to(next - variation / 2 + random.between(0, variation + 1));
+                    builder.hold((start + step_ms).saturating_sub(builder.now_ms).max(100));
                 }
             }
             Workload::CacheHeavy => {
-                track.rest(random.between(1_000, 10_000));
-                track.go(high);
+                builder.hold(random.between(1_000, 10_000));
+                builder.ramp_to(high);
             }
         }
-        track.end()
+        builder.end()
     }
 }
 
@@ -195,7 +195,7 @@ fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
 }
 
 /// Segments that are being generated.
-struct Track<'a> {
+struct DemandBuilder<'a> {
     params: &'a Params,
     dram_bytes: u64,
     duration_ms: u64,
@@ -204,17 +204,24 @@ struct Track<'a> {
     now_bytes: u64,
 }
 
-impl<'a> Track<'a> {
+impl<'a> DemandBuilder<'a> {
     fn new(params: &'a Params, dram_bytes: u64, duration_ms: u64) -> Self {
         let now_bytes = scale(dram_bytes, params.low_permille, 1000);
-        Track { params, dram_bytes, duration_ms, segments: Vec::new(), now_ms: 0, now_bytes }
+        DemandBuilder {
+            params,
+            dram_bytes,
+            duration_ms,
+            segments: Vec::new(),
+            now_ms: 0,
+            now_bytes,
+        }
     }
 
     fn part(&self, permille: u64) -> u64 {
         scale(self.dram_bytes, permille, 1000)
     }
 
-    fn goes_on(&self) -> bool {
+    fn has_time_left(&self) -> bool {
         self.now_ms < self.duration_ms
     }
 
@@ -242,12 +249,12 @@ impl<'a> Track<'a> {
         self.now_bytes = segment.anon_bytes_at(TimeMs(self.now_ms));
     }
 
-    fn rest(&mut self, ms: u64) {
+    fn hold(&mut self, ms: u64) {
         self.push(0, ms);
     }
 
     /// Rises or falls to `bytes` at the configured rate.
-    fn go(&mut self, bytes: u64) {
+    fn ramp_to(&mut self, bytes: u64) {
         let rate = self.params.rate_bytes_per_s;
         let ms = (self.now_bytes.abs_diff(bytes)).saturating_mul(1000) / rate;
         let signed = i64::try_from(rate).unwrap_or(i64::MAX);
@@ -261,8 +268,8 @@ impl<'a> Track<'a> {
     }
 
     fn end(mut self) -> Demand {
-        if self.goes_on() {
-            self.rest(self.duration_ms - self.now_ms);
+        if self.has_time_left() {
+            self.hold(self.duration_ms - self.now_ms);
         }
         Demand::new(self.segments, TimeMs(self.duration_ms)).expect("generated in order")
     }

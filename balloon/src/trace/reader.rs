@@ -252,8 +252,8 @@ fn parse(line: &[u8]) -> Result<Raw, Fault> {
         let printable = |c: char| if c.is_control() { ' ' } else { c };
         let reason: String = reason.chars().take(MAX_QUOTED_CHARS).map(printable).collect();
         // In valid JSON, a missing value or a value of the wrong type has no position.
-        let place = if column == 0 { String::new() } else { format!(" (byte {column})") };
-        Fault::Shape(format!("{reason}{place}"))
+        let location = if column == 0 { String::new() } else { format!(" (byte {column})") };
+        Fault::Shape(format!("{reason}{location}"))
     })
 }
 

@@ -1,7 +1,7 @@
 //! Sequences of events, each with one expected result. The checks in `World` run as well.
 
 use balloon::controller::{ResizeStatus, Rules};
-use balloon::governor::{AgentState, Change, Decided, Event, Note, Onlining, Request};
+use balloon::governor::{AgentState, Change, Event, Note, Onlining, PlanNote, Request};
 use balloon::plan::Reason;
 use balloon::policy::{Policy, fixed};
 use balloon::proto::OnlinePolicy::{Offline, OnlineMovable};
@@ -9,7 +9,7 @@ use balloon::proto::{Measure, RawReport};
 use balloon::{BLOCK_BYTES, DriverState, MIB, ZoneId};
 
 use super::policy;
-use super::world::{Happening, World, ZONES};
+use super::world::{VmEvent, World, ZONES};
 
 const PSI: usize = 0;
 const PMB: usize = 7;
@@ -30,11 +30,11 @@ fn slow(index: usize) -> World {
 
 impl World {
     fn tick(&mut self, ms: u64) {
-        self.happen(&Happening::Tick, ms);
+        self.apply(&VmEvent::Tick, ms);
     }
 
     fn report_free(&mut self, free_permille: u64) {
-        self.happen(&Happening::Report(free_permille, OnlineMovable), 50);
+        self.apply(&VmEvent::Report(free_permille, OnlineMovable), 50);
     }
 
     /// Sends a report after `change` was applied to it, 1 s after the last event.
@@ -43,14 +43,14 @@ impl World {
         self.seq += 1;
         let mut raw = self.raw(free_permille, OnlineMovable);
         change(&mut raw);
-        self.say(raw);
+        self.send_report(raw);
     }
 
     /// Every 250 ms, sends statistics of a guest that uses `used_mib`.
     fn send_statistics_for(&mut self, seconds: u64, used_mib: u64) {
         for _ in 0..seconds * 4 {
             let free_permille = self.free_permille(used_mib);
-            self.happen(&Happening::Statistics(free_permille), 250);
+            self.apply(&VmEvent::Statistics(free_permille), 250);
         }
     }
 
@@ -109,11 +109,11 @@ impl World {
     }
 
     fn statistics_requests(&self) -> usize {
-        self.state.requests.iter().filter(|request| **request == Request::AskStatistics).count()
+        self.state.requests.iter().filter(|request| **request == Request::Statistics).count()
     }
 
     fn assert_sound(&self) {
-        assert_eq!(self.wrong(""), None);
+        assert_eq!(self.first_violation(""), None);
     }
 }
 
@@ -124,23 +124,23 @@ fn agent_is_live_silent_or_gone() {
     let state = |world: &World, ms| world.governor.agent_state(world.now + ms);
     assert_eq!([0, 2_999].map(|ms| state(&world, ms)), [AgentState::Live; 2]);
     assert_eq!(state(&world, 3_000), AgentState::Silent);
-    world.happen(&Happening::RefusedLine, 3_000);
+    world.apply(&VmEvent::RefusedLine, 3_000);
     assert_eq!(state(&world, 0), AgentState::Silent, "a refused line does not count as a report");
     world.report_free(500);
     assert_eq!(state(&world, 0), AgentState::Live);
-    world.happen(&Happening::Agent(false), 1);
+    world.apply(&VmEvent::Agent(false), 1);
     assert_eq!([0, 60_000].map(|ms| state(&world, ms)), [AgentState::Gone; 2]);
-    world.happen(&Happening::Agent(true), 60_000);
+    world.apply(&VmEvent::Agent(true), 60_000);
     assert_eq!([0, 3_000].map(|ms| state(&world, ms)), [AgentState::Live, AgentState::Silent]);
 }
 
 #[test]
 fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     let mut world = ready(PSI);
-    world.happen(&Happening::Statistics(500), 250);
+    world.apply(&VmEvent::Statistics(500), 250);
     world.report_free(500);
-    (0..4).for_each(|_| world.happen(&Happening::RefusedLine, 1));
-    world.happen(&Happening::StaleReport, 1);
+    (0..4).for_each(|_| world.apply(&VmEvent::RefusedLine, 1));
+    world.apply(&VmEvent::StaleReport, 1);
     // A VM of this size cannot have that much memory.
     world.report_with(500, |raw| raw.memory.total_bytes = 1 << 40);
     assert_eq!(world.refused(), [("not_utf8", 4), ("out_of_order", 1), ("out_of_range", 1)]);
@@ -152,15 +152,15 @@ fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     let others = [("out_of_order", 1), ("out_of_range", 1)];
     assert!(noted.eq([first, second, fourth].into_iter().chain(others)));
     assert_eq!(world.reports(), 2);
-    world.happen(&Happening::Lie([1 << 30, 9, 9, 9]), 1);
+    world.apply(&VmEvent::FalseReport([1 << 30, 9, 9, 9]), 1);
     assert_eq!(world.reports(), 3);
     // The first statistics of a new kernel are also refused, and the next ones are accepted.
-    world.driver_life += 1;
-    world.happen(&Happening::Statistics(1_001), 250);
+    world.driver_generation += 1;
+    world.apply(&VmEvent::Statistics(1_001), 250);
     let is_of_statistics = |note: &Note| matches!(note, Note::Refused { by_agent: false, .. });
     assert!(world.state.notes.iter().any(is_of_statistics));
     assert_eq!((world.reports(), world.refused()[2]), (3, ("out_of_range", 2)));
-    world.happen(&Happening::Statistics(500), 250);
+    world.apply(&VmEvent::Statistics(500), 250);
     assert_eq!(world.reports(), 4);
 }
 
@@ -170,7 +170,7 @@ fn host_sleep_makes_reports_neither_invalid_nor_late() {
     let mut world = slow(PSI);
     world.report_free(0);
     let before = world.state.host.requested_bytes();
-    world.slept_ms = 8 * 3_600_000;
+    world.suspended_ms = 8 * 3_600_000;
     // The same is true for a pause, in which no time passes.
     (0..180).for_each(|_| world.tick(0));
     assert_eq!(world.state.host.requested_bytes(), before);
@@ -191,16 +191,16 @@ fn kernel_started_by_kexec_gets_memory_like_the_first_one() {
     (0..100).for_each(|_| world.report_free(400));
     let before = world.requested_mib();
     assert!((2..900).contains(&before.iter().sum::<u64>()), "{before:?}");
-    (0..ZONES).for_each(|zone| world.happen(&Happening::Driver(zone, DriverState::Absent), 0));
-    world.happen(&Happening::Agent(false), 0);
+    (0..ZONES).for_each(|zone| world.apply(&VmEvent::Driver(zone, DriverState::Absent), 0));
+    world.apply(&VmEvent::Agent(false), 0);
     (0..7).for_each(|_| world.tick(500));
     world.state.host.zones.iter_mut().for_each(|zone| zone.plugged_bytes = 0);
-    (0..ZONES).for_each(|zone| world.happen(&Happening::Driver(zone, DriverState::Ready), 100));
+    (0..ZONES).for_each(|zone| world.apply(&VmEvent::Driver(zone, DriverState::Ready), 100));
     assert_eq!(world.requested_mib(), before, "the first kernel's requests");
     let zones = &mut world.state.host.zones;
     zones.iter_mut().for_each(|zone| zone.plugged_bytes = zone.requested_bytes);
     (world.booted_ms, world.seq) = (world.now.0 - 10, 0);
-    world.happen(&Happening::Agent(true), 10);
+    world.apply(&VmEvent::Agent(true), 10);
     world.report_free(0);
     assert!(world.refused().is_empty());
     assert!(world.requested_mib().iter().sum::<u64>() > before.iter().sum());
@@ -235,7 +235,7 @@ fn guest_without_agent_gets_memory_if_short_and_returns_it() {
 #[test]
 fn online_policy_limits_virtio_mem_but_not_the_balloon() {
     let mut world = ready(PSI);
-    (0..100).for_each(|_| world.happen(&Happening::Report(40, Offline), 50));
+    (0..100).for_each(|_| world.apply(&VmEvent::Report(40, Offline), 50));
     let [balloon, dram, ..] = world.requested_mib();
     assert_eq!((balloon, dram), (128, 64), "a quarter is lent");
 }
@@ -260,7 +260,7 @@ fn statistics_are_used_while_no_agent_reports() {
     // If an agent connects but does not report, statistics are still used.
     let before = world.reports();
     for is_connected in [false, true, false, true] {
-        world.happen(&Happening::Agent(is_connected), 0);
+        world.apply(&VmEvent::Agent(is_connected), 0);
         world.send_statistics_for(3, 100);
     }
     assert_eq!(world.reports(), before + 48);
@@ -283,11 +283,11 @@ fn statistics_of_a_new_driver_do_not_wait_for_the_old_kernels_agent() {
     let mut world = ready(PSI);
     world.send_statistics_for(1, 100);
     world.report_free(500);
-    world.happen(&Happening::Agent(false), 0);
+    world.apply(&VmEvent::Agent(false), 0);
     let before = world.reports();
     world.send_statistics_for(2, 100);
     assert_eq!(world.reports(), before, "the agent may restart");
-    world.driver_life += 1;
+    world.driver_generation += 1;
     world.send_statistics_for(1, 100);
     assert_eq!(world.reports(), before + 4);
 }
@@ -337,8 +337,8 @@ fn statistics_are_requested_faster_below_the_policys_watermark() {
 #[test]
 fn resize_repeats_size_that_device_has_lowered() {
     let mut world = ready(OFF);
-    let resize = |world: &mut World, blocks| world.happen(&Happening::Resize(PM, blocks), 500);
-    world.happen(&Happening::Host(PM, 125), 0);
+    let resize = |world: &mut World, blocks| world.apply(&VmEvent::Resize(PM, blocks), 500);
+    world.apply(&VmEvent::Host(PM, 125), 0);
     resize(&mut world, 100);
     let is_stuck = |world: &World, reason: &str| match world.status(PM) {
         ResizeStatus::Stuck(text) => text.starts_with(reason),
@@ -350,16 +350,16 @@ fn resize_repeats_size_that_device_has_lowered() {
     resize(&mut world, 40);
     assert_eq!(world.status(PM), ResizeStatus::Reached);
     resize(&mut world, 100);
-    world.happen(&Happening::Host(PM, 1000), 0);
+    world.apply(&VmEvent::Host(PM, 1000), 0);
     resize(&mut world, 100);
     assert_eq!((world.status(PM), world.requested_mib()[PM]), (ResizeStatus::Reached, 200));
     // If the driver is refused, a request ends in the same way.
     let mut world = slow(OFF);
-    world.happen(&Happening::Driver(PM, DriverState::Absent), 0);
+    world.apply(&VmEvent::Driver(PM, DriverState::Absent), 0);
     resize(&mut world, 100);
     let hotplug_mib = |world: &World| world.governor.settings().hotplug_bytes / MIB;
     assert_eq!(hotplug_mib(&world), 256 + 512 + 640);
-    world.happen(&Happening::Driver(PM, DriverState::Unsupported), 100);
+    world.apply(&VmEvent::Driver(PM, DriverState::Unsupported), 100);
     assert_eq!(hotplug_mib(&world), 256 + 512, "the agent reserves no DRAM for it");
     (0..20).for_each(|_| world.tick(6_000));
     assert!(is_stuck(&world, "driver: "));
@@ -374,8 +374,8 @@ fn dry_run_reminds_only_zones_that_a_client_has_sized() {
     let mut world = slow(PSI);
     world.report_free(40);
     assert!(world.requested_mib()[..2].iter().sum::<u64>() > 0);
-    world.happen(&Happening::DryRun(true), 0);
-    world.happen(&Happening::Resize(PM, 50), 0);
+    world.apply(&VmEvent::DryRun(true), 0);
+    world.apply(&VmEvent::Resize(PM, 50), 0);
     (0..3).for_each(|_| world.tick(6_000));
     let requests = world.state.requests.iter();
     let reminded = requests.filter(|request| matches!(request, Request::Remind(_)));
@@ -386,7 +386,7 @@ fn dry_run_reminds_only_zones_that_a_client_has_sized() {
 #[test]
 fn shortage_ends_when_another_zone_grows_instead() {
     let mut world = ready(PSI);
-    [0, DRAM].into_iter().for_each(|zone| world.happen(&Happening::Host(zone, 0), 0));
+    [0, DRAM].into_iter().for_each(|zone| world.apply(&VmEvent::Host(zone, 0), 0));
     world.report_free(40);
     assert_eq!(world.requested_mib(), [0; ZONES]);
     (0..2).for_each(|_| world.tick(10));
@@ -407,7 +407,7 @@ fn memory_still_plugged_after_a_shrink_is_not_awaited() {
         world.report_free(300);
         assert_eq!(world.state.host.requested_bytes(), size_mib * MIB);
         // Only the balloon grows beyond the size that is plugged.
-        world.happen(&Happening::Follow(0, 1000), 0);
+        world.apply(&VmEvent::Follow(0, 1000), 0);
         world.report_free(300);
         assert_eq!(world.ended(), ended);
     }
@@ -449,17 +449,17 @@ fn fixed_size_held_back_by_descriptors_is_reported_without_reports() {
 fn event_of_held_plan_names_zone_that_policy_may_grow() {
     let blocks = 64 * MIB / BLOCK_BYTES;
     for (cause, held) in [
-        (Happening::Resize(DRAM, blocks), vec![2]),
-        (Happening::Driver(DRAM, DriverState::Unsupported), vec![2]),
-        (Happening::DryRun(true), vec![]),
+        (VmEvent::Resize(DRAM, blocks), vec![2]),
+        (VmEvent::Driver(DRAM, DriverState::Unsupported), vec![2]),
+        (VmEvent::DryRun(true), vec![]),
     ] {
         let mut world = ready(PSI);
         (0..10).for_each(|_| world.report_free(0));
-        world.happen(&cause, 0);
+        world.apply(&cause, 0);
         report_without_room(&mut world);
         assert_eq!(world.held(), held, "{cause:?}");
         let is_held = |note: &Note| match note {
-            Note::Decided(Decided { plan, .. }) => plan.reason == Reason::Descriptors,
+            Note::Plan(PlanNote { plan, .. }) => plan.reason == Reason::Descriptors,
             _ => false,
         };
         assert!(world.state.notes.iter().any(is_held));
@@ -472,11 +472,11 @@ fn client_size_without_room_for_descriptors_is_reported_once_per_request() {
     let mut world = ready(OFF);
     world.report_free(40);
     for round in 1..=2 {
-        world.happen(&Happening::Resize(PM, 320), 0);
+        world.apply(&VmEvent::Resize(PM, 320), 0);
         (0..20).for_each(|_| world.tick(1_000));
         assert_eq!(world.held(), [PM as u32].repeat(round));
         assert!(world.state.host.zones[PM].held_bytes > 0);
-        world.happen(&Happening::Resize(PM, 0), 0);
+        world.apply(&VmEvent::Resize(PM, 0), 0);
     }
     world.assert_sound();
 }

@@ -15,7 +15,7 @@ use balloon::{
     BLOCK_BYTES, DriverState, HostView, MIB, Shortfall, Tier, TimeMs, ZoneId, ZoneSizes, parse_line,
 };
 
-use super::broken::Broken;
+use super::fault::Fault;
 use super::policy;
 
 /// The zones are the balloon, DRAM and two zones of PM.
@@ -27,11 +27,11 @@ const BOOT_BYTES: u64 = 512 * MIB;
 
 /// An event of the VM, or a change of its host or guest. Shares are in thousandths.
 #[derive(Clone, Debug)]
-pub(crate) enum Happening {
+pub(crate) enum VmEvent {
     /// Sends a report in which this share of the memory is free.
     Report(u64, OnlinePolicy),
     /// Sends a report with arbitrary memory, free pages, watermark and counters.
-    Lie([u64; 4]),
+    FalseReport([u64; 4]),
     /// Sends a report with the number of the previous one.
     StaleReport,
     RefusedLine,
@@ -72,16 +72,16 @@ pub(crate) struct State {
     is_paused: bool,
     rules: Rules,
     follows: bool,
-    broken: Option<Broken>,
+    fault: Option<Fault>,
     /// True while the same event is handled for the second time.
-    pub is_again: bool,
+    pub is_repeated: bool,
     /// Requests of each step since the last event, with the host's state before that step.
     steps: Vec<(Vec<Request>, HostView)>,
     /// All requests since the start of the test.
     pub requests: Vec<Request>,
     /// All notes since the start of the test.
     pub notes: Vec<Note>,
-    wrong: Vec<String>,
+    violations: Vec<String>,
 }
 
 pub(crate) struct World {
@@ -91,13 +91,13 @@ pub(crate) struct World {
     /// Sequence number of the last report.
     pub seq: u64,
     /// Total time for which the host was suspended.
-    pub slept_ms: u64,
+    pub suspended_ms: u64,
     /// Start time of the guest's kernel.
     pub booted_ms: u64,
     /// True if Linux counts the memory in the balloon as used.
     pub is_counted: bool,
     /// Generation of the balloon driver.
-    pub driver_life: u64,
+    pub driver_generation: u64,
     is_connected: bool,
 }
 
@@ -119,13 +119,13 @@ impl State {
 
     fn expect(&mut self, holds: bool, what: &str, of: impl Debug) {
         if !holds {
-            self.wrong.push(format!("{what}: {of:?}"));
+            self.violations.push(format!("{what}: {of:?}"));
         }
     }
 
-    /// Returns `value`, or `None` if the caller has the fault `broken`.
-    fn unless<T>(&self, broken: Broken, value: T) -> Option<T> {
-        (self.broken != Some(broken)).then_some(value)
+    /// Returns `value`, or `None` if the caller has the fault `fault`.
+    fn unless_fault<T>(&self, fault: Fault, value: T) -> Option<T> {
+        (self.fault != Some(fault)).then_some(value)
     }
 
     /// Checks a policy's request to a zone before it is carried out.
@@ -238,8 +238,8 @@ impl State {
 
 impl Devices for State {
     fn perform(&mut self, mut requests: Vec<Request>) {
-        if let Some(broken) = self.broken {
-            broken.distort(&mut requests, self);
+        if let Some(fault) = self.fault {
+            fault.distort(&mut requests, self);
         }
         let before = self.host.clone();
         self.check_sum(&requests);
@@ -257,7 +257,7 @@ impl Devices for State {
                     let is_expected = !self.rules.dry_run || self.pinned[id.0 as usize];
                     self.expect(is_expected, "reminded in a dry run", id);
                 }
-                Request::ReportHeld(_) | Request::AskStatistics => {}
+                Request::ReportHeld(_) | Request::Statistics => {}
             }
         }
         self.requests.extend(&requests);
@@ -268,13 +268,13 @@ impl Devices for State {
         let mut host = self.host.clone();
         let ballooned_bytes = self.ballooned_bytes();
         host.balloon_state.iter_mut().for_each(|state| state.ballooned_bytes = ballooned_bytes);
-        self.broken.iter().for_each(|broken| broken.distort_host(&mut host));
+        self.fault.iter().for_each(|fault| fault.distort_host(&mut host));
         host
     }
 }
 
 impl World {
-    pub(crate) fn new(policy: Policy, follows: bool, broken: Option<Broken>) -> Self {
+    pub(crate) fn new(policy: Policy, follows: bool, fault: Option<Fault>) -> Self {
         let zone = ZoneSizes::empty;
         let mut pm = zone(2, Tier::Pm, 512 * MIB);
         if !follows {
@@ -289,7 +289,7 @@ impl World {
             ..HostView::default()
         };
         let available_bytes = [u64::MAX; ZONES];
-        let mut state = State { host, available_bytes, follows, broken, ..State::default() };
+        let mut state = State { host, available_bytes, follows, fault, ..State::default() };
         let (host, rules) = (state.host(), state.rules.clone());
         let mut governor = Governor::new(policy, rules, false, &host, TimeMs(0)).expect("in range");
         governor.use_statistics(Onlining::CommandLine);
@@ -298,10 +298,10 @@ impl World {
             state,
             now: TimeMs(1_000),
             seq: 0,
-            slept_ms: 0,
+            suspended_ms: 0,
             booted_ms: 0,
             is_counted: true,
-            driver_life: 1,
+            driver_generation: 1,
             is_connected: false,
         };
         world.connect();
@@ -309,8 +309,8 @@ impl World {
     }
 
     /// Returns the first violation whose message contains `text`.
-    pub(crate) fn wrong(&self, text: &str) -> Option<&String> {
-        self.state.wrong.iter().find(|wrong| wrong.contains(text))
+    pub(crate) fn first_violation(&self, text: &str) -> Option<&String> {
+        self.state.violations.iter().find(|violation| violation.contains(text))
     }
 
     fn connect(&mut self) {
@@ -320,16 +320,16 @@ impl World {
     }
 
     fn message(&mut self, message: Result<AgentMessage, Refusal>) {
-        self.handle(Event::Message { message, with_sleep: self.now + self.slept_ms });
+        self.handle(Event::Message { message, boottime: self.now + self.suspended_ms });
     }
 
     /// Handles an event twice from the same state, and checks that both results are the same.
     pub(crate) fn handle(&mut self, event: Event) {
         let (governor, state) = (self.governor.clone(), self.state.clone());
         let effects = self.run(event.clone());
-        (self.governor, self.state) = (governor, State { is_again: true, ..state });
+        (self.governor, self.state) = (governor, State { is_repeated: true, ..state });
         let again = self.run(event);
-        self.state.is_again = false;
+        self.state.is_repeated = false;
         self.state.expect(
             effects == again,
             "effects differ upon the same inputs",
@@ -357,7 +357,7 @@ impl World {
             self.state.expect(is_describable, "more than the guest can describe", requests);
             self.state.notes.extend(notes.notes.iter().cloned());
             for note in &notes.notes {
-                if let Note::Decided(decided) = note {
+                if let Note::Plan(decided) = note {
                     self.state.check_order(&decided.plan, before);
                 }
             }
@@ -370,27 +370,27 @@ impl World {
         format!("{steps:?} {notes:?}")
     }
 
-    pub(crate) fn happen(&mut self, happening: &Happening, ms: u64) {
+    pub(crate) fn apply(&mut self, event: &VmEvent, ms: u64) {
         self.now = self.now + ms;
         let state = &mut self.state;
-        match *happening {
-            Happening::Report(free_permille, online_policy) => {
+        match *event {
+            VmEvent::Report(free_permille, online_policy) => {
                 self.seq += 1;
                 self.report(free_permille, online_policy);
             }
-            Happening::Lie(numbers) => {
+            VmEvent::FalseReport(numbers) => {
                 self.seq += 1;
-                self.lie(numbers);
+                self.false_report(numbers);
             }
-            Happening::StaleReport => self.report(500, OnlinePolicy::OnlineMovable),
-            Happening::RefusedLine => self.message(Err(Refusal::NotUtf8)),
-            Happening::Agent(true) => self.connect(),
-            Happening::Agent(false) => {
+            VmEvent::StaleReport => self.report(500, OnlinePolicy::OnlineMovable),
+            VmEvent::RefusedLine => self.message(Err(Refusal::NotUtf8)),
+            VmEvent::Agent(true) => self.connect(),
+            VmEvent::Agent(false) => {
                 self.is_connected = false;
-                self.handle(Event::AgentGone);
+                self.handle(Event::AgentDisconnected);
             }
-            Happening::Tick => self.handle(Event::Tick),
-            Happening::Follow(zone, permille) => {
+            VmEvent::Tick => self.handle(Event::Tick),
+            VmEvent::Follow(zone, permille) => {
                 let zone = &mut state.host.zones[zone];
                 let share = |bytes: u64| bytes * permille / 1000 / BLOCK_BYTES * BLOCK_BYTES;
                 if zone.driver == DriverState::Ready {
@@ -398,47 +398,47 @@ impl World {
                     zone.plugged_bytes -= share(zone.outstanding_shrink_bytes());
                 }
             }
-            Happening::Driver(zone, driver) => self.set_driver(zone, driver),
-            Happening::Host(zone, permille) => {
+            VmEvent::Driver(zone, driver) => self.set_driver(zone, driver),
+            VmEvent::Host(zone, permille) => {
                 let bytes = state.host.zones[zone].max_bytes * permille / 1000;
                 state.available_bytes[zone] = bytes / BLOCK_BYTES * BLOCK_BYTES;
             }
-            Happening::Pool(mib) => state.host.pool_free_bytes = mib * MIB,
-            Happening::Statistics(free_permille) => self.send_statistics(free_permille),
-            Happening::Resize(zone, blocks) => self.size(zone, blocks, Event::Resize),
-            Happening::Boot(zone, blocks) => self.size(zone, blocks, Event::BootWith),
-            Happening::Dimm => self.handle(Event::AddDimm(128 * MIB)),
-            _ => self.change(happening),
+            VmEvent::Pool(mib) => state.host.pool_free_bytes = mib * MIB,
+            VmEvent::Statistics(free_permille) => self.send_statistics(free_permille),
+            VmEvent::Resize(zone, blocks) => self.size(zone, blocks, Event::Resize),
+            VmEvent::Boot(zone, blocks) => self.size(zone, blocks, Event::BootSize),
+            VmEvent::Dimm => self.handle(Event::AddDimm(128 * MIB)),
+            _ => self.change(event),
         }
     }
 
-    /// Changes the governor's settings as `happening` describes.
-    fn change(&mut self, happening: &Happening) {
+    /// Changes the governor's settings as `event` describes.
+    fn change(&mut self, event: &VmEvent) {
         let (state, mut change) = (&mut self.state, Change::default());
-        match *happening {
-            Happening::Resume(zone) => {
+        match *event {
+            VmEvent::Resume(zone) => {
                 for index in (0..ZONES).filter(|index| zone.is_none_or(|zone| zone == *index)) {
                     (state.pinned[index], state.goals[index]) = (false, None);
                 }
                 state.is_paused &= zone.is_some();
                 let zone = zone.map(|zone| ZoneId(zone as u32));
-                change.resume = state.unless(Broken::StepsAfterResume, zone);
+                change.resume = state.unless_fault(Fault::StepsAfterResume, zone);
             }
-            Happening::Pause(on) => {
+            VmEvent::Pause(on) => {
                 state.is_paused = on;
-                change.paused = state.unless(Broken::ActsInPause, on);
+                change.paused = state.unless_fault(Fault::ActsInPause, on);
             }
-            Happening::DryRun(on) => {
+            VmEvent::DryRun(on) => {
                 state.rules.dry_run = on;
-                change.dry_run = state.unless(Broken::ActsInDryRun, on);
+                change.dry_run = state.unless_fault(Fault::ActsInDryRun, on);
             }
-            Happening::Policy(index) => change.policy = Some(policy(index)),
-            Happening::Bounds(floor, ceiling) => {
+            VmEvent::Policy(index) => change.policy = Some(policy(index)),
+            VmEvent::Bounds(floor, ceiling) => {
                 state.rules.floor_bytes = floor * BLOCK_BYTES;
                 state.rules.ceiling_bytes = ceiling * BLOCK_BYTES;
-                change.rules = state.unless(Broken::IgnoresCeiling, state.rules.clone());
+                change.rules = state.unless_fault(Fault::IgnoresCeiling, state.rules.clone());
             }
-            _ => unreachable!("{happening:?} does not change the governor's settings"),
+            _ => unreachable!("{event:?} does not change the governor's settings"),
         }
         self.handle(Event::Change(change));
     }
@@ -482,14 +482,14 @@ impl World {
     }
 
     fn report(&mut self, free_permille: u64, online_policy: OnlinePolicy) {
-        self.say(self.raw(free_permille, online_policy));
+        self.send_report(self.raw(free_permille, online_policy));
     }
 
-    fn lie(&mut self, [total_bytes, free_pages, mark_pages, count]: [u64; 4]) {
+    fn false_report(&mut self, [total_bytes, free_pages, mark_pages, count]: [u64; 4]) {
         let mut raw = self.raw(0, OnlinePolicy::OnlineMovable);
         // A report with more memory than the VM can have is always refused. Therefore the total is
         // kept below that limit.
-        let total_bytes = (total_bytes % self.state.host.most_memory_bytes()).max(128 * MIB);
+        let total_bytes = (total_bytes % self.state.host.max_memory_bytes()).max(128 * MIB);
         let free_pages = free_pages % (total_bytes / 4096);
         raw.memory = Memory {
             total_bytes,
@@ -512,10 +512,10 @@ impl World {
             workingset_refault_anon: count,
             ..Counters::default()
         };
-        self.say(raw);
+        self.send_report(raw);
     }
 
-    pub(crate) fn say(&mut self, raw: RawReport) {
+    pub(crate) fn send_report(&mut self, raw: RawReport) {
         if self.is_connected {
             let report = Report::try_from(raw).expect("sound");
             self.message(Ok(AgentMessage::Report(report)));
@@ -529,7 +529,7 @@ impl World {
         RawReport {
             version: PROTOCOL_VERSION,
             seq: self.seq,
-            monotonic_ms: self.now.0 + self.slept_ms - self.booted_ms,
+            monotonic_ms: self.now.0 + self.suspended_ms - self.booted_ms,
             memory: Memory {
                 total_bytes,
                 free_bytes: free_pages * 4096,
@@ -558,7 +558,8 @@ impl World {
         let bytes =
             entries.map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat());
         let statistics = Statistics::parse(&bytes.concat()).expect("whole entries");
-        let sample = Sample { statistics, number: self.now.0, driver_life: self.driver_life };
+        let sample =
+            Sample { statistics, number: self.now.0, driver_generation: self.driver_generation };
         let (ballooned_bytes, is_counted) = (self.state.ballooned_bytes(), self.is_counted);
         self.state.host.balloon_state =
             Some(BalloonState { sample: Some(sample), ballooned_bytes, is_counted });

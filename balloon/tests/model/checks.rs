@@ -29,10 +29,10 @@ impl World {
                 "a paused controller changes nothing"
             );
         }
-        self.check_unheard(plan)?;
+        self.check_lost_reports(plan)?;
         self.check_waits(plan)?;
         self.check_dry_run(plan)?;
-        if self.dry_run && self.doubtful.contains(&true) {
+        if self.dry_run && self.has_uncertain_progress.contains(&true) {
             return Ok(());
         }
         self.check_bounds(plan)?;
@@ -112,7 +112,7 @@ impl World {
         }
         if self.is_by_rule(plan) {
             // A plan is shown once for each zone, and again after plugged memory was unplugged.
-            prop_assert!(self.told < 2 * ZONES, "it keeps repeating {:?}", plan.reason);
+            prop_assert!(self.shown_plans < 2 * ZONES, "it keeps repeating {:?}", plan.reason);
             return Ok(());
         }
         let Some(decision) =
@@ -132,25 +132,29 @@ impl World {
             Reason::CoolDown,
             Reason::InProgress,
         ];
-        let has_own = matches!(self.controller.policy(), Policy::Fixed(_) | Policy::Off);
+        let has_own_reasons = matches!(self.controller.policy(), Policy::Fixed(_) | Policy::Off);
         let is_shown = plan.reason == decision.reason || limits.contains(&plan.reason);
-        prop_assert!(is_shown || has_own, "{:?} is not shown: {:?}", decision, plan);
+        prop_assert!(is_shown || has_own_reasons, "{:?} is not shown: {:?}", decision, plan);
         Ok(())
     }
 
     /// Checks that without reports, only a fixed size or a bound shrinks the guest. Also checks
     /// that a guest that was short of memory grows.
-    fn check_unheard(&self, plan: &Plan) -> Result<(), TestCaseError> {
+    fn check_lost_reports(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if self.arrived.is_some() {
             return Ok(());
         }
-        let by_order = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
+        let is_forced = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
         let is_taken = plan.direction == Direction::Shrink;
-        prop_assert!(!is_taken || by_order, "{:?} without a report of the guest", plan.reason);
-        let was_short = self.heard.is_some_and(|(_, was_short)| was_short);
+        prop_assert!(!is_taken || is_forced, "{:?} without a report of the guest", plan.reason);
+        let was_short = self.last_report.is_some_and(|(_, was_short)| was_short);
         let may_try = self.controller.rules().lost_steps > 0;
-        let is_owed = may_try && was_short && self.is_unheard() && !self.tried_unheard;
-        prop_assert!(!(is_owed && is_held_unheard(plan)), "a guest with a shortage gets no memory");
+        let is_grow_due =
+            may_try && was_short && self.are_reports_lost() && !self.has_tried_without_report;
+        prop_assert!(
+            !(is_grow_due && is_hold_for_lost_reports(plan)),
+            "a guest with a shortage gets no memory"
+        );
         Ok(())
     }
 
@@ -164,7 +168,7 @@ impl World {
     }
 
     /// Checks that the guest counted the events that `psi` gives as the reason for a plan.
-    fn check_seen(&self, plan: &Plan) -> Result<(), TestCaseError> {
+    fn check_counted(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let kind = match plan.reason {
             Reason::Swapping => 0,
             Reason::Thrashing => 1,
@@ -174,7 +178,7 @@ impl World {
         let until_ms = self.arrived.as_ref().map_or(0, |(_, report)| report.monotonic_ms());
         let seen = self.counted_ms[kind]
             .iter()
-            .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
+            .any(|ms| (until_ms.saturating_sub(HISTORY_MS)..=until_ms).contains(ms));
         prop_assert!(seen, "{:?} was not observed: {:?}", plan.reason, self.counted_ms[kind]);
         Ok(())
     }
@@ -188,7 +192,7 @@ impl World {
         };
         let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
         // A late report shows earlier changes as new. They are then missing from the next report.
-        if plan.reason != Reason::Surplus || !is_known || self.misled {
+        if plan.reason != Reason::Surplus || !is_known || self.is_misled {
             return Ok(());
         }
         let idle_bytes: u64 = report.idle().iter().map(|idle| idle.idle_bytes).sum();
@@ -208,9 +212,9 @@ impl World {
             plan.requested_bytes() <= self.controller.rules().ceiling_bytes,
             "above the ceiling"
         );
-        let is_asked_twice = plan.reason == Reason::HostShort && !self.is_lacking;
+        let is_asked_twice = plan.reason == Reason::HostShort && !self.has_host_shortfall;
         prop_assert!(!is_asked_twice, "memory that the host lacks is requested again: {:?}", plan);
-        self.check_seen(plan)?;
+        self.check_counted(plan)?;
         let (mut new_pm, mut owed) = (0, 0);
         for (index, (zone, target)) in host.zones.iter().zip(&plan.targets).enumerate() {
             prop_assert!(
@@ -224,10 +228,10 @@ impl World {
         }
         prop_assert!(new_pm <= host.pool_free_bytes.max(owed), "more PM than the pool has");
         let undone = self.last_shrink.is_some_and(|at| self.now.since(at) < self.cool_down_ms);
-        let by_order =
+        let is_forced =
             [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
                 .contains(&plan.reason);
-        let justified = by_order || self.misled || self.wants(plan.reason);
+        let justified = is_forced || self.is_misled || self.is_needed(plan.reason);
         prop_assert!(!undone || justified, "returned without pressure: {:?}", plan.reason);
         Ok(())
     }
@@ -240,7 +244,7 @@ impl World {
             plan
         );
         self.check_idle(plan)?;
-        self.check_left(plan)?;
+        self.check_remaining(plan)?;
         let host = self.base();
         prop_assert!(plan.requested_bytes() < host.requested_bytes());
         let rules = self.controller.rules();
@@ -254,16 +258,16 @@ impl World {
         let is_next =
             self.last_shrink.is_none_or(|at| self.now.since(at) >= rules.shrink_interval_ms);
         prop_assert!(is_next, "a step too soon after the last");
-        let dram_taken = host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
+        let takes_dram = host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
             zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes
         });
-        let pm_is_left = (0..ZONES).any(|zone| {
+        let has_removable_pm = (0..ZONES).any(|zone| {
             let sizes = &host.zones[zone];
             sizes.tier == Tier::Pm
                 && !self.pinned[zone]
                 && plan.targets[zone].requested_bytes > sizes.floor_bytes
         });
-        prop_assert!(!(dram_taken && pm_is_left), "DRAM before PM");
+        prop_assert!(!(takes_dram && has_removable_pm), "DRAM before PM");
         Ok(())
     }
 

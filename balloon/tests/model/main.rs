@@ -2,21 +2,21 @@
 //! several nodes, late and lost reports, refusals, clients that resize zones, and changes of policy
 //! and bounds. For each invariant, a faulty controller must fail the same checks.
 
-mod broken;
-mod caught;
 mod checks;
-mod happening;
-mod lives;
+mod detection;
+mod event;
+mod expected_need;
+mod fault;
 #[path = "../rig/properties.rs"]
 mod properties;
+mod regressions;
 mod rules;
-mod want;
 
 use std::collections::VecDeque;
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::plan::{Direction, Plan, Reason};
-use balloon::plug_filter::STAYS_MS;
+use balloon::plug_filter::CONFIRM_MS;
 use balloon::policy::{Policy, fixed, psi};
 use balloon::proto::{
     Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall,
@@ -26,8 +26,8 @@ use balloon::{BLOCK_BYTES, HostView, MIB, Shortfall, Tier, TimeMs, ZoneId, ZoneS
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
-use self::broken::Broken;
-use self::happening::{Counted, Happening, Idle, life, report};
+use self::event::{Counted, Idle, VmEvent, event_sequence, report};
+use self::fault::Fault;
 use self::properties::{POLICIES, fails, policy};
 
 const PAGES_PER_MIB: u64 = 256;
@@ -40,7 +40,7 @@ const ZONES: usize = 4;
 const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
 /// Time for which `psi` takes earlier reports into account.
-const LOOKS_BACK_MS: u64 = 2_500;
+const HISTORY_MS: u64 = 2_500;
 
 /// Request to a zone, and the zone's plugged size.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,12 +48,12 @@ struct Wait {
     requested_bytes: u64,
     plugged_bytes: u64,
     /// Time of the last change of the request.
-    asked: TimeMs,
+    requested_at: TimeMs,
     /// Time of the last change of either size. Memory that was plugged and immediately unplugged
     /// again does not count.
     since: TimeMs,
     /// `since`, or the later time at which the controller withdrew the request.
-    anew: TimeMs,
+    restarted_at: TimeMs,
     /// True if memory was plugged and immediately unplugged again since then.
     has_flapped: bool,
 }
@@ -74,21 +74,21 @@ struct World {
     pinned: [bool; ZONES],
     /// True if a client has resized the zone since the last step, or if the controller has not
     /// observed this yet.
-    by_hand: [bool; ZONES],
+    resized_by_client: [bool; ZONES],
     /// Late reports that are newer than all reports that have arrived.
     late: VecDeque<Report>,
     /// True if a late report has arrived and a policy may still use it. The policy's conclusions
     /// are then not checked.
-    misled: bool,
+    is_misled: bool,
     /// Time since which no late report has arrived.
     in_time_since: Option<TimeMs>,
     /// Report of the last step, and the time at which it arrived.
     arrived: Option<(TimeMs, Report)>,
     /// Time of the last report, and whether it showed a shortage.
-    heard: Option<(TimeMs, bool)>,
+    last_report: Option<(TimeMs, bool)>,
     /// True if the controller has tried to grow the guest since the last report, or if another plan
     /// took precedence.
-    tried_unheard: bool,
+    has_tried_without_report: bool,
     /// Times on the guest's clock at which the guest counted swapping, refaults and stalls.
     counted_ms: [Vec<u64>; 3],
     /// Cool-down that the controller should currently apply after a grow.
@@ -98,29 +98,29 @@ struct World {
     /// Expected available memory after the last shrink, computed from the report that led to it.
     left_bytes: Option<u64>,
     /// Maximum of the expected available memory since the last shrink.
-    had_bytes: Option<u64>,
+    max_available_bytes: Option<u64>,
     /// True if the host could not provide memory, and other zones have not been requested to
     /// replace it yet.
-    is_lacking: bool,
+    has_host_shortfall: bool,
     /// Zone in which memory is plugged temporarily: its index, its previous size, and the end time.
     flapped: Option<(usize, u64, TimeMs)>,
     /// Outstanding request of each zone.
     waits: [Wait; ZONES],
     /// Number of times that a dry run has shown plans of rules 3 and 5 for the present sizes.
-    told: usize,
+    shown_plans: usize,
     /// True if memory of the zone was plugged temporarily. Whether this counts as progress depends
     /// on the times at which the controller observed it. They also determine when the controller
     /// withdraws the request, and how much a dry run counts as withdrawn.
-    doubtful: [bool; ZONES],
-    broken: Option<Broken>,
+    has_uncertain_progress: [bool; ZONES],
+    fault: Option<Fault>,
 }
 
 impl World {
-    fn new(policy: Policy, broken: Option<Broken>) -> Self {
-        Self::under(Rules::default(), policy, broken)
+    fn new(policy: Policy, fault: Option<Fault>) -> Self {
+        Self::under(Rules::default(), policy, fault)
     }
 
-    fn under(rules: Rules, policy: Policy, broken: Option<Broken>) -> Self {
+    fn under(rules: Rules, policy: Policy, fault: Option<Fault>) -> Self {
         let zone = |id, tier, node, floor, max| ZoneSizes {
             guest_numa_node: node,
             floor_bytes: floor * MIB,
@@ -158,59 +158,62 @@ impl World {
             paused: false,
             dry_run: false,
             pinned: [false; ZONES],
-            by_hand: [true; ZONES],
+            resized_by_client: [true; ZONES],
             late: VecDeque::new(),
-            misled: false,
+            is_misled: false,
             in_time_since: None,
             arrived: None,
-            heard: None,
-            tried_unheard: false,
+            last_report: None,
+            has_tried_without_report: false,
             counted_ms: Default::default(),
             last_grow: None,
             last_shrink: None,
             left_bytes: None,
-            had_bytes: None,
-            is_lacking: false,
+            max_available_bytes: None,
+            has_host_shortfall: false,
             flapped: None,
             waits: [Wait::default(); ZONES],
-            told: 0,
-            doubtful: [false; ZONES],
-            broken,
+            shown_plans: 0,
+            has_uncertain_progress: [false; ZONES],
+            fault,
         }
     }
 
     fn step(&mut self, event: Event<'_>) -> Plan {
-        match self.broken {
-            Some(Broken::Unpaused) => self.controller.unpause(),
-            Some(Broken::NoDryRun) => self.controller.set_dry_run(false),
-            Some(Broken::NeverDoubles) => self.forget_cool_down(),
+        match self.fault {
+            Some(Fault::ActsInPause) => self.controller.unpause(),
+            Some(Fault::ActsInDryRun) => self.controller.set_dry_run(false),
+            Some(Fault::NeverDoubles) => self.forget_cool_down(),
             _ => {}
         }
         self.end_flap();
-        self.see_growth();
-        self.see_sizes();
+        self.track_growth();
+        self.track_sizes();
         self.arrived = match event {
             Event::Report(report) => Some((self.now, report.clone())),
             Event::Tick => None,
         };
         if let Event::Report(report) = event {
-            self.see_lateness(report);
+            self.track_lateness(report);
         }
-        self.had_bytes = self.had_bytes.map(|had_bytes| had_bytes.max(self.had_bytes_now()));
+        self.max_available_bytes = self
+            .max_available_bytes
+            .map(|max_available_bytes| max_available_bytes.max(self.current_available_bytes()));
         let mut plan = self.controller.step(event, &self.host, self.now);
         if self.arrived.is_some() {
-            (self.heard, self.tried_unheard) = (Some((self.now, self.says_short())), false);
+            (self.last_report, self.has_tried_without_report) =
+                (Some((self.now, self.found_shortage())), false);
         }
-        self.by_hand = [false; ZONES];
-        if let Some(broken) = self.broken {
-            broken.distort(&mut plan, self);
+        self.resized_by_client = [false; ZONES];
+        if let Some(fault) = self.fault {
+            fault.distort(&mut plan, self);
         }
         plan
     }
 
-    fn happen(&mut self, happening: &Happening) -> Option<Plan> {
-        match *happening {
-            Happening::Report {
+    fn apply(&mut self, event: &VmEvent) -> Option<Plan> {
+        match *event {
+            VmEvent::Report {
                 free_permille,
                 cached_permille,
                 stall_ms,
@@ -233,94 +236,94 @@ impl World {
                 self.late.clear();
                 return Some(self.step(Event::Report(&report)));
             }
-            Happening::Arrival => {
+            VmEvent::Arrival => {
                 let report = self.late.pop_front()?;
                 return Some(self.step(Event::Report(&report)));
             }
-            Happening::Tick => return Some(self.step(Event::Tick)),
-            Happening::Follow { zone, permille } => self.follow(zone, permille),
-            Happening::Flap { zone, ms } => {
+            VmEvent::Tick => return Some(self.step(Event::Tick)),
+            VmEvent::Follow { zone, permille } => self.follow(zone, permille),
+            VmEvent::Flap { zone, ms } => {
                 let before = self.host.zones[zone].plugged_bytes;
                 if self.host.zones[zone].outstanding_grow_bytes() == 0 || self.flapped.is_some() {
                     return None;
                 }
-                self.see_growth();
-                self.see_sizes();
+                self.track_growth();
+                self.track_sizes();
                 self.follow(zone, 1000);
                 self.flapped = Some((zone, before, self.now + ms));
-                self.doubtful[zone] = true;
-                if ms < STAYS_MS {
+                self.has_uncertain_progress[zone] = true;
+                if ms < CONFIRM_MS {
                     self.waits[zone].plugged_bytes = self.host.zones[zone].plugged_bytes;
                 }
                 return Some(self.step(Event::Tick));
             }
-            Happening::Short { zone, permille } => self.fall_short(zone, permille),
-            Happening::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
-            Happening::Pin { zone, mib } => {
-                self.size_by_hand(zone, mib * MIB);
+            VmEvent::Short { zone, permille } => self.fall_short(zone, permille),
+            VmEvent::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
+            VmEvent::Pin { zone, mib } => {
+                self.resize_by_client(zone, mib * MIB);
             }
-            Happening::Resume { zone } => {
+            VmEvent::Resume { zone } => {
                 self.controller.resume(zone.map(|zone| self.host.zones[zone].id));
                 (0..ZONES)
                     .filter(|i| zone.is_none_or(|zone| zone == *i))
                     .for_each(|i| self.pinned[i] = false);
                 self.paused = self.paused && zone.is_some();
             }
-            Happening::Pause { on } => {
+            VmEvent::Pause { on } => {
                 self.paused = on;
                 if on { self.controller.pause() } else { self.controller.unpause() }
             }
-            Happening::DryRun { on } => {
-                (self.dry_run, self.told) = (on, 0);
+            VmEvent::DryRun { on } => {
+                (self.dry_run, self.shown_plans) = (on, 0);
                 self.controller.set_dry_run(on);
             }
-            Happening::Squeeze { zones, above } => {
+            VmEvent::Squeeze { zones, above } => {
                 for zone in (0..ZONES).filter(|zone| zones[*zone]) {
-                    self.size_by_hand(zone, if above { u64::MAX } else { 0 });
+                    self.resize_by_client(zone, if above { u64::MAX } else { 0 });
                 }
                 let all_blocks = self.host.requested_bytes() / BLOCK_BYTES;
                 let (floor, ceiling) =
                     if above { (0, all_blocks / 2) } else { (all_blocks + 32, 1 << 20) };
                 self.set_bounds(floor * BLOCK_BYTES, ceiling * BLOCK_BYTES);
             }
-            Happening::Oom { pages } => {
+            VmEvent::Oom { pages } => {
                 let sizes = &mut self.host.zones[BALLOON];
                 sizes.plugged_bytes = (sizes.plugged_bytes + pages * 4096).min(sizes.max_bytes);
                 if sizes.plugged_bytes > sizes.requested_bytes {
                     sizes.requested_bytes = sizes.plugged_bytes.next_multiple_of(BLOCK_BYTES);
                 }
             }
-            Happening::Policy { index } => {
+            VmEvent::Policy { index } => {
                 // The new policy may want more memory.
-                (self.left_bytes, self.had_bytes) = (None, None);
+                (self.left_bytes, self.max_available_bytes) = (None, None);
                 self.controller.set_policy(policy(index)).expect("in range")
             }
-            Happening::Fix { mib } => {
+            VmEvent::Fix { mib } => {
                 let size_bytes = mib * MIB / BLOCK_BYTES * BLOCK_BYTES;
                 let fixed = Policy::Fixed(fixed::Params { size_bytes });
                 self.controller.set_policy(fixed).expect("in range");
             }
-            Happening::Bounds { floor_mib, more_mib } => {
+            VmEvent::Bounds { floor_mib, more_mib } => {
                 let blocks = |mib: u64| mib * MIB / BLOCK_BYTES * BLOCK_BYTES;
                 self.set_bounds(blocks(floor_mib), blocks(floor_mib + more_mib));
             }
-            Happening::Online { movable } => self.movable = movable,
+            VmEvent::Online { movable } => self.movable = movable,
         }
         None
     }
 
-    fn size_by_hand(&mut self, zone: usize, bytes: u64) {
+    fn resize_by_client(&mut self, zone: usize, bytes: u64) {
         self.end_flap();
         self.controller.observe(&self.host, self.now);
         self.controller.pin(self.host.zones[zone].id);
         // At this point, the controller observes all zones.
-        self.see_growth();
-        self.see_sizes();
+        self.track_growth();
+        self.track_sizes();
         let sizes = &mut self.host.zones[zone];
         sizes.requested_bytes =
             bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
         sizes.shortfall = None;
-        (self.pinned[zone], self.by_hand[zone]) = (true, true);
+        (self.pinned[zone], self.resized_by_client[zone]) = (true, true);
     }
 
     fn fall_short(&mut self, zone: usize, permille: u64) {
@@ -332,7 +335,7 @@ impl World {
             let wanted_bytes =
                 std::mem::replace(&mut sizes.requested_bytes, least_bytes + has_bytes);
             sizes.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
-            self.is_lacking = true;
+            self.has_host_shortfall = true;
         }
     }
 
@@ -355,7 +358,7 @@ impl World {
     }
 
     fn set_rules(&mut self, rules: Rules) {
-        self.told = 0;
+        self.shown_plans = 0;
         // A learned cool-down is kept within the new bounds.
         let is_doubled = self.cool_down_ms != self.controller.rules().cool_down_ms;
         let most_ms = if is_doubled { rules.max_cool_down_ms } else { rules.cool_down_ms };
@@ -388,33 +391,33 @@ impl World {
 
     /// Records whether the report is late. A late report misleads a policy for as long as the
     /// policy takes it into account.
-    fn see_lateness(&mut self, report: &Report) {
+    fn track_lateness(&mut self, report: &Report) {
         if report.monotonic_ms() < self.now.0 {
-            (self.misled, self.in_time_since) = (true, None);
+            (self.is_misled, self.in_time_since) = (true, None);
         } else {
             let since = *self.in_time_since.get_or_insert(self.now);
-            self.misled &= self.now.since(since) <= LOOKS_BACK_MS;
+            self.is_misled &= self.now.since(since) <= HISTORY_MS;
         }
     }
 
     /// Records a grow if a zone has grown without a plan since it was last observed.
-    fn see_growth(&mut self) {
+    fn track_growth(&mut self) {
         let has_grown = (0..ZONES).any(|zone| {
-            let is_left = self.pinned[zone] || self.by_hand[zone];
-            !is_left && self.host.zones[zone].requested_bytes > self.waits[zone].requested_bytes
+            let is_exempt = self.pinned[zone] || self.resized_by_client[zone];
+            !is_exempt && self.host.zones[zone].requested_bytes > self.waits[zone].requested_bytes
         });
         if has_grown {
-            self.has_grown();
+            self.record_grow();
         }
     }
 
     /// Doubles the cool-down if a grow follows soon after a shrink, because the shrink was too
     /// early.
-    fn has_grown(&mut self) {
+    fn record_grow(&mut self) {
         let rules = self.controller.rules();
-        let is_soon =
+        let is_early_grow =
             self.last_shrink.is_some_and(|at| self.now.since(at) < rules.max_cool_down_ms);
-        if !is_soon {
+        if !is_early_grow {
             self.cool_down_ms = rules.cool_down_ms;
         } else if self.last_shrink > self.last_grow {
             self.cool_down_ms = (2 * self.cool_down_ms).min(rules.max_cool_down_ms);
@@ -422,9 +425,9 @@ impl World {
         self.last_grow = Some(self.now);
     }
 
-    /// Returns true if the policy found a shortage in the last report. The checks in `want.rs`
-    /// examine the report itself.
-    fn says_short(&self) -> bool {
+    /// Returns true if the policy found a shortage in the last report. The checks in
+    /// `expected_need.rs` examine the report itself.
+    fn found_shortage(&self) -> bool {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
@@ -433,31 +436,32 @@ impl World {
     /// observations, the controller did not count it as progress.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
-        let since = if self.doubtful[zone] { wait.asked } else { wait.since };
+        let since = if self.has_uncertain_progress[zone] { wait.requested_at } else { wait.since };
         self.pinned[zone] && self.now.since(since) >= progress_ms
     }
 
     /// Returns true if no report has arrived for too long.
-    fn is_unheard(&self) -> bool {
-        self.heard.is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
+    fn are_reports_lost(&self) -> bool {
+        self.last_report
+            .is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
     }
 
     /// Updates the outstanding requests with the present sizes. A change that may be progress
     /// restarts the time of a request. Memory that is immediately unplugged again does not count as
     /// progress.
-    fn see_sizes(&mut self) {
+    fn track_sizes(&mut self) {
         for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
             let sizes = (zone.requested_bytes, zone.plugged_bytes);
             if sizes != (wait.requested_bytes, wait.plugged_bytes) {
-                self.told = 0;
+                self.shown_plans = 0;
                 let (requested_bytes, plugged_bytes) = sizes;
                 let is_asked = requested_bytes != wait.requested_bytes;
                 *wait = Wait {
                     requested_bytes,
                     plugged_bytes,
-                    asked: if is_asked { self.now } else { wait.asked },
+                    requested_at: if is_asked { self.now } else { wait.requested_at },
                     since: self.now,
-                    anew: self.now,
+                    restarted_at: self.now,
                     has_flapped: false,
                 };
             }
@@ -466,14 +470,15 @@ impl World {
 
     /// Returns true if the controller's request to a zone has made no progress for too long.
     fn is_due(&self, zone: usize) -> bool {
-        self.is_due_since(zone, self.waits[zone].anew)
+        self.is_due_since(zone, self.waits[zone].restarted_at)
     }
 
     /// Returns true if the controller's request to a zone may have made no progress for too long.
     /// The controller may not have observed that temporarily plugged memory counted as progress.
     fn may_be_due(&self, zone: usize) -> bool {
         self.is_due(zone)
-            || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
+            || (self.has_uncertain_progress[zone]
+                && self.is_due_since(zone, self.waits[zone].requested_at))
     }
 
     fn is_due_since(&self, zone: usize, since: TimeMs) -> bool {
@@ -494,11 +499,11 @@ impl World {
     /// withdraw count as withdrawn.
     fn base(&self) -> HostView {
         let mut base = self.host.clone();
-        let is_left = self.dry_run && self.decides();
-        for (index, zone) in base.zones.iter_mut().enumerate().filter(|_| is_left) {
+        let is_exempt = self.dry_run && self.decides();
+        for (index, zone) in base.zones.iter_mut().enumerate().filter(|_| is_exempt) {
             let is_flapping = self.flapped.is_some_and(|(flapped, ..)| flapped == index);
             let is_shrink = zone.outstanding_shrink_bytes() > 0;
-            let waited_ms = self.now.since(self.waits[index].anew);
+            let waited_ms = self.now.since(self.waits[index].restarted_at);
             if !self.pinned[index]
                 && !is_flapping
                 && (is_shrink || zone.outstanding_grow_bytes() >= BLOCK_BYTES)
@@ -597,20 +602,20 @@ impl World {
     }
 
     fn carry_out(&mut self, plan: &Plan) {
-        self.tried_unheard |= self.is_unheard() && !is_held_unheard(plan);
+        self.has_tried_without_report |= self.are_reports_lost() && !is_hold_for_lost_reports(plan);
         if plan.dry_run {
-            self.told += usize::from(self.is_by_rule(plan));
+            self.shown_plans += usize::from(self.is_by_rule(plan));
             return;
         }
         match plan.direction {
             Direction::Grow => {
-                self.has_grown();
-                self.is_lacking &= plan.reason != Reason::HostShort;
+                self.record_grow();
+                self.has_host_shortfall &= plan.reason != Reason::HostShort;
             }
             Direction::Shrink => {
                 self.last_shrink = Some(self.now);
                 self.left_bytes = self.left_bytes(plan);
-                self.had_bytes = self.left_bytes;
+                self.max_available_bytes = self.left_bytes;
             }
             Direction::Hold => {}
         }
@@ -627,19 +632,20 @@ impl World {
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
-                let is_given_up = if has_floor { self.may_be_due(zone) } else { self.is_due(zone) };
-                if is_given_up {
-                    self.waits[zone].anew = self.now;
+                let is_withdrawn =
+                    if has_floor { self.may_be_due(zone) } else { self.is_due(zone) };
+                if is_withdrawn {
+                    self.waits[zone].restarted_at = self.now;
                 }
             }
         }
-        self.see_sizes();
+        self.track_sizes();
     }
 
-    fn live(&mut self, life: &[(Happening, u64)]) -> Result<(), TestCaseError> {
-        for (happening, ms) in life {
+    fn run_events(&mut self, events: &[(VmEvent, u64)]) -> Result<(), TestCaseError> {
+        for (event, ms) in events {
             self.now = self.now + *ms;
-            if let Some(plan) = self.happen(happening) {
+            if let Some(plan) = self.apply(event) {
                 self.check(&plan)?;
                 self.carry_out(&plan);
             }
@@ -649,9 +655,9 @@ impl World {
 
     /// Checks that plans stop changing sizes after some time, if the guest uses `used_mib` and
     /// follows each request.
-    fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
-        self.happen(&Happening::Resume { zone: None });
-        self.happen(&Happening::DryRun { on: false });
+    fn check_stabilizes(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
+        self.apply(&VmEvent::Resume { zone: None });
+        self.apply(&VmEvent::DryRun { on: false });
         // With other rules, this could take days.
         let Rules { floor_bytes, ceiling_bytes, .. } = *self.controller.rules();
         self.set_rules(Rules { floor_bytes, ceiling_bytes, ..Rules::default() });
@@ -663,8 +669,8 @@ impl World {
             let managed = self.managed_pages();
             let (mut used, mut free) = (used_mib * PAGES_PER_MIB, managed);
             for zone in [2, 3, 1, 0] {
-                let here = used.min(managed[zone]);
-                (free[zone], used) = (managed[zone] - here, used - here);
+                let in_zone = used.min(managed[zone]);
+                (free[zone], used) = (managed[zone] - in_zone, used - in_zone);
             }
             let report = self.report(free, 0);
             let plan = self.step(Event::Report(&report));
@@ -688,7 +694,7 @@ impl World {
 }
 
 /// Returns true if a plan changes nothing because reports are lost.
-fn is_held_unheard(plan: &Plan) -> bool {
+fn is_hold_for_lost_reports(plan: &Plan) -> bool {
     (plan.direction, plan.reason) == (Direction::Hold, Reason::ReportsLost)
 }
 
@@ -714,8 +720,8 @@ proptest! {
     #![proptest_config(config(400))]
 
     #[test]
-    fn rules_hold_in_any_sequence_of_events((index, rules, life) in life()) {
-        World::under(rules, policy(index), None).live(&life)?;
+    fn rules_hold_in_any_sequence_of_events((index, rules, events) in event_sequence()) {
+        World::under(rules, policy(index), None).run_events(&events)?;
     }
 
     #[test]
@@ -727,7 +733,7 @@ proptest! {
         let mut world = World::under(rules, policy(index), None);
         for (report, ms) in steps {
             world.now = world.now + ms;
-            let Some(plan) = world.happen(&report) else { continue };
+            let Some(plan) = world.apply(&report) else { continue };
             world.check(&plan)?;
             let pm_grows = (0..2).any(|pm| {
                 plan.targets[pm].requested_bytes > world.host.zones[pm].requested_bytes
@@ -739,13 +745,13 @@ proptest! {
     }
 
     #[test]
-    fn same_events_result_in_same_plans((index, rules, life) in life()) {
+    fn same_events_result_in_same_plans((index, rules, events) in event_sequence()) {
         let run = || {
             let mut world = World::under(rules.clone(), policy(index), None);
             let mut plans = Vec::new();
-            for (happening, ms) in &life {
+            for (event, ms) in &events {
                 world.now = world.now + *ms;
-                if let Some(plan) = world.happen(happening) {
+                if let Some(plan) = world.apply(event) {
                     world.carry_out(&plan);
                     plans.push(plan);
                 }
@@ -760,9 +766,9 @@ proptest! {
     #![proptest_config(config(60))]
 
     #[test]
-    fn guest_with_constant_use_comes_to_rest((index, rules, life) in life(), used_mib in 0u64..1_800) {
+    fn guest_with_constant_use_comes_to_rest((index, rules, events) in event_sequence(), used_mib in 0u64..1_800) {
         let mut world = World::under(rules, policy(index), None);
-        world.live(&life)?;
-        world.comes_to_rest(used_mib)?;
+        world.run_events(&events)?;
+        world.check_stabilizes(used_mib)?;
     }
 }

@@ -19,7 +19,7 @@ pub(crate) const IDLE_BYTES: u64 = 40 * MIB;
 pub(crate) struct Rig {
     pub vm: Vm,
     /// Files and touches. The sizes and rates of anonymous memory are set by [`Rig::run`].
-    pub habits: Segment,
+    pub usage: Segment,
     pool: HostPool,
 }
 
@@ -54,13 +54,13 @@ impl Rig {
             boot_bytes: config.boot_bytes,
             ..HostView::default()
         };
-        let habits = Segment { hot_permille: 1000, ..Segment::default() };
-        let idle = Segment { anon_bytes: IDLE_BYTES, ..habits };
+        let usage = Segment { hot_permille: 1000, ..Segment::default() };
+        let idle = Segment { anon_bytes: IDLE_BYTES, ..usage };
         let demand = Demand::new(vec![idle], TimeMs(1)).expect("in order");
         // No report is skipped, because tests examine the VM at any time.
         let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing)
             .expect("in bounds");
-        Rig { vm, habits, pool: HostPool(2048 * MIB) }
+        Rig { vm, usage, pool: HostPool(2048 * MIB) }
     }
 
     pub(crate) fn of(policy: &str) -> Self {
@@ -84,12 +84,12 @@ impl Rig {
         if let Some(rate) = u64::try_from(-mib_per_s).ok().filter(|rate| *rate > 0) {
             let over_bytes = self.guest().wanted_bytes().saturating_sub(IDLE_BYTES);
             let falls_ms = (over_bytes * 1000 / (rate * MIB)).min(ms);
-            self.vm.go_on(self.segment(mib_per_s), falls_ms);
+            self.vm.extend(self.segment(mib_per_s), falls_ms);
             left_ms -= falls_ms;
         }
-        self.vm.go_on(self.segment(mib_per_s.max(0)), left_ms);
+        self.vm.extend(self.segment(mib_per_s.max(0)), left_ms);
         while self.vm.now().is_some() {
-            self.vm.turn(&mut self.pool, &mut plans);
+            self.vm.advance(&mut self.pool, &mut plans);
             if ends(&self.vm) {
                 self.vm.stop();
             }
@@ -98,7 +98,7 @@ impl Rig {
     }
 
     fn segment(&self, mib_per_s: i64) -> Segment {
-        Segment { anon_bytes_per_s: mib_per_s * MIB as i64, ..self.habits }
+        Segment { anon_bytes_per_s: mib_per_s * MIB as i64, ..self.usage }
     }
 
     pub(crate) fn guest(&self) -> &Guest {
@@ -114,7 +114,7 @@ impl Rig {
     }
 
     pub(crate) fn resizes(&self) -> u64 {
-        self.vm.decided().grows + self.vm.decided().shrinks
+        self.vm.decision_counts().grows + self.vm.decision_counts().shrinks
     }
 
     /// Returns the memory that the guest needs so that no task waits.
@@ -122,7 +122,7 @@ impl Rig {
         self.guest().needed_bytes(&Segment {
             anon_bytes: self.guest().wanted_bytes(),
             at: self.guest().now(),
-            ..self.habits
+            ..self.usage
         })
     }
 

@@ -10,7 +10,7 @@ use super::{Rig, config};
 pub(crate) struct Workload {
     pub name: &'static str,
     config: GuestConfig,
-    habits: Segment,
+    usage: Segment,
     channel: Channel,
     /// First steps, in which no policy is used and the guest swaps.
     ungoverned: Vec<(u64, i64)>,
@@ -33,9 +33,9 @@ pub(crate) struct Figures {
 
 impl Workload {
     fn new(name: &'static str, steps: &[(u64, i64)]) -> Self {
-        let habits = Segment { hot_permille: 1000, ..Segment::default() };
+        let usage = Segment { hot_permille: 1000, ..Segment::default() };
         let (channel, ungoverned) = (Channel::default(), Vec::new());
-        Workload { name, config: config(), habits, channel, ungoverned, steps: steps.to_vec() }
+        Workload { name, config: config(), usage, channel, ungoverned, steps: steps.to_vec() }
     }
 
     fn with(mut self, set: impl FnOnce(&mut Self)) -> Self {
@@ -51,7 +51,7 @@ impl Workload {
         let before = Figures::of(&rig);
         rig.vm.set_policy(policy).expect("in range");
         rig.vm.set_channel(self.channel);
-        rig.habits = self.habits;
+        rig.usage = self.usage;
         for (ms, mib_per_s) in self.steps {
             rig.run(ms, mib_per_s);
         }
@@ -133,9 +133,9 @@ pub(crate) fn workloads() -> Vec<Workload> {
         Workload::new("sawtooth of 40 s", &teeth((20_000, 20), (20_000, -20), 15)),
         Workload::new("leak 2 MiB/s", &[(3_000, 0), (400_000, 2)]),
         Workload::new("files read once", &[(120_000, 0)])
-            .with(|workload| workload.habits.stream_bytes_per_s = 100 * MIB),
+            .with(|workload| workload.usage.stream_bytes_per_s = 100 * MIB),
         Workload::new("files read again", &[(600_000, 0)]).with(|workload| {
-            (workload.habits.file_bytes, workload.habits.touches_per_s) = (600 * MIB, 250_000);
+            (workload.usage.file_bytes, workload.usage.touches_per_s) = (600 * MIB, 250_000);
         }),
         Workload::new(
             "pinned pages",
@@ -144,7 +144,7 @@ pub(crate) fn workloads() -> Vec<Workload> {
         .with(|workload| workload.config.refused_permille = 400),
         Workload::new("swapped before", &[(120_000, 0)]).with(|workload| {
             workload.ungoverned = TO_SWAP.to_vec();
-            workload.habits.touches_per_s = 250_000;
+            workload.usage.touches_per_s = 250_000;
         }),
     ]
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
-use guest_tools::StoredWrong;
+use guest_tools::CorruptData;
 use guest_tools::sectors::{Outcome, Shape};
 use pmem_volume::btt::{ArenaInfo, InfoSource, Layout, Reader, Sector, arenas, check};
 use pmem_volume::media::{Durability, Media, MediaError};
@@ -64,7 +64,7 @@ impl BttMedia {
             ensure!(findings.is_empty(), "The check has findings: {findings:?}");
             Ok(())
         };
-        is_clean().context(StoredWrong)?;
+        is_clean().context(CorruptData)?;
         let reader = Reader::open(self)?;
         outcome.check(|first, into| {
             for (sector, bytes) in

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tools::wait::stretched;
+use guest_tools::wait::scaled_limit;
 use serde_json::Value;
 
 use crate::tap;
@@ -38,7 +38,7 @@ pub fn request_unix(
 ) -> Result<Response> {
     let mut stream = UnixStream::connect(socket)
         .with_context(|| format!("Cannot connect to {}", socket.display()))?;
-    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
+    stream.set_read_timeout(Some(scaled_limit(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
@@ -50,7 +50,7 @@ pub fn request_tcp(
 ) -> Result<Response> {
     let mut stream =
         TcpStream::connect(address).with_context(|| format!("Cannot connect to {address}"))?;
-    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
+    stream.set_read_timeout(Some(scaled_limit(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
@@ -61,7 +61,7 @@ pub fn request_with(
     body: &str,
     files: &[File],
 ) -> Result<Response> {
-    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
+    stream.set_read_timeout(Some(scaled_limit(ANSWER_LIMIT)))?;
     let request = format!(
         "PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n\
          {body}",

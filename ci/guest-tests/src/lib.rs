@@ -40,7 +40,7 @@ pub mod torn;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
 pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
-pub use guest_tools::wait::{stretch_limits, wait_for, wait_until};
+pub use guest_tools::wait::{scale_limits, wait_for, wait_until};
 pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;

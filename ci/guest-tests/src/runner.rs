@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
-use guest_tools::StoredWrong;
+use guest_tools::CorruptData;
 use guest_tools::process::end_with_parent;
 use guest_tools::wait::wait_for;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -111,7 +111,7 @@ enum Verdict {
     Passed,
     Skipped(String),
     Failed(String),
-    /// The test failed with [`StoredWrong`] and must not be repeated.
+    /// The test failed with [`CorruptData`] and must not be repeated.
     FailedForGood(String),
 }
 
@@ -160,7 +160,7 @@ fn run_here(test: &Test) -> i32 {
             None => {
                 // The runner itself prints the last lines of all logs.
                 println!("{}", without_logs(&error));
-                StoredWrong::code_of(&error)
+                CorruptData::code_of(&error)
             }
         },
     }
@@ -351,7 +351,7 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
         Ok((Some(SKIPPED_CODE), _)) => {
             Verdict::Skipped(output.lines().last().unwrap_or("no reason given").to_owned())
         }
-        Ok((Some(StoredWrong::CODE), _)) => Verdict::FailedForGood(output),
+        Ok((Some(CorruptData::CODE), _)) => Verdict::FailedForGood(output),
         Ok((Some(_), _)) => Verdict::Failed(output),
         Ok((None, status)) => {
             Verdict::Failed(format!("{output}\nThe test's process ended by {status}"))
@@ -508,12 +508,12 @@ mod tests {
     #[test]
     fn wrong_stored_data_at_any_depth_of_an_error_is_a_final_failure() {
         fn stored_wrong() -> Result<()> {
-            Err(anyhow::anyhow!("1 of 8 sectors are wrong")).context(StoredWrong).context("Round 3")
+            Err(anyhow::anyhow!("1 of 8 sectors are wrong")).context(CorruptData).context("Round 3")
         }
         fn else_wrong() -> Result<()> {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
-        assert_eq!(run_here(&runs(stored_wrong)), StoredWrong::CODE);
+        assert_eq!(run_here(&runs(stored_wrong)), CorruptData::CODE);
         assert_eq!(run_here(&runs(else_wrong)), 1);
     }
 

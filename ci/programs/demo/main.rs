@@ -26,7 +26,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use guest_tests::guest::{GuestBuilder, complaints, without_logs};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Image, Pool, stretch_limits};
+use guest_tests::{Guest, Image, Pool, scale_limits};
 
 use crate::shrink::Spent;
 
@@ -62,7 +62,7 @@ fn demo() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [metrics, metrics_off, seconds] = arguments.as_slice() else { bail!("{USAGE}") };
     let limit = Duration::from_secs(seconds.parse().with_context(|| USAGE)?);
-    stretch_limits(stretch(limit));
+    scale_limits(stretch(limit));
     let _in_time = cut_off_after(limit);
     let pool = Pool::create("1280M")?;
     let vm = hybrid_guest(&pool, GOVERNED, metrics).pressure("psi");

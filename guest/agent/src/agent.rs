@@ -7,7 +7,7 @@ use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
 use rustix::event::PollFlags;
 
 use crate::args::{Address, Online};
-use crate::blocks::{BlockReader, BlockWatch, Signs};
+use crate::blocks::{BlockReader, BlockWatch, ChangeHints};
 use crate::idle::IdleWatch;
 use crate::kernel_blocks::KernelBlocks;
 use crate::proc::{Proc, ProcError};
@@ -26,14 +26,14 @@ const MAX_BACK_OFF_MS: u64 = 5_000;
 const GOOD_CONNECTION_MS: u64 = 10_000;
 
 /// Interval between readings of memory while no reports can be sent.
-const HOUSE_MS: u64 = 1_000;
+const OBSERVE_INTERVAL_MS: u64 = 1_000;
 
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) proc: Proc,
     pub blocks: Option<BlockWatch>,
-    /// Requests that the block thread takes charge of onlining.
-    pub(crate) take_charge: bool,
+    /// Requests that the block thread starts to online blocks.
+    pub(crate) start_onlining: bool,
     pub triggers: Option<Triggers>,
     /// Descriptor that becomes readable when the agent must end.
     pub termination: Option<OwnedFd>,
@@ -53,16 +53,16 @@ impl Agent {
     /// of memory blocks, triggers, termination, and the parts that change the guest.
     pub(crate) fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
-        blocks.read(Signs::default(), sys::monotonic_ms);
+        blocks.read(ChangeHints::default(), sys::monotonic_ms);
         let report = RawReport {
             version: PROTOCOL_VERSION,
-            blocks: blocks.seen().clone(),
+            blocks: blocks.blocks().clone(),
             ..RawReport::default()
         };
         Ok(Agent {
             proc: Proc::open(proc_root)?,
             blocks: None,
-            take_charge: true,
+            start_onlining: true,
             triggers: None,
             termination: None,
             reserve: None,
@@ -75,7 +75,7 @@ impl Agent {
         })
     }
 
-    pub(crate) fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
+    pub(crate) fn make_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
         self.observe()?;
         self.report.cause = cause;
         self.report.monotonic_ms = self.observed_ms;
@@ -92,7 +92,7 @@ impl Agent {
         if let Some(watch) = &mut self.blocks {
             let total_bytes = self.report.memory.total_bytes;
             if let Some((blocks, ranges)) =
-                watch.poll(total_bytes, self.observed_ms, &mut self.take_charge)
+                watch.poll(total_bytes, self.observed_ms, &mut self.start_onlining)
             {
                 self.report.blocks = blocks;
                 if let Some(idle) = &mut self.idle {
@@ -109,7 +109,7 @@ impl Agent {
         });
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
             // A report must follow soon after a block became kernel memory.
-            self.take_charge |=
+            self.start_onlining |=
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
         if let Some(tuning) = &mut self.tuning {
@@ -122,18 +122,18 @@ impl Agent {
     }
 
     /// Time of the next reading of memory if no report is sent.
-    pub(crate) fn house_due_ms(&self) -> u64 {
-        self.observed_ms.saturating_add(HOUSE_MS)
+    pub(crate) fn observe_due_ms(&self) -> u64 {
+        self.observed_ms.saturating_add(OBSERVE_INTERVAL_MS)
     }
 
     /// Reads memory if a reading is due. A VMM that reads no reports may still plug memory.
-    pub(crate) fn keep_house(&mut self) -> Result<(), ProcError> {
-        if sys::monotonic_ms() >= self.house_due_ms() { self.observe() } else { Ok(()) }
+    pub(crate) fn observe_if_due(&mut self) -> Result<(), ProcError> {
+        if sys::monotonic_ms() >= self.observe_due_ms() { self.observe() } else { Ok(()) }
     }
 
     /// Connects and sends reports until termination is requested.
     pub(crate) fn run(&mut self, address: &Address) {
-        self.report_to(address);
+        self.run_sessions(address);
         if let Some(tuning) = &mut self.tuning {
             logged("restore the kernel's settings", tuning.restore());
         }
@@ -145,9 +145,9 @@ impl Agent {
         }
     }
 
-    fn report_to(&mut self, address: &Address) {
+    fn run_sessions(&mut self, address: &Address) {
         let mut back_off_ms = FIRST_BACK_OFF_MS;
-        let mut said = String::new();
+        let mut last_error = String::new();
         loop {
             let start_ms = sys::monotonic_ms();
             let Err(error) = self.connect_and_report(address);
@@ -157,8 +157,8 @@ impl Agent {
             if sys::monotonic_ms().saturating_sub(start_ms) >= GOOD_CONNECTION_MS {
                 back_off_ms = FIRST_BACK_OFF_MS;
             }
-            say_once(error, &mut said);
-            if self.is_told_to_end_within(back_off_ms) {
+            log_once(error, &mut last_error);
+            if self.wait_for_termination(back_off_ms) {
                 return;
             }
             back_off_ms = (back_off_ms * 2).min(MAX_BACK_OFF_MS);
@@ -171,13 +171,13 @@ impl Agent {
     ) -> Result<std::convert::Infallible, SessionError> {
         let mut session = Session::connect(self, address)?;
         loop {
-            session.turn()?;
+            session.handle_event()?;
         }
     }
 
     /// Waits for `wait_ms` and keeps reading memory. Returns true immediately if termination is
     /// requested.
-    pub(crate) fn is_told_to_end_within(&mut self, wait_ms: u64) -> bool {
+    pub(crate) fn wait_for_termination(&mut self, wait_ms: u64) -> bool {
         let until_ms = sys::monotonic_ms().saturating_add(wait_ms);
         loop {
             let now_ms = sys::monotonic_ms();
@@ -185,24 +185,24 @@ impl Agent {
                 return false;
             }
             let termination = self.termination.as_ref().map(AsFd::as_fd);
-            let timeout_ms = until_ms.min(self.house_due_ms()).saturating_sub(now_ms);
+            let timeout_ms = until_ms.min(self.observe_due_ms()).saturating_sub(now_ms);
             let events = sys::poll([(termination, PollFlags::IN)], timeout_ms);
             if events.is_ok_and(|[termination]| !termination.is_empty()) {
                 return true;
             }
             // The next report will return the error.
-            let _ = self.keep_house();
+            let _ = self.observe_if_due();
         }
     }
 }
 
 /// Prints an error unless the previous error was the same. Otherwise a VMM that is unreachable for
 /// a day would fill the log.
-fn say_once(error: SessionError, said: &mut String) {
+fn log_once(error: SessionError, last_error: &mut String) {
     let text = format!("{:#}", anyhow::Error::from(error));
-    if text != *said {
+    if text != *last_error {
         eprintln!("foreshore-agent: {text}");
-        *said = text;
+        *last_error = text;
     }
 }
 
@@ -249,7 +249,7 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
         agent.tuning = Some(Tuning::open(tree.path(), &tree.at("run")));
-        agent.take_report(Cause::Rest).expect("reports");
+        agent.make_report(Cause::Rest).expect("reports");
         assert_eq!(tree.get(defrag), "always");
         run_to_the_end(agent, &tree);
         assert_eq!(tree.get(defrag), "madvise");

@@ -28,7 +28,7 @@ impl Online {
     }
 
     /// Returns true if a kernel with this policy itself brings memory online as requested.
-    fn is_done_by(self, policy: OnlinePolicy) -> bool {
+    fn is_met_by(self, policy: OnlinePolicy) -> bool {
         match self {
             Online::Movable => policy == OnlinePolicy::OnlineMovable,
             Online::Auto | Online::None => {
@@ -47,11 +47,11 @@ const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
 /// Limits for the share of time spent reading: a twentieth, or a thousandth if nothing has changed.
 const COST_PART: u64 = 20;
-const REST_COST_PART: u64 = 1_000;
+const IDLE_COST_PART: u64 = 1_000;
 
 /// Values that are cheap to read and that reveal added, removed or changed blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Signs {
+pub(crate) struct ChangeHints {
     pub total_bytes: u64,
     /// Number of links to the directory of blocks. It is the number of blocks plus a constant. It
     /// also reveals plugged blocks that are still offline and so missing from the total.
@@ -88,81 +88,81 @@ pub(crate) struct BlockReader {
     root: PathBuf,
     online: Online,
     /// Set if the reader brings offline blocks online.
-    in_charge: bool,
-    seen: Blocks,
+    onlines_blocks: bool,
+    blocks: Blocks,
     ranges: Vec<Range>,
     /// Blocks that were offline at the last reading. The kernel may have been about to bring them
     /// online.
     offline: Vec<u32>,
-    signs: Signs,
+    hints: ChangeHints,
     /// Time of the last reading, and the earliest time of the next one.
     read_ms: Option<u64>,
     not_before_ms: u64,
     /// Time of the next reading if nothing has changed until then.
-    rest_until_ms: u64,
+    idle_due_ms: u64,
 }
 
 impl BlockReader {
     /// Creates a reader for `root`, which is /sys/devices/system/memory outside of tests. It
-    /// changes nothing before [`take_charge`](Self::take_charge) is called. Afterwards it brings
-    /// memory online as specified by `online`.
+    /// changes nothing before [`start_onlining`](Self::start_onlining) is called. Afterwards it
+    /// brings memory online as specified by `online`.
     pub(crate) fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
             online,
-            in_charge: false,
-            seen: Blocks::default(),
+            onlines_blocks: false,
+            blocks: Blocks::default(),
             ranges: Vec::new(),
             offline: Vec::new(),
-            signs: Signs::default(),
+            hints: ChangeHints::default(),
             read_ms: None,
             not_before_ms: 0,
-            rest_until_ms: 0,
+            idle_due_ms: 0,
         }
     }
 
     /// Ensures that plugged memory comes online as requested. Sets the kernel's policy if
     /// necessary. From now on, also brings blocks online that the kernel left offline.
-    pub(crate) fn take_charge(&mut self) -> io::Result<()> {
+    pub(crate) fn start_onlining(&mut self) -> io::Result<()> {
         let Some(word) = self.online.word() else { return Ok(()) };
-        self.in_charge = true;
+        self.onlines_blocks = true;
         let path = self.root.join("auto_online_blocks");
         let policy = policy_of(&fs::read_to_string(&path)?);
-        if self.online.is_done_by(policy) { Ok(()) } else { fs::write(path, word) }
+        if self.online.is_met_by(policy) { Ok(()) } else { fs::write(path, word) }
     }
 
-    pub(crate) fn seen(&self) -> &Blocks {
-        &self.seen
+    pub(crate) fn blocks(&self) -> &Blocks {
+        &self.blocks
     }
 
-    /// Returns the time of the next reading, depending on `signs`.
-    fn due_ms(&self, signs: Signs) -> u64 {
+    /// Returns the time of the next reading, depending on `hints`.
+    fn due_ms(&self, hints: ChangeHints) -> u64 {
         let Some(read_ms) = self.read_ms else { return 0 };
-        let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
-        let due_ms = if signs != self.signs {
+        let offline = self.blocks.nodes.iter().any(|node| node.offline_bytes > 0);
+        let due_ms = if hints != self.hints {
             0
         } else if offline && self.online.word().is_some() {
             read_ms.saturating_add(MAX_AGE_OFFLINE_MS)
         } else {
-            self.rest_until_ms
+            self.idle_due_ms
         };
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads the blocks again. If the agent is in charge, brings blocks online that were already
+    /// Reads the blocks again. If the agent onlines blocks, brings blocks online that were already
     /// offline at the last reading. Returns the number of blocks that could not be brought online.
     /// `clock` returns the time before and after the reading.
-    pub(crate) fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
+    pub(crate) fn read(&mut self, hints: ChangeHints, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
         let mut failed = 0;
-        self.seen = self.scan(&mut failed);
-        self.signs = signs;
+        self.blocks = self.scan(&mut failed);
+        self.hints = hints;
         let end_ms = clock();
         self.read_ms = Some(end_ms);
         let cost_ms = end_ms.saturating_sub(start_ms).max(1);
         self.not_before_ms = end_ms.saturating_add(cost_ms.saturating_mul(COST_PART));
-        let rest_ms = cost_ms.saturating_mul(REST_COST_PART).max(MAX_AGE_MS);
-        self.rest_until_ms = end_ms.saturating_add(rest_ms);
+        let idle_ms = cost_ms.saturating_mul(IDLE_COST_PART).max(MAX_AGE_MS);
+        self.idle_due_ms = end_ms.saturating_add(idle_ms);
         failed
     }
 
@@ -175,11 +175,11 @@ impl BlockReader {
         let mut online = Vec::new();
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
         for (number, path) in
-            entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path())))
+            entries.filter_map(|e| Some((parse_number(&e.file_name(), "memory")?, e.path())))
         {
-            let online_it =
-                self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
-            let Some(block) = Block::read(&path, online_it, failed) else { continue };
+            let online_word =
+                self.online.word().filter(|_| self.onlines_blocks && was_offline.contains(&number));
+            let Some(block) = Block::read(&path, online_word, failed) else { continue };
             if block.online {
                 online.push((number, block.node));
             } else {
@@ -216,17 +216,17 @@ struct Block {
 
 impl Block {
     /// Reads a block's directory. Returns `None` if the block is removed during the reading.
-    fn read(path: &Path, online_it: Option<&str>, failed: &mut u64) -> Option<Self> {
+    fn read(path: &Path, online_word: Option<&str>, failed: &mut u64) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
         let mut online = state.trim() == "online";
-        if let Some(word) = online_it.filter(|_| state.trim() == "offline") {
+        if let Some(word) = online_word.filter(|_| state.trim() == "offline") {
             online = fs::write(&state_path, word).is_ok();
             *failed += u64::from(!online);
         }
         let movable = online && is_online_block_movable(path);
         let mut entries = fs::read_dir(path).ok()?.flatten();
-        let node = entries.find_map(|entry| numbered(&entry.file_name(), "node")).unwrap_or(0);
+        let node = entries.find_map(|entry| parse_number(&entry.file_name(), "node")).unwrap_or(0);
         Some(Block { node, online, movable })
     }
 }
@@ -241,7 +241,7 @@ pub(crate) fn is_online_block_movable(block: &Path) -> bool {
 }
 
 /// Returns the number in a name such as `memory12`.
-pub(crate) fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
+pub(crate) fn parse_number(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
@@ -257,16 +257,16 @@ pub(crate) struct BlockWatch {
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
     busy: bool,
-    asked: Signs,
-    ask_again_ms: u64,
+    requested: ChangeHints,
+    next_request_ms: u64,
 }
 
 /// Request to the thread to read the blocks if a reading is due.
 #[derive(Clone, Copy, Debug)]
 struct Request {
-    signs: Signs,
+    hints: ChangeHints,
     /// Take charge first, and then read even if no reading is due.
-    take_charge: bool,
+    start_onlining: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -274,7 +274,7 @@ struct Answer {
     /// Blocks and their address ranges, if they were read.
     blocks: Option<(Blocks, Vec<Range>)>,
     /// Time of the next request if nothing changes until then.
-    ask_again_ms: u64,
+    next_request_ms: u64,
 }
 
 impl BlockWatch {
@@ -298,32 +298,34 @@ impl BlockWatch {
             requests,
             answers,
             busy: false,
-            asked: Signs::default(),
-            ask_again_ms: 0,
+            requested: ChangeHints::default(),
+            next_request_ms: 0,
         })
     }
 
     /// Requests a reading if one may be due, and returns a result that has arrived since the last
-    /// call. Does not block. Clears `take_charge` after passing it to the thread.
+    /// call. Does not block. Clears `start_onlining` after passing it to the thread.
     pub(crate) fn poll(
         &mut self,
         total_bytes: u64,
         now_ms: u64,
-        take_charge: &mut bool,
+        start_onlining: &mut bool,
     ) -> Option<(Blocks, Vec<Range>)> {
         let answer = self.answers.try_recv().ok();
         if let Some(answer) = &answer {
             self.busy = false;
-            self.ask_again_ms = answer.ask_again_ms;
+            self.next_request_ms = answer.next_request_ms;
         }
         let metadata = self.root.as_ref().and_then(|root| root.metadata().ok());
         let links = metadata.map_or(0, |metadata| metadata.nlink());
-        let signs = Signs { total_bytes, links };
-        if !self.busy && (*take_charge || signs != self.asked || now_ms >= self.ask_again_ms) {
-            let request = Request { signs, take_charge: *take_charge };
+        let hints = ChangeHints { total_bytes, links };
+        if !self.busy
+            && (*start_onlining || hints != self.requested || now_ms >= self.next_request_ms)
+        {
+            let request = Request { hints, start_onlining: *start_onlining };
             self.busy = self.requests.try_send(request).is_ok();
-            *take_charge &= !self.busy;
-            self.asked = signs;
+            *start_onlining &= !self.busy;
+            self.requested = hints;
         }
         answer.and_then(|answer| answer.blocks)
     }
@@ -331,20 +333,20 @@ impl BlockWatch {
 
 impl BlockReader {
     fn serve(&mut self, request: Request, clock: fn() -> u64, failed: &mut u64) -> Answer {
-        let signs = request.signs;
-        if request.take_charge {
-            logged("set auto_online_blocks", self.take_charge());
-        } else if clock() < self.due_ms(signs) {
-            return Answer { blocks: None, ask_again_ms: self.due_ms(signs) };
+        let hints = request.hints;
+        if request.start_onlining {
+            logged("set auto_online_blocks", self.start_onlining());
+        } else if clock() < self.due_ms(hints) {
+            return Answer { blocks: None, next_request_ms: self.due_ms(hints) };
         }
-        let failed_now = self.read(signs, clock);
+        let failed_now = self.read(hints, clock);
         if failed_now > *failed {
             eprintln!("foreshore-agent: Cannot bring {failed_now} memory blocks online");
         }
         *failed = failed_now;
         Answer {
-            blocks: Some((self.seen().clone(), self.ranges.clone())),
-            ask_again_ms: self.due_ms(signs),
+            blocks: Some((self.blocks().clone(), self.ranges.clone())),
+            next_request_ms: self.due_ms(hints),
         }
     }
 }
@@ -355,9 +357,9 @@ mod tests {
     use crate::tree::Tree;
 
     const BLOCK: u64 = 128 << 20;
-    const SIGNS: Signs = Signs { total_bytes: 1, links: 3 };
-    const CHANGED: Signs = Signs { total_bytes: 2, ..SIGNS };
-    const PLUGGED: Signs = Signs { links: 4, ..SIGNS };
+    const HINTS: ChangeHints = ChangeHints { total_bytes: 1, links: 3 };
+    const CHANGED: ChangeHints = ChangeHints { total_bytes: 2, ..HINTS };
+    const PLUGGED: ChangeHints = ChangeHints { links: 4, ..HINTS };
 
     fn node(node: u32, online: u64, offline: u64, movable: u64) -> NodeBlocks {
         NodeBlocks {
@@ -374,9 +376,9 @@ mod tests {
             [(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")];
         let tree = Tree::memory("online_movable", &blocks);
         let mut reader = BlockReader::new(tree.path(), Online::Movable);
-        assert_eq!(reader.read(SIGNS, || 0), 0);
-        assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
-        assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
+        assert_eq!(reader.read(HINTS, || 0), 0);
+        assert_eq!(reader.blocks().online_policy, OnlinePolicy::OnlineMovable);
+        assert_eq!(reader.blocks().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
     }
 
     #[test]
@@ -386,7 +388,7 @@ mod tests {
         blocks.push((12, 1, "offline", "Movable"));
         let tree = Tree::memory("online_movable", &blocks);
         let mut reader = BlockReader::new(tree.path(), Online::None);
-        reader.read(SIGNS, || 0);
+        reader.read(HINTS, || 0);
         let range =
             |node, start: u64, end: u64| Range { node, start: start * BLOCK, end: end * BLOCK };
         assert_eq!(
@@ -407,18 +409,18 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_stay_offline_are_onlined_by_a_reader_in_charge() {
+    fn blocks_that_stay_offline_are_onlined_after_start_onlining() {
         let blocks = [(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")];
         let tree = Tree::memory("offline", &blocks);
         let mut reader = BlockReader::new(tree.path(), Online::Movable);
         let state_after = |reader: &mut BlockReader| {
-            assert_eq!(reader.read(SIGNS, || 0), 0);
+            assert_eq!(reader.read(HINTS, || 0), 0);
             tree.get("memory32/state")
         };
         assert_eq!(state_after(&mut reader), "offline\n");
-        assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
+        assert_eq!(reader.blocks().nodes, [node(1, 0, 2, 0)]);
         assert_eq!(state_after(&mut reader), "offline\n", "not in charge yet");
-        reader.take_charge().expect("writes");
+        reader.start_onlining().expect("writes");
         reader.offline.clear();
         assert_eq!(state_after(&mut reader), "offline\n", "the kernel may be about to");
         assert_eq!(state_after(&mut reader), "online_movable");
@@ -438,10 +440,10 @@ mod tests {
         ] {
             let tree = Tree::memory(policy, &[(32, 1, "offline", "Normal Movable")]);
             let mut reader = BlockReader::new(tree.path(), online);
-            reader.take_charge().expect("writes");
-            reader.read(SIGNS, || 0);
-            assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)]);
-            assert_eq!(reader.read(SIGNS, || 0), 0);
+            reader.start_onlining().expect("writes");
+            reader.read(HINTS, || 0);
+            assert_eq!(reader.blocks().nodes, [node(1, 0, 1, 0)]);
+            assert_eq!(reader.read(HINTS, || 0), 0);
             assert_eq!(tree.get("auto_online_blocks"), policy_after, "{online:?} of {policy}");
             assert_eq!(tree.get("memory32/state"), state_after, "{online:?} of {policy}");
         }
@@ -451,13 +453,13 @@ mod tests {
     fn blocks_are_read_on_change_and_otherwise_rarely() {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
         // If a reading takes longer because there are many blocks, blocks are read less often.
-        for (cost_ms, rest_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
+        for (cost_ms, idle_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
             let mut reader = BlockReader::new(tree.path(), Online::Movable);
-            assert_eq!(reader.due_ms(SIGNS), 0);
+            assert_eq!(reader.due_ms(HINTS), 0);
             let times = std::cell::Cell::new(1_000);
-            reader.read(SIGNS, || times.replace(times.get() + cost_ms));
-            let due_ms = |signs| reader.due_ms(signs) - 1_000 - cost_ms;
-            assert_eq!(due_ms(SIGNS), rest_ms);
+            reader.read(HINTS, || times.replace(times.get() + cost_ms));
+            let due_ms = |hints| reader.due_ms(hints) - 1_000 - cost_ms;
+            assert_eq!(due_ms(HINTS), idle_ms);
             assert_eq!(due_ms(CHANGED), change_ms, "at most a twentieth of the time");
             assert_eq!(due_ms(PLUGGED), change_ms, "also one that is offline");
         }
@@ -470,8 +472,8 @@ mod tests {
             [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)]
         {
             let mut reader = BlockReader::new(tree.path(), online);
-            reader.read(SIGNS, || 1_000);
-            assert_eq!(reader.due_ms(SIGNS), due_ms);
+            reader.read(HINTS, || 1_000);
+            assert_eq!(reader.due_ms(HINTS), due_ms);
         }
     }
 
@@ -480,30 +482,30 @@ mod tests {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
         let reader = BlockReader::new(tree.path(), Online::Movable);
         let mut watch = BlockWatch::start(reader, || 1_000).expect("starts");
-        let mut take_charge = true;
+        let mut start_onlining = true;
         let (blocks, ranges) = (0..)
-            .find_map(|_| watch.poll(7, 0, &mut take_charge))
+            .find_map(|_| watch.poll(7, 0, &mut start_onlining))
             .expect("polls until it has answered");
         assert_eq!(blocks.nodes, [node(0, 1, 0, 0)]);
         assert_eq!(ranges, [Range { node: 0, start: 0, end: BLOCK }]);
-        assert!(!take_charge, "passed on");
+        assert!(!start_onlining, "passed on");
         assert!(!watch.busy);
-        assert_eq!(watch.poll(7, 30_999, &mut take_charge), None);
+        assert_eq!(watch.poll(7, 30_999, &mut start_onlining), None);
         assert!(!watch.busy, "nothing has moved: the thread sleeps");
-        watch.poll(7, 31_000, &mut take_charge);
+        watch.poll(7, 31_000, &mut start_onlining);
         assert!(watch.busy);
-        let later = Answer { blocks: None, ask_again_ms: 31_000 };
+        let later = Answer { blocks: None, next_request_ms: 31_000 };
         assert_eq!(watch.answers.recv(), Ok(later), "it was not due by the thread's clock");
         watch.busy = false;
-        watch.poll(8, 2_000, &mut take_charge);
+        watch.poll(8, 2_000, &mut start_onlining);
         assert!(watch.busy, "the total has changed");
     }
 
     #[test]
     fn kernel_without_hotplug_has_no_blocks() {
         let mut reader = BlockReader::new(Path::new("/missing"), Online::Movable);
-        reader.read(SIGNS, || 0);
-        assert_eq!(reader.seen(), &Blocks::default());
-        assert!(reader.take_charge().is_err());
+        reader.read(HINTS, || 0);
+        assert_eq!(reader.blocks(), &Blocks::default());
+        assert!(reader.start_onlining().is_err());
     }
 }

@@ -17,18 +17,19 @@ const OEM_ID_OFFSET: usize = 10;
 /// memory that it plugs that early must also come online.
 ///
 /// Returns the reason if the machine is not recognized as a guest.
-fn check_ours(sys: &Path) -> Result<(), String> {
+fn check_is_foreshore_guest(sys: &Path) -> Result<(), String> {
     let path = sys.join(FADT);
     let table = fs::read(&path)
         .map_err(|error| format!("Cannot recognize the machine by {}: {error}", path.display()))?;
-    let is_ours = table.get(OEM_ID_OFFSET..).is_some_and(|rest| rest.starts_with(&ACPI_OEM_ID));
-    is_ours.then_some(()).ok_or_else(|| "This is not a guest of Foreshore (ACPI)".to_owned())
+    let is_foreshore =
+        table.get(OEM_ID_OFFSET..).is_some_and(|rest| rest.starts_with(&ACPI_OEM_ID));
+    is_foreshore.then_some(()).ok_or_else(|| "This is not a guest of Foreshore (ACPI)".to_owned())
 }
 
 /// Returns `options`. On a machine that is not a Foreshore guest, removes the parts that change the
 /// machine. `sys` is /sys outside of tests.
 pub(crate) fn permitted(options: &Options, sys: &Path) -> Options {
-    match check_ours(sys) {
+    match check_is_foreshore_guest(sys) {
         Ok(()) => options.clone(),
         Err(reason) => {
             eprintln!("foreshore-agent: {reason}; no settings are changed");
@@ -75,11 +76,11 @@ mod tests {
     #[test]
     fn reason_distinguishes_another_machine_from_an_unreadable_table() {
         let tree = Tree::new(&[]);
-        let reason = check_ours(&tree.at("sys")).unwrap_err();
+        let reason = check_is_foreshore_guest(&tree.at("sys")).unwrap_err();
         assert!(reason.starts_with("Cannot recognize the machine by"), "{reason}");
         tree.put(&format!("sys/{FADT}"), "FACP");
         assert_eq!(
-            check_ours(&tree.at("sys")).unwrap_err(),
+            check_is_foreshore_guest(&tree.at("sys")).unwrap_err(),
             "This is not a guest of Foreshore (ACPI)"
         );
     }

@@ -20,7 +20,7 @@ use foreshore_proto::{
     Blocks, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, RawReport, short_node,
 };
 
-use crate::blocks::{STACK_BYTES, is_online_block_movable, numbered};
+use crate::blocks::{STACK_BYTES, is_online_block_movable, parse_number};
 use crate::sys;
 
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
@@ -49,17 +49,17 @@ impl KernelBlocks {
     /// Starts the thread. Outside of tests, `memory_root` is /sys/devices/system/memory and `iomem`
     /// is /proc/iomem.
     pub(crate) fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
-        let mut turner = Turner {
+        let mut converter = BlockConverter {
             memory_root: memory_root.to_owned(),
             iomem: iomem.to_owned(),
-            unmoved: None,
-            turn,
+            unmovable_block: None,
+            convert,
         };
         let (requests, inbox) = sync_channel(1);
         let (outbox, results) = sync_channel(1);
         let work = move || {
             while let Ok(node) = inbox.recv() {
-                let result = turner.turn_one(node).map_err(|error| (node, error));
+                let result = converter.convert_one(node).map_err(|error| (node, error));
                 if outbox.send(result).is_err() {
                     break;
                 }
@@ -102,10 +102,11 @@ impl KernelBlocks {
         if self.exhausted.as_ref().is_some_and(|exhausted| exhausted.blocks != report.blocks) {
             self.exhausted = None;
         }
-        let except = self.exhausted.as_ref().map(|exhausted| exhausted.node);
+        let excluded_node = self.exhausted.as_ref().map(|exhausted| exhausted.node);
         if !self.is_busy
             && self.pace.is_due(now_ms)
-            && let Some(node) = short_node(&report.zones, &report.blocks, &self.growth, except)
+            && let Some(node) =
+                short_node(&report.zones, &report.blocks, &self.growth, excluded_node)
         {
             self.is_busy = self.requests.try_send(node).is_ok();
         }
@@ -115,20 +116,20 @@ impl KernelBlocks {
 
 /// State of the thread that [`KernelBlocks`] runs.
 #[derive(Debug)]
-struct Turner {
+struct BlockConverter {
     memory_root: PathBuf,
     iomem: PathBuf,
     /// Block whose pages could not be moved within the time limit. The next attempt starts after
     /// it.
-    unmoved: Option<u32>,
+    unmovable_block: Option<u32>,
     /// Function that converts the block with this `state` file.
-    turn: fn(&Path) -> io::Result<()>,
+    convert: fn(&Path) -> io::Result<()>,
 }
 
-impl Turner {
+impl BlockConverter {
     /// Converts one block of `node` and returns its number. Skips blocks of boot memory, because
     /// they contain pages that never move.
-    fn turn_one(&mut self, node: u32) -> io::Result<u32> {
+    fn convert_one(&mut self, node: u32) -> io::Result<u32> {
         let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
         let block_bytes = u64::from_str_radix(block_bytes.trim(), 16)
             .map_err(|_| io::ErrorKind::InvalidData)?
@@ -136,7 +137,7 @@ impl Turner {
         let ranges = virtio_mem_ranges(&fs::read_to_string(&self.iomem)?);
         let mut blocks: Vec<(u32, PathBuf)> = fs::read_dir(&self.memory_root)?
             .flatten()
-            .filter_map(|entry| Some((numbered(&entry.file_name(), "memory")?, entry.path())))
+            .filter_map(|entry| Some((parse_number(&entry.file_name(), "memory")?, entry.path())))
             .filter(|(number, path)| {
                 let start = u64::from(*number).saturating_mul(block_bytes);
                 let end = start.saturating_add(block_bytes);
@@ -147,8 +148,9 @@ impl Turner {
             .collect();
         // Starts with the lowest block, because virtio_mem unplugs the highest blocks first.
         blocks.sort_unstable();
-        let after_unmoved = blocks.partition_point(|(number, _)| Some(*number) <= self.unmoved);
-        blocks.rotate_left(after_unmoved);
+        let after_unmovable =
+            blocks.partition_point(|(number, _)| Some(*number) <= self.unmovable_block);
+        blocks.rotate_left(after_unmovable);
         if blocks.is_empty() {
             return Err(io::Error::new(
                 io::ErrorKind::NotFound,
@@ -157,13 +159,13 @@ impl Turner {
         }
         let mut last = io::Error::other(format!("the blocks of node {node} are being unplugged"));
         for (number, path) in blocks {
-            match (self.turn)(&path.join("state")) {
+            match (self.convert)(&path.join("state")) {
                 Ok(()) => return Ok(number),
                 // During the wait, Linux holds the lock for all hotplug operations
                 // (drivers/base/core.c, lock_device_hotplug_sysfs), so no memory is plugged. One
                 // such wait per attempt is enough.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                    self.unmoved = Some(number);
+                    self.unmovable_block = Some(number);
                     return Err(error);
                 }
                 // virtio_mem has unplugged the block in the meantime.
@@ -181,7 +183,7 @@ fn is_movable(block: &Path) -> bool {
     state.trim() == "online" && is_online_block_movable(block)
 }
 
-fn turn(state: &Path) -> io::Result<()> {
+fn convert(state: &Path) -> io::Result<()> {
     let mut file = fs::File::options().write(true).open(state)?;
     // Makes a single call, because `write_all` would repeat it after EINTR.
     sys::within_ms(OFFLINE_LIMIT_MS, || file.write(b"offline"))?;
@@ -287,8 +289,13 @@ mod tests {
         tree
     }
 
-    fn turner(tree: &Tree, turn: fn(&Path) -> io::Result<()>) -> Turner {
-        Turner { memory_root: tree.path().to_owned(), iomem: tree.at("iomem"), unmoved: None, turn }
+    fn converter(tree: &Tree, convert: fn(&Path) -> io::Result<()>) -> BlockConverter {
+        BlockConverter {
+            memory_root: tree.path().to_owned(),
+            iomem: tree.at("iomem"),
+            unmovable_block: None,
+            convert,
+        }
     }
 
     fn started(tree: &Tree) -> KernelBlocks {
@@ -297,7 +304,7 @@ mod tests {
 
     /// Pages of blocks 32 and 33 cannot be moved. Linux finds this immediately for block 33, but
     /// only after the time limit for block 32.
-    fn turn_none(state: &Path) -> io::Result<()> {
+    fn convert_none(state: &Path) -> io::Result<()> {
         Err(match state.to_string_lossy().contains("memory32") {
             true => io::ErrorKind::Interrupted.into(),
             false => io::ErrorKind::ResourceBusy.into(),
@@ -307,8 +314,8 @@ mod tests {
     #[test]
     fn attempt_ends_with_the_first_block_that_takes_the_whole_limit() {
         let tree = sysfs();
-        let mut turner = turner(&tree, turn_none);
-        let mut attempt = || turner.turn_one(0).expect_err("no block moves").kind();
+        let mut converter = converter(&tree, convert_none);
+        let mut attempt = || converter.convert_one(0).expect_err("no block moves").kind();
         assert_eq!(attempt(), io::ErrorKind::Interrupted);
         // The second attempt tries block 33 first, which takes no time, and then block 32.
         assert_eq!(attempt(), io::ErrorKind::Interrupted);
@@ -337,22 +344,25 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_plugged_block_of_the_node_is_turned() {
+    fn the_lowest_plugged_block_of_the_node_is_converted() {
         let tree = sysfs();
-        let mut turner = turner(&tree, turn);
+        let mut converter = converter(&tree, convert);
         let state = |number: u32| tree.get(&format!("memory{number}/state"));
-        assert_eq!(turner.turn_one(0).expect("turns"), 32);
+        assert_eq!(converter.convert_one(0).expect("turns"), 32);
         assert_eq!(state(32), "online_kernel");
         assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
         // On a real kernel, `valid_zones` now shows that the block belongs to the kernel.
         tree.put("memory32/valid_zones", "Normal\n");
-        assert_eq!(turner.turn_one(0).expect("turns"), 33);
+        assert_eq!(converter.convert_one(0).expect("turns"), 33);
         tree.put("memory33/valid_zones", "Normal\n");
-        assert_eq!(turner.turn_one(0).expect_err("none is left").kind(), io::ErrorKind::NotFound);
+        assert_eq!(
+            converter.convert_one(0).expect_err("none is left").kind(),
+            io::ErrorKind::NotFound
+        );
     }
 
     #[test]
-    fn the_thread_turns_one_block_at_a_time() {
+    fn the_thread_converts_one_block_at_a_time() {
         let tree = sysfs();
         let report = short_report(2);
         let mut kernel_blocks = started(&tree);

@@ -93,7 +93,7 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
 fn once() -> anyhow::Result<()> {
     let mut line = Vec::new();
     encode_report(
-        Agent::open(Path::new(PROC), Path::new(MEMORY))?.take_report(Cause::Rest)?,
+        Agent::open(Path::new(PROC), Path::new(MEMORY))?.make_report(Cause::Rest)?,
         &mut line,
     );
     print(&line)
@@ -114,7 +114,7 @@ fn run(options: &Options) -> anyhow::Result<()> {
         let reserve = Reserve::open(Path::new(SYSCTL_VM), Path::new(RUN), &cmdline);
         agent.reserve = logged("keep memory for the kernel", reserve);
     } else {
-        let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
+        let left = Reserve::restore_leftover(Path::new(SYSCTL_VM), Path::new(RUN));
         logged("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.kernel_blocks && options.online == Online::Movable {

@@ -25,7 +25,7 @@ pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
 
 /// Writes the record before `what` is changed. If that fails, the agent continues without a record.
 /// The old value is then lost only if the agent is killed.
-pub(crate) fn note(what: &str, record: &Path, text: &str) {
+pub(crate) fn save(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("record the guest's {what} in {}", record.display()), result);
 }

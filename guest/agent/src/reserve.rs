@@ -34,13 +34,13 @@ pub(crate) struct Reserve {
     /// `initial` comes from the kernel's command line. The VMM computes the latter ratios for the
     /// zones at boot. When plugged DRAM becomes ZONE_NORMAL, they would reserve memory that the
     /// kernel needs.
-    least: Vec<u64>,
+    min_reserve_ratios: Vec<u64>,
     current: Vec<u64>,
     /// Values written by agents, according to the record.
-    ours: Vec<Vec<u64>>,
+    written: Vec<Vec<u64>>,
     /// Input from which the current setting was computed: managed pages of the zones, and memory
     /// that can be added to them.
-    made_for: (Vec<u64>, u64),
+    computed_for: (Vec<u64>, u64),
 }
 
 impl Reserve {
@@ -55,21 +55,31 @@ impl Reserve {
         // The first line is the guest's setting. The others were written by agents.
         let text = fs::read_to_string(&record).unwrap_or_default();
         let mut recorded = text.lines().map(ratios_of);
-        let (initial, ours) = match recorded.next() {
+        let (initial, written) = match recorded.next() {
             Some(initial) if initial.len() == current.len() => (initial, recorded.collect()),
             _ => (current.clone(), Vec::new()),
         };
-        let is_ours = ours.contains(&current);
-        let (initial, ours) = if is_ours { (initial, ours) } else { (current.clone(), Vec::new()) };
+        let is_ours = written.contains(&current);
+        let (initial, written) =
+            if is_ours { (initial, written) } else { (current.clone(), Vec::new()) };
         let is_of_cmdline = ratios_on(cmdline).is_some_and(|ratios| ratios == initial);
-        let least = if is_of_cmdline { LINUX_RESERVE_RATIOS.to_vec() } else { initial.clone() };
-        Ok(Reserve { path, record, initial, least, current, ours, made_for: Default::default() })
+        let min_reserve_ratios =
+            if is_of_cmdline { LINUX_RESERVE_RATIOS.to_vec() } else { initial.clone() };
+        Ok(Reserve {
+            path,
+            record,
+            initial,
+            min_reserve_ratios,
+            current,
+            written,
+            computed_for: Default::default(),
+        })
     }
 
     /// Adapts the setting to the guest's zones and to the memory that can be added to them, unless
     /// both are unchanged.
     pub(crate) fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
-        let (managed, before_bytes) = &mut self.made_for;
+        let (managed, before_bytes) = &mut self.computed_for;
         let managed_now = zones.iter().map(|zone| zone.managed_pages);
         if managed_now.clone().eq(managed.iter().copied()) && *before_bytes == hotplug_bytes {
             return Ok(());
@@ -77,27 +87,28 @@ impl Reserve {
         managed.clear();
         managed.extend(managed_now);
         *before_bytes = hotplug_bytes;
-        let wanted = reserve_ratios(zones, hotplug_bytes, &self.least);
+        let wanted = reserve_ratios(zones, hotplug_bytes, &self.min_reserve_ratios);
         if wanted != self.current {
-            self.put_on_record(&wanted);
+            self.save_record(&wanted);
             fs::write(&self.path, text_of(&wanted))?;
             self.current = wanted;
         }
         Ok(())
     }
 
-    fn put_on_record(&mut self, wanted: &[u64]) {
-        if *wanted == *self.initial || self.ours.iter().any(|ours| *ours == *wanted) {
+    fn save_record(&mut self, wanted: &[u64]) {
+        if *wanted == *self.initial || self.written.iter().any(|ratios| *ratios == *wanted) {
             return;
         }
-        self.ours.push(wanted.to_vec());
-        let lines =
-            std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
-        record::note("vm.lowmem_reserve_ratio", &self.record, &lines.collect::<String>());
+        self.written.push(wanted.to_vec());
+        let lines = std::iter::once(&self.initial)
+            .chain(&self.written)
+            .map(|ratios| text_of(ratios) + "\n");
+        record::save("vm.lowmem_reserve_ratio", &self.record, &lines.collect::<String>());
     }
 
     /// Restores the guest's setting after a killed agent left it changed.
-    pub(crate) fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
+    pub(crate) fn restore_leftover(root: &Path, run: &Path) -> io::Result<()> {
         match run.join(NAME).try_exists()? {
             true => Self::open(root, run, "")?.restore(),
             false => Ok(()),
@@ -294,7 +305,10 @@ mod tests {
         for text in ["", "\n", "\n256 256 32 0 0\n", "7\n256 256 32 0 0\n", "junk"] {
             guest.0.put(&record, text);
             let reserve = guest.reserve();
-            assert_eq!((&reserve.initial[..], reserve.ours.len()), (&LINUX_RESERVE_RATIOS[..], 0));
+            assert_eq!(
+                (&reserve.initial[..], reserve.written.len()),
+                (&LINUX_RESERVE_RATIOS[..], 0)
+            );
         }
         guest.0.remove(&record);
         guest.0.remove("run/agent");
@@ -311,7 +325,7 @@ mod tests {
     #[test]
     fn agent_without_a_reserve_restores_that_of_another() {
         let guest = Guest::new();
-        let restore = || Reserve::restore_after_another(guest.0.path(), &guest.0.at("run/agent"));
+        let restore = || Reserve::restore_leftover(guest.0.path(), &guest.0.at("run/agent"));
         restore().expect("nothing to do");
         assert_eq!(guest.setting(), DEFAULTS);
         guest.agent(&zones()[1]);

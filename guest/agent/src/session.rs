@@ -92,7 +92,7 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for the first event and handles it.
-    pub(crate) fn turn(&mut self) -> Result<(), SessionError> {
+    pub(crate) fn handle_event(&mut self) -> Result<(), SessionError> {
         let ready = self.wait()?;
         if ready.readable {
             self.receive()?;
@@ -102,7 +102,7 @@ impl<'a> Session<'a> {
         }
         // A VMM that reads late must receive the newest values instead of values from a minute ago.
         if self.is_pending() {
-            return Ok(self.agent.keep_house()?);
+            return Ok(self.agent.observe_if_due()?);
         }
         let now_ms = sys::monotonic_ms();
         if ready.stalled {
@@ -112,8 +112,8 @@ impl<'a> Session<'a> {
         if now_ms >= self.pace.report_due_ms() {
             return self.send_report(Cause::Rest);
         }
-        if now_ms >= self.pace.look_due_ms() {
-            self.look(now_ms)?;
+        if now_ms >= self.pace.check_due_ms() {
+            self.check_memory(now_ms)?;
         }
         Ok(())
     }
@@ -127,9 +127,9 @@ impl<'a> Session<'a> {
     fn wait(&mut self) -> Result<Ready, SessionError> {
         let pending = self.is_pending();
         let due_ms = if pending {
-            self.agent.house_due_ms()
+            self.agent.observe_due_ms()
         } else {
-            self.pace.report_due_ms().min(self.pace.look_due_ms())
+            self.pace.report_due_ms().min(self.pace.check_due_ms())
         };
         let events = if pending { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let termination = self.agent.termination.as_ref().map(AsFd::as_fd);
@@ -155,29 +155,31 @@ impl<'a> Session<'a> {
 
     /// Checks free memory. Reads the measured memory only if the check is suspicious, because
     /// reading it costs more.
-    fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
+    fn check_memory(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes();
-        if !self.pace.is_suspicious(free_bytes, now_ms) {
-            self.pace.looked(now_ms);
-            self.pace.saw_free(free_bytes);
+        if !self.pace.needs_read(free_bytes, now_ms) {
+            self.pace.record_check(now_ms);
+            self.pace.record_free(free_bytes);
             return Ok(());
         }
         let (memory, kernel) = self.agent.proc.memory()?;
-        let there_bytes = match self.pace.measure() {
+        let measured_bytes = match self.pace.measure() {
             Measure::Free => free_bytes,
             Measure::Available => memory.available_bytes,
         };
-        if self.pace.is_news(there_bytes) || self.pace.is_kernel_news(kernel.total_bytes()) {
+        if self.pace.needs_report(measured_bytes)
+            || self.pace.needs_kernel_report(kernel.total_bytes())
+        {
             self.pace.alert(now_ms);
             return self.send_report(Cause::Rest);
         }
-        self.pace.read(free_bytes, now_ms);
-        self.pace.saw_there(free_bytes, there_bytes);
+        self.pace.record_read(free_bytes, now_ms);
+        self.pace.record_measured(free_bytes, measured_bytes);
         Ok(())
     }
 
     fn send_report(&mut self, cause: Cause) -> Result<(), SessionError> {
-        self.agent.take_report(cause)?;
+        self.agent.make_report(cause)?;
         let report = &mut self.agent.report;
         let memory = report.memory;
         if cause == Cause::Rest && self.pace.is_fast(&memory, report.monotonic_ms) {
@@ -185,8 +187,8 @@ impl<'a> Session<'a> {
         }
         encode_report(report, &mut self.out);
         self.sent = 0;
-        self.pace.reported(&memory, report.monotonic_ms);
-        self.pace.reported_kernel(report.kernel.map_or(0, |kernel| kernel.total_bytes()));
+        self.pace.record_report(&memory, report.monotonic_ms);
+        self.pace.record_kernel(report.kernel.map_or(0, |kernel| kernel.total_bytes()));
         self.flush()
     }
 
@@ -215,7 +217,7 @@ impl<'a> Session<'a> {
                     self.pace.set(settings);
                     self.agent.hotplug_bytes = settings.hotplug_bytes;
                 }
-                Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
+                Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.start_onlining = true,
                 Err(refusal) => {
                     eprintln!("foreshore-agent: Refused a message of the VMM: {refusal}")
                 }
@@ -271,7 +273,7 @@ mod tests {
         let mut last = None;
         for seq in 1..=5 {
             while session.agent.report.seq < seq {
-                session.turn().expect("goes on");
+                session.handle_event().expect("goes on");
             }
             let AgentMessage::Report(report) = message(&mut reader) else {
                 panic!("a second hello")
@@ -293,7 +295,7 @@ mod tests {
         let seq = session.agent.report.seq;
         let (count, ()) = allocations::count(|| {
             while session.agent.report.seq < seq + 2 {
-                session.turn().expect("goes on");
+                session.handle_event().expect("goes on");
             }
         });
         assert_eq!(count, 0);
@@ -325,13 +327,13 @@ mod tests {
             reader
         });
         while !vmm.is_finished() {
-            session.turn().expect("goes on");
+            session.handle_event().expect("goes on");
         }
         vmm.join().expect("every line was whole");
     }
 
     #[test]
-    fn look_compares_the_requested_measure_with_the_watermark() {
+    fn check_compares_the_requested_measure_with_the_watermark() {
         let plenty =
             Memory { free_bytes: u64::MAX, available_bytes: u64::MAX, ..Memory::default() };
         let nothing = Memory::default();
@@ -349,9 +351,9 @@ mod tests {
             session.pace.set(Settings { watermark_of: measure, ..settings });
             let now_ms = sys::monotonic_ms();
             let memory = Memory { free_bytes: free.free_bytes, ..available };
-            session.pace.reported(&memory, now_ms);
-            session.pace.reported_kernel(u64::MAX);
-            session.look(now_ms).expect("looks");
+            session.pace.record_report(&memory, now_ms);
+            session.pace.record_kernel(u64::MAX);
+            session.check_memory(now_ms).expect("looks");
             assert_eq!(session.agent.report.seq, reports, "{measure:?} of {memory:?}");
         }
     }
@@ -362,7 +364,7 @@ mod tests {
         let mut agent = agent();
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         drop(vmm);
-        let error = (0..10).find_map(|_| session.turn().err()).expect("ends");
+        let error = (0..10).find_map(|_| session.handle_event().err()).expect("ends");
         assert!(matches!(error, SessionError::Closed | SessionError::Broken(_)), "{error:?}");
     }
 
@@ -400,7 +402,7 @@ mod tests {
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         let turns = (0..1000)
             .take_while(|_| !is_online(&memory))
-            .map(|_| session.turn().expect("goes on"))
+            .map(|_| session.handle_event().expect("goes on"))
             .count();
         assert!(turns < 1000 && session.is_pending());
         assert_eq!(session.agent.report.seq, 0, "nothing was reported meanwhile");
@@ -411,7 +413,7 @@ mod tests {
         let (mut agent, memory) = offline_guest();
         let waits = (0..1000)
             .take_while(|_| !is_online(&memory))
-            .filter(|_| agent.is_told_to_end_within(20))
+            .filter(|_| agent.wait_for_termination(20))
             .count();
         assert_eq!(waits, 0, "no termination was requested");
         assert!(is_online(&memory));
@@ -420,8 +422,8 @@ mod tests {
     #[test]
     fn a_report_of_this_machine_counts_up_and_verifies() {
         let mut agent = agent();
-        let first = agent.take_report(Cause::Rest).expect("reports").seq;
-        let raw = agent.take_report(Cause::Stall).expect("reports").clone();
+        let first = agent.make_report(Cause::Rest).expect("reports").seq;
+        let raw = agent.make_report(Cause::Stall).expect("reports").clone();
         assert_eq!(raw.seq, first + 1);
         foreshore_proto::Report::try_from(raw).expect("verifies");
     }

@@ -22,14 +22,14 @@ const REQUESTS: [[&[u8]; 2]; 2] = [
 pub(crate) const TRIGGERS: usize = REQUESTS.len();
 
 /// Time after which the agent requests a lost trigger again.
-const AGAIN_MS: u64 = 10_000;
+const RETRY_MS: u64 = 10_000;
 
 /// Triggers that the kernel has accepted. A missing trigger is requested again later.
 #[derive(Debug)]
 pub(crate) struct Triggers {
     path: PathBuf,
     files: [Option<File>; TRIGGERS],
-    again_ms: u64,
+    retry_ms: u64,
 }
 
 impl Triggers {
@@ -39,7 +39,7 @@ impl Triggers {
         let mut triggers = Triggers {
             path: root.join("pressure/memory"),
             files: [None, None],
-            again_ms: u64::MAX,
+            retry_ms: u64::MAX,
         };
         let result = triggers.register_missing(now_ms);
         if triggers.files.iter().all(Option::is_none) {
@@ -58,7 +58,7 @@ impl Triggers {
                 }
             }
         }
-        self.again_ms = if result.is_ok() { u64::MAX } else { now_ms.saturating_add(AGAIN_MS) };
+        self.retry_ms = if result.is_ok() { u64::MAX } else { now_ms.saturating_add(RETRY_MS) };
         result
     }
 
@@ -73,10 +73,10 @@ impl Triggers {
         for (file, events) in self.files.iter_mut().zip(events) {
             if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
                 *file = None;
-                self.again_ms = now_ms.saturating_add(AGAIN_MS);
+                self.retry_ms = now_ms.saturating_add(RETRY_MS);
             }
         }
-        if now_ms >= self.again_ms {
+        if now_ms >= self.retry_ms {
             // An error is ignored, because reports still follow at the usual intervals.
             let _ = self.register_missing(now_ms);
         }

@@ -28,10 +28,20 @@ use crate::record;
 ///    scans DRAM for minutes before it calls the OOM killer. So demotion is disabled while PM is
 ///    full.
 const SETTINGS: [Setting; 4] = [
-    Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
-    Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
-    Setting { path: BOOST_FACTOR, usual: "15000", beside_pm: "0", needs_free_pm: false },
-    Setting { path: DEMOTION, usual: "false", beside_pm: "true", needs_free_pm: true },
+    Setting {
+        path: DEFRAG,
+        default_value: "madvise",
+        value_with_pm: "always",
+        needs_free_pm: false,
+    },
+    Setting { path: COLLAPSE_DEFRAG, default_value: "1", value_with_pm: "0", needs_free_pm: false },
+    Setting {
+        path: BOOST_FACTOR,
+        default_value: "15000",
+        value_with_pm: "0",
+        needs_free_pm: false,
+    },
+    Setting { path: DEMOTION, default_value: "false", value_with_pm: "true", needs_free_pm: true },
 ];
 
 const ENABLED: &str = "sys/kernel/mm/transparent_hugepage/enabled";
@@ -49,8 +59,8 @@ const HUGE_PAGES_FROM_BYTES: u64 = 512 << 20;
 #[derive(Debug)]
 struct Setting {
     path: &'static str,
-    usual: &'static str,
-    beside_pm: &'static str,
+    default_value: &'static str,
+    value_with_pm: &'static str,
     /// Set if the setting applies only while PM has free memory.
     needs_free_pm: bool,
 }
@@ -69,7 +79,7 @@ pub(crate) struct Tuning {
     root: PathBuf,
     record: PathBuf,
     /// Previous values of those `SETTINGS` that are currently changed.
-    was: [Option<String>; SETTINGS.len()],
+    previous: [Option<String>; SETTINGS.len()],
     /// Nodes found by the last call.
     nodes: Vec<u32>,
     /// Nodes without CPUs.
@@ -78,7 +88,7 @@ pub(crate) struct Tuning {
     huge_pages: HugePages,
     /// Guest size when the kernel's build configuration could not be found, and the number of calls
     /// since then.
-    unknown_at: (u64, u64),
+    missing_config: (u64, u64),
 }
 
 /// State of huge pages in a guest that was too small for them at boot.
@@ -86,10 +96,10 @@ pub(crate) struct Tuning {
 enum HugePages {
     /// Nothing to do: the guest was not too small, already has huge pages, or another program has
     /// changed the setting.
-    Settled,
-    /// The guest was too small. `has_begun` is true if some settings have already been written and
-    /// so no longer look unchanged. `by_command_line` is the value chosen on the command line.
-    LeftOut { has_begun: bool, by_command_line: Option<Option<&'static str>> },
+    Done,
+    /// The guest was too small. `has_started` is true if some settings have already been written
+    /// and so no longer look unchanged. `by_command_line` is the value chosen on the command line.
+    DisabledAtBoot { has_started: bool, by_command_line: Option<Option<&'static str>> },
 }
 
 impl Tuning {
@@ -99,33 +109,33 @@ impl Tuning {
         let mut tuning = Self {
             root: root.to_owned(),
             record: run.join(NAME),
-            was: [const { None }; SETTINGS.len()],
+            previous: [const { None }; SETTINGS.len()],
             nodes: Vec::new(),
             pm_nodes: Vec::new(),
             has_free_pm: false,
-            huge_pages: HugePages::Settled,
-            unknown_at: (0, 0),
+            huge_pages: HugePages::Done,
+            missing_config: (0, 0),
         };
         let text = fs::read_to_string(&tuning.record).unwrap_or_default();
         let recorded = |path: &str| {
             let mut lines = text.lines().filter_map(|line| line.split_once(' '));
             lines
-                .find(|(recorded, was)| *recorded == path && !was.is_empty())
-                .map(|(_, was)| was.to_owned())
+                .find(|(recorded, previous)| *recorded == path && !previous.is_empty())
+                .map(|(_, previous)| previous.to_owned())
         };
         for (index, setting) in SETTINGS.iter().enumerate() {
             // A setting in the record may be unchanged: the agent was killed before it wrote the
             // setting, or the owner has changed it since.
-            tuning.was[index] = recorded(setting.path)
-                .filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
+            tuning.previous[index] = recorded(setting.path)
+                .filter(|_| selected_word(&tuning.read(setting.path)) == setting.value_with_pm);
         }
-        let has_begun = recorded(ENABLED).is_some();
-        if has_begun || tuning.has_been_left_out() {
+        let has_started = recorded(ENABLED).is_some();
+        if has_started || tuning.were_disabled_at_boot() {
             let by_command_line = word_of_command_line(&tuning.read("proc/cmdline"));
-            tuning.huge_pages = HugePages::LeftOut { has_begun, by_command_line };
+            tuning.huge_pages = HugePages::DisabledAtBoot { has_started, by_command_line };
         }
         if tuning.text_of_record() != text {
-            tuning.put_on_record();
+            tuning.save_record();
         }
         tuning
     }
@@ -133,10 +143,10 @@ impl Tuning {
     /// Adapts the settings to the guest's zones and size. Does nothing while both are unchanged.
     /// After an error, the next attempt is made when they change.
     pub(crate) fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
-        let huge_pages = self.give_huge_pages(total_bytes);
+        let huge_pages = self.enable_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
-        let are_the_same = nodes.clone().eq(self.nodes.iter().copied());
-        if !are_the_same {
+        let are_nodes_unchanged = nodes.clone().eq(self.nodes.iter().copied());
+        if !are_nodes_unchanged {
             self.nodes.clear();
             self.nodes.extend(nodes);
             let found = self.find_pm_nodes();
@@ -146,10 +156,10 @@ impl Tuning {
         }
         let had_free_pm = self.has_free_pm;
         self.has_free_pm = self.is_pm_free(zones);
-        if are_the_same && self.has_free_pm == had_free_pm {
+        if are_nodes_unchanged && self.has_free_pm == had_free_pm {
             return huge_pages;
         }
-        huge_pages.and(self.set())
+        huge_pages.and(self.apply())
     }
 
     /// Returns true if PM is not full. Two different thresholds prevent a change with every report.
@@ -168,14 +178,14 @@ impl Tuning {
     pub(crate) fn restore(&mut self) -> io::Result<()> {
         self.nodes.clear();
         self.pm_nodes.clear();
-        self.set()
+        self.apply()
     }
 
     /// Enables huge pages, because Linux checks the guest's size only at boot. The other inputs are
     /// read here instead of at the start. At the start, /boot may not have been mounted, and no
     /// program has changed a setting yet.
-    fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
-        let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else {
+    fn enable_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
+        let HugePages::DisabledAtBoot { has_started, by_command_line } = self.huge_pages else {
             return Ok(());
         };
         if by_command_line.is_none() && total_bytes < HUGE_PAGES_FROM_BYTES {
@@ -188,16 +198,16 @@ impl Tuning {
                 None => return Ok(()),
             },
         };
-        self.huge_pages = HugePages::Settled;
-        let is_ours_to_choose = match has_begun {
-            true => chosen(&self.read(ENABLED)) == "never",
-            false => self.has_been_left_out(),
+        self.huge_pages = HugePages::Done;
+        let may_enable = match has_started {
+            true => selected_word(&self.read(ENABLED)) == "never",
+            false => self.were_disabled_at_boot(),
         };
-        let word = word.filter(|_| is_ours_to_choose);
+        let word = word.filter(|_| may_enable);
         let written = word.map_or(Ok(()), |word| {
-            self.huge_pages = HugePages::LeftOut { has_begun: true, by_command_line };
-            self.put_on_record();
-            self.huge_pages = HugePages::Settled;
+            self.huge_pages = HugePages::DisabledAtBoot { has_started: true, by_command_line };
+            self.save_record();
+            self.huge_pages = HugePages::Done;
             // Makes the next call check the defrag setting again.
             self.nodes.clear();
             self.write(DEFRAG, "madvise")?;
@@ -205,8 +215,8 @@ impl Tuning {
             self.write(ZERO_PAGE, "1")?;
             self.write(ENABLED, word)
         });
-        if has_begun || word.is_some() {
-            self.put_on_record();
+        if has_started || word.is_some() {
+            self.save_record();
         }
         written
     }
@@ -215,9 +225,9 @@ impl Tuning {
     /// If the file is missing, it is tried again when the guest's size changes, and otherwise after
     /// one, two, four times as many reports.
     fn config(&mut self, total_bytes: u64) -> Option<String> {
-        let (at_bytes, times) = self.unknown_at;
+        let (at_bytes, times) = self.missing_config;
         let times = if total_bytes == at_bytes { times + 1 } else { 1 };
-        self.unknown_at = (total_bytes, times);
+        self.missing_config = (total_bytes, times);
         if !times.is_power_of_two() {
             return None;
         }
@@ -228,9 +238,9 @@ impl Tuning {
     /// Returns true if Linux disabled huge pages because the guest was small at boot. Linux then
     /// clears all of these settings. In contrast, `transparent_hugepage=never`, or a program that
     /// disables huge pages later, changes only the first one.
-    fn has_been_left_out(&self) -> bool {
-        chosen(&self.read(ENABLED)) == "never"
-            && chosen(&self.read(DEFRAG)) == "never"
+    fn were_disabled_at_boot(&self) -> bool {
+        selected_word(&self.read(ENABLED)) == "never"
+            && selected_word(&self.read(DEFRAG)) == "never"
             && self.read(ZERO_PAGE).trim() == "0"
     }
 
@@ -251,14 +261,17 @@ impl Tuning {
 
     /// Sets or restores all settings. Values written by other programs are kept. An error with one
     /// setting does not affect the others.
-    fn set(&mut self) -> io::Result<()> {
+    fn apply(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         for (index, setting) in SETTINGS.iter().enumerate() {
             let is_wanted =
                 !self.pm_nodes.is_empty() && (self.has_free_pm || !setting.needs_free_pm);
-            if self.was[index].is_some() != is_wanted {
-                result =
-                    result.and(if is_wanted { self.change(index) } else { self.put_back(index) });
+            if self.previous[index].is_some() != is_wanted {
+                result = result.and(if is_wanted {
+                    self.change(index)
+                } else {
+                    self.restore_one(index)
+                });
             }
         }
         result
@@ -271,41 +284,45 @@ impl Tuning {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             text => text?,
         };
-        if chosen(&text) != setting.usual {
+        if selected_word(&text) != setting.default_value {
             return Ok(());
         }
-        self.was[index] = Some(setting.usual.to_owned());
-        self.put_on_record();
-        let written = self.write(setting.path, setting.beside_pm);
+        self.previous[index] = Some(setting.default_value.to_owned());
+        self.save_record();
+        let written = self.write(setting.path, setting.value_with_pm);
         if written.is_err() {
-            self.was[index] = None;
-            self.put_on_record();
+            self.previous[index] = None;
+            self.save_record();
         }
         written
     }
 
-    fn put_back(&mut self, index: usize) -> io::Result<()> {
+    fn restore_one(&mut self, index: usize) -> io::Result<()> {
         let setting = &SETTINGS[index];
         let text = fs::read_to_string(self.root.join(setting.path))?;
-        if let Some(was) = self.was[index].as_deref().filter(|_| chosen(&text) == setting.beside_pm)
+        if let Some(previous) = self.previous[index]
+            .as_deref()
+            .filter(|_| selected_word(&text) == setting.value_with_pm)
         {
-            self.write(setting.path, was)?;
+            self.write(setting.path, previous)?;
         }
-        self.was[index] = None;
-        self.put_on_record();
+        self.previous[index] = None;
+        self.save_record();
         Ok(())
     }
 
-    fn put_on_record(&self) {
-        record::note(NAME, &self.record, &self.text_of_record());
+    fn save_record(&self) {
+        record::save(NAME, &self.record, &self.text_of_record());
     }
 
     fn text_of_record(&self) -> String {
-        let changed = SETTINGS.iter().zip(&self.was);
-        let changed = changed.filter_map(|(setting, was)| Some((setting.path, was.as_deref()?)));
-        let has_begun = matches!(self.huge_pages, HugePages::LeftOut { has_begun: true, .. });
-        let begun = has_begun.then_some((ENABLED, "never"));
-        changed.chain(begun).map(|(path, was)| format!("{path} {was}\n")).collect()
+        let changed = SETTINGS.iter().zip(&self.previous);
+        let changed =
+            changed.filter_map(|(setting, previous)| Some((setting.path, previous.as_deref()?)));
+        let has_started =
+            matches!(self.huge_pages, HugePages::DisabledAtBoot { has_started: true, .. });
+        let begun = has_started.then_some((ENABLED, "never"));
+        changed.chain(begun).map(|(path, previous)| format!("{path} {previous}\n")).collect()
     }
 
     /// Returns the file's text, or an empty string if the file cannot be read.
@@ -338,7 +355,7 @@ fn word_of_config(config: &str) -> Option<&'static str> {
 }
 
 /// Returns the word in brackets, or the whole text if there are none.
-fn chosen(text: &str) -> &str {
+fn selected_word(text: &str) -> &str {
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     word.map_or(text.trim(), |(word, _)| word)
 }
@@ -380,8 +397,8 @@ mod tests {
     const ALWAYS: (&str, &str) =
         ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
     const HAS_CPU: &str = "sys/devices/system/node/has_cpu";
-    const USUAL: [&str; 4] = ["madvise", "1", "15000", "false"];
-    const BESIDE_PM: [&str; 4] = ["always", "0", "0", "true"];
+    const DEFAULTS: [&str; 4] = ["madvise", "1", "15000", "false"];
+    const VALUES_WITH_PM: [&str; 4] = ["always", "0", "0", "true"];
 
     /// Fake /proc and /sys of a guest, with the files that the agent uses.
     struct Guest(Tree);
@@ -419,7 +436,7 @@ mod tests {
         }
 
         fn get(&self, path: &str) -> String {
-            chosen(&self.0.get(path)).to_owned()
+            selected_word(&self.0.get(path)).to_owned()
         }
 
         fn settings(&self) -> [String; 4] {
@@ -468,7 +485,7 @@ mod tests {
             [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
         assert_eq!(seen, ["false", "true", "true", "false", "false", "true"]);
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), USUAL);
+        assert_eq!(guest.settings(), DEFAULTS);
     }
 
     #[test]
@@ -476,14 +493,14 @@ mod tests {
         let guest = Guest::new(&[]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), USUAL);
+        assert_eq!(guest.settings(), DEFAULTS);
         tuning.adapt(&zones(&[0, 0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), BESIDE_PM);
+        assert_eq!(guest.settings(), VALUES_WITH_PM);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), USUAL, "it has gone");
+        assert_eq!(guest.settings(), DEFAULTS, "it has gone");
         tuning.adapt(&zones(&[0, 2]), GIB).expect("adapts");
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), USUAL, "the agent ends");
+        assert_eq!(guest.settings(), DEFAULTS, "the agent ends");
     }
 
     #[test]
@@ -491,9 +508,9 @@ mod tests {
         let other_cpus = Some("0-1,3\n");
         // A kernel without NUMA does not have this file.
         for (has_cpu, nodes, settings) in [
-            (other_cpus, &[0, 1, 3][..], USUAL),
-            (other_cpus, &[0, 1, 2], BESIDE_PM),
-            (None, &[0], USUAL),
+            (other_cpus, &[0, 1, 3][..], DEFAULTS),
+            (other_cpus, &[0, 1, 2], VALUES_WITH_PM),
+            (None, &[0], DEFAULTS),
         ] {
             let guest = Guest::new(&[]);
             guest.0.remove(HAS_CPU);
@@ -637,10 +654,10 @@ mod tests {
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
                 // A second agent leaves the same values behind.
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-                others(|setting| setting.beside_pm);
+                others(|setting| setting.value_with_pm);
                 // Plugged memory has been unplugged in the meantime.
                 guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
-                others(|setting| setting.usual);
+                others(|setting| setting.default_value);
                 assert!(
                     theirs.is_none_or(|theirs| guest.get(path) == theirs),
                     "{theirs:?} is not ours"
@@ -658,11 +675,11 @@ mod tests {
                 let mut tuning = guest.tuning();
                 (0..killed_after).for_each(|index| tuning.change(index).expect("writes"));
                 if let Some(setting) = SETTINGS.get(killed_after).filter(|_| has_noted) {
-                    tuning.was[killed_after] = Some(setting.usual.to_owned());
-                    tuning.put_on_record();
+                    tuning.previous[killed_after] = Some(setting.default_value.to_owned());
+                    tuning.save_record();
                 }
                 guest.tuning().restore().expect("restores");
-                assert_eq!(guest.settings(), USUAL, "{killed_after}");
+                assert_eq!(guest.settings(), DEFAULTS, "{killed_after}");
                 assert!(!guest.run().join(NAME).exists());
             }
         }
@@ -685,7 +702,7 @@ mod tests {
     fn invalid_record_is_ignored_and_a_missing_one_is_no_error() {
         let guest = Guest::new(&[]);
         let all_ours = || {
-            SETTINGS.iter().for_each(|setting| guest.put(setting.path, setting.beside_pm));
+            SETTINGS.iter().for_each(|setting| guest.put(setting.path, setting.value_with_pm));
         };
         for text in
             ["", "\n", "junk", " 1\n", "x y\n", &format!("{DEFRAG}\n"), &format!("{DEFRAG} \n")]
@@ -693,14 +710,14 @@ mod tests {
             all_ours();
             guest.put(&format!("run/agent/{NAME}"), text);
             guest.tuning().restore().expect("nothing to do");
-            assert_eq!(guest.settings(), BESIDE_PM, "{text:?}");
+            assert_eq!(guest.settings(), VALUES_WITH_PM, "{text:?}");
         }
         let guest = Guest::new(&[("run", "no directory")]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), BESIDE_PM);
+        assert_eq!(guest.settings(), VALUES_WITH_PM);
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), USUAL);
+        assert_eq!(guest.settings(), DEFAULTS);
     }
 
     #[test]

@@ -31,7 +31,7 @@ impl Agent {
     }
 
     /// Waits for a line that contains `what`.
-    fn says(&mut self, what: &str) {
+    fn wait_for_line(&mut self, what: &str) {
         let mut line = String::new();
         while !line.contains(what) {
             line.clear();
@@ -153,9 +153,9 @@ fn late_or_restarted_vmm_receives_hello_and_reports_from_the_first() {
     let mut agent = Agent::start(&socket);
     for _ in 0..2 {
         // First there is no socket, then connections are refused, and finally there is a VMM.
-        agent.says("No such file");
+        agent.wait_for_line("No such file");
         drop(UnixListener::bind(&socket).expect("binds"));
-        agent.says("Connection refused");
+        agent.wait_for_line("Connection refused");
         std::fs::remove_file(&socket).expect("remove");
         let listener = UnixListener::bind(&socket).expect("binds");
         let mut vmm = Vmm::accept(&listener);
@@ -174,7 +174,7 @@ fn agent_on_a_machine_that_is_no_guest_says_so_and_reports() {
     vmm.hello();
     assert_eq!(vmm.report_seq(), 1);
     agent.signal(Signal::TERM);
-    agent.says("no settings are changed");
+    agent.wait_for_line("no settings are changed");
 }
 
 #[test]

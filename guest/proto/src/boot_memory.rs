@@ -178,10 +178,17 @@ mod tests {
         };
         for boot_mib in [192, 256, 512, 1024, 3072, 3584, 4096, 8192, 12_288, 16_384, 65_536] {
             let memory = memory(boot_mib, 0, 1);
-            let (kept_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes());
-            assert!(kept_bytes >= reserve_bytes, "{boot_mib}: {kept_bytes} of {reserve_bytes}");
-            let (kept_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes() * 17 / 16);
-            assert!(kept_bytes < reserve_bytes, "{boot_mib}: {kept_bytes} of {reserve_bytes}");
+            let (reserved_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes());
+            assert!(
+                reserved_bytes >= reserve_bytes,
+                "{boot_mib}: {reserved_bytes} of {reserve_bytes}"
+            );
+            let (reserved_bytes, reserve_bytes) =
+                kept(boot_mib, memory.most_hotplug_bytes() * 17 / 16);
+            assert!(
+                reserved_bytes < reserve_bytes,
+                "{boot_mib}: {reserved_bytes} of {reserve_bytes}"
+            );
         }
     }
 
@@ -193,10 +200,14 @@ mod tests {
             [(192, 384), (192, 2688), (512, 7168), (1024, 8192), (2048, 28_672)]
         {
             let memory = memory(boot_mib, 0, pm_mib);
-            let kept_bytes: u64 = memory.node().kept_bytes(&memory.reserve_ratios()).iter().sum();
+            let reserved_bytes: u64 =
+                memory.node().reserved_bytes(&memory.reserve_ratios()).iter().sum();
             let reserve_bytes = kernel_reserve_bytes(memory.boot_bytes, memory.hotplug_bytes());
             let range = reserve_bytes..reserve_bytes + MOVABLE_UNIT_BYTES;
-            assert!(range.contains(&kept_bytes), "{boot_mib}: {kept_bytes} of {reserve_bytes}");
+            assert!(
+                range.contains(&reserved_bytes),
+                "{boot_mib}: {reserved_bytes} of {reserve_bytes}"
+            );
         }
     }
 }

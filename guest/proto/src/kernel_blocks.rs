@@ -54,12 +54,12 @@ impl KernelBlockGrowth {
 /// of at least half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node
 /// without movable memory. Programs would then fill the kernel's new memory.
 ///
-/// `except` is a node without convertible blocks.
+/// `excluded_node` is a node without convertible blocks.
 pub fn short_node(
     zones: &[Zone],
     blocks: &Blocks,
     growth: &KernelBlockGrowth,
-    except: Option<u32>,
+    excluded_node: Option<u32>,
 ) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
@@ -75,7 +75,7 @@ pub fn short_node(
         return None;
     }
     let of_node = |node: u32| KernelMemory::of(zones.iter().filter(move |zone| zone.node == node));
-    let keeps_enough = |node: u32| {
+    let has_enough_left = |node: u32| {
         let memory = of_node(node);
         memory.managed_bytes > 0
             && memory.movable_bytes >= blocks.block_bytes.saturating_add(least_bytes)
@@ -83,7 +83,7 @@ pub fn short_node(
     let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
     nodes
         .map(|node| node.node)
-        .filter(|node| Some(*node) != except && keeps_enough(*node))
+        .filter(|node| Some(*node) != excluded_node && has_enough_left(*node))
         .min_by_key(|node| of_node(*node).room_bytes)
 }
 

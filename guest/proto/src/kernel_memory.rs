@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use crate::{KernelUse, PAGE_BYTES, Zone, ZoneKind, scale};
 
 /// Time in which the growth rate decays to zero after growth has stopped.
-const FORGOTTEN_MS: u64 = 1_000;
+const DECAY_MS: u64 = 1_000;
 
 /// Time after a stalled kernel allocation during which reclaimable caches do not count as free.
 const STALLED_MS: u64 = 10_000;
@@ -110,9 +110,8 @@ impl KernelGrowth {
             return;
         }
         let rate = scale(sample.bytes.saturating_sub(last.bytes), 1_000, elapsed_ms);
-        let remembered =
-            scale(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
-        self.bytes_per_s = rate.max(remembered);
+        let decayed = scale(self.bytes_per_s, DECAY_MS.saturating_sub(elapsed_ms), DECAY_MS);
+        self.bytes_per_s = rate.max(decayed);
     }
 
     /// Size of the dentries and inodes that Linux can reclaim. They count as free memory in kernel
@@ -126,7 +125,7 @@ impl KernelGrowth {
 
     /// Returns true if no recent stall affects the result. When a stall expires,
     /// [`caches_bytes`](Self::caches_bytes) changes.
-    pub fn is_settled(&self) -> bool {
+    pub fn is_quiescent(&self) -> bool {
         self.stalled_at_ms.is_none()
     }
 
@@ -324,7 +323,7 @@ mod tests {
         let mut growth = KernelGrowth::default();
         let mut update = |kernel: Option<&KernelUse>, allocstalls, now_ms| {
             growth.update(kernel, allocstalls, now_ms);
-            (growth.caches_bytes(), growth.is_settled())
+            (growth.caches_bytes(), growth.is_quiescent())
         };
         // Stalls before the first update are ignored.
         assert_eq!(update(Some(&kernel), 7, 1_000), (192_000, true));

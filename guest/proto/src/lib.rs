@@ -37,8 +37,8 @@ pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
 pub use reserve::{
-    KERNEL_ZONES, LINUX_RESERVE_RATIOS, NodeMemory, descriptor_bytes, kept_bytes, kept_pages,
-    kernel_reserve_bytes, reserve_ratios,
+    KERNEL_ZONES, LINUX_RESERVE_RATIOS, NodeMemory, descriptor_bytes, kernel_reserve_bytes,
+    reserve_ratios, reserved_bytes, reserved_pages,
 };
 pub use scale::scale;
 pub use verify::{AgentMessage, Hello, Report};

@@ -27,11 +27,11 @@ const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
 /// Longest time between checks. It limits how late the agent notices a shortage in a guest that had
 /// plenty of memory.
-const MAX_LOOK_MS: u64 = 100;
+const MAX_CHECK_MS: u64 = 100;
 
 /// Time to the next check while memory is falling. Each of these checks has found a decrease by an
 /// eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
-const FALLING_LOOK_MS: u64 = 15;
+const FALLING_CHECK_MS: u64 = 15;
 
 /// Memory counts as falling if it decreases between two checks by more than [`Pace::margin_bytes`]
 /// divided by this number.
@@ -40,7 +40,7 @@ const FALLING_PART: u64 = 8;
 /// Time after which available memory is read again even if the number of free pages is unchanged.
 /// Page cache may hide a decrease, but reclaim frees 32 pages at a time and hardly ever restores
 /// the exact number.
-const UNMOVED_MS: u64 = 500;
+const UNCHANGED_READ_MS: u64 = 500;
 
 /// Duration of fast reports after an alert. They show how the situation develops.
 const ALERT_MS: u64 = 1_000;
@@ -53,10 +53,10 @@ const STEADY_MS: u64 = 3_000;
 const STEADY_FACTOR: u64 = 5;
 
 /// A decrease by the last reported amount divided by this number is reported immediately.
-const NEWS_PART: u64 = 8;
+const DECREASE_PART: u64 = 8;
 
 /// Smallest growth of kernel memory that is reported immediately.
-const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
+const MIN_KERNEL_GROWTH_BYTES: u64 = 4 << 20;
 
 /// A change by less than the reported amount divided by this number counts as steady.
 const STEADY_PART: u64 = 16;
@@ -72,20 +72,20 @@ pub struct Pace {
     reported: Memory,
     reported_ms: u64,
     /// Time of the last check or report.
-    looked_ms: u64,
+    checked_ms: u64,
     /// Time when the measured memory was last read, and the free memory at that time.
     read_ms: u64,
     read_free_bytes: u64,
     /// Last free memory and last measured memory that checks have found. `is_falling` is true if
     /// the last check found a decrease.
-    seen_free_bytes: u64,
-    seen_there_bytes: u64,
+    checked_free_bytes: u64,
+    checked_measured_bytes: u64,
     is_falling: bool,
     alert_until_ms: u64,
     /// Amount of memory while it is steady, and the time of the first report with it.
     steady_bytes: u64,
     steady_since_ms: u64,
-    /// Rate computed by [`fall_of`].
+    /// Rate computed by [`fall_rate`].
     fall_per_s: u64,
     kernel_bytes: u64,
 }
@@ -93,7 +93,7 @@ pub struct Pace {
 /// Rate in bytes per second at which memory falls, computed from two amounts and the time between
 /// them. The result is at least half the previous rate, because a load may continue after a short
 /// pause.
-fn fall_of(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) -> u64 {
+fn fall_rate(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) -> u64 {
     let now_per_s = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
     now_per_s.max(before_per_s / 2)
 }
@@ -104,15 +104,15 @@ fn bounds_ms(settings: &Settings) -> (u64, u64) {
     (u64::from(settings.watermark_interval_ms).min(rest_ms), rest_ms)
 }
 
-/// Report interval while `there_bytes` of memory remain and fall by `fall_per_s`.
+/// Report interval while `measured_bytes` of memory remain and fall by `fall_per_s`.
 ///
 /// At the watermark, the interval for use below the watermark applies. At twice the watermark, the
 /// interval at rest applies. In between, the interval is proportional, and short enough for
 /// [`REPORTS_BEFORE`] reports before memory falls to the watermark.
-fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
+fn interval_ms(settings: &Settings, measured_bytes: u64, fall_per_s: u64) -> u64 {
     let (fast_ms, rest_ms) = bounds_ms(settings);
     let watermark = settings.watermark_bytes;
-    let Some(over) = there_bytes.checked_sub(watermark) else { return fast_ms };
+    let Some(over) = measured_bytes.checked_sub(watermark) else { return fast_ms };
     let by_distance_ms = if over >= watermark {
         rest_ms
     } else {
@@ -132,11 +132,11 @@ impl Pace {
             settings: settings.clamped(),
             reported: Memory::default(),
             reported_ms: 0,
-            looked_ms: 0,
+            checked_ms: 0,
             read_ms: 0,
             read_free_bytes: 0,
-            seen_free_bytes: 0,
-            seen_there_bytes: 0,
+            checked_free_bytes: 0,
+            checked_measured_bytes: 0,
             is_falling: false,
             alert_until_ms: 0,
             steady_bytes: 0,
@@ -163,75 +163,77 @@ impl Pace {
     }
 
     /// Records a report of `memory`.
-    pub fn reported(&mut self, memory: &Memory, now_ms: u64) {
-        let there_bytes = self.measure().of(memory);
+    pub fn record_report(&mut self, memory: &Memory, now_ms: u64) {
+        let measured_bytes = self.measure().of(memory);
         if self.reported_ms > 0 {
             let elapsed_ms = now_ms.saturating_sub(self.reported_ms);
-            self.fall_per_s = fall_of(self.fall_per_s, self.there_bytes(), there_bytes, elapsed_ms);
+            self.fall_per_s =
+                fall_rate(self.fall_per_s, self.measured_bytes(), measured_bytes, elapsed_ms);
         }
         self.reported = *memory;
         self.reported_ms = now_ms;
-        self.read(memory.free_bytes, now_ms);
-        (self.seen_free_bytes, self.seen_there_bytes) = (memory.free_bytes, there_bytes);
+        self.record_read(memory.free_bytes, now_ms);
+        (self.checked_free_bytes, self.checked_measured_bytes) =
+            (memory.free_bytes, measured_bytes);
         self.is_falling = false;
-        if there_bytes.abs_diff(self.steady_bytes)
-            > self.whole_bytes(self.steady_bytes) / STEADY_PART
+        if measured_bytes.abs_diff(self.steady_bytes)
+            > self.base_bytes(self.steady_bytes) / STEADY_PART
         {
-            self.steady_bytes = there_bytes;
+            self.steady_bytes = measured_bytes;
             self.steady_since_ms = now_ms;
         }
     }
 
     /// Records the kernel memory in the last report.
-    pub fn reported_kernel(&mut self, kernel_bytes: u64) {
+    pub fn record_kernel(&mut self, kernel_bytes: u64) {
         self.kernel_bytes = kernel_bytes;
     }
 
     /// Returns true if kernel memory has grown enough since the last report to require another one.
     /// Available memory may not show the growth, because it includes slabs that cannot be reclaimed
     /// (mm/show_mem.c, si_mem_available).
-    pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
-        let news_bytes = (self.margin_bytes() / 2).max(LEAST_KERNEL_NEWS_BYTES);
-        kernel_bytes.saturating_sub(self.kernel_bytes) > news_bytes
+    pub fn needs_kernel_report(&self, kernel_bytes: u64) -> bool {
+        let report_threshold_bytes = (self.margin_bytes() / 2).max(MIN_KERNEL_GROWTH_BYTES);
+        kernel_bytes.saturating_sub(self.kernel_bytes) > report_threshold_bytes
     }
 
-    fn there_bytes(&self) -> u64 {
+    fn measured_bytes(&self) -> u64 {
         self.measure().of(&self.reported)
     }
 
     /// Amount that relative thresholds refer to. In a guest that has run for a while, page cache
     /// leaves little free memory, and every file read changes it by a large part. So thresholds for
     /// free memory refer to at least the watermark.
-    fn whole_bytes(&self, there_bytes: u64) -> u64 {
+    fn base_bytes(&self, measured_bytes: u64) -> u64 {
         match self.measure() {
-            Measure::Free => there_bytes.max(self.settings.watermark_bytes),
-            Measure::Available => there_bytes,
+            Measure::Free => measured_bytes.max(self.settings.watermark_bytes),
+            Measure::Available => measured_bytes,
         }
     }
 
     /// Records a check that did not lead to a report.
-    pub fn looked(&mut self, now_ms: u64) {
-        self.looked_ms = now_ms;
+    pub fn record_check(&mut self, now_ms: u64) {
+        self.checked_ms = now_ms;
     }
 
     /// Records a read of the measured memory that did not lead to a report, and `free_bytes` at
     /// that time.
-    pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
-        self.looked_ms = now_ms;
+    pub fn record_read(&mut self, free_bytes: u64, now_ms: u64) {
+        self.checked_ms = now_ms;
         (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);
     }
 
     /// Records the free memory found by a check.
-    pub fn saw_free(&mut self, free_bytes: u64) {
-        self.is_falling = self.is_fall(self.seen_free_bytes, free_bytes);
-        self.seen_free_bytes = free_bytes;
+    pub fn record_free(&mut self, free_bytes: u64) {
+        self.is_falling = self.is_fall(self.checked_free_bytes, free_bytes);
+        self.checked_free_bytes = free_bytes;
     }
 
     /// Records the measured memory that a check has read. A change of free memory that only comes
     /// from page cache does not count as a fall.
-    pub fn saw_there(&mut self, free_bytes: u64, there_bytes: u64) {
-        self.is_falling = self.is_fall(self.seen_there_bytes, there_bytes);
-        (self.seen_free_bytes, self.seen_there_bytes) = (free_bytes, there_bytes);
+    pub fn record_measured(&mut self, free_bytes: u64, measured_bytes: u64) {
+        self.is_falling = self.is_fall(self.checked_measured_bytes, measured_bytes);
+        (self.checked_free_bytes, self.checked_measured_bytes) = (free_bytes, measured_bytes);
     }
 
     fn is_fall(&self, before_bytes: u64, now_bytes: u64) -> bool {
@@ -250,7 +252,7 @@ impl Pace {
         let interval_ms = if self.reported_ms < self.alert_until_ms {
             fast_ms
         } else if !steady {
-            interval_ms(&self.settings, self.there_bytes(), self.fall_per_s)
+            interval_ms(&self.settings, self.measured_bytes(), self.fall_per_s)
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
@@ -267,50 +269,51 @@ impl Pace {
     }
 
     /// Time of the next check.
-    pub fn look_due_ms(&self) -> u64 {
+    pub fn check_due_ms(&self) -> u64 {
         let fast_ms = u64::from(self.settings.watermark_interval_ms);
-        let until_news_ms = self.margin_bytes() / FASTEST_FILL_BYTES_PER_MS;
-        let look_ms = until_news_ms.clamp(fast_ms, MAX_LOOK_MS.max(fast_ms));
-        let soon_ms = if self.is_falling { FALLING_LOOK_MS } else { look_ms };
-        self.looked_ms.saturating_add(look_ms.min(soon_ms))
+        let until_report_ms = self.margin_bytes() / FASTEST_FILL_BYTES_PER_MS;
+        let check_ms = until_report_ms.clamp(fast_ms, MAX_CHECK_MS.max(fast_ms));
+        let falling_ms = if self.is_falling { FALLING_CHECK_MS } else { check_ms };
+        self.checked_ms.saturating_add(check_ms.min(falling_ms))
     }
 
     /// Returns true if the measured memory should be read, although this costs many times as much
     /// as a check of free memory. When page cache has used up free memory, free memory says nothing
     /// about available memory. But if the number of free pages is exactly the same as at the last
     /// read, no memory has been allocated.
-    pub fn is_suspicious(&self, free_bytes: u64, now_ms: u64) -> bool {
+    pub fn needs_read(&self, free_bytes: u64, now_ms: u64) -> bool {
         if self.measure() == Measure::Free {
-            return self.is_news(free_bytes);
+            return self.needs_report(free_bytes);
         }
         // Compares with the last report instead of the last check, because memory may fall over
         // many checks.
-        let gone = self.reported.free_bytes.saturating_sub(free_bytes);
-        let is_hidden = free_bytes < self.settings.watermark_bytes;
-        let has_moved = free_bytes != self.read_free_bytes;
-        (is_hidden || gone > self.margin_bytes() / 2)
-            && (has_moved || now_ms.saturating_sub(self.read_ms) >= UNMOVED_MS)
+        let fall_bytes = self.reported.free_bytes.saturating_sub(free_bytes);
+        let is_below_watermark = free_bytes < self.settings.watermark_bytes;
+        let has_changed = free_bytes != self.read_free_bytes;
+        (is_below_watermark || fall_bytes > self.margin_bytes() / 2)
+            && (has_changed || now_ms.saturating_sub(self.read_ms) >= UNCHANGED_READ_MS)
     }
 
     /// Returns true if memory has fallen enough since the last report to require an immediate one.
-    pub fn is_news(&self, there_bytes: u64) -> bool {
-        self.news_bytes().is_some_and(|news_bytes| there_bytes <= news_bytes)
+    pub fn needs_report(&self, measured_bytes: u64) -> bool {
+        self.report_threshold_bytes()
+            .is_some_and(|report_threshold_bytes| measured_bytes <= report_threshold_bytes)
     }
 
-    /// Largest amount for which [`is_news`](Self::is_news) returns true. `None` if memory is
-    /// already so low that no further decrease needs an immediate report.
-    pub fn news_bytes(&self) -> Option<u64> {
-        let (before, watermark) = (self.there_bytes(), self.settings.watermark_bytes);
-        let by_part = before.checked_sub((self.whole_bytes(before) / NEWS_PART).max(1));
+    /// Largest amount for which [`needs_report`](Self::needs_report) returns true. `None` if memory
+    /// is already so low that no further decrease needs an immediate report.
+    pub fn report_threshold_bytes(&self) -> Option<u64> {
+        let (before, watermark) = (self.measured_bytes(), self.settings.watermark_bytes);
+        let by_part = before.checked_sub((self.base_bytes(before) / DECREASE_PART).max(1));
         let by_watermark = watermark.checked_sub(1).filter(|_| before >= watermark);
         by_part.max(by_watermark)
     }
 
     /// Decrease that makes a report due immediately.
     fn margin_bytes(&self) -> u64 {
-        let there = self.there_bytes();
-        let part = self.whole_bytes(there) / NEWS_PART;
-        let over = there.saturating_sub(self.settings.watermark_bytes);
+        let measured_bytes = self.measured_bytes();
+        let part = self.base_bytes(measured_bytes) / DECREASE_PART;
+        let over = measured_bytes.saturating_sub(self.settings.watermark_bytes);
         if over == 0 { part } else { over.min(part) }
     }
 }
@@ -330,7 +333,7 @@ mod tests {
     fn pace_by(watermark_of: Measure, free_mib: u64, available_mib: u64) -> Pace {
         let settings = Settings { watermark_of, ..Settings::with_watermark(60 * MIB) };
         let mut pace = Pace::new(settings);
-        pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
+        pace.record_report(&memory(free_mib * MIB, available_mib * MIB), 1_000);
         pace
     }
 
@@ -345,14 +348,14 @@ mod tests {
     #[test]
     fn growth_of_kernel_memory_is_reported_at_once() {
         let mut pace = pace(800, 800);
-        pace.reported_kernel(40 * MIB);
+        pace.record_kernel(40 * MIB);
         // A sixteenth of available memory.
-        assert!(!pace.is_kernel_news(90 * MIB));
-        assert!(pace.is_kernel_news(91 * MIB));
-        assert!(!pace.is_kernel_news(0));
-        pace.reported(&memory(0, 0), 2_000);
-        assert!(!pace.is_kernel_news(44 * MIB));
-        assert!(pace.is_kernel_news(45 * MIB));
+        assert!(!pace.needs_kernel_report(90 * MIB));
+        assert!(pace.needs_kernel_report(91 * MIB));
+        assert!(!pace.needs_kernel_report(0));
+        pace.record_report(&memory(0, 0), 2_000);
+        assert!(!pace.needs_kernel_report(44 * MIB));
+        assert!(pace.needs_kernel_report(45 * MIB));
     }
 
     #[test]
@@ -361,8 +364,8 @@ mod tests {
     }
 
     #[test]
-    fn less_memory_means_earlier_reports_and_looks() {
-        for (free, available, report_due_ms, look_due_ms) in [
+    fn less_memory_means_earlier_reports_and_checks() {
+        for (free, available, report_due_ms, check_due_ms) in [
             (8_000, 8_000, 2_000, 1_100),
             (280, 280, 2_000, 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS),
             // Page cache counts as available memory.
@@ -374,8 +377,8 @@ mod tests {
         ] {
             let pace = pace(free, available);
             assert_eq!(
-                (pace.report_due_ms(), pace.look_due_ms()),
-                (report_due_ms, look_due_ms),
+                (pace.report_due_ms(), pace.check_due_ms()),
+                (report_due_ms, check_due_ms),
                 "{free} MiB free, {available} MiB available"
             );
         }
@@ -449,14 +452,14 @@ mod tests {
     fn rate_of_a_fall_needs_two_reports_and_decays_by_halves() {
         let mut pace = pace(8_000, 1_000);
         assert_eq!(pace.fall_per_s, 0, "one report shows none");
-        pace.reported(&memory(900 * MIB, 900 * MIB), 1_500);
+        pace.record_report(&memory(900 * MIB, 900 * MIB), 1_500);
         assert_eq!(pace.fall_per_s, 200 * MIB);
         assert_eq!(pace.report_due_ms(), 1_500 + 840);
-        pace.reported(&memory(900 * MIB, 950 * MIB), 2_000);
+        pace.record_report(&memory(900 * MIB, 950 * MIB), 2_000);
         assert_eq!(pace.fall_per_s, 100 * MIB, "a rise does not end it at once");
-        pace.reported(&memory(900 * MIB, 900 * MIB), 2_000);
+        pace.record_report(&memory(900 * MIB, 900 * MIB), 2_000);
         assert_eq!(pace.fall_per_s, 50_000 * MIB, "no time between two is a millisecond");
-        assert_eq!(fall_of(0, u64::MAX, 0, 0), u64::MAX);
+        assert_eq!(fall_rate(0, u64::MAX, 0, 0), u64::MAX);
     }
 
     #[test]
@@ -464,11 +467,11 @@ mod tests {
         let mut pace = pace(70, 70);
         assert!(pace.report_due_ms() < 1_300);
         for now_ms in (1_200..=4_200).step_by(200) {
-            pace.reported(&memory(70 * MIB, 70 * MIB), now_ms);
+            pace.record_report(&memory(70 * MIB, 70 * MIB), now_ms);
         }
         assert_eq!(pace.report_due_ms(), 5_200);
-        assert_eq!(pace.look_due_ms(), 4_250, "it looks as often as before");
-        pace.reported(&memory(64 * MIB, 64 * MIB), 4_400);
+        assert_eq!(pace.check_due_ms(), 4_250, "it checks as often as before");
+        pace.record_report(&memory(64 * MIB, 64 * MIB), 4_400);
         assert!(pace.report_due_ms() < 4_700);
     }
 
@@ -476,11 +479,11 @@ mod tests {
     fn steady_memory_below_the_watermark_slows_reports_until_it_changes() {
         let mut pace = pace(50, 50);
         for now_ms in (1_050..=4_000).step_by(50) {
-            pace.reported(&memory(50 * MIB, 50 * MIB), now_ms);
+            pace.record_report(&memory(50 * MIB, 50 * MIB), now_ms);
         }
         assert_eq!(pace.report_due_ms(), 4_250);
-        assert_eq!(pace.look_due_ms(), 4_050, "it looks as often as before");
-        pace.reported(&memory(40 * MIB, 40 * MIB), 4_250);
+        assert_eq!(pace.check_due_ms(), 4_050, "it checks as often as before");
+        pace.record_report(&memory(40 * MIB, 40 * MIB), 4_250);
         assert_eq!(pace.report_due_ms(), 4_300);
     }
 
@@ -489,13 +492,13 @@ mod tests {
         let mut pace = pace(280, 280);
         pace.alert(1_000);
         assert_eq!(pace.report_due_ms(), 1_050);
-        pace.reported(&memory(280 * MIB, 280 * MIB), 2_000);
+        pace.record_report(&memory(280 * MIB, 280 * MIB), 2_000);
         assert_eq!(pace.report_due_ms(), 3_000);
     }
 
     #[test]
     fn fall_by_an_eighth_or_below_the_watermark_is_reported_at_once() {
-        for (before, now, is_news) in [
+        for (before, now, needs_report) in [
             (280, 246, false),
             (280, 245, true),
             (64, 61, false),
@@ -504,7 +507,11 @@ mod tests {
             (59, 58, false),
             (0, 0, false),
         ] {
-            assert_eq!(pace(280, before).is_news(now * MIB), is_news, "{before} to {now} MiB");
+            assert_eq!(
+                pace(280, before).needs_report(now * MIB),
+                needs_report,
+                "{before} to {now} MiB"
+            );
         }
     }
 
@@ -519,16 +526,18 @@ mod tests {
             (80 * MIB, Some(70 * MIB)),
         ] {
             let mut pace = pace(0, 0);
-            pace.reported(&memory(available, available), 2_000);
-            assert_eq!(pace.news_bytes(), expected, "{available} available");
-            assert!(expected.is_none_or(|most| pace.is_news(most) && !pace.is_news(most + 1)));
+            pace.record_report(&memory(available, available), 2_000);
+            assert_eq!(pace.report_threshold_bytes(), expected, "{available} available");
+            assert!(
+                expected.is_none_or(|most| pace.needs_report(most) && !pace.needs_report(most + 1))
+            );
         }
     }
 
     #[test]
-    fn fall_of_free_memory_is_suspicious() {
+    fn fall_of_free_memory_needs_read() {
         const PAGE: u64 = 4096;
-        for (before, now_bytes, is_suspicious) in [
+        for (before, now_bytes, needs_read) in [
             (280, 270 * MIB, false),
             (280, 262 * MIB, true),
             // Page cache hides the fall, because kswapd frees more memory than the load allocates.
@@ -536,7 +545,7 @@ mod tests {
             (20, 20 * MIB + PAGE, true),
         ] {
             let pace = pace(before, 280);
-            assert_eq!(pace.is_suspicious(now_bytes, 1_050), is_suspicious, "{before} MiB");
+            assert_eq!(pace.needs_read(now_bytes, 1_050), needs_read, "{before} MiB");
         }
     }
 
@@ -547,17 +556,17 @@ mod tests {
         let mut reads = 0;
         let mut now_ms = 1_000;
         while now_ms < 11_000 {
-            now_ms = pace.look_due_ms().min(pace.report_due_ms());
+            now_ms = pace.check_due_ms().min(pace.report_due_ms());
             let free_bytes = free_bytes(now_ms);
             let memory = memory(free_bytes, available_mib * MIB);
             if now_ms >= pace.report_due_ms() {
-                pace.reported(&memory, now_ms);
-            } else if pace.is_suspicious(free_bytes, now_ms) {
-                assert!(!pace.is_news(available_mib * MIB));
-                pace.read(free_bytes, now_ms);
+                pace.record_report(&memory, now_ms);
+            } else if pace.needs_read(free_bytes, now_ms) {
+                assert!(!pace.needs_report(available_mib * MIB));
+                pace.record_read(free_bytes, now_ms);
                 reads += 1;
             } else {
-                pace.looked(now_ms);
+                pace.record_check(now_ms);
             }
         }
         reads
@@ -586,54 +595,54 @@ mod tests {
     #[test]
     fn memory_hidden_by_page_cache_is_read_again_even_if_unchanged() {
         let mut pace = pace(20, 280);
-        assert!(!pace.is_suspicious(20 * MIB, 1_499) && pace.is_suspicious(20 * MIB, 1_500));
-        pace.read(20 * MIB, 1_500);
-        assert_eq!(pace.look_due_ms(), 1_568, "it was a look as well");
-        assert!(!pace.is_suspicious(20 * MIB, 1_999) && pace.is_suspicious(20 * MIB, 2_000));
-        assert!(pace.is_suspicious(19 * MIB, 1_550));
+        assert!(!pace.needs_read(20 * MIB, 1_499) && pace.needs_read(20 * MIB, 1_500));
+        pace.record_read(20 * MIB, 1_500);
+        assert_eq!(pace.check_due_ms(), 1_568, "it was a check as well");
+        assert!(!pace.needs_read(20 * MIB, 1_999) && pace.needs_read(20 * MIB, 2_000));
+        assert!(pace.needs_read(19 * MIB, 1_550));
     }
 
     #[test]
-    fn looks_are_early_during_a_fall_until_its_end_or_a_report() {
+    fn checks_are_early_during_a_fall_until_its_end_or_a_report() {
         // A fall by 35 MiB triggers a report. An eighth of that is 4.4 MiB.
         let mut pace = pace(280, 280);
-        let usual_ms = pace.look_due_ms() - 1_000;
-        let look = |pace: &mut Pace, free_mib, now_ms| {
-            pace.looked(now_ms);
-            pace.saw_free(free_mib * MIB);
-            pace.look_due_ms() - now_ms
+        let usual_ms = pace.check_due_ms() - 1_000;
+        let check = |pace: &mut Pace, free_mib, now_ms| {
+            pace.record_check(now_ms);
+            pace.record_free(free_mib * MIB);
+            pace.check_due_ms() - now_ms
         };
-        assert_eq!(look(&mut pace, 276, 1_068), usual_ms, "a small decrease does not count");
-        assert_eq!(look(&mut pace, 271, 1_136), FALLING_LOOK_MS);
-        assert_eq!(look(&mut pace, 266, 1_151), FALLING_LOOK_MS);
-        assert_eq!(look(&mut pace, 264, 1_166), usual_ms, "the fall has ended");
-        assert_eq!(look(&mut pace, 255, 1_234), FALLING_LOOK_MS);
-        pace.reported(&memory(245 * MIB, 245 * MIB), 1_249);
-        assert!(pace.look_due_ms() >= 1_249 + 50, "a report restarts the interval");
+        assert_eq!(check(&mut pace, 276, 1_068), usual_ms, "a small decrease does not count");
+        assert_eq!(check(&mut pace, 271, 1_136), FALLING_CHECK_MS);
+        assert_eq!(check(&mut pace, 266, 1_151), FALLING_CHECK_MS);
+        assert_eq!(check(&mut pace, 264, 1_166), usual_ms, "the fall has ended");
+        assert_eq!(check(&mut pace, 255, 1_234), FALLING_CHECK_MS);
+        pace.record_report(&memory(245 * MIB, 245 * MIB), 1_249);
+        assert!(pace.check_due_ms() >= 1_249 + 50, "a report restarts the interval");
     }
 
     #[test]
     fn free_memory_used_by_page_cache_does_not_count_as_a_fall() {
         let mut pace = pace(100, 280);
-        pace.read(20 * MIB, 1_050);
-        pace.saw_there(20 * MIB, 279 * MIB);
-        assert_eq!(pace.look_due_ms(), 1_118);
-        pace.read(20 * MIB, 1_118);
-        pace.saw_there(20 * MIB, 270 * MIB);
-        assert_eq!(pace.look_due_ms(), 1_118 + FALLING_LOOK_MS);
+        pace.record_read(20 * MIB, 1_050);
+        pace.record_measured(20 * MIB, 279 * MIB);
+        assert_eq!(pace.check_due_ms(), 1_118);
+        pace.record_read(20 * MIB, 1_118);
+        pace.record_measured(20 * MIB, 270 * MIB);
+        assert_eq!(pace.check_due_ms(), 1_118 + FALLING_CHECK_MS);
     }
 
     #[test]
-    fn any_fall_causes_a_few_early_looks_before_a_report() {
+    fn any_fall_causes_a_few_early_checks_before_a_report() {
         for fall_mib in 1..=35 {
             let mut pace = pace(280, 280);
             let (mut free_bytes, mut soon) = (280 * MIB, 0);
-            while !pace.is_news(free_bytes - fall_mib * MIB) {
+            while !pace.needs_report(free_bytes - fall_mib * MIB) {
                 free_bytes -= fall_mib * MIB;
-                let now_ms = pace.look_due_ms();
-                pace.looked(now_ms);
-                pace.saw_free(free_bytes);
-                soon += u64::from(pace.look_due_ms() - now_ms == FALLING_LOOK_MS);
+                let now_ms = pace.check_due_ms();
+                pace.record_check(now_ms);
+                pace.record_free(free_bytes);
+                soon += u64::from(pace.check_due_ms() - now_ms == FALLING_CHECK_MS);
             }
             assert!(
                 soon <= FALLING_PART,
@@ -643,13 +652,13 @@ mod tests {
     }
 
     #[test]
-    fn fall_spread_over_several_looks_is_suspicious() {
+    fn fall_spread_over_several_checks_needs_read() {
         let mut pace = pace(280, 280);
         for free in [274, 268, 263] {
-            assert!(!pace.is_suspicious(free * MIB, 1_100));
-            pace.looked(1_100);
+            assert!(!pace.needs_read(free * MIB, 1_100));
+            pace.record_check(1_100);
         }
-        assert!(pace.is_suspicious(262 * MIB, 1_100), "more than a sixteenth in four looks");
+        assert!(pace.needs_read(262 * MIB, 1_100), "more than a sixteenth in four checks");
     }
 
     #[test]
@@ -665,35 +674,35 @@ mod tests {
             assert_eq!(free_pace(free, available).report_due_ms(), report_due_ms);
         }
         let mut pace = free_pace(8_000, 8_000);
-        pace.reported(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
+        pace.record_report(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
         assert_eq!(pace.fall_per_s, 7_000 * MIB, "what falls is what is free");
     }
 
     #[test]
     fn free_memory_below_its_watermark_is_reported_despite_available_memory() {
-        assert!(free_pace(280, 8_000).is_suspicious(245 * MIB, 1_050), "an eighth is gone");
-        assert!(!free_pace(280, 8_000).is_suspicious(246 * MIB, 1_050));
-        assert!(free_pace(64, 8_000).is_suspicious(60 * MIB - 1, 1_050), "under it");
-        assert!(!free_pace(64, 8_000).is_suspicious(60 * MIB, 1_050));
+        assert!(free_pace(280, 8_000).needs_read(245 * MIB, 1_050), "an eighth is gone");
+        assert!(!free_pace(280, 8_000).needs_read(246 * MIB, 1_050));
+        assert!(free_pace(64, 8_000).needs_read(60 * MIB - 1, 1_050), "under it");
+        assert!(!free_pace(64, 8_000).needs_read(60 * MIB, 1_050));
     }
 
     #[test]
     fn small_changes_of_free_memory_beside_page_cache_are_not_reported() {
         let mut pace = free_pace(10, 8_000);
-        assert!(!pace.is_suspicious(3 * MIB, 1_050), "less than an eighth of the watermark");
+        assert!(!pace.needs_read(3 * MIB, 1_050), "less than an eighth of the watermark");
         for at in 1..=80 {
-            pace.reported(&memory((10 + at % 2 * 3) * MIB, 8_000 * MIB), 1_000 + at * 50);
+            pace.record_report(&memory((10 + at % 2 * 3) * MIB, 8_000 * MIB), 1_000 + at * 50);
         }
         assert_eq!(pace.report_due_ms(), 5_000 + 250, "it counts as steady");
-        pace.reported(&memory(40 * MIB, 8_000 * MIB), 5_250);
+        pace.record_report(&memory(40 * MIB, 8_000 * MIB), 5_250);
         assert_eq!(pace.report_due_ms(), 5_300, "this is movement");
-        assert!(pace.is_suspicious(32 * MIB, 1_050));
+        assert!(pace.needs_read(32 * MIB, 1_050));
     }
 
     #[test]
     fn change_of_the_measure_resets_rates() {
         let mut pace = pace(8_000, 8_000);
-        pace.reported(&memory(8_000 * MIB, 1_000 * MIB), 1_100);
+        pace.record_report(&memory(8_000 * MIB, 1_000 * MIB), 1_100);
         assert_eq!(pace.report_due_ms(), 1_150, "available memory falls");
         pace.set(Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) });
         assert_eq!(pace.report_due_ms(), 2_100, "what is free does not");

@@ -78,20 +78,23 @@ impl NodeMemory {
     /// zone_watermark_fast). So user pages stop at that distance above `low`. The kernel can use
     /// the whole reserve before free memory falls to `low` and kswapd is woken.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
-        self.keep(ratios, node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes));
+        self.lower_to_reserve(
+            ratios,
+            node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes),
+        );
     }
 
     /// Lowers `ratios` so that the kernel zones keep `reserve_bytes` for the kernel, and take as
     /// little more as possible from user pages.
-    fn keep(&self, ratios: &mut [u64], reserve_bytes: u64) {
+    fn lower_to_reserve(&self, ratios: &mut [u64], reserve_bytes: u64) {
         // For a few MiB of reserve, programs should not lose hundreds of MiB.
         let enough_bytes = reserve_bytes - reserve_bytes / 16;
         let best = [false, true]
-            .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
+            .map(|is_whole| self.lowered_ratios(ratios, reserve_bytes, is_whole))
             .into_iter()
             .max_by_key(|ratios| {
-                let kept_bytes = sum(self.kept_bytes(ratios));
-                (self.kernel_share_bytes(ratios).min(enough_bytes), Reverse(kept_bytes))
+                let reserved_bytes = sum(self.reserved_bytes(ratios));
+                (self.kernel_share_bytes(ratios).min(enough_bytes), Reverse(reserved_bytes))
             });
         ratios.copy_from_slice(&best.expect("two candidates"));
     }
@@ -106,7 +109,7 @@ impl NodeMemory {
     ///
     /// If `is_whole` is set, the whole highest zone may be reserved when a ratio that reserves a
     /// part of it is not enough.
-    fn lowered(&self, ratios: &[u64], reserve_bytes: u64, is_whole: bool) -> Vec<u64> {
+    fn lowered_ratios(&self, ratios: &[u64], reserve_bytes: u64, is_whole: bool) -> Vec<u64> {
         let mut ratios = ratios.to_vec();
         let movable_bytes = self.movable_bytes;
         let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
@@ -124,8 +127,8 @@ impl NodeMemory {
                 false => above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1),
             };
             *ratio = (*ratio).min((movable_bytes / missing_bytes.min(zone_bytes)).max(least));
-            let kept_bytes = movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes);
-            missing_bytes = missing_bytes.saturating_sub(kept_bytes);
+            let reserved_bytes = movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes);
+            missing_bytes = missing_bytes.saturating_sub(reserved_bytes);
             above_bytes = above_bytes.saturating_add(zone_bytes);
         }
         ratios
@@ -144,15 +147,15 @@ impl NodeMemory {
     /// Memory in each zone that Linux keeps free of user pages under `ratios`. It is the memory of
     /// all higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
     /// setup_per_zone_lowmem_reserve).
-    pub fn kept_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
-        let mut kept_bytes = [0; KERNEL_ZONES.len()];
+    pub fn reserved_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
+        let mut reserved_bytes = [0; KERNEL_ZONES.len()];
         let mut above_bytes = self.movable_bytes;
         for (at, &zone_bytes) in self.zones_bytes.iter().enumerate().rev() {
             let ratio = ratios.get(at).copied().unwrap_or(0);
-            kept_bytes[at] = above_bytes.checked_div(ratio).unwrap_or(0).min(zone_bytes);
+            reserved_bytes[at] = above_bytes.checked_div(ratio).unwrap_or(0).min(zone_bytes);
             above_bytes = above_bytes.saturating_add(zone_bytes);
         }
-        kept_bytes
+        reserved_bytes
     }
 }
 
@@ -188,14 +191,14 @@ fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
 }
 
 /// Memory in all `zones` that Linux keeps free of user pages under `ratios`.
-pub fn kept_bytes(zones: &[Zone], ratios: &[u64]) -> u64 {
-    sum(nodes(zones).map(|memory| sum(memory.kept_bytes(ratios))))
+pub fn reserved_bytes(zones: &[Zone], ratios: &[u64]) -> u64 {
+    sum(nodes(zones).map(|memory| sum(memory.reserved_bytes(ratios))))
 }
 
 /// Pages in `zone` that Linux keeps free of user pages under `ratios`. `zones` contains `zone`.
-pub fn kept_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
+pub fn reserved_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
     let Some(at) = KERNEL_ZONES.iter().position(|kind| *kind == zone.kind) else { return 0 };
-    NodeMemory::of(zones, zone.node).kept_bytes(ratios)[at] / PAGE_BYTES
+    NodeMemory::of(zones, zone.node).reserved_bytes(ratios)[at] / PAGE_BYTES
 }
 
 #[cfg(test)]
@@ -212,7 +215,7 @@ mod tests {
             let mut ratios = LINUX_RESERVE_RATIOS;
             let zones_bytes = [0, dma32_mib * MIB, normal_mib * MIB];
             let node = NodeMemory { zones_bytes, movable_bytes: movable_mib * MIB };
-            node.keep(&mut ratios, reserve_mib * MIB);
+            node.lower_to_reserve(&mut ratios, reserve_mib * MIB);
             ratios
         };
         assert_eq!(ratios(400, 0, 112, 50), [256, 2, 32, 0, 0]);
@@ -237,7 +240,7 @@ mod tests {
         assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);
         assert_eq!(ratios(400, 0, 0, 50), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(0, 0, 500, 500), LINUX_RESERVE_RATIOS);
-        NodeMemory { zones_bytes: [0, 1, 0], movable_bytes: 1 }.keep(&mut [], 1);
+        NodeMemory { zones_bytes: [0, 1, 0], movable_bytes: 1 }.lower_to_reserve(&mut [], 1);
     }
 
     #[test]
@@ -260,7 +263,7 @@ mod tests {
             zone(1, ZoneKind::Movable, 16_384),
         ];
         let kept_mib = |ratios: &[u64]| {
-            zones.each_ref().map(|zone| kept_pages(zone, &zones, ratios) * PAGE_BYTES / MIB)
+            zones.each_ref().map(|zone| reserved_pages(zone, &zones, ratios) * PAGE_BYTES / MIB)
         };
         assert_eq!(kept_mib(&LINUX_RESERVE_RATIOS), [14, 3, 16, 0, 0, 0]);
         // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
@@ -325,7 +328,7 @@ mod tests {
         let zones = [ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable].map(huge);
         let ratios = reserve_ratios(&zones, u64::MAX, &LINUX_RESERVE_RATIOS);
         assert!(
-            zones.iter().all(|zone| kept_pages(zone, &zones, &ratios) <= u64::MAX / PAGE_BYTES)
+            zones.iter().all(|zone| reserved_pages(zone, &zones, &ratios) <= u64::MAX / PAGE_BYTES)
         );
         assert_eq!(reserve_ratios(&[], u64::MAX, &LINUX_RESERVE_RATIOS), LINUX_RESERVE_RATIOS);
     }

@@ -16,10 +16,10 @@ use guest_tools::{oom, vsock};
 
 /// First line of each script. It makes the script an ordinary victim for the OOM killer, although
 /// this shell itself is spared. If this line fails, the script does not run.
-const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj || exit\n";
+const RESET_OOM_SCORE: &str = "echo 0 >/proc/self/oom_score_adj || exit\n";
 
 fn main() -> Result<()> {
-    oom::be_spared()?;
+    oom::exempt()?;
     let listener = vsock::listen(GUEST_SHELL_PORT)
         .context("Cannot listen on vsock (is the transport's module loaded?)")?;
     loop {
@@ -37,7 +37,7 @@ fn serve(mut connection: File) -> Result<()> {
     let Request(script) = Request::read_from(&mut connection).context("Cannot read the request")?;
     let mut child = Command::new("/bin/sh")
         .arg("-c")
-        .arg(KILLED_AS_USUAL.to_owned() + &script)
+        .arg(RESET_OOM_SCORE.to_owned() + &script)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -23,9 +23,9 @@ pub mod torn {
 /// Context of an error that no fault of the host can excuse: stored data is missing or wrong. A
 /// test that fails with it is not repeated.
 #[derive(Debug)]
-pub struct StoredWrong;
+pub struct CorruptData;
 
-impl StoredWrong {
+impl CorruptData {
     /// Exit code of a process that fails with this error. The process is a test, or a guest program
     /// that verifies a disk.
     pub const CODE: i32 = 78;
@@ -35,7 +35,7 @@ impl StoredWrong {
     }
 }
 
-impl fmt::Display for StoredWrong {
+impl fmt::Display for CorruptData {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("Stored data are wrong, which no fault of the emulation explains")
     }

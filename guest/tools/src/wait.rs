@@ -10,19 +10,19 @@ use anyhow::{Result, bail};
 /// to slow down the awaited operation.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-static STRETCH: OnceLock<f64> = OnceLock::new();
+static LIMIT_FACTOR: OnceLock<f64> = OnceLock::new();
 
 /// Multiplies all later time limits of this process by `factor`: limits of waits, of scripts in the
 /// guest, and of responses.
 ///
 /// Panics if it is called twice, or if the factor is below 1.
-pub fn stretch_limits(factor: f64) {
-    assert!(factor >= 1.0, "limits stretched by {factor}, below 1");
-    assert!(STRETCH.set(factor).is_ok(), "limits stretched twice");
+pub fn scale_limits(factor: f64) {
+    assert!(factor >= 1.0, "limits scaled by {factor}, below 1");
+    assert!(LIMIT_FACTOR.set(factor).is_ok(), "limits scaled twice");
 }
 
-pub fn stretched(limit: Duration) -> Duration {
-    STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
+pub fn scaled_limit(limit: Duration) -> Duration {
+    LIMIT_FACTOR.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 
 /// Waits until `condition` returns true. If `condition` returns an error, returns that error
@@ -35,16 +35,16 @@ pub fn wait_until(
     wait_for(what, limit, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `look` returns a value, and returns that value. If `look` returns an error, returns
+/// Waits until `poll` returns a value, and returns that value. If `poll` returns an error, returns
 /// that error immediately.
 pub fn wait_for<T>(
     what: &str,
     limit: Duration,
-    mut look: impl FnMut() -> Result<Option<T>>,
+    mut poll: impl FnMut() -> Result<Option<T>>,
 ) -> Result<T> {
-    let (started, limit) = (Instant::now(), stretched(limit));
+    let (started, limit) = (Instant::now(), scaled_limit(limit));
     loop {
-        if let Some(found) = look()? {
+        if let Some(found) = poll()? {
             return Ok(found);
         }
         if started.elapsed() >= limit {
@@ -60,10 +60,10 @@ mod tests {
 
     #[test]
     fn wait_ends_when_the_condition_is_true() {
-        let mut looks = 0;
-        let found = wait_for("the third look", Duration::from_secs(10), || {
-            looks += 1;
-            Ok((looks == 3).then_some("here"))
+        let mut polls = 0;
+        let found = wait_for("the third poll", Duration::from_secs(10), || {
+            polls += 1;
+            Ok((polls == 3).then_some("here"))
         });
         assert_eq!(found.unwrap(), "here");
     }

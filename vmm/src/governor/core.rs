@@ -49,11 +49,11 @@ pub struct Core {
 
 /// Checks that all zones together have room for `floor` and for the size of policy `fixed`.
 fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZones> {
-    let kept_bytes = match policy {
+    let reserved_bytes = match policy {
         Policy::Fixed(params) => params.size_bytes,
         _ => 0,
     };
-    let sizes = [(FIXED_SIZE, kept_bytes), ("floor", floor_bytes)];
+    let sizes = [(FIXED_SIZE, reserved_bytes), ("floor", floor_bytes)];
     match sizes.into_iter().find(|(_, bytes)| *bytes > most_bytes) {
         Some((name, bytes)) => Err(AboveZones { name, bytes, most_bytes }),
         None => Ok(()),
@@ -136,7 +136,7 @@ impl Core {
     }
 
     pub fn agent_gone(&mut self, now: TimeMs) {
-        self.step(Event::AgentGone, now);
+        self.step(Event::AgentDisconnected, now);
     }
 
     /// Settings that determine when the agent reports.
@@ -154,13 +154,13 @@ impl Core {
     }
 
     /// Handles a message of the agent, or the reason for refusing its line. Timestamps from the
-    /// guest are compared with `with_sleep`, the sum of `now` and the time during which the host
+    /// guest are compared with `boottime`, the sum of `now` and the time during which the host
     /// slept. `took` returns the time since the line arrived.
     pub fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
         now: TimeMs,
-        with_sleep: TimeMs,
+        boottime: TimeMs,
         took: impl FnOnce() -> Duration,
     ) {
         let reports = self.governor.counters().reports;
@@ -169,7 +169,7 @@ impl Core {
                 core.report_to_plan.observe(took());
             }
         };
-        self.run(Event::Message { message, with_sleep }, self.devices.view(), now, observe);
+        self.run(Event::Message { message, boottime }, self.devices.view(), now, observe);
     }
 
     /// Handles a tick: the time that has passed, and changes of plugged sizes and statistics.
@@ -198,7 +198,7 @@ impl Core {
 
     /// Sets the size that a zone has at boot. The policy may change the size later.
     pub fn boot_with(&mut self, target: ResizeTarget, now: TimeMs) {
-        self.step(Event::BootWith(target), now);
+        self.step(Event::BootSize(target), now);
     }
 
     /// Checks that the guest has room for the page descriptors of a new DIMM. The room is known
@@ -282,7 +282,7 @@ impl Devices for GovernedDevices {
                 }
                 Request::Remind(zone) => device(zone).remind(),
                 Request::ReportHeld(zone) => device(zone).report_held(),
-                Request::AskStatistics => self.balloon.iter().for_each(|balloon| balloon.ask()),
+                Request::Statistics => self.balloon.iter().for_each(|balloon| balloon.ask()),
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::governor::fake::{
     BLOCK, BOOT_BYTES, Fixture, MIB, core, fixture, hello, report, with_log,
 };
 use crate::governor::info::PressureInfo;
-use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
+use crate::vm::decision::{DECISIONS_SHOWN, MAX_DECISIONS, Outcome};
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 #[test]
@@ -119,7 +119,7 @@ impl BalloonSource for FakeBalloon {
         let statistics =
             Statistics::default().with(Tag::Total, 300 * MIB).with(Tag::Free, 90 * MIB);
         let statistics = statistics.with(Tag::SwapIn, 0);
-        let sample = (number > 0).then_some(Sample { statistics, number, driver_life: 1 });
+        let sample = (number > 0).then_some(Sample { statistics, number, driver_generation: 1 });
         BalloonState { sample, ..BalloonState::default() }
     }
 }
@@ -402,8 +402,8 @@ fn view_shares_decisions_and_keeps_their_state() {
     let mut f = fixture("psi", false);
     f.greet();
     f.report(20);
-    let view = f.core.view(DECISIONS_KEPT, TimeMs(50));
-    let again = f.core.view(DECISIONS_KEPT, TimeMs(50));
+    let view = f.core.view(MAX_DECISIONS, TimeMs(50));
+    let again = f.core.view(MAX_DECISIONS, TimeMs(50));
     assert!(view.shares_decisions_with(&again));
     for device in [&f.dram, &f.pm] {
         let mut sizes = device.sizes.lock();
@@ -411,7 +411,7 @@ fn view_shares_decisions_and_keeps_their_state() {
     }
     f.core.tick(TimeMs(60));
     let outcome = |info: PressureInfo| info.decisions.last().unwrap().outcome.clone();
-    let reached = outcome(f.core.info(DECISIONS_KEPT, TimeMs(60)));
+    let reached = outcome(f.core.info(MAX_DECISIONS, TimeMs(60)));
     assert!(matches!(reached, Outcome::Reached { after_ms: 10 }), "{reached:?}");
     assert_eq!(outcome(view.info()), Outcome::Pending { moved_bytes: 0 });
 }

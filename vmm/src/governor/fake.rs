@@ -210,7 +210,7 @@ pub(crate) fn connection() -> (StdUnixStream, StdUnixStream) {
 /// on the clock of the runtime.
 pub(super) fn serve(stream: StdUnixStream, core: &RefCell<Core>, clock: &Clock) -> Duration {
     let decide = async |Heard { message, at }: Heard| {
-        core.borrow_mut().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
+        core.borrow_mut().message(message, clock.now(), clock.boottime(), || at.elapsed());
     };
     let (settings, bytes) = (|| core.borrow().settings(), core.borrow().agent_bytes());
     runtime().block_on(async {

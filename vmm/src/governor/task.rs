@@ -87,7 +87,7 @@ impl Clock {
 
     /// Current time, including host sleep and pauses. The guest's clock may have continued, as
     /// kvm-clock does. Its reports must not appear to be from the future.
-    pub fn with_sleep(&self) -> TimeMs {
+    pub fn boottime(&self) -> TimeMs {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
@@ -383,8 +383,8 @@ async fn decide(state: &GovernorTask, mut queue: mpsc::Receiver<AgentInput>) {
             AgentInput::Message(heard, done) => {
                 let Heard { message, at } = *heard;
                 if !done.is_closed() {
-                    let with_sleep = state.clock.with_sleep();
-                    state.act(|core, now| core.message(message, now, with_sleep, || at.elapsed()));
+                    let boottime = state.clock.boottime();
+                    state.act(|core, now| core.message(message, now, boottime, || at.elapsed()));
                 }
                 let _ = done.send(());
             }

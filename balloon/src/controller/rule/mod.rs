@@ -20,11 +20,11 @@ type Rule = fn(&Context<'_>) -> Verdict;
 /// Rules in order of precedence. They precede the policy. The first plan that a rule returns is
 /// used.
 const RULES: [Rule; 5] = [
-    by_hand,      // 7
-    no_progress,  // 5
-    bounds,       // 3
-    host_short,   // 5
-    lost_reports, // 6
+    paused_or_off,        // 7
+    no_progress,          // 5
+    bounds,               // 3
+    cover_host_shortfall, // 5
+    lost_reports,         // 6
 ];
 
 /// Input of a rule.
@@ -40,35 +40,35 @@ pub(super) struct Context<'a> {
 struct Verdict {
     /// Plan of the rule. `None` if the next rule decides.
     plan: Option<Plan>,
-    memory: Option<Memory>,
+    update: Option<StateUpdate>,
 }
 
 impl From<Option<Plan>> for Verdict {
     fn from(plan: Option<Plan>) -> Self {
-        Verdict { plan, memory: None }
+        Verdict { plan, update: None }
     }
 }
 
 /// State that the controller keeps after a rule, even if the next rule decides.
-enum Memory {
+enum StateUpdate {
     Zones(Vec<ZoneTracker>),
     /// No zone has failed, so a dry run reports the next failure again.
     NoneFailed,
     /// True if a dry run has reported the plan of rule 3.
-    BoundsTold(bool),
+    BoundsReported(bool),
     /// Number and time of the grows since reports were lost.
-    Lost(Lost),
+    LostReports(LostReports),
 }
 
 impl Context<'_> {
     /// Rule 8: returns the sizes on which a dry run decides. Requests that rule 5 would withdraw
     /// count as withdrawn. Otherwise, the dry run would report nothing except the withdrawal.
-    pub(super) fn left(&self) -> Cow<'_, HostView> {
-        self.controller.without_failed(self.host, self.now)
+    pub(super) fn decision_view(&self) -> Cow<'_, HostView> {
+        self.controller.exclude_failed(self.host, self.now)
     }
 
     /// Returns the last report, or a replacement with `decision` if there was none.
-    fn last_or(&self, decision: Decision) -> LastReport {
+    fn last_report_or(&self, decision: Decision) -> LastReport {
         self.controller.last.unwrap_or_else(|| self.controller.unreported(decision, self.now))
     }
 }
@@ -77,14 +77,16 @@ impl Controller {
     /// Applies the rules in order of precedence.
     pub(super) fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for rule in RULES {
-            let Verdict { plan, memory } = rule(&Context { controller: self, event, host, now });
-            match memory {
-                Some(Memory::Zones(zones)) => self.zones = zones,
-                Some(Memory::NoneFailed) => {
-                    self.zones.iter_mut().for_each(|zone| zone.told = false)
+            let Verdict { plan, update } = rule(&Context { controller: self, event, host, now });
+            match update {
+                Some(StateUpdate::Zones(zones)) => self.zones = zones,
+                Some(StateUpdate::NoneFailed) => {
+                    self.zones.iter_mut().for_each(|zone| zone.is_reported = false)
                 }
-                Some(Memory::BoundsTold(told)) => self.told_bounds = told,
-                Some(Memory::Lost(lost)) => self.lost = lost,
+                Some(StateUpdate::BoundsReported(is_reported)) => {
+                    self.are_bounds_reported = is_reported
+                }
+                Some(StateUpdate::LostReports(lost_reports)) => self.lost_reports = lost_reports,
                 None => {}
             }
             if let Some(plan) = plan {
@@ -94,23 +96,23 @@ impl Controller {
         policy::plan(&Context { controller: self, event, host, now })
     }
 
-    pub(super) fn without_failed<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
-        let mut left = Cow::Borrowed(host);
+    pub(super) fn exclude_failed<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
+        let mut view = Cow::Borrowed(host);
         if !self.rules.dry_run {
-            return left;
+            return view;
         }
-        for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
-            if !followed.pinned && followed.has_failed(zone, &self.rules, now) {
-                left.to_mut().zones[index].requested_bytes = zone_tracker::left_bytes(zone, 0);
+        for (index, (zone, tracker)) in host.zones.iter().zip(&self.zones).enumerate() {
+            if !tracker.pinned && tracker.has_failed(zone, &self.rules, now) {
+                view.to_mut().zones[index].requested_bytes = zone_tracker::fallback_bytes(zone, 0);
             }
         }
-        left
+        view
     }
 }
 
 /// Rule 7: changes nothing while the controller is paused or the policy is `off`. Pinned zones are
 /// excluded by the allocation instead.
-fn by_hand(context: &Context<'_>) -> Verdict {
+fn paused_or_off(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let reason = match () {
         () if controller.paused => Some(Reason::Paused),
@@ -130,60 +132,60 @@ fn no_progress(context: &Context<'_>) -> Verdict {
     };
     // In the usual case, no zone has failed, and the copies below are not needed.
     if !host.zones.iter().zip(&controller.zones).any(has_failed) {
-        return Verdict { plan: None, memory: Some(Memory::NoneFailed) };
+        return Verdict { plan: None, update: Some(StateUpdate::NoneFailed) };
     }
     let mut zones = controller.zones.clone();
-    let mut asked = host.clone();
-    let mut is_news = false;
+    let mut reduced = host.clone();
+    let mut is_new = false;
     for (zone, tracker) in
-        asked.zones.iter_mut().zip(&mut zones).filter(|(_, tracker)| !tracker.pinned)
+        reduced.zones.iter_mut().zip(&mut zones).filter(|(_, tracker)| !tracker.pinned)
     {
-        let was_kept = tracker.is_kept();
-        let was_told = std::mem::take(&mut tracker.told);
-        if let Some(less) = tracker.fall_back(zone, rules, now) {
+        let was_retained = tracker.is_retained();
+        let was_reported = std::mem::take(&mut tracker.is_reported);
+        if let Some(less) = tracker.reduce_failed_request(zone, rules, now) {
             zone.requested_bytes = less;
-            is_news |= !was_kept && !was_told;
+            is_new |= !was_retained && !was_reported;
         }
     }
-    keep_floor(context, &mut asked, &mut zones);
+    retain_floor(context, &mut reduced, &mut zones);
     if rules.dry_run {
         zones.clone_from(&controller.zones);
         for (zone, tracker) in host.zones.iter().zip(&mut zones) {
-            tracker.told = has_failed((zone, tracker));
+            tracker.is_reported = has_failed((zone, tracker));
         }
     } else {
-        is_news |= !requested(&asked).eq(requested(host));
+        is_new |= !requested(&reduced).eq(requested(host));
     }
-    let plan = is_news.then(|| {
-        controller.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host)
+    let plan = is_new.then(|| {
+        controller.build(Direction::Hold, Reason::NoProgress, None, requested(&reduced), host)
     });
-    Verdict { plan, memory: Some(Memory::Zones(zones)) }
+    Verdict { plan, update: Some(StateUpdate::Zones(zones)) }
 }
 
 /// Rule 3 limits rule 5: the requested total must not fall below the floor. If rule 5 withdraws
 /// part of the floor, that part is requested from other zones. If other zones have no room, the
 /// requests to the failed zones are kept.
-fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTracker]) {
+fn retain_floor(context: &Context<'_>, reduced: &mut HostView, zones: &mut [ZoneTracker]) {
     let Context { controller, host, now, .. } = *context;
     let floor = controller.rules.floor_bytes.min(host.requested_bytes());
-    let missing = floor.saturating_sub(asked.requested_bytes());
+    let missing = floor.saturating_sub(reduced.requested_bytes());
     if missing == 0 {
         return;
     }
     let mut allocation =
-        controller.allocation(zones, context.last_or(off::decide()), None, asked, now);
+        controller.allocation(zones, context.last_report_or(off::decide()), None, reduced, now);
     let (added, _) = allocation.grow(missing);
-    for (zone, bytes) in asked.zones.iter_mut().zip(allocation.into_requests()) {
+    for (zone, bytes) in reduced.zones.iter_mut().zip(allocation.into_requests()) {
         zone.requested_bytes = bytes;
     }
     let mut missing = missing - added;
-    for ((zone, before), tracker) in asked.zones.iter_mut().zip(&host.zones).zip(zones) {
-        let taken = before.requested_bytes.saturating_sub(zone.requested_bytes);
-        let back = taken.min(round_up(missing, zone.block_bytes));
-        zone.requested_bytes += back;
-        missing = missing.saturating_sub(back);
-        if back > 0 {
-            tracker.keep(zone.requested_bytes);
+    for ((zone, before), tracker) in reduced.zones.iter_mut().zip(&host.zones).zip(zones) {
+        let withdrawn = before.requested_bytes.saturating_sub(zone.requested_bytes);
+        let restored = withdrawn.min(round_up(missing, zone.block_bytes));
+        zone.requested_bytes += restored;
+        missing = missing.saturating_sub(restored);
+        if restored > 0 {
+            tracker.retain(zone.requested_bytes);
         }
     }
 }
@@ -192,25 +194,25 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
 /// size.
 fn bounds(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
-    let Some(plan) = come_within_bounds(context) else {
-        return Verdict { plan: None, memory: Some(Memory::BoundsTold(false)) };
+    let Some(plan) = plan_within_bounds(context) else {
+        return Verdict { plan: None, update: Some(StateUpdate::BoundsReported(false)) };
     };
     // Rule 8: a dry run reports the plan of this rule once, and the plans of the policy after that.
     // A plan that changes nothing is not reported, because its obstacle also prevents the policy's
     // plan.
-    let (is_dry_run, was_told) = (controller.rules.dry_run, controller.told_bounds);
+    let (is_dry_run, was_reported) = (controller.rules.dry_run, controller.are_bounds_reported);
     let changes = plan.direction != Direction::Hold;
-    let is_news = !is_dry_run || (changes && !was_told);
-    let memory = Some(Memory::BoundsTold(is_dry_run && (was_told || changes)));
-    Verdict { plan: is_news.then_some(plan), memory }
+    let is_new = !is_dry_run || (changes && !was_reported);
+    let update = Some(StateUpdate::BoundsReported(is_dry_run && (was_reported || changes)));
+    Verdict { plan: is_new.then_some(plan), update }
 }
 
-fn come_within_bounds(context: &Context<'_>) -> Option<Plan> {
+fn plan_within_bounds(context: &Context<'_>) -> Option<Plan> {
     let Context { controller, now, .. } = *context;
-    let host = &*context.left();
+    let host = &*context.decision_view();
     let requested = host.requested_bytes();
     let (floor, ceiling) = (controller.floor_bytes(host), controller.rules.ceiling_bytes);
-    let last = || context.last_or(off::decide());
+    let last = || context.last_report_or(off::decide());
     if requested < floor {
         Some(controller.grow(floor - requested, Reason::BelowFloor, last(), host, now))
     } else if requested > ceiling {
@@ -243,7 +245,7 @@ impl HostShortfall {
     }
 
     /// Subtracts bytes that have now been requested from other zones.
-    pub(super) fn is_asked(&mut self, bytes: u64) {
+    pub(super) fn subtract(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 }
@@ -253,14 +255,14 @@ impl HostShortfall {
 ///
 /// The shortfall is kept while the controller is paused or another rule decides first. In a dry
 /// run, this rule does not apply, because nothing is requested and the shortfall would never end.
-fn host_short(context: &Context<'_>) -> Verdict {
+fn cover_host_shortfall(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);
     if shortfall_bytes == 0 || controller.rules.dry_run {
         return Verdict::default();
     }
     let host = context.host;
-    let last = context.last_or(off::decide());
+    let last = context.last_report_or(off::decide());
     let more = match context.event {
         Event::Report(_) => {
             last.decision.want_bytes.map_or(0, |want| want.saturating_sub(host.requested_bytes()))
@@ -276,7 +278,7 @@ fn host_short(context: &Context<'_>) -> Verdict {
 
 /// Number and time of the grows since reports were lost.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Lost {
+pub(super) struct LostReports {
     steps: u64,
     at: Option<TimeMs>,
 }
@@ -292,15 +294,15 @@ fn lost_reports(context: &Context<'_>) -> Verdict {
     let Some(last) = controller.last.filter(|last| is_by_reports && is_lost(last.at)) else {
         return Verdict::default();
     };
-    let host = &*context.left();
-    let lost = controller.lost;
+    let host = &*context.decision_view();
+    let lost = controller.lost_reports;
     let is_due = is_lost(lost.at.unwrap_or(last.at));
     if last.short_at.is_none() || lost.steps >= rules.lost_steps || !is_due {
         return Some(controller.hold(Reason::ReportsLost, host)).into();
     }
     let step = rules.lost_step_bytes.saturating_mul(1 << lost.steps.min(32));
     let plan = controller.grow(step, Reason::ReportsLost, last, host, now);
-    let memory =
-        (!rules.dry_run).then_some(Memory::Lost(Lost { steps: lost.steps + 1, at: Some(now) }));
-    Verdict { plan: Some(plan), memory }
+    let update = (!rules.dry_run)
+        .then_some(StateUpdate::LostReports(LostReports { steps: lost.steps + 1, at: Some(now) }));
+    Verdict { plan: Some(plan), update }
 }

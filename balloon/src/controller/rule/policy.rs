@@ -10,7 +10,7 @@ use crate::{HostView, TimeMs};
 
 pub(super) fn plan(context: &Context<'_>) -> Plan {
     let Context { controller, now, .. } = *context;
-    let host = &*context.left();
+    let host = &*context.decision_view();
     match (&controller.policy, controller.last, context.event) {
         (Policy::Fixed(params), ..) => {
             let last = controller.unreported(fixed::decide(params, host), now);
@@ -46,7 +46,7 @@ impl Controller {
             }
             // The guest has enough memory only if memory that has not arrived yet is included.
             _ if reason == Reason::Enough
-                && self.is_in_progress(&self.without_stuck(&self.zones, host, now)) =>
+                && self.is_in_progress(&self.exclude_stuck(&self.zones, host, now)) =>
             {
                 self.hold(Reason::InProgress, host)
             }

@@ -113,14 +113,14 @@ fn rule_3_lowered_ceiling_is_reached_in_steps() {
     let rules = Rules { ceiling_bytes: 500 * MIB, ..Rules::default() };
     rig.controller.set_rules(rules).expect("in bounds");
     assert_eq!(rig.tick(1_000).reason, Reason::CoolDown);
-    let mut seen = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..4 {
         let plan = rig.tick(6_000);
-        seen.push((plan.reason, rig.host.requested_bytes() / MIB));
+        steps.push((plan.reason, rig.host.requested_bytes() / MIB));
         rig.follow();
     }
     let above = Reason::AboveCeiling;
-    assert_eq!(seen, [(above, 672), (above, 544), (above, 500), (Reason::AtCeiling, 500)]);
+    assert_eq!(steps, [(above, 672), (above, 544), (above, 500), (Reason::AtCeiling, 500)]);
 }
 
 #[test]

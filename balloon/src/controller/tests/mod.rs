@@ -1,12 +1,12 @@
 //! Tests of the rules that apply to every policy, one by one.
 
 mod bounds;
-mod by_hand;
 mod changes;
 mod descriptors;
 mod dry_run;
 mod growing;
 mod lost_reports;
+mod pinned_zones;
 mod progress;
 mod shrinking;
 mod unsupported;

@@ -11,20 +11,20 @@ fn driver_state(is_ready: bool) -> DriverState {
 fn rule_5_request_without_driver_is_halved_then_withdrawn() {
     let mut rig = Rig::fixed(64);
     rig.tick(0);
-    let mut seen = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..60 {
         let plan = rig.tick(1_000);
         if plan.reason == Reason::NoProgress {
-            seen.push(rig.requested_mib());
+            steps.push(rig.requested_mib());
         }
     }
     // DRAM is halved. The withdrawn part is requested from PM, which also has no driver.
-    assert!(seen.len() > 10, "{seen:?}");
+    assert!(steps.len() > 10, "{steps:?}");
     assert!(
-        seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0),
-        "{seen:?}"
+        steps.iter().any(|(dram, _)| *dram == 32) && steps.iter().any(|(dram, _)| *dram == 0),
+        "{steps:?}"
     );
-    assert!(seen.iter().any(|(_, pm)| *pm > 0), "{seen:?}");
+    assert!(steps.iter().any(|(_, pm)| *pm > 0), "{steps:?}");
     assert!(rig.host.requested_bytes() <= 64 * MIB + 4 * MIB);
 }
 
@@ -318,9 +318,9 @@ fn floor_without_progress(zones: usize, pool_mib: u64) -> Rig {
 #[test]
 fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
     let mut rig = floor_without_progress(1, 0);
-    let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
+    let reported_count = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
-    assert_eq!(said, 1, "once until something changes");
+    assert_eq!(reported_count, 1, "once until something changes");
     // A guest that is short of memory does not wait for the floor.
     let mut rig = floor_without_progress(2, 0);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
@@ -334,14 +334,14 @@ fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
 #[test]
 fn rule_5_floor_is_requested_from_another_zone() {
     let mut rig = floor_without_progress(2, 4096);
-    let mut seen = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..40 {
         if rig.tick(1_000).reason == Reason::NoProgress {
-            seen.push(rig.requested_mib());
+            steps.push(rig.requested_mib());
         }
         rig.host.zones[PM].plugged_bytes = rig.host.zones[PM].requested_bytes;
     }
-    assert_eq!(seen, [(32, 32), (16, 48), (8, 56), (4, 60), (2, 62), (0, 64)]);
+    assert_eq!(steps, [(32, 32), (16, 48), (8, 56), (4, 60), (2, 62), (0, 64)]);
 }
 
 #[test]
@@ -414,17 +414,17 @@ fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
 
     rig.want(128);
     assert_eq!(rig.tick(1_000).direction, Direction::Grow);
-    let mut seen = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..5 {
         let plan = rig.tick(5_000);
         assert!(
             plan.targets.iter().all(|target| target.requested_bytes % (2 * MIB) == 0),
             "{plan:?}"
         );
-        seen.push((plan.reason, rig.requested_mib().0));
+        steps.push((plan.reason, rig.requested_mib().0));
     }
     let less = Reason::NoProgress;
-    assert_eq!(seen[..2], [(less, 112), (less, 104)], "down for a grow: {seen:?}");
+    assert_eq!(steps[..2], [(less, 112), (less, 104)], "down for a grow: {steps:?}");
 }
 
 #[test]

@@ -9,17 +9,17 @@ fn rule_2_shrink_waits_and_removes_pm_first_in_steps() {
     rig.follow();
     rig.want(0);
     assert_eq!(rig.tick(4_900).reason, Reason::CoolDown);
-    let mut seen = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..4 {
         let plan = rig.tick(1_000);
         assert_eq!(plan.direction, Direction::Shrink);
         rig.follow();
-        seen.push(rig.requested_mib());
+        steps.push(rig.requested_mib());
         let left = rig.host.requested_bytes() > 0;
         let reason = if left { Reason::CoolDown } else { Reason::Enough };
         assert_eq!(rig.tick(500).reason, reason, "half a second after a step");
     }
-    assert_eq!(seen, [(128, 144), (128, 16), (128, 0), (0, 0)], "never both tiers in one step");
+    assert_eq!(steps, [(128, 144), (128, 16), (128, 0), (0, 0)], "never both tiers in one step");
 }
 
 #[test]

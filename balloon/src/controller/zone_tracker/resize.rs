@@ -12,10 +12,10 @@ use crate::{
 
 /// Longest time between two reminders. It equals the default of `max_retry`, after which a
 /// withdrawn request is repeated.
-const MOST_PATIENCE_MS: u64 = 60_000;
+const MAX_REMINDER_INTERVAL_MS: u64 = 60_000;
 
 /// Minimum time between two restarts because of a driver. A guest can reset a device at any rate.
-const ANEW_MS: u64 = 60_000;
+const DRIVER_RESTART_INTERVAL_MS: u64 = 60_000;
 
 /// Times of the last changes, and flags for results that have already been reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,9 +26,9 @@ pub(super) struct Resize {
     /// Number of reminders since the last change.
     reminders: u32,
     /// Last time at which the driver became ready and the time to follow the request started again.
-    came_at: Option<TimeMs>,
+    driver_ready_at: Option<TimeMs>,
     /// Time of the last unplug on request. The memory that is left was plugged before it.
-    pub asked_back_at: Option<TimeMs>,
+    pub requested_unplug_at: Option<TimeMs>,
     /// True if the last requested size has not been reached yet.
     is_awaited: bool,
     /// Plugged size to which rule 5 has just withdrawn the request, if it differed from the
@@ -59,7 +59,7 @@ pub enum Reminder {
     /// The first reminder since the last change. It is also logged.
     First,
     /// Another reminder, with no change since the previous one.
-    Again,
+    Repeated,
 }
 
 impl Resize {
@@ -68,42 +68,45 @@ impl Resize {
             changed_at: now,
             reminded_at: now,
             reminders: 0,
-            came_at: None,
-            asked_back_at: None,
+            driver_ready_at: None,
+            requested_unplug_at: None,
             is_awaited: !is_reached(sizes),
             withdrawn_bytes: None,
             is_held_reported: false,
         }
     }
 
-    fn has_changed(&mut self, now: TimeMs) {
+    fn record_change(&mut self, now: TimeMs) {
         (self.changed_at, self.reminders) = (now, 0);
     }
 }
 
 impl ZoneTracker {
     /// Returns true if the guest's driver has become ready since the last observation. The time to
-    /// follow the request then starts again, at most once per [`ANEW_MS`].
-    pub(super) fn has_driver_come(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
-        let has_come = zone.driver == DriverState::Ready
+    /// follow the request then starts again, at most once per [`DRIVER_RESTART_INTERVAL_MS`].
+    pub(super) fn observe_driver(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
+        let became_ready = zone.driver == DriverState::Ready
             && self.sizes.driver != DriverState::Ready
-            && self.resize.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
-        if has_come {
-            self.resize.came_at = Some(now);
-            self.begin_anew(now);
-            self.resize.has_changed(now);
+            && self
+                .resize
+                .driver_ready_at
+                .is_none_or(|at| now.since(at) >= DRIVER_RESTART_INTERVAL_MS);
+        if became_ready {
+            self.resize.driver_ready_at = Some(now);
+            self.restart_for_driver(now);
+            self.resize.record_change(now);
         }
-        has_come
+        became_ready
     }
 
     /// Returns true if the resize has just ended. This means that the requested size is plugged and
-    /// has remained plugged, and that the host has not lowered it. `has_moved` is true if memory
-    /// was unplugged, either on request or after its size had been reached.
+    /// has remained plugged, and that the host has not lowered it. `has_unplugged` is true if
+    /// memory was unplugged, either on request or after its size had been reached.
     pub(super) fn observe_resize(
         &mut self,
         before: &ZoneSizes,
-        has_moved: bool,
-        stayed_since: Option<TimeMs>,
+        has_unplugged: bool,
+        confirmed_since: Option<TimeMs>,
         now: TimeMs,
     ) -> bool {
         let (sizes, resize) = (&self.sizes, &mut self.resize);
@@ -114,23 +117,23 @@ impl ZoneTracker {
         // later.
         let is_withdrawn_by_plan = resize.withdrawn_bytes.take() == Some(sizes.requested_bytes);
         resize.is_awaited &= !sizes.is_withdrawn && !is_withdrawn_by_plan;
-        if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
-            resize.has_changed(since);
+        if let Some(since) = confirmed_since.filter(|since| *since >= resize.changed_at) {
+            resize.record_change(since);
         }
         // Plugged memory counts after it has remained plugged for some time. Loading or unloading a
         // driver is not progress.
         let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
-        if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
-            resize.has_changed(now);
+        if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_unplugged {
+            resize.record_change(now);
         }
-        let has_ended = self.resize.is_awaited && self.is_settled() && is_reached(&self.sizes);
+        let has_ended = self.resize.is_awaited && self.is_confirmed() && is_reached(&self.sizes);
         self.resize.is_awaited &= !has_ended;
         has_ended
     }
 
     /// Returns the time of the last change and the number of reminders since. Memory that was
     /// plugged just now counts as a change, although it may be unplugged again.
-    fn rests(&self) -> (TimeMs, u32) {
+    fn last_change(&self) -> (TimeMs, u32) {
         let Resize { changed_at, reminders, .. } = self.resize;
         match self.plug_filter.pending_since() {
             Some(since) if since > changed_at => (since, 0),
@@ -141,9 +144,9 @@ impl ZoneTracker {
     /// Returns the reminder to send now, if any. The first one is sent after `patience_ms` without
     /// progress, and each pause is twice as long as the previous one.
     pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
-        let (changed_at, reminders) = self.rests();
+        let (changed_at, reminders) = self.last_change();
         let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));
-        let pause_ms = doubled_ms.min(MOST_PATIENCE_MS.max(patience_ms));
+        let pause_ms = doubled_ms.min(MAX_REMINDER_INTERVAL_MS.max(patience_ms));
         let is_due = self.is_late(patience_ms, now)
             && now.since(self.resize.reminded_at.max(changed_at)) >= pause_ms
             && self.sizes.driver == DriverState::Ready;
@@ -152,28 +155,28 @@ impl ZoneTracker {
         }
         self.resize.reminded_at = now;
         self.resize.reminders = reminders.saturating_add(1);
-        Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
+        Some(if reminders == 0 { Reminder::First } else { Reminder::Repeated })
     }
 
     /// Returns true once for each request that has waited too long for room for its page
     /// descriptors.
-    pub fn is_held_too_long(&mut self, patience_ms: u64, now: TimeMs) -> bool {
-        let is_news = self.is_held(patience_ms, now) && !self.resize.is_held_reported;
-        self.resize.is_held_reported |= is_news;
-        is_news
+    pub fn is_held_report_due(&mut self, patience_ms: u64, now: TimeMs) -> bool {
+        let is_new = self.is_held(patience_ms, now) && !self.resize.is_held_reported;
+        self.resize.is_held_reported |= is_new;
+        is_new
     }
 
     fn is_held(&self, patience_ms: u64, now: TimeMs) -> bool {
         let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
         held_bytes > 0
             && plugged_bytes == requested_bytes
-            && now.since(self.rests().0) >= patience_ms
+            && now.since(self.last_change().0) >= patience_ms
     }
 
     /// Returns true if the zone has made no progress for `patience_ms`.
     pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
         self.sizes.plugged_bytes != self.sizes.requested_bytes
-            && now.since(self.rests().0) >= patience_ms
+            && now.since(self.last_change().0) >= patience_ms
     }
 
     /// Returns the state of the resize. `offline_bytes` is the memory on the zone's node that was
@@ -181,7 +184,7 @@ impl ZoneTracker {
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
         let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } =
             self.sizes;
-        let lacks = |Shortfall { reason, wanted_bytes }| {
+        let stuck_for_host = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
                 "{reason}: the host cannot provide the {wanted_bytes} bytes, only {requested_bytes}"
             );
@@ -201,7 +204,7 @@ impl ZoneTracker {
             return ResizeStatus::Pending;
         }
         if plugged_bytes == requested_bytes {
-            return shortfall.map_or(ResizeStatus::Reached, lacks);
+            return shortfall.map_or(ResizeStatus::Reached, stuck_for_host);
         }
         if !self.is_late(patience_ms, now) {
             return ResizeStatus::Pending;
@@ -210,7 +213,7 @@ impl ZoneTracker {
             return ResizeStatus::NoDriver;
         }
         if let Some(shortfall) = shortfall {
-            return lacks(shortfall);
+            return stuck_for_host(shortfall);
         }
         ResizeStatus::Stuck(if plugged_bytes > requested_bytes {
             "the guest has pages in these blocks that it cannot move".to_owned()
@@ -233,7 +236,7 @@ pub(super) fn is_reached(sizes: &ZoneSizes) -> bool {
 mod tests {
     use crate::Tier;
     use crate::controller::Rules;
-    use crate::plug_filter::STAYS_MS;
+    use crate::plug_filter::CONFIRM_MS;
 
     use super::*;
 
@@ -289,13 +292,13 @@ mod tests {
         let driver = DriverState::Unsupported;
         let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
         // The request is not reached when the driver is refused, nor when a newer driver is loaded.
-        let seen = [
+        let observations = [
             (withdrawn, 100),
             (withdrawn, 60_000),
             (sizes(0, 0, true), 60_100),
             (sizes(0, 0, true), 70_000),
         ];
-        for (sizes, now) in seen {
+        for (sizes, now) in observations {
             assert!(!zone.reaches(sizes, TimeMs(now)), "{now}");
         }
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(70_000)), ResizeStatus::Reached);
@@ -321,9 +324,9 @@ mod tests {
             [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
         let mut now = 0;
         let reached = plugged.map(|(requested, plugged)| {
-            now += 8 * STAYS_MS;
+            now += 8 * CONFIRM_MS;
             let at_once = zone.reaches(sizes(requested, plugged, true), TimeMs(now));
-            let then = zone.reaches(sizes(requested, plugged, true), TimeMs(now + 4 * STAYS_MS));
+            let then = zone.reaches(sizes(requested, plugged, true), TimeMs(now + 4 * CONFIRM_MS));
             (at_once || then).then_some(requested)
         });
         assert_eq!(reached.into_iter().flatten().collect::<Vec<_>>(), [10, 12]);
@@ -350,7 +353,7 @@ mod tests {
         let mut came = Vec::new();
         for now in (0..150_000).step_by(1000) {
             let flapping = sizes(10, 0, now % 2000 == 1000);
-            if zone.observe(&flapping, TimeMs(now)).has_driver_come {
+            if zone.observe(&flapping, TimeMs(now)).driver_became_ready {
                 came.push(now);
             }
             let waited_ms = now - came.last().copied().unwrap_or(0);
@@ -366,7 +369,7 @@ mod tests {
         let rules = Rules { progress_ms: 900, ..Rules::default() };
         let stuck = sizes(10, 8, true);
         assert_eq!(
-            zone.fall_back(&stuck, &rules, TimeMs(1_050)),
+            zone.reduce_failed_request(&stuck, &rules, TimeMs(1_050)),
             Some(8),
             "half of it is less than a block"
         );
@@ -376,7 +379,7 @@ mod tests {
         // The next request can be reached as usual.
         assert!(!zone.reaches(sizes(12, 8, true), TimeMs(6_000)));
         assert!(!zone.reaches(sizes(12, 12, true), TimeMs(6_100)));
-        assert!(zone.reaches(sizes(12, 12, true), TimeMs(6_100 + STAYS_MS)));
+        assert!(zone.reaches(sizes(12, 12, true), TimeMs(6_100 + CONFIRM_MS)));
     }
 
     #[test]
@@ -384,10 +387,13 @@ mod tests {
         let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 8, true), TimeMs(100));
         let rules = Rules::default();
-        assert_eq!(zone.fall_back(&sizes(10, 8, true), &rules, TimeMs(60_000)), Some(8));
-        zone.keep(10);
+        assert_eq!(
+            zone.reduce_failed_request(&sizes(10, 8, true), &rules, TimeMs(60_000)),
+            Some(8)
+        );
+        zone.retain(10);
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(60_010)));
-        assert!(zone.reaches(sizes(10, 10, true), TimeMs(60_010 + STAYS_MS)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(60_010 + CONFIRM_MS)));
     }
 
     #[test]
@@ -396,7 +402,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(500)));
         assert!(!zone.reaches(sizes(10, 0, true), TimeMs(510)), "it was unplugged again");
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(600)));
-        assert!(zone.reaches(sizes(10, 10, true), TimeMs(600 + STAYS_MS)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(600 + CONFIRM_MS)));
     }
 
     #[test]
@@ -413,7 +419,7 @@ mod tests {
                 assert!(!zone.reaches(sizes(10, 0, true), TimeMs(now)));
             }
         }
-        let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Again));
+        let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Repeated));
         assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
         let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else {
             panic!("{zone:?}")

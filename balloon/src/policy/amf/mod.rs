@@ -4,8 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use super::numa_view::{Coming, NodeView};
-use super::threshold_table::{self, Asked, Factor, Mark, Row, above, from, rest};
+use super::numa_view::{NodeView, OutstandingMemory};
+use super::threshold_table::{self, Factor, Mark, Row, TableResult, above, from, otherwise};
 use super::{Decision, Input};
 use crate::TimeMs;
 use crate::params::params;
@@ -38,13 +38,13 @@ pub(super) const TABLE_2: &[Row] = &[
     above(Mark::Min, 1, 2, Reason::LowFree),
     above(Mark::High, 0, 3, Reason::LowFree),
     from(Mark::Low, 0, 5, Reason::AtWatermarks),
-    rest(5, Reason::AtWatermarks),
+    otherwise(5, Reason::AtWatermarks),
 ];
 
 /// State of `amf` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    coming: Coming,
+    outstanding: OutstandingMemory,
     /// True while free sections are being returned. The controller returns them in steps until none
     /// is left.
     reclaiming: bool,
@@ -58,14 +58,14 @@ pub fn decide(
     now: TimeMs,
 ) -> (State, Decision) {
     let factor = params.factor();
-    let asked = Asked::new(TABLE_2, factor, &mut state.coming, input, now);
-    let decision = if asked.short.is_empty() {
-        match state.removable_bytes(params, &asked.nodes) {
-            0 => asked.hold(Reason::Enough),
+    let result = TableResult::new(TABLE_2, factor, &mut state.outstanding, input, now);
+    let decision = if result.short.is_empty() {
+        match state.removable_bytes(params, &result.nodes) {
+            0 => result.hold(Reason::Enough),
             bytes => {
-                let least = asked.nodes.iter().min_by_key(|node| spare_pages(node, factor));
+                let least = result.nodes.iter().min_by_key(|node| spare_pages(node, factor));
                 let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
-                let shrink = asked.shrink(want_bytes, Reason::DescriptorSpace);
+                let shrink = result.shrink(want_bytes, Reason::DescriptorSpace);
                 Decision { near: least.map(|node| node.node), ..shrink }
             }
         }
@@ -73,9 +73,9 @@ pub fn decide(
         state.reclaiming = false;
         // The node in the lowest row of the table is served. If several nodes are in that row, the
         // first one is served.
-        let missing = asked.short.iter().filter(|short| short.missing_bytes > 0);
+        let missing = result.short.iter().filter(|short| short.missing_bytes > 0);
         let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
-        asked.serve(served, &mut state.coming)
+        result.grow(served, &mut state.outstanding)
     };
     // A removal that is not carried out has not started.
     state.reclaiming &= input.is_carried_out;
@@ -92,7 +92,7 @@ impl State {
     /// occupy too large a share of DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
         let factor = params.factor();
-        if nodes.iter().any(|node| threshold_table::leans_on_others(TABLE_2, node, factor)) {
+        if nodes.iter().any(|node| threshold_table::needs_pm_of_others(TABLE_2, node, factor)) {
             self.reclaiming = false;
             return 0;
         }

@@ -4,8 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use super::numa_view::{Coming, NodeView};
-use super::threshold_table::{self, Asked, Factor, Mark, Row, above, rest};
+use super::numa_view::{NodeView, OutstandingMemory};
+use super::threshold_table::{self, Factor, Mark, Row, TableResult, above, otherwise};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -37,7 +37,7 @@ pub(super) const TABLE_3: &[Row] = &[
     above(Mark::Min, 1, 4, Reason::LowFree),
     above(Mark::High, 0, 8, Reason::LowFree),
     above(Mark::Low, 0, 16, Reason::AtWatermarks),
-    rest(16, Reason::AtWatermarks),
+    otherwise(16, Reason::AtWatermarks),
 ];
 
 /// Row of Table 4. If more than `above_16ths` of the node's PM is free on the node, `remove_16ths`
@@ -59,19 +59,19 @@ pub(super) const TABLE_4: &[Removal] =
 /// State of `dapper` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    coming: Coming,
+    outstanding: OutstandingMemory,
     /// Node that was served last.
     served: Option<u32>,
     /// Removal that the controller is carrying out in steps. Table 4 was evaluated only once,
     /// before the first step.
-    removing: Option<Removing>,
+    active_removal: Option<ActiveRemoval>,
 }
 
 /// A removal in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Removing {
+struct ActiveRemoval {
     node: u32,
-    until_bytes: u64,
+    target_bytes: u64,
 }
 
 /// Makes a decision after a report.
@@ -81,33 +81,33 @@ pub fn decide(
     input: Input<'_>,
     now: TimeMs,
 ) -> (State, Decision) {
-    let asked = Asked::new(TABLE_3, params.factor(), &mut state.coming, input, now);
+    let result = TableResult::new(TABLE_3, params.factor(), &mut state.outstanding, input, now);
     let served_before = state.served;
-    let decision = if asked.short.is_empty() {
-        match state.remove(params, &asked.nodes, input) {
+    let decision = if result.short.is_empty() {
+        match state.remove(params, &result.nodes, input) {
             Some((node, want_bytes)) => {
-                Decision { from: Some(node), ..asked.shrink(want_bytes, Reason::FreeShare) }
+                Decision { from: Some(node), ..result.shrink(want_bytes, Reason::FreeShare) }
             }
-            None => asked.hold(Reason::Enough),
+            None => result.hold(Reason::Enough),
         }
     } else {
-        state.removing = None;
-        let mut in_turn = in_turn(&asked.short, |short| short.node.node, state.served);
-        let served = in_turn.find(|short| short.missing_bytes > 0);
+        state.active_removal = None;
+        let mut round_robin = round_robin(&result.short, |short| short.node.node, state.served);
+        let served = round_robin.find(|short| short.missing_bytes > 0);
         state.served = served.map(|short| short.node.node).or(state.served);
-        asked.serve(served, &mut state.coming)
+        result.grow(served, &mut state.outstanding)
     };
     if !input.is_carried_out {
         // No memory was removed or added. Table 4 will be evaluated again, and the order of the
         // nodes does not advance.
-        (state.removing, state.served) = (None, served_before);
+        (state.active_removal, state.served) = (None, served_before);
     }
     (state, decision)
 }
 
 /// Returns the items in round-robin order: first those after the node that was served last, then
 /// the others.
-fn in_turn<T>(
+fn round_robin<T>(
     items: &[T],
     node: impl Fn(&T) -> u32,
     served: Option<u32>,
@@ -126,9 +126,9 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
 /// Free PM that can be removed from a node before Table 3 would add memory again. Table 3 adds at
 /// least one D, so one D above its first border is kept.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
-    let kept_pages = threshold_table::first_border(TABLE_3, node, factor)
+    let threshold_pages = threshold_table::first_border(TABLE_3, node, factor)
         .saturating_add(node.dram_bytes / PAGE_BYTES);
-    let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
+    let spare_pages = node.own_free_pages.saturating_sub(threshold_pages);
     (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
 }
 
@@ -140,36 +140,39 @@ impl State {
         nodes: &[NodeView],
         input: Input<'_>,
     ) -> Option<(u32, u64)> {
-        if nodes.iter().any(|node| threshold_table::leans_on_others(TABLE_3, node, params.factor()))
+        if nodes
+            .iter()
+            .any(|node| threshold_table::needs_pm_of_others(TABLE_3, node, params.factor()))
         {
-            self.removing = None;
+            self.active_removal = None;
             return None;
         }
         let requested_bytes = input.host.requested_bytes();
         // If a node of plugged DRAM has disappeared, the removal of the PM near it has ended.
-        self.removing = self.removing.filter(|removing| {
-            requested_bytes > removing.until_bytes
-                && nodes.iter().any(|node| node.node == removing.node)
+        self.active_removal = self.active_removal.filter(|active_removal| {
+            requested_bytes > active_removal.target_bytes
+                && nodes.iter().any(|node| node.node == active_removal.node)
         });
-        if self.removing.is_none() {
-            self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
-                // F is the node's own free memory (section 4.4.2: "free memory on node1").
-                let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
-                let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
-                    .min(spare_bytes(node, params.factor()));
-                (bytes >= BLOCK_BYTES).then(|| Removing {
-                    node: node.node,
-                    until_bytes: requested_bytes.saturating_sub(bytes),
-                })
-            });
+        if self.active_removal.is_none() {
+            self.active_removal =
+                round_robin(nodes, |node| node.node, self.served).find_map(|node| {
+                    // F is the node's own free memory (section 4.4.2: "free memory on node1").
+                    let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
+                    let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
+                        .min(spare_bytes(node, params.factor()));
+                    (bytes >= BLOCK_BYTES).then(|| ActiveRemoval {
+                        node: node.node,
+                        target_bytes: requested_bytes.saturating_sub(bytes),
+                    })
+                });
         }
-        let removing = self.removing?;
-        let node = nodes.iter().find(|node| node.node == removing.node)?;
+        let active_removal = self.active_removal?;
+        let node = nodes.iter().find(|node| node.node == active_removal.node)?;
         let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.factor()));
-        let want_bytes = removing.until_bytes.max(least_bytes);
+        let want_bytes = active_removal.target_bytes.max(least_bytes);
         if requested_bytes - want_bytes < BLOCK_BYTES {
             // The guest now uses the memory that was to be removed.
-            self.removing = None;
+            self.active_removal = None;
             return None;
         }
         self.served = Some(node.node);

@@ -231,25 +231,25 @@ mod table_4 {
 
     #[test]
     fn each_broken_table_4_is_detected() {
-        let is_caught = |table: &[Removal]| {
+        let is_detected = |table: &[Removal]| {
             CASES
                 .iter()
                 .any(|(free, sixteenths)| removed_bytes(table, *free, P) != P / 16 * sixteenths)
         };
-        assert!(!is_caught(TABLE_4));
+        assert!(!is_detected(TABLE_4));
         for index in 0..TABLE_4.len() {
             let mut broken = TABLE_4.to_vec();
             broken[index].remove_16ths += 1;
-            assert!(is_caught(&broken), "amount of row {index}");
+            assert!(is_detected(&broken), "amount of row {index}");
         }
         // The last border has no effect, because nothing is removed on either side of it.
         for index in 0..TABLE_4.len() - 1 {
             let mut broken = TABLE_4.to_vec();
             broken[index].above_16ths += 1;
-            assert!(is_caught(&broken), "border of row {index}");
+            assert!(is_detected(&broken), "border of row {index}");
             let mut broken = TABLE_4.to_vec();
             broken.remove(index);
-            assert!(is_caught(&broken), "without row {index}");
+            assert!(is_detected(&broken), "without row {index}");
         }
     }
 

@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::numa_view::{self, Coming};
+use super::numa_view::{self, OutstandingMemory};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -29,7 +29,7 @@ params! {
 /// State of `memorage` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    coming: Coming,
+    outstanding: OutstandingMemory,
     calm: Option<Calm>,
 }
 
@@ -46,12 +46,12 @@ pub(super) fn decide(
     input: Input<'_>,
     now: TimeMs,
 ) -> (State, Decision) {
-    state.coming.observe(input, now);
+    state.outstanding.observe(input, now);
     let host = input.host;
     let trigger_bytes =
         numa_view::scaled_high_bytes(&numa_view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes;
-    let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
+    let expected_free_bytes = free_bytes.saturating_add(state.outstanding.bytes());
     let requested_bytes = host.requested_bytes();
     // Memory that has not arrived yet reduces a shortage. It is not surplus, because tasks that
     // wait for it may fill it as soon as it arrives.
@@ -60,8 +60,8 @@ pub(super) fn decide(
     let decision = if storage.owed_bytes > 0 {
         // Storage is short of space, so memory is returned even if the guest is also short.
         Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
-    } else if coming_bytes < trigger_bytes {
-        let units = (trigger_bytes - coming_bytes).div_ceil(params.unit_bytes);
+    } else if expected_free_bytes < trigger_bytes {
+        let units = (trigger_bytes - expected_free_bytes).div_ceil(params.unit_bytes);
         let bytes = units.saturating_mul(params.unit_bytes).min(storage.lendable_bytes);
         match bytes {
             // No memory can be lent, so the guest has to swap.

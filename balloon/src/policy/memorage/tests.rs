@@ -102,8 +102,8 @@ fn memorage_without_storage_to_lend_holds_with_reason_storage_short() {
     rig.host.zones[0].requested_bytes = GIB;
     rig.raw.zones[0].high_pages = GIB / PAGE_BYTES + 1;
     let decision = rig.report(50);
-    let said = (decision.want_bytes, decision.reason, decision.pressure);
-    assert_eq!(said, (None, Reason::StorageShort, false), "pending memory is already subtracted");
+    let result = (decision.want_bytes, decision.reason, decision.pressure);
+    assert_eq!(result, (None, Reason::StorageShort, false), "pending memory is already subtracted");
 }
 
 #[test]

@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::numa_view::{self, Coming};
+use super::numa_view::{self, OutstandingMemory};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -28,7 +28,7 @@ params! {
 /// State of `pmb` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    coming: Coming,
+    outstanding: OutstandingMemory,
 }
 
 pub(super) fn decide(
@@ -37,14 +37,14 @@ pub(super) fn decide(
     input: Input<'_>,
     now: TimeMs,
 ) -> (State, Decision) {
-    state.coming.observe(input, now);
+    state.outstanding.observe(input, now);
     let watermark = numa_view::scaled_high_bytes(&numa_view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes;
-    let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
+    let expected_free_bytes = free_bytes.saturating_add(state.outstanding.bytes());
     let requested_bytes = input.host.requested_bytes();
-    let decision = if coming_bytes < watermark {
+    let decision = if expected_free_bytes < watermark {
         // The paper's allocator would have moved the same number of units by now.
-        let units = (watermark - coming_bytes) / params.unit_bytes + 1;
+        let units = (watermark - expected_free_bytes) / params.unit_bytes + 1;
         let bytes = units.saturating_mul(params.unit_bytes);
         let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
         Decision { pressure: true, ..grow }

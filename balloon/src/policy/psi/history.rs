@@ -14,7 +14,7 @@ const WINDOW_MS: u64 = 1_600;
 
 /// Longer period that is used if the agent reports at its slow rate of 1 Hz. It includes the report
 /// before the last one.
-const STRETCH_MS: u64 = 2_500;
+const SLOW_WINDOW_MS: u64 = 2_500;
 
 /// Shortest time between two reports that are compared. The difference of closer reports is mostly
 /// noise.
@@ -25,7 +25,7 @@ const MIN_GAP_MS: u64 = 90;
 const NOISE_BYTES: u64 = 4 << 20;
 
 /// Largest part of plugged memory that does not become available: a quarter.
-const KEPT_PART: u64 = 4;
+const UNAVAILABLE_PART: u64 = 4;
 
 /// Values from one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,7 +50,7 @@ struct Sample {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rates {
     /// True if the window includes a period in which signs of shortage count.
-    pub watched: bool,
+    pub has_signs: bool,
     /// Growth of used memory per second. This is the highest rate of all periods that end with the
     /// newest report.
     pub fill_rate_bytes_per_s: u64,
@@ -82,7 +82,7 @@ impl History {
     /// if the source of the reports has changed, or if a clock or total has restarted.
     pub(super) fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
         let sample = Sample { onlining_bytes, ..Sample::of(report, offlining_bytes) };
-        if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
+        if self.samples.back().is_some_and(|last| !sample.continues(last)) {
             self.samples.clear();
         }
         if self.samples.len() == LENGTH {
@@ -99,7 +99,7 @@ impl History {
             return Rates::default();
         };
         let fill_rate_bytes_per_s =
-            older.clone().map(|sample| newest.fill_since(sample)).max().unwrap_or(0);
+            older.clone().map(|sample| newest.fill_rate_since(sample)).max().unwrap_or(0);
         let Some(oldest) = { older }.find(|sample| sample.guest_ms >= signs_from_ms) else {
             return Rates { fill_rate_bytes_per_s, ..Rates::default() };
         };
@@ -110,7 +110,7 @@ impl History {
         let files_refaulted = newest.file_refault_pages.saturating_sub(oldest.file_refault_pages);
         let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
         Rates {
-            watched: true,
+            has_signs: true,
             fill_rate_bytes_per_s,
             swapped_out_bytes: newest.swapped_out_since(oldest),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
@@ -135,7 +135,7 @@ impl History {
         // If no earlier report is within the window, the window is extended to the previous report.
         let begin = match first_within(WINDOW_MS) {
             begin if begin < end => begin,
-            _ => first_within(STRETCH_MS).min(end),
+            _ => first_within(SLOW_WINDOW_MS).min(end),
         };
         let older = self.samples.range(begin..end);
         Some((newest, older))
@@ -164,7 +164,7 @@ impl Sample {
 
     /// Returns true if the totals of `self` continue those of `last`. The source must be the same,
     /// because reports made from balloon statistics have no refaults and count stalls differently.
-    fn goes_on_from(&self, last: &Sample) -> bool {
+    fn continues(&self, last: &Sample) -> bool {
         let totals = |sample: &Sample| {
             [
                 sample.guest_ms,
@@ -186,27 +186,28 @@ impl Sample {
     /// statistics do not always contain the number of scanned pages.
     fn swapped_out_since(&self, older: &Sample) -> u64 {
         let pages = self.swapped_out_pages.saturating_sub(older.swapped_out_pages);
-        let looked_at = self.scanned_pages.saturating_sub(older.scanned_pages);
-        let pages = if self.by_agent { pages.min(looked_at) } else { pages };
+        let scanned_pages = self.scanned_pages.saturating_sub(older.scanned_pages);
+        let pages = if self.by_agent { pages.min(scanned_pages) } else { pages };
         pages.saturating_mul(PAGE_BYTES)
     }
 
-    fn fill_since(&self, older: &Sample) -> u64 {
+    fn fill_rate_since(&self, older: &Sample) -> u64 {
         // Memory that was swapped out in the meantime was also filled.
         let swapped = self.swapped_out_since(older);
         // Part of the memory plugged in the meantime did not become available, because page
         // descriptors, watermarks and the kernel's reserve occupy it. That part is not fill.
-        let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
+        let unavailable_bytes =
+            self.total_bytes.saturating_sub(older.total_bytes) / UNAVAILABLE_PART;
         // Memory that was being onlined counts as used in the older report. The part that the
         // kernel keeps remains used in the newer report. It is fill in neither of them.
         let used_bytes = self.used_bytes.saturating_sub(self.onlining_bytes);
-        let rise = used_bytes
+        let increase_bytes = used_bytes
             .saturating_add(swapped)
-            .saturating_sub(older.used_bytes.saturating_add(kept));
-        if rise < NOISE_BYTES {
+            .saturating_sub(older.used_bytes.saturating_add(unavailable_bytes));
+        if increase_bytes < NOISE_BYTES {
             return 0;
         }
-        rise.saturating_mul(1000) / (self.guest_ms - older.guest_ms).max(1)
+        increase_bytes.saturating_mul(1000) / (self.guest_ms - older.guest_ms).max(1)
     }
 }
 

@@ -11,7 +11,7 @@ use super::history::Rates;
 use crate::{HostView, Tier, TimeMs, ZoneId};
 
 /// Plug time that is assumed before the first measurement.
-const PLUG_MS: u64 = 250;
+const DEFAULT_PLUG_MS: u64 = 250;
 
 /// Time between two reports while the guest is short of memory.
 const REPORT_MS: u64 = 50;
@@ -21,13 +21,13 @@ const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
 /// Time for which refused memory is not requested again. It starts at the first value, and doubles
 /// up to the second value.
-const REFUSED_MS: (u64, u64) = (10_000, 600_000);
+const REFUSAL_MS: (u64, u64) = (10_000, 600_000);
 
 /// Time after a shrink within which a grow shows that the shrink was too early.
-const REGRET_MS: u64 = 60_000;
+const EARLY_SHRINK_MS: u64 = 60_000;
 
 /// Time without an early shrink after which the learned patience is halved.
-const FORGIVEN_MS: u64 = 300_000;
+const PATIENCE_DECAY_MS: u64 = 300_000;
 
 /// Time for which page cache counts as needed after it was last missed. It starts at the first
 /// value, and doubles up to the second value.
@@ -35,7 +35,7 @@ const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
 /// Number of consecutive grows without effect after which page cache is ignored. If data is read in
 /// a loop, pages are missed until all of the data fits, so the first grows may not help.
-const VAIN_GROWS: u32 = 3;
+const MAX_INEFFECTIVE_GROWS: u32 = 3;
 
 /// Swapped memory no longer counts as needed if no page was swapped for this time.
 const SWAP_COLD_MS: u64 = 60_000;
@@ -44,81 +44,81 @@ const SWAP_COLD_MS: u64 = 60_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PlugTime {
     ms: u64,
-    asked: Option<Asked>,
+    request: Option<PlugRequest>,
 }
 
 /// A request for more memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Asked {
+struct PlugRequest {
     at: TimeMs,
     /// Guest's total memory when the request was made.
     total_bytes: u64,
     /// Time of the last report in which none of the requested memory was online.
-    nothing_at: TimeMs,
+    not_online_at: TimeMs,
 }
 
 impl Default for PlugTime {
     fn default() -> Self {
-        PlugTime { ms: PLUG_MS, asked: None }
+        PlugTime { ms: DEFAULT_PLUG_MS, request: None }
     }
 }
 
 impl PlugTime {
-    pub(super) fn is_settled(&self) -> bool {
-        self.asked.is_none()
+    pub(super) fn is_quiescent(&self) -> bool {
+        self.request.is_none()
     }
 
     pub(super) fn ms(&self) -> u64 {
         self.ms
     }
 
-    pub(super) fn asked(&mut self, total_bytes: u64, now: TimeMs) {
-        self.asked.get_or_insert(Asked { at: now, total_bytes, nothing_at: now });
+    pub(super) fn start_measurement(&mut self, total_bytes: u64, now: TimeMs) {
+        self.request.get_or_insert(PlugRequest { at: now, total_bytes, not_online_at: now });
     }
 
     /// Ends a measurement if memory has arrived. A longer time replaces the plug time immediately.
     /// A shorter time reduces it by a quarter of the difference.
     pub(super) fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
-        let Some(asked) = &mut self.asked else { return };
-        if total_bytes > asked.total_bytes {
+        let Some(request) = &mut self.request else { return };
+        if total_bytes > request.total_bytes {
             // The memory was onlined between two reports, which may be one second apart. It is
             // assumed to have been onlined soon after the first of them.
-            let took =
-                asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
+            let took = request.not_online_at.since(request.at)
+                + now.since(request.not_online_at).min(REPORT_MS);
             let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
             self.ms = if took > self.ms { took } else { self.ms - (self.ms - took) / 4 };
-            self.asked = None;
+            self.request = None;
         } else if host.outstanding_grow_bytes() > 0 {
-            asked.nothing_at = now;
-        } else if now > asked.at {
+            request.not_online_at = now;
+        } else if now > request.at {
             // The request was withdrawn, or was never made.
-            self.asked = None;
+            self.request = None;
         }
     }
 }
 
 /// Memory that the guest did not return when it was requested to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Refusals {
-    zones: Vec<Refusal>,
+pub(super) struct UnplugRefusals {
+    zones: Vec<UnplugRefusal>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Refusal {
+struct UnplugRefusal {
     id: ZoneId,
     /// Smallest requested size while the zone still has to unplug memory.
-    going_to: Option<u64>,
+    target_bytes: Option<u64>,
     /// Plugged size that remained after the last refusal.
-    stays_bytes: u64,
+    refused_bytes: u64,
     until: Option<TimeMs>,
     pause_ms: u64,
 }
 
-impl Refusals {
-    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
+impl UnplugRefusals {
+    pub(super) fn is_quiescent(&self, now: TimeMs) -> bool {
         self.zones
             .iter()
-            .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
+            .all(|zone| zone.target_bytes.is_none() && zone.until.is_none_or(|until| until <= now))
     }
 
     /// Updates the refusals from the results of the last requests. If a shrink was withdrawn and
@@ -127,10 +127,10 @@ impl Refusals {
         for zone in &host.zones {
             let index =
                 self.zones.iter().position(|known| known.id == zone.id).unwrap_or_else(|| {
-                    let new = Refusal {
+                    let new = UnplugRefusal {
                         id: zone.id,
-                        going_to: None,
-                        stays_bytes: 0,
+                        target_bytes: None,
+                        refused_bytes: 0,
                         until: None,
                         pause_ms: 0,
                     };
@@ -139,44 +139,50 @@ impl Refusals {
                 });
             let known = &mut self.zones[index];
             if zone.outstanding_shrink_bytes() > 0 {
-                let to =
-                    known.going_to.map_or(zone.requested_bytes, |to| to.min(zone.requested_bytes));
-                known.going_to = Some(to);
+                let to = known
+                    .target_bytes
+                    .map_or(zone.requested_bytes, |to| to.min(zone.requested_bytes));
+                known.target_bytes = Some(to);
                 continue;
             }
-            let Some(to) = known.going_to.take() else { continue };
+            let Some(to) = known.target_bytes.take() else { continue };
             if zone.plugged_bytes > to {
-                known.stays_bytes = zone.plugged_bytes;
-                known.pause_ms = known.pause_ms.saturating_mul(2).clamp(REFUSED_MS.0, REFUSED_MS.1);
+                known.refused_bytes = zone.plugged_bytes;
+                known.pause_ms = known.pause_ms.saturating_mul(2).clamp(REFUSAL_MS.0, REFUSAL_MS.1);
                 known.until = Some(now + known.pause_ms);
-            } else if zone.plugged_bytes < known.stays_bytes {
-                *known =
-                    Refusal { going_to: None, until: None, pause_ms: 0, stays_bytes: 0, ..*known };
+            } else if zone.plugged_bytes < known.refused_bytes {
+                *known = UnplugRefusal {
+                    target_bytes: None,
+                    until: None,
+                    pause_ms: 0,
+                    refused_bytes: 0,
+                    ..*known
+                };
             }
         }
     }
 
     /// Forgets pending shrinks when the guest grows. In that case, memory remains plugged because
     /// of the grow and not because it was refused.
-    pub(super) fn grown(&mut self) {
+    pub(super) fn record_grow(&mut self) {
         for zone in &mut self.zones {
-            zone.going_to = None;
+            zone.target_bytes = None;
         }
     }
 
     /// Returns the memory that can be requested back: for each zone, the memory that it has not
     /// refused to return. If any PM was refused, DRAM is not requested in its place.
-    pub(super) fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
-        let stays = |id: ZoneId| {
+    pub(super) fn returnable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
+        let refused = |id: ZoneId| {
             let known = self.zones.iter().find(|known| known.id == id)?;
-            known.until.filter(|until| now < *until).map(|_| known.stays_bytes)
+            known.until.filter(|until| now < *until).map(|_| known.refused_bytes)
         };
-        let pm_stays =
-            host.zones.iter().any(|zone| zone.tier == Tier::Pm && stays(zone.id).is_some());
-        host.zones.iter().filter(|zone| !(pm_stays && zone.tier == Tier::Dram)).fold(
+        let is_pm_refused =
+            host.zones.iter().any(|zone| zone.tier == Tier::Pm && refused(zone.id).is_some());
+        host.zones.iter().filter(|zone| !(is_pm_refused && zone.tier == Tier::Dram)).fold(
             0,
             |sum, zone| {
-                let least = stays(zone.id).unwrap_or(0).max(zone.floor_bytes);
+                let least = refused(zone.id).unwrap_or(0).max(zone.floor_bytes);
                 sum.saturating_add(zone.requested_bytes.saturating_sub(least))
             },
         )
@@ -192,18 +198,18 @@ pub(super) struct Window {
 
 impl Window {
     /// Returns true if a single value is left, so that time alone no longer changes the result.
-    pub(super) fn is_settled(&self) -> bool {
+    pub(super) fn is_quiescent(&self) -> bool {
         self.values.len() <= 1
     }
 
     /// Adds a value. Returns the minimum over the last `ms`.
-    pub(super) fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+    pub(super) fn push_min(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
         self.push(value, ms, now)
     }
 
     /// Adds a value. Returns the maximum over the last `ms`.
-    pub(super) fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+    pub(super) fn push_max(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier <= value).is_some() {}
         self.push(value, ms, now)
     }
@@ -225,24 +231,27 @@ pub(super) struct Patience {
     /// not change it.
     available: Window,
     /// Memory that was online during the whole period. Requests do not change it.
-    there: Window,
+    online_available: Window,
     /// Learned patience, if the configured patience was too short. Otherwise 0.
-    longer_ms: u64,
-    regretted_at: TimeMs,
+    learned_ms: u64,
+    lengthened_at: TimeMs,
     plugged_bytes: u64,
     shrunk_at: Option<TimeMs>,
     grown_at: TimeMs,
 }
 
 impl Patience {
-    pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
+    pub(super) fn is_quiescent(&self, params: &Params, now: TimeMs) -> bool {
         let is_over = self.calm_since.is_some_and(|since| now.since(since) >= self.ms(params));
-        self.longer_ms == 0 && is_over && self.available.is_settled() && self.there.is_settled()
+        self.learned_ms == 0
+            && is_over
+            && self.available.is_quiescent()
+            && self.online_available.is_quiescent()
     }
 
     /// Returns the time for which memory must be idle before it is surplus.
     pub(super) fn ms(&self, params: &Params) -> u64 {
-        params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
+        params.idle_ms.max(self.learned_ms).min(params.max_idle_ms)
     }
 
     /// Records whether the guest has shrunk since the last report. If a growing guest unplugs
@@ -256,152 +265,158 @@ impl Patience {
             self.shrunk_at = Some(now);
         }
         self.plugged_bytes = plugged_bytes;
-        if now.since(self.regretted_at) >= FORGIVEN_MS {
-            (self.longer_ms, self.regretted_at) = (self.longer_ms / 2, now);
+        if now.since(self.lengthened_at) >= PATIENCE_DECAY_MS {
+            (self.learned_ms, self.lengthened_at) = (self.learned_ms / 2, now);
         }
     }
 
     /// Records a grow. If it follows soon after a shrink, the shrink was too early, and the
     /// patience doubles. The new patience is at least the time since the previous grow, because the
     /// demand may be periodic.
-    pub(super) fn grown(&mut self, params: &Params, now: TimeMs) {
-        self.disturbed();
-        if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
-            let tooth_ms = now.since(self.grown_at);
-            self.longer_ms =
-                self.ms(params).saturating_mul(2).max(tooth_ms).min(params.max_idle_ms);
-            self.regretted_at = now;
+    pub(super) fn record_grow(&mut self, params: &Params, now: TimeMs) {
+        self.restart();
+        if self.shrunk_at.take().is_some_and(|at| now.since(at) < EARLY_SHRINK_MS) {
+            let cycle_ms = now.since(self.grown_at);
+            self.learned_ms =
+                self.ms(params).saturating_mul(2).max(cycle_ms).min(params.max_idle_ms);
+            self.lengthened_at = now;
         }
         self.grown_at = now;
     }
 
     /// Restarts the period because the guest is short of memory or waits for it, so its memory is
     /// not idle.
-    pub(super) fn disturbed(&mut self) {
+    pub(super) fn restart(&mut self) {
         self.calm_since = None;
     }
 
     /// Returns the minimum of expected available memory over the period, or `None` if the period
     /// has not passed yet. The result is at most the memory that was online during the whole
     /// period.
-    pub(super) fn least_bytes(
+    pub(super) fn min_available_bytes(
         &mut self,
         params: &Params,
         expected_available_bytes: u64,
-        there_bytes: u64,
+        online_available_bytes: u64,
         requested_bytes: u64,
         now: TimeMs,
     ) -> Option<u64> {
         let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
         // Sizes of memory are far below the limits of both types.
-        let least =
-            self.available.least(expected_available_bytes as i64 - requested_bytes as i64, ms, now);
-        let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
+        let least = self.available.push_min(
+            expected_available_bytes as i64 - requested_bytes as i64,
+            ms,
+            now,
+        );
+        let online_available_bytes =
+            self.online_available.push_min(online_available_bytes as i64, ms, now) as u64;
         (now.since(since) >= ms)
-            .then(|| requested_bytes.saturating_add_signed(least).min(there_bytes))
+            .then(|| requested_bytes.saturating_add_signed(least).min(online_available_bytes))
     }
 }
 
 /// Page cache that counts as needed by the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Cache {
+pub(super) struct PageCacheNeed {
     needed_bytes: u64,
     missed_at: TimeMs,
-    keep_ms: u64,
+    retain_ms: u64,
     /// Last grow that was made for page cache.
-    tried: Option<Tried>,
+    last_grow: Option<CacheGrow>,
     /// Time until which the guest does not grow for page cache.
-    vain_until: Option<TimeMs>,
-    vain_ms: u64,
+    ignored_until: Option<TimeMs>,
+    ignored_ms: u64,
 }
 
 /// A grow that was made for page cache, and the number of consecutive grows without effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tried {
+struct CacheGrow {
     at: TimeMs,
     /// Guest's total memory before the grow. Memory that has not arrived cannot have helped.
     total_bytes: u64,
     refault_bytes_per_s: u64,
-    in_vain: u32,
+    ineffective_grows: u32,
 }
 
-impl Cache {
-    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
-        self.is_forgotten(now) && !self.is_beyond_help(now)
+impl PageCacheNeed {
+    pub(super) fn is_quiescent(&self, now: TimeMs) -> bool {
+        self.is_expired(now) && !self.is_ignored(now)
     }
 
     /// Checks if the last grow for page cache has helped. It has helped if the rate at which
     /// evicted pages are read back has fallen by a quarter.
     pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
-        let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
-        if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {
-            (self.tried, self.vain_ms) = (None, 0);
-        } else if tried.in_vain >= VAIN_GROWS
-            && total_bytes > tried.total_bytes
+        let Some(grow) = self.last_grow.filter(|_| rates.has_signs) else { return };
+        if rates.file_refault_bytes_per_s < grow.refault_bytes_per_s / 4 * 3 {
+            (self.last_grow, self.ignored_ms) = (None, 0);
+        } else if grow.ineffective_grows >= MAX_INEFFECTIVE_GROWS
+            && total_bytes > grow.total_bytes
             && rates.files_refaulting
             && rates.stalled
         {
-            self.vain_ms = self.vain_ms.saturating_mul(2).clamp(CACHE_MS.0, CACHE_MS.1);
-            (self.tried, self.vain_until) = (None, Some(now + self.vain_ms));
+            self.ignored_ms = self.ignored_ms.saturating_mul(2).clamp(CACHE_MS.0, CACHE_MS.1);
+            (self.last_grow, self.ignored_until) = (None, Some(now + self.ignored_ms));
             self.needed_bytes = 0;
         }
     }
 
     /// Records a grow for page cache.
-    pub(super) fn tried(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
-        let before = self.tried.filter(|before| now.since(before.at) < REGRET_MS);
-        let came = before.is_none_or(|before| total_bytes > before.total_bytes);
-        let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
+    pub(super) fn record_grow(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
+        let before = self.last_grow.filter(|before| now.since(before.at) < EARLY_SHRINK_MS);
+        let has_arrived = before.is_none_or(|before| total_bytes > before.total_bytes);
+        let ineffective_grows =
+            before.map_or(0, |before| before.ineffective_grows) + u32::from(has_arrived);
         // The rate is compared with the rate before the first grow.
         let refault_bytes_per_s =
             before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
-        self.tried = Some(Tried { at: now, total_bytes, refault_bytes_per_s, in_vain });
+        self.last_grow =
+            Some(CacheGrow { at: now, total_bytes, refault_bytes_per_s, ineffective_grows });
     }
 
     /// Returns true while page cache is ignored because growing did not help.
-    pub(super) fn is_beyond_help(&self, now: TimeMs) -> bool {
-        self.vain_until.is_some_and(|until| now < until)
+    pub(super) fn is_ignored(&self, now: TimeMs) -> bool {
+        self.ignored_until.is_some_and(|until| now < until)
     }
 
     /// Records that tasks wait for evicted pages, which means that the present page cache is
     /// needed.
-    pub(super) fn missed(&mut self, report: &Report, now: TimeMs) {
+    pub(super) fn record_miss(&mut self, report: &Report, now: TimeMs) {
         let cached_bytes = report.memory().cached_bytes;
-        let forgotten = self.is_forgotten(now);
-        if self.keep_ms == 0 {
-            self.keep_ms = CACHE_MS.0;
-        } else if forgotten {
-            self.keep_ms = self.keep_ms.saturating_mul(2).min(CACHE_MS.1);
+        let is_expired = self.is_expired(now);
+        if self.retain_ms == 0 {
+            self.retain_ms = CACHE_MS.0;
+        } else if is_expired {
+            self.retain_ms = self.retain_ms.saturating_mul(2).min(CACHE_MS.1);
         }
         self.needed_bytes =
-            if forgotten { cached_bytes } else { self.needed_bytes.max(cached_bytes) };
+            if is_expired { cached_bytes } else { self.needed_bytes.max(cached_bytes) };
         self.missed_at = now;
     }
 
     /// Returns the page cache that counts as used.
     pub(super) fn needed_bytes(&self, report: &Report, now: TimeMs) -> u64 {
-        if self.is_forgotten(now) {
+        if self.is_expired(now) {
             return 0;
         }
         let memory = report.memory();
         self.needed_bytes.min(memory.cached_bytes).min(memory.available_bytes)
     }
 
-    fn is_forgotten(&self, now: TimeMs) -> bool {
-        now.since(self.missed_at) >= self.keep_ms
+    fn is_expired(&self, now: TimeMs) -> bool {
+        now.since(self.missed_at) >= self.retain_ms
     }
 }
 
 /// Swapped memory that the guest may need again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Swapped {
+pub(super) struct SwappedMemory {
     pages: u64,
-    moved_at: Option<TimeMs>,
+    swapped_at: Option<TimeMs>,
 }
 
-impl Swapped {
-    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
-        self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
+impl SwappedMemory {
+    pub(super) fn is_quiescent(&self, now: TimeMs) -> bool {
+        self.swapped_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
     /// Returns the swapped memory that counts as needed. This is all of it until no page has been
@@ -410,10 +425,10 @@ impl Swapped {
     pub(super) fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);
-        if pages != self.pages || self.moved_at.is_none() {
-            (self.pages, self.moved_at) = (pages, Some(now));
+        if pages != self.pages || self.swapped_at.is_none() {
+            (self.pages, self.swapped_at) = (pages, Some(now));
         }
-        match self.moved_at {
+        match self.swapped_at {
             Some(at) if now.since(at) < SWAP_COLD_MS => {
                 memory.swap_total_bytes.saturating_sub(memory.swap_free_bytes)
             }

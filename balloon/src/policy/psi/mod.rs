@@ -13,7 +13,7 @@ use foreshore_proto::{KernelGrowth, Measure, Report};
 pub use params::Params;
 
 use self::history::{History, Rates};
-use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
+use self::learned::{PageCacheNeed, Patience, PlugTime, SwappedMemory, UnplugRefusals, Window};
 use super::boot_memory::BootMemory;
 use super::offlining::OffliningMemory;
 use super::onlining::OnliningMemory;
@@ -44,36 +44,36 @@ pub struct State {
     history: History,
     boot_memory: BootMemory,
     onlining: OnliningMemory,
-    grown: Option<Grown>,
+    last_grow: Option<LastGrow>,
     /// Grow that the last decision requested. The next report shows if it was carried out.
-    asked: Option<Asked>,
+    pending_grow: Option<PendingGrow>,
     /// Last time on the guest's clock at which requested memory had not arrived yet.
     outstanding_ms: u64,
     offlining: OffliningMemory,
     /// Time of the last grow, or of the last time that the guest filled memory fast.
     active_at: TimeMs,
     plug_time: PlugTime,
-    refusals: Refusals,
+    refusals: UnplugRefusals,
     patience: Patience,
     /// Fill rates during the patience.
     fill_rates: Window,
-    cache: Cache,
-    swapped: Swapped,
+    cache: PageCacheNeed,
+    swapped: SwappedMemory,
     kernel_growth: KernelGrowth,
 }
 
 /// The last grow, and the number of grows that preceded it in close succession.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Grown {
+struct LastGrow {
     at: TimeMs,
     streak: u32,
 }
 
 /// A grow that was decided, but that may not have been carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Asked {
+struct PendingGrow {
     at: TimeMs,
-    step: Grown,
+    step: LastGrow,
     /// Requested size before this grow.
     requested_bytes: u64,
     total_bytes: u64,
@@ -89,12 +89,12 @@ pub fn decide(
     now: TimeMs,
 ) -> (State, Decision) {
     let memory = input.report.memory();
-    state.learn_grow(params, input.host);
+    state.record_last_grow(params, input.host);
     state.boot_memory.learn(input, now);
     let online_bytes = state.boot_memory.online_bytes(memory.total_bytes, input.host);
     let used_bytes = history::used_bytes(input.report);
-    let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
-    let offlining_bytes = state.offlining.learn(used_bytes.into(), to_go_bytes);
+    let pending_unplug_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
+    let offlining_bytes = state.offlining.learn(used_bytes.into(), pending_unplug_bytes);
     let onlining_bytes =
         state.onlining.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
     state.history.push(input.report, offlining_bytes, onlining_bytes);
@@ -119,19 +119,24 @@ pub fn decide(
     };
     let with_cache_bytes =
         memory.available_bytes.saturating_add(offlining_bytes).saturating_add(onlining_bytes);
-    let bare_bytes =
+    let available_without_cache_bytes =
         expected_available(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
     state.cache.learn(memory.total_bytes, &rates, now);
-    let files_count = state.files_count(params, bare_bytes, input.report, now);
-    if files_count && rates.files_refaulting && rates.stalled {
-        state.cache.missed(input.report, now);
+    let is_page_cache_needed =
+        state.is_page_cache_needed(params, available_without_cache_bytes, input.report, now);
+    if is_page_cache_needed && rates.files_refaulting && rates.stalled {
+        state.cache.record_miss(input.report, now);
     }
     let available_bytes =
         with_cache_bytes.saturating_sub(state.cache.needed_bytes(input.report, now));
     let expected_available_bytes = expected_available(available_bytes);
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
-    let signs = Signs::new(&rates, expected_available_bytes < marks.tight_bytes, files_count);
-    let signs = Signs { cache_bytes: expected_available_bytes.saturating_sub(bare_bytes), ..signs };
+    let signs =
+        Signs::new(&rates, expected_available_bytes < marks.tight_bytes, is_page_cache_needed);
+    let signs = Signs {
+        cache_bytes: expected_available_bytes.saturating_sub(available_without_cache_bytes),
+        ..signs
+    };
     let allocstalls = input.report.counters().allocstall_kernel;
     state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
@@ -142,7 +147,7 @@ pub fn decide(
 
     let missing_bytes = kernel.map_or(0, |need| need.missing_bytes);
     // Converting a block to kernel memory needs free memory for the pages of the block.
-    let beside_block_bytes =
+    let available_without_block_bytes =
         expected_available_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
     let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
     let decision = match shortage(params, &marks, &signs, &rates, expected_available_bytes, input)
@@ -151,7 +156,7 @@ pub fn decide(
         Some((reason, need_bytes)) => {
             state.active_at = now;
             let step = state.next_step(params, now);
-            state.asked = Some(Asked {
+            state.pending_grow = Some(PendingGrow {
                 at: now,
                 step,
                 requested_bytes: input.host.requested_bytes(),
@@ -162,20 +167,27 @@ pub fn decide(
             });
             let step_bytes = need_bytes.max(params.min_step_bytes.saturating_mul(1 << step.streak));
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
-            decided(Some(want_bytes), reason, true, &marks)
+            new_decision(Some(want_bytes), reason, true, &marks)
         }
-        None => match state.surplus(params, &marks, &signs, beside_block_bytes, input, now) {
-            0 => decided(None, Reason::Enough, false, &marks),
-            bytes => {
-                let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
-                decided(Some(want_bytes), Reason::Surplus, false, &marks)
+        None => {
+            match state.surplus(params, &marks, &signs, available_without_block_bytes, input, now) {
+                0 => new_decision(None, Reason::Enough, false, &marks),
+                bytes => {
+                    let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
+                    new_decision(Some(want_bytes), Reason::Surplus, false, &marks)
+                }
             }
-        },
+        }
     };
     (state, Decision { near: nodes::shortest(input.report), ..decision })
 }
 
-fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
+fn new_decision(
+    want_bytes: Option<u64>,
+    reason: Reason,
+    pressure: bool,
+    marks: &Marks,
+) -> Decision {
     let (watermark_bytes, watermark_of) = (marks.watch_bytes, Measure::Available);
     Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of }
 }
@@ -195,9 +207,9 @@ struct Signs {
     /// Evicted file pages are being read back, and more memory would help.
     misses_files: bool,
     /// There are signs of shortage, and the guest as a whole causes them.
-    own: bool,
+    by_guest: bool,
     /// There are signs of shortage, and a cgroup limit causes them.
-    elsewhere: bool,
+    by_cgroup: bool,
     /// Evicted file pages are being read back, for any cause.
     files_refaulting: bool,
     /// Page cache that is included in the expected available memory.
@@ -205,17 +217,17 @@ struct Signs {
 }
 
 impl Signs {
-    fn new(rates: &Rates, tight: bool, files_count: bool) -> Self {
-        let misses_files = files_count && rates.files_refaulting && rates.stalled;
+    fn new(rates: &Rates, tight: bool, is_page_cache_needed: bool) -> Self {
+        let misses_files = is_page_cache_needed && rates.files_refaulting && rates.stalled;
         let any = rates.stalled || rates.refaulting || rates.swapped_out_bytes > 0;
-        let own = any && (tight || (files_count && rates.files_refaulting));
+        let by_guest = any && (tight || (is_page_cache_needed && rates.files_refaulting));
         Signs {
             swapping: tight && (rates.swapped_out_bytes > 0 || rates.swapping_in),
             thrashing: misses_files || (tight && rates.anon_refaulting && rates.stalled),
             stalled: tight && rates.stalled,
             misses_files,
-            own,
-            elsewhere: any && !own,
+            by_guest,
+            by_cgroup: any && !by_guest,
             files_refaulting: rates.files_refaulting,
             cache_bytes: 0,
         }
@@ -230,11 +242,11 @@ struct Marks {
     /// Rule 2: the headroom plus the memory that the guest will fill at its present rate.
     low_bytes: u64,
     /// Rule 3: the target of a grow.
-    aim_bytes: u64,
+    grow_target_bytes: u64,
     /// Rule 8: the target of a shrink.
-    keep_bytes: u64,
+    shrink_target_bytes: u64,
     /// Rule 8: the limit above which there is surplus.
-    high_bytes: u64,
+    surplus_limit_bytes: u64,
     /// Rule 5: the limit below which signs of shortage are attributed to the guest instead of a
     /// cgroup.
     tight_bytes: u64,
@@ -271,7 +283,7 @@ impl Marks {
         let need_bytes = needs.used_bytes.saturating_add(headroom_bytes);
         let margin_bytes =
             scale(need_bytes, params.margin_permille, 1000).max(params.min_step_bytes);
-        let keep_bytes = if needs.is_at_rest {
+        let shrink_target_bytes = if needs.is_at_rest {
             margin_bytes
         } else {
             margin_bytes.saturating_mul(ACTIVE_MARGINS)
@@ -281,16 +293,20 @@ impl Marks {
         // much of it the guest needs at the same time.
         let swapped_bytes = needs.swapped_bytes.min(total_bytes);
         // If a guest has filled memory fast and is now idle, its demand may be periodic.
-        let kept = |bytes: u64| {
+        let with_max_fill = |bytes: u64| {
             let low_bytes = headroom_bytes.saturating_add(ahead(needs.max_fill_rate_bytes_per_s));
             low_bytes.saturating_add(bytes).saturating_add(swapped_bytes)
         };
         Marks {
             headroom_bytes,
             low_bytes,
-            aim_bytes: with(fill_bytes).saturating_add(margin_bytes).saturating_add(swapped_bytes),
-            keep_bytes: kept(keep_bytes),
-            high_bytes: kept(keep_bytes.saturating_add(margin_bytes / 2)),
+            grow_target_bytes: with(fill_bytes)
+                .saturating_add(margin_bytes)
+                .saturating_add(swapped_bytes),
+            shrink_target_bytes: with_max_fill(shrink_target_bytes),
+            surplus_limit_bytes: with_max_fill(
+                shrink_target_bytes.saturating_add(margin_bytes / 2),
+            ),
             tight_bytes: Self::tight_bytes(headroom_bytes, total_bytes),
             watch_bytes: with(margin_bytes / 4),
         }
@@ -316,12 +332,17 @@ impl Marks {
     /// Returns the limits for a guest in which a cgroup limit causes the signs of shortage. Both
     /// limits of a surplus are above `tight_bytes`, because below it the signs would be attributed
     /// to the guest.
-    fn beside_want(&self, signs: &Signs) -> Self {
-        let half_margin_bytes = self.high_bytes - self.keep_bytes;
+    fn for_cgroup_signs(&self, signs: &Signs) -> Self {
+        let half_margin_bytes = self.surplus_limit_bytes - self.shrink_target_bytes;
         let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
         let tight_bytes = self.tight_bytes.saturating_add(cache_bytes);
-        let keep_bytes = self.keep_bytes.max(tight_bytes.saturating_add(half_margin_bytes));
-        Marks { keep_bytes, high_bytes: keep_bytes.saturating_add(half_margin_bytes), ..*self }
+        let shrink_target_bytes =
+            self.shrink_target_bytes.max(tight_bytes.saturating_add(half_margin_bytes));
+        Marks {
+            shrink_target_bytes,
+            surplus_limit_bytes: shrink_target_bytes.saturating_add(half_margin_bytes),
+            ..*self
+        }
     }
 }
 
@@ -341,8 +362,10 @@ fn shortage(
     } else {
         0
     };
-    let need_bytes =
-        marks.aim_bytes.saturating_sub(expected_available_bytes).saturating_add(missed_bytes);
+    let need_bytes = marks
+        .grow_target_bytes
+        .saturating_sub(expected_available_bytes)
+        .saturating_add(missed_bytes);
     if expected_available_bytes < marks.low_bytes {
         let reason = if expected_available_bytes < marks.headroom_bytes {
             Reason::LowAvailable
@@ -371,18 +394,18 @@ impl State {
     /// Returns true if time alone no longer changes decisions. If reports have been the same for 5
     /// s, the next decision is then final until a report changes. Each new field needs a check
     /// here.
-    pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
+    pub(super) fn is_quiescent(&self, params: &Params, now: TimeMs) -> bool {
         let State {
             // Decisions use less than 5 s of these fields' past, or only events that do not occur
             // in an idle guest.
             history: _,
             boot_memory: _,
             onlining: _,
-            grown: _,
+            last_grow: _,
             // The rate falls to zero within a second. Caches count as free memory again 10 s after
             // a stall.
             kernel_growth,
-            asked: _,
+            pending_grow: _,
             outstanding_ms: _,
             offlining: _,
             active_at,
@@ -394,55 +417,61 @@ impl State {
             swapped,
         } = self;
         now.since(*active_at) >= patience.ms(params).saturating_mul(2)
-            && plug_time.is_settled()
-            && refusals.is_settled(now)
-            && patience.is_settled(params, now)
-            && fill_rates.is_settled()
-            && kernel_growth.is_settled()
-            && cache.is_settled(now)
-            && swapped.is_settled(now)
+            && plug_time.is_quiescent()
+            && refusals.is_quiescent(now)
+            && patience.is_quiescent(params, now)
+            && fill_rates.is_quiescent()
+            && kernel_growth.is_quiescent()
+            && cache.is_quiescent(now)
+            && swapped.is_quiescent(now)
     }
 
     /// Rule 6: returns true if more memory would prevent the eviction of page cache. If plenty of
     /// memory besides page cache is available, a cgroup limit causes the eviction. The same is
     /// assumed after several consecutive grows that did not help.
-    fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
+    fn is_page_cache_needed(
+        &self,
+        params: &Params,
+        available_without_cache_bytes: u64,
+        report: &Report,
+        now: TimeMs,
+    ) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
         let headroom_bytes =
             Marks::headroom_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
-        bare_bytes < Marks::tight_bytes(headroom_bytes, total_bytes)
-            && !self.cache.is_beyond_help(now)
+        available_without_cache_bytes < Marks::tight_bytes(headroom_bytes, total_bytes)
+            && !self.cache.is_ignored(now)
     }
 
     /// Rule 4: records the last grow if it was carried out. If a dry run, a pause, a bound or a
     /// lack of memory prevented it, nothing is recorded, and the next grow starts a new streak.
-    fn learn_grow(&mut self, params: &Params, host: &HostView) {
-        let Some(asked) = self.asked.take() else { return };
-        if host.requested_bytes() <= asked.requested_bytes {
+    fn record_last_grow(&mut self, params: &Params, host: &HostView) {
+        let Some(pending) = self.pending_grow.take() else { return };
+        if host.requested_bytes() <= pending.requested_bytes {
             return;
         }
-        self.grown = Some(asked.step);
-        self.patience.grown(params, asked.at);
-        self.refusals.grown();
-        self.plug_time.asked(asked.total_bytes, asked.at);
-        if let Some(bytes_per_s) = asked.file_refault_bytes_per_s {
-            self.cache.tried(asked.total_bytes, bytes_per_s, asked.at);
+        self.last_grow = Some(pending.step);
+        self.patience.record_grow(params, pending.at);
+        self.refusals.record_grow();
+        self.plug_time.start_measurement(pending.total_bytes, pending.at);
+        if let Some(bytes_per_s) = pending.file_refault_bytes_per_s {
+            self.cache.record_grow(pending.total_bytes, bytes_per_s, pending.at);
         }
     }
 
     /// Rule 4: returns the next grow, with the number of grows that preceded it in close
     /// succession. Each of those grows doubles the smallest step.
-    fn next_step(&self, params: &Params, now: TimeMs) -> Grown {
-        let streak = match self.grown {
-            Some(grown) if now.since(grown.at) < SAME_GROW_MS => grown.streak,
-            Some(grown) if now.since(grown.at) <= params.streak_ms => {
-                (grown.streak + 1).min(MAX_STREAK)
+    fn next_step(&self, params: &Params, now: TimeMs) -> LastGrow {
+        let streak = match self.last_grow {
+            Some(last) if now.since(last.at) < SAME_GROW_MS => last.streak,
+            Some(last) if now.since(last.at) <= params.streak_ms => {
+                (last.streak + 1).min(MAX_STREAK)
             }
             _ => 0,
         };
-        let same = self.grown.filter(|grown| now.since(grown.at) < SAME_GROW_MS);
-        Grown { at: same.map_or(now, |grown| grown.at), streak }
+        let same = self.last_grow.filter(|last| now.since(last.at) < SAME_GROW_MS);
+        LastGrow { at: same.map_or(now, |last| last.at), streak }
     }
 
     fn marks(
@@ -454,20 +483,20 @@ impl State {
         now: TimeMs,
     ) -> Marks {
         let total_bytes = report.memory().total_bytes;
-        let rest_ms = self.patience.ms(params);
+        let patience_ms = self.patience.ms(params);
         let needs = Needs {
             total_bytes,
             kswapd_bytes: nodes::kswapd_bytes(report),
             used_bytes: total_bytes.saturating_sub(available_bytes),
             swapped_bytes: self.swapped.needed_bytes(report, now),
             fill_rate_bytes_per_s: rates.fill_rate_bytes_per_s,
-            max_fill_rate_bytes_per_s: self.fill_rates.most(
+            max_fill_rate_bytes_per_s: self.fill_rates.push_max(
                 rates.fill_rate_bytes_per_s as i64,
-                rest_ms,
+                patience_ms,
                 now,
             ) as u64,
             reaction_ms: NOTICE_MS + self.plug_time.ms(),
-            is_at_rest: now.since(self.active_at) >= rest_ms,
+            is_at_rest: now.since(self.active_at) >= patience_ms,
         };
         Marks::new(params, needs)
     }
@@ -483,10 +512,10 @@ impl State {
         input: Input<'_>,
         now: TimeMs,
     ) -> u64 {
-        if signs.own {
-            self.patience.disturbed();
+        if signs.by_guest {
+            self.patience.restart();
         }
-        let marks = if signs.elsewhere { marks.beside_want(signs) } else { *marks };
+        let marks = if signs.by_cgroup { marks.for_cgroup_signs(signs) } else { *marks };
         let filling = marks.low_bytes - marks.headroom_bytes > marks.headroom_bytes / 4;
         if filling {
             self.active_at = now;
@@ -501,15 +530,21 @@ impl State {
         // wait for it may fill it as soon as it arrives.
         let requested_bytes = input.host.requested_bytes();
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
-        let on_way_bytes =
+        let outstanding_bytes =
             requested_bytes.saturating_sub(online_bytes).saturating_add(self.onlining.bytes());
-        let there_bytes = spare_bytes.saturating_sub(on_way_bytes);
-        match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
-            Some(least) if !filling && least > marks.high_bytes => {
-                let bytes =
-                    (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now));
+        let online_available_bytes = spare_bytes.saturating_sub(outstanding_bytes);
+        match self.patience.min_available_bytes(
+            params,
+            spare_bytes,
+            online_available_bytes,
+            requested_bytes,
+            now,
+        ) {
+            Some(least) if !filling && least > marks.surplus_limit_bytes => {
+                let bytes = (least - marks.shrink_target_bytes)
+                    .min(self.refusals.returnable_bytes(input.host, now));
                 let reserve = Forecast::new(input.report, input.host);
-                reserve.part_beside_reserve(bytes, least - marks.keep_bytes)
+                reserve.removable_part(bytes, least - marks.shrink_target_bytes)
             }
             _ => 0,
         }

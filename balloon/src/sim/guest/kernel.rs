@@ -3,7 +3,7 @@
 use foreshore_proto::{CONVERSION_MS, OFFLINE_LIMIT_MS, full_pm_pages};
 
 use super::paging::{Budget, OOM_MS};
-use super::placing::Placed;
+use super::placement::Placement;
 use super::{FILL_BYTES_PER_MS, Guest, Marks, PAGE_BYTES};
 use crate::sim::demand::Segment;
 use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
@@ -32,9 +32,9 @@ impl KernelLoad {
 
     fn release(&mut self, mut bytes: u64) {
         for part in [&mut self.waiting_bytes, &mut self.killed_bytes, &mut self.held_bytes] {
-            let gone = bytes.min(*part);
-            *part -= gone;
-            bytes -= gone;
+            let part_bytes = bytes.min(*part);
+            *part -= part_bytes;
+            bytes -= part_bytes;
         }
         self.stuck_ms = 0;
     }
@@ -119,10 +119,10 @@ impl Guest {
 
     /// Moves the pages of a block of `block_bytes` to other movable memory. DRAM is filled first.
     fn move_from_block(&mut self, block_bytes: u64) {
-        self.place();
+        self.place_pages();
         let left_bytes = self.movable_dram_bytes() - block_bytes;
-        let pm_bytes = self.placed.movable_dram_bytes().saturating_sub(left_bytes);
-        self.placed.pm_bytes += pm_bytes;
+        let pm_bytes = self.last_placement.movable_dram_bytes().saturating_sub(left_bytes);
+        self.last_placement.pm_bytes += pm_bytes;
         self.totals.foreign_bytes += pm_bytes;
     }
 
@@ -134,17 +134,18 @@ impl Guest {
         if kernel_part_bytes == 0 {
             return;
         }
-        self.place();
+        self.place_pages();
         let movable_bytes = self.movable_bytes() - self.zone_movable_bytes(zone);
         let unpinned_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
-        let moved_bytes = scale(self.placed.kernel_zone_bytes, kernel_part_bytes, unpinned_bytes);
-        let outside_bytes = self.user_bytes() - self.placed.kernel_zone_bytes;
+        let moved_bytes =
+            scale(self.last_placement.kernel_zone_bytes, kernel_part_bytes, unpinned_bytes);
+        let outside_bytes = self.user_bytes() - self.last_placement.kernel_zone_bytes;
         let moved_bytes = moved_bytes.min(movable_bytes.saturating_sub(outside_bytes));
         let dram_bytes = self.movable_dram_bytes() - self.zone_movable_bytes(zone);
         let to_dram_bytes =
-            moved_bytes.min(dram_bytes.saturating_sub(self.placed.movable_dram_bytes()));
-        self.placed.kernel_zone_bytes -= moved_bytes;
-        self.placed.pm_bytes += moved_bytes - to_dram_bytes;
+            moved_bytes.min(dram_bytes.saturating_sub(self.last_placement.movable_dram_bytes()));
+        self.last_placement.kernel_zone_bytes -= moved_bytes;
+        self.last_placement.pm_bytes += moved_bytes - to_dram_bytes;
         self.totals.foreign_bytes += moved_bytes - to_dram_bytes;
     }
 
@@ -181,7 +182,7 @@ impl Guest {
     }
 
     /// Updates the demand for kernel memory to the present time.
-    pub(super) fn want_kernel(&mut self, segment: &Segment) {
+    pub(super) fn grow_kernel(&mut self, segment: &Segment) {
         let (wanted_bytes, before_bytes) =
             (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
         match wanted_bytes.checked_sub(before_bytes) {
@@ -193,7 +194,8 @@ impl Guest {
     /// Free memory above `mark_pages` in the kernel's zones, if user pages remain where
     /// [`Guest::place`] has placed them.
     fn kernel_room_bytes(&self, mark_pages: u64) -> u64 {
-        let used_bytes = self.kernel_used_bytes() + self.held_bytes() + mark_pages * PAGE_BYTES;
+        let used_bytes =
+            self.kernel_used_bytes() + self.remaining_kernel_zone_bytes() + mark_pages * PAGE_BYTES;
         self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
@@ -212,7 +214,7 @@ impl Guest {
             self.kernel.stuck_ms = 0;
             return 0;
         }
-        self.place();
+        self.place_pages();
         let wanted_bytes = self.kernel.waiting_bytes.min(FILL_BYTES_PER_MS.saturating_mul(ms));
         let mut missing_bytes = wanted_bytes - self.take_kernel(wanted_bytes);
         self.kernel.kswapd |= self.kernel_room_bytes(self.boot.kernel_mark(|marks| marks.low)) == 0;
@@ -258,7 +260,7 @@ impl Guest {
             self.kernel.kswapd = false;
             return;
         }
-        self.place();
+        self.place_pages();
         let demoted_bytes = self.demote_from_kernel_zones(missing_bytes);
         let reclaimed_bytes =
             self.reclaim_kernel_zones(missing_bytes - demoted_bytes, budget, Guest::reclaim);
@@ -269,7 +271,7 @@ impl Guest {
 
     /// Returns the free movable memory.
     fn movable_room_bytes(&self) -> u64 {
-        let outside_bytes = self.user_bytes() - self.held_bytes();
+        let outside_bytes = self.user_bytes() - self.remaining_kernel_zone_bytes();
         self.movable_bytes().saturating_sub(outside_bytes)
     }
 
@@ -281,17 +283,17 @@ impl Guest {
         if !self.config.demotes {
             return 0;
         }
-        let held = self.held();
+        let remaining = self.remaining_pages();
         let plugs = self.zones.iter().zip(&self.plugs).filter(|(zone, _)| zone.tier == Tier::Pm);
         let marks_pages = plugs.map(|(_, plug)| plug.marks.high).sum::<u64>();
         let pm_bytes = self.plugged_of(Tier::Pm);
-        let kept_bytes = marks_pages.max(full_pm_pages(pm_bytes / PAGE_BYTES)) * PAGE_BYTES;
-        let room_bytes = pm_bytes.saturating_sub(held.pm_bytes + kept_bytes);
-        let demoted_bytes = bytes.min(held.kernel_zone_bytes).min(room_bytes);
-        self.placed = Placed {
-            kernel_zone_bytes: held.kernel_zone_bytes - demoted_bytes,
-            pm_bytes: held.pm_bytes + demoted_bytes,
-            ..held
+        let reserved_bytes = marks_pages.max(full_pm_pages(pm_bytes / PAGE_BYTES)) * PAGE_BYTES;
+        let room_bytes = pm_bytes.saturating_sub(remaining.pm_bytes + reserved_bytes);
+        let demoted_bytes = bytes.min(remaining.kernel_zone_bytes).min(room_bytes);
+        self.last_placement = Placement {
+            kernel_zone_bytes: remaining.kernel_zone_bytes - demoted_bytes,
+            pm_bytes: remaining.pm_bytes + demoted_bytes,
+            ..remaining
         };
         self.totals.demoted_bytes += demoted_bytes;
         demoted_bytes
@@ -305,10 +307,11 @@ impl Guest {
         budget: &mut Budget,
         reclaim: fn(&mut Guest, u64, &mut Budget) -> u64,
     ) -> u64 {
-        let held = self.held();
-        let freed_bytes = reclaim(self, bytes.min(held.kernel_zone_bytes), budget);
-        let kernel_zone_bytes = held.kernel_zone_bytes - freed_bytes;
-        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..held };
+        let remaining = self.remaining_pages();
+        let freed_bytes = reclaim(self, bytes.min(remaining.kernel_zone_bytes), budget);
+        let kernel_zone_bytes = remaining.kernel_zone_bytes - freed_bytes;
+        self.last_placement =
+            Placement { user_bytes: self.user_bytes(), kernel_zone_bytes, ..remaining };
         freed_bytes
     }
 }

@@ -7,7 +7,7 @@
 
 mod kernel;
 mod paging;
-mod placing;
+mod placement;
 #[cfg(test)]
 mod tests;
 
@@ -15,8 +15,8 @@ use foreshore_proto::Measure;
 
 use self::kernel::{Conversion, KernelLoad};
 use self::paging::Budget;
-use self::placing::Placed;
-pub(super) use self::placing::{BootZones, boot_memory};
+use self::placement::Placement;
+pub(super) use self::placement::{BootZones, boot_memory};
 use super::demand::Segment;
 use super::swap::SwapDevice;
 pub(super) use crate::units::PAGE_BYTES;
@@ -33,7 +33,7 @@ const PAGING_STEP_MS: u64 = 50;
 const FILL_BYTES_PER_MS: u64 = 2 * MIB;
 
 /// Amount of memory that Linux removes from free memory at a time before unplugging it.
-const LEAVING_BYTES: u64 = SECTION_BYTES;
+const OFFLINING_BYTES: u64 = SECTION_BYTES;
 
 /// Configuration of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -128,7 +128,7 @@ impl Marks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plug {
     /// Time at which the present request was made.
-    asked: TimeMs,
+    requested_at: TimeMs,
     /// Time that has been spent on the present block, in microseconds.
     done_us: u64,
     /// Largest plugged size so far.
@@ -213,7 +213,7 @@ pub struct Guest {
     zones: Vec<ZoneSizes>,
     plugs: Vec<Plug>,
     boot: BootZones,
-    placed: Placed,
+    last_placement: Placement,
     resident_bytes: u64,
     swapped_bytes: u64,
     waiting_bytes: u64,
@@ -235,7 +235,7 @@ impl Guest {
     /// memory that the first segment demands, as far as there is room.
     pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
         let plug = |zone: &ZoneSizes| Plug {
-            asked: TimeMs(0),
+            requested_at: TimeMs(0),
             done_us: 0,
             peak_bytes: zone.plugged_bytes,
             kernel_blocks_bytes: 0,
@@ -246,7 +246,7 @@ impl Guest {
             plugs: zones.iter().map(plug).collect(),
             zones: zones.to_vec(),
             boot: BootZones::new(config.boot_bytes, zones),
-            placed: Placed::default(),
+            last_placement: Placement::default(),
             config,
             resident_bytes: 0,
             swapped_bytes: 0,
@@ -270,7 +270,7 @@ impl Guest {
         guest.waiting_bytes = segment.anon_bytes - guest.resident_bytes;
         guest.file_bytes =
             if segment.touches_per_s > 0 { segment.file_bytes.min(room(&guest)) } else { 0 };
-        guest.place();
+        guest.place_pages();
         guest
     }
 
@@ -368,22 +368,22 @@ impl Guest {
     }
 
     /// Memory that is no longer free because it is about to be unplugged.
-    fn leaving_bytes(&self) -> u64 {
+    fn offlining_bytes(&self) -> u64 {
         let outstanding = |(zone, plug): (&ZoneSizes, &Plug)| {
             if zone.plugged_bytes <= zone.requested_bytes
-                || self.now.since(plug.asked) < self.config.plug_delay_ms
+                || self.now.since(plug.requested_at) < self.config.plug_delay_ms
             {
                 return 0;
             }
             zone.plugged_bytes
                 .saturating_sub(zone.requested_bytes.max(self.stuck_bytes(zone, plug)))
         };
-        self.zones.iter().zip(&self.plugs).map(outstanding).sum::<u64>().min(LEAVING_BYTES)
+        self.zones.iter().zip(&self.plugs).map(outstanding).sum::<u64>().min(OFFLINING_BYTES)
     }
 
     /// MemFree.
     pub fn free_bytes(&self) -> u64 {
-        let used = self.user_bytes() + self.kernel_used_bytes() + self.leaving_bytes();
+        let used = self.user_bytes() + self.kernel_used_bytes() + self.offlining_bytes();
         self.total_bytes().saturating_sub(used)
     }
 
@@ -415,7 +415,7 @@ impl Guest {
                 // or has to change direction starts from the beginning.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
                 if way(zone.requested_bytes) != way(requested_bytes) {
-                    plug.asked = self.now;
+                    plug.requested_at = self.now;
                     plug.done_us = 0;
                 }
                 zone.requested_bytes = requested_bytes;
@@ -424,7 +424,7 @@ impl Guest {
     }
 
     /// Writes the sizes of the zones and the pool to `host`.
-    pub fn show(&self, host: &mut HostView, pool_free_bytes: u64) {
+    pub fn write_sizes(&self, host: &mut HostView, pool_free_bytes: u64) {
         host.zones.clear();
         host.zones.extend_from_slice(&self.zones);
         host.pool_free_bytes = pool_free_bytes;
@@ -433,11 +433,11 @@ impl Guest {
     /// Returns true if nothing moves until the demand or a request changes, so that only time
     /// advances.
     pub fn is_at_rest(&self, segment: &Segment) -> bool {
-        segment.is_flat() && self.is_even(segment)
+        segment.is_flat() && self.is_steady(segment)
     }
 
     /// Returns true if a step of any length would only change totals.
-    fn is_still(&self, segment: &Segment) -> bool {
+    fn is_constant(&self, segment: &Segment) -> bool {
         self.is_at_rest(segment)
             && self.file_bytes <= segment.file_bytes
             && self.room_bytes() >= self.marks_bytes(|marks| marks.low)
@@ -445,7 +445,7 @@ impl Guest {
 
     /// Returns true if everything moves evenly: no memory is reclaimed, no request is outstanding,
     /// and no task waits.
-    fn is_even(&self, segment: &Segment) -> bool {
+    fn is_steady(&self, segment: &Segment) -> bool {
         !self.kswapd
             && !self.kernel.kswapd
             && self.waiting_bytes + self.kernel.waiting_bytes == 0
@@ -457,8 +457,8 @@ impl Guest {
     }
 
     /// Returns the time for which everything will continue to move evenly.
-    fn even_ms(&self, segment: &Segment) -> u64 {
-        if !self.is_even(segment) {
+    fn steady_ms(&self, segment: &Segment) -> u64 {
+        if !self.is_steady(segment) {
             return 0;
         }
         let rates = [segment.anon_bytes_per_s, segment.kernel_bytes_per_s];
@@ -466,17 +466,17 @@ impl Guest {
         if anon.max(kernel) > FILL_BYTES_PER_MS * 1000 {
             return 0;
         }
-        let lasts_ms =
+        let duration_ms =
             |room: u64, rate: u64| room.saturating_mul(1000).checked_div(rate).unwrap_or(u64::MAX);
         let low = self.marks_bytes(|marks| marks.low);
         let room = (self.room_bytes() + self.stream_bytes).saturating_sub(low);
         let kernel_low = self.boot.kernel_mark(|marks| marks.low) * PAGE_BYTES;
         let kernel_room = self.kernel_free_bytes().saturating_sub(kernel_low);
-        lasts_ms(room, anon + kernel).min(lasts_ms(kernel_room, kernel))
+        duration_ms(room, anon + kernel).min(duration_ms(kernel_room, kernel))
     }
 
     /// Returns MemFree or MemAvailable.
-    pub(super) fn there_bytes(&self, measure: Measure) -> u64 {
+    pub(super) fn measured_bytes(&self, measure: Measure) -> u64 {
         match measure {
             Measure::Free => self.free_bytes(),
             Measure::Available => self.available_bytes(),
@@ -486,7 +486,7 @@ impl Guest {
     /// Returns the time at which free or available memory will have fallen to `bytes`, if only the
     /// segment moves it. `None` if it never falls so far, or if something else moves memory at
     /// present.
-    pub(super) fn falls_to(
+    pub(super) fn time_of_fall_to(
         &self,
         measure: Measure,
         bytes: u64,
@@ -494,8 +494,8 @@ impl Guest {
     ) -> Option<TimeMs> {
         let growth = segment.anon_bytes_per_s.saturating_add(segment.kernel_bytes_per_s);
         let growth = u64::try_from(growth).unwrap_or(0);
-        let there = self.there_bytes(measure);
-        let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
+        let measured_bytes = self.measured_bytes(measure);
+        let fall = measured_bytes.checked_sub(bytes).filter(|fall| *fall > 0)?;
         // Reading files uses free memory down to the high watermark, but does not use available
         // memory.
         let for_files = self.room_bytes().saturating_sub(self.marks_bytes(|marks| marks.high));
@@ -504,23 +504,23 @@ impl Guest {
             _ => 0,
         };
         let rate = growth.saturating_add(if for_files > 0 { streamed } else { 0 });
-        if rate == 0 || !self.is_even(segment) {
+        if rate == 0 || !self.is_steady(segment) {
             return None;
         }
         Some(self.now + fall.saturating_mul(1000).div_ceil(rate))
     }
 
     /// Returns the time up to which the guest can be simulated before an uneven change may occur.
-    pub fn next_look(&self, segment: &Segment) -> TimeMs {
+    pub fn next_change(&self, segment: &Segment) -> TimeMs {
         self.now + self.step_ms(segment)
     }
 
     fn step_ms(&self, segment: &Segment) -> u64 {
-        match self.even_ms(segment) {
+        match self.steady_ms(segment) {
             0 if self.waiting_bytes + self.kernel.waiting_bytes == 0 && !self.is_moving() => {
                 PAGING_STEP_MS
             }
-            even_ms => even_ms.max(BUSY_STEP_MS),
+            steady_ms => steady_ms.max(BUSY_STEP_MS),
         }
     }
 
@@ -530,8 +530,8 @@ impl Guest {
     }
 
     /// Simulates the guest until `to`, which must be within the segment.
-    pub fn live(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
-        if self.now < to && self.is_still(segment) {
+    pub fn advance(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
+        if self.now < to && self.is_constant(segment) {
             let ms = to.since(self.now);
             self.now = to;
             self.stuck_ms = 0;
@@ -555,7 +555,7 @@ impl Guest {
         } else {
             self.release(wanted_before - wanted);
         }
-        self.want_kernel(segment);
+        self.grow_kernel(segment);
         let mut budget = Budget::new(ms, &self.config.swap);
         let kernel_stall_us = self.allocate_kernel(ms, &mut budget);
         let mut stall_us = self.allocate(ms, &mut budget).max(kernel_stall_us);
@@ -564,7 +564,7 @@ impl Guest {
         stall_us +=
             self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
         self.read_files(ms, segment);
-        self.place();
+        self.place_pages();
         self.totals.stall_us += stall_us;
         self.count(ms, segment);
     }
@@ -580,7 +580,7 @@ impl Guest {
             if zone.requested_bytes == zone.plugged_bytes {
                 continue;
             }
-            let begun = plug.asked + self.config.plug_delay_ms;
+            let begun = plug.requested_at + self.config.plug_delay_ms;
             let work_us = plug.done_us + self.now.since(begun).min(ms) * 1000;
             let grows = zone.requested_bytes > zone.plugged_bytes;
             if self.waits_for_conversion(index, grows) {

@@ -22,9 +22,9 @@ impl Guest {
     /// of their swapped memory is released too.
     pub(super) fn release(&mut self, mut bytes: u64) {
         for part in [&mut self.waiting_bytes, &mut self.killed_bytes] {
-            let gone = bytes.min(*part);
-            *part -= gone;
-            bytes -= gone;
+            let part_bytes = bytes.min(*part);
+            *part -= part_bytes;
+            bytes -= part_bytes;
         }
         let held = self.resident_bytes + self.swapped_bytes;
         if held == 0 {
@@ -137,10 +137,10 @@ impl Guest {
     pub(super) fn drop_clean(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = 0;
         for cache in [&mut self.stream_bytes, &mut self.file_bytes] {
-            let gone = (bytes - freed).min(*cache).min(budget.drop_bytes);
-            budget.drop_bytes -= gone;
-            *cache -= gone;
-            freed += gone;
+            let part_bytes = (bytes - freed).min(*cache).min(budget.drop_bytes);
+            budget.drop_bytes -= part_bytes;
+            *cache -= part_bytes;
+            freed += part_bytes;
         }
         freed
     }

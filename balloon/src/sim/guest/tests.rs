@@ -28,8 +28,8 @@ fn steps_skipped_at_rest_change_nothing() {
             let end = segments.get(index + 1).map_or(demand.end(), |next| next.at);
             while guest.now() < end {
                 let to = (guest.now() + 1_000).min(end);
-                stills += u64::from(guest.is_still(segment));
-                guest.live(to, segment, &mut HostPool(0));
+                stills += u64::from(guest.is_constant(segment));
+                guest.advance(to, segment, &mut HostPool(0));
                 other.live_in_steps(to, segment, &mut HostPool(0));
                 assert_eq!(
                     format!("{guest:?}"),
@@ -54,18 +54,18 @@ fn guest_with_pending_change_is_not_still() {
         ..Segment::default()
     };
     let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
-    guest.live(TimeMs(5_000), &segment, &mut HostPool(0));
-    assert!(guest.is_still(&segment));
-    assert!(!guest.is_still(&Segment { stream_bytes_per_s: 1, ..segment }));
-    assert!(!guest.is_still(&Segment { anon_bytes_per_s: 1, ..segment }));
-    assert!(!guest.is_still(&Segment { anon_bytes: 100 * MIB + PAGE_BYTES, ..segment }));
+    guest.advance(TimeMs(5_000), &segment, &mut HostPool(0));
+    assert!(guest.is_constant(&segment));
+    assert!(!guest.is_constant(&Segment { stream_bytes_per_s: 1, ..segment }));
+    assert!(!guest.is_constant(&Segment { anon_bytes_per_s: 1, ..segment }));
+    assert!(!guest.is_constant(&Segment { anon_bytes: 100 * MIB + PAGE_BYTES, ..segment }));
     assert!(
-        !guest.is_still(&Segment { file_bytes: 0, ..segment }),
+        !guest.is_constant(&Segment { file_bytes: 0, ..segment }),
         "files become cache as any other"
     );
     let mut full = guest.clone();
     full.stream_bytes += full.room_bytes();
-    assert!(!full.is_still(&segment), "kswapd wakes");
+    assert!(!full.is_constant(&segment), "kswapd wakes");
 }
 
 /// Returns the plugged size every 10 ms for one second. 256 MiB are requested at the start, and
@@ -77,7 +77,7 @@ fn plugged(then: u64) -> Vec<u64> {
     let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };
     let mut guest = Guest::new(config, &[zone], &segment);
     let at = |ms: u64| {
-        guest.live(TimeMs(ms), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(ms), &segment, &mut HostPool(0));
         match ms {
             0 => guest.request([256 * MIB]),
             500 => guest.request([then]),
@@ -113,15 +113,15 @@ impl Loaded {
     }
 
     /// Simulates one minute with `anon_mib` of anonymous memory.
-    fn live(&mut self, anon_mib: u64) {
+    fn advance(&mut self, anon_mib: u64) {
         self.now_ms += 60_000;
         let segment = Segment { anon_bytes: anon_mib * MIB, ..Segment::default() };
-        self.guest.live(TimeMs(self.now_ms), &segment, &mut HostPool(2 * Self::PM_BYTES));
+        self.guest.advance(TimeMs(self.now_ms), &segment, &mut HostPool(2 * Self::PM_BYTES));
     }
 
     fn plug(&mut self, mib: u64, anon_mib: u64) {
         self.guest.request([mib * MIB]);
-        self.live(anon_mib);
+        self.advance(anon_mib);
         assert_eq!(self.guest.plugged_bytes(), mib * MIB);
     }
 
@@ -138,11 +138,11 @@ const KEPT_MIB: u64 = 144;
 #[test]
 fn user_pages_leave_reserve_free_in_addition_to_descriptors() {
     let mut loaded = Loaded::new();
-    let kept_bytes: u64 =
-        loaded.guest.boot().kernel_zones(0, 0).map(|part| part.zone.kept_bytes).sum();
-    assert_eq!(kept_bytes / MIB, KEPT_MIB);
+    let reserved_bytes: u64 =
+        loaded.guest.boot().kernel_zones(0, 0).map(|part| part.zone.reserved_bytes).sum();
+    assert_eq!(reserved_bytes / MIB, KEPT_MIB);
     loaded.plug(2048, 0);
-    loaded.live(1500);
+    loaded.advance(1500);
     assert_eq!(loaded.guest.descriptor_bytes(), 32 * MIB);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
@@ -150,28 +150,28 @@ fn user_pages_leave_reserve_free_in_addition_to_descriptors() {
 #[test]
 fn reserve_used_for_descriptors_is_refilled_when_pages_are_freed() {
     let mut loaded = Loaded::new();
-    loaded.live(320);
+    loaded.advance(320);
     let free_mib = loaded.kernel_free_mib();
     assert!((KEPT_MIB..KEPT_MIB + 32).contains(&free_mib), "{free_mib}");
     loaded.plug(2048, 320);
     assert_eq!(loaded.kernel_free_mib(), free_mib - 32, "the user pages stay");
-    loaded.live(1500);
+    loaded.advance(1500);
     assert_eq!(loaded.kernel_free_mib(), free_mib - 32);
-    loaded.live(0);
-    loaded.live(1500);
+    loaded.advance(0);
+    loaded.advance(1500);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
 
 #[test]
 fn reserve_is_refilled_when_some_pages_are_freed() {
     let mut loaded = Loaded::new();
-    loaded.live(320);
+    loaded.advance(320);
     loaded.plug(2048, 320);
-    loaded.live(1500);
+    loaded.advance(1500);
     assert!(loaded.kernel_free_mib() < KEPT_MIB);
     // Half of all pages are freed, and so is half of the pages in the kernel's zone.
-    loaded.live(750);
-    loaded.live(1500);
+    loaded.advance(750);
+    loaded.advance(1500);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
 
@@ -184,10 +184,10 @@ fn kernel_load_after(plugged_mib: u64) -> Guest {
     let programs = Segment { anon_bytes: 250 * MIB, ..Segment::default() };
     let mut guest = Guest::new(config, &[dram], &programs);
     guest.request([plugged_mib * MIB]);
-    guest.live(TimeMs(10_000), &programs, &mut HostPool(0));
+    guest.advance(TimeMs(10_000), &programs, &mut HostPool(0));
     assert_eq!(guest.plugged_bytes(), plugged_mib * MIB);
     let kernel = Segment { kernel_bytes: 250 * MIB, ..programs };
-    guest.live(TimeMs(20_000), &kernel, &mut HostPool(0));
+    guest.advance(TimeMs(20_000), &kernel, &mut HostPool(0));
     guest
 }
 
@@ -201,8 +201,8 @@ fn plugged_dram_does_not_empty_the_zones_of_the_kernel() {
     // zones.
     let mut guest = with;
     let more = Segment { anon_bytes: 400 * MIB, ..Segment::default() };
-    guest.live(TimeMs(21_000), &Segment::default(), &mut HostPool(0));
-    guest.live(TimeMs(22_000), &more, &mut HostPool(0));
+    guest.advance(TimeMs(21_000), &Segment::default(), &mut HostPool(0));
+    guest.advance(TimeMs(22_000), &more, &mut HostPool(0));
     assert_eq!(
         (guest.resident_bytes(), guest.totals().oom_kills),
         (400 * MIB, without.totals().oom_kills)

@@ -7,7 +7,7 @@ const HOUR_MS: u64 = 3_600_000;
 
 /// Runs a guest with four times as much PM as DRAM for one hour, or for one day under `diurnal`.
 /// `fixed` has the largest possible size, as in foreshore-sim.
-fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
+fn run(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     let host = view(dram_bytes, 4 * dram_bytes);
     let policy = match policy {
         Policy::Fixed(_) => Policy::Fixed(fixed::Params {
@@ -46,10 +46,10 @@ fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
 
 /// Returns the results in which another policy is better than `psi`.
 fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
-    let ours = live(workload, dram_bytes, psi.clone());
+    let ours = run(workload, dram_bytes, psi.clone());
     let mut lost = Vec::new();
     for name in Policy::NAMES.into_iter().filter(|name| *name != "psi") {
-        let theirs = live(workload, dram_bytes, Policy::from_name(name).expect("listed"));
+        let theirs = run(workload, dram_bytes, Policy::from_name(name).expect("listed"));
         let over = [ours.over_gib_h, theirs.over_gib_h];
         let resizes = [&ours, &theirs].map(|outcome| outcome.grows + outcome.shrinks);
         let waits_longer = ours.stall_s > theirs.stall_s + may_stall_s(workload, ours.run_s);

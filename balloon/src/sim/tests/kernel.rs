@@ -45,28 +45,28 @@ fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
 
 /// Last report, and first violation of the invariants.
 #[derive(Default)]
-struct Seen {
+struct LastReportObserver {
     lawful: Lawful,
     last: Option<Report>,
 }
 
-impl Observer for Seen {
+impl Observer for LastReportObserver {
     fn report(&mut self, _: TimeMs, report: &Report) {
         self.last = Some(report.clone());
     }
 
-    fn lived(&mut self, guest: &Guest, segment: &Segment) {
-        self.lawful.lived(guest, segment);
+    fn advanced(&mut self, guest: &Guest, segment: &Segment) {
+        self.lawful.advanced(guest, segment);
     }
 }
 
 /// Runs a guest whose size does not change.
-fn live(setup: VmSetup) -> (Vm, Report) {
-    let mut seen = Seen::default();
+fn run(setup: VmSetup) -> (Vm, Report) {
+    let mut observer = LastReportObserver::default();
     let governed = Governed { skip: Skip::Nothing, ..governed("off") };
-    let mut vms = run_host(vec![setup], 1024 * MIB, &governed, &mut seen).expect("in range");
-    assert_eq!(seen.lawful.0, None);
-    (vms.remove(0), seen.last.expect("reports"))
+    let mut vms = run_host(vec![setup], 1024 * MIB, &governed, &mut observer).expect("in range");
+    assert_eq!(observer.lawful.0, None);
+    (vms.remove(0), observer.last.expect("reports"))
 }
 
 fn pages(mib: u64) -> u64 {
@@ -79,7 +79,7 @@ fn kernel_zone(report: &Report) -> Zone {
 
 #[test]
 fn kernel_memory_that_fits_is_reported_and_never_available() {
-    let (vm, report) = live(load(200, 50));
+    let (vm, report) = run(load(200, 50));
     assert_eq!(vm.guest().kernel_bytes(), 200 * MIB);
     let kernel = report.kernel().expect("reported");
     assert_eq!((kernel.slab_unreclaimable_bytes, kernel.total_bytes()), (200 * MIB, 200 * MIB));
@@ -89,21 +89,21 @@ fn kernel_memory_that_fits_is_reported_and_never_available() {
     let used_pages = zone.managed_pages - zone.free_pages;
     assert_eq!(used_pages - zone.user_pages.expect("reported"), pages(200));
     assert_eq!(report.memory().anon_bytes, 50 * MIB);
-    let (_, small) = live(load(100, 50));
+    let (_, small) = run(load(100, 50));
     let available = |report: &Report| report.memory().available_bytes;
     assert_eq!(available(&small) - available(&report), 100 * MIB);
 }
 
 #[test]
 fn kernel_memory_larger_than_its_zones_ends_in_oom_kill_although_pm_is_free() {
-    let (vm, report) = live(load_with_pm(600, 50));
+    let (vm, report) = run(load_with_pm(600, 50));
     let counters = report.counters();
     assert!(counters.oom_kill > 0 && counters.allocstall_kernel > 0, "{counters:?}");
     assert_eq!(counters.pswpout, 0);
     assert!(report.memory().free_bytes > 1024 * MIB, "{:?}", report.memory());
     assert!(vm.guest().kernel_killed_bytes() > 0);
     // There is room for 600 MiB of user pages.
-    let (vm, _) = live(load_with_pm(REST_MIB, 600));
+    let (vm, _) = run(load_with_pm(REST_MIB, 600));
     assert_eq!((vm.guest().totals().oom_kills, vm.guest().resident_bytes()), (0, 600 * MIB));
 }
 
@@ -111,7 +111,7 @@ fn kernel_memory_larger_than_its_zones_ends_in_oom_kill_although_pm_is_free() {
 fn killed_process_returns_its_kernel_memory() {
     let mut setup = load(100, 600);
     setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");
-    let (vm, report) = live(setup);
+    let (vm, report) = run(setup);
     assert_eq!(report.counters().oom_kill, 1);
     assert_eq!((vm.guest().kernel_killed_bytes(), vm.guest().kernel_bytes()), (4 * MIB, 96 * MIB));
     assert!(vm.guest().killed_bytes() > 0);
@@ -120,7 +120,7 @@ fn killed_process_returns_its_kernel_memory() {
 /// The kernel's zone has 432 MiB. The boot memory's ZONE_MOVABLE has 48 MiB.
 #[test]
 fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
-    let (vm, report) = live(load_with_pm(400, 300));
+    let (vm, report) = run(load_with_pm(400, 300));
     let zone = kernel_zone(&report);
     assert_eq!(zone.managed_pages, pages(432));
     let totals = vm.guest().totals();
@@ -131,7 +131,7 @@ fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
     let counters = report.counters();
     assert_eq!(counters.numa_other, counters.numa_miss + totals.demoted_bytes / 4096);
 
-    let (vm, report) = live(load(400, 300));
+    let (vm, report) = run(load(400, 300));
     let totals = vm.guest().totals();
     assert_eq!((vm.guest().kernel_bytes(), totals.oom_kills), (400 * MIB, 0));
     assert!(vm.guest().swapped_bytes() > 200 * MIB, "{totals:?}");
@@ -140,19 +140,19 @@ fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
 
 #[test]
 fn kernel_memory_uses_the_reserve_that_user_pages_leave() {
-    let free_mib = |setup: VmSetup| kernel_zone(&live(setup).1).free_pages / 256;
+    let free_mib = |setup: VmSetup| kernel_zone(&run(setup).1).free_pages / 256;
     let kept_mib =
-        kernel_zone(&live(load_with_pm(REST_MIB, 1000)).1).protected_pages.expect("reported") / 256;
+        kernel_zone(&run(load_with_pm(REST_MIB, 1000)).1).protected_pages.expect("reported") / 256;
     assert_eq!(free_mib(load_with_pm(REST_MIB, 1000)), kept_mib);
     let taken_mib = kept_mib - 8;
-    let (vm, report) = live(load_with_pm(REST_MIB + taken_mib, 1000));
+    let (vm, report) = run(load_with_pm(REST_MIB + taken_mib, 1000));
     assert_eq!(kernel_zone(&report).free_pages / 256, 8);
     assert_eq!(vm.guest().totals().demoted_bytes, 0, "{:?}", vm.guest().totals());
 }
 
 #[test]
 fn user_pages_placed_in_pm_count_as_foreign() {
-    let (vm, report) = live(load_with_pm(REST_MIB, 1000));
+    let (vm, report) = run(load_with_pm(REST_MIB, 1000));
     let miss_mib = report.counters().numa_miss / 256;
     let zone = report.zones().iter().find(|zone| zone.node == 1).expect("PM");
     assert_eq!(report.counters().numa_miss, zone.user_pages.expect("reported"));
@@ -224,8 +224,8 @@ impl Observer for Decisions {
         }
     }
 
-    fn lived(&mut self, guest: &Guest, segment: &Segment) {
-        self.lawful.lived(guest, segment);
+    fn advanced(&mut self, guest: &Guest, segment: &Segment) {
+        self.lawful.advanced(guest, segment);
         let bytes = guest.kernel_block_bytes();
         if bytes != self.blocks.last().map_or(0, |(_, bytes)| *bytes) {
             self.blocks.push((guest.now(), bytes));
@@ -305,7 +305,7 @@ fn free_parts_of_kernel_blocks_can_be_unplugged() {
     let mut guest = vm.guest().clone();
     guest.request([256 * MIB, 0]);
     let segment = *vm.demand().segments().last().expect("one");
-    guest.live(guest.now() + 10_000, &segment, &mut HostPool(0));
+    guest.advance(guest.now() + 10_000, &segment, &mut HostPool(0));
     assert_eq!((guest.plugged_bytes(), guest.kernel_block_bytes()), (256 * MIB, 128 * MIB));
     let (plugged_mib, _) = plugged_after_an_hour_with(200);
     assert_eq!(plugged_mib[0], 200 + 4);
@@ -315,7 +315,7 @@ fn free_parts_of_kernel_blocks_can_be_unplugged() {
 fn guest_that_cannot_demote_swaps_for_its_kernel() {
     let mut setup = load_with_pm(400, 300);
     setup.guest.demotes = false;
-    let (vm, _) = live(setup);
+    let (vm, _) = run(setup);
     let totals = vm.guest().totals();
     assert_eq!((vm.guest().kernel_bytes(), totals.demoted_bytes), (400 * MIB, 0));
     assert!(totals.swapped_out_bytes > 150 * MIB, "{totals:?}");
@@ -325,7 +325,7 @@ fn guest_that_cannot_demote_swaps_for_its_kernel() {
 fn demotion_ends_when_less_than_a_part_of_pm_is_free() {
     let mut setup = load_with_pm(400, 1320);
     setup.guest.swap = SwapDevice::from_name("disk", 1024 * MIB).expect("listed");
-    let (vm, report) = live(setup);
+    let (vm, report) = run(setup);
     let zone = report.zones().iter().find(|zone| zone.node == 1).expect("PM");
     let full_pages = foreshore_proto::full_pm_pages(zone.managed_pages);
     let totals = vm.guest().totals();

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
-use guest_tools::wait::stretched;
-use guest_tools::{StoredWrong, vsock};
+use guest_tools::wait::scaled_limit;
+use guest_tools::{CorruptData, vsock};
 
 /// How to reach a guest's vsock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,14 +29,14 @@ pub struct Output {
 
 impl Output {
     /// Returns the output if the command exited with zero. If the command found wrong stored data,
-    /// the error has the context [`StoredWrong`].
+    /// the error has the context [`CorruptData`].
     pub fn success(self, command: &str) -> Result<String> {
         let Self { stdout, stderr, code } = self;
         let error = match code {
             0 => return Ok(stdout),
             _ => anyhow!("`{command}` ended with {code} in the guest:\n{stdout}{stderr}"),
         };
-        Err(if code == StoredWrong::CODE { error.context(StoredWrong) } else { error })
+        Err(if code == CorruptData::CODE { error.context(CorruptData) } else { error })
     }
 }
 
@@ -118,7 +118,7 @@ impl Script {
 fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(vsock)
         .with_context(|| format!("Cannot connect to {}", vsock.display()))?;
-    stream.set_read_timeout(Some(stretched(silence_limit)))?;
+    stream.set_read_timeout(Some(scaled_limit(silence_limit)))?;
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
     let mut answer = Vec::new();
     // Reads byte by byte, because the data after the newline comes from the guest.
@@ -147,7 +147,7 @@ fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStr
     // Only reads, writes, shutdowns and time-outs are used here. For these calls, UnixStream does
     // not depend on the address family.
     let stream = UnixStream::from(vsock::socket(None).context("Cannot create a vsock socket")?);
-    stream.set_read_timeout(Some(stretched(silence_limit)))?;
+    stream.set_read_timeout(Some(scaled_limit(silence_limit)))?;
     vsock::connect(&stream, cid, port)
         .with_context(|| format!("Cannot connect to port {port} of CID {cid}"))?;
     Ok(stream)
@@ -161,9 +161,9 @@ mod tests {
     fn wrong_stored_data_in_the_guest_is_reported_as_such() {
         let ended = |code| Output { stdout: "out".to_owned(), stderr: "err".to_owned(), code };
         assert_eq!(ended(0).success("true").unwrap(), "out");
-        for (code, expected) in [(1, 1), (137, 1), (StoredWrong::CODE, StoredWrong::CODE)] {
+        for (code, expected) in [(1, 1), (137, 1), (CorruptData::CODE, CorruptData::CODE)] {
             let error = ended(code).success("check").context("Round 3").unwrap_err();
-            assert_eq!(StoredWrong::code_of(&error), expected);
+            assert_eq!(CorruptData::code_of(&error), expected);
             assert!(format!("{error:#}").ends_with("outerr"), "{error:#}");
         }
     }

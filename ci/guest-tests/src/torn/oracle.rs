@@ -4,7 +4,7 @@
 use std::fmt;
 
 use anyhow::{Context, Result, ensure};
-use guest_tools::torn::report::{Area, Stretch};
+use guest_tools::torn::report::{Area, FlushedRange};
 use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 
 /// Acknowledged version of each sector.
@@ -78,7 +78,7 @@ impl Oracle {
     }
 
     /// Records a flush that has been acknowledged to the guest.
-    pub(super) fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
+    pub(super) fn acknowledge(&mut self, stretch: FlushedRange) -> Result<()> {
         for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
             let index = self
                 .area
@@ -135,7 +135,7 @@ mod tests {
     fn judged(exception: u64, content: &[u8]) -> Judgement {
         let mut oracle = Oracle::new(AREA);
         for first in 256..264 {
-            oracle.acknowledge(Stretch { first, count: 1, version: first - 250 }).unwrap();
+            oracle.acknowledge(FlushedRange { first, count: 1, version: first - 250 }).unwrap();
         }
         oracle
             .judge(|number, bytes| {
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn acknowledgment_of_foreign_sectors_is_an_error() {
         let mut oracle = Oracle::new(AREA);
-        assert!(oracle.acknowledge(Stretch { first: 262, count: 3, version: 1 }).is_err());
-        assert!(oracle.acknowledge(Stretch { first: 0, count: 1, version: 1 }).is_err());
+        assert!(oracle.acknowledge(FlushedRange { first: 262, count: 3, version: 1 }).is_err());
+        assert!(oracle.acknowledge(FlushedRange { first: 0, count: 1, version: 1 }).is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow};
-use guest_tools::StoredWrong;
+use guest_tools::CorruptData;
 
 use super::victim::Victim;
 
@@ -124,7 +124,7 @@ impl Schedule {
 
     fn one_round(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
         let life = victim.live_and_die()?;
-        let redo = victim.check().context(StoredWrong).with_context(|| life.moment.to_string())?;
+        let redo = victim.check().context(CorruptData).with_context(|| life.moment.to_string())?;
         let judgement = victim.judge().with_context(|| life.moment.to_string())?;
         let tally = Tally {
             rounds: u32::from(!life.broken),
@@ -138,7 +138,7 @@ impl Schedule {
         };
         println!("lane {lane}: {}: {tally}", life.moment);
         if self.until == Until::Done || judgement.torn() < judgement.faults.len() {
-            judgement.all_is_well().context(StoredWrong)?;
+            judgement.all_is_well().context(CorruptData)?;
         }
         judgement.faults.iter().take(1).for_each(|fault| println!("{fault}"));
         Ok(tally)

@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use guest_tools::StoredWrong;
+use guest_tools::CorruptData;
 use guest_tools::content::Bytes;
-use guest_tools::torn::report::{Area, Line, Stretch};
+use guest_tools::torn::report::{Area, FlushedRange, Line};
 use guest_tools::torn::stamp::SECTOR_BYTES;
 use pmem_volume::btt::{self, Reader, Sector};
 use pmem_volume::media::Media;
@@ -229,7 +229,7 @@ impl Victim {
     }
 
     /// Records a flush that was acknowledged to an earlier guest.
-    pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
+    pub fn acknowledge(&mut self, stretch: FlushedRange) -> Result<()> {
         self.oracle.acknowledge(stretch)
     }
 
@@ -452,7 +452,7 @@ impl Victim {
             );
             Ok(())
         };
-        compare().context(StoredWrong)
+        compare().context(CorruptData)
     }
 
     /// Checks the content after the last kill, without changing the volume.

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use foreshore_proto::scale;
 
-use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
+use super::{MAX_NODES, NodeResult, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
 /// Number of words to mark per node, with 64 pages each. Marking and reading a page each require a
@@ -25,7 +25,7 @@ pub(super) struct Bitmap {
     file: File,
     marked: Vec<(u32, u64, Vec<u64>)>,
     marked_ms: u64,
-    found: Vec<Found>,
+    found: Vec<NodeResult>,
     random: u64,
 }
 
@@ -43,7 +43,7 @@ impl Bitmap {
 
     /// Reads pages that were marked at least `SPAN_MS` ago, marks new ones, and returns the result.
     /// If the marks are more recent, returns the last result.
-    pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
+    pub(super) fn query(&mut self, ranges: &[Range], now_ms: u64) -> Vec<NodeResult> {
         if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
             return self.found.clone();
         }
@@ -65,7 +65,7 @@ impl Bitmap {
         self.found.clone()
     }
 
-    fn read(&self, node: u32, span_bytes: u64, words: &[u64]) -> Found {
+    fn read(&self, node: u32, span_bytes: u64, words: &[u64]) -> NodeResult {
         let mut idle_pages = 0u64;
         for word in words {
             let mut bits = [0; 8];
@@ -74,7 +74,7 @@ impl Bitmap {
             }
         }
         let idle_bytes = scale(span_bytes, idle_pages, words.len() as u64 * WORD_PAGES);
-        Found::new(node, idle_bytes, span_bytes, false)
+        NodeResult::new(node, idle_bytes, span_bytes, false)
     }
 
     /// Chooses a random word of the bitmap with pages in `ranges`. All words are equally likely.
@@ -115,19 +115,19 @@ mod tests {
     fn pages_without_an_access_between_two_looks_are_idle() {
         let (_dir, mut bitmap) = bitmap(1024);
         let ranges = [range(0, 0, 128), range(0, 256, 384), range(1, 512, 1024)];
-        assert_eq!(bitmap.look(&ranges, 1_000), [], "nothing is known yet");
-        assert_eq!(bitmap.look(&ranges, 60_999), [], "nor now");
+        assert_eq!(bitmap.query(&ranges, 1_000), [], "nothing is known yet");
+        assert_eq!(bitmap.query(&ranges, 60_999), [], "nor now");
         // All pages of node 1 are accessed.
         bitmap.file.write_all_at(&vec![0; 512 * 32], 512 * 32).expect("write");
-        let found = bitmap.look(&ranges, 61_000);
+        let found = bitmap.query(&ranges, 61_000);
         let expected =
-            |node, idle_mib, span_mib| Found::new(node, idle_mib * MIB, span_mib * MIB, false);
+            |node, idle_mib, span_mib| NodeResult::new(node, idle_mib * MIB, span_mib * MIB, false);
         assert_eq!(found, [expected(0, 256, 256), expected(1, 0, 512)]);
         // Half of the pages in every word of node 0 are accessed.
         bitmap.file.write_all_at(&vec![0x0f; 512 * 32], 0).expect("write");
-        assert_eq!(bitmap.look(&ranges, 121_000)[0], expected(0, 128, 256));
+        assert_eq!(bitmap.query(&ranges, 121_000)[0], expected(0, 128, 256));
         assert!(
-            bitmap.look(&[], 181_000).len() == 2 && bitmap.look(&[], 241_000).len() == 2,
+            bitmap.query(&[], 181_000).len() == 2 && bitmap.query(&[], 241_000).len() == 2,
             "as last found"
         );
     }
@@ -149,8 +149,8 @@ mod tests {
     fn too_short_bitmap_has_no_idle_pages() {
         let (_dir, mut bitmap) = bitmap(1);
         let ranges = [range(0, 512, 1024)];
-        bitmap.look(&ranges, 0);
+        bitmap.query(&ranges, 0);
         bitmap.file.set_len(8).expect("truncates");
-        assert_eq!(bitmap.look(&ranges, SPAN_MS)[0].idle_bytes, 0);
+        assert_eq!(bitmap.query(&ranges, SPAN_MS)[0].idle_bytes, 0);
     }
 }

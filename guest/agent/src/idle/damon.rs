@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use foreshore_proto::scale;
 
-use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
+use super::{MAX_NODES, NodeResult, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
 /// Sampling interval. In each interval, DAMON samples one page per region. With at most
@@ -28,7 +28,7 @@ const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 
 /// Value of an interval that has no effect for physical addresses. With it, an agent recognizes
 /// monitors of a killed predecessor.
-const OURS_US: u64 = 59_746_059;
+const MARKER_US: u64 = 59_746_059;
 
 /// Time for which a result is kept without new counts from the monitor: two periods.
 const STALE_MS: u64 = 2 * PERIOD_MS;
@@ -59,7 +59,7 @@ struct Monitor {
     started_ms: Option<u64>,
     /// Values of the schemes' counters at the last call.
     counted: [u64; 2],
-    found: Option<Found>,
+    found: Option<NodeResult>,
     found_ms: u64,
 }
 
@@ -102,11 +102,14 @@ impl Damon {
 
     /// Sets the ranges to monitor, and returns the idle memory found since the last call. May block
     /// for one aggregation interval.
-    pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+    pub(super) fn query(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<NodeResult>> {
         let nodes = nodes_of(ranges);
         for monitor in &mut self.monitors {
             let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
-            monitor.watch(ranges.map(|(_, ranges)| bounded(ranges)).unwrap_or_default(), now_ms)?;
+            monitor.watch(
+                ranges.map(|(_, ranges)| merge_ranges(ranges)).unwrap_or_default(),
+                now_ms,
+            )?;
             monitor.count(now_ms);
             // If there are no new counts, because the schemes have stopped or cannot be read, the
             // last result is kept for `STALE_MS`.
@@ -138,7 +141,7 @@ impl Monitor {
     fn prepare(&self) -> io::Result<()> {
         let attributes = "contexts/0/monitoring_attrs";
         self.write("contexts/nr_contexts", 1)?;
-        self.write(&format!("{attributes}/intervals/update_us"), OURS_US)?;
+        self.write(&format!("{attributes}/intervals/update_us"), MARKER_US)?;
         self.write("contexts/0/operations", "paddr")?;
         self.write(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
         self.write(&format!("{attributes}/intervals/aggr_us"), AGGREGATION_US)?;
@@ -170,7 +173,7 @@ impl Monitor {
         // On a commit, DAMON keeps its statistics for unchanged addresses, unless smaller regions
         // are written.
         let was_started = self.started_ms.is_some();
-        let first = if was_started { ranges.clone() } else { pieces(&ranges) };
+        let first = if was_started { ranges.clone() } else { split_ranges(&ranges) };
         let regions = "contexts/0/targets/0/regions";
         self.write(&format!("{regions}/nr_regions"), first.len())?;
         for (region, range) in first.iter().enumerate() {
@@ -204,7 +207,7 @@ impl Monitor {
         if all > 0 && is_known {
             let span_bytes = span_bytes(&self.ranges);
             let idle_bytes = scale(span_bytes, idle.min(all), all);
-            self.found = Some(Found::new(self.node, idle_bytes, span_bytes, true));
+            self.found = Some(NodeResult::new(self.node, idle_bytes, span_bytes, true));
             self.found_ms = now_ms;
         }
     }
@@ -228,11 +231,11 @@ fn count_of(root: &Path) -> io::Result<u32> {
 
 fn is_ours(root: &Path, number: u32) -> bool {
     let file = format!("{number}/contexts/0/monitoring_attrs/intervals/update_us");
-    fs::read_to_string(root.join(file)).is_ok_and(|text| text.trim() == OURS_US.to_string())
+    fs::read_to_string(root.join(file)).is_ok_and(|text| text.trim() == MARKER_US.to_string())
 }
 
 /// Merges the ranges into one if there are too many for a monitor.
-fn bounded(ranges: &[Range]) -> Vec<Range> {
+fn merge_ranges(ranges: &[Range]) -> Vec<Range> {
     match (ranges.first(), ranges.last()) {
         (Some(first), Some(last)) if ranges.len() > MAX_RANGES => {
             vec![Range { end: last.end, ..*first }]
@@ -242,7 +245,7 @@ fn bounded(ranges: &[Range]) -> Vec<Range> {
 }
 
 /// Splits the addresses into about [`FIRST_REGIONS`] pieces of equal size.
-fn pieces(ranges: &[Range]) -> Vec<Range> {
+fn split_ranges(ranges: &[Range]) -> Vec<Range> {
     let piece_bytes =
         span_bytes(ranges).div_ceil(FIRST_REGIONS).next_multiple_of(REGION_STEP).max(REGION_STEP);
     let cut = |range: &Range| {
@@ -300,7 +303,7 @@ pub(super) mod tests {
         let mut damon = Damon::open(tree.path(), 2).expect("opens");
         assert_eq!(tree.get("nr_kdamonds"), "2");
         let ranges = [range(0, 0, 384), range(1, 5120, 5632), range(0, 4096, 4224)];
-        assert_eq!(damon.look(&ranges, 1_000).expect("writes"), []);
+        assert_eq!(damon.query(&ranges, 1_000).expect("writes"), []);
         let context = |file: &str| tree.get(&format!("0/contexts/0/{file}"));
         assert_eq!(context("operations"), "paddr");
         // 512 MiB in pieces of 16 MiB. The last one is in the second range.
@@ -309,7 +312,7 @@ pub(super) mod tests {
         assert_eq!(context("targets/0/regions/31/start"), (4208 * MIB).to_string());
         assert_eq!(context("targets/0/regions/31/end"), (4224 * MIB).to_string());
         assert_eq!(tree.get("1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
-        damon.look(&[range(0, 0, 384)], 2_000).expect("writes");
+        damon.query(&[range(0, 0, 384)], 2_000).expect("writes");
         assert_eq!(
             context("targets/0/regions/nr_regions"),
             "1",
@@ -329,7 +332,7 @@ pub(super) mod tests {
         let tree = sysfs(0);
         let mut damon = Damon::open(tree.path(), 2).expect("opens");
         let ranges = [range(1, 5120, 5632)];
-        damon.look(&ranges, 0).expect("writes");
+        damon.query(&ranges, 0).expect("writes");
         // Both counts in MiB, the time, and the expected idle memory.
         for (counted, now_ms, idle_mib) in [
             // It is too early for a result.
@@ -347,16 +350,17 @@ pub(super) mod tests {
             if let Some([idle, all]) = counted {
                 count(&tree, 1, idle * MIB, all * MIB);
             }
-            let found = idle_mib.map(|idle_mib| Found::new(1, idle_mib * MIB, 512 * MIB, true));
-            let looked = damon.look(&ranges, now_ms).expect("writes");
-            assert_eq!(looked, Vec::from_iter(found), "{counted:?} at {now_ms}");
+            let found =
+                idle_mib.map(|idle_mib| NodeResult::new(1, idle_mib * MIB, 512 * MIB, true));
+            let queried = damon.query(&ranges, now_ms).expect("writes");
+            assert_eq!(queried, Vec::from_iter(found), "{counted:?} at {now_ms}");
         }
         assert_eq!(tree.get("1/state"), "update_schemes_stats");
         count(&tree, 1, 300 * MIB, 500 * MIB);
         let less = [range(1, 5120, 5376)];
-        let found = Found::new(1, 0, 256 * MIB, true);
-        assert_eq!(damon.look(&less, 160_000).expect("writes"), [found], "known at once");
-        assert_eq!(damon.look(&[], 180_000).expect("writes"), [], "the node has gone");
+        let found = NodeResult::new(1, 0, 256 * MIB, true);
+        assert_eq!(damon.query(&less, 160_000).expect("writes"), [found], "known at once");
+        assert_eq!(damon.query(&[], 180_000).expect("writes"), [], "the node has gone");
         assert_eq!(tree.get("1/state"), "off");
     }
 
@@ -375,11 +379,11 @@ pub(super) mod tests {
     fn monitors_of_a_killed_agent_are_replaced_and_removed_at_the_end() {
         let tree = sysfs(0);
         let ranges = [range(0, 0, 384)];
-        Damon::open(tree.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
+        Damon::open(tree.path(), 2).expect("opens").query(&ranges, 0).expect("writes");
         assert_eq!(tree.get("0/state"), "update_schemes_stats", "it runs");
         let mut next = Damon::open(tree.path(), 2).expect("its own");
         assert_eq!(["0/state", "nr_kdamonds"].map(|file| tree.get(file)), ["off", "2"]);
-        next.look(&ranges, 0).expect("writes");
+        next.query(&ranges, 0).expect("writes");
         Damon::stop(tree.path());
         assert_eq!(["0/state", "nr_kdamonds"].map(|file| tree.get(file)), ["off", "0"]);
     }
@@ -404,7 +408,7 @@ pub(super) mod tests {
             vec![range(0, 0, 3000), range(0, 4096, terabytes)],
             (0..MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect(),
         ] {
-            let pieces = pieces(&ranges);
+            let pieces = split_ranges(&ranges);
             assert_eq!(span_bytes(&pieces), span_bytes(&ranges));
             assert!(pieces.is_sorted_by(|one, next| one.end <= next.start));
             assert!(pieces.len() <= FIRST_REGIONS as usize + ranges.len(), "{}", pieces.len());
@@ -414,15 +418,15 @@ pub(super) mod tests {
                     .any(|r| r.start <= piece.start && piece.end <= r.end))
             );
         }
-        assert_eq!(pieces(&[]), []);
+        assert_eq!(split_ranges(&[]), []);
     }
 
     #[test]
     fn too_many_ranges_are_merged_into_one() {
         let many: Vec<Range> =
             (0..=MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect();
-        assert_eq!(bounded(&many), [range(0, 0, MAX_RANGES as u64 * 256 + 128)]);
-        assert_eq!(bounded(&many[1..]).len(), MAX_RANGES);
-        assert_eq!(bounded(&[]), []);
+        assert_eq!(merge_ranges(&many), [range(0, 0, MAX_RANGES as u64 * 256 + 128)]);
+        assert_eq!(merge_ranges(&many[1..]).len(), MAX_RANGES);
+        assert_eq!(merge_ranges(&[]), []);
     }
 }

@@ -36,20 +36,20 @@ const PAGE_BYTES: u64 = 4096;
 
 /// Result for the address ranges of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Found {
+struct NodeResult {
     node: u32,
     /// Idle share of the ranges, in bytes.
     idle_bytes: u64,
     span_bytes: u64,
     /// True if `idle_bytes` includes free memory and addresses without memory.
-    with_free: bool,
-    /// Page cache whose use cannot be detected. See [`Roots::unseen_bytes`].
-    unseen_bytes: u64,
+    includes_free: bool,
+    /// Page cache whose use cannot be detected. See [`Roots::undetected_bytes`].
+    undetected_bytes: u64,
 }
 
-impl Found {
-    fn new(node: u32, idle_bytes: u64, span_bytes: u64, with_free: bool) -> Self {
-        Found { node, idle_bytes, span_bytes, with_free, unseen_bytes: 0 }
+impl NodeResult {
+    fn new(node: u32, idle_bytes: u64, span_bytes: u64, includes_free: bool) -> Self {
+        NodeResult { node, idle_bytes, span_bytes, includes_free, undetected_bytes: 0 }
     }
 
     /// Returns the idle memory of a node with these zones, or `None` if the node has no zones.
@@ -60,14 +60,14 @@ impl Found {
         };
         let (managed_bytes, free_bytes) =
             (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
-        let idle_bytes = if self.with_free {
+        let idle_bytes = if self.includes_free {
             // A block may be plugged only in part. The missing part is never accessed.
             let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
             self.idle_bytes.saturating_sub(absent_bytes)
         } else {
             self.idle_bytes.saturating_add(free_bytes)
         };
-        let idle_bytes = idle_bytes.min(managed_bytes).saturating_sub(self.unseen_bytes);
+        let idle_bytes = idle_bytes.min(managed_bytes).saturating_sub(self.undetected_bytes);
         (managed_bytes > 0).then_some(NodeIdle { node: self.node, idle_bytes, span_ms: SPAN_MS })
     }
 }
@@ -104,7 +104,7 @@ impl Roots {
     /// Returns a node's page cache whose use the kernel does not detect. With the
     /// multi-generational LRU, read() does not clear a page's idle flag (folio_mark_accessed in
     /// mm/swap.c), so all unmapped page cache looks idle. `None` if unknown.
-    fn unseen_bytes(&self, node: u32) -> Option<u64> {
+    fn undetected_bytes(&self, node: u32) -> Option<u64> {
         let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
         let enabled =
             enabled.trim().strip_prefix("0x").and_then(|bits| u64::from_str_radix(bits, 16).ok());
@@ -138,10 +138,10 @@ impl Source {
         }
     }
 
-    fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+    fn query(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<NodeResult>> {
         match self {
-            Source::Damon(damon) => damon.look(ranges, now_ms),
-            Source::Bitmap(bitmap) => Ok(bitmap.look(ranges, now_ms)),
+            Source::Damon(damon) => damon.query(ranges, now_ms),
+            Source::Bitmap(bitmap) => Ok(bitmap.query(ranges, now_ms)),
         }
     }
 }
@@ -150,40 +150,40 @@ impl Source {
 ///
 /// Linux accepts only one write to DAMON's files at a time, and fails others as busy. A write may
 /// take until the next sample. So an agent that was killed during a write blocks its successor.
-struct Seeker<O> {
+struct RetryingSource<O> {
     open: O,
     source: Option<Source>,
-    has_said_so: bool,
+    has_logged: bool,
 }
 
-impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
+impl<O: FnMut() -> io::Result<Source>> RetryingSource<O> {
     /// Opens the source. Returns an error only if later attempts cannot succeed either.
     fn start(open: O) -> io::Result<Self> {
-        let mut seeker = Seeker { open, source: None, has_said_so: false };
-        match (seeker.open)() {
-            Ok(source) => seeker.source = Some(source),
-            Err(error) if is_busy(&error) => seeker.say(&error),
+        let mut retrying = RetryingSource { open, source: None, has_logged: false };
+        match (retrying.open)() {
+            Ok(source) => retrying.source = Some(source),
+            Err(error) if is_busy(&error) => retrying.log_busy(&error),
             Err(error) => return Err(error),
         }
-        Ok(seeker)
+        Ok(retrying)
     }
 
-    fn say(&mut self, error: &io::Error) {
-        if !std::mem::replace(&mut self.has_said_so, true) {
+    fn log_busy(&mut self, error: &io::Error) {
+        if !std::mem::replace(&mut self.has_logged, true) {
             eprintln!("foreshore-agent: The search for idle memory is postponed: {error}");
         }
     }
 
     /// Looks for idle memory. Returns `None` if the source is busy, and the caller tries again
     /// later.
-    fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Option<Vec<Found>>> {
+    fn query(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Option<Vec<NodeResult>>> {
         let source = match &mut self.source {
             Some(source) => Ok(source),
             none => (self.open)().map(|source| none.insert(source)),
         };
-        match source.and_then(|source| source.look(ranges, now_ms)) {
+        match source.and_then(|source| source.query(ranges, now_ms)) {
             Err(error) if is_busy(&error) => {
-                self.say(&error);
+                self.log_busy(&error);
                 Ok(None)
             }
             result => result.map(Some),
@@ -201,8 +201,8 @@ pub(crate) struct IdleWatch {
     damon: PathBuf,
     ranges: SyncSender<Vec<Range>>,
     unsent: Option<Vec<Range>>,
-    answers: Receiver<Vec<Found>>,
-    found: Vec<Found>,
+    answers: Receiver<Vec<NodeResult>>,
+    found: Vec<NodeResult>,
     found_ms: u64,
 }
 
@@ -211,12 +211,12 @@ impl IdleWatch {
     /// program uses it. `clock` returns the time.
     pub(crate) fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
-        let mut source = Seeker::start({
+        let mut source = RetryingSource::start({
             let roots = roots.clone();
             move || Source::open(&roots)
         })?;
         let (ranges, inbox) = sync_channel::<Vec<Range>>(1);
-        let (outbox, answers) = sync_channel::<Vec<Found>>(1);
+        let (outbox, answers) = sync_channel::<Vec<NodeResult>>(1);
         let work = move || {
             let mut ranges = Vec::new();
             loop {
@@ -225,12 +225,12 @@ impl IdleWatch {
                     Err(RecvTimeoutError::Timeout) => {}
                     Err(RecvTimeoutError::Disconnected) => break,
                 }
-                match source.look(&ranges, clock()) {
+                match source.query(&ranges, clock()) {
                     Ok(Some(mut found)) => {
                         found.retain_mut(|found| {
-                            let unseen_bytes = roots.unseen_bytes(found.node);
-                            found.unseen_bytes = unseen_bytes.unwrap_or(0);
-                            unseen_bytes.is_some()
+                            let undetected_bytes = roots.undetected_bytes(found.node);
+                            found.undetected_bytes = undetected_bytes.unwrap_or(0);
+                            undetected_bytes.is_some()
                         });
                         drop(outbox.try_send(found));
                     }
@@ -314,28 +314,28 @@ mod tests {
         }
     }
 
-    fn idle_mib(found: Found, zones: &[Zone]) -> Option<u64> {
+    fn idle_mib(found: NodeResult, zones: &[Zone]) -> Option<u64> {
         found.report(zones).map(|idle| idle.idle_bytes / MIB)
     }
 
     #[test]
     fn absent_memory_is_not_idle() {
-        let found = Found::new(1, 200 * MIB, 256 * MIB, true);
+        let found = NodeResult::new(1, 200 * MIB, 256 * MIB, true);
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
         // 106 MiB of the ranges are not memory, or are memory that the kernel keeps for itself.
         assert_eq!(idle_mib(found, &zones), Some(94));
-        assert_eq!(idle_mib(Found { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
+        assert_eq!(idle_mib(NodeResult { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
         assert_eq!(
-            idle_mib(Found { span_bytes: 0, ..found }, &zones),
+            idle_mib(NodeResult { span_bytes: 0, ..found }, &zones),
             Some(150),
             "no more than there is"
         );
-        assert_eq!(idle_mib(Found { node: 2, ..found }, &zones), None, "gone meanwhile");
+        assert_eq!(idle_mib(NodeResult { node: 2, ..found }, &zones), None, "gone meanwhile");
     }
 
     #[test]
     fn free_memory_counts_as_idle_if_the_source_excludes_it() {
-        let found = Found::new(1, 50 * MIB, 256 * MIB, false);
+        let found = NodeResult::new(1, 50 * MIB, 256 * MIB, false);
         assert_eq!(idle_mib(found, &[zone(1, 150, 10), zone(0, 300, 300)]), Some(60));
         assert_eq!(idle_mib(found, &[zone(1, 150, 149)]), Some(150), "no more than there is");
     }
@@ -353,7 +353,7 @@ mod tests {
         watch.poll(&[zone(0, 4, 1)], 1_000, &mut idle);
         assert_eq!(idle, [], "nothing found yet");
         assert_eq!(ranges.1.recv().expect("passed on").len(), 1);
-        answers.0.send(vec![Found::new(0, 2 * MIB, 4 * MIB, false)]).expect("takes one");
+        answers.0.send(vec![NodeResult::new(0, 2 * MIB, 4 * MIB, false)]).expect("takes one");
         for (now_ms, count) in [(2_000, 1), (2_000 + MAX_AGE_MS - 1, 1), (2_000 + MAX_AGE_MS, 0)] {
             watch.poll(&[zone(0, 4, 1)], now_ms, &mut idle);
             assert_eq!(idle.len(), count, "at {now_ms}");
@@ -361,24 +361,30 @@ mod tests {
     }
 
     #[test]
-    fn unseen_page_cache_is_not_idle() {
-        let found = Found { unseen_bytes: 60 * MIB, ..Found::new(1, 200 * MIB, 200 * MIB, true) };
+    fn undetected_page_cache_is_not_idle() {
+        let found = NodeResult {
+            undetected_bytes: 60 * MIB,
+            ..NodeResult::new(1, 200 * MIB, 200 * MIB, true)
+        };
         assert_eq!(idle_mib(found, &[zone(1, 200, 0)]), Some(140));
-        assert_eq!(idle_mib(Found { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]), Some(0));
+        assert_eq!(
+            idle_mib(NodeResult { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]),
+            Some(0)
+        );
 
         let tree = Tree::new(&[]);
         let roots = Roots::under(tree.path());
-        assert_eq!(roots.unseen_bytes(1), Some(0), "a kernel without such a LRU");
+        assert_eq!(roots.undetected_bytes(1), Some(0), "a kernel without such a LRU");
         for (enabled, unseen) in [("0x0000\n", Some(0)), ("0x0006\n", Some(0)), ("0x0007\n", None)]
         {
             tree.put("kernel/mm/lru_gen/enabled", enabled);
-            assert_eq!(roots.unseen_bytes(1), unseen, "{enabled}");
+            assert_eq!(roots.undetected_bytes(1), unseen, "{enabled}");
         }
         let vmstat = "devices/system/node/node1/vmstat";
         tree.put(vmstat, "nr_mapped 100\nnr_file_pages 356\nnr_file_pages_other 9\n");
-        assert_eq!(roots.unseen_bytes(1), Some(MIB));
+        assert_eq!(roots.undetected_bytes(1), Some(MIB));
         tree.put(vmstat, "nr_mapped 100\n");
-        assert_eq!(roots.unseen_bytes(1), None);
+        assert_eq!(roots.undetected_bytes(1), None);
     }
 
     #[test]
@@ -408,20 +414,20 @@ mod tests {
                 if tries < at { busy() } else { Bitmap::open(bitmap).map(Source::Bitmap) }
             }
         };
-        let mut seeker = Seeker::start(opened_at(1)).expect("opens");
-        assert!(matches!(seeker.look(&[], 0), Ok(Some(_))));
-        let mut seeker = Seeker::start(opened_at(4)).expect("it may come");
+        let mut retrying = RetryingSource::start(opened_at(1)).expect("opens");
+        assert!(matches!(retrying.query(&[], 0), Ok(Some(_))));
+        let mut retrying = RetryingSource::start(opened_at(4)).expect("it may come");
         for _ in 0..2 {
-            assert!(matches!(seeker.look(&[], 0), Ok(None)));
-            assert!(seeker.has_said_so, "once");
+            assert!(matches!(retrying.query(&[], 0), Ok(None)));
+            assert!(retrying.has_logged, "once");
         }
         for _ in 0..2 {
-            assert!(matches!(seeker.look(&[], 0), Ok(Some(_))));
+            assert!(matches!(retrying.query(&[], 0), Ok(Some(_))));
         }
         let missing = || Err(io::Error::from_raw_os_error(libc::ENOENT));
-        assert!(Seeker::start(missing).is_err());
-        let mut seeker = Seeker { open: missing, source: None, has_said_so: false };
-        assert!(seeker.look(&[], 0).is_err(), "it has gone meanwhile");
+        assert!(RetryingSource::start(missing).is_err());
+        let mut retrying = RetryingSource { open: missing, source: None, has_logged: false };
+        assert!(retrying.query(&[], 0).is_err(), "it has gone meanwhile");
     }
 
     #[test]
@@ -432,9 +438,9 @@ mod tests {
         tree.make("0/state");
         let mut source = Source::Damon(Damon::open(tree.path(), 1).expect("opens"));
         let ranges = [range(0, 0, 4)];
-        source.look(&ranges, 0).expect_err("it does not go on");
+        source.query(&ranges, 0).expect_err("it does not go on");
         tree.remove("0/state");
-        source.look(&ranges, 20_000).expect("goes on");
+        source.query(&ranges, 20_000).expect("goes on");
         assert_eq!(tree.get("0/contexts/0/targets/0/regions/0/end"), (2 * MIB).to_string());
         assert_eq!(tree.get("0/state"), "update_schemes_stats");
     }
@@ -455,9 +461,9 @@ mod tests {
             let mut source = open(damon, &bitmap).expect("the bitmap");
             assert!(matches!(source, Source::Bitmap(_)), "{damon:?}");
             let ranges = [range(0, 0, 4)];
-            assert_eq!(source.look(&ranges, 0).expect("marks"), []);
+            assert_eq!(source.query(&ranges, 0).expect("marks"), []);
             // A plain file keeps its marks, as if there were no accesses.
-            let found = source.look(&ranges, SPAN_MS).expect("reads");
+            let found = source.query(&ranges, SPAN_MS).expect("reads");
             assert_eq!(found[0].report(&[zone(0, 4, 1)]).expect("a node").idle_bytes, 4 * MIB);
             open(damon, &missing).expect_err("neither");
         }

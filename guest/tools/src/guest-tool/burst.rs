@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
 /// Resolution of the reported times.
-const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Interval between lines from which a reader computes the offset between guest and host clock.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -19,7 +19,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(50);
 /// guest's memory. Regularly prints `tick MICROSECONDS`. If `mib` is 0, it only prints lines,
 /// starting with `begin`.
 pub(crate) fn burst(mib: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let started = Instant::now();
     // The kernel allocates pages only when they are touched.
@@ -31,11 +31,11 @@ pub(crate) fn burst(mib: u64) -> Result<()> {
             std::process::exit(1);
         }
     });
-    say(&format!("begin {}", started.elapsed().as_micros()))?;
+    print_line(&format!("begin {}", started.elapsed().as_micros()))?;
     for page in held.chunks_exact_mut(PAGE) {
         page[0] = 1;
     }
-    say(&format!("held {}", started.elapsed().as_micros()))?;
+    print_line(&format!("held {}", started.elapsed().as_micros()))?;
     loop {
         std::hint::black_box(&held);
         thread::park();
@@ -48,18 +48,18 @@ fn watch(started: Instant, mut total: u64) -> Result<()> {
         let now_total = total_bytes()?;
         let now = started.elapsed();
         if now_total > total {
-            say(&format!("total {} {now_total}", now.as_micros()))?;
+            print_line(&format!("total {} {now_total}", now.as_micros()))?;
         }
         total = now_total;
         if now >= ticked + TICK_INTERVAL {
-            say(&format!("tick {}", now.as_micros()))?;
+            print_line(&format!("tick {}", now.as_micros()))?;
             ticked = now;
         }
-        thread::sleep(LOOK_INTERVAL);
+        thread::sleep(CHECK_INTERVAL);
     }
 }
 
-fn say(line: &str) -> Result<()> {
+fn print_line(line: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{line}")?;
     Ok(stdout.flush()?)
@@ -70,8 +70,8 @@ fn total_bytes() -> Result<u64> {
     // SAFETY: a zeroed sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: the structure outlives the call.
-    let told = unsafe { libc::sysinfo(&raw mut info) };
-    ensure!(told == 0, "sysinfo: {}", io::Error::last_os_error());
+    let result = unsafe { libc::sysinfo(&raw mut info) };
+    ensure!(result == 0, "sysinfo: {}", io::Error::last_os_error());
     Ok(info.totalram * u64::from(info.mem_unit))
 }
 

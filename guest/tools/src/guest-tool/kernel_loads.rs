@@ -13,15 +13,15 @@ use crate::limits;
 
 const MIB: u64 = 1 << 20;
 /// Number of files between two progress lines.
-const NEWS: u64 = 20_000;
+const FILES_PER_PROGRESS_LINE: u64 = 20_000;
 
 /// Creates `count` empty files. On a tmpfs, each file takes about 1 KiB for its inode and dentry.
 pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     for index in 0..count {
         File::create(dir.join(format!("some-file-name-of-an-archive-{index}")))
             .with_context(|| format!("File {index}"))?;
-        if (index + 1) % NEWS == 0 {
+        if (index + 1) % FILES_PER_PROGRESS_LINE == 0 {
             println!("made {}", index + 1);
         }
     }
@@ -30,12 +30,12 @@ pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
 
 /// Looks up `count` missing files. For each, most file systems cache a negative dentry of about 200
 /// bytes.
-pub(crate) fn miss_files(dir: &Path, count: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+pub(crate) fn look_up_missing_files(dir: &Path, count: u64) -> Result<()> {
+    guest_tools::oom::prefer_as_victim()?;
     for index in 0..count {
         let missing = dir.join(format!("no-such-file-{index}"));
         ensure!(fs::symlink_metadata(&missing).is_err(), "{} is there", missing.display());
-        if (index + 1) % NEWS == 0 {
+        if (index + 1) % FILES_PER_PROGRESS_LINE == 0 {
             println!("missed {}", index + 1);
         }
     }
@@ -45,7 +45,7 @@ pub(crate) fn miss_files(dir: &Path, count: u64) -> Result<()> {
 /// Queues `mib` of data in sockets that no one reads from. Prints `held MIB`, and keeps the sockets
 /// open until killed.
 pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     limits::allow_open_files(1 << 20)?;
     let data = [1u8; 4096];
     let (mut pairs, mut queued_bytes, mut said_mib) = (Vec::new(), 0u64, 0);
@@ -72,7 +72,7 @@ pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
 /// stacks and task structures. Prints `held COUNT`, or `killed after INDEX` if one of them was
 /// killed first. Keeps the other processes until killed.
 pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
     let opened = File::open(file)?;
     for index in 0..count {

@@ -2,9 +2,9 @@
 
 mod blocks;
 mod burst;
-mod dried;
+mod exhausted_memory;
 mod files;
-mod filled;
+mod filled_folder;
 mod hostile;
 mod kernel_loads;
 mod limits;
@@ -22,7 +22,7 @@ use std::process::{Command, exit};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tools::StoredWrong;
+use guest_tools::CorruptData;
 use guest_tools::timed_net;
 use guest_tools::torn::report::Area;
 
@@ -100,7 +100,7 @@ fn main() {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     if let Err(error) = run(&arguments) {
         eprintln!("Error: {error:?}");
-        exit(StoredWrong::code_of(&error));
+        exit(CorruptData::code_of(&error));
     }
 }
 
@@ -112,20 +112,22 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["leak", mib, rate] => load::leak(number(mib)?, number(rate)?),
         ["load", name, mib] => load::run(name, number(mib)?),
         ["watch", interval_ms] => load::watch(number(interval_ms)?),
-        ["counters"] => load::say_counters(),
+        ["counters"] => load::print_counters(),
         ["pin", mib] => memory::pin(number(mib)?),
-        ["dry", left_kib] => dried::dry(number(left_kib)?),
+        ["dry", left_kib] => exhausted_memory::exhaust(number(left_kib)?),
         ["make-files", dir, count] => kernel_loads::make_files(dir.as_ref(), number(count)?),
-        ["miss-files", dir, count] => kernel_loads::miss_files(dir.as_ref(), number(count)?),
+        ["miss-files", dir, count] => {
+            kernel_loads::look_up_missing_files(dir.as_ref(), number(count)?)
+        }
         ["fill-sockets", mib] => kernel_loads::fill_sockets(number(mib)?),
         ["map-by-processes", file, count] => {
             kernel_loads::map_by_processes(file.as_ref(), number(count)?)
         }
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
-        ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),
+        ["fill-files", dir, seed] => filled_folder::fill(dir.as_ref(), number(seed)?),
         ["check-filled", dir, seed, count] => {
-            filled::check(dir.as_ref(), number(seed)?, number(count)?)
+            filled_folder::check(dir.as_ref(), number(seed)?, number(count)?)
         }
         ["write-blocks", device, mode, first, count, seed, rounds] => blocks::write(
             &blocks::Range::open(
@@ -177,8 +179,8 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["map-wait", file, offset, bytes, word] => {
             mapped::wait_for_word(file.as_ref(), number(offset)?, number(bytes)?, number(word)?)
         }
-        ["map-sync", file, bytes] => mapped::say_map_sync(file.as_ref(), number(bytes)?),
-        ["extents", file] => mapped::say_extents(file.as_ref()),
+        ["map-sync", file, bytes] => mapped::print_map_sync(file.as_ref(), number(bytes)?),
+        ["extents", file] => mapped::print_extents(file.as_ref()),
         ["stream", array_mib, rounds, places @ ..] if !places.is_empty() => {
             stream::stream(number(array_mib)?, number(rounds)?, places)
         }
@@ -189,16 +191,16 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["vsock-hold", port, command] => vsock::hold(u32::try_from(number(port)?)?, command),
         ["hostile-range", id, first, end, file] => {
-            let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
-            hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
+            let attack = hostile::Attack::Range { first: number(first)?, end: number(end)? };
+            hostile::run(number(id)?, attack, &hostile::Until::Exists(file.into()))
         }
         ["hostile-frames", id, first, end, file] => {
-            let malice = hostile::Malice::Frames { first: number(first)?, end: number(end)? };
-            hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
+            let attack = hostile::Attack::Frames { first: number(first)?, end: number(end)? };
+            hostile::run(number(id)?, attack, &hostile::Until::Exists(file.into()))
         }
-        ["hostile-garbage", id, count] => hostile::attack(
+        ["hostile-garbage", id, count] => hostile::run(
             number(id)?,
-            hostile::Malice::Garbage,
+            hostile::Attack::Garbage,
             &hostile::Until::Sent(number(count)?),
         ),
         ["hostile-plugs", blocks, file] => hostile::plug_storm(

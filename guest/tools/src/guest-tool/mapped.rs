@@ -154,7 +154,7 @@ pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64)
 
 /// Prints `allowed` if the kernel allows a mapping in which a fence is sufficient for durability
 /// (MAP_SYNC), and `refused` otherwise.
-pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
+pub(crate) fn print_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     let file = open(path)?;
     match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
         Ok(_) => println!("allowed"),
@@ -193,7 +193,7 @@ const FIEMAP_FLAG_SYNC: u32 = 1;
 
 /// Prints where a file is on its device. Each extent has a line with its offset in the file, its
 /// offset on the device, and its length.
-pub(crate) fn say_extents(path: &Path) -> Result<()> {
+pub(crate) fn print_extents(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     // SAFETY: the structure contains only numbers, for which zero is valid.
     let mut map: Fiemap = unsafe { std::mem::zeroed() };

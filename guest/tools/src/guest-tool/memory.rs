@@ -13,7 +13,7 @@ const MIB: usize = 1 << 20;
 /// Fills memory in steps of 1 MiB, and keeps it until killed. Prints `held N` after every 16 MiB
 /// and at the end.
 pub(crate) fn hog(mib: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     let mut held = Vec::new();
     for index in 0..mib {
         let mut chunk = vec![0u8; MIB];
@@ -35,7 +35,7 @@ pub(crate) fn hog(mib: u64) -> Result<()> {
 /// killed.
 pub(crate) fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     let held = vec![1u8; usize::try_from(mib)? * MIB];
     println!("touching");
     loop {
@@ -55,7 +55,7 @@ const PIPE_PAGES: usize = 16;
 /// moved until the pipe is closed. The rest of the memory is freed, so that almost no memory is in
 /// use but no range of 2 MiB can be unplugged. Prints `pinned`, and keeps the memory until killed.
 pub(crate) fn pin(mib: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
     let mut pipes: Vec<(PipeReader, PipeWriter)> = Vec::new();
     for index in 0..mib {
@@ -72,8 +72,8 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
         // SAFETY: the page is within the chunk, which lives as long as the pipe. The kernel only
         // reads it.
-        let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
-        ensure!(lent == 4096, "Cannot lend a page: {}", io::Error::last_os_error());
+        let spliced = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
+        ensure!(spliced == 4096, "Cannot lend a page: {}", io::Error::last_os_error());
     }
     for chunk in &mut held {
         let first = chunk.as_ptr().align_offset(4096);
@@ -81,8 +81,8 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         let pages = chunk[first + 4096..].chunks_exact_mut(4096).len();
         let rest = chunk[first + 4096..].as_mut_ptr();
         // SAFETY: these are whole pages of the chunk, and they are no longer read.
-        let given = unsafe { libc::madvise(rest.cast(), pages * 4096, libc::MADV_DONTNEED) };
-        ensure!(given == 0, "Cannot release memory: {}", io::Error::last_os_error());
+        let result = unsafe { libc::madvise(rest.cast(), pages * 4096, libc::MADV_DONTNEED) };
+        ensure!(result == 0, "Cannot release memory: {}", io::Error::last_os_error());
     }
     println!("pinned");
     loop {

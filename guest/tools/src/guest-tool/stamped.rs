@@ -8,7 +8,7 @@ use std::thread;
 use anyhow::{Context, Result, bail, ensure};
 use guest_tools::aligned::Aligned;
 use guest_tools::content::Bytes;
-use guest_tools::torn::report::{Area, Line, Stretch};
+use guest_tools::torn::report::{Area, FlushedRange, Line};
 use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
 
 pub(crate) struct Target {
@@ -84,7 +84,7 @@ impl<'a> Writer<'a> {
         let versions: Vec<u64> =
             sectors().map(|(sector, bytes)| version_of(sector, bytes)).collect::<Result<_>>()?;
         let version = versions.iter().copied().max().unwrap_or(0);
-        say(&Line::Found { thread: usize::try_from(number)?, versions })?;
+        print_line(&Line::Found { thread: usize::try_from(number)?, versions })?;
         let sectors = (first..).zip(memory.chunks_exact_mut(SECTOR_BYTES));
         let stamps = sectors.map(|(sector, bytes)| Stamp::new(sector, bytes)).collect();
         let file = if number + 1 < area.threads { direct } else { target.open(0)? };
@@ -98,19 +98,19 @@ impl<'a> Writer<'a> {
             let start = self.random.next_u64() % (self.target.area.per_thread - count + 1);
             let piece = 1 + self.random.next_u64() % count;
             self.version += 1;
-            self.write_stretch(
+            self.write_range(
                 usize::try_from(start)?,
                 usize::try_from(count)?,
                 usize::try_from(piece)?,
             )?;
             self.file.sync_data().context("Cannot flush")?;
             let first = self.first_sector() + start;
-            say(&Line::Flushed(Stretch { first, count, version: self.version }))?;
+            print_line(&Line::Flushed(FlushedRange { first, count, version: self.version }))?;
         }
     }
 
     /// Writes `count` of the thread's sectors from `start` on, `piece` sectors per call.
-    fn write_stretch(&mut self, start: usize, count: usize, piece: usize) -> Result<()> {
+    fn write_range(&mut self, start: usize, count: usize, piece: usize) -> Result<()> {
         let at = self.first_sector() as usize + start;
         let bytes = &mut self.memory[start * SECTOR_BYTES..][..count * SECTOR_BYTES];
         for (stamp, sector) in self.stamps[start..].iter().zip(bytes.chunks_exact_mut(SECTOR_BYTES))
@@ -141,7 +141,7 @@ fn version_of(sector: u64, bytes: &[u8]) -> Result<u64> {
 }
 
 /// Prints a line with a single write, so that lines of several threads do not mix.
-fn say(line: &Line) -> Result<()> {
+fn print_line(line: &Line) -> Result<()> {
     io::stdout()
         .write_all(format!("{line}\n").as_bytes())
         .context("Cannot write to standard output")
@@ -172,7 +172,7 @@ mod tests {
         let mut writer = writer(&target, 1);
         for piece in 1..=5 {
             writer.version += 1;
-            writer.write_stretch(2, 5, piece).unwrap();
+            writer.write_range(2, 5, piece).unwrap();
             let bytes = std::fs::read(&path).unwrap();
             for (sector, bytes) in (0..).zip(bytes.chunks_exact(SECTOR_BYTES)) {
                 let version = if (14..19).contains(&sector) { writer.version } else { 0 };

@@ -18,9 +18,9 @@ const HOST_CID: u32 = libc::VMADDR_CID_HOST;
 const PRIVILEGED_PORT: u32 = 900;
 
 /// More connections than a VMM should accept.
-const MOST_HELD: usize = 4096;
+const MAX_CONNECTIONS: usize = 4096;
 
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Sends standard input from a privileged port to a port of the host, and closes the connection.
 pub(crate) fn send(port: u32) -> Result<()> {
@@ -36,7 +36,7 @@ pub(crate) fn send(port: u32) -> Result<()> {
 /// Connects to a port of the host until killed, and keeps all connections open. When the host first
 /// refuses one, prints `held COUNT` and starts `command`.
 pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
-    limits::allow_open_files(MOST_HELD + 64)?;
+    limits::allow_open_files(MAX_CONNECTIONS + 64)?;
     let mut held = Vec::new();
     let mut running = None;
     loop {
@@ -53,10 +53,10 @@ pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
                 );
             }
             // The next attempt may get the slot of a connection that another process closes.
-            Err(_) => thread::sleep(BETWEEN_ATTEMPTS),
+            Err(_) => thread::sleep(RETRY_INTERVAL),
         }
         ensure!(
-            held.len() < MOST_HELD,
+            held.len() < MAX_CONNECTIONS,
             "The host accepted {} connections without a refusal",
             held.len()
         );

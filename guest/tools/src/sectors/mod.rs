@@ -13,7 +13,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 pub use flogs::{Flogs, Padding};
 pub use program::{Erasures, Mix, Program, Storage, run};
 
-use crate::StoredWrong;
+use crate::CorruptData;
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
@@ -107,7 +107,7 @@ impl Outcome {
     }
 
     /// Reads and compares every sector. `read` fills a buffer, starting at a sector. An error about
-    /// wrong content has the context [`StoredWrong`]. A sector that cannot be read may be caused by
+    /// wrong content has the context [`CorruptData`]. A sector that cannot be read may be caused by
     /// the emulation.
     pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
@@ -121,7 +121,7 @@ impl Outcome {
             if self.contents[first as usize] == Content::Fails {
                 ensure!(
                     outcome.is_err(),
-                    anyhow!("Sector {first} is readable, but must fail").context(StoredWrong)
+                    anyhow!("Sector {first} is readable, but must fail").context(CorruptData)
                 );
             } else {
                 outcome
@@ -131,7 +131,7 @@ impl Outcome {
                     content.fill(sector, &mut expected);
                     let difference = || {
                         let found = describe(found, &expected);
-                        anyhow!("Sector {sector} is not {content}: {found}").context(StoredWrong)
+                        anyhow!("Sector {sector} is not {content}: {found}").context(CorruptData)
                     };
                     ensure!(found == expected, difference());
                 }
@@ -251,7 +251,7 @@ mod tests {
         ] {
             run(&program, SHAPE, &broken).unwrap();
             let error = broken.check(&outcome).unwrap_err();
-            assert_eq!(StoredWrong::code_of(&error), StoredWrong::CODE, "{error:?}");
+            assert_eq!(CorruptData::code_of(&error), CorruptData::CODE, "{error:?}");
         }
     }
 
@@ -270,7 +270,7 @@ mod tests {
         outcome.check(reads_but_70).unwrap();
         // The outcome does not expect the failure, but no wrong data was found either.
         let error = Outcome::untouched(SHAPE).check(reads_but_70).unwrap_err();
-        assert_ne!(StoredWrong::code_of(&error), StoredWrong::CODE, "{error:?}");
+        assert_ne!(CorruptData::code_of(&error), CorruptData::CODE, "{error:?}");
     }
 
     #[test]

@@ -40,11 +40,11 @@ pub enum Line {
         versions: Vec<u64>,
     },
     /// A flush has completed after these sectors were written.
-    Flushed(Stretch),
+    Flushed(FlushedRange),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stretch {
+pub struct FlushedRange {
     pub first: u64,
     pub count: u64,
     /// Version of these sectors, unless a newer version has been written.
@@ -58,7 +58,7 @@ impl fmt::Display for Line {
                 write!(formatter, "found {thread}")?;
                 versions.iter().try_for_each(|version| write!(formatter, " {version}"))
             }
-            Self::Flushed(Stretch { first, count, version }) => {
+            Self::Flushed(FlushedRange { first, count, version }) => {
                 write!(formatter, "flushed {first} {count} {version}")
             }
         }
@@ -81,7 +81,7 @@ impl FromStr for Line {
                 Ok(Self::Found { thread: usize::try_from(*thread)?, versions: versions.to_vec() })
             }
             (Some("flushed"), &[first, count, version]) => {
-                Ok(Self::Flushed(Stretch { first, count, version }))
+                Ok(Self::Flushed(FlushedRange { first, count, version }))
             }
             _ => bail!("Not a line of the writer: {line:?}"),
         }
@@ -96,7 +96,7 @@ mod tests {
     fn lines_survive_formatting() {
         for line in [
             Line::Found { thread: 3, versions: vec![0, 17, 4] },
-            Line::Flushed(Stretch { first: 256, count: 12, version: 99 }),
+            Line::Flushed(FlushedRange { first: 256, count: 12, version: 99 }),
         ] {
             assert_eq!(line.to_string().parse::<Line>().unwrap(), line);
         }

@@ -88,7 +88,7 @@ pub enum PlanError {
     #[error(
         "zones may need {}, but the pool can lend at most {} of its {}: {} are metadata, and {} are reserved for \
          volumes (its reserve is {}, and all volumes have {})",
-        Size(*memory_bytes), Size(self.most_memory_bytes()), Size(*total_bytes),
+        Size(*memory_bytes), Size(self.max_memory_bytes()), Size(*total_bytes),
         Size(total_bytes - usable_bytes), Size(*reserve_bytes.max(volume_bytes)), Size(*reserve_bytes),
         Size(*volume_bytes)
     )]
@@ -120,7 +120,7 @@ impl PlanError {
     }
 
     /// Maximum number of bytes that the pool can lend as memory.
-    fn most_memory_bytes(&self) -> u64 {
+    fn max_memory_bytes(&self) -> u64 {
         match *self {
             Self::Promise { usable_bytes, reserve_bytes, volume_bytes, .. } => {
                 usable_bytes.saturating_sub(reserve_bytes.max(volume_bytes))

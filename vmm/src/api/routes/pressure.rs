@@ -9,7 +9,7 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::config::{FIXED_SIZE, check_fixed_size, check_policy};
 use crate::governor::info::{PressureChange, PressureInfo};
-use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
+use crate::vm::decision::{DECISIONS_SHOWN, MAX_DECISIONS};
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Name of the call in error messages.
@@ -72,13 +72,13 @@ fn decisions(query: &str) -> Result<usize, ConfigError> {
             return Err(ConfigError::UnknownKey { flag: CALL, key: key.to_owned(), known });
         }
         let digits = value.bytes().all(|byte| byte.is_ascii_digit());
-        let read = value.parse().ok().filter(|read| digits && (0..=DECISIONS_KEPT).contains(read));
+        let read = value.parse().ok().filter(|read| digits && (0..=MAX_DECISIONS).contains(read));
         let Some(read) = read else {
             return Err(ConfigError::BadValue {
                 flag: CALL,
                 key: key.to_owned(),
                 value: value.to_owned(),
-                expected: format!("a whole number from 0 to {DECISIONS_KEPT}"),
+                expected: format!("a whole number from 0 to {MAX_DECISIONS}"),
             });
         };
         if count.replace(read).is_some() {

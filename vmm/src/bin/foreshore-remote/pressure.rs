@@ -10,7 +10,7 @@ use clap::{ArgAction, Args, Subcommand};
 use foreshore::api::Client;
 use foreshore::config::{FIXED_SIZE, ParamSettings};
 use foreshore::governor::info::{PressureChange, PressureInfo};
-use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
+use foreshore::vm::decision::{DecisionInfo, MAX_DECISIONS, Outcome};
 use foreshore_config::FlagValue;
 use foreshore_types::size;
 
@@ -27,7 +27,7 @@ pub(crate) struct Pressure {
     #[command(subcommand)]
     verb: Option<PressureVerb>,
     /// Number of decisions to show, at most 1000
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=DECISIONS_KEPT as u64))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=MAX_DECISIONS as u64))]
     log: Option<u64>,
     /// Print JSON, including all inputs of each decision
     #[arg(long)]

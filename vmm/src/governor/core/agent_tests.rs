@@ -150,7 +150,7 @@ fn lines_of_agent_that_does_not_read_are_handled() {
         };
         let (clock, mut budget) = (Clock::start(), LineBudget::new());
         let (bytes, decide) = (AtomicU64::new(0), async |Heard { message, .. }| {
-            core.borrow_mut().message(message, clock.now(), clock.with_sleep(), Duration::default);
+            core.borrow_mut().message(message, clock.now(), clock.boottime(), Duration::default);
         });
         let serve = agent::serve(vmm, || settings.get(), &bytes, &mut budget, balloon::parse_line, decide);
         tokio::select! {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use balloon::governor::{AgentState, Decided, Note};
+use balloon::governor::{AgentState, Note, PlanNote};
 use balloon::plan::Direction;
 use balloon::proto::OnlinePolicy;
 use balloon::{HostView, TimeMs, ZoneId};
@@ -16,8 +16,8 @@ impl Core {
     pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {
         match note {
             Note::AgentConnected => rate_limited!(info, "The guest's agent is connected"),
-            Note::AgentGone => rate_limited!(info, "The guest's agent has disconnected"),
-            Note::AgentMissed => {
+            Note::AgentDisconnected => rate_limited!(info, "The guest's agent has disconnected"),
+            Note::AgentMissing => {
                 rate_limited!(
                     warn,
                     "The guest's agent has disconnected, and no agent has connected since; start it in the guest"
@@ -88,7 +88,7 @@ impl Core {
                     "The zone was resized manually; the governor leaves it alone until it is resumed"
                 );
             }
-            Note::Decided(decided) => self.record_decision(&decided, host, now),
+            Note::Plan(decided) => self.record_decision(&decided, host, now),
         }
     }
 
@@ -110,11 +110,11 @@ impl Core {
         );
     }
 
-    fn record_decision(&mut self, decided: &Decided, host: &HostView, now: TimeMs) {
-        let Decided { plan, policy, has_reported, number } = decided;
+    fn record_decision(&mut self, decided: &PlanNote, host: &HostView, now: TimeMs) {
+        let PlanNote { plan, policy, is_from_report, number } = decided;
         let report = self.governor.last_report().map(|(_, report)| report);
         if let Some(recorder) = &mut self.recorder {
-            if let Some(report) = report.filter(|_| *has_reported) {
+            if let Some(report) = report.filter(|_| *is_from_report) {
                 recorder.report(report, host, now);
             }
             recorder.host(host, now);

@@ -30,9 +30,9 @@ impl BalloonSource for BalloonHandle {
 
     fn state(&self) -> BalloonState {
         let sample = self.statistics().map(|heard| {
-            let (statistics, number, driver_life) =
-                (heard.statistics, heard.number, heard.driver_life);
-            Sample { statistics, number, driver_life }
+            let (statistics, number, driver_generation) =
+                (heard.statistics, heard.number, heard.driver_generation);
+            Sample { statistics, number, driver_generation }
         });
         BalloonState {
             sample,

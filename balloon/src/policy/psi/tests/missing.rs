@@ -71,7 +71,7 @@ fn rule_6_missed_anonymous_memory_makes_no_page_cache_needed() {
 
 /// Guest with 10 GiB of PM online and mostly free, in which a cgroup of a few hundred MiB exceeds
 /// its limit.
-fn beside_plenty(pages: impl Fn(&mut Counters)) {
+fn with_plenty_available(pages: impl Fn(&mut Counters)) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 20 << 30;
     rig.plug(10 << 10);
@@ -104,17 +104,17 @@ fn beside_plenty(pages: impl Fn(&mut Counters)) {
 
 #[test]
 fn rule_5_cgroup_that_swaps_neither_grows_guest_nor_prevents_shrink() {
-    beside_plenty(|counters| counters.pswpout += 900);
+    with_plenty_available(|counters| counters.pswpout += 900);
 }
 
 #[test]
 fn rule_6_cgroup_that_misses_anonymous_memory_neither_grows_guest_nor_prevents_shrink() {
-    beside_plenty(|counters| counters.workingset_refault_anon += 20_000);
+    with_plenty_available(|counters| counters.workingset_refault_anon += 20_000);
 }
 
 #[test]
 fn rule_6_cgroup_that_misses_page_cache_neither_grows_guest_nor_prevents_shrink() {
-    beside_plenty(|counters| counters.workingset_refault_file += 20_000);
+    with_plenty_available(|counters| counters.workingset_refault_file += 20_000);
 }
 
 /// Number of grows of a guest that is full of page cache. One second after each grow, `pages`

@@ -125,15 +125,21 @@ fn rule_11_result_of_a_decision_does_not_lead_to_the_opposite_one() {
                 };
                 let marks = Marks::new(&params, needs);
                 assert!(
-                    marks.low_bytes < marks.watch_bytes && marks.watch_bytes < marks.keep_bytes
+                    marks.low_bytes < marks.watch_bytes
+                        && marks.watch_bytes < marks.shrink_target_bytes
                 );
                 let grown = Marks::new(&params, Needs { is_at_rest: false, ..needs });
                 let least_step_bytes = marks.low_bytes + params.min_step_bytes;
-                for grown_bytes in [grown.aim_bytes, least_step_bytes] {
-                    assert!(marks.low_bytes < grown_bytes && grown_bytes < marks.high_bytes);
+                for grown_bytes in [grown.grow_target_bytes, least_step_bytes] {
+                    assert!(
+                        marks.low_bytes < grown_bytes && grown_bytes < marks.surplus_limit_bytes
+                    );
                 }
-                assert!(marks.low_bytes < marks.keep_bytes && marks.keep_bytes < marks.high_bytes);
-                assert!(marks.high_bytes < grown.high_bytes);
+                assert!(
+                    marks.low_bytes < marks.shrink_target_bytes
+                        && marks.shrink_target_bytes < marks.surplus_limit_bytes
+                );
+                assert!(marks.surplus_limit_bytes < grown.surplus_limit_bytes);
             }
         }
     }
@@ -152,7 +158,10 @@ fn rule_11_guest_at_rest_holds_at_most_a_tenth_above_need() {
         let headroom_bytes = Marks::new(&params, needs).headroom_bytes;
         let marks =
             Marks::new(&params, Needs { used_bytes: need_mib * MIB - headroom_bytes, ..needs });
-        assert!(marks.high_bytes - marks.headroom_bytes <= need_mib * MIB / 10, "{need_mib} MiB");
+        assert!(
+            marks.surplus_limit_bytes - marks.headroom_bytes <= need_mib * MIB / 10,
+            "{need_mib} MiB"
+        );
     }
 }
 
@@ -251,15 +260,15 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
 fn rule_13_stall_of_kernel_allocation_is_not_settled_until_forgotten() {
     let mut rig = Rig::new();
     rig.raw.kernel = Some(KernelUse::default());
-    let settled_after = |rig: &mut Rig, reports: u64| {
+    let quiescent_after = |rig: &mut Rig, reports: u64| {
         for _ in 0..reports {
             rig.report(1_000, 280);
         }
-        rig.state.is_settled(&rig.params, TimeMs(rig.raw.monotonic_ms))
+        rig.state.is_quiescent(&rig.params, TimeMs(rig.raw.monotonic_ms))
     };
-    assert!(settled_after(&mut rig, 300));
+    assert!(quiescent_after(&mut rig, 300));
     let counters = rig.counters();
     (counters.allocstall, counters.allocstall_kernel) = (1, 1);
-    assert!(!settled_after(&mut rig, 10));
-    assert!(settled_after(&mut rig, 1));
+    assert!(!quiescent_after(&mut rig, 10));
+    assert!(quiescent_after(&mut rig, 1));
 }

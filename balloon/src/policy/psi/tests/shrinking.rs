@@ -89,7 +89,10 @@ fn rule_8_growing_guest_keeps_four_margins() {
     let kept_mib = |is_at_rest| {
         let needs = Needs { used_bytes: 968 * MIB, is_at_rest, ..Needs::default() };
         let marks = Marks::new(&params, needs);
-        ((marks.keep_bytes - marks.low_bytes) / MIB, (marks.high_bytes - marks.low_bytes) / MIB)
+        (
+            (marks.shrink_target_bytes - marks.low_bytes) / MIB,
+            (marks.surplus_limit_bytes - marks.low_bytes) / MIB,
+        )
     };
     assert_eq!((kept_mib(false), kept_mib(true)), ((124, 139), (31, 46)));
 }
@@ -97,7 +100,7 @@ fn rule_8_growing_guest_keeps_four_margins() {
 #[test]
 fn rule_8_guest_that_has_filled_fast_keeps_memory_for_another_fill() {
     let params = Params::default();
-    let keep_bytes = |filled_mib| {
+    let shrink_target_bytes = |filled_mib| {
         let max_fill_rate_bytes_per_s = filled_mib * MIB;
         let needs = Needs {
             total_bytes: 1024 * MIB,
@@ -105,9 +108,9 @@ fn rule_8_guest_that_has_filled_fast_keeps_memory_for_another_fill() {
             max_fill_rate_bytes_per_s,
             ..Needs::default()
         };
-        Marks::new(&params, needs).keep_bytes
+        Marks::new(&params, needs).shrink_target_bytes
     };
-    assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
+    assert_eq!(shrink_target_bytes(100) - shrink_target_bytes(0), 150 * MIB);
 }
 
 /// With a ratio of 2, 50 of 100 MiB are reserved. Below 84 MiB, the ratio is 1 and all DRAM is
@@ -211,18 +214,18 @@ fn rule_9_patience_doubles_at_least() {
         patience.learn(&rig.host, now);
         rig.plug(32);
         patience.learn(&rig.host, now);
-        patience.grown(&params, now);
+        patience.record_grow(&params, now);
         steps.push(patience.ms(&params));
     }
     // The time before the first grow is longer than the upper limit.
     assert_eq!(steps, [30_000; 5]);
     let mut patience = Patience::default();
-    patience.grown(&params, TimeMs(1_000));
+    patience.record_grow(&params, TimeMs(1_000));
     rig.plug(64);
     patience.learn(&rig.host, TimeMs(1_500));
     rig.plug(32);
     patience.learn(&rig.host, TimeMs(2_000));
-    patience.grown(&params, TimeMs(2_500));
+    patience.record_grow(&params, TimeMs(2_500));
     assert_eq!(patience.ms(&params), 20_000);
 }
 

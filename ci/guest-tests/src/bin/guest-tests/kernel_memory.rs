@@ -400,8 +400,8 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     // ZONE_MOVABLE. If ZONE_DMA32 kept nothing, half of the reserve would be missing.
     let least_bytes = reserve_bytes - reserve_bytes / 8;
     guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
-        let kept_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
-        Ok(kept_bytes >= least_bytes)
+        let reserved_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
+        Ok(reserved_bytes >= least_bytes)
     })?;
     guest.no_kernel_complaints()
 }

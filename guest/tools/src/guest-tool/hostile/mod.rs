@@ -16,18 +16,18 @@ use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 // Maximum numbers of polls of the used ring. These limits are counts instead of times, so that a
 // slow device cannot end the attack by the guest's clock.
 /// Garbage may never be answered. The next request follows after some milliseconds.
-const GARBAGE_LOOKS: u32 = 20_000;
+const GARBAGE_POLLS: u32 = 20_000;
 /// Frames may never arrive, and the device may forever retry a frame from invalid memory.
-const FRAME_LOOKS: u32 = 20_000;
-const LONGEST_BYTES: u64 = 256 << 10;
+const FRAME_POLLS: u32 = 20_000;
+const MAX_BUFFER_BYTES: u64 = 256 << 10;
 /// A well-formed request must be answered wherever its buffers are. This takes longer than any
 /// answer.
-const ANSWER_LOOKS: u32 = 100_000_000;
+const ANSWER_POLLS: u32 = 100_000_000;
 /// Number of requests between checks for the file. A check takes longer than a request.
-const REQUESTS_PER_LOOK: u64 = 16;
+const REQUESTS_PER_CHECK: u64 = 16;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Malice {
+pub(crate) enum Attack {
     /// Well-formed chains with buffers anywhere in a range of guest memory.
     Range {
         first: u64,
@@ -57,17 +57,17 @@ impl Until {
     fn is_over(&self, sent: u64) -> bool {
         match self {
             Self::Sent(count) => sent >= *count,
-            Self::Exists(path) => sent.is_multiple_of(REQUESTS_PER_LOOK) && path.exists(),
+            Self::Exists(path) => sent.is_multiple_of(REQUESTS_PER_CHECK) && path.exists(),
         }
     }
 }
 
 /// Attacks every queue of the device that has this PCI device ID.
-pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
-    if let Malice::Range { first, end } | Malice::Frames { first, end } = malice {
+pub(crate) fn run(device_id: u64, attack: Attack, until: &Until) -> Result<()> {
+    if let Attack::Range { first, end } | Attack::Frames { first, end } = attack {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
     }
-    queue::keep_locked_pages_in_place()?;
+    queue::disable_compaction_of_locked_pages()?;
     let mut device = Device::take(u16::try_from(device_id)?)?;
     let mut random = Bytes::new(device_id);
     let mut queues = start(&mut device)?;
@@ -78,12 +78,12 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
             if until.is_over(sent) {
                 break 'attack;
             }
-            let looks = match malice {
-                Malice::Range { first, end } => {
+            let polls = match attack {
+                Attack::Range { first, end } => {
                     queue.offer(&[in_range(&mut random, first, end)], 0, 1);
-                    ANSWER_LOOKS
+                    ANSWER_POLLS
                 }
-                Malice::Frames { first, end } => {
+                Attack::Frames { first, end } => {
                     let flags = match queue.index {
                         0 => WRITE,
                         1 => 0,
@@ -91,11 +91,11 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                     };
                     // One buffer is offered at a time, because the ring would otherwise wrap around
                     // onto itself.
-                    let step = u16::from(queue.has_all_back());
+                    let step = u16::from(queue.are_all_buffers_returned());
                     queue.offer(&[inside(&mut random, first, end, flags)], 0, step);
-                    FRAME_LOOKS
+                    FRAME_POLLS
                 }
-                Malice::Garbage => {
+                Attack::Garbage => {
                     let chain: Vec<Descriptor> =
                         (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) =
@@ -105,15 +105,15 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                     let jumps = step.is_multiple_of(8);
                     is_broken |= jumps;
                     queue.offer(&chain, head, if jumps { step as u16 } else { 1 });
-                    GARBAGE_LOOKS
+                    GARBAGE_POLLS
                 }
             };
             device.notify(queue.index);
             sent += 1;
-            let answer = queue.wait_until_used(looks);
+            let answer = queue.wait_until_used(polls);
             answered += u64::from(answer);
             ensure!(
-                answer || !matches!(malice, Malice::Range { .. }),
+                answer || !matches!(attack, Attack::Range { .. }),
                 "The device did not answer request {sent}; its status is {:#x}",
                 device.status()
             );
@@ -161,14 +161,14 @@ fn start(device: &mut Device) -> Result<Vec<Queue>> {
 /// Returns a buffer that begins in the range and may extend beyond its end.
 fn in_range(random: &mut Bytes, first: u64, end: u64) -> Descriptor {
     let address = first + random.next_u64() % (end - first);
-    let len = 1 + (random.next_u64() % LONGEST_BYTES) as u32;
+    let len = 1 + (random.next_u64() % MAX_BUFFER_BYTES) as u32;
     Descriptor { address, len, flags: WRITE, next: 0 }
 }
 
 /// Returns a buffer that is entirely within the range. Otherwise the host's kernel would stop using
 /// the ring.
 fn inside(random: &mut Bytes, first: u64, end: u64, flags: u16) -> Descriptor {
-    let len = 1 + random.next_u64() % LONGEST_BYTES.min(end - first);
+    let len = 1 + random.next_u64() % MAX_BUFFER_BYTES.min(end - first);
     let address = first + random.next_u64() % (end - first - len + 1);
     Descriptor { address, len: len as u32, flags, next: 0 }
 }

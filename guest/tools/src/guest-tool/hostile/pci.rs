@@ -31,7 +31,7 @@ const QUEUE_DESC: usize = 32;
 
 /// Maximum number of polls during a reset. It is more than any reset takes, because each poll is an
 /// exit.
-const RESET_LOOKS: u32 = 100_000;
+const RESET_POLLS: u32 = 100_000;
 
 const ACKNOWLEDGE: u8 = 1;
 const DRIVER: u8 = 2;
@@ -128,7 +128,7 @@ impl Device {
     pub(super) fn reset(&mut self) -> Result<()> {
         self.set_status(0);
         ensure!(
-            (0..RESET_LOOKS).any(|_| self.status() == 0),
+            (0..RESET_POLLS).any(|_| self.status() == 0),
             "The status is {:#x} after a reset",
             self.status()
         );

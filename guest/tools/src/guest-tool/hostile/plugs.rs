@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 
 use super::pci::Device;
 use super::queue::{self, Descriptor, NEXT, Queue, WRITE};
-use super::{ANSWER_LOOKS, Until, start};
+use super::{ANSWER_POLLS, Until, start};
 
 const MEM: u16 = 0x1058;
 
@@ -24,7 +24,7 @@ const ANSWER_BYTES: usize = 10;
 /// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device. The host must
 /// have requested these blocks.
 pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
-    queue::keep_locked_pages_in_place()?;
+    queue::disable_compaction_of_locked_pages()?;
     let mut device = Device::take(MEM)?;
     let mut queues = start(&mut device)?;
     let [queue] = &mut queues[..] else { anyhow::bail!("virtio-mem has {} queues", queues.len()) };
@@ -67,7 +67,7 @@ fn send(
     ];
     queue.offer(&chain, 0, 1);
     device.notify(queue.index);
-    ensure!(queue.wait_until_used(ANSWER_LOOKS), "The device did not answer request {code}");
+    ensure!(queue.wait_until_used(ANSWER_POLLS), "The device did not answer request {code}");
     let answer = queue.read_buffer(ANSWER_AT);
     ensure!(answer == ACK, "The device answered request {code} with {answer}");
     Ok(())

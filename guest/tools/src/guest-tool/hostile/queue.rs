@@ -34,7 +34,7 @@ pub(super) struct Descriptor {
 /// Keeps locked pages in place. Otherwise compaction would move them without the device's
 /// knowledge, and the device would access memory that is reused
 /// (Documentation/admin-guide/sysctl/vm.rst).
-pub(super) fn keep_locked_pages_in_place() -> Result<()> {
+pub(super) fn disable_compaction_of_locked_pages() -> Result<()> {
     let path = "/proc/sys/vm/compact_unevictable_allowed";
     std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
 }
@@ -120,10 +120,10 @@ impl Queue {
         fence(Ordering::SeqCst);
     }
 
-    /// Polls up to `looks` times until the device has used a buffer since the last offer. Returns
+    /// Polls up to `polls` times until the device has used a buffer since the last offer. Returns
     /// false if the device has not used one.
-    pub(super) fn wait_until_used(&self, looks: u32) -> bool {
-        (0..looks).any(|_| {
+    pub(super) fn wait_until_used(&self, polls: u32) -> bool {
+        (0..polls).any(|_| {
             std::hint::spin_loop();
             self.used() != self.used_before
         })
@@ -131,7 +131,7 @@ impl Queue {
 
     /// Returns true if the device has returned all offered buffers. The result is valid only if
     /// each offer advanced the index by at most one.
-    pub(super) fn has_all_back(&self) -> bool {
+    pub(super) fn are_all_buffers_returned(&self) -> bool {
         self.used() == self.offered
     }
 

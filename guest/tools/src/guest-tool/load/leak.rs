@@ -11,7 +11,7 @@ use super::MIB;
 /// Fills `mib` MiB at `rate` MiB/s, and prints `held N` after every 16 MiB. Keeps the memory until
 /// killed.
 pub(crate) fn leak(mib: u64, rate: u64) -> Result<()> {
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1")?;
     let started = Instant::now();
     let mut held: Vec<Vec<u8>> = Vec::new();

@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail, ensure};
 use guest_tools::process::end_with_parent;
 
 pub(crate) use leak::leak;
-pub(crate) use watch::{say_counters, watch};
+pub(crate) use watch::{print_counters, watch};
 
 const MIB: u64 = 1 << 20;
 /// Directory for the files of a workload. It is a tmpfs, so its files count as memory.
@@ -39,7 +39,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
             "no such workload: {name:?}; existing workloads: touch, bfs, redis, sqlite, compile"
         ),
     };
-    guest_tools::oom::volunteer()?;
+    guest_tools::oom::prefer_as_victim()?;
     // Otherwise Linux would refuse a mapping larger than all memory before the guest could grow
     // (docs/reference/policies.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;

@@ -33,7 +33,7 @@ pub(crate) fn watch(interval_ms: u64) -> Result<()> {
 }
 
 /// Prints the current counters as one line.
-pub(crate) fn say_counters() -> Result<()> {
+pub(crate) fn print_counters() -> Result<()> {
     println!("{}", Sources::open()?.sample(0)?);
     Ok(())
 }

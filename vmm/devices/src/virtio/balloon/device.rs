@@ -101,7 +101,7 @@ impl Balloon {
             state: Mutex::new(state),
             interrupt: Mutex::default(),
             heard: Mutex::default(),
-            driver_life: Mutex::default(),
+            driver_generation: Mutex::default(),
             ask: EventFd::new(EFD_NONBLOCK)?,
             metrics: Arc::new(BalloonMetrics::default()),
             observer,
@@ -182,7 +182,7 @@ impl VirtioDevice for Balloon {
             shared: Arc::clone(&self.shared),
         };
         self.shared.state.lock().start(features & F_DEFLATE_ON_OOM != 0);
-        *self.shared.driver_life.lock() += 1;
+        *self.shared.driver_generation.lock() += 1;
         *self.shared.interrupt.lock() = Some(interrupt);
         if let Err(err) = self.worker.start(Box::new(worker)) {
             *self.shared.interrupt.lock() = None;

@@ -40,7 +40,7 @@ pub struct Heard {
     pub number: u64,
     /// Number of the activation that these statistics belong to. Counters may restart after each
     /// activation.
-    pub driver_life: u64,
+    pub driver_generation: u64,
     pub at: Instant,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Shared {
     /// Interrupt of the active driver. `None` if no driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     pub(super) heard: Mutex<Option<Heard>>,
-    pub(super) driver_life: Mutex<u64>,
+    pub(super) driver_generation: Mutex<u64>,
     /// Signaled to request statistics from the driver.
     pub(super) ask: EventFd,
     pub(super) metrics: Arc<BalloonMetrics>,
@@ -94,8 +94,9 @@ impl Shared {
             }
         }
         let number = self.metrics.statistics.fetch_add(1, Ordering::Relaxed) + 1;
-        let driver_life = *self.driver_life.lock();
-        *self.heard.lock() = Some(Heard { statistics, number, driver_life, at: Instant::now() });
+        let driver_generation = *self.driver_generation.lock();
+        *self.heard.lock() =
+            Some(Heard { statistics, number, driver_generation, at: Instant::now() });
         (self.observer)();
     }
 

@@ -488,7 +488,7 @@ fn statistics_are_received_on_request() {
     rig.driver.write(BUFFERS, &statistics(&[(5, MIB)]));
     rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
     rig.driver.kick(STATS);
-    assert_eq!(wait(&rig, 3).driver_life, second.driver_life + 1);
+    assert_eq!(wait(&rig, 3).driver_generation, second.driver_generation + 1);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::*;
 
 /// An event of the VM.
 #[derive(Clone, Debug)]
-pub(super) enum Happening {
+pub(super) enum VmEvent {
     /// A report with the free share of each zone in thousandths, and other values.
     Report {
         free_permille: [u64; ZONES],
@@ -97,8 +97,8 @@ pub(super) struct Counted {
 pub(super) type Idle = Option<(u64, u64)>;
 
 /// Report of a guest that has no free memory, and whose counters have not changed.
-pub(super) fn short() -> Happening {
-    Happening::Report {
+pub(super) fn short() -> VmEvent {
+    VmEvent::Report {
         free_permille: [0; ZONES],
         cached_permille: 0,
         stall_ms: 0,
@@ -109,7 +109,7 @@ pub(super) fn short() -> Happening {
     }
 }
 
-pub(super) fn report() -> impl Strategy<Value = Happening> {
+pub(super) fn report() -> impl Strategy<Value = VmEvent> {
     let pages = || prop_oneof![3 => Just(0u64), 1 => 0u64..5000];
     let counted = (pages(), pages(), pages(), pages()).prop_map(
         |(swapped_out, swapped_in, anon_refaults, file_refaults)| Counted {
@@ -125,7 +125,7 @@ pub(super) fn report() -> impl Strategy<Value = Happening> {
     (free, 0u64..=1000, 0u64..400, counted, swap_used_mib, idle, prop::bool::weighted(0.2))
         .prop_map(
             |(free_permille, cached_permille, stall_ms, counted, swap_used_mib, idle, late)| {
-                Happening::Report {
+                VmEvent::Report {
                     free_permille,
                     cached_permille,
                     stall_ms: if stall_ms > 300 { stall_ms } else { 0 },
@@ -138,34 +138,34 @@ pub(super) fn report() -> impl Strategy<Value = Happening> {
         )
 }
 
-fn happening() -> impl Strategy<Value = Happening> {
+fn vm_event() -> impl Strategy<Value = VmEvent> {
     prop_oneof![
         8 => report(),
-        2 => Just(Happening::Arrival),
-        3 => Just(Happening::Tick),
+        2 => Just(VmEvent::Arrival),
+        3 => Just(VmEvent::Tick),
         6 => (0..ZONES, prop_oneof![Just(1000u64), 0u64..=1000])
-            .prop_map(|(zone, permille)| Happening::Follow { zone, permille }),
+            .prop_map(|(zone, permille)| VmEvent::Follow { zone, permille }),
         1 => (0..ZONES, prop_oneof![1u64..100, 1_000u64..2_000])
-            .prop_map(|(zone, ms)| Happening::Flap { zone, ms }),
-        1 => (0..ZONES, 0u64..1000).prop_map(|(zone, permille)| Happening::Short { zone, permille }),
-        1 => (0u64..2000).prop_map(|mib| Happening::Pool { mib }),
-        1 => (0..ZONES, 0u64..256).prop_map(|(zone, mib)| Happening::Pin { zone, mib }),
-        1 => prop::option::of(0..ZONES).prop_map(|zone| Happening::Resume { zone }),
-        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::Pause { on }),
-        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::DryRun { on }),
+            .prop_map(|(zone, ms)| VmEvent::Flap { zone, ms }),
+        1 => (0..ZONES, 0u64..1000).prop_map(|(zone, permille)| VmEvent::Short { zone, permille }),
+        1 => (0u64..2000).prop_map(|mib| VmEvent::Pool { mib }),
+        1 => (0..ZONES, 0u64..256).prop_map(|(zone, mib)| VmEvent::Pin { zone, mib }),
+        1 => prop::option::of(0..ZONES).prop_map(|zone| VmEvent::Resume { zone }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| VmEvent::Pause { on }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| VmEvent::DryRun { on }),
         1 => (any::<[bool; ZONES]>(), any::<bool>())
-            .prop_map(|(zones, above)| Happening::Squeeze { zones, above }),
-        1 => (1u64..20_000).prop_map(|pages| Happening::Oom { pages }),
-        1 => (0..POLICIES.len()).prop_map(|index| Happening::Policy { index }),
-        1 => (0u64..1200).prop_map(|mib| Happening::Fix { mib }),
+            .prop_map(|(zones, above)| VmEvent::Squeeze { zones, above }),
+        1 => (1u64..20_000).prop_map(|pages| VmEvent::Oom { pages }),
+        1 => (0..POLICIES.len()).prop_map(|index| VmEvent::Policy { index }),
+        1 => (0u64..1200).prop_map(|mib| VmEvent::Fix { mib }),
         1 => (0u64..400, 0u64..1000)
-            .prop_map(|(floor_mib, more_mib)| Happening::Bounds { floor_mib, more_mib }),
-        1 => any::<bool>().prop_map(|movable| Happening::Online { movable }),
+            .prop_map(|(floor_mib, more_mib)| VmEvent::Bounds { floor_mib, more_mib }),
+        1 => any::<bool>().prop_map(|movable| VmEvent::Online { movable }),
     ]
 }
 
 /// A run: the initial policy and rules, and events with the time before each in milliseconds.
-pub(super) fn life() -> impl Strategy<Value = (usize, Rules, Vec<(Happening, u64)>)> {
+pub(super) fn event_sequence() -> impl Strategy<Value = (usize, Rules, Vec<(VmEvent, u64)>)> {
     let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
-    (0..POLICIES.len(), rules::rules(), prop::collection::vec((happening(), ms), 1..120))
+    (0..POLICIES.len(), rules::rules(), prop::collection::vec((vm_event(), ms), 1..120))
 }

@@ -7,7 +7,7 @@ use super::world::State;
 
 /// Fault of a caller. Each breaks one invariant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Broken {
+pub(crate) enum Fault {
     Unaligned,
     AboveMaximum,
     BelowZoneFloor,
@@ -26,16 +26,16 @@ pub(crate) enum Broken {
     /// Does not request the size that a client wants.
     DropsSteps,
     /// Does not end the goals of a zone that is returned to the governor.
-    KeepsGoals,
+    RetainsGoals,
     /// Requests the whole goal in a single step.
     IgnoresDescriptors,
     /// Shows DRAM to the governor as PM, and PM as DRAM.
     SwapsTiers,
     /// Requests more memory when it handles the same event a second time.
-    Wavers,
+    IsNondeterministic,
 }
 
-impl Broken {
+impl Fault {
     /// All faulty callers, each with the message of the check that must fail.
     pub(crate) const ALL: [(Self, &str); 21] = [
         (Self::Unaligned, "not whole blocks"),
@@ -54,11 +54,11 @@ impl Broken {
         (Self::StepsWithoutGoal, "no goal of a client"),
         (Self::StepsAfterResume, "no goal of a client"),
         (Self::DropsSteps, "size of a client is not requested"),
-        (Self::KeepsGoals, "waits without a goal"),
+        (Self::RetainsGoals, "waits without a goal"),
         (Self::IgnoresDescriptors, "more than the guest can describe"),
         (Self::SwapsTiers, "PM comes before DRAM"),
         (Self::SwapsTiers, "DRAM goes before PM"),
-        (Self::Wavers, "effects differ upon the same inputs"),
+        (Self::IsNondeterministic, "effects differ upon the same inputs"),
     ];
 
     /// Applies the fault to the requests of a step.
@@ -66,7 +66,7 @@ impl Broken {
         requests.retain(|request| match *request {
             Request::Step { zone, size_bytes, goal_bytes } => {
                 let is_end = [size_bytes, goal_bytes] == [state.zone(zone).requested_bytes; 2];
-                self != Self::DropsSteps && (self != Self::KeepsGoals || !is_end)
+                self != Self::DropsSteps && (self != Self::RetainsGoals || !is_end)
             }
             _ => true,
         });
@@ -102,8 +102,8 @@ impl Broken {
         if let (Self::MovesPinned, Some((zone, _))) = (self, pinned) {
             requests.push(Request::Size(zone.id, zone.max_bytes));
         }
-        if self == Self::Wavers && state.is_again {
-            requests.push(Request::AskStatistics);
+        if self == Self::IsNondeterministic && state.is_repeated {
+            requests.push(Request::Statistics);
         }
     }
 

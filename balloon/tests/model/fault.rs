@@ -4,7 +4,7 @@ use super::*;
 
 /// Fault that is applied to the controller's plans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Broken {
+pub(super) enum Fault {
     /// Shrinks a zone below its floor.
     ZoneFloor,
     /// Grows a zone above its maximum.
@@ -20,15 +20,15 @@ pub(super) enum Broken {
     /// Does not lengthen the cool-down after a shrink that had to be undone.
     NeverDoubles,
     /// Shrinks in steps of an eighth of the plugged memory, even if the rules set another share.
-    OwnShare,
+    FixedShare,
     /// Grows the guest again after a shrink, although there is no pressure.
-    GrowBack,
+    GrowsWithoutPressure,
     /// Grows the guest again after a shrink because of a fill that did not happen.
-    FillsNothing,
+    GrowsWithoutFill,
     /// Shrinks while reports are lost.
-    FailsShut,
+    ShrinksWithoutReports,
     /// Does not grow a guest that was short of memory when reports were lost.
-    HoldsShut,
+    IgnoresShortageWithoutReports,
     /// Gives a grow the reason of a hold or of a policy that is not in use.
     GrowReason,
     /// Gives a shrink the reason of a grow.
@@ -38,64 +38,64 @@ pub(super) enum Broken {
     /// Shrinks DRAM before PM.
     DramFirst,
     /// Resizes a zone that a client has pinned.
-    Hands,
+    ResizesPinned,
     /// Continues to resize the guest during a pause.
-    Unpaused,
+    ActsInPause,
     /// Carries out plans in a dry run.
-    NoDryRun,
+    ActsInDryRun,
     /// Does not correct a total that is outside of its bounds.
-    StaysOut,
+    IgnoresBounds,
     /// Shrinks a guest that is short of memory.
     ShortShrink,
     /// Removes memory that is in use.
-    TakesTouched,
+    RemovesUsedMemory,
     /// Gives swapping, refaults or stalls as the reason of a grow, although no such event happened.
-    Unseen(Reason),
+    UnfoundedReason(Reason),
     /// Requests the memory that the host could not provide from other zones again and again.
-    AsksAgain,
+    RepeatsHostShortfall,
     /// Lets rule 5 withdraw requests that the floor needs.
     FallsBelowFloor,
     /// Counts memory as progress although it is unplugged again immediately.
     FlapIsProgress,
     /// Reports repeatedly in a dry run that the guest does not follow a request.
-    SaysOneThing,
+    RepeatsDryRunReport,
     /// Removes the memory that the guest should keep in addition to the surplus.
-    GivesAll,
+    RemovesMargin,
     /// Never stops changing sizes.
-    Restless,
+    NeverStabilizes,
 }
 
-pub(super) const LIVES: [Broken; 27] = [
-    Broken::ZoneFloor,
-    Broken::ZoneCeiling,
-    Broken::HalfBlock,
-    Broken::Floor,
-    Broken::Ceiling,
-    Broken::EarlyShrink,
-    Broken::NeverDoubles,
-    Broken::OwnShare,
-    Broken::GrowBack,
-    Broken::FailsShut,
-    Broken::HoldsShut,
-    Broken::GrowReason,
-    Broken::ShrinkReason,
-    Broken::HoldReason,
-    Broken::DramFirst,
-    Broken::Hands,
-    Broken::Unpaused,
-    Broken::NoDryRun,
-    Broken::StaysOut,
-    Broken::ShortShrink,
-    Broken::TakesTouched,
-    Broken::Unseen(Reason::Swapping),
-    Broken::Unseen(Reason::Thrashing),
-    Broken::Unseen(Reason::Stalled),
-    Broken::AsksAgain,
-    Broken::FallsBelowFloor,
-    Broken::FlapIsProgress,
+pub(super) const RANDOM_RUN_FAULTS: [Fault; 27] = [
+    Fault::ZoneFloor,
+    Fault::ZoneCeiling,
+    Fault::HalfBlock,
+    Fault::Floor,
+    Fault::Ceiling,
+    Fault::EarlyShrink,
+    Fault::NeverDoubles,
+    Fault::FixedShare,
+    Fault::GrowsWithoutPressure,
+    Fault::ShrinksWithoutReports,
+    Fault::IgnoresShortageWithoutReports,
+    Fault::GrowReason,
+    Fault::ShrinkReason,
+    Fault::HoldReason,
+    Fault::DramFirst,
+    Fault::ResizesPinned,
+    Fault::ActsInPause,
+    Fault::ActsInDryRun,
+    Fault::IgnoresBounds,
+    Fault::ShortShrink,
+    Fault::RemovesUsedMemory,
+    Fault::UnfoundedReason(Reason::Swapping),
+    Fault::UnfoundedReason(Reason::Thrashing),
+    Fault::UnfoundedReason(Reason::Stalled),
+    Fault::RepeatsHostShortfall,
+    Fault::FallsBelowFloor,
+    Fault::FlapIsProgress,
 ];
 
-impl Broken {
+impl Fault {
     /// Applies the fault to a plan if it can be applied.
     pub(super) fn distort(self, plan: &mut Plan, world: &World) {
         let rules = world.controller.rules();
@@ -104,23 +104,23 @@ impl Broken {
         let unpinned = |zone: &usize| !world.pinned[*zone];
         let idle = plan.direction == Direction::Hold && plan.reason != Reason::NoProgress;
         match self {
-            Broken::ZoneFloor => {
+            Fault::ZoneFloor => {
                 plan.targets[3].requested_bytes = world.host.zones[3].floor_bytes - BLOCK_BYTES
             }
-            Broken::ZoneCeiling => {
+            Fault::ZoneCeiling => {
                 plan.targets[2].requested_bytes = world.host.zones[2].max_bytes + BLOCK_BYTES
             }
-            Broken::HalfBlock => plan.targets[0].requested_bytes |= MIB,
-            Broken::Floor if plan.direction == Direction::Shrink && rules.floor_bytes > 0 => {
+            Fault::HalfBlock => plan.targets[0].requested_bytes |= MIB,
+            Fault::Floor if plan.direction == Direction::Shrink && rules.floor_bytes > 0 => {
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     target.requested_bytes = target.requested_bytes.min(zone.floor_bytes);
                 }
             }
-            Broken::Ceiling if plan.direction == Direction::Grow => {
+            Fault::Ceiling if plan.direction == Direction::Grow => {
                 let pm = (0..2).find(unpinned).unwrap_or(0);
                 plan.targets[pm].requested_bytes = world.host.zones[pm].max_bytes;
             }
-            Broken::EarlyShrink
+            Fault::EarlyShrink
                 if idle && since(world.last_grow).is_some_and(|ms| ms < rules.cool_down_ms) =>
             {
                 let zone = (0..ZONES)
@@ -130,7 +130,7 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
                 }
             }
-            Broken::OwnShare if plan.direction == Direction::Shrink => {
+            Fault::FixedShare if plan.direction == Direction::Shrink => {
                 let taken = world.host.requested_bytes() - plan.requested_bytes();
                 let mut more = (world.host.plugged_bytes() / 8).saturating_sub(taken);
                 for zone in (0..2).filter(unpinned) {
@@ -141,7 +141,7 @@ impl Broken {
                     (*bytes, more) = (*bytes - less, more - less);
                 }
             }
-            Broken::GrowBack
+            Fault::GrowsWithoutPressure
                 if idle && since(world.last_shrink).is_some_and(|ms| ms < rules.cool_down_ms) =>
             {
                 if let (Some(zone), Some(reason)) = ((2..ZONES).find(unpinned), own.0.first()) {
@@ -150,7 +150,7 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Grow, *reason);
                 }
             }
-            Broken::FillsNothing
+            Fault::GrowsWithoutFill
                 if idle
                     && !world.paused
                     && world.may_fill()
@@ -165,7 +165,7 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Grow, Reason::Filling);
                 }
             }
-            Broken::FailsShut
+            Fault::ShrinksWithoutReports
                 if plan.reason == Reason::ReportsLost
                     && world.has_followed()
                     && since(world.last_grow).is_none_or(|ms| ms >= rules.cool_down_ms)
@@ -181,18 +181,18 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
                 }
             }
-            Broken::HoldsShut if plan.reason == Reason::ReportsLost => {
+            Fault::IgnoresShortageWithoutReports if plan.reason == Reason::ReportsLost => {
                 plan.direction = Direction::Hold;
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     target.requested_bytes = zone.requested_bytes;
                 }
             }
-            Broken::GrowReason if plan.direction == Direction::Grow => plan.reason = Reason::Enough,
-            Broken::ShrinkReason if plan.direction == Direction::Shrink => {
+            Fault::GrowReason if plan.direction == Direction::Grow => plan.reason = Reason::Enough,
+            Fault::ShrinkReason if plan.direction == Direction::Shrink => {
                 plan.reason = Reason::LowAvailable
             }
-            Broken::HoldReason if idle => plan.reason = Reason::DescriptorSpace,
-            Broken::DramFirst if plan.direction == Direction::Shrink => {
+            Fault::HoldReason if idle => plan.reason = Reason::DescriptorSpace,
+            Fault::DramFirst if plan.direction == Direction::Shrink => {
                 for zone in (0..ZONES).filter(unpinned) {
                     let sizes = &world.host.zones[zone];
                     let step = if sizes.tier == Tier::Dram { BLOCK_BYTES } else { 0 };
@@ -201,12 +201,12 @@ impl Broken {
                     .max(sizes.floor_bytes);
                 }
             }
-            Broken::Hands => {
+            Fault::ResizesPinned => {
                 if let Some(zone) = (0..ZONES).find(|zone| world.pinned[*zone]) {
                     plan.targets[zone].requested_bytes = world.host.zones[zone].floor_bytes;
                 }
             }
-            Broken::StaysOut
+            Fault::IgnoresBounds
                 if !(rules.floor_bytes..=rules.ceiling_bytes)
                     .contains(&world.host.requested_bytes()) =>
             {
@@ -215,7 +215,7 @@ impl Broken {
                     target.requested_bytes = zone.requested_bytes;
                 }
             }
-            Broken::ShortShrink if idle && world.says_short() => {
+            Fault::ShortShrink if idle && world.found_shortage() => {
                 let zone = (0..2)
                     .find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
@@ -223,7 +223,7 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
                 }
             }
-            Broken::TakesTouched if plan.reason == Reason::Surplus => {
+            Fault::RemovesUsedMemory if plan.reason == Reason::Surplus => {
                 if let Some(zone) = (0..2).find(|zone| unpinned(zone)) {
                     let sizes = &world.host.zones[zone];
                     let least =
@@ -232,12 +232,12 @@ impl Broken {
                         least.min(plan.targets[zone].requested_bytes);
                 }
             }
-            Broken::Unseen(reason)
+            Fault::UnfoundedReason(reason)
                 if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) =>
             {
                 plan.reason = reason
             }
-            Broken::AsksAgain
+            Fault::RepeatsHostShortfall
                 if idle
                     && !world.paused
                     && world.host.zones.iter().any(|zone| zone.shortfall.is_some())
@@ -251,14 +251,14 @@ impl Broken {
                     (plan.direction, plan.reason) = (Direction::Grow, Reason::HostShort);
                 }
             }
-            Broken::FallsBelowFloor if plan.reason == Reason::NoProgress => {
+            Fault::FallsBelowFloor if plan.reason == Reason::NoProgress => {
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     let there = zone.plugged_bytes.next_multiple_of(BLOCK_BYTES);
                     target.requested_bytes =
                         target.requested_bytes.min(there.max(zone.floor_bytes));
                 }
             }
-            Broken::FlapIsProgress
+            Fault::FlapIsProgress
                 if plan.reason == Reason::NoProgress
                     && (0..ZONES)
                         .all(|zone| !world.is_due(zone) || world.waits[zone].has_flapped)
@@ -269,14 +269,16 @@ impl Broken {
                     target.requested_bytes = zone.requested_bytes;
                 }
             }
-            Broken::SaysOneThing if plan.dry_run && (0..ZONES).any(|zone| world.is_due(zone)) => {
+            Fault::RepeatsDryRunReport
+                if plan.dry_run && (0..ZONES).any(|zone| world.is_due(zone)) =>
+            {
                 (plan.direction, plan.reason) = (Direction::Hold, Reason::NoProgress);
                 plan.wanted_bytes = world.host.requested_bytes();
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     target.requested_bytes = zone.requested_bytes;
                 }
             }
-            Broken::GivesAll if plan.reason == Reason::Surplus => {
+            Fault::RemovesMargin if plan.reason == Reason::Surplus => {
                 let taken = world.host.requested_bytes() - plan.requested_bytes();
                 let mut more = (128 * MIB).saturating_sub(taken);
                 for zone in (0..2).filter(unpinned) {
@@ -285,7 +287,9 @@ impl Broken {
                     (*bytes, more) = (*bytes - less, more - less);
                 }
             }
-            Broken::Restless if idle && world.now.0 / 60_000 != (world.now.0 - 1_000) / 60_000 => {
+            Fault::NeverStabilizes
+                if idle && world.now.0 / 60_000 != (world.now.0 - 1_000) / 60_000 =>
+            {
                 let up = (world.now.0 / 60_000).is_multiple_of(2);
                 let (sizes, bytes) = (&world.host.zones[0], &mut plan.targets[0].requested_bytes);
                 *bytes = if up { *bytes + BLOCK_BYTES } else { *bytes - BLOCK_BYTES.min(*bytes) };

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use guest_tools::wait::{stretch_limits, wait_until};
+use guest_tools::wait::{scale_limits, wait_until};
 
 #[test]
-fn wait_takes_its_stretched_limit_and_names_it() {
-    stretch_limits(3.0);
+fn wait_takes_its_scaled_limit_and_names_it() {
+    scale_limits(3.0);
     let started = Instant::now();
     let error = wait_until("pigs fly", Duration::from_millis(100), || Ok(false)).unwrap_err();
     assert!(started.elapsed() >= Duration::from_millis(300), "{:?}", started.elapsed());

@@ -5,7 +5,7 @@ use super::*;
 
 impl World {
     /// Returns true if the report of the last step shows a need that justifies `reason`.
-    pub(super) fn wants(&self, reason: Reason) -> bool {
+    pub(super) fn is_needed(&self, reason: Reason) -> bool {
         let Some((_, report)) = &self.arrived else { return false };
         let free_bytes = report.memory().free_bytes;
         match self.controller.policy() {
@@ -17,12 +17,13 @@ impl World {
                 let taken =
                     self.left_bytes.is_none_or(|left_bytes| expected_available_bytes < left_bytes);
                 // A fill is measured from the maximum since the shrink.
-                let filled =
-                    self.had_bytes.is_none_or(|had_bytes| expected_available_bytes < had_bytes);
+                let filled = self.max_available_bytes.is_none_or(|max_available_bytes| {
+                    expected_available_bytes < max_available_bytes
+                });
                 let until_ms = report.monotonic_ms();
                 let swapped = self.counted_ms[0]
                     .iter()
-                    .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
+                    .any(|ms| (until_ms.saturating_sub(HISTORY_MS)..=until_ms).contains(ms));
                 match reason {
                     Reason::LowAvailable => taken && expected_available_bytes < headroom_bytes,
                     // Memory that was swapped out also counts as filled.
@@ -30,13 +31,13 @@ impl World {
                     Reason::Swapping | Reason::Stalled => {
                         expected_available_bytes < headroom_bytes + total_bytes / 4
                     }
-                    // The remaining reason is refaults for which tasks wait. `check_seen` checks
+                    // The remaining reason is refaults for which tasks wait. `check_counted` checks
                     // it.
                     _ => reason == Reason::Thrashing,
                 }
             }
-            Policy::Amf(params) => self.is_a_node_below(report, params.watermark_scale),
-            Policy::Dapper(params) => self.is_a_node_below(report, params.watermark_scale * 2),
+            Policy::Amf(params) => self.is_any_node_below(report, params.watermark_scale),
+            Policy::Dapper(params) => self.is_any_node_below(report, params.watermark_scale * 2),
             Policy::Pmb(params) => free_bytes < self.high_bytes(false) * params.watermark_scale,
             Policy::Memorage(params) => {
                 free_bytes < self.high_bytes(false) * params.watermark_scale
@@ -64,10 +65,11 @@ impl World {
     }
 
     /// Checks that a shrink leaves enough memory, so that the policy does not request it again.
-    pub(super) fn check_left(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        let by_order =
+    pub(super) fn check_remaining(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let is_forced =
             [Reason::AboveCeiling, Reason::FixedSize, Reason::StorageShort].contains(&plan.reason);
-        let Some((_, report)) = self.arrived.as_ref().filter(|_| !by_order && !self.misled) else {
+        let Some((_, report)) = self.arrived.as_ref().filter(|_| !is_forced && !self.is_misled)
+        else {
             return Ok(());
         };
         // Memory that has not arrived yet is not free.
@@ -117,7 +119,7 @@ impl World {
     }
 
     /// Expected available memory, computed from the report that has just arrived.
-    pub(super) fn had_bytes_now(&self) -> u64 {
+    pub(super) fn current_available_bytes(&self) -> u64 {
         self.arrived.as_ref().map_or(0, |(_, report)| self.expected_available_bytes(report, true))
     }
 
@@ -163,7 +165,7 @@ impl World {
 
     /// Returns true if some node with DRAM, including the PM near it, has less free memory than
     /// `times` the node's high watermark.
-    fn is_a_node_below(&self, report: &Report, times: u64) -> bool {
+    fn is_any_node_below(&self, report: &Report, times: u64) -> bool {
         let zones = report.zones();
         // Each pair has the index of a DRAM zone and that of the PM near it.
         [(2, 1), (3, 0)].into_iter().any(|(dram, pm)| {

@@ -24,13 +24,13 @@ pub(in crate::sim) struct KernelZone {
     pub marks: Marks,
     /// Reserve that user pages must leave free for the kernel. The agent sets it for the present
     /// zones (docs/reference/agent.md).
-    pub kept_bytes: u64,
+    pub reserved_bytes: u64,
 }
 
 impl KernelZone {
     /// Returns the room for user pages if the kernel uses `pinned_bytes` of this zone.
     fn room_bytes(&self, pinned_bytes: u64) -> u64 {
-        (self.bytes - self.kept_bytes).saturating_sub(pinned_bytes)
+        (self.bytes - self.reserved_bytes).saturating_sub(pinned_bytes)
     }
 }
 
@@ -75,7 +75,7 @@ impl BootZones {
             kind,
             bytes,
             marks: marks.part(bytes, kernel_bytes),
-            kept_bytes: 0,
+            reserved_bytes: 0,
         };
         Self {
             hotplug_bytes: memory.hotplug_bytes(),
@@ -155,7 +155,7 @@ impl BootZones {
     /// calculate_totalreserve_pages).
     pub(crate) fn unavailable_bytes(&self) -> u64 {
         let zones = self.kernel_zones.iter();
-        zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
+        zones.map(|zone| (zone.reserved_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
     /// Sets the total size of the DRAM blocks that were converted to kernel memory. They are above
@@ -183,15 +183,15 @@ impl BootZones {
         let dram_bytes = node.kernel_bytes().saturating_add(movable_bytes);
         let mut ratios = LINUX_RESERVE_RATIOS;
         node.lower_ratios(&mut ratios, dram_bytes, self.hotplug_bytes);
-        let [_, low_kept_bytes, normal_kept_bytes] = node.kept_bytes(&ratios);
-        low.kept_bytes = low_kept_bytes / PAGE_BYTES * PAGE_BYTES;
-        normal.kept_bytes = normal_kept_bytes / PAGE_BYTES * PAGE_BYTES;
+        let [_, low_reserved_bytes, normal_reserved_bytes] = node.reserved_bytes(&ratios);
+        low.reserved_bytes = low_reserved_bytes / PAGE_BYTES * PAGE_BYTES;
+        normal.reserved_bytes = normal_reserved_bytes / PAGE_BYTES * PAGE_BYTES;
     }
 }
 
 /// User pages as they were last placed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Placed {
+pub(super) struct Placement {
     pub user_bytes: u64,
     /// Part of `user_bytes` that is in the kernel's zones of boot memory.
     pub kernel_zone_bytes: u64,
@@ -199,7 +199,7 @@ pub(super) struct Placed {
     pub pm_bytes: u64,
 }
 
-impl Placed {
+impl Placement {
     /// Returns the part that is in the movable zones of DRAM.
     pub(super) fn movable_dram_bytes(&self) -> u64 {
         self.user_bytes.saturating_sub(self.kernel_zone_bytes + self.pm_bytes)
@@ -256,7 +256,8 @@ impl Guest {
         let left_bytes = self.boot.kernel_bytes().saturating_sub(used_bytes);
         let room_bytes = self.boot.room_bytes(used_bytes);
         let limit_bytes = room_bytes.min(left_bytes.saturating_sub(next_bytes));
-        limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
+        limit_bytes
+            .max(self.remaining_kernel_zone_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
     /// Returns the places of the user pages that have remained since pages were last placed.
@@ -264,8 +265,8 @@ impl Guest {
     /// Pages in PM are freed first. After that, the same share of pages is freed in each zone of
     /// DRAM. If user pages occupy the reserve of the kernel's zones, the same share is freed in all
     /// memory, including PM.
-    pub(super) fn held(&self) -> Placed {
-        let placed = self.placed;
+    pub(super) fn remaining_pages(&self) -> Placement {
+        let placed = self.last_placement;
         let user_bytes = self.user_bytes();
         if user_bytes >= placed.user_bytes {
             return placed;
@@ -278,12 +279,12 @@ impl Guest {
         let room_bytes = self.boot.room_bytes(self.kernel_used_bytes());
         let kernel_zone_bytes = of_all_bytes.max(of_dram_bytes.min(room_bytes));
         let pm_bytes = (user_bytes - kernel_zone_bytes).saturating_sub(placed.movable_dram_bytes());
-        Placed { user_bytes, kernel_zone_bytes, pm_bytes }
+        Placement { user_bytes, kernel_zone_bytes, pm_bytes }
     }
 
     /// Returns the size of the user pages that are still in the kernel's zones.
-    pub(super) fn held_bytes(&self) -> u64 {
-        self.held().kernel_zone_bytes
+    pub(super) fn remaining_kernel_zone_bytes(&self) -> u64 {
+        self.remaining_pages().kernel_zone_bytes
     }
 
     /// Returns the places of all user pages.
@@ -292,50 +293,51 @@ impl Guest {
     /// This is the order of the zone lists in Linux. Placed pages remain where they are until they
     /// are freed, or until their memory is unplugged or converted to kernel memory. Linux does not
     /// move pages when memory is onlined.
-    pub(super) fn places(&self) -> Placed {
-        let (held, user_bytes) = (self.held(), self.user_bytes());
+    pub(super) fn placement(&self) -> Placement {
+        let (remaining, user_bytes) = (self.remaining_pages(), self.user_bytes());
         let dram_bytes = self.movable_dram_bytes();
         // This includes old pages outside of PM and the kernel's zones, and all new pages.
-        let rest_bytes = held.movable_dram_bytes() + (user_bytes - held.user_bytes);
+        let rest_bytes = remaining.movable_dram_bytes() + (user_bytes - remaining.user_bytes);
         let movable_bytes = rest_bytes.min(dram_bytes);
         let above_bytes = rest_bytes - movable_bytes;
         let limit_bytes = self.kernel_zone_limit_bytes();
-        let new_bytes = above_bytes.min(limit_bytes.saturating_sub(held.kernel_zone_bytes));
+        let new_bytes = above_bytes.min(limit_bytes.saturating_sub(remaining.kernel_zone_bytes));
         let kernel_left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
-        let kernel_zone_bytes = (held.kernel_zone_bytes + new_bytes).min(kernel_left_bytes);
+        let kernel_zone_bytes = (remaining.kernel_zone_bytes + new_bytes).min(kernel_left_bytes);
         // If PM was unplugged, its pages move to DRAM.
-        let mut homeless_bytes = (user_bytes - movable_bytes - kernel_zone_bytes)
+        let mut displaced_bytes = (user_bytes - movable_bytes - kernel_zone_bytes)
             .saturating_sub(self.plugged_of(Tier::Pm));
-        let to_movable_bytes = homeless_bytes.min(dram_bytes - movable_bytes);
-        homeless_bytes -= to_movable_bytes;
-        let to_kernel_bytes = homeless_bytes.min(limit_bytes.saturating_sub(kernel_zone_bytes));
+        let to_movable_bytes = displaced_bytes.min(dram_bytes - movable_bytes);
+        displaced_bytes -= to_movable_bytes;
+        let to_kernel_bytes = displaced_bytes.min(limit_bytes.saturating_sub(kernel_zone_bytes));
         let kernel_zone_bytes = kernel_zone_bytes + to_kernel_bytes;
         let pm_bytes = user_bytes - movable_bytes - to_movable_bytes - kernel_zone_bytes;
-        Placed { user_bytes, kernel_zone_bytes, pm_bytes }
+        Placement { user_bytes, kernel_zone_bytes, pm_bytes }
     }
 
     /// Places the user pages.
-    pub(super) fn place(&mut self) {
-        let places = self.places();
-        self.totals.foreign_bytes += places.pm_bytes.saturating_sub(self.placed.pm_bytes);
-        self.placed = places;
+    pub(super) fn place_pages(&mut self) {
+        let placement = self.placement();
+        self.totals.foreign_bytes +=
+            placement.pm_bytes.saturating_sub(self.last_placement.pm_bytes);
+        self.last_placement = placement;
     }
 
     pub(super) fn kernel_free_bytes(&self) -> u64 {
-        let used_bytes = self.places().kernel_zone_bytes + self.kernel_used_bytes();
+        let used_bytes = self.placement().kernel_zone_bytes + self.kernel_used_bytes();
         self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
     /// Returns the free memory in boot memory. Writes the free memory of each zone to `free`.
     pub(in crate::sim) fn free_by_zone(&self, free: &mut [u64]) -> BootFree {
-        let places = self.places();
-        let mut leaving = self.leaving_bytes();
+        let placement = self.placement();
+        let mut offlining = self.offlining_bytes();
         let fill = |users: &mut u64, bytes: u64| {
             let taken = (*users).min(bytes);
             *users -= taken;
             bytes - taken
         };
-        let (mut dram_users, mut pm_users) = (places.movable_dram_bytes(), places.pm_bytes);
+        let (mut dram_users, mut pm_users) = (placement.movable_dram_bytes(), placement.pm_bytes);
         for (index, free) in free.iter_mut().enumerate() {
             let users = match self.zones[index].tier {
                 Tier::Dram => &mut dram_users,
@@ -345,9 +347,9 @@ impl Guest {
         }
         let movable_bytes = fill(&mut dram_users, self.boot.movable_bytes);
         for free in free.iter_mut().rev() {
-            let gone = leaving.min(*free);
-            *free -= gone;
-            leaving -= gone;
+            let part_bytes = offlining.min(*free);
+            *free -= part_bytes;
+            offlining -= part_bytes;
         }
         BootFree { kernel_bytes: self.kernel_free_bytes(), movable_bytes }
     }
@@ -358,6 +360,6 @@ impl Guest {
         if users == 0 {
             return 0;
         }
-        self.places().pm_bytes * 1000 / users
+        self.placement().pm_bytes * 1000 / users
     }
 }

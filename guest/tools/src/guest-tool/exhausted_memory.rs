@@ -18,9 +18,9 @@ const STEP: usize = 64 << 10;
 /// Capacity of each pipe. It is Linux' default maximum (fs.pipe-max-size).
 const PIPE: usize = 1 << 20;
 /// Interval between checks for freed memory. Memory found is taken as well.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of checks without free memory after which all memory counts as exhausted.
-const CALM_LOOKS: u32 = 25;
+const QUIET_CHECKS: u32 = 25;
 /// Value of vm.min_free_kbytes. Real-time tasks may use half of it (mm/page_alloc.c,
 /// gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
@@ -47,41 +47,41 @@ const KILLED: &str = "Killed process";
 /// and then gives up. Any other task that needs a page at that moment would invoke the OOM killer,
 /// and memory of the killed process would then be used for descriptors. So all other tasks may use
 /// a reserve below the watermark. The kernel worker that adds memory may not.
-pub(crate) fn dry(left_kib: u64) -> Result<()> {
-    guest_tools::oom::be_spared()?;
+pub(crate) fn exhaust(left_kib: u64) -> Result<()> {
+    guest_tools::oom::exempt()?;
     // SAFETY: the call takes no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
-    give_others_the_reserve()?;
-    leave_nothing_to_find()?;
+    let_others_use_reserve()?;
+    release_caches()?;
     let mut kernel = KernelMemory::open()?;
     let mut log = KernelLog::open()?;
-    let mut taken = Taken::new(total_bytes()?)?;
+    let mut taken = TakenMemory::new(total_bytes()?)?;
     let left_pages = left_kib * 1024 / PAGE as u64;
-    let (mut calm_looks, mut is_said) = (0, false);
+    let (mut quiet_checks, mut is_printed) = (0, false);
     loop {
         if kernel.free_pages()? > left_pages + (STEP / PAGE) as u64 {
             taken.take_step()?;
-            calm_looks = 0;
+            quiet_checks = 0;
             continue;
         }
-        calm_looks += 1;
-        if calm_looks == CALM_LOOKS && !is_said {
+        quiet_checks += 1;
+        if quiet_checks == QUIET_CHECKS && !is_printed {
             // Done only now, because a real-time task would have occupied a CPU until now.
             run_in_real_time(0)?;
             println!("dried");
-            is_said = true;
+            is_printed = true;
         }
-        if is_said {
-            log.say_news()?;
+        if is_printed {
+            log.print_messages()?;
         }
-        thread::sleep(LOOK_INTERVAL);
+        thread::sleep(CHECK_INTERVAL);
     }
 }
 
 /// Makes the kernel release memory that it could otherwise find when it needs some, and sets the
 /// size of the reserve.
-fn leave_nothing_to_find() -> Result<()> {
+fn release_caches() -> Result<()> {
     let set = |setting: &str, value: &str| {
         fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
     };
@@ -103,7 +103,7 @@ fn leave_nothing_to_find() -> Result<()> {
 
 /// Gives real-time priority to all other programs, and to the thread that starts kernel threads.
 /// They may then allocate below the watermark. Tasks that they start inherit this.
-fn give_others_the_reserve() -> Result<()> {
+fn let_others_use_reserve() -> Result<()> {
     let ours = std::process::id() as libc::pid_t;
     for process in fs::read_dir("/proc").context("Cannot read /proc")? {
         let process = process?.path();
@@ -160,12 +160,14 @@ impl KernelLog {
     }
 
     /// Prints messages about failed allocations and killed processes.
-    fn say_news(&mut self) -> Result<()> {
+    fn print_messages(&mut self) -> Result<()> {
         loop {
             match self.kmsg.read(&mut self.record) {
                 Ok(len) => {
-                    if let Some(news) = news_in(&String::from_utf8_lossy(&self.record[..len])) {
-                        println!("{news}");
+                    if let Some(message) =
+                        memory_message(&String::from_utf8_lossy(&self.record[..len]))
+                    {
+                        println!("{message}");
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
@@ -180,7 +182,7 @@ impl KernelLog {
 
 /// Extracts messages about memory from a record of /dev/kmsg:
 /// `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Documentation/ABI/testing/dev-kmsg).
-fn news_in(record: &str) -> Option<String> {
+fn memory_message(record: &str) -> Option<String> {
     let (_, text) = record.split_once(';')?;
     let text = text.lines().next()?;
     if text.contains(NO_DESCRIPTORS) {
@@ -193,25 +195,25 @@ fn total_bytes() -> Result<usize> {
     // SAFETY: a zeroed sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: the structure outlives the call.
-    let told = unsafe { libc::sysinfo(&raw mut info) };
-    ensure!(told == 0, "sysinfo: {}", io::Error::last_os_error());
+    let result = unsafe { libc::sysinfo(&raw mut info) };
+    ensure!(result == 0, "sysinfo: {}", io::Error::last_os_error());
     Ok(usize::try_from(info.totalram * u64::from(info.mem_unit))?)
 }
 
 /// Pipes that hold the taken memory. All except the last one are full.
-struct Taken {
+struct TakenMemory {
     full: Vec<PipeReader>,
     last: (PipeReader, PipeWriter),
     len: usize,
 }
 
-impl Taken {
-    /// Allocates the list for as many pipes as `most_bytes` fill, so that it never has to grow
+impl TakenMemory {
+    /// Allocates the list for as many pipes as `max_bytes` fill, so that it never has to grow
     /// later.
-    fn new(most_bytes: usize) -> Result<Self> {
-        let most = most_bytes / PIPE + 1;
-        limits::allow_open_files(most + 64)?;
-        Ok(Self { full: Vec::with_capacity(most), last: pipe()?, len: 0 })
+    fn new(max_bytes: usize) -> Result<Self> {
+        let max_pipes = max_bytes / PIPE + 1;
+        limits::allow_open_files(max_pipes + 64)?;
+        Ok(Self { full: Vec::with_capacity(max_pipes), last: pipe()?, len: 0 })
     }
 
     fn take_step(&mut self) -> Result<()> {
@@ -285,13 +287,13 @@ fn usable_pages(zoneinfo: &str) -> Result<u64> {
                 let (_, list) = line
                     .split_once('(')
                     .context("/proc/zoneinfo has a zone without protections")?;
-                let kept = list
+                let protected = list
                     .trim_end_matches(')')
                     .split(',')
                     .nth(NORMAL)
                     .context("/proc/zoneinfo has no protection for zone Normal")?;
-                let kept: u64 = kept.trim().parse()?;
-                sum += free.saturating_sub(min + kept);
+                let protected: u64 = protected.trim().parse()?;
+                sum += free.saturating_sub(min + protected);
             }
             _ => {}
         }
@@ -335,28 +337,29 @@ Node 1, zone  Movable
     fn failures_and_kills_are_found_in_the_kernel_log() {
         let failed =
             "4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -12\n SUBSYSTEM=virtio\n";
-        assert_eq!(news_in(failed).unwrap(), "failed");
+        assert_eq!(memory_message(failed).unwrap(), "failed");
         let killed = "3,1100,93471220,-;Out of memory: Killed process 71 (sleep) total-vm:4096kB\n";
         assert_eq!(
-            news_in(killed).unwrap(),
+            memory_message(killed).unwrap(),
             "killed: Out of memory: Killed process 71 (sleep) total-vm:4096kB"
         );
-        assert_eq!(news_in("6,3,1,-;virtio_mem virtio4: plugged size: 0x0\n"), None);
+        assert_eq!(memory_message("6,3,1,-;virtio_mem virtio4: plugged size: 0x0\n"), None);
         assert_eq!(
-            news_in("4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -17\n"),
+            memory_message("4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -17\n"),
             None
         );
     }
 
     #[test]
     fn taken_memory_is_in_pipes() {
-        let mut taken = Taken::new(2 * PIPE).unwrap();
+        let mut taken = TakenMemory::new(2 * PIPE).unwrap();
         (0..3 * PIPE / STEP / 2).for_each(|_| taken.take_step().unwrap());
         assert_eq!((taken.full.len(), taken.len), (1, PIPE / 2));
         let mut held: libc::c_int = 0;
         // SAFETY: the pipe is open, and FIONREAD writes an int.
-        let told = unsafe { libc::ioctl(taken.full[0].as_raw_fd(), libc::FIONREAD, &raw mut held) };
-        assert_eq!((told, held), (0, PIPE as libc::c_int));
+        let result =
+            unsafe { libc::ioctl(taken.full[0].as_raw_fd(), libc::FIONREAD, &raw mut held) };
+        assert_eq!((result, held), (0, PIPE as libc::c_int));
     }
 
     #[test]

@@ -19,7 +19,7 @@ fn rule_7_pinned_zone_is_left_alone_until_resumed() {
 
 #[test]
 fn rule_7_shrink_that_only_pinned_zones_prevent_holds_with_reason_pinned() {
-    let said = |pinned: &[usize]| {
+    let result = |pinned: &[usize]| {
         let mut rig = Rig::fixed(400);
         rig.tick(0);
         rig.follow();
@@ -33,23 +33,23 @@ fn rule_7_shrink_that_only_pinned_zones_prevent_holds_with_reason_pinned() {
         }
         (rig.tick(6_000).reason, rig.requested_mib())
     };
-    assert_eq!(said(&[]), (Reason::Enough, (0, 0)));
-    assert_eq!(said(&[PM]), (Reason::Pinned, (0, 272)), "DRAM is at its floor, and PM is not");
-    assert_eq!(said(&[DRAM]), (Reason::Pinned, (128, 0)));
-    assert_eq!(said(&[DRAM, PM]), (Reason::Pinned, (128, 272)));
+    assert_eq!(result(&[]), (Reason::Enough, (0, 0)));
+    assert_eq!(result(&[PM]), (Reason::Pinned, (0, 272)), "DRAM is at its floor, and PM is not");
+    assert_eq!(result(&[DRAM]), (Reason::Pinned, (128, 0)));
+    assert_eq!(result(&[DRAM, PM]), (Reason::Pinned, (128, 272)));
 }
 
 #[test]
 fn rule_7_pending_request_of_a_client_does_not_delay_shrinks() {
-    for by_hand_mib in [100, 0] {
+    for client_mib in [100, 0] {
         let mut rig = Rig::fixed(400);
         rig.tick(0);
         rig.follow();
         rig.pin(ZoneId(0));
-        rig.host.zones[DRAM].requested_bytes = by_hand_mib * MIB;
-        rig.want(by_hand_mib);
+        rig.host.zones[DRAM].requested_bytes = client_mib * MIB;
+        rig.want(client_mib);
         assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
-        assert_eq!(rig.requested_mib(), (by_hand_mib, 144));
+        assert_eq!(rig.requested_mib(), (client_mib, 144));
         assert_eq!(rig.tick(1_000).reason, Reason::InProgress, "it waits for its own step");
         rig.host.zones[PM].plugged_bytes = 144 * MIB;
         assert_eq!(rig.tick(1_000).direction, Direction::Shrink);
@@ -75,11 +75,11 @@ fn rule_7_client_request_without_progress_does_not_delay_grow() {
     );
 }
 
-/// A client requests memory from zone `by_hand`, the memory does not arrive, and the guest is
+/// A client requests memory from zone `client_zone`, the memory does not arrive, and the guest is
 /// short. Checks that the other zones do not change for 5 s, with `reason`, and then grow.
-fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
-    rig.pin(rig.host.zones[by_hand].id);
-    rig.host.zones[by_hand].requested_bytes = 128 * MIB;
+fn stuck_client_request(mut rig: Rig, client_zone: usize, reason: Reason) {
+    rig.pin(rig.host.zones[client_zone].id);
+    rig.host.zones[client_zone].requested_bytes = 128 * MIB;
     rig.want(256);
     for ms in [0, 1_000, 2_000, 1_999] {
         let plan = rig.tick(ms);
@@ -92,7 +92,7 @@ fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) 
         "{:?}",
         plan.reason
     );
-    assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the manual request stays");
+    assert_eq!(plan.targets[client_zone].requested_bytes, 128 * MIB, "the manual request stays");
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn rule_7_stuck_client_request_reserves_no_descriptors() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(1);
     rig.report(0, 280);
-    hand_that_keeps_others_waiting(rig, DRAM, Reason::Descriptors);
+    stuck_client_request(rig, DRAM, Reason::Descriptors);
 }
 
 #[test]
@@ -108,5 +108,5 @@ fn rule_7_stuck_client_request_reserves_no_pool_memory() {
     let mut rig = Rig::new(Policy::Off);
     rig.host.zones[DRAM].tier = Tier::Pm;
     rig.host.pool_free_bytes = 128 * MIB;
-    hand_that_keeps_others_waiting(rig, DRAM, Reason::PoolEmpty);
+    stuck_client_request(rig, DRAM, Reason::PoolEmpty);
 }
