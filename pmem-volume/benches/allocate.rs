@@ -50,8 +50,8 @@ impl Media for WithoutErase {
 
 /// Returns media on tmpfs, which is volatile, or the same media with the persists of persistent
 /// memory.
-fn at_the_cost_of(durability: Durability, media: FileMedia) -> FileMedia {
-    if durability == Durability::DaxSync { media.at_the_cost_of_dax() } else { media }
+fn media_of_class(durability: Durability, media: FileMedia) -> FileMedia {
+    if durability == Durability::DaxSync { media.with_dax_persists() } else { media }
 }
 
 /// Creates a pool on tmpfs with persists like those of the durability class.
@@ -59,7 +59,7 @@ fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempD
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path: PathBuf = folder.path().join("pool");
     drop(Pool::create(&path, POOL_BYTES, 0).unwrap());
-    let media = |media| WithoutErase(at_the_cost_of(durability, media));
+    let media = |media| WithoutErase(media_of_class(durability, media));
     (Pool::open_on(&path, media).unwrap(), folder)
 }
 
@@ -178,7 +178,7 @@ fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Sa
 
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(CHUNK_BYTES).unwrap();
-    let media = at_the_cost_of(durability, FileMedia::new(file, CHUNK_BYTES, true).unwrap());
+    let media = media_of_class(durability, FileMedia::new(file, CHUNK_BYTES, true).unwrap());
     bench("persist 64 bytes", Box::new(|calls| persist_line(&media, calls)));
 
     let store = |word| media.store_word(64, word).unwrap();

@@ -42,17 +42,17 @@ enum Work {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Who {
+enum Peer {
     Engine,
     Memcpy,
-    /// Minimum work of any BTT implementation ([`Place::least_of_a_write`]). The difference is the
-    /// possible improvement.
-    Least,
+    /// Minimum work of any BTT implementation ([`BenchVolume::minimal_write`]). The difference is
+    /// the possible improvement.
+    Minimum,
     /// Non-temporal copy, for stores.
     Stream,
 }
 
-const EVERYBODY: [Who; 4] = [Who::Engine, Who::Memcpy, Who::Least, Who::Stream];
+const PEERS: [Peer; 4] = [Peer::Engine, Peer::Memcpy, Peer::Minimum, Peer::Stream];
 
 /// The order matters, because each kind of access finds the volume as the previous one has left it.
 const WORK: [(Work, &str, usize); 6] = [
@@ -72,8 +72,8 @@ fn main() {
     let (volume_bytes, round_bytes, rounds) =
         if is_whole { (VOLUME_BYTES, 8 << 20, 200) } else { (SMALL_VOLUME_BYTES, 4 << 20, 1u64) };
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let places = ["volatile", "dax-sync"].map(|class| {
-        (class, Place::new(&folder.path().join(class), volume_bytes, class == "dax-sync"))
+    let bench_volumes = ["volatile", "dax-sync"].map(|class| {
+        (class, BenchVolume::new(&folder.path().join(class), volume_bytes, class == "dax-sync"))
     });
     println!(
         "| median, best | class | threads | GB/s | of memcpy | of non-temporal memcpy | of the least \
@@ -84,15 +84,16 @@ fn main() {
         if wanted.is_some_and(|wanted| !name.contains(wanted.as_str())) {
             continue;
         }
-        for (class, place) in &places {
+        for (class, bench_volume) in &bench_volumes {
             let mut rates = Rates::default();
             for round in 0..rounds {
                 for threads in THREADS {
-                    for (turn, who) in (0..).zip(EVERYBODY) {
+                    for (turn, peer) in (0..).zip(PEERS) {
                         // Each peer uses different places, so that none finds data in a cache that
                         // another peer has just read.
-                        let seed = round * EVERYBODY.len() as u64 + turn;
-                        let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
+                        let seed = round * PEERS.len() as u64 + turn;
+                        let operation =
+                            |at, buffer: &mut [u8]| bench_volume.work(peer, work, at, buffer);
                         let rate = gb_per_s(
                             threads,
                             at_once,
@@ -101,7 +102,7 @@ fn main() {
                             (work, seed),
                             &operation,
                         );
-                        rates.of(who, threads).push(rate);
+                        rates.of(peer, threads).push(rate);
                     }
                 }
             }
@@ -112,20 +113,21 @@ fn main() {
 
 /// Rates of each peer for each number of threads, one rate per round.
 #[derive(Default)]
-struct Rates([[Vec<f64>; EVERYBODY.len()]; THREADS.len()]);
+struct Rates([[Vec<f64>; PEERS.len()]; THREADS.len()]);
 
 impl Rates {
-    fn of(&mut self, who: Who, threads: usize) -> &mut Vec<f64> {
-        &mut self.0[threads - 1][who as usize]
+    fn of(&mut self, peer: Peer, threads: usize) -> &mut Vec<f64> {
+        &mut self.0[threads - 1][peer as usize]
     }
 
     /// Prints the ratios of the best rates, and the medians of the ratios in each round. Other load
     /// on the machine affects all peers in a round.
     fn print(&mut self, name: &str, class: &str) {
         for threads in THREADS {
-            let mut rates = |who, threads| self.of(who, threads).clone();
-            let [engine, memcpy, least, stream] = EVERYBODY.map(|who| rates(who, threads));
-            let [engine_alone, memcpy_alone] = [Who::Engine, Who::Memcpy].map(|who| rates(who, 1));
+            let mut rates = |peer, threads| self.of(peer, threads).clone();
+            let [engine, memcpy, least, stream] = PEERS.map(|peer| rates(peer, threads));
+            let [engine_alone, memcpy_alone] =
+                [Peer::Engine, Peer::Memcpy].map(|peer| rates(peer, 1));
             println!(
                 "| {name} | {class} | {threads} | {:.1}, {:.1} | {} | {} | {} | {} | {} | {} | {} |",
                 median(engine.clone()),
@@ -159,12 +161,12 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Volume of an engine, and the memory of its blocks. All peers use the same physical pages,
 /// because these affect the results. The engine does not depend on data that the other peers leave
 /// there.
-struct Place {
+struct BenchVolume {
     engine: Engine<Volume>,
     /// One mapping for each of the engine's peers, so that their page tables are equally cold.
-    blocks: [Map; EVERYBODY.len() - 1],
-    /// Substitutes for the map and the flog of the format in [`Place::least_of_a_write`]. There is
-    /// one map with blocks in order, and one with scattered blocks.
+    blocks: [Map; PEERS.len() - 1],
+    /// Substitutes for the map and the flog of the format in [`BenchVolume::minimal_write`]. There
+    /// is one map with blocks in order, and one with scattered blocks.
     in_order: Map,
     scattered: Map,
     records: Map,
@@ -186,12 +188,12 @@ thread_local! {
     static LAST_SECTOR: Cell<u64> = const { Cell::new(0) };
 }
 
-impl Place {
+impl BenchVolume {
     /// Writes every sector, so that all of them have memory.
     fn new(path: &Path, volume_bytes: u64, is_dax: bool) -> Self {
         drop(Pool::create(path, volume_bytes + (16 << 20), 0).unwrap());
         let pool = match is_dax {
-            true => Pool::open_at_the_cost_of_dax(path).unwrap(),
+            true => Pool::open_with_dax_persists(path).unwrap(),
             false => Pool::open(path, OpenMode::ReadWrite).unwrap(),
         };
         pool.create_volume("v", VolumeSize::Bytes(volume_bytes), VolumeFormat::Btt).unwrap();
@@ -205,7 +207,7 @@ impl Place {
         let (info, _) = arenas(volume).swap_remove(0).unwrap();
         let [extent] = volume.extents() else { panic!("a new volume is in one piece") };
         let (at, length) = (extent.offset_bytes() + info.data_at, u64::from(info.blocks) * 4096);
-        let blocks = [(); EVERYBODY.len() - 1].map(|()| Map::new(&file, at, length));
+        let blocks = [(); PEERS.len() - 1].map(|()| Map::new(&file, at, length));
         let records = tempfile::tempfile_in("/dev/shm").unwrap();
         records.set_len(RECORDS * RECORD_BYTES).unwrap();
         let records = Map::new(&records, 0, RECORDS * RECORD_BYTES);
@@ -214,19 +216,19 @@ impl Place {
         Self { engine, blocks, in_order, scattered, records, is_dax }
     }
 
-    fn work(&self, who: Who, work: Work, at: u64, buffer: &mut [u8]) {
+    fn work(&self, peer: Peer, work: Work, at: u64, buffer: &mut [u8]) {
         let is_read = matches!(work, Work::ReadRandom | Work::ReadInOrder | Work::ReadScattered);
         let is_in_order = matches!(work, Work::ReadInOrder | Work::WriteInOrder);
         let table = if is_in_order { &self.in_order } else { &self.scattered };
         let [plain, mapped, stream] = &self.blocks;
-        match who {
-            Who::Engine if is_read => self.engine.read(at / SECTOR_BYTES as u64, buffer).unwrap(),
-            Who::Engine => self.engine.write(at / SECTOR_BYTES as u64, buffer).unwrap(),
-            Who::Memcpy => plain.copy(is_read, at, buffer),
-            Who::Least if is_read => self.least_of_a_read(table, mapped, at, buffer),
-            Who::Least => self.least_of_a_write(table, mapped, at, buffer),
-            Who::Stream if is_read => stream.copy(is_read, at, buffer),
-            Who::Stream => {
+        match peer {
+            Peer::Engine if is_read => self.engine.read(at / SECTOR_BYTES as u64, buffer).unwrap(),
+            Peer::Engine => self.engine.write(at / SECTOR_BYTES as u64, buffer).unwrap(),
+            Peer::Memcpy => plain.copy(is_read, at, buffer),
+            Peer::Minimum if is_read => self.minimal_read(table, mapped, at, buffer),
+            Peer::Minimum => self.minimal_write(table, mapped, at, buffer),
+            Peer::Stream if is_read => stream.copy(is_read, at, buffer),
+            Peer::Stream => {
                 stream.stream(at, buffer);
                 fence();
             }
@@ -236,12 +238,12 @@ impl Place {
     /// Performs the steps of a read in the format without error handling: look up each sector,
     /// announce the read, look up again, and copy. It needs one locked instruction, because writers
     /// must see the announcement before the second lookup.
-    fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
+    fn minimal_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
         for (sector, piece) in
             (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
         {
             let block = table.word(sector);
-            claimed(u64::from(block), || {
+            with_locked_instruction(u64::from(block), || {
                 assert_eq!(table.word(sector), block);
                 blocks.copy(true, u64::from(block) * SECTOR_BYTES as u64, piece);
             });
@@ -251,11 +253,11 @@ impl Place {
     /// Performs the steps of a write in the format (`pmem_volume::btt`, exchange). It needs one
     /// locked instruction, for the lock of the map. It has no checks, lanes or free blocks. Data is
     /// made durable only at the points where the engine does so.
-    fn least_of_a_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
-        claimed(1, || self.least_of_an_exchange(table, blocks, at, buffer));
+    fn minimal_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
+        with_locked_instruction(1, || self.minimal_exchange(table, blocks, at, buffer));
     }
 
-    fn least_of_an_exchange(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
+    fn minimal_exchange(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
         let first = at / SECTOR_BYTES as u64;
         let sectors = first..first + (buffer.len() / SECTOR_BYTES) as u64;
         let write_back = |map: &Map, at| {
@@ -293,12 +295,12 @@ impl Place {
 
 /// Runs `work` between a locked instruction and a store. Other threads see the locked instruction
 /// before later accesses.
-fn claimed(what: u64, work: impl FnOnce()) {
+fn with_locked_instruction(value: u64, work: impl FnOnce()) {
     thread_local! {
         static CLAIM: AtomicU64 = const { AtomicU64::new(0) };
     }
     CLAIM.with(|claim| {
-        claim.swap(what, Ordering::SeqCst);
+        claim.swap(value, Ordering::SeqCst);
         work();
         claim.store(0, Ordering::Release);
     });

@@ -29,7 +29,7 @@ fn main() {
     };
     let file_of_dax = file();
     let map = Map::new(&file_of_dax, media_bytes);
-    let dax = FileMedia::new(file_of_dax, media_bytes, true).unwrap().at_the_cost_of_dax();
+    let dax = FileMedia::new(file_of_dax, media_bytes, true).unwrap().with_dax_persists();
     let volatile = FileMedia::new(file(), media_bytes, true).unwrap();
     // Allocates the pages of both mappings of the first file before the measurement.
     map.set(0..media_bytes, 1);

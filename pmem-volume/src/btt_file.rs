@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use crate::media::{FileMedia, Media, MediaError, Place};
+use crate::media::{FileMedia, Media, MediaError, MediaKind};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
@@ -24,7 +24,7 @@ pub enum BttFileError {
         source: io::Error,
     },
     #[error("{path}: {reason}")]
-    Place { path: PathBuf, reason: String },
+    Unsuitable { path: PathBuf, reason: String },
     #[error("{path} is a pool, and only its volumes have BTTs")]
     Pool { path: PathBuf },
     #[error("{path} is in use by {holder}")]
@@ -56,7 +56,7 @@ impl BttFile {
         let mut options = OpenOptions::new();
         options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);
         let file = options.open(path).map_err(failed("open"))?;
-        let place = Place::of(&file).map_err(|error| BttFileError::Place {
+        let media_kind = MediaKind::of(&file).map_err(|error| BttFileError::Unsuitable {
             path: path.to_owned(),
             reason: foreshore_types::chain(&error),
         })?;
@@ -64,7 +64,7 @@ impl BttFile {
         try_lock(&file, lock)
             .map_err(failed("lock"))?
             .map_err(|holder| BttFileError::InUse { path: path.to_owned(), holder })?;
-        let len_bytes = place.len_bytes(&file).map_err(failed("find the length of"))? / 8 * 8;
+        let len_bytes = media_kind.len_bytes(&file).map_err(failed("find the length of"))? / 8 * 8;
         if len_bytes == 0 {
             return Err(BttFileError::Empty { path: path.to_owned() });
         }

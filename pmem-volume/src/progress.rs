@@ -35,10 +35,10 @@ pub struct Progress {
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress);
 
 /// Callback that ignores progress.
-pub(crate) fn unheard(_: Progress) {}
+pub(crate) fn ignore_progress(_: Progress) {}
 
 /// Executes `step` on pieces of a range, in order, and reports the progress after each piece.
-pub(crate) fn in_steps<E>(
+pub(crate) fn run_in_steps<E>(
     task: Task,
     range: Range<u64>,
     step_bytes: u64,
@@ -63,23 +63,23 @@ mod tests {
 
     #[test]
     fn steps_cover_the_range_once_and_are_reported_afterwards() {
-        let (mut steps, mut heard) = (vec![], vec![]);
-        let mut progress = |now: Progress| heard.push((now.done_bytes, now.total_bytes));
+        let (mut steps, mut reported) = (vec![], vec![]);
+        let mut progress = |now: Progress| reported.push((now.done_bytes, now.total_bytes));
         let step = |range: Range<u64>| {
             steps.push(range);
             Ok::<_, ()>(())
         };
-        in_steps(Task::Erase, 10..35, 10, &mut progress, step).unwrap();
+        run_in_steps(Task::Erase, 10..35, 10, &mut progress, step).unwrap();
         assert_eq!(steps, [10..20, 20..30, 30..35]);
-        assert_eq!(heard, [(0, 25), (10, 25), (20, 25), (25, 25)]);
+        assert_eq!(reported, [(0, 25), (10, 25), (20, 25), (25, 25)]);
     }
 
     #[test]
     fn failed_step_is_the_last_and_is_not_reported() {
-        let mut heard = vec![];
-        let mut progress = |now: Progress| heard.push(now.done_bytes);
+        let mut reported = vec![];
+        let mut progress = |now: Progress| reported.push(now.done_bytes);
         let step = |range: Range<u64>| if range.start == 10 { Err("full") } else { Ok(()) };
-        assert_eq!(in_steps(Task::Allocate, 0..30, 10, &mut progress, step), Err("full"));
-        assert_eq!(heard, [0, 10]);
+        assert_eq!(run_in_steps(Task::Allocate, 0..30, 10, &mut progress, step), Err("full"));
+        assert_eq!(reported, [0, 10]);
     }
 }

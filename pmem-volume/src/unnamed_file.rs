@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 /// File without a name.
 #[derive(Debug)]
-pub struct Unnamed {
+pub struct UnnamedFile {
     /// The file itself, open for reading and writing.
     pub file: File,
     /// Temporary name, used if the file system cannot create unnamed files. It is replaced by the
@@ -23,15 +23,15 @@ pub struct Unnamed {
 
 /// Action if a file with the name already exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum IfExists {
     /// The existing file is kept, and naming fails.
-    Keeps,
+    Fail,
     /// The new file atomically replaces it.
-    IsReplaced,
+    Replace,
 }
 
-/// Failure to name a file. With [`Taken::Keeps`], the file no longer exists. With
-/// [`Taken::IsReplaced`], it may already have its name, but the name may not be durable.
+/// Failure to name a file. With [`IfExists::Fail`], the file no longer exists. With
+/// [`IfExists::Replace`], it may already have its name, but the name may not be durable.
 #[derive(Debug, Error)]
 #[error("cannot {action} the file")]
 pub struct NamingError {
@@ -42,7 +42,7 @@ pub struct NamingError {
     pub source: io::Error,
 }
 
-impl Unnamed {
+impl UnnamedFile {
     /// Creates a file in the folder of `path`, without following links. It has no name by which
     /// another process could open it. If the file system cannot create unnamed files, it has an
     /// unpredictable name instead.
@@ -71,11 +71,11 @@ impl Unnamed {
 
     /// Gives the file its name, and makes the name durable. The caller must have made the content
     /// durable.
-    pub fn name(mut self, path: &Path, taken: Taken) -> Result<(), NamingError> {
-        self.give_name(path, taken).map_err(|source| NamingError { action: "name", source })?;
+    pub fn name(mut self, path: &Path, if_exists: IfExists) -> Result<(), NamingError> {
+        self.link_name(path, if_exists).map_err(|source| NamingError { action: "name", source })?;
         let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
         synced.map_err(|source| {
-            if taken == Taken::Keeps {
+            if if_exists == IfExists::Fail {
                 // No name is better than a name that might not be durable.
                 let _ = fs::remove_file(path);
             }
@@ -83,12 +83,12 @@ impl Unnamed {
         })
     }
 
-    fn give_name(&mut self, path: &Path, taken: Taken) -> io::Result<()> {
-        match (&self.temporary, taken) {
-            (None, Taken::Keeps) => return link(&self.file, path),
-            (Some(temporary), Taken::Keeps) => rename_to_new(temporary, path)?,
-            (Some(temporary), Taken::IsReplaced) => fs::rename(temporary, path)?,
-            (None, Taken::IsReplaced) => {
+    fn link_name(&mut self, path: &Path, if_exists: IfExists) -> io::Result<()> {
+        match (&self.temporary, if_exists) {
+            (None, IfExists::Fail) => return link(&self.file, path),
+            (Some(temporary), IfExists::Fail) => rename_no_replace(temporary, path)?,
+            (Some(temporary), IfExists::Replace) => fs::rename(temporary, path)?,
+            (None, IfExists::Replace) => {
                 // No system call can link a file over an existing one.
                 let temporary = temporary_name(path);
                 link(&self.file, &temporary)?;
@@ -101,7 +101,7 @@ impl Unnamed {
     }
 }
 
-impl Drop for Unnamed {
+impl Drop for UnnamedFile {
     fn drop(&mut self) {
         if let Some(temporary) = self.temporary.take() {
             let _ = fs::remove_file(temporary);
@@ -158,7 +158,7 @@ fn link(file: &File, path: &Path) -> io::Result<()> {
 }
 
 /// Renames without replacing an existing file.
-fn rename_to_new(from: &Path, to: &Path) -> io::Result<()> {
+fn rename_no_replace(from: &Path, to: &Path) -> io::Result<()> {
     let (source, target) = (c_path(from)?, c_path(to)?);
     let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
     // SAFETY: both are C strings that outlive the call.
@@ -183,9 +183,9 @@ mod tests {
         names
     }
 
-    const KINDS: [fn(&Path) -> Unnamed; 2] = [
-        |path| Unnamed::in_folder_of(path, 0o600).unwrap(),
-        |path| Unnamed::with_temporary_name(path, 0o600).unwrap(),
+    const KINDS: [fn(&Path) -> UnnamedFile; 2] = [
+        |path| UnnamedFile::in_folder_of(path, 0o600).unwrap(),
+        |path| UnnamedFile::with_temporary_name(path, 0o600).unwrap(),
     ];
 
     #[test]
@@ -196,7 +196,7 @@ mod tests {
             for make in KINDS {
                 let mut unnamed = make(&path);
                 unnamed.file.write_all(b"done").unwrap();
-                unnamed.name(&path, Taken::Keeps).unwrap();
+                unnamed.name(&path, IfExists::Fail).unwrap();
                 assert_eq!(names_in(folder.path()), ["pool"]);
                 assert_eq!(fs::read(&path).unwrap(), b"done");
                 fs::remove_file(&path).unwrap();
@@ -213,7 +213,7 @@ mod tests {
         for make in KINDS {
             let unnamed = make(&path);
             fs::write(&path, b"somebody's").unwrap();
-            let error = unnamed.name(&path, Taken::Keeps).unwrap_err();
+            let error = unnamed.name(&path, IfExists::Fail).unwrap_err();
             assert_eq!(error.source.kind(), io::ErrorKind::AlreadyExists);
             assert_eq!(fs::read(&path).unwrap(), b"somebody's");
             assert_eq!(names_in(folder.path()), ["pool"]);
@@ -231,7 +231,7 @@ mod tests {
             let mut unnamed = make(&path);
             unnamed.file.write_all(b"new").unwrap();
             assert_eq!(fs::read(&path).unwrap(), b"old");
-            unnamed.name(&path, Taken::IsReplaced).unwrap();
+            unnamed.name(&path, IfExists::Replace).unwrap();
             assert_eq!(fs::read(&path).unwrap(), b"new");
             assert_eq!(io::read_to_string(&old).unwrap(), "old", "the name refers to another file");
             assert_eq!(names_in(folder.path()), ["image"]);
@@ -239,7 +239,7 @@ mod tests {
             let unnamed = make(&path);
             fs::remove_file(&path).unwrap();
             fs::create_dir(&path).unwrap();
-            unnamed.name(&path, Taken::IsReplaced).unwrap_err();
+            unnamed.name(&path, IfExists::Replace).unwrap_err();
             assert_eq!(names_in(folder.path()), ["image"]);
             fs::remove_dir(&path).unwrap();
         }

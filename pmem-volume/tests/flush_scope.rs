@@ -118,11 +118,11 @@ fn parts() -> Option<Parts> {
     raw("data", 3 * CHUNK_BYTES);
     let volume = pool.open_volume("data").unwrap();
     assert_eq!(volume.extents().len(), 3, "{:?}", volume.extents());
-    let beside = pool.open_volume("filler-1").unwrap();
+    let neighbor = pool.open_volume("filler-1").unwrap();
     let lent = lent
         .iter()
         .map(|extent| Mapping::new(pool.file(), extent.offset_bytes(), extent.len_bytes()));
-    let others = lent.chain(mapped(&beside)).collect();
+    let others = lent.chain(mapped(&neighbor)).collect();
     Some(Parts { pieces: mapped(&volume), others, volume, pool, _folder: folder })
 }
 
@@ -132,7 +132,7 @@ fn dirty_bytes(mappings: &[Mapping]) -> u64 {
 
 /// Dirties all parts and makes the volume durable with `flush`. Returns true if all other parts
 /// remained dirty in one of the rounds.
-fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
+fn leaves_others_dirty(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
     let others_bytes = parts.others.iter().map(|mapping| mapping.length as u64).sum::<u64>();
     (0..ROUNDS).any(|round| {
         parts.pieces.iter().chain(&parts.others).for_each(|mapping| mapping.dirty(round as u8 + 1));
@@ -147,17 +147,14 @@ fn flush_writes_only_its_volume_and_all_extents_of_it() {
     let Some(parts) = parts() else { return };
     let flush =
         |parts: &Parts| parts.volume.flush_guest_stores(0..parts.volume.size_bytes()).unwrap();
-    assert!(
-        leaves_the_others_alone(&parts, flush),
-        "every flush wrote lent memory or another volume"
-    );
+    assert!(leaves_others_dirty(&parts, flush), "every flush wrote lent memory or another volume");
 }
 
 /// Proves that the test above is effective.
 #[test]
 fn flush_of_the_whole_file_is_detected() {
     let Some(parts) = parts() else { return };
-    assert!(!leaves_the_others_alone(&parts, |parts| parts.pool.file().sync_data().unwrap()));
+    assert!(!leaves_others_dirty(&parts, |parts| parts.pool.file().sync_data().unwrap()));
 }
 
 /// Proves that the test above also detects a missing part.
@@ -167,7 +164,7 @@ fn flush_that_omits_an_extent_is_detected() {
     let Some(parts) = parts() else { panic!("the volume has not been written; this needs a disk") };
     // Repeated for machines that write back pages slowly.
     for _ in 0..ROUNDS {
-        leaves_the_others_alone(&parts, |parts| {
+        leaves_others_dirty(&parts, |parts| {
             parts.volume.flush_guest_stores(0..2 * CHUNK_BYTES).unwrap();
         });
     }

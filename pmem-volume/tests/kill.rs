@@ -42,7 +42,7 @@ impl Random {
     }
 }
 
-fn say(text: &str) {
+fn report(text: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "@{text}").unwrap();
     out.flush().unwrap();
@@ -71,7 +71,7 @@ impl Origin {
 const BLOCKS_AT: u64 = CHUNK_BYTES / 2;
 
 /// Returns the offsets of a volume's chunks in the file.
-fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
+fn chunk_offsets(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
     let volume = pool.open_volume(name).unwrap();
     let chunks = volume.extents().iter().flat_map(|extent| extent.run.ids());
     chunks.map(|chunk| chunk.offset_bytes()).collect()
@@ -79,19 +79,19 @@ fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
 
 /// Open pool that is used by a scrubber, and by a thread that lends memory, writes to it and
 /// returns it.
-struct Busy {
+struct BusyPool {
     pool: Arc<Pool>,
     scrubber: Scrubber,
     ended: Arc<AtomicBool>,
     lender: JoinHandle<()>,
 }
 
-impl Busy {
+impl BusyPool {
     fn start(pool: Arc<Pool>, seed: u64) -> Self {
         let scrubber = Scrubber::start(&pool, None).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
-        let (lent_from, told) = (Arc::clone(&pool), Arc::clone(&ended));
-        let lender = thread::spawn(move || lend(&lent_from, &told, Random(seed | 1)));
+        let (lent_from, thread_ended) = (Arc::clone(&pool), Arc::clone(&ended));
+        let lender = thread::spawn(move || lend(&lent_from, &thread_ended, Random(seed | 1)));
         Self { pool, scrubber, ended, lender }
     }
 
@@ -128,7 +128,7 @@ fn process_to_be_killed() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
     let mut random = Random(std::env::var(SEED_VARIABLE).unwrap().parse().unwrap());
     let mut busy =
-        Busy::start(Pool::open(&path, OpenMode::ReadWrite).unwrap(), random.below(1 << 30));
+        BusyPool::start(Pool::open(&path, OpenMode::ReadWrite).unwrap(), random.below(1 << 30));
     loop {
         let pool = Arc::clone(&busy.pool);
         match random.below(14) {
@@ -140,8 +140,8 @@ fn process_to_be_killed() {
                     true => Pool::grow(&path, bytes).unwrap(),
                     false => Pool::open(&path, OpenMode::ReadWrite).unwrap(),
                 };
-                busy = Busy::start(pool, random.below(1 << 30));
-                say("reopened");
+                busy = BusyPool::start(pool, random.below(1 << 30));
+                report("reopened");
             }
             1..=3 => make(&pool, &mut random),
             4..=6 => resize(&pool, &mut random),
@@ -149,13 +149,13 @@ fn process_to_be_killed() {
             12 | 13 => split(&pool, &mut random),
             9 => {
                 pool.scrub_some((random.below(8) + 1) * CHUNK_BYTES).unwrap();
-                say("scrubbed");
+                report("scrubbed");
             }
             _ => {
                 if let Some(volume) = pick(&pool, &mut random) {
-                    say(&format!("delete {}", volume.name));
+                    report(&format!("delete {}", volume.name));
                     pool.delete_volume(&volume.name).unwrap();
-                    say("done");
+                    report("done");
                 }
             }
         }
@@ -174,9 +174,9 @@ fn make(pool: &Arc<Pool>, random: &mut Random) {
             [random.below(3) as usize];
     let Some(name) = free_name(pool, kind, random) else { return };
     let chunks = if kind == 'b' { BTT_CHUNKS } else { random.below(3) + 1 };
-    say(&format!("make {name} {chunks}"));
+    report(&format!("make {name} {chunks}"));
     let made = pool.create_volume(&name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format);
-    say(if made.is_ok() { "done" } else { "refused" });
+    report(if made.is_ok() { "done" } else { "refused" });
     if let Ok(info) = made {
         mark(pool, &info, 0);
     }
@@ -191,7 +191,7 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
     };
     let Some(other) = free_name(pool, kind, random) else { return };
     let chunks = volume.size_bytes / CHUNK_BYTES;
-    say(&format!(
+    report(&format!(
         "split {} {first} {other} {} {}",
         volume.name,
         chunks.saturating_sub(first),
@@ -202,8 +202,8 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
         (other, VolumeSize::Remaining),
     ];
     // The split is refused if the volume is too small.
-    let parts = pool.split_volume(&volume.name, &parts, SplitContent::GiveUp);
-    say(if parts.is_ok() { "done" } else { "refused" });
+    let parts = pool.split_volume(&volume.name, &parts, SplitContent::Discard);
+    report(if parts.is_ok() { "done" } else { "refused" });
     parts.iter().flatten().for_each(|part| mark(pool, part, 0));
 }
 
@@ -211,14 +211,14 @@ fn resize(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
     let chunks =
         if volume.format == VolumeFormat::Btt { 2 * BTT_CHUNKS } else { random.below(5) + 1 };
-    say(&format!("resize {} {chunks}", volume.name));
+    report(&format!("resize {} {chunks}", volume.name));
     let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
     // The resize is refused if the pool is full or if the volume already has that size.
     let resized = pool.resize_volume(&volume.name, size, Shrink::Allow);
-    say(if resized.is_ok() { "done" } else { "refused" });
-    let had = volume.size_bytes / CHUNK_BYTES;
-    if resized.is_ok() && had < chunks {
-        mark(pool, &volume, had);
+    report(if resized.is_ok() { "done" } else { "refused" });
+    let old_chunks = volume.size_bytes / CHUNK_BYTES;
+    if resized.is_ok() && old_chunks < chunks {
+        mark(pool, &volume, old_chunks);
     }
 }
 
@@ -226,23 +226,23 @@ fn rename(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
     let kind = if volume.format == VolumeFormat::Btt { 'b' } else { 'v' };
     let Some(new_name) = free_name(pool, kind, random) else { return };
-    say(&format!("rename {} {new_name}", volume.name));
+    report(&format!("rename {} {new_name}", volume.name));
     pool.rename_volume(&volume.name, &new_name).unwrap();
-    say("done");
+    report("done");
 }
 
 /// Marks the chunks of a volume starting with `first`, as a guest would. In a BTT volume, it writes
 /// to blocks that the map does not use.
 fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
-    let places = places(pool, &volume.name);
-    say(&format!("mark {} {}", volume.name, places.len()));
+    let chunk_offsets = chunk_offsets(pool, &volume.name);
+    report(&format!("mark {} {}", volume.name, chunk_offsets.len()));
     let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
-    for (index, at) in (0..).zip(places).skip(first as usize) {
+    for (index, at) in (0..).zip(chunk_offsets).skip(first as usize) {
         pool.file()
             .write_all_at(&Origin::of(volume).mark(index).to_le_bytes(), at + within)
             .unwrap();
     }
-    say("done");
+    report("done");
 }
 
 fn pick(pool: &Pool, random: &mut Random) -> Option<VolumeInfo> {
@@ -262,7 +262,7 @@ fn start(path: &Path, seed: u64) -> Child {
 
 /// Known state of a volume. Sizes are in chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Known {
+struct VolumeState {
     chunks: u64,
     /// Number of marked chunks.
     marked: u64,
@@ -270,7 +270,7 @@ struct Known {
     origin: Option<Origin>,
 }
 
-impl Known {
+impl VolumeState {
     fn new(chunks: u64) -> Self {
         Self { chunks, marked: 0, origin: None }
     }
@@ -281,52 +281,59 @@ impl Known {
     }
 }
 
-type State = BTreeMap<String, Known>;
+type State = BTreeMap<String, VolumeState>;
 
 /// Records a split. Parts of a raw volume keep its marks, and parts of a BTT volume are empty.
-fn split_known(state: &mut State, words: &[&str]) {
+fn apply_split(state: &mut State, words: &[&str]) {
     let number = |at: usize| words[at].parse::<u64>().unwrap();
     let (first, rest, base) = (number(1), number(3), number(4));
     let whole = state.remove(words[0]).expect("the volume exists");
     let marked = if words[0].starts_with('b') { 0 } else { whole.marked };
     let origin = |first| Some(Origin { base, first });
     let parts = [
-        (words[0], Known { chunks: first, marked: marked.min(first), origin: origin(0) }),
+        (words[0], VolumeState { chunks: first, marked: marked.min(first), origin: origin(0) }),
         (
             words[2],
-            Known { chunks: rest, marked: marked.saturating_sub(first), origin: origin(first) },
+            VolumeState {
+                chunks: rest,
+                marked: marked.saturating_sub(first),
+                origin: origin(first),
+            },
         ),
     ];
-    state.extend(parts.map(|(name, known)| (name.to_owned(), known)));
+    state.extend(parts.map(|(name, expected)| (name.to_owned(), expected)));
 }
 
 /// State that the process reported before it was killed.
 #[derive(Default)]
-struct Said {
+struct ReportedState {
     state: State,
     /// State after the operation that was in progress.
     next: Option<State>,
     done: u32,
 }
 
-impl Said {
-    fn hear(&mut self, line: &str) {
+impl ReportedState {
+    fn parse_line(&mut self, line: &str) {
         let Some((_, line)) = line.split_once('@') else { return };
         let words: Vec<&str> = line.split(' ').collect();
         let chunks = || words[2].parse::<u64>().unwrap();
         let mut next = self.state.clone();
         match words[0] {
-            "make" => drop(next.insert(words[1].to_owned(), Known::new(chunks()))),
+            "make" => drop(next.insert(words[1].to_owned(), VolumeState::new(chunks()))),
             "resize" => {
                 let volume = next.get_mut(words[1]).expect("the volume exists");
-                *volume =
-                    Known { chunks: chunks(), marked: volume.marked.min(chunks()), ..*volume };
+                *volume = VolumeState {
+                    chunks: chunks(),
+                    marked: volume.marked.min(chunks()),
+                    ..*volume
+                };
             }
             "mark" => {
                 let volume = next.get_mut(words[1]).expect("the volume exists");
-                *volume = Known { marked: chunks(), origin: None, ..*volume };
+                *volume = VolumeState { marked: chunks(), origin: None, ..*volume };
             }
-            "split" => split_known(&mut next, &words[1..]),
+            "split" => apply_split(&mut next, &words[1..]),
             "rename" => {
                 let volume = next.remove(words[1]).expect("the volume exists");
                 next.insert(words[2].to_owned(), volume);
@@ -347,11 +354,11 @@ impl Said {
     }
 
     /// Returns the possible states that match the volumes that were found.
-    fn settle(&mut self, found: &BTreeMap<String, u64>) -> [State; 2] {
+    fn resolve(&mut self, found: &BTreeMap<String, u64>) -> [State; 2] {
         let is = |state: &State| {
             state
                 .iter()
-                .map(|(name, known)| (name, known.chunks))
+                .map(|(name, expected)| (name, expected.chunks))
                 .eq(found.iter().map(|(n, c)| (n, *c)))
         };
         let before = std::mem::take(&mut self.state);
@@ -372,27 +379,28 @@ fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     for volume in pool.volumes() {
         let (least, most) = (&least[&volume.name], &most[&volume.name]);
         let is_raw = volume.format == VolumeFormat::Raw;
-        for (index, at) in (0..).zip(places(pool, &volume.name)) {
+        for (index, at) in (0..).zip(chunk_offsets(pool, &volume.name)) {
             let mut pages = [[0; PAGE_BYTES]; 2];
             // The rest of a BTT volume is metadata.
-            let looked_at = match is_raw {
+            let compared = match is_raw {
                 true => [at, at + CHUNK_BYTES - PAGE_BYTES as u64],
                 false => [at + BLOCKS_AT, at + BLOCKS_AT + PAGE_BYTES as u64],
             };
             pages
                 .iter_mut()
-                .zip(looked_at)
+                .zip(compared)
                 .for_each(|(page, at)| pool.file().read_exact_at(page, at).unwrap());
             let (word, rest) = pages[0].split_first_chunk::<8>().unwrap();
             let word = u64::from_le_bytes(*word);
-            let is_mark =
-                |known: &Known| index < known.marked && word == known.origin(&volume).mark(index);
+            let is_mark = |expected: &VolumeState| {
+                index < expected.marked && word == expected.origin(&volume).mark(index)
+            };
             let is_zero = word == 0 && index >= least.marked;
-            let what = format!("chunk {index} of {}: {word:#x}", volume.name);
-            assert!(is_mark(least) || is_mark(most) || is_zero, "{what}: lost, or foreign content");
+            let case = format!("chunk {index} of {}: {word:#x}", volume.name);
+            assert!(is_mark(least) || is_mark(most) || is_zero, "{case}: lost, or foreign content");
             assert!(
                 rest.iter().chain(&pages[1]).all(|byte| *byte == 0),
-                "{what}: content of lent memory"
+                "{case}: content of lent memory"
             );
         }
     }
@@ -416,19 +424,22 @@ fn chunks_with_data(file: &File) -> BTreeSet<u64> {
 }
 
 /// Opens and verifies the pool of a killed process. Returns true if memory was still lent.
-fn verify(path: &Path, said: &mut Said) -> bool {
+fn verify(path: &Path, reported: &mut ReportedState) -> bool {
     let report = Pool::open(path, OpenMode::ReadOnly).unwrap().check().unwrap();
     assert!(report.is_clean(), "{report:?}");
     let pool = Pool::open(path, OpenMode::ReadWrite).unwrap();
     let found = pool.volumes().into_iter().map(|v| (v.name, v.size_bytes / CHUNK_BYTES)).collect();
-    let states = said.settle(&found);
+    let states = reported.resolve(&found);
     verify_content(&pool, &states);
     pool.scrub_all().unwrap();
     let info = pool.info();
     assert_eq!(info.memory_bytes + info.scrubbing_bytes, 0);
     assert_eq!(info.free_bytes, info.total_bytes - (2 + found.values().sum::<u64>()) * CHUNK_BYTES);
-    let owned: BTreeSet<u64> =
-        found.keys().flat_map(|name| places(&pool, name)).map(|at| at / CHUNK_BYTES).collect();
+    let owned: BTreeSet<u64> = found
+        .keys()
+        .flat_map(|name| chunk_offsets(&pool, name))
+        .map(|at| at / CHUNK_BYTES)
+        .collect();
     if info.durability == Durability::Volatile {
         let mut stray = chunks_with_data(pool.file());
         stray.retain(|chunk| *chunk >= 2 && !owned.contains(chunk));
@@ -439,39 +450,40 @@ fn verify(path: &Path, said: &mut Said) -> bool {
     // Completes marks that were interrupted, so that the next round starts with a known state.
     for volume in pool.volumes() {
         let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
-        for (index, at) in (0..).zip(places(&pool, &volume.name)) {
+        for (index, at) in (0..).zip(chunk_offsets(&pool, &volume.name)) {
             pool.file()
                 .write_all_at(&Origin::of(&volume).mark(index).to_le_bytes(), at + within)
                 .unwrap();
         }
     }
-    let marked =
-        |(name, chunks): (String, u64)| (name, Known { marked: chunks, ..Known::new(chunks) });
-    said.state = found.into_iter().map(marked).collect();
+    let marked = |(name, chunks): (String, u64)| {
+        (name, VolumeState { marked: chunks, ..VolumeState::new(chunks) })
+    };
+    reported.state = found.into_iter().map(marked).collect();
     report.waiting_bytes() > 0
 }
 
-fn kill_again_and_again(folder: &Path, rounds: u64) {
+fn kill_repeatedly(folder: &Path, rounds: u64) {
     let folder = tempfile::TempDir::new_in(folder).unwrap();
     let path = folder.path().join("pool");
     drop(Pool::create(&path, POOL_BYTES, 0).unwrap());
-    let (mut said, mut random, mut with_memory) = (Said::default(), Random(77), 0);
+    let (mut reported, mut random, mut with_memory) = (ReportedState::default(), Random(77), 0);
     for round in 1..=rounds {
         let mut child = start(&path, round * 7919);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut enough = 5 + random.below(60);
         while enough > 0 {
             let line = lines.next().expect("the process runs until it is killed").unwrap();
-            said.hear(&line);
+            reported.parse_line(&line);
             enough -= u64::from(line.contains('@'));
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        lines.for_each(|line| said.hear(&line.unwrap()));
+        lines.for_each(|line| reported.parse_line(&line.unwrap()));
         let _round = Round(round);
-        with_memory += u64::from(verify(&path, &mut said));
+        with_memory += u64::from(verify(&path, &mut reported));
     }
-    assert!(u64::from(said.done) > 5 * rounds, "only {} operations", said.done);
+    assert!(u64::from(reported.done) > 5 * rounds, "only {} operations", reported.done);
     assert!(with_memory > rounds / 2, "memory was lent in {with_memory} of {rounds} rounds only");
 }
 
@@ -488,11 +500,11 @@ impl Drop for Round {
 
 #[test]
 fn pool_on_tmpfs_survives_repeated_kills() {
-    kill_again_and_again(Path::new("/dev/shm"), 160);
+    kill_repeatedly(Path::new("/dev/shm"), 160);
 }
 
 /// The current folder of the tests is probably on a disk.
 #[test]
 fn pool_on_a_disk_survives_repeated_kills() {
-    kill_again_and_again(&std::env::current_dir().unwrap(), 40);
+    kill_repeatedly(&std::env::current_dir().unwrap(), 40);
 }

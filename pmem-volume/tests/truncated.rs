@@ -51,16 +51,16 @@ fn assert_fails(
     let file: File = OpenOptions::new().write(true).open(pool.path()).unwrap();
     file.set_len(cut_to_bytes).unwrap();
     let error = call(pool).unwrap_err();
-    let what = format!("{name}, {}, cut to {cut_to_bytes:#x}: {error}", pool.durability().name());
-    assert!(matches!(error, PoolError::Media(_)), "{what}");
-    assert!(!pool.is_writable(), "{what}");
-    let cause = pool.info().latched.expect(&what);
+    let case = format!("{name}, {}, cut to {cut_to_bytes:#x}: {error}", pool.durability().name());
+    assert!(matches!(error, PoolError::Media(_)), "{case}");
+    assert!(!pool.is_writable(), "{case}");
+    let cause = pool.info().latched.expect(&case);
     assert!(
         cause.contains("the file was truncated") || cause.contains("failed to fill"),
-        "{what}: {cause}"
+        "{case}: {cause}"
     );
-    assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })), "{what}");
-    assert_eq!(file.metadata().unwrap().len(), cut_to_bytes, "{what}");
+    assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })), "{case}");
+    assert_eq!(file.metadata().unwrap().len(), cut_to_bytes, "{case}");
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Content {
         use Content::*;
         let of_guests = [WrittenByGuest, PoolOfGuest, DiskOfGuest];
         let others = [Pool, PoolCopy, Log, Hole, Nothing, InUse, SocketLeftBehind];
-        formats::known().map(Self::Known).chain(of_guests).chain(others)
+        formats::all_formats().map(Self::Known).chain(of_guests).chain(others)
     }
 
     /// Name of the content in error messages, if flags can detect it.

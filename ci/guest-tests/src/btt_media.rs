@@ -81,7 +81,7 @@ impl BttMedia {
 
     /// Returns the arenas according to their info blocks, and which info blocks were used.
     pub fn arenas(&self) -> Result<Vec<(ArenaInfo, InfoSource)>> {
-        arenas(self).into_iter().map(|place| Ok(place.map_err(|missing| missing.why)?)).collect()
+        arenas(self).into_iter().map(|place| Ok(place.map_err(|missing| missing.reason)?)).collect()
     }
 
     /// Damages an arena: the last write of a lane, and the block for its next write, become

@@ -82,14 +82,16 @@ struct Base {
 /// block.
 const WRITTEN: u64 = 64;
 /// Number of sectors at each end of a volume that are compared.
-const LOOKED_AT: u64 = 80;
+const COMPARED_SECTORS: u64 = 80;
 
 /// Returns the content of the readable sectors.
 fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = btt::Reader::open_damaged(space);
     let (sectors, sector_bytes) = (reader.sectors(), reader.sector_bytes() as usize);
     let mut read = BTreeMap::new();
-    for range in [0..LOOKED_AT.min(sectors), sectors.saturating_sub(LOOKED_AT)..sectors] {
+    for range in
+        [0..COMPARED_SECTORS.min(sectors), sectors.saturating_sub(COMPARED_SECTORS)..sectors]
+    {
         let mut bytes = vec![0; (range.end - range.start) as usize * sector_bytes];
         let mut lost = vec![];
         reader.read_many(range.start, &mut bytes, &mut |sector, _| lost.push(sector));
@@ -126,7 +128,7 @@ fn bases() -> &'static [Base] {
         two.0.lock().unwrap().set_len(36 * MIB);
         extension.format(&two).unwrap();
         extension
-            .link()
+            .link_words()
             .into_iter()
             .for_each(|(at, word)| two.0.lock().unwrap().write_word(at, word));
         assert!(btt::check(&two).is_clean());
@@ -209,7 +211,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
     let space = Space(Mutex::new(image));
     if from.number(1) % 2 == 1 {
         let repair = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
-        repair.carry_out(&space).unwrap();
+        repair.apply(&space).unwrap();
     }
     let before = sectors_of(&space);
     let mut touched = Vec::new();
@@ -233,20 +235,20 @@ pub(crate) fn btt_engine(data: &[u8]) {
         let sectors = first..first.saturating_add(count);
         let is_inside = sectors.end <= engine.sectors();
         let mut bytes = vec![version; count as usize * sector_bytes];
-        let what = from.number(1) % 4;
-        let result = match what {
+        let operation = from.number(1) % 4;
+        let result = match operation {
             0 => engine.read(first, &mut bytes),
             1 => engine.discard(sectors.clone()),
             _ => engine.write(first, &bytes),
         };
         // Sectors that were not written may be in error.
-        let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
+        let is_refused = matches!(result, Err(EngineError::Sector { .. })) && operation == 0;
         assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, but {result:?}");
-        if what > 0 {
+        if operation > 0 {
             touched.push(sectors.clone());
         }
-        if is_inside && what > 0 {
-            let byte = if what == 1 { 0 } else { version };
+        if is_inside && operation > 0 {
+            let byte = if operation == 1 { 0 } else { version };
             written.extend(sectors.map(|sector| (sector, byte)));
         }
     }
@@ -304,15 +306,15 @@ pub(crate) fn btt_check(data: &[u8]) {
     drop(reader);
     let right = sectors_of(&space);
     let repair = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
-    repair.carry_out(&space).unwrap();
+    repair.apply(&space).unwrap();
     let found = btt::check(&space);
     assert_eq!(
         format!("{found:?}"),
-        format!("{:?}", repair.after),
+        format!("{:?}", repair.report_after),
         "the repair differs from its plan"
     );
     let again = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
-    assert!(again.mendings.is_empty(), "the repair left damage: {again:?}");
+    assert!(again.fixes.is_empty(), "the repair left damage: {again:?}");
     let now = sectors_of(&space);
     for (sector, bytes) in
         right.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes))
@@ -324,11 +326,11 @@ pub(crate) fn btt_check(data: &[u8]) {
     }
     let giving_up = btt::plan_repair(&space, btt::GiveUp::Sectors, &mut |_| {}).unwrap();
     let copy = Space(Mutex::new(space.0.lock().unwrap().clone()));
-    giving_up.carry_out(&copy).unwrap();
+    giving_up.apply(&copy).unwrap();
     let found = btt::check(&copy);
     assert_eq!(
         format!("{found:?}"),
-        format!("{:?}", giving_up.after),
+        format!("{:?}", giving_up.report_after),
         "no refusal if sectors are discarded"
     );
     if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
@@ -337,7 +339,7 @@ pub(crate) fn btt_check(data: &[u8]) {
         let grown = Space(Mutex::new(image));
         extension.format(&grown).unwrap();
         extension
-            .link()
+            .link_words()
             .into_iter()
             .for_each(|(at, word)| grown.0.lock().unwrap().write_word(at, word));
         assert!(btt::check(&grown).arenas.len() > report.arenas.len(), "the growth is not visible");

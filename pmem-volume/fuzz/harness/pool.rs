@@ -22,7 +22,7 @@ const SLOTS: u32 = 8;
 const MAX_EDITS: usize = 48;
 
 /// File that all runs of a process use, and its content before the edits of the fuzzer.
-struct Ground {
+struct TestPool {
     folder: tempfile::TempDir,
     file: File,
     base: Image,
@@ -31,12 +31,12 @@ struct Ground {
     btt_bytes: u64,
 }
 
-impl Ground {
+impl TestPool {
     /// Calls `run` with the file of this thread. Each thread has its own, because tests run on
     /// several threads.
-    fn with<T>(run: impl FnOnce(&Ground) -> T) -> T {
-        thread_local! { static GROUND: OnceLock<Ground> = const { OnceLock::new() } }
-        GROUND.with(|ground| run(ground.get_or_init(Ground::new)))
+    fn with<T>(run: impl FnOnce(&TestPool) -> T) -> T {
+        thread_local! { static TEST_POOL: OnceLock<TestPool> = const { OnceLock::new() } }
+        TEST_POOL.with(|test_pool| run(test_pool.get_or_init(TestPool::new)))
     }
 
     /// Creates a pool with volumes of both formats and lent memory.
@@ -72,7 +72,7 @@ impl Ground {
         self.folder.path().join("pool")
     }
 
-    fn assert_is(&self, image: &Image, what: &str) {
+    fn assert_unchanged(&self, image: &Image, what: &str) {
         assert!(*image == Image::of_file(&self.file).unwrap(), "{what} changed the media");
     }
 
@@ -225,20 +225,20 @@ fn assert_adds_up(info: &PoolInfo) {
 /// Opens any bytes as a pool. If opening is for reading or is refused, nothing may change. If it
 /// succeeds, the pool must work and open again.
 pub(crate) fn pool_open(data: &[u8]) {
-    Ground::with(|ground| {
-        let (image, path) = (ground.image(data), ground.path());
-        image.to_file(&ground.file).unwrap();
+    TestPool::with(|test_pool| {
+        let (image, path) = (test_pool.image(data), test_pool.path());
+        image.to_file(&test_pool.file).unwrap();
         for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
             if let Ok(pool) = Pool::open(&path, mode) {
                 assert_adds_up(&pool.info());
                 pool.check().unwrap();
             }
         }
-        ground.assert_is(&image, "looking");
+        test_pool.assert_unchanged(&image, "looking");
         match Pool::open(&path, OpenMode::ReadWrite) {
-            Ok(pool) => use_pool(ground, &image, &pool),
+            Ok(pool) => use_pool(test_pool, &image, &pool),
             Err(PoolError::Media(error)) => panic!("the media is tmpfs: {error}"),
-            Err(_) => return ground.assert_is(&image, "a refused open"),
+            Err(_) => return test_pool.assert_unchanged(&image, "a refused open"),
         }
         // The corrections must be permanent.
         let again = Pool::open(&path, OpenMode::ReadWrite).unwrap();
@@ -254,7 +254,7 @@ pub(crate) fn pool_open(data: &[u8]) {
 
 /// Returns true if the fuzzer may have marked the chunk as free, directly, in a transaction or in
 /// another table. Free chunks must read as zeros.
-fn said_to_be_free(image: &Image, chunk: u32) -> bool {
+fn marked_free(image: &Image, chunk: u32) -> bool {
     let word = |at: u64| u64::from_le_bytes(image.bytes(at));
     let table = offset_of!(SuperblockBytes, chunk_table_offset) as u64;
     word(CHUNK_TABLE_OFFSET + u64::from(chunk) * 16) >> 44 & 0xf == 1
@@ -263,13 +263,13 @@ fn said_to_be_free(image: &Image, chunk: u32) -> bool {
 }
 
 /// Performs all operations that the pool allows.
-fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
+fn use_pool(test_pool: &TestPool, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert_adds_up(&pool.info());
     pool.check().unwrap();
     let lent = pool.alloc_memory(CHUNK_BYTES).ok();
     let _ = pool.create_volume("new", VolumeSize::Bytes(CHUNK_BYTES), VolumeFormat::Raw);
-    for extent in lent.iter().flatten().filter(|extent| !said_to_be_free(before, extent.start.0)) {
-        let image = Image::of_file(&ground.file).unwrap();
+    for extent in lent.iter().flatten().filter(|extent| !marked_free(before, extent.start.0)) {
+        let image = Image::of_file(&test_pool.file).unwrap();
         assert!(
             image.is_zero(extent.offset_bytes(), extent.len_bytes()),
             "lent memory has old content"
@@ -296,11 +296,11 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
 /// Repairs any bytes as a pool. A dry run must change nothing, and must report the same result as
 /// the repair. If no damage remains, the pool must be clean.
 pub(crate) fn repair(data: &[u8]) {
-    Ground::with(|ground| {
-        let (image, path) = (ground.image(data), ground.path());
-        image.to_file(&ground.file).unwrap();
+    TestPool::with(|test_pool| {
+        let (image, path) = (test_pool.image(data), test_pool.path());
+        image.to_file(&test_pool.file).unwrap();
         let dry: Result<RepairReport, _> = Pool::repair(&path, true);
-        ground.assert_is(&image, "a dry run");
+        test_pool.assert_unchanged(&image, "a dry run");
         match (dry, Pool::repair(&path, false)) {
             (Ok(dry), Ok(done)) => {
                 assert_eq!(dry.left.is_empty(), done.left.is_empty(), "{dry:?} and {done:?}");
@@ -310,7 +310,7 @@ pub(crate) fn repair(data: &[u8]) {
                     assert!(report.is_clean(), "{report:?} after {done:?}");
                 }
             }
-            (Err(_), Err(_)) => ground.assert_is(&image, "a refused repair"),
+            (Err(_), Err(_)) => test_pool.assert_unchanged(&image, "a refused repair"),
             (dry, done) => panic!("{dry:?} and {done:?}"),
         }
     });

@@ -10,8 +10,8 @@ use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, 
 use thiserror::Error;
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
-use super::btt::{self, BttCommand, Place};
-use super::meter::watched;
+use super::btt::{self, BttCommand, Location};
+use super::meter::with_meter;
 use super::print::{PoolReport, ScrubReport, VolumesReport, print};
 use super::{create_from, manual, print};
 
@@ -19,7 +19,7 @@ use super::{create_from, manual, print};
 pub(crate) enum Outcome {
     Done,
     /// A check found damage.
-    Unclean,
+    Damaged,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
@@ -33,23 +33,23 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
                     CreateOptions { size_bytes, reserve_bytes, thin, force, progress },
                 )
             };
-            let made = watched(create).map_err(|error| with_flag(error.into()))?;
+            let made = with_meter(create).map_err(|error| add_flag_context(error.into()))?;
             let report = PoolReport { path: pool, info: &made.info() };
-            print(output, &report, |out| print::pool_made(out, &report))?;
-            print::note_copy_on_write(&made);
+            print(output, &report, |out| print::pool_created(out, &report))?;
+            print::warn_copy_on_write(&made);
             if thin && made.durability() == Durability::Volatile {
-                print::remark(format_args!(
+                print::print_stderr(format_args!(
                     "--thin changes nothing: a pool in memory (tmpfs) is always thin"
                 ));
             }
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size, force, output } => {
-            let grown = watched(|progress| grow(pool, *size, *force, progress))
-                .map_err(|error| with_flag(error.into()))?;
+            let grown = with_meter(|progress| grow(pool, *size, *force, progress))
+                .map_err(|error| add_flag_context(error.into()))?;
             let report = PoolReport { path: pool, info: &grown.info() };
             print(output, &report, |out| print::pool_grown(out, &report))?;
-            print::note_waiting(&grown);
+            print::warn_waiting(&grown);
             Ok(Outcome::Done)
         }
         Command::Info { pool, output } => info(pool, output),
@@ -70,13 +70,13 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::List { pool, output } => list(pool, output)?,
         VolumeCommand::Create { pool, name, size, format, from: None, output, .. } => {
             let size = size.expect("clap requires it without --from");
-            let (pool, volume) = changed(pool, |pool, progress| {
+            let (pool, volume) = change_pool(pool, |pool, progress| {
                 pool.scrub_for(size, progress)?;
                 pool.create_volume(name, size, *format)
             })?;
             let report = VolumesReport::new(&pool, &[volume]);
-            print(output, &report, |out| print::volume_made(out, &report.volumes[0]))?;
-            print::note_waiting(&pool);
+            print(output, &report, |out| print::volume_created(out, &report.volumes[0]))?;
+            print::warn_waiting(&pool);
         }
         VolumeCommand::Create {
             pool,
@@ -88,49 +88,50 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             output,
         } => {
             let source = btt::Source::open(from, *image_format)?;
-            let new = create_from::New { name, size: *size, format: *format };
+            let new = create_from::NewVolume { name, size: *size, format: *format };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
             let report = VolumesReport::new(&pool, &[volume]).filled(filled);
             print(output, &report, |out| {
-                print::volume_made(out, &report.volumes[0])?;
+                print::volume_created(out, &report.volumes[0])?;
                 writeln!(out, "image        {}", filled.text())
             })?;
-            print::note_waiting(&pool);
+            print::warn_waiting(&pool);
         }
         VolumeCommand::Export { pool, name, options } => {
-            return btt::export(&Place::volume(pool, name), options);
+            return btt::export(&Location::volume(pool, name), options);
         }
         VolumeCommand::Import { pool, name, options } => {
-            return btt::import(&Place::volume(pool, name), options);
+            return btt::import(&Location::volume(pool, name), options);
         }
         VolumeCommand::Resize { pool, name, size, shrink, output } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
             let (pool, (before, volume)) =
-                changed(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
+                change_pool(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
             let is_larger = volume.size_bytes > before.size_bytes;
             let mut report = VolumesReport::new(&pool, &[volume]);
-            report.hints.extend(is_larger.then(|| print::GROWN_VOLUME.to_owned()));
+            report.hints.extend(is_larger.then(|| print::GROWTH_HINT.to_owned()));
             print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
-            print::note_hints(output, &report.hints);
-            print::note_waiting(&pool);
+            print::print_hints(output, &report.hints);
+            print::warn_waiting(&pool);
         }
         VolumeCommand::Rename { pool, name, new_name, output } => {
-            let (pool, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
+            let (pool, volume) = change_pool(pool, |pool, _| pool.rename_volume(name, new_name))?;
             let report = VolumesReport::new(&pool, &[volume]).instead_of(name);
             print(output, &report, |out| writeln!(out, "volume {name} renamed to {new_name}"))?;
-            print::note_waiting(&pool);
+            print::warn_waiting(&pool);
         }
         VolumeCommand::Split { pool, name, into, force, output } => {
-            let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
-            let (pool, parts) = changed(pool, |pool, progress| {
+            let content = if *force { SplitContent::Discard } else { SplitContent::Refuse };
+            let (pool, parts) = change_pool(pool, |pool, progress| {
                 pool.split_volume_with(name, into, content, progress)
             })?;
             let report = VolumesReport::new(&pool, &parts).instead_of(name);
             print(output, &report, |out| print::volume_split(out, name, &report.volumes))?;
-            print::note_waiting(&pool);
+            print::warn_waiting(&pool);
         }
         VolumeCommand::Delete { pool, name, force, output } => {
-            let (pool, ()) = changed(pool, |pool, progress| delete(pool, name, *force, progress))?;
+            let (pool, ()) =
+                change_pool(pool, |pool, progress| delete(pool, name, *force, progress))?;
             let report = VolumesReport::new(&pool, &[]).instead_of(name);
             print(output, &report, |out| writeln!(out, "volume {name} deleted"))?;
         }
@@ -142,7 +143,7 @@ fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
     let pool = Pool::open(path, OpenMode::Peek)?;
     let report = VolumesReport::new(&pool, &pool.volumes());
     print(output, &report, |out| print::volumes(out, &report.volumes))?;
-    print::note_damage(path, &pool);
+    print::warn_pool_damage(path, &pool);
     Ok(())
 }
 
@@ -186,7 +187,7 @@ fn resize(
     shrink: Shrink,
     progress: OnProgress<'_>,
 ) -> Result<(VolumeInfo, VolumeInfo), PoolError> {
-    check_whole(pool, name, &mut *progress)?;
+    check_btt_clean(pool, name, &mut *progress)?;
     let before = pool.open_volume(name)?.info().clone();
     let growth = match size {
         VolumeSize::Bytes(wanted) => VolumeSize::Bytes(wanted.saturating_sub(before.size_bytes)),
@@ -201,12 +202,12 @@ fn resize(
 }
 
 /// Returns true if a check or repair failed without a result. Damage that prevents it is a result.
-pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
+pub(crate) fn failed_without_result(command: &Command, error: &anyhow::Error) -> bool {
     let is_damage = matches!(
         error.downcast_ref(),
         Some(
             PoolError::SuperblocksDamaged { .. }
-                | PoolError::SuperblocksGone { .. }
+                | PoolError::SuperblocksLost { .. }
                 | PoolError::SuperblockInvalid { .. }
                 | PoolError::Truncated { .. }
                 | PoolError::Enlarged { .. }
@@ -215,18 +216,22 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
                 | PoolError::Media(_)
         )
     ) || error.downcast_ref::<MediaError>().is_some();
-    let asks = matches!(
+    let is_check = matches!(
         command,
         Command::Check { .. }
             | Command::Repair { .. }
             | Command::Btt(BttCommand::Check { .. } | BttCommand::Repair { .. })
     );
-    asks && !is_damage
+    is_check && !is_damage
 }
 
 /// Refuses to resize a volume with a damaged BTT, because a repair might require undoing the
 /// resize.
-fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<(), PoolError> {
+fn check_btt_clean(
+    pool: &Arc<Pool>,
+    name: &str,
+    progress: OnProgress<'_>,
+) -> Result<(), PoolError> {
     let Some(found) = pool.check_volume_with(name, progress)? else { return Ok(()) };
     let count: u64 = found.arenas.iter().map(|arena| arena.findings_total).sum();
     if found.is_clean() {
@@ -239,22 +244,22 @@ fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result
 }
 
 /// Opens a pool for writing and calls `change` on it.
-fn changed<T, E: Into<anyhow::Error>>(
+fn change_pool<T, E: Into<anyhow::Error>>(
     path: &Path,
     change: impl FnOnce(&Arc<Pool>, OnProgress<'_>) -> Result<T, E>,
 ) -> anyhow::Result<(Arc<Pool>, T)> {
-    watched(|progress| {
+    with_meter(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
-        let result = change(&pool, progress).map_err(|error| with_flag(error.into()))?;
+        let result = change(&pool, progress).map_err(|error| add_flag_context(error.into()))?;
         Ok((pool, result))
     })
 }
 
 /// Prefixes an error about a flag's value with the flag.
-pub(crate) fn with_flag(error: anyhow::Error) -> anyhow::Error {
+pub(crate) fn add_flag_context(error: anyhow::Error) -> anyhow::Error {
     let Some(pool_error) = error.downcast_ref() else { return error };
     let flag = match pool_error {
-        PoolError::Size { what: "reserve", .. } => Some("--reserve"),
+        PoolError::Size { quantity: "reserve", .. } => Some("--reserve"),
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
         | PoolError::ShrinkRefused { .. }
@@ -299,7 +304,7 @@ fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
 }
 
 fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
-    let report = watched(|progress| Pool::open(path, OpenMode::ReadOnly)?.check_with(progress))?;
+    let report = with_meter(|progress| Pool::open(path, OpenMode::ReadOnly)?.check_with(progress))?;
     let json = print::CheckOutput::new(path, &report);
     print(output, &json, |out| print::check(out, path, &report))?;
     Ok(outcome(report.is_clean()))
@@ -311,7 +316,7 @@ fn repair(
     give_up: Option<&str>,
     output: &Output,
 ) -> anyhow::Result<Outcome> {
-    let report = watched(|progress| Pool::repair_with(path, dry_run, give_up, progress))?;
+    let report = with_meter(|progress| Pool::repair_with(path, dry_run, give_up, progress))?;
     let hints = print::give_up_hints(path, &report);
     let json = print::RepairOutput::new(&report, dry_run, &hints);
     print(output, &json, |out| print::repair(out, &json))?;
@@ -319,11 +324,11 @@ fn repair(
 }
 
 pub(crate) fn outcome(is_clean: bool) -> Outcome {
-    if is_clean { Outcome::Done } else { Outcome::Unclean }
+    if is_clean { Outcome::Done } else { Outcome::Damaged }
 }
 
 fn scrub(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
-    let erased_bytes = watched(|progress| {
+    let erased_bytes = with_meter(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         pool.scrub_all_with(progress)?;
         Ok::<_, PoolError>(pool.scrubbed_bytes())

@@ -12,22 +12,22 @@ use pmem_volume::pool::VolumeName;
 use pmem_volume::pool::layout::MAX_NAME_BYTES;
 use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, VolumeFormat, VolumeInfo, VolumeSize};
 
-use super::btt::{Filled, Media, Place, Source, fill};
-use super::commands::with_flag;
-use super::meter::watched;
+use super::btt::{ImportSizes, Location, Media, Source, fill};
+use super::commands::add_flag_context;
+use super::meter::with_meter;
 
 /// Suffix of the volume's name during the import.
 const SUFFIX: &str = ".importing";
 
 /// A volume to create.
-pub(crate) struct New<'a> {
+pub(crate) struct NewVolume<'a> {
     pub(crate) name: &'a str,
     /// Size of the volume. `None` means the smallest size that holds the image.
     pub(crate) size: Option<VolumeSize>,
     pub(crate) format: VolumeFormat,
 }
 
-impl New<'_> {
+impl NewVolume<'_> {
     fn size_for(&self, source: &Source<'_>) -> anyhow::Result<VolumeSize> {
         if let Some(size) = self.size {
             return Ok(size);
@@ -45,7 +45,7 @@ impl New<'_> {
     }
 
     /// Returns the volume's name during the import. A long name is truncated.
-    fn name_of_part(&self) -> String {
+    fn temporary_name(&self) -> String {
         let end = self.name.floor_char_boundary(MAX_NAME_BYTES - SUFFIX.len());
         format!("{}{SUFFIX}", &self.name[..end])
     }
@@ -54,31 +54,31 @@ impl New<'_> {
 /// Creates a volume and fills it. A failed import deletes the volume.
 pub(crate) fn create(
     path: &Path,
-    new: &New<'_>,
+    new: &NewVolume<'_>,
     source: Source<'_>,
-) -> anyhow::Result<(Arc<Pool>, VolumeInfo, Filled)> {
+) -> anyhow::Result<(Arc<Pool>, VolumeInfo, ImportSizes)> {
     let _: VolumeName = new.name.parse().map_err(PoolError::Name)?;
     let source = source.unpacked()?;
     let size = new.size_for(&source)?;
-    let part = new.name_of_part();
-    let pool = watched(|progress| {
+    let part = new.temporary_name();
+    let pool = with_meter(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         check_names(&pool, new.name, &part)?;
         pool.scrub_for(size, progress)?;
         pool.create_volume(&part, size, new.format)?;
         anyhow::Ok(pool)
     })
-    .map_err(with_flag)?;
-    match fill_part(&pool, &part, new.name, source) {
+    .map_err(add_flag_context)?;
+    match fill_temporary(&pool, &part, new.name, source) {
         Ok((volume, filled)) => Ok((pool, volume, filled)),
         Err(error) => {
-            let deleted = watched(|progress| {
+            let deleted = with_meter(|progress| {
                 pool.delete_volume(&part)?;
                 pool.scrub_all_with(progress)
             });
             Err(match deleted {
                 Ok(()) => error.context("no volume was created"),
-                Err(_) => error.context(left_over(&pool, &part)),
+                Err(_) => error.context(leftover_error(&pool, &part)),
             })
         }
     }
@@ -90,27 +90,27 @@ fn check_names(pool: &Pool, name: &str, part: &str) -> anyhow::Result<()> {
             return Err(PoolError::VolumeExists { name: name.to_owned() }.into());
         }
         if volume.name == part {
-            bail!("{}", left_over(pool, part));
+            bail!("{}", leftover_error(pool, part));
         }
     }
     Ok(())
 }
 
-fn left_over(pool: &Pool, part: &str) -> String {
+fn leftover_error(pool: &Pool, part: &str) -> String {
     format!(
         "volume {part:?} is left of an import that did not end; `pmvol volume delete {} {part} --force` removes it",
         pool.path().display()
     )
 }
 
-fn fill_part(
+fn fill_temporary(
     pool: &Arc<Pool>,
     part: &str,
     name: &str,
     source: Source<'_>,
-) -> anyhow::Result<(VolumeInfo, Filled)> {
+) -> anyhow::Result<(VolumeInfo, ImportSizes)> {
     let media = Media::Volume(pool.open_volume(part)?);
-    let filled = fill(&media, &Place::volume(pool.path(), name), source)?;
+    let filled = fill(&media, &Location::volume(pool.path(), name), source)?;
     drop(media);
     Ok((pool.rename_volume(part, name)?, filled))
 }
@@ -122,8 +122,8 @@ mod tests {
     #[test]
     fn name_during_import_is_valid() {
         for name in ["data", &"x".repeat(MAX_NAME_BYTES), &"ü".repeat(MAX_NAME_BYTES / 2)] {
-            let new = New { name, size: None, format: VolumeFormat::Btt };
-            let part = new.name_of_part();
+            let new = NewVolume { name, size: None, format: VolumeFormat::Btt };
+            let part = new.temporary_name();
             assert!(part.parse::<VolumeName>().is_ok() && part != name, "{part}");
         }
     }

@@ -17,7 +17,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser};
 
 /// Exit code for a wrong command line, or for a check that could not read the pool.
-const CANNOT: u8 = 2;
+const EXIT_NO_RESULT: u8 = 2;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
@@ -32,12 +32,13 @@ fn main() -> ExitCode {
     match commands::run(&arguments) {
         Ok(commands::Outcome::Done) => ExitCode::SUCCESS,
         // The findings are already printed.
-        Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
+        Ok(commands::Outcome::Damaged) => ExitCode::FAILURE,
         Err(error) => {
-            let remedy = remedy::of(&error).map(|remedy| format!("; {remedy}")).unwrap_or_default();
-            print::remark(format_args!("{error:#}{remedy}"));
-            match commands::is_unanswered(&arguments.command, &error) {
-                true => ExitCode::from(CANNOT),
+            let remedy =
+                remedy::for_error(&error).map(|remedy| format!("; {remedy}")).unwrap_or_default();
+            print::print_stderr(format_args!("{error:#}{remedy}"));
+            match commands::failed_without_result(&arguments.command, &error) {
+                true => ExitCode::from(EXIT_NO_RESULT),
                 false => ExitCode::FAILURE,
             }
         }

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 /// A command that ends within this time shows no meter.
-const PATIENCE: Duration = Duration::from_secs(1);
+const METER_DELAY: Duration = Duration::from_secs(1);
 /// Interval at which the meter moves even without progress, for example during one long system
 /// call.
 const TICK: Duration = Duration::from_millis(200);
@@ -22,7 +22,7 @@ const BAR: &str = "{spinner} {msg} [{bar:30}] {bytes} of {total_bytes}, {elapsed
 /// Runs `work`, which may take long, and shows its progress on stderr. The meter appears on a
 /// terminal after the first second and disappears when the work ends. The command prints its output
 /// afterwards.
-pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
+pub(crate) fn with_meter<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
     if !io::stderr().is_terminal() {
         return work(&mut |_| {});
     }
@@ -33,7 +33,7 @@ pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
         let (working, ended) = mpsc::channel::<()>();
         let bar = &bar;
         scope.spawn(move || {
-            let waited = ended.recv_timeout(PATIENCE);
+            let waited = ended.recv_timeout(METER_DELAY);
             if is_long(waited) {
                 bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(FRAMES_HZ));
                 bar.enable_steady_tick(TICK);
@@ -96,12 +96,12 @@ mod tests {
     fn each_task_starts_a_new_bar() {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let mut task = None;
-        let mut hear = |kind, done_bytes, total_bytes| {
+        let mut update = |kind, done_bytes, total_bytes| {
             show(&bar, &mut task, Progress { task: kind, done_bytes, total_bytes });
             (bar.message(), bar.position(), bar.length())
         };
-        assert_eq!(hear(Task::Erase, 3, 10), ("erasing".to_owned(), 3, Some(10)));
-        assert_eq!(hear(Task::Erase, 10, 10), ("erasing".to_owned(), 10, Some(10)));
-        assert_eq!(hear(Task::Check, 0, 7), ("checking".to_owned(), 0, Some(7)));
+        assert_eq!(update(Task::Erase, 3, 10), ("erasing".to_owned(), 3, Some(10)));
+        assert_eq!(update(Task::Erase, 10, 10), ("erasing".to_owned(), 10, Some(10)));
+        assert_eq!(update(Task::Check, 0, 7), ("checking".to_owned(), 0, Some(7)));
     }
 }

@@ -12,7 +12,7 @@ use pmem_volume::{Pool, PoolInfo, VolumeInfo};
 use serde::Serialize;
 
 use super::args::Output;
-use super::btt::Filled;
+use super::btt::ImportSizes;
 
 /// Destination of text.
 pub(crate) type Out<'a> = &'a mut dyn Write;
@@ -29,7 +29,7 @@ pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Resu
 }
 
 /// Prints a line on stderr. Errors are ignored, because there is no other place to report them.
-pub(crate) fn remark(text: std::fmt::Arguments<'_>) {
+pub(crate) fn print_stderr(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "pmvol: {text}");
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct VolumesReport<'a> {
     instead_of: Option<&'a str>,
     /// Image from which a volume was filled.
     #[serde(flatten)]
-    filled: Option<Filled>,
+    filled: Option<ImportSizes>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) hints: Vec<String>,
 }
@@ -109,20 +109,20 @@ impl<'a> VolumesReport<'a> {
         Self { instead_of: Some(name), ..self }
     }
 
-    pub(crate) fn filled(self, filled: Filled) -> Self {
+    pub(crate) fn filled(self, filled: ImportSizes) -> Self {
         Self { filled: Some(filled), ..self }
     }
 }
 
 /// Hint that is printed after a volume has grown.
-pub(crate) const GROWN_VOLUME: &str = "a guest sees the new size when its VM starts again; then \
+pub(crate) const GROWTH_HINT: &str = "a guest sees the new size when its VM starts again; then \
 enlarge the partition, if there is one (growpart), and the file system (resize2fs DEVICE or \
 xfs_growfs FOLDER). A size= of --pm-volume has to name the new size";
 
 /// Prints hints on stderr, unless the JSON document has them.
-pub(crate) fn note_hints(output: &Output, hints: &[String]) {
+pub(crate) fn print_hints(output: &Output, hints: &[String]) {
     if !output.json {
-        hints.iter().for_each(|hint| remark(format_args!("{hint}")));
+        hints.iter().for_each(|hint| print_stderr(format_args!("{hint}")));
     }
 }
 
@@ -207,10 +207,10 @@ fn lost_blocks_bytes(pool: &Pool) -> u64 {
 }
 
 /// Warns on stderr that a store to a pool can fail because its file system is full.
-pub(crate) fn note_copy_on_write(pool: &Pool) {
+pub(crate) fn warn_copy_on_write(pool: &Pool) {
     if let Some(file_system) = pool.copy_on_write() {
         let finding = Finding::CopyOnWrite { file_system };
-        remark(format_args!("warning: {}: {finding}", pool.path().display()));
+        print_stderr(format_args!("warning: {}: {finding}", pool.path().display()));
     }
 }
 
@@ -267,7 +267,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
             out,
             "to be erased {}{}",
             Size(report.waiting_bytes).rounded(),
-            who_erases(report)
+            erasure_note(report)
         )?;
     }
     Ok(())
@@ -288,7 +288,7 @@ pub(crate) fn findings(count: u64) -> String {
     if count == 1 { "1 finding".to_owned() } else { format!("{count} findings") }
 }
 
-fn who_erases(report: &InfoReport) -> String {
+fn erasure_note(report: &InfoReport) -> String {
     match &report.in_use_by {
         // In use by a VM, because a reader holds the pool only for a moment.
         Some(_) => " (in the background)".to_owned(),
@@ -298,9 +298,9 @@ fn who_erases(report: &InfoReport) -> String {
 }
 
 /// Warns on stderr that a list of volumes may be incomplete because the pool is damaged.
-pub(crate) fn note_damage(path: &Path, pool: &Pool) {
+pub(crate) fn warn_pool_damage(path: &Path, pool: &Pool) {
     if let (state, 1..) = state(pool) {
-        remark(format_args!(
+        print_stderr(format_args!(
             "the pool is {state}, and volumes may be missing here; see `pmvol check {}`",
             path.display()
         ));
@@ -308,10 +308,10 @@ pub(crate) fn note_damage(path: &Path, pool: &Pool) {
 }
 
 /// Reports on stderr how much memory remains to be erased after a command.
-pub(crate) fn note_waiting(pool: &Pool) {
+pub(crate) fn warn_waiting(pool: &Pool) {
     let waiting_bytes = pool.info().scrubbing_bytes;
     if waiting_bytes > 0 {
-        remark(format_args!("{}", waiting(pool.path(), waiting_bytes)));
+        print_stderr(format_args!("{}", waiting(pool.path(), waiting_bytes)));
     }
 }
 
@@ -331,7 +331,7 @@ pub(crate) fn scrubbed(out: Out<'_>, report: &ScrubReport<'_>) -> io::Result<()>
     }
 }
 
-pub(crate) fn pool_made(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()> {
+pub(crate) fn pool_created(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()> {
     let PoolReport { path, info } = report;
     writeln!(
         out,
@@ -354,7 +354,7 @@ pub(crate) fn pool_grown(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()
     )
 }
 
-pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
+pub(crate) fn volume_created(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
     writeln!(out, "volume {} made: {}", volume.info.name, size_of(volume))
 }
 
@@ -476,12 +476,12 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
 
 pub(crate) fn repair(out: Out<'_>, output: &RepairOutput<'_>) -> io::Result<()> {
     let RepairOutput { report, dry_run, hints, .. } = *output;
-    let mended = if dry_run { "would mend" } else { "mended" };
-    for what in &report.mended {
-        writeln!(out, "{mended}: {what}")?;
+    let prefix = if dry_run { "would mend" } else { "mended" };
+    for description in &report.mended {
+        writeln!(out, "{prefix}: {description}")?;
     }
-    for what in &report.left {
-        writeln!(out, "left: {what}")?;
+    for description in &report.left {
+        writeln!(out, "left: {description}")?;
     }
     for hint in hints {
         writeln!(out, "{hint}")?;

@@ -9,9 +9,9 @@ use pmem_volume::pool::SplitError;
 use super::commands::HoldsData;
 
 /// Returns a clause to print after the error.
-pub(crate) fn of(error: &anyhow::Error) -> Option<&'static str> {
+pub(crate) fn for_error(error: &anyhow::Error) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
-        return of_pool(error);
+        return for_pool_error(error);
     }
     if let Some(HoldsData { .. }) = error.downcast_ref() {
         return Some("--force deletes it with its data");
@@ -25,7 +25,7 @@ pub(crate) fn of(error: &anyhow::Error) -> Option<&'static str> {
     }
 }
 
-fn of_pool(error: &PoolError) -> Option<&'static str> {
+fn for_pool_error(error: &PoolError) -> Option<&'static str> {
     Some(match error {
         PoolError::Missing { .. } | PoolError::NotAPool { .. } => "`pmvol create` makes a pool",
         PoolError::DeviceReadOnly { .. } => "`pmvol info` and `pmvol check` can read it",
@@ -39,7 +39,7 @@ fn of_pool(error: &PoolError) -> Option<&'static str> {
         PoolError::VolumeUnusable { .. } => "see `pmvol check`",
         PoolError::PoolFull { .. } => "`pmvol grow` makes it larger",
         PoolError::NoSuchVolume { .. } => "`pmvol volume create` makes one",
-        PoolError::VolumeLacksNothing { .. } => "`pmvol volume delete` deletes it",
+        PoolError::VolumeComplete { .. } => "`pmvol volume delete` deletes it",
         PoolError::ShrinkRefused { .. } => "--shrink allows it",
         PoolError::Split { reason: SplitError::HoldsData, .. } => {
             "--force splits it anyway and erases its content"

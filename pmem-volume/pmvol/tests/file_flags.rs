@@ -44,7 +44,7 @@ fn page_lists_the_recognized_formats() {
         ["an ", "a ", "the "].iter().find_map(|article| name.strip_prefix(article)).unwrap_or(name)
     };
     let mut names: Vec<_> = Vec::new();
-    for name in formats::known().map(|format| without_article(format.name())) {
+    for name in formats::all_formats().map(|format| without_article(format.name())) {
         if !names.contains(&name) {
             names.push(name);
         }

@@ -273,7 +273,7 @@ fn btt_in_a_file_needs_no_pool() {
 }
 
 /// Returns the offsets of the volume's map and log in the pool file.
-fn places(folder: &Folder) -> (u64, u64) {
+fn map_and_log_offsets(folder: &Folder) -> (u64, u64) {
     let arena = &folder.json(&["btt", "info", "pool", "v", "--json"])["arenas"][0];
     let place = |name: &str| VOLUME_AT + arena[name].as_u64().unwrap();
     (place("map_at_bytes"), place("log_at_bytes"))
@@ -284,7 +284,7 @@ fn btt_repair_reports_steps_and_leaves_unexplained_damage() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    let (map_at, log_at) = places(&folder);
+    let (map_at, log_at) = map_and_log_offsets(&folder);
     let good = fs::read(folder.path("pool")).unwrap();
     overwrite(&folder.path("pool"), INFO_AT + 100, &[0xff]);
     overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
@@ -460,7 +460,7 @@ fn damaged_log_sets_the_exit_code() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    let (_, log_at) = places(&folder);
+    let (_, log_at) = map_and_log_offsets(&folder);
     overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
     for arguments in [
         &["btt", "export", "pool", "v", "--to", "out"][..],
@@ -485,7 +485,7 @@ fn damaged_log_sets_the_exit_code() {
 fn import_over_a_damaged_log_does_not_advise_force() {
     let folder = with_volume();
     image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
-    let (_, log_at) = places(&folder);
+    let (_, log_at) = map_and_log_offsets(&folder);
     overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
     for force in [&[][..], &["--force"]] {
         let output = folder.run(&[&["btt", "import", "pool", "v", "--from", "in"], force].concat());
@@ -705,12 +705,12 @@ fn interrupted_import_leaves_each_sector_old_or_new() {
         let command = command.args(["btt", "import", "pool", "v", "--from", "new", "--force"]);
         let mut child = command.current_dir(folder.0.path()).stdout(Stdio::null()).spawn().unwrap();
         // Killed as soon as it has changed the middle sector of this round's range.
-        let watched = VOLUME_AT + 8192 + (count + round % 100) * SECTOR_BYTES as u64 / 2;
+        let with_meter = VOLUME_AT + 8192 + (count + round % 100) * SECTOR_BYTES as u64 / 2;
         let file = File::open(&path).unwrap();
-        let was = before[watched as usize];
+        let was = before[with_meter as usize];
         while child.try_wait().unwrap().is_none() {
             let mut byte = [0];
-            file.read_exact_at(&mut byte, watched).unwrap();
+            file.read_exact_at(&mut byte, with_meter).unwrap();
             if byte[0] != was {
                 child.kill().unwrap();
                 break;

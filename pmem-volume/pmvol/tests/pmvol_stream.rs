@@ -270,10 +270,10 @@ fn sectors_are_zeros_or_new_after_a_killed_import_into_an_empty_volume() {
         let mut child =
             pmvol(&folder, &["volume", "import", "pool", "v", "--from", "in"]).spawn().unwrap();
         // Killed as soon as it has stored a sector of the second or third window.
-        let watched = BLOCKS_AT + (65 + round * 7 % 90) * MIB + 100;
+        let with_meter = BLOCKS_AT + (65 + round * 7 % 90) * MIB + 100;
         while child.try_wait().unwrap().is_none() {
             let mut byte = [0];
-            pool.read_exact_at(&mut byte, watched).unwrap();
+            pool.read_exact_at(&mut byte, with_meter).unwrap();
             if byte[0] != 0 {
                 child.kill().unwrap();
                 break;

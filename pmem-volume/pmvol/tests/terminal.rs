@@ -122,16 +122,16 @@ fn short_commands_show_no_meter_and_errors_start_a_line() {
     assert!(screen.starts_with("pmvol: --size: "), "{screen:?}");
 }
 
-/// Runs a command on a pool, and interrupts it `looks` polls after it has started to work. Returns
-/// true if the interrupt ended it.
-fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
+/// Runs a command on a pool, and interrupts it `poll_count` polls after it has started to work.
+/// Returns true if the interrupt ended it.
+fn interrupted(arguments: &[&str], pool: &Path, poll_count: u32) -> bool {
     let mut command = pmvol(arguments, pool.parent().unwrap());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     // `Peek` takes no lock, so it does not block the command.
     let peek = Pool::open(pool, OpenMode::Peek).unwrap();
     while child.try_wait().unwrap().is_none() {
         if peek.holder().is_some() {
-            (0..looks).for_each(|_| drop(peek.holder()));
+            (0..poll_count).for_each(|_| drop(peek.holder()));
             let pid = i32::try_from(child.id()).unwrap();
             // SAFETY: sends a signal to a child that has not been waited for, so its PID cannot
             // have been reused.

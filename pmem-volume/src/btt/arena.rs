@@ -193,11 +193,11 @@ impl ArenaInfo {
 fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
     let number = u64::from;
     let sector = info.external_lbasize.get();
-    let known = SECTOR_SIZES.contains(&sector);
+    let is_known_size = SECTOR_SIZES.contains(&sector);
     require(
         "external_lbasize",
         number(sector),
-        known,
+        is_known_size,
         "supported sizes are 512, 4096 and those with integrity data",
     )?;
     let block = info.internal_lbasize.get();

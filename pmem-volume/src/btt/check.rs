@@ -14,7 +14,7 @@ use crate::media::Media;
 /// Maximum number of listed findings per arena. Further findings are only counted.
 const MAX_FINDINGS: usize = 100;
 /// Number of map entries that are read at a time.
-const MAP_PIECE: u32 = 1 << 16;
+const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Defect in a BTT. `L` is a sector that the guest sees (pre-map LBA), and `B` is a block (post-map
 /// LBA).
@@ -38,8 +38,8 @@ pub enum Finding {
     #[error("the map cannot be read: {0}")]
     MapUnreadable(String),
     /// Reported only once, for the first unreadable sector among the newest entries of the lanes.
-    #[error("the map entry of sector L{sector} cannot be read: {why}")]
-    EntryUnreadable { sector: u32, why: String },
+    #[error("the map entry of sector L{sector} cannot be read: {reason}")]
+    EntryUnreadable { sector: u32, reason: String },
     #[error("the flog uses its slots in an unknown way")]
     FlogPadding,
     #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
@@ -76,7 +76,7 @@ impl Finding {
 
     /// Returns true if the flog may contain writes that are missing in the map. In that case, the
     /// map entry of a sector may name a block that has been overwritten since.
-    pub fn loses_writes(&self) -> bool {
+    pub fn may_lose_writes(&self) -> bool {
         matches!(
             self,
             Self::FlogUnreadable(_)
@@ -141,13 +141,13 @@ impl Report {
 
     /// Keeps only the findings that another check reports too. If the volume is written during the
     /// checks, only these are defects.
-    pub(crate) fn keep_common(&mut self, other: &Self) {
+    pub(crate) fn retain_common(&mut self, other: &Self) {
         for (arena, again) in self.arenas.iter_mut().zip(&other.arenas) {
             let listed = arena.findings.len() as u64;
             arena.findings.retain(|finding| again.findings.contains(finding));
-            let gone = listed - arena.findings.len() as u64;
+            let removed = listed - arena.findings.len() as u64;
             // Findings that are not listed cannot be compared.
-            arena.findings_total = again.findings_total.min(arena.findings_total - gone);
+            arena.findings_total = again.findings_total.min(arena.findings_total - removed);
         }
     }
 
@@ -162,16 +162,16 @@ pub fn check(space: &impl Media) -> Report {
     check_with(space, &mut |_| {})
 }
 
-/// Like [`check`], but passes the number of checked bytes to `reached`. The last number is the
+/// Like [`check`], but passes the number of checked bytes to `on_checked`. The last number is the
 /// length of the volume.
-pub fn check_with(space: &impl Media, reached: &mut dyn FnMut(u64)) -> Report {
-    let places = arenas(space).into_iter();
-    let arenas = places.map(|place| match place {
-        Ok((info, source)) => check_arena(space, info, source, reached),
-        Err(missing) => ArenaReport::without_info(missing.start_bytes, missing.why),
+pub fn check_with(space: &impl Media, on_checked: &mut dyn FnMut(u64)) -> Report {
+    let arenas = arenas(space).into_iter();
+    let arenas = arenas.map(|arena| match arena {
+        Ok((info, source)) => check_arena(space, info, source, on_checked),
+        Err(missing) => ArenaReport::without_info(missing.start_bytes, missing.reason),
     });
     let arenas = arenas.collect();
-    reached(space.len_bytes());
+    on_checked(space.len_bytes());
     Report { arenas }
 }
 
@@ -179,7 +179,7 @@ fn check_arena(
     space: &impl Media,
     info: ArenaInfo,
     source: InfoSource,
-    reached: &mut dyn FnMut(u64),
+    on_checked: &mut dyn FnMut(u64),
 ) -> ArenaReport {
     let mut report = ArenaReport::new(info.start_bytes);
     match source {
@@ -195,13 +195,14 @@ fn check_arena(
     recovery.findings.iter().for_each(|finding| report.add(finding.clone()));
     let flog_is_whole = recovery.findings.is_empty();
     report.redo = recovery.redo.len() as u32;
-    let mut named = BlockSet::new(info.blocks);
-    let map_is_whole = report.name_mapped(space, &info, &recovery, &mut named, reached);
+    let mut referenced = BlockSet::new(info.blocks);
+    let map_is_whole =
+        report.reference_mapped_blocks(space, &info, &recovery, &mut referenced, on_checked);
     for (block, lane) in &recovery.free {
-        report.name(&mut named, *block, || format!("lane {lane} of the flog"));
+        report.reference_block(&mut referenced, *block, || format!("lane {lane} of the flog"));
     }
     // Unnamed blocks are a finding only if the flog and the map were read completely.
-    if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, named.missing()) {
+    if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, referenced.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }
     report.info = Some(info);
@@ -233,26 +234,27 @@ impl ArenaReport {
         }
     }
 
-    fn name(&mut self, named: &mut BlockSet, block: u32, by: impl Fn() -> String) {
-        if !named.insert(block) {
+    fn reference_block(&mut self, referenced: &mut BlockSet, block: u32, by: impl Fn() -> String) {
+        if !referenced.insert(block) {
             self.add(Finding::BlockTwice { block, by: by() });
         }
     }
 
     /// Inserts the blocks of all map entries, as they are after recovery. Returns false if a part
     /// of the map is unreadable.
-    fn name_mapped(
+    fn reference_mapped_blocks(
         &mut self,
         space: &impl Media,
         info: &ArenaInfo,
         recovery: &Recovery,
-        named: &mut BlockSet,
-        reached: &mut dyn FnMut(u64),
+        referenced: &mut BlockSet,
+        on_checked: &mut dyn FnMut(u64),
     ) -> bool {
-        let mut bytes = vec![0u8; MAP_PIECE.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
+        let mut bytes =
+            vec![0u8; MAP_PIECE_ENTRIES.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
         let (mut first, mut is_whole) = (0, true);
         while first < info.sectors {
-            let count = MAP_PIECE.min(info.sectors - first);
+            let count = MAP_PIECE_ENTRIES.min(info.sectors - first);
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
             if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)
             {
@@ -263,7 +265,7 @@ impl ArenaReport {
             }
             let (entries, _) = piece.as_chunks::<4>();
             for (sector, entry) in (first..).zip(entries) {
-                if recovery.doubtful.contains(&sector) {
+                if recovery.unresolved.contains(&sector) {
                     is_whole = false;
                     continue;
                 }
@@ -276,12 +278,12 @@ impl ArenaReport {
                 if block >= info.blocks {
                     self.add(Finding::MapRange { sector, block, bound: info.blocks });
                 } else {
-                    self.name(named, block, || format!("sector L{sector}"));
+                    self.reference_block(referenced, block, || format!("sector L{sector}"));
                 }
             }
             first += count;
             // Most of the time is spent on the map, so the progress is based on its sectors.
-            reached(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
+            on_checked(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
         }
         is_whole
     }
@@ -334,7 +336,7 @@ mod tests {
     use crate::media::MemoryMedia;
 
     #[test]
-    fn entry_of_doubtful_sector_names_no_block() {
+    fn entry_of_unresolved_sector_references_no_block() {
         const SIZE: u64 = 18 << 20;
         let media = MemoryMedia::new(SIZE);
         Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
@@ -344,14 +346,20 @@ mod tests {
         let entry_at = info.map_at + 7 * MAP_ENTRY_BYTES;
         let (free, _) = recover(&media, info).free[0];
         media.store(entry_at, &(3 << 30 | free).to_le_bytes()).unwrap();
-        for (is_doubtful, expected) in [(false, 1), (true, 0)] {
+        for (is_unresolved, expected) in [(false, 1), (true, 0)] {
             let mut recovery = recover(&media, info);
             recovery.redo.clear();
-            recovery.doubtful.extend(is_doubtful.then_some(7));
-            let (mut report, mut named) = (ArenaReport::new(0), BlockSet::new(info.blocks));
-            let is_whole = report.name_mapped(&media, info, &recovery, &mut named, &mut |_| ());
-            report.name(&mut named, free, || "lane".to_owned());
-            assert_eq!((report.findings.len(), is_whole), (expected, !is_doubtful));
+            recovery.unresolved.extend(is_unresolved.then_some(7));
+            let (mut report, mut referenced) = (ArenaReport::new(0), BlockSet::new(info.blocks));
+            let is_whole = report.reference_mapped_blocks(
+                &media,
+                info,
+                &recovery,
+                &mut referenced,
+                &mut |_| (),
+            );
+            report.reference_block(&mut referenced, free, || "lane".to_owned());
+            assert_eq!((report.findings.len(), is_whole), (expected, !is_unresolved));
         }
     }
 }

@@ -11,8 +11,8 @@ const PIECE_BYTES: u64 = 256 << 10;
 /// Returns true if a sector may contain nonzero bytes. Sectors that were never written or were
 /// discarded contain none. A damaged arena may contain data.
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
-    for place in arenas(space) {
-        let Ok((info, _)) = place else { return Ok(true) };
+    for arena in arenas(space) {
+        let Ok((info, _)) = arena else { return Ok(true) };
         let recovery = recover(space, &info);
         if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
             return Ok(true);
@@ -42,9 +42,9 @@ pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
 /// Returns the total size of all sectors. Returns `None` if the number of sectors is unknown
 /// because an arena is damaged.
 pub fn usable_bytes(space: &impl Media) -> Option<u64> {
-    let places = arenas(space);
-    let sector_bytes = places.first()?.as_ref().ok()?.0.sector_bytes;
-    let sectors = places.iter().map(|place| match place {
+    let arenas = arenas(space);
+    let sector_bytes = arenas.first()?.as_ref().ok()?.0.sector_bytes;
+    let sectors = arenas.iter().map(|arena| match arena {
         Ok((info, _)) => Some(u64::from(info.sectors)),
         Err(missing) => missing.sectors(sector_bytes),
     });

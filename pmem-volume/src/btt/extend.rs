@@ -11,7 +11,7 @@ use super::arena::{InfoError, InfoSource, read_arena};
 use super::engine::MAX_ARENAS;
 use super::layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, PAGE_BYTES, START_BYTES,
-    arena_places_from, checksum, write_arenas,
+    arena_ranges_from, checksum, write_arenas,
 };
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
@@ -78,7 +78,7 @@ pub fn extend(
         // Another implementation may have created a small last arena. Even so, the distance to the
         // next arena must not be less than the minimum size.
         let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);
-        let arenas = arena_places_from(from, size_bytes);
+        let arenas = arena_ranges_from(from, size_bytes);
         if arenas.is_empty() {
             let least_bytes = (from + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             return Ok(Err(ExtendError::TooLittle { size_bytes, least_bytes }));
@@ -112,7 +112,7 @@ impl Extension {
 
     /// Returns the words that link the new arenas into the BTT, with their offsets in the volume.
     /// They must become durable together, because an info block with only some of them is damaged.
-    pub fn link(&self) -> Vec<(u64, u64)> {
+    pub fn link_words(&self) -> Vec<(u64, u64)> {
         let mut linked = self.last.clone();
         linked.nextoff.set(self.arenas[0].start - self.last_start);
         let sum = checksum(&linked);

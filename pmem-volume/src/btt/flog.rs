@@ -120,9 +120,9 @@ pub(super) struct Recovery {
     pub(super) redo: BTreeMap<u32, u32>,
     /// Sectors whose last write is unknown because a part of the map cannot be read. Their entries
     /// in the map and in `redo` are ignored.
-    pub(super) doubtful: BTreeSet<u32>,
+    pub(super) unresolved: BTreeSet<u32>,
     /// Sectors of the lanes' newest entries, with their blocks in the map.
-    named: Vec<(u32, u32)>,
+    mapped: Vec<(u32, u32)>,
     /// Defects of the flog and the map.
     pub(super) findings: Vec<Finding>,
 }
@@ -206,32 +206,32 @@ impl Recovery {
             Err(_) if old == new => return None,
             Err(error) => {
                 // A single lost page of the map may contain the entries of all lanes.
-                if self.doubtful.is_empty() {
-                    let why = foreshore_types::chain(&error);
-                    self.findings.push(Finding::EntryUnreadable { sector, why });
+                if self.unresolved.is_empty() {
+                    let reason = foreshore_types::chain(&error);
+                    self.findings.push(Finding::EntryUnreadable { sector, reason });
                 }
-                self.doubtful.insert(sector);
+                self.unresolved.insert(sector);
                 return None;
             }
         };
-        let names = decode_map(sector, entry).block;
-        self.named.push((sector, names));
-        if old != new && names == old {
+        let mapped_block = decode_map(sector, entry).block;
+        self.mapped.push((sector, mapped_block));
+        if old != new && mapped_block == old {
             self.redo.insert(sector, new);
         }
-        looks_torn(entry, old, new).then_some(Suspect { sector, names, new })
+        looks_torn(entry, old, new).then_some(Suspect { sector, mapped_block, new })
     }
 
     /// Returns the sectors whose map entries are ignored, with the blocks that recovery assigns to
     /// them. `None` means that the block is unknown.
     pub(super) fn pending(&self) -> BTreeMap<u32, Option<u32>> {
         let redone = self.redo.iter().map(|(sector, block)| (*sector, Some(*block)));
-        redone.chain(self.doubtful.iter().map(|sector| (*sector, None))).collect()
+        redone.chain(self.unresolved.iter().map(|sector| (*sector, None))).collect()
     }
 
     /// Finds a block that has two owners after recovery. Only the lanes' blocks and the map entries
     /// that the lanes changed last are compared, because reading the whole map would take long.
-    pub(super) fn block_twice(&self) -> Option<Finding> {
+    pub(super) fn block_with_two_owners(&self) -> Option<Finding> {
         let mut free = BTreeSet::new();
         for (block, lane) in &self.free {
             if !free.insert(*block) {
@@ -239,9 +239,9 @@ impl Recovery {
                 return Some(Finding::BlockTwice { block: *block, by });
             }
         }
-        let known = self.named.iter().filter(|(sector, _)| !self.doubtful.contains(sector));
-        for (sector, named) in known {
-            let block = *self.redo.get(sector).unwrap_or(named);
+        let resolved = self.mapped.iter().filter(|(sector, _)| !self.unresolved.contains(sector));
+        for (sector, block) in resolved {
+            let block = *self.redo.get(sector).unwrap_or(block);
             if free.contains(&block) {
                 return Some(Finding::BlockTwice { block, by: format!("sector L{sector}") });
             }
@@ -320,15 +320,15 @@ mod tests {
     }
 
     #[test]
-    fn block_of_doubtful_sector_is_not_reported_as_shared() {
+    fn block_of_unresolved_sector_is_not_reported_as_shared() {
         let mut recovery =
-            Recovery { free: vec![(1, 0), (2, 1)], named: vec![(7, 1)], ..Recovery::default() };
+            Recovery { free: vec![(1, 0), (2, 1)], mapped: vec![(7, 1)], ..Recovery::default() };
         let by = "sector L7".to_owned();
-        assert_eq!(recovery.block_twice(), Some(Finding::BlockTwice { block: 1, by }));
+        assert_eq!(recovery.block_with_two_owners(), Some(Finding::BlockTwice { block: 1, by }));
         // The entry was unreadable for a newer write of another lane, although it was readable for
         // this lane.
-        recovery.doubtful.insert(7);
-        assert_eq!(recovery.block_twice(), None);
+        recovery.unresolved.insert(7);
+        assert_eq!(recovery.block_with_two_owners(), None);
     }
 
     #[test]

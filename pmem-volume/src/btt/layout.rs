@@ -157,20 +157,20 @@ pub(super) struct ArenaLayout {
 }
 
 /// Returns the start and size of each arena in a volume. They are the same for all sector sizes.
-pub(super) fn arena_places(volume_bytes: u64) -> Vec<(u64, u64)> {
-    arena_places_from(START_BYTES, volume_bytes)
+pub(super) fn arena_ranges(volume_bytes: u64) -> Vec<(u64, u64)> {
+    arena_ranges_from(START_BYTES, volume_bytes)
 }
 
-/// Like [`arena_places`], but for arenas from `start` on.
-pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
-    let mut places = Vec::new();
+/// Like [`arena_ranges`], but for arenas from `start` on.
+pub(super) fn arena_ranges_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
+    let mut ranges = Vec::new();
     let mut start = start;
     while volume_bytes.saturating_sub(start) >= ARENA_MIN_BYTES {
         let size = (volume_bytes - start).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
-        places.push((start, size));
+        ranges.push((start, size));
         start += size;
     }
-    places
+    ranges
 }
 
 /// Returns the smallest volume size, in whole chunks, for which sectors of [`SECTOR_BYTES`] can
@@ -181,7 +181,7 @@ pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
         let layout = Layout::new(size_bytes, SECTOR_BYTES, Uuid::nil()).ok()?;
         match data_bytes.saturating_sub(layout.sectors() * u64::from(SECTOR_BYTES)) {
             0 => return Some(size_bytes),
-            lacking_bytes => size_bytes += lacking_bytes.next_multiple_of(CHUNK_BYTES),
+            missing_bytes => size_bytes += missing_bytes.next_multiple_of(CHUNK_BYTES),
         }
     }
     None
@@ -193,11 +193,11 @@ impl Layout {
         if ![512, 4096].contains(&sector_bytes) {
             return Err(GeometryError::SectorSize { sector_bytes });
         }
-        let places = arena_places(volume_bytes);
-        if places.is_empty() {
+        let ranges = arena_ranges(volume_bytes);
+        if ranges.is_empty() {
             return Err(GeometryError::TooSmall { size_bytes: volume_bytes });
         }
-        Ok(Self { sector_bytes, uuid, arenas: ArenaLayout::all(&places, sector_bytes) })
+        Ok(Self { sector_bytes, uuid, arenas: ArenaLayout::all(&ranges, sector_bytes) })
     }
 
     /// Number of sectors that the guest sees.
@@ -252,9 +252,9 @@ pub(super) fn write_arenas(
 impl ArenaLayout {
     /// Returns the layouts of arenas at the given places. The last of them is also the last arena
     /// of the BTT.
-    pub(super) fn all(places: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
-        let last = places.len() - 1;
-        let numbered = places.iter().enumerate();
+    pub(super) fn all(ranges: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
+        let last = ranges.len() - 1;
+        let numbered = ranges.iter().enumerate();
         numbered
             .map(|(at, (start, size))| Self::new(*start, *size, sector_bytes, at == last))
             .collect()
@@ -350,7 +350,7 @@ mod tests {
         let layout = Layout::new((1 << 40) + (8 << 20), 512, Uuid::nil()).unwrap();
         let shape: Vec<_> = layout.arenas.iter().map(|a| (a.start, a.nextoff)).collect();
         assert_eq!(shape, [(4096, 512 << 30), (4096 + (512 << 30), 0)]);
-        assert_eq!(arena_places((1 << 40) + (18 << 20)).len(), 3);
+        assert_eq!(arena_ranges((1 << 40) + (18 << 20)).len(), 3);
     }
 
     #[test]

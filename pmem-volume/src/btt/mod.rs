@@ -27,14 +27,14 @@ mod tests;
 mod torn_entry;
 
 pub use arena::{ArenaInfo, InfoError, InfoSource};
-pub use arena_walk::{Missing, Place, arenas, is_replaced};
+pub use arena_walk::{ArenaResult, MissingArena, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::{holds_data, usable_bytes};
-pub use engine::{ArenaStatus, Engine, EngineError, Fault, Load};
+pub use engine::{ArenaStatus, BulkLoad, Engine, EngineError, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,
     SECTOR_BYTES, START_BYTES, volume_bytes_for,
 };
-pub use reader::{Lost, Reader, Sector};
-pub use repair::{GiveUp, Mending, Repair, plan_repair};
+pub use reader::{ReadFailure, Reader, Sector};
+pub use repair::{Fix, GiveUp, Repair, plan_repair};

@@ -38,7 +38,7 @@ pub enum Sector {
 /// Reason why a sector cannot be read.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum Lost {
+pub enum ReadFailure {
     #[error("marked as lost")]
     Marked,
     #[error("mapped outside the arena")]
@@ -60,7 +60,7 @@ struct Arena {
 }
 
 /// Part of the volume that is an arena, or that should be one.
-enum Part {
+enum ArenaSlot {
     Arena(Arena),
     /// Arena without a whole info block. The number of sectors is that of an arena with the usual
     /// layout in its place.
@@ -73,15 +73,15 @@ enum Part {
 /// BTT as it will be after recovery, which is performed only in memory.
 pub struct Reader<'a, S> {
     space: &'a S,
-    parts: Vec<Part>,
+    arena_slots: Vec<ArenaSlot>,
     sector_bytes: u32,
 }
 
 impl<'a, S: Media> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. Damage of an arena is an error.
     pub fn open(space: &'a S) -> Result<Self, Finding> {
-        let (reader, troubles) = Self::open_damaged(space);
-        match troubles.into_iter().next() {
+        let (reader, damage) = Self::open_damaged(space);
+        match damage.into_iter().next() {
             None => Ok(reader),
             Some((_, finding)) => Err(finding),
         }
@@ -97,34 +97,34 @@ impl<'a, S: Media> Reader<'a, S> {
     ///
     /// Arenas behind a missing one are opened if their start is known.
     pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {
-        let mut troubles = Vec::new();
-        let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
-        for (number, place) in arenas(space).into_iter().enumerate() {
-            match place {
+        let mut damage = Vec::new();
+        let mut reader = Self { space, arena_slots: Vec::new(), sector_bytes: 0 };
+        for (number, arena) in arenas(space).into_iter().enumerate() {
+            match arena {
                 Ok((info, _)) => {
                     if number == 0 {
                         reader.sector_bytes = info.sector_bytes;
                     }
                     let recovery = recover(space, &info);
                     let pending = recovery.pending();
-                    troubles.extend(recovery.findings.into_iter().map(|found| (number, found)));
-                    reader.parts.push(Part::Arena(Arena { info, pending }));
+                    damage.extend(recovery.findings.into_iter().map(|found| (number, found)));
+                    reader.arena_slots.push(ArenaSlot::Arena(Arena { info, pending }));
                 }
                 Err(missing) => {
                     let sectors = missing.sectors(reader.sector_bytes);
-                    reader
-                        .parts
-                        .extend(sectors.map(|sectors| Part::Missing { arena: number, sectors }));
-                    troubles.push((number, Finding::NoInfo(missing.why)));
+                    reader.arena_slots.extend(
+                        sectors.map(|sectors| ArenaSlot::Missing { arena: number, sectors }),
+                    );
+                    damage.push((number, Finding::NoInfo(missing.reason)));
                 }
             }
         }
-        (reader, troubles)
+        (reader, damage)
     }
 
     /// Number of sectors.
     pub fn sectors(&self) -> u64 {
-        self.parts.iter().map(Part::sectors).sum()
+        self.arena_slots.iter().map(ArenaSlot::sectors).sum()
     }
 
     /// Size of a sector in bytes, which is the same in all arenas. It is 0 if there is no arena.
@@ -136,8 +136,8 @@ impl<'a, S: Media> Reader<'a, S> {
     /// than [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
         assert_eq!(bytes.len(), self.sector_bytes() as usize);
-        let (part, sector) = self.place_of(sector);
-        let Part::Arena(arena) = part else { return Ok(Sector::Error) };
+        let (slot, sector) = self.locate(sector);
+        let ArenaSlot::Arena(arena) = slot else { return Ok(Sector::Error) };
         let sector = sector as u32;
         let entry = match arena.pending.get(&sector) {
             Some(Some(block)) => MapEntry { block: *block, kind: MapKind::Data },
@@ -166,11 +166,11 @@ impl<'a, S: Media> Reader<'a, S> {
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
         while at < sectors.end {
-            let (part, within) = self.place_of(at);
-            let end = (within + (sectors.end - at)).min(part.sectors());
-            let found = match part {
-                Part::Arena(arena) => self.next_data_in(arena, within as u32..end as u32),
-                Part::Missing { .. } => Some(within as u32),
+            let (slot, within) = self.locate(at);
+            let end = (within + (sectors.end - at)).min(slot.sectors());
+            let found = match slot {
+                ArenaSlot::Arena(arena) => self.next_data_in(arena, within as u32..end as u32),
+                ArenaSlot::Missing { .. } => Some(within as u32),
             };
             if let Some(sector) = found {
                 return Some(at + (u64::from(sector) - within));
@@ -187,8 +187,9 @@ impl<'a, S: Media> Reader<'a, S> {
         let end = pending.map_or(sectors.end, |(sector, _)| *sector);
         let (mut at, mut piece) = (sectors.start, MAP_PIECE_SECTORS.start);
         while at < end {
-            let place = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
-            let Ok(written) = self.space.next_data(place(at)..place(end)) else {
+            let entry_offset =
+                |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
+            let Ok(written) = self.space.next_data(entry_offset(at)..entry_offset(end)) else {
                 return Some(at);
             };
             // Map entries in a hole were never written.
@@ -246,23 +247,24 @@ impl<'a, S: Media> Reader<'a, S> {
 
     /// Reads sectors starting at `first`, as many as fit into `into`. Unreadable sectors are filled
     /// with zeros and passed to `lost`. All sectors must be less than [`Reader::sectors`].
-    pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, Lost)) {
+    pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, ReadFailure)) {
         let sector_bytes = self.sector_bytes() as usize;
         assert!(into.len().is_multiple_of(sector_bytes));
         let (mut first, mut rest) = (first, into);
         while !rest.is_empty() {
-            let (part, within) = self.place_of(first);
-            let count = (part.sectors() - within).min((rest.len() / sector_bytes) as u64);
+            let (slot, within) = self.locate(first);
+            let count = (slot.sectors() - within).min((rest.len() / sector_bytes) as u64);
             let (now, later) = rest.split_at_mut(count as usize * sector_bytes);
-            match part {
-                Part::Arena(arena) => {
-                    self.read_many_in(arena, within as u32, now, &mut |sector, why| {
-                        lost(first + u64::from(sector) - within, why);
+            match slot {
+                ArenaSlot::Arena(arena) => {
+                    self.read_many_in(arena, within as u32, now, &mut |sector, reason| {
+                        lost(first + u64::from(sector) - within, reason);
                     })
                 }
-                Part::Missing { arena, .. } => {
+                ArenaSlot::Missing { arena, .. } => {
                     now.fill(0);
-                    (first..first + count).for_each(|sector| lost(sector, Lost::Arena(*arena)));
+                    (first..first + count)
+                        .for_each(|sector| lost(sector, ReadFailure::Arena(*arena)));
                 }
             }
             (first, rest) = (first + count, later);
@@ -275,7 +277,7 @@ impl<'a, S: Media> Reader<'a, S> {
         arena: &Arena,
         first: u32,
         into: &mut [u8],
-        lost: &mut dyn FnMut(u32, Lost),
+        lost: &mut dyn FnMut(u32, ReadFailure),
     ) {
         into.fill(0);
         let sector_bytes = self.sector_bytes() as usize;
@@ -286,10 +288,10 @@ impl<'a, S: Media> Reader<'a, S> {
         for (sector, entry) in (first..).zip(entries) {
             let block = match entry {
                 Ok(MapEntry { kind: MapKind::Zeros, .. }) => continue,
-                Ok(MapEntry { kind: MapKind::Error, .. }) => Err(Lost::Marked),
-                Ok(entry) if entry.block >= arena.info.blocks => Err(Lost::Outside),
+                Ok(MapEntry { kind: MapKind::Error, .. }) => Err(ReadFailure::Marked),
+                Ok(entry) if entry.block >= arena.info.blocks => Err(ReadFailure::Outside),
                 Ok(entry) => Ok(entry.block),
-                Err(why) => Err(why),
+                Err(reason) => Err(reason),
             };
             match block.map(|block| arena.info.block_at(block)) {
                 Ok(at) => match runs.last_mut() {
@@ -301,7 +303,7 @@ impl<'a, S: Media> Reader<'a, S> {
                     }
                     _ => runs.push((sector, at, 1)),
                 },
-                Err(why) => lost(sector, why),
+                Err(reason) => lost(sector, reason),
             }
         }
         for (start, from, count) in runs {
@@ -313,7 +315,7 @@ impl<'a, S: Media> Reader<'a, S> {
             for (number, bytes) in bytes.chunks_mut(sector_bytes).enumerate() {
                 if let Err(error) = self.space.read(from + (number * sector_bytes) as u64, bytes) {
                     bytes.fill(0);
-                    lost(start + number as u32, Lost::Media(error));
+                    lost(start + number as u32, ReadFailure::Media(error));
                 }
             }
         }
@@ -321,7 +323,12 @@ impl<'a, S: Media> Reader<'a, S> {
 
     /// Returns map entries as they are after recovery. If they cannot be read together, they are
     /// read one by one.
-    fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, Lost>> {
+    fn entries(
+        &self,
+        arena: &Arena,
+        first: u32,
+        count: usize,
+    ) -> Vec<Result<MapEntry, ReadFailure>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
         let all = self.space.read(at, &mut bytes);
@@ -329,31 +336,31 @@ impl<'a, S: Media> Reader<'a, S> {
         let of_sector = |(sector, entry): (u32, &[u8; 4])| match (arena.pending.get(&sector), &all)
         {
             (Some(Some(block)), _) => Ok(MapEntry { block: *block, kind: MapKind::Data }),
-            (Some(None), _) => Err(Lost::NotRecovered),
+            (Some(None), _) => Err(ReadFailure::NotRecovered),
             (None, Ok(())) => Ok(decode_map(sector, u32::from_le_bytes(*entry))),
-            (None, Err(_)) => read_map(self.space, &arena.info, sector).map_err(Lost::Media),
+            (None, Err(_)) => read_map(self.space, &arena.info, sector).map_err(ReadFailure::Media),
         };
         (first..).zip(entries).map(of_sector).collect()
     }
 
     /// Returns the part that contains a sector, and the number of the sector in this part.
-    fn place_of(&self, sector: u64) -> (&Part, u64) {
+    fn locate(&self, sector: u64) -> (&ArenaSlot, u64) {
         let mut sector = sector;
-        for part in &self.parts {
-            if sector < part.sectors() {
-                return (part, sector);
+        for slot in &self.arena_slots {
+            if sector < slot.sectors() {
+                return (slot, sector);
             }
-            sector -= part.sectors();
+            sector -= slot.sectors();
         }
         panic!("sector {sector} is after the end of the volume");
     }
 }
 
-impl Part {
+impl ArenaSlot {
     fn sectors(&self) -> u64 {
         match self {
-            Part::Arena(arena) => u64::from(arena.info.sectors),
-            Part::Missing { sectors, .. } => *sectors,
+            ArenaSlot::Arena(arena) => u64::from(arena.info.sectors),
+            ArenaSlot::Missing { sectors, .. } => *sectors,
         }
     }
 }

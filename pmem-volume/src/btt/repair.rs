@@ -23,7 +23,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use self::overlay::Overlay;
 use self::survey::{Lane, Survey, survey};
 use super::arena::{ArenaInfo, InfoSource};
-use super::arena_walk::{Place, arenas};
+use super::arena_walk::{ArenaResult, arenas};
 use super::check::{ArenaReport, Finding, Report, check_with};
 use super::layout::{
     FLAG_ERROR, FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, INFO_BYTES, InfoBytes, MAP_BLOCK,
@@ -43,11 +43,11 @@ pub enum GiveUp {
 
 /// Repair of one defect.
 #[derive(Debug)]
-pub struct Mending {
+pub struct Fix {
     /// Number of the arena, counted from 0.
     pub arena: usize,
     /// Description of the repair, with the reason.
-    pub what: String,
+    pub description: String,
     /// Stores of the repair. Each phase is made durable before the next one begins.
     phases: Vec<Vec<Store>>,
 }
@@ -59,49 +59,50 @@ type Store = (u64, Vec<u8>);
 #[derive(Debug)]
 pub struct Repair {
     /// Repairs in the order in which they are carried out.
-    pub mendings: Vec<Mending>,
+    pub fixes: Vec<Fix>,
     /// Result of a check after the repair.
-    pub after: Report,
+    pub report_after: Report,
     /// Metadata on which the plan is based: info blocks, maps and flogs.
-    seen: Vec<Range<u64>>,
+    metadata_ranges: Vec<Range<u64>>,
 }
 
-/// Plans a repair without changing anything. `reached` receives the number of bytes examined so
+/// Plans a repair without changing anything. `on_checked` receives the number of bytes examined so
 /// far.
 pub fn plan_repair(
     space: &impl Media,
     give_up: GiveUp,
-    reached: &mut dyn FnMut(u64),
+    on_checked: &mut dyn FnMut(u64),
 ) -> Result<Repair, MediaError> {
     let mut overlay = Overlay::new(space);
-    let mut mendings = damaged_info(space)?;
-    mendings.iter().for_each(|mending| overlay.apply(mending));
-    let mut after = check_with(&overlay, reached);
-    let places = arenas(&overlay);
+    let mut fixes = fix_info_blocks(space)?;
+    fixes.iter().for_each(|fix| overlay.apply(fix));
+    let mut report_after = check_with(&overlay, on_checked);
+    let arenas = arenas(&overlay);
     let mut more = Vec::new();
-    for (number, info) in whole(&places) {
-        if is_inconsistent(&after.arenas[number]) {
+    for (number, info) in existing_arenas(&arenas) {
+        if is_inconsistent(&report_after.arenas[number]) {
             // An arena with unreadable metadata is not repaired. The report contains the finding.
-            more.extend(mend_arena(&overlay, number, info, give_up).unwrap_or_default());
+            more.extend(fix_arena(&overlay, number, info, give_up).unwrap_or_default());
         }
     }
     if !more.is_empty() {
-        more.iter().for_each(|mending| overlay.apply(mending));
-        mendings.append(&mut more);
-        after = check_with(&overlay, reached);
+        more.iter().for_each(|fix| overlay.apply(fix));
+        fixes.append(&mut more);
+        report_after = check_with(&overlay, on_checked);
     }
-    for (number, info) in whole(&places) {
-        if after.arenas[number].findings == [Finding::ErrorFlag] {
-            let mending = without_error_flag(&overlay, number, info)?;
-            overlay.apply(&mending);
-            mendings.push(mending);
-            let arena = &mut after.arenas[number];
+    for (number, info) in existing_arenas(&arenas) {
+        if report_after.arenas[number].findings == [Finding::ErrorFlag] {
+            let fix = clear_error_flag(&overlay, number, info)?;
+            overlay.apply(&fix);
+            fixes.push(fix);
+            let arena = &mut report_after.arenas[number];
             (arena.findings, arena.findings_total) = (vec![], 0);
             arena.info = Some(ArenaInfo { has_error: false, ..info.clone() });
         }
     }
-    let seen = whole(&places).flat_map(|(_, info)| metadata_of(info)).collect();
-    Ok(Repair { mendings, after, seen })
+    let metadata_ranges =
+        existing_arenas(&arenas).flat_map(|(_, info)| metadata_of(info)).collect();
+    Ok(Repair { fixes, report_after, metadata_ranges })
 }
 
 /// Returns the ranges of an arena's metadata.
@@ -117,18 +118,18 @@ fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
 }
 
 /// Returns the existing arenas with their numbers.
-fn whole(places: &[Place]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
-    places.iter().enumerate().filter_map(|(number, place)| Some((number, &place.as_ref().ok()?.0)))
+fn existing_arenas(arenas: &[ArenaResult]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
+    arenas.iter().enumerate().filter_map(|(number, arena)| Some((number, &arena.as_ref().ok()?.0)))
 }
 
-fn mend_arena(
+fn fix_arena(
     space: &impl Media,
     number: usize,
     info: &ArenaInfo,
     give_up: GiveUp,
-) -> Result<Vec<Mending>, MediaError> {
+) -> Result<Vec<Fix>, MediaError> {
     match survey(space, info)? {
-        Some(survey) => survey.mend(space, number, info, give_up),
+        Some(survey) => survey.plan_fixes(space, number, info, give_up),
         None => Ok(vec![]),
     }
 }
@@ -141,21 +142,21 @@ impl Repair {
     /// been killed before it was durable. Otherwise, a lane could receive a block that a sector has
     /// released in the map. If a power loss then undid only the change of the map, both would own
     /// the block.
-    pub fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
-        if self.mendings.is_empty() {
+    pub fn apply(&self, space: &impl Media) -> Result<(), MediaError> {
+        if self.fixes.is_empty() {
             return Ok(());
         }
-        space.persist(&self.seen)?;
-        self.mendings.iter().try_for_each(|mending| mending.carry_out(space))
+        space.persist(&self.metadata_ranges)?;
+        self.fixes.iter().try_for_each(|fix| fix.apply(space))
     }
 }
 
-impl Mending {
-    fn new(arena: usize, what: String, phases: Vec<Vec<Store>>) -> Self {
-        Self { arena, what, phases }
+impl Fix {
+    fn new(arena: usize, description: String, phases: Vec<Vec<Store>>) -> Self {
+        Self { arena, description, phases }
     }
 
-    fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
+    fn apply(&self, space: &impl Media) -> Result<(), MediaError> {
         for phase in &self.phases {
             for (at, bytes) in phase {
                 space.store(*at, bytes)?;
@@ -175,10 +176,10 @@ fn is_inconsistent(arena: &ArenaReport) -> bool {
 
 /// Plans to rewrite info blocks that are damaged or that differ from the first one, which Linux
 /// uses.
-fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
-    let mut mendings = Vec::new();
-    for (number, place) in arenas(space).into_iter().enumerate() {
-        let Ok((info, source)) = place else { continue };
+fn fix_info_blocks(space: &impl Media) -> Result<Vec<Fix>, MediaError> {
+    let mut fixes = Vec::new();
+    for (number, arena) in arenas(space).into_iter().enumerate() {
+        let Ok((info, source)) = arena else { continue };
         let (first, second) = (info.start_bytes, info.copy_at);
         let (finding, from, at) = match source {
             InfoSource::Both => continue,
@@ -189,19 +190,19 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
         let mut whole = InfoBytes::new_zeroed();
         space.read(from, whole.as_mut_bytes())?;
         let which = if at == first { "second" } else { "first" };
-        let what = format!("{finding}; the {which} is copied over the other");
-        mendings.push(Mending::new(number, what, vec![vec![(at, whole.as_bytes().to_vec())]]));
+        let description = format!("{finding}; the {which} is copied over the other");
+        fixes.push(Fix::new(number, description, vec![vec![(at, whole.as_bytes().to_vec())]]));
     }
-    Ok(mendings)
+    Ok(fixes)
 }
 
 /// Clears the error flag and updates the checksum in one info block and then in the other, so that
 /// one of them is always whole.
-fn without_error_flag(
+fn clear_error_flag(
     space: &impl Media,
     number: usize,
     info: &ArenaInfo,
-) -> Result<Mending, MediaError> {
+) -> Result<Fix, MediaError> {
     let mut block = InfoBytes::new_zeroed();
     space.read(info.start_bytes, block.as_mut_bytes())?;
     block.flags.set(block.flags.get() & !FLAG_ERROR);
@@ -211,65 +212,68 @@ fn without_error_flag(
         let word = |at: usize| (start + at as u64, block.as_bytes()[at..at + 8].to_vec());
         vec![word(std::mem::offset_of!(InfoBytes, flags)), word(INFO_BYTES as usize - 8)]
     };
-    let what =
+    let description =
         "the error flag is cleared, because map and flog reference every block once".to_owned();
-    Ok(Mending::new(number, what, vec![words(info.start_bytes), words(info.copy_at)]))
+    Ok(Fix::new(number, description, vec![words(info.start_bytes), words(info.copy_at)]))
 }
 
 impl Survey {
     /// Plans the repair of the map and the flog. Sectors are repaired before lanes. Once all
     /// sectors have blocks, the remaining blocks belong to the lanes. This also holds for a repair
     /// that starts again after a crash.
-    fn mend(
+    fn plan_fixes(
         &self,
         space: &impl Media,
         number: usize,
         info: &ArenaInfo,
         give_up: GiveUp,
-    ) -> Result<Vec<Mending>, MediaError> {
+    ) -> Result<Vec<Fix>, MediaError> {
         let shared: Vec<_> =
             self.shared.iter().filter(|(_, owners)| !owners.sectors.is_empty()).collect();
         if give_up == GiveUp::Nothing && !shared.is_empty() {
             return Ok(vec![]);
         }
-        let mut lanes = self.lanes_without();
+        let mut lanes = self.lanes_without_block();
         lanes.extend(shared.iter().flat_map(|(_, owners)| &owners.lanes));
-        let outside = self.outside.iter().map(|(sector, _)| (*sector, None));
+        let out_of_range = self.out_of_range.iter().map(|(sector, _)| (*sector, None));
         // If sectors share a block, the first of them keeps it.
-        let kept = |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
-        let given_up = shared
-            .iter()
-            .flat_map(|(block, owners)| owners.sectors.iter().copied().zip(kept(**block)));
-        let lost: Vec<(u32, Option<u32>)> = outside.chain(given_up).collect();
+        let block_of_first =
+            |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
+        let given_up = shared.iter().flat_map(|(block, owners)| {
+            owners.sectors.iter().copied().zip(block_of_first(**block))
+        });
+        let lost: Vec<(u32, Option<u32>)> = out_of_range.chain(given_up).collect();
         let needed = lanes.len() + lost.iter().filter(|(_, block)| block.is_none()).count();
-        if self.nobodys.len() < needed {
+        if self.unreferenced.len() < needed {
             return Ok(vec![]);
         }
         if let ([(sector, entry)], [block], true, [], 0) = (
-            &self.outside[..],
-            &self.nobodys[..],
+            &self.out_of_range[..],
+            &self.unreferenced[..],
             shared.is_empty(),
             &lanes[..],
             self.error_sectors,
         ) {
-            return Ok(vec![restored(space, number, info, *sector, *entry, *block)?]);
+            return Ok(vec![remap_sector(space, number, info, *sector, *entry, *block)?]);
         }
-        let mut nobodys = self.nobodys.clone();
-        let lanes: Vec<_> =
-            lanes.into_iter().map(|lane| (lane, self.take_hinted(lane, &mut nobodys))).collect();
-        let mut rest = nobodys.into_iter();
+        let mut unreferenced = self.unreferenced.clone();
+        let lanes: Vec<_> = lanes
+            .into_iter()
+            .map(|lane| (lane, self.take_hinted_block(lane, &mut unreferenced)))
+            .collect();
+        let mut rest = unreferenced.into_iter();
         let mut next = |block: Option<u32>| block.or_else(|| rest.next()).expect("counted above");
         let lost: Vec<_> = lost.into_iter().map(|(sector, block)| (sector, next(block))).collect();
         let lanes: Vec<_> = lanes.into_iter().map(|(lane, block)| (lane, next(block))).collect();
         let mut map = map_words(space, info, &self.entries(&lanes, &lost))?;
-        let mut mendings = Vec::new();
+        let mut fixes = Vec::new();
         if !lost.is_empty() {
-            mendings.push(marked_lost(number, &lost, std::mem::take(&mut map)));
+            fixes.push(mark_lost(number, &lost, std::mem::take(&mut map)));
         }
         if !lanes.is_empty() {
-            mendings.push(given(number, info, map, &lanes));
+            fixes.push(assign_blocks(number, info, map, &lanes));
         }
-        Ok(mendings)
+        Ok(fixes)
     }
 
     /// Returns the map entries of lost sectors, and pending map entries of lanes that will be
@@ -281,7 +285,7 @@ impl Survey {
     }
 
     /// Returns lanes without a block, and lanes whose block also belongs to an earlier lane.
-    fn lanes_without(&self) -> Vec<u32> {
+    fn lanes_without_block(&self) -> Vec<u32> {
         let is_damaged =
             |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
         let damaged = self.lanes.iter().enumerate().filter_map(is_damaged);
@@ -290,10 +294,10 @@ impl Survey {
     }
 
     /// Takes a block without an owner that the entries of a damaged lane name.
-    fn take_hinted(&self, lane: u32, nobodys: &mut Vec<u32>) -> Option<u32> {
+    fn take_hinted_block(&self, lane: u32, unreferenced: &mut Vec<u32>) -> Option<u32> {
         let hints = &self.lanes[lane as usize].hints;
-        let at = nobodys.iter().position(|block| hints.contains(block))?;
-        Some(nobodys.remove(at))
+        let at = unreferenced.iter().position(|block| hints.contains(block))?;
+        Some(unreferenced.remove(at))
     }
 }
 
@@ -318,39 +322,39 @@ fn map_words(
     Ok(words.into_iter().map(|(at, word)| (at, word.to_vec())).collect())
 }
 
-fn restored(
+fn remap_sector(
     space: &impl Media,
     number: usize,
     info: &ArenaInfo,
     sector: u32,
     entry: u32,
     block: u32,
-) -> Result<Mending, MediaError> {
-    let what = format!(
+) -> Result<Fix, MediaError> {
+    let description = format!(
         "sector L{sector} is mapped outside the arena; it is remapped to B{block}, the only unreferenced block"
     );
     let words = map_words(space, info, &[(sector, entry & !MAP_BLOCK | block)].into())?;
-    Ok(Mending::new(number, what, vec![words]))
+    Ok(Fix::new(number, description, vec![words]))
 }
 
-fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending {
+fn mark_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Fix {
     let sectors: Vec<_> = lost.iter().map(|(sector, _)| *sector).collect();
-    let what = format!(
+    let description = format!(
         "{} sector(s) are marked as lost, because their blocks are unknown: {}. Reads of them fail until they are written",
         sectors.len(),
-        listed("L", &sectors)
+        list_ranges("L", &sectors)
     );
-    Mending::new(number, what, vec![words])
+    Fix::new(number, description, vec![words])
 }
 
 /// Assigns blocks to lanes. Every phase except the last one leaves an impossible sequence number,
 /// so that an interrupted lane remains damaged until it is complete.
-fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
+fn assign_blocks(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Fix {
     let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
-    let what = format!(
+    let description = format!(
         "{} lane(s) of the flog get unreferenced blocks: {}",
         lanes.len(),
-        listed("lane ", &numbers)
+        list_ranges("lane ", &numbers)
     );
     let words = |sequence: u32, starts: &[usize]| -> Vec<_> {
         let of_lane = |(lane, block): &(u32, u32)| {
@@ -372,13 +376,13 @@ fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)])
         words(IMPOSSIBLE, &[0, 16, 24, 32, 40, 48, 56]),
         words(1, &[8]),
     ];
-    Mending::new(number, what, phases.into_iter().filter(|phase| !phase.is_empty()).collect())
+    Fix::new(number, description, phases.into_iter().filter(|phase| !phase.is_empty()).collect())
 }
 
 /// Maximum number of ranges in a text that lists numbers.
-const LISTED: usize = 20;
+const MAX_LISTED_RANGES: usize = 20;
 
-fn listed(prefix: &str, numbers: &[u32]) -> String {
+fn list_ranges(prefix: &str, numbers: &[u32]) -> String {
     let mut numbers = numbers.to_vec();
     numbers.sort_unstable();
     let runs = numbers.chunk_by(|a, b| a + 1 == *b);
@@ -387,8 +391,8 @@ fn listed(prefix: &str, numbers: &[u32]) -> String {
         _ => format!("{prefix}{} to {}", run[0], run[run.len() - 1]),
     };
     let count = runs.clone().count();
-    let first: Vec<_> = runs.take(LISTED).map(text).collect();
-    match count.saturating_sub(LISTED) {
+    let first: Vec<_> = runs.take(MAX_LISTED_RANGES).map(text).collect();
+    match count.saturating_sub(MAX_LISTED_RANGES) {
         0 => first.join(", "),
         more => format!("{} and {more} more ranges", first.join(", ")),
     }

@@ -241,7 +241,7 @@ fn copy_with_another_offset_does_not_replace_the_first_info_block() {
     flip(&media, START_BYTES, 0);
     assert!(matches!(findings(&media)[..], [Finding::NoInfo(_)]));
     assert!(
-        plan_repair(&media, GiveUp::Nothing, &mut |_| {}).unwrap().mendings.is_empty(),
+        plan_repair(&media, GiveUp::Nothing, &mut |_| {}).unwrap().fixes.is_empty(),
         "the bytes at its offset would be accepted as it"
     );
 }
@@ -345,7 +345,7 @@ fn unused_rest_is_zeroed_before_an_arena_gets_it() {
     extension.format(&grown).unwrap();
     let sectors = check(&grown).sectors();
     assert_eq!(sectors, check(&media).sectors(), "not linked yet");
-    for (at, word) in extension.link() {
+    for (at, word) in extension.link_words() {
         grown.store(at, &word.to_le_bytes()).unwrap();
     }
     let report = check(&grown);
@@ -390,7 +390,10 @@ fn arena_behind_a_small_one_keeps_the_minimum_distance() {
     assert!(check(&media).is_clean());
     let extension = extend(&media, 40 << 20).unwrap().unwrap();
     extension.format(&media).unwrap();
-    extension.link().iter().for_each(|(at, word)| media.store(*at, &word.to_le_bytes()).unwrap());
+    extension
+        .link_words()
+        .iter()
+        .for_each(|(at, word)| media.store(*at, &word.to_le_bytes()).unwrap());
     let report = check(&media);
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.arenas[1].start_bytes, START_BYTES + ARENA_MIN_BYTES);
@@ -423,7 +426,7 @@ fn btt_grows_up_to_the_arena_limit_of_the_engine() {
 }
 
 #[test]
-fn too_small_space_has_no_btt() {
+fn too_small_media_has_no_btt() {
     for bytes in [8, 4096, 1 << 20] {
         assert!(!check(&MemoryMedia::new(bytes)).is_clean());
     }

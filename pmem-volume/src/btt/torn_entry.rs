@@ -25,7 +25,7 @@ use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::Media;
 
 /// Number of map entries that are read at a time.
-const PIECE: u32 = 1 << 16;
+const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Map entry that may be torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(super) struct Suspect {
     /// Sector of the entry.
     pub(super) sector: u32,
     /// Block that the entry names. If the entry is torn, this block is arbitrary.
-    pub(super) names: u32,
+    pub(super) mapped_block: u32,
     /// Block that the entry was meant to name.
     pub(super) new: u32,
 }
@@ -59,38 +59,41 @@ pub(super) fn redo_torn(
     suspects: Vec<Suspect>,
     recovery: &mut Recovery,
 ) {
-    let Recovery { redo, free, doubtful, findings, .. } = recovery;
-    let (mut torn, mut open): (Vec<Suspect>, Vec<Suspect>) =
+    let Recovery { redo, free, unresolved, findings, .. } = recovery;
+    let (mut torn, mut undecided): (Vec<Suspect>, Vec<Suspect>) =
         suspects.into_iter().partition(|suspect| {
-            suspect.names >= arena.blocks || free.iter().any(|(block, _)| *block == suspect.names)
+            suspect.mapped_block >= arena.blocks
+                || free.iter().any(|(block, _)| *block == suspect.mapped_block)
         });
-    let mut bytes = vec![0; PIECE.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
+    let mut bytes =
+        vec![0; MAP_PIECE_ENTRIES.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
     let mut first = 0;
     // An unreadable entry may name the block of any suspect.
-    let mut is_map_known = doubtful.is_empty();
-    while is_map_known && first < arena.sectors && !open.is_empty() {
-        let count = PIECE.min(arena.sectors - first);
+    let mut is_map_readable = unresolved.is_empty();
+    while is_map_readable && first < arena.sectors && !undecided.is_empty() {
+        let count = MAP_PIECE_ENTRIES.min(arena.sectors - first);
         let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
         if let Err(error) = space.read(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
             findings.push(Finding::MapUnreadable(foreshore_types::chain(&error)));
-            is_map_known = false;
+            is_map_readable = false;
             break;
         }
         let (entries, _) = piece.as_chunks::<4>();
         for (sector, entry) in (first..).zip(entries) {
             let entry = decode_map(sector, u32::from_le_bytes(*entry));
             let block = redo.get(&sector).copied().unwrap_or(entry.block);
-            if let Some(at) =
-                open.iter().position(|open| open.names == block && open.sector != sector)
+            if let Some(at) = undecided
+                .iter()
+                .position(|entry| entry.mapped_block == block && entry.sector != sector)
             {
-                torn.push(open.swap_remove(at));
+                torn.push(undecided.swap_remove(at));
             }
         }
         first += count;
     }
     redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
-    if !is_map_known {
-        doubtful.extend(open.into_iter().map(|open| open.sector));
+    if !is_map_readable {
+        unresolved.extend(undecided.into_iter().map(|entry| entry.sector));
     }
 }
 

@@ -50,7 +50,7 @@ struct Extent {
 
 /// Missing blocks of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Lacking {
+pub(crate) struct MissingBlocks {
     /// Bytes in holes.
     pub(crate) hole_bytes: u64,
     /// Bytes in blocks that are shared with other files. The first store to such a block needs a
@@ -58,11 +58,11 @@ pub(crate) struct Lacking {
     pub(crate) shared_bytes: u64,
 }
 
-impl Lacking {
+impl MissingBlocks {
     /// Counts the missing blocks in the first `len_bytes` of `file`. For a file system that does
     /// not list extents, such as NFS, the count is computed from the number of allocated blocks.
     pub(crate) fn of(file: &File, len_bytes: u64) -> io::Result<Self> {
-        match Self::by_extents(
+        match Self::from_extents(
             |start, extents| list_extents(file, start..len_bytes, extents),
             len_bytes,
         ) {
@@ -77,7 +77,7 @@ impl Lacking {
         }
     }
 
-    pub(crate) fn is_nothing(self) -> bool {
+    pub(crate) fn is_empty(self) -> bool {
         self == Self::default()
     }
 
@@ -89,30 +89,30 @@ impl Lacking {
     /// Counts the missing blocks in a list of extents. `list` fills its buffer with the extents
     /// after an offset, and returns their number. A buffer that is not full contains the last
     /// extents.
-    fn by_extents(
+    fn from_extents(
         mut list: impl FnMut(u64, &mut [Extent]) -> io::Result<usize>,
         len_bytes: u64,
     ) -> io::Result<Self> {
-        let (mut at, mut lacking) = (0, Self::default());
+        let (mut at, mut missing) = (0, Self::default());
         let mut extents = [Extent::default(); EXTENTS];
         while at < len_bytes {
             let count = list(at, &mut extents)?;
             let before = at;
             for extent in &extents[..count] {
                 let end = extent.logical.saturating_add(extent.length).min(len_bytes);
-                lacking.hole_bytes += extent.logical.min(len_bytes).saturating_sub(at);
+                missing.hole_bytes += extent.logical.min(len_bytes).saturating_sub(at);
                 if extent.flags & EXTENT_SHARED != 0 {
-                    lacking.shared_bytes += end.saturating_sub(extent.logical.max(at));
+                    missing.shared_bytes += end.saturating_sub(extent.logical.max(at));
                 }
                 at = at.max(end);
             }
             let is_last = extents[..count].last().is_none_or(|last| last.flags & EXTENT_LAST != 0);
             if is_last || count < EXTENTS || at == before {
-                lacking.hole_bytes += len_bytes - at;
+                missing.hole_bytes += len_bytes - at;
                 break;
             }
         }
-        Ok(lacking)
+        Ok(missing)
     }
 }
 
@@ -141,11 +141,15 @@ fn list_extents(
 }
 
 /// Allocates the missing blocks in the first `len_bytes` of `file`. The content does not change.
-pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<()> {
-    if lacking.hole_bytes > 0 {
+pub(crate) fn allocate_missing(
+    file: &File,
+    len_bytes: u64,
+    missing: MissingBlocks,
+) -> io::Result<()> {
+    if missing.hole_bytes > 0 {
         page_cache::fallocate(file, 0, &(0..len_bytes))?;
     }
-    if lacking.shared_bytes > 0 {
+    if missing.shared_bytes > 0 {
         page_cache::fallocate(file, UNSHARE_RANGE, &(0..len_bytes))?;
     }
     Ok(())
@@ -206,8 +210,8 @@ mod tests {
     }
 
     #[test]
-    fn allocated_file_lacks_no_blocks() {
-        assert_eq!(Lacking::of(&file(), 8 * MIB).unwrap(), Lacking::default());
+    fn allocated_file_has_no_missing_blocks() {
+        assert_eq!(MissingBlocks::of(&file(), 8 * MIB).unwrap(), MissingBlocks::default());
     }
 
     #[test]
@@ -216,11 +220,11 @@ mod tests {
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         page_cache::fallocate(&file, punch, &(2 * MIB..3 * MIB)).unwrap();
         page_cache::fallocate(&file, punch, &(7 * MIB..8 * MIB)).unwrap();
-        let lacking = Lacking::of(&file, 8 * MIB).unwrap();
-        assert_eq!((lacking.hole_bytes, lacking.shared_bytes), (2 * MIB, 0));
-        assert_eq!(Lacking::of(&file, 4 * MIB).unwrap().hole_bytes, MIB);
-        take(&file, 8 * MIB, lacking).unwrap();
-        assert!(Lacking::of(&file, 8 * MIB).unwrap().is_nothing());
+        let missing = MissingBlocks::of(&file, 8 * MIB).unwrap();
+        assert_eq!((missing.hole_bytes, missing.shared_bytes), (2 * MIB, 0));
+        assert_eq!(MissingBlocks::of(&file, 4 * MIB).unwrap().hole_bytes, MIB);
+        allocate_missing(&file, 8 * MIB, missing).unwrap();
+        assert!(MissingBlocks::of(&file, 8 * MIB).unwrap().is_empty());
         let mut bytes = [0; 8192];
         file.read_exact_at(&mut bytes, 0).unwrap();
         assert!(
@@ -229,7 +233,7 @@ mod tests {
         );
         let empty = tempfile::tempfile_in(".").unwrap();
         empty.set_len(8 * MIB).unwrap();
-        assert_eq!(Lacking::of(&empty, 8 * MIB).unwrap().hole_bytes, 8 * MIB);
+        assert_eq!(MissingBlocks::of(&empty, 8 * MIB).unwrap().hole_bytes, 8 * MIB);
     }
 
     #[test]
@@ -247,14 +251,14 @@ mod tests {
             into[..rest.len()].copy_from_slice(&rest);
             Ok(rest.len())
         };
-        let lacking = Lacking::by_extents(list, 600 * 8192).unwrap();
-        assert_eq!((lacking.hole_bytes, lacking.shared_bytes), (600 * 4096, 200 * 4096));
+        let missing = MissingBlocks::from_extents(list, 600 * 8192).unwrap();
+        assert_eq!((missing.hole_bytes, missing.shared_bytes), (600 * 4096, 200 * 4096));
         // Counting also ends if the list makes no progress.
         let stuck = |_: u64, into: &mut [Extent]| {
             into.fill(Extent { length: 4096, ..Extent::default() });
             Ok(into.len())
         };
-        assert_eq!(Lacking::by_extents(stuck, 8 * MIB).unwrap().hole_bytes, 8 * MIB - 4096);
+        assert_eq!(MissingBlocks::from_extents(stuck, 8 * MIB).unwrap().hole_bytes, 8 * MIB - 4096);
     }
 
     #[test]

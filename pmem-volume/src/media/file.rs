@@ -14,12 +14,12 @@ use thiserror::Error;
 
 use super::flush::{self, CACHE_LINE_BYTES, LineFlush};
 use super::guarded::{Guard, PageLost};
-use super::place::Place;
+use super::media_kind::MediaKind;
 use super::shared_sync::SharedSync;
 use super::zeroing::{self, is_unsupported, write_zeros};
 use super::{Durability, Media, MediaError, Pending, assert_inside, coalesce, holes, page_cache};
 use crate::CHUNK_BYTES;
-use crate::progress::{OnProgress, Task, in_steps, unheard};
+use crate::progress::{OnProgress, Task, ignore_progress, run_in_steps};
 use foreshore_types::size::Size;
 
 /// Number of bytes that are erased between two progress reports. Even a slow disk erases them in
@@ -37,7 +37,7 @@ const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
 /// Bulk stores of at least this length use a system call on tmpfs and in a page cache.
-const WRITTEN_BYTES: usize = 64 << 10;
+const MIN_PWRITE_BYTES: usize = 64 << 10;
 
 /// Unit of msync() and sync_file_range().
 const PAGE_BYTES: u64 = 4096;
@@ -51,7 +51,7 @@ pub struct FileMedia {
     file: File,
     map: NonNull<u8>,
     len_bytes: u64,
-    place: Place,
+    media_kind: MediaKind,
     durability: Durability,
     /// Free ranges are kept as holes, so erasing returns blocks to the file system.
     is_thin: bool,
@@ -75,11 +75,11 @@ struct TooLarge;
 /// Reason why an access to the mapping, or to a range of it, failed without an error from the
 /// kernel.
 #[derive(Debug, Error)]
-enum Lost {
+enum MappingError {
     #[error("the file was truncated to {file_bytes:#x} bytes, but the media has {media_bytes:#x}")]
     Truncated { file_bytes: u64, media_bytes: u64 },
     #[error("SIGBUS: the memory failed, or the file system has no space for it")]
-    Page,
+    LostPage,
 }
 
 // SAFETY: the mapping is shared memory that lives as long as the value. Accesses use raw pointers
@@ -102,7 +102,8 @@ impl FileMedia {
         if len_bytes > MAX_MAPPED_BYTES {
             return Err(failed("mmap", io::Error::other(TooLarge)));
         }
-        let place = Place::of(&file).map_err(|e| failed("inspection", io::Error::other(e)))?;
+        let media_kind =
+            MediaKind::of(&file).map_err(|e| failed("inspection", io::Error::other(e)))?;
         // MAP_SYNC succeeds only if a mapped store is durable once it has left the CPU's caches
         // (Linux Documentation/filesystems/dax.rst). Otherwise, the error is EOPNOTSUPP, or EINVAL
         // on kernels without MAP_SHARED_VALIDATE. devdax accepts MAP_SYNC even for volatile memory.
@@ -113,7 +114,7 @@ impl FileMedia {
             }
         };
         let durability = match is_synchronous {
-            _ if place.is_volatile() => Durability::Volatile,
+            _ if media_kind.is_volatile() => Durability::Volatile,
             true => Durability::DaxSync,
             false => Durability::PageCache,
         };
@@ -124,7 +125,7 @@ impl FileMedia {
             file,
             map,
             len_bytes,
-            place,
+            media_kind,
             durability,
             is_thin,
             makes_holes,
@@ -148,10 +149,11 @@ impl FileMedia {
     /// always or never thin.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;
-        let is_to_make = self.place == Place::Memory || is_thin && self.place == Place::Disk;
+        let wants_holes =
+            self.media_kind == MediaKind::Memory || is_thin && self.media_kind == MediaKind::Disk;
         // Support for holes cannot be tested in a file that is open for reading. A reader erases
         // nothing anyway.
-        self.makes_holes = is_to_make && (!self.writable || zeroing::makes_holes(&self.file));
+        self.makes_holes = wants_holes && (!self.writable || zeroing::makes_holes(&self.file));
         self
     }
 
@@ -161,20 +163,20 @@ impl FileMedia {
     }
 
     /// Returns true for a file on a disk whose blocks must all be allocated.
-    pub(crate) fn is_to_have_blocks(&self) -> bool {
-        self.place == Place::Disk && !self.is_thin
+    pub(crate) fn requires_blocks(&self) -> bool {
+        self.media_kind == MediaKind::Disk && !self.is_thin
     }
 
-    pub(crate) fn place(&self) -> Place {
-        self.place
+    pub(crate) fn media_kind(&self) -> MediaKind {
+        self.media_kind
     }
 
     /// Makes persists and erasures use the same instructions as on persistent memory (`dax-sync`):
     /// cache-line write-backs and non-temporal stores. Benchmarks use it with a file in DRAM, which
     /// remains volatile.
     #[doc(hidden)]
-    pub fn at_the_cost_of_dax(mut self) -> Self {
-        (self.durability, self.place) = (Durability::DaxSync, Place::Disk);
+    pub fn with_dax_persists(mut self) -> Self {
+        (self.durability, self.media_kind) = (Durability::DaxSync, MediaKind::Disk);
         self.thin(false)
     }
 
@@ -189,7 +191,7 @@ impl FileMedia {
     /// A file is extended. A device already has its length, so its added part is erased.
     pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
         assert!(len_bytes > self.len_bytes);
-        if !self.place.is_device() {
+        if !self.media_kind.is_device() {
             allocate(&self.file, self.len_bytes..len_bytes, self.is_thin, progress)?;
             self.file.sync_all()?;
         }
@@ -198,7 +200,7 @@ impl FileMedia {
             .map_err(io::Error::other)?;
         let mut grown = grown.thin(self.is_thin);
         grown.sync = Arc::clone(&self.sync);
-        if self.place.is_device() {
+        if self.media_kind.is_device() {
             grown.erase_in_steps(self.len_bytes..len_bytes, progress).map_err(io::Error::other)?;
         }
         Ok(grown)
@@ -212,14 +214,14 @@ impl FileMedia {
         progress: OnProgress<'_>,
     ) -> Result<(), MediaError> {
         let erase = |step| self.erase(std::slice::from_ref(&step));
-        in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
+        run_in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
     }
 
     /// Allocates the blocks of a range in a thin file, so that stores of this process cannot find
     /// the disk full. The range must not have blocks yet.
     pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
-        if self.is_thin && self.place == Place::Disk {
-            take_blocks(&self.file, range.clone(), &mut unheard)
+        if self.is_thin && self.media_kind == MediaKind::Disk {
+            allocate_blocks(&self.file, range.clone(), &mut ignore_progress)
         } else {
             Ok(())
         }
@@ -241,10 +243,10 @@ impl FileMedia {
 
     /// Returns true if a store through the mapping allocates memory: pages of tmpfs or of the page
     /// cache.
-    fn takes_pages(&self) -> bool {
+    fn allocates_pages(&self) -> bool {
         match self.durability {
             Durability::PageCache => true,
-            Durability::Volatile => self.place == Place::Memory,
+            Durability::Volatile => self.media_kind == MediaKind::Memory,
             Durability::DaxSync => false,
         }
     }
@@ -264,9 +266,15 @@ impl FileMedia {
 
     /// Returns the error of an access to a lost page.
     #[cold]
-    fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
+    fn access_error(
+        &self,
+        operation: &'static str,
+        offset_bytes: u64,
+        length_bytes: u64,
+    ) -> MediaError {
         let range = offset_bytes..offset_bytes + length_bytes;
-        let source = self.check_length().err().unwrap_or_else(|| io::Error::other(Lost::Page));
+        let source =
+            self.check_length().err().unwrap_or_else(|| io::Error::other(MappingError::LostPage));
         io_error(operation, &range, source)
     }
 
@@ -276,7 +284,7 @@ impl FileMedia {
         let metadata = self.file.metadata()?;
         let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
         if metadata.is_file() && file_bytes < media_bytes {
-            return Err(io::Error::other(Lost::Truncated { file_bytes, media_bytes }));
+            return Err(io::Error::other(MappingError::Truncated { file_bytes, media_bytes }));
         }
         Ok(())
     }
@@ -323,7 +331,7 @@ impl FileMedia {
         };
         // Each step consumes the pending error of the open file, even if the error belongs to
         // another caller.
-        self.sync.run(sync, |overlooked| io_error("msync", last, io::Error::other(overlooked)))
+        self.sync.run(sync, |missed_error| io_error("msync", last, io::Error::other(missed_error)))
     }
 
     /// Starts the write-back of cache lines. A fence completes it.
@@ -334,7 +342,7 @@ impl FileMedia {
         // SAFETY: pointer() has checked that the range is inside the mapping, and detect() has
         // found the instruction.
         unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
-            .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))
+            .map_err(|PageLost| self.access_error("write-back", range.start, length_bytes))
     }
 
     fn persist_cache_lines(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -375,13 +383,13 @@ impl Media for FileMedia {
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
         let length_bytes = into.len() as u64;
-        if matches!(self.place, Place::DevDax { .. }) {
+        if matches!(self.media_kind, MediaKind::DevDax { .. }) {
             let pointer = self.pointer(offset_bytes, length_bytes);
             // SAFETY: the source is inside the mapping, and the destination is ordinary memory, so
             // they do not overlap. The contract of `Media` allows torn reads during concurrent
             // stores.
             return unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
-                .map_err(|PageLost| self.lost("read", offset_bytes, length_bytes));
+                .map_err(|PageLost| self.access_error("read", offset_bytes, length_bytes));
         }
         // Uses pread() instead of the mapping, because it returns I/O errors. A read through the
         // mapping would also allocate pages for a hole in tmpfs. pread() is coherent with mappings
@@ -395,10 +403,10 @@ impl Media for FileMedia {
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         assert_inside(range.start, range.end - range.start, self.len_bytes);
         let all = Some(range.clone()).filter(|range| !range.is_empty());
-        match self.place {
+        match self.media_kind {
             // The range behind the end of a truncated file is not a hole, and reading it must
             // report the error.
-            Place::Memory | Place::Disk if all.is_some() && self.check_length().is_ok() => {
+            MediaKind::Memory | MediaKind::Disk if all.is_some() && self.check_length().is_ok() => {
                 holes::next_data(&self.file, range.clone())
                     .map_err(|source| io_error("inspection", &range, source))
             }
@@ -412,11 +420,11 @@ impl Media for FileMedia {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         // SAFETY: word() has checked that the address is aligned and inside the mapping.
         let word = unsafe { self.guard.load(self.word(offset_bytes)) };
-        word.map(u64::from_le).map_err(|PageLost| self.lost("load", offset_bytes, 8))
+        word.map(u64::from_le).map_err(|PageLost| self.access_error("load", offset_bytes, 8))
     }
 
     #[inline(always)]
-    fn expect_word(&self, offset_bytes: u64) {
+    fn prefetch_word(&self, offset_bytes: u64) {
         // SAFETY: SSE is part of x86-64. A prefetch has no effect that a program can observe, and
         // never faults (Intel SDM, volume 2, PREFETCHh).
         unsafe { _mm_prefetch::<_MM_HINT_T0>(self.word(offset_bytes).cast()) };
@@ -427,13 +435,13 @@ impl Media for FileMedia {
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
         // Recorded here instead of in the guard, because the guard also copies out of mappings.
         #[cfg(test)]
-        flush::noted::note(flush::noted::Noted::Stored(
+        flush::recorded_ops::record(flush::recorded_ops::RecordedOp::Stored(
             pointer as usize..pointer as usize + bytes.len(),
         ));
         // SAFETY: the destination is inside a writable mapping without concurrent stores to it
         // (contract of `Media`). The source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
-            .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
+            .map_err(|PageLost| self.access_error("store", offset_bytes, bytes.len() as u64))
     }
 
     #[inline]
@@ -443,7 +451,7 @@ impl Media for FileMedia {
         // SAFETY: the source is inside the mapping, and the destination is ordinary memory, so they
         // do not overlap. The contract of `Media` allows torn reads during concurrent stores.
         unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
-            .map_err(|PageLost| self.lost("load", offset_bytes, length_bytes))
+            .map_err(|PageLost| self.access_error("load", offset_bytes, length_bytes))
     }
 
     #[inline]
@@ -456,7 +464,7 @@ impl Media for FileMedia {
         let line = CACHE_LINE_BYTES as u64;
         let in_lines =
             offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
-        if bytes.len() >= WRITTEN_BYTES && self.takes_pages() {
+        if bytes.len() >= MIN_PWRITE_BYTES && self.allocates_pages() {
             self.write(offset_bytes, bytes)?;
             return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
         }
@@ -465,12 +473,12 @@ impl Media for FileMedia {
             return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
         }
         self.check_writable()?;
-        pending.is_past_caches = true;
+        pending.has_non_temporal_stores = true;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
         // SAFETY: as in store(). The mapping starts at a page boundary, so the pointer has the
         // alignment of the offset.
         unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
-            .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
+            .map_err(|PageLost| self.access_error("store", offset_bytes, bytes.len() as u64))
     }
 
     #[inline(always)]
@@ -486,7 +494,7 @@ impl Media for FileMedia {
     #[inline]
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         match self.durability {
-            Durability::Volatile if pending.is_past_caches => flush::fence(),
+            Durability::Volatile if pending.has_non_temporal_stores => flush::fence(),
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
             // Completes the write-back of lines, and non-temporal stores.
             Durability::DaxSync => flush::fence(),
@@ -501,7 +509,7 @@ impl Media for FileMedia {
         // SAFETY: word() has checked that the address is aligned and inside the mapping, which is
         // writable.
         unsafe { self.guard.store(self.word(offset_bytes), word.to_le()) }
-            .map_err(|PageLost| self.lost("store", offset_bytes, 8))
+            .map_err(|PageLost| self.access_error("store", offset_bytes, 8))
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -515,11 +523,11 @@ impl Media for FileMedia {
         Ok(())
     }
 
-    fn cut_tail(&self) -> Result<(), MediaError> {
+    fn truncate_tail(&self) -> Result<(), MediaError> {
         self.check_writable()?;
         let cut = || {
             // On a device, the space behind the pool is not used and remains unchanged.
-            if !self.place.is_device() && self.file.metadata()?.len() > self.len_bytes {
+            if !self.media_kind.is_device() && self.file.metadata()?.len() > self.len_bytes {
                 self.file.set_len(self.len_bytes)?;
                 self.file.sync_all()?;
             }
@@ -537,27 +545,28 @@ impl Media for FileMedia {
         for range in &ranges {
             let length_bytes = range.end - range.start;
             let pointer = self.pointer(range.start, length_bytes);
-            match self.place {
-                Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
+            match self.media_kind {
+                MediaKind::Disk if self.is_thin || self.durability == Durability::PageCache => {
                     self.erase_by_kernel(range)?;
                 }
-                Place::Memory | Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
-                Place::Disk | Place::DevDax { .. } => {
+                MediaKind::Memory | MediaKind::BlockDevice { .. } => self.erase_by_kernel(range)?,
+                MediaKind::Disk | MediaKind::DevDax { .. } => {
                     // SAFETY: the range is inside a writable mapping. Erased chunks have no owner
                     // (contract of `Media`).
-                    unsafe { self.guard.zero(pointer, length_bytes as usize) }
-                        .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?;
+                    unsafe { self.guard.zero(pointer, length_bytes as usize) }.map_err(
+                        |PageLost| self.access_error("zeroing", range.start, length_bytes),
+                    )?;
                 }
             }
         }
-        match self.place {
+        match self.media_kind {
             // The holes are metadata of the file system, which must be durable as well.
-            Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
+            MediaKind::Disk if self.is_thin || self.durability == Durability::PageCache => {
                 self.persist_page_cache(&ranges)
             }
-            Place::BlockDevice { .. } => self.persist_page_cache(&ranges),
+            MediaKind::BlockDevice { .. } => self.persist_page_cache(&ranges),
             // A non-temporal store is durable after its fence.
-            Place::Memory | Place::Disk | Place::DevDax { .. } => Ok(()),
+            MediaKind::Memory | MediaKind::Disk | MediaKind::DevDax { .. } => Ok(()),
         }
     }
 }
@@ -582,21 +591,21 @@ pub(crate) fn allocate(
     progress: OnProgress<'_>,
 ) -> io::Result<()> {
     file.set_len(range.end)?;
-    if is_thin || Place::of(file).map_err(io::Error::other)? == Place::Memory {
+    if is_thin || MediaKind::of(file).map_err(io::Error::other)? == MediaKind::Memory {
         return Ok(());
     }
-    take_blocks(file, range, progress)
+    allocate_blocks(file, range, progress)
 }
 
-fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::Result<()> {
+fn allocate_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::Result<()> {
     let fallocate = |step| page_cache::fallocate(file, 0, &step);
-    match in_steps(Task::Allocate, range.clone(), ALLOCATE_STEP_BYTES, progress, fallocate) {
+    match run_in_steps(Task::Allocate, range.clone(), ALLOCATE_STEP_BYTES, progress, fallocate) {
         Err(error) if is_unsupported(&error) => {}
         result => return result,
     }
     // The fallback of writing zeros is slower. Each step is synced because some file systems report
     // only then that they are full. The sync also makes the reported progress accurate.
-    in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
+    run_in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
         write_zeros(file, &step)?;
         file.sync_data()
     })

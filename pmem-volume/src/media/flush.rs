@@ -2,7 +2,7 @@
 //! once when the media is opened. [`super::guarded`] executes it.
 
 #[cfg(test)]
-pub(crate) mod noted;
+pub(crate) mod recorded_ops;
 
 use std::arch::x86_64::{__cpuid_count, _mm_sfence};
 
@@ -37,7 +37,7 @@ impl LineFlush {
 /// Orders all write-backs and non-temporal stores of this thread before later stores.
 pub(super) fn fence() {
     #[cfg(test)]
-    noted::note(noted::Noted::Fenced);
+    recorded_ops::record(recorded_ops::RecordedOp::Fenced);
     // SAFETY: SSE is part of x86-64; the instruction takes no operands.
     unsafe { _mm_sfence() }
 }

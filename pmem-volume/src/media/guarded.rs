@@ -20,7 +20,7 @@ use std::sync::{Once, OnceLock};
 use libc::{c_int, c_void};
 
 #[cfg(test)]
-use super::flush::noted::{Noted, note};
+use super::flush::recorded_ops::{RecordedOp, record};
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
 use super::watch;
 
@@ -182,7 +182,7 @@ unsafe extern "C" {
 pub(super) struct PageLost;
 
 #[inline]
-fn done(result: u32) -> Result<(), PageLost> {
+fn to_result(result: u32) -> Result<(), PageLost> {
     if result == 0 { Ok(()) } else { Err(PageLost) }
 }
 
@@ -200,7 +200,7 @@ impl Guard {
     /// Installs the handler once per process.
     pub(super) fn new() -> Self {
         static INSTALLED: Once = Once::new();
-        INSTALLED.call_once(install);
+        INSTALLED.call_once(install_handler);
         Self { is_wide: is_x86_feature_detected!("avx512f") }
     }
 
@@ -224,7 +224,7 @@ impl Guard {
     ) -> Result<(), PageLost> {
         // SAFETY: guaranteed by the caller. The routines access nothing else, and the CPU has their
         // instructions.
-        done(unsafe {
+        to_result(unsafe {
             if self.is_wide && length > 0 && length.is_multiple_of(WIDE_BYTES) {
                 foreshore_guarded_copy_wide(to, from, length)
             } else {
@@ -241,7 +241,7 @@ impl Guard {
     pub(super) unsafe fn load(self, from: *const u64) -> Result<u64, PageLost> {
         let mut word = 0;
         // SAFETY: guaranteed by the caller, and `word` is a local variable.
-        done(unsafe { foreshore_guarded_load(from, &raw mut word) })?;
+        to_result(unsafe { foreshore_guarded_load(from, &raw mut word) })?;
         Ok(word)
     }
 
@@ -252,9 +252,9 @@ impl Guard {
     #[inline]
     pub(super) unsafe fn store(self, to: *mut u64, word: u64) -> Result<(), PageLost> {
         #[cfg(test)]
-        note(Noted::Stored(to as usize..to as usize + 8));
+        record(RecordedOp::Stored(to as usize..to as usize + 8));
         // SAFETY: guaranteed by the caller.
-        done(unsafe { foreshore_guarded_store(to, word) })
+        to_result(unsafe { foreshore_guarded_store(to, word) })
     }
 
     /// Zeroes memory with non-temporal stores. They need no write-back and evict nothing from the
@@ -272,7 +272,7 @@ impl Guard {
             return Ok(());
         }
         // SAFETY: guaranteed by the caller. The end pointer is at most one byte behind the mapping.
-        done(unsafe { foreshore_guarded_zero(to, to.add(length)) })
+        to_result(unsafe { foreshore_guarded_zero(to, to.add(length)) })
     }
 
     /// Copies bytes to mapped media with non-temporal stores, which need no write-back. The caller
@@ -295,10 +295,10 @@ impl Guard {
             return Ok(());
         }
         #[cfg(test)]
-        note(Noted::Streamed(to as usize..to as usize + length));
+        record(RecordedOp::Streamed(to as usize..to as usize + length));
         // SAFETY: guaranteed by the caller. The routines access nothing else, and the CPU has their
         // instructions.
-        done(unsafe {
+        to_result(unsafe {
             if self.is_wide {
                 foreshore_guarded_stream_wide(to, from, length)
             } else {
@@ -324,10 +324,10 @@ impl Guard {
         let first = start as usize & !(CACHE_LINE_BYTES - 1);
         let end = start as usize + length;
         #[cfg(test)]
-        note(Noted::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
+        record(RecordedOp::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
         // SAFETY: the write-back of a line has no effect that a program can observe. Each line
         // contains at least one byte of the range.
-        done(unsafe {
+        to_result(unsafe {
             match flush {
                 LineFlush::Clwb => foreshore_guarded_clwb(first, end),
                 LineFlush::ClflushOpt => foreshore_guarded_clflushopt(first, end),
@@ -340,7 +340,7 @@ impl Guard {
 /// SIGBUS handler that was installed before this one.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-fn install() {
+fn install_handler() {
     // 1. Store the previous handler before installing the new one, because the new one may be
     //    called immediately.
     let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
@@ -352,13 +352,13 @@ fn install() {
     };
     PREVIOUS.set(previous).expect("installed once");
     // 2. Install the handler.
-    assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
+    assert_eq!(set_handler(&previous), 0, "SIGBUS can be handled");
 }
 
 /// Installs the handler of SIGBUS with the signal mask of the previous handler. It runs on the
 /// alternate stack if the thread has one. The previous handler may depend on the mask and the
 /// stack. Returns the result of the system call. May be called in a handler.
-fn put_in_place(previous: &libc::sigaction) -> c_int {
+fn set_handler(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,
         sa_flags: previous.sa_flags & (libc::SA_NODEFER | libc::SA_RESTART)
@@ -375,7 +375,7 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     // SAFETY: the arguments are those of the kernel.
     if !unsafe { handle_sigbus(info, context) } {
         // SAFETY: as above.
-        unsafe { pass_on(signal, info, context) };
+        unsafe { call_previous_handler(signal, info, context) };
     }
 }
 
@@ -404,8 +404,8 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
     let at = &mut registers[libc::REG_RIP as usize];
     let guarded =
         (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
-    let ours = guarded.contains(&(*at as usize));
-    if ours {
+    let is_guarded = guarded.contains(&(*at as usize));
+    if is_guarded {
         // The routines do not change the stack, so the landing pad returns to their caller. The
         // kernel restores the flags, and the direction flag is clear according to the calling
         // convention.
@@ -427,7 +427,7 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
 ///
 /// # Safety
 /// As for [`handle_sigbus`].
-unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+unsafe fn call_previous_handler(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let Some(previous) = PREVIOUS.get() else { return };
     // SAFETY: the siginfo is that of the caller.
     let by_access = unsafe { (*info).si_code } > 0;
@@ -458,7 +458,7 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
         }
     }
     if !by_access {
-        stay_in_place(previous);
+        reinstall_if_default(previous);
     }
 }
 
@@ -466,7 +466,7 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
 /// does for unknown signals. The process continues, and the next lost page must not end it. Not
 /// called after a fault, because then the repeated access must end the process. With the handler
 /// installed, it would fault forever.
-fn stay_in_place(previous: &libc::sigaction) {
+fn reinstall_if_default(previous: &libc::sigaction) {
     let mut now = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: a query that is allowed in a handler and fills the struct, for which zeros are valid
     // too.
@@ -475,7 +475,7 @@ fn stay_in_place(previous: &libc::sigaction) {
         now.assume_init()
     };
     if now.sa_sigaction == libc::SIG_DFL {
-        put_in_place(previous);
+        set_handler(previous);
     }
 }
 
@@ -519,7 +519,7 @@ mod tests {
         }
 
         /// Removes the second page and returns its address.
-        fn lost(&self) -> *mut u8 {
+        fn lose_second(&self) -> *mut u8 {
             self.file.set_len(PAGE_BYTES as u64).unwrap();
             // SAFETY: inside the mapping.
             unsafe { self.map.add(PAGE_BYTES) }
@@ -537,7 +537,7 @@ mod tests {
     fn access_to_a_lost_page_is_an_error() {
         let pages = Pages::new();
         let guard = Guard::new();
-        let lost = pages.lost();
+        let lost = pages.lose_second();
         let bytes = [7u8; 512];
         // SAFETY: the addresses are inside the mapping. The routines are under test.
         unsafe {
@@ -657,18 +657,18 @@ mod tests {
     fn touch_lost_page() {
         let pages = Pages::new();
         // SAFETY: inside the mapping. The access must fail.
-        unsafe { pages.lost().read_volatile() };
+        unsafe { pages.lose_second().read_volatile() };
     }
 
     fn guarded_access_fails() {
         let pages = Pages::new();
         // SAFETY: inside the mapping.
-        assert_eq!(unsafe { Guard::new().load(pages.lost().cast()) }, Err(PageLost));
+        assert_eq!(unsafe { Guard::new().load(pages.lose_second().cast()) }, Err(PageLost));
     }
 
     #[test]
-    fn fault_elsewhere_ends_the_process() {
-        let status = end_of_child("fault_elsewhere_ends_the_process", || {
+    fn unguarded_fault_ends_the_process() {
+        let status = end_of_child("unguarded_fault_ends_the_process", || {
             guarded_access_fails();
             touch_lost_page();
         });
@@ -696,14 +696,18 @@ mod tests {
         unsafe { libc::_exit(HANDLED) };
     }
 
-    extern "C" fn ask_then_end_process(_: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    extern "C" fn handle_or_end_process(
+        _: c_int,
+        info: *mut libc::siginfo_t,
+        context: *mut c_void,
+    ) {
         // SAFETY: arguments of the kernel.
         if !unsafe { handle_sigbus(info, context) } {
             end_process(0);
         }
     }
 
-    fn handle(handler: *const (), flags: c_int) {
+    fn install_test_handler(handler: *const (), flags: c_int) {
         // SAFETY: all zeros are valid, and the handler has the signature for the flags.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
@@ -716,7 +720,7 @@ mod tests {
     #[test]
     fn previous_handler_gets_other_faults() {
         let status = end_of_child("previous_handler_gets_other_faults", || {
-            handle(end_process as *const (), 0);
+            install_test_handler(end_process as *const (), 0);
             guarded_access_fails();
             touch_lost_page();
         });
@@ -727,7 +731,7 @@ mod tests {
     fn later_handler_can_call_handle_sigbus() {
         let status = end_of_child("later_handler_can_call_handle_sigbus", || {
             guarded_access_fails();
-            handle(ask_then_end_process as *const (), libc::SA_SIGINFO);
+            install_test_handler(handle_or_end_process as *const (), libc::SA_SIGINFO);
             guarded_access_fails();
             touch_lost_page();
         });
@@ -750,7 +754,7 @@ mod tests {
     fn early_report_of_bad_memory_keeps_the_handler() {
         let status = end_of_child("early_report_of_bad_memory_keeps_the_handler", || {
             // If it were called, the previous handler would end the process.
-            handle(end_process_otherwise as *const (), 0);
+            install_test_handler(end_process_with_failure as *const (), 0);
             guarded_access_fails();
             send_to_this_thread(libc::BUS_MCEERR_AO);
             guarded_access_fails();
@@ -771,7 +775,7 @@ mod tests {
         assert_eq!(status.code(), Some(HANDLED), "{status:?}");
     }
 
-    extern "C" fn end_process_otherwise(_: c_int) {
+    extern "C" fn end_process_with_failure(_: c_int) {
         // SAFETY: allowed in a handler.
         unsafe { libc::_exit(HANDLED + 1) };
     }

@@ -20,9 +20,9 @@ pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Ran
 
 /// Seeks the next data or hole, and returns `None` if there is none. It moves the file's position,
 /// which is not used.
-fn seek(file: &File, from: u64, what: libc::c_int) -> io::Result<Option<u64>> {
+fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
-    let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), what) };
+    let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), whence) };
     match u64::try_from(at) {
         Ok(at) => Ok(Some(at)),
         Err(_) => match io::Error::last_os_error() {

@@ -16,9 +16,9 @@ mod file;
 mod flush;
 mod guarded;
 mod holes;
+mod media_kind;
 mod memory;
 mod page_cache;
-mod place;
 mod shared_sync;
 #[cfg(test)]
 pub(crate) mod simulator;
@@ -33,17 +33,19 @@ use serde::Serialize;
 use smallvec::SmallVec;
 use thiserror::Error;
 
-pub(crate) use blocks::{Lacking, copy_on_write, take as take_lacking};
+pub(crate) use blocks::{
+    MissingBlocks, allocate_missing as allocate_missing_blocks, copy_on_write,
+};
 pub use content::{holds_bytes, is_zero};
 pub use file::FileMedia;
 pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 #[cfg(test)]
-pub(crate) use flush::noted;
+pub(crate) use flush::recorded_ops;
 pub use guarded::handle_sigbus;
+pub use media_kind::len_bytes;
+pub(crate) use media_kind::{MediaKind, MediaKindError, sysfs_of};
 pub use memory::MemoryMedia;
 pub(crate) use page_cache::{drop_clean_pages, forget_clean_pages};
-pub use place::len_bytes;
-pub(crate) use place::{Place, PlaceError, sysfs_of};
 pub use watch::{OnPageLost, TooManyRanges, Watch};
 
 /// Events after which persisted data is still present.
@@ -92,9 +94,9 @@ impl Durability {
 #[must_use = "stores are durable only after `end_persist`"]
 pub struct Pending {
     ranges: SmallVec<[Range<u64>; 4]>,
-    _of_this_thread: PhantomData<*mut ()>,
+    _not_send: PhantomData<*mut ()>,
     /// Some stores were non-temporal and are not ordered before later ones yet.
-    is_past_caches: bool,
+    has_non_temporal_stores: bool,
 }
 
 impl Pending {
@@ -165,7 +167,7 @@ pub trait Media: Send + Sync {
     }
 
     /// Prefetches the word at `offset_bytes`. Never fails.
-    fn expect_word(&self, _offset_bytes: u64) {}
+    fn prefetch_word(&self, _offset_bytes: u64) {}
 
     /// Stores bytes. When the call returns, they are visible but not durable.
     fn store(&self, _offset_bytes: u64, _bytes: &[u8]) -> Result<(), MediaError> {
@@ -227,7 +229,7 @@ pub trait Media: Send + Sync {
 
     /// Truncates a file to the length of the media, durably. A device is not changed, because the
     /// space behind the media does not belong to it.
-    fn cut_tail(&self) -> Result<(), MediaError> {
+    fn truncate_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }
 }
@@ -264,8 +266,8 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     }
 
     #[inline]
-    fn expect_word(&self, offset_bytes: u64) {
-        (**self).expect_word(offset_bytes);
+    fn prefetch_word(&self, offset_bytes: u64) {
+        (**self).prefetch_word(offset_bytes);
     }
 
     #[inline]
@@ -314,8 +316,8 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     }
 
     #[inline]
-    fn cut_tail(&self) -> Result<(), MediaError> {
-        (**self).cut_tail()
+    fn truncate_tail(&self) -> Result<(), MediaError> {
+        (**self).truncate_tail()
     }
 }
 

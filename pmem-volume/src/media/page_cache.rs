@@ -106,7 +106,7 @@ mod tests {
     fn dropped_pages_are_read_from_the_disk_without_loss() {
         let folder = std::env::current_dir().unwrap();
         let file = tempfile::tempfile_in(&folder).unwrap();
-        if super::super::Place::of(&file).unwrap() != super::super::Place::Disk {
+        if super::super::MediaKind::of(&file).unwrap() != super::super::MediaKind::Disk {
             eprintln!("skipped: {} is not on a disk", folder.display());
             return;
         }

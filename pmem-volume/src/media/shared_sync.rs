@@ -22,7 +22,7 @@ use super::MediaError;
 /// The kernel reported no error to this flush, but reported one to a concurrent flush.
 #[derive(Debug, Error)]
 #[error("another flush of the file failed, possibly because of this write: {cause}")]
-pub(super) struct Overlooked {
+pub(super) struct MissedError {
     cause: String,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct SharedSync {
 #[derive(Debug, Default)]
 struct State {
     next: u64,
-    under_way: BTreeSet<u64>,
+    in_progress: BTreeSet<u64>,
     failed: Option<String>,
 }
 
@@ -48,12 +48,12 @@ struct Ticket<'a> {
 }
 
 impl SharedSync {
-    /// Runs `sync`, which makes data durable, and returns when its result is certain. `overlooked`
-    /// converts an error that another flush received.
+    /// Runs `sync`, which makes data durable, and returns when its result is certain.
+    /// `missed_error` converts an error that another flush received.
     pub(super) fn run(
         &self,
         sync: impl FnOnce() -> Result<(), MediaError>,
-        overlooked: impl FnOnce(Overlooked) -> MediaError,
+        missed_error: impl FnOnce(MissedError) -> MediaError,
     ) -> Result<(), MediaError> {
         // 1. Record an error before this flush ends.
         let ticket = self.begin();
@@ -68,12 +68,12 @@ impl SharedSync {
         let state = self.locked();
         let latest = state.next;
         let is_awaited =
-            |state: &mut State| state.under_way.first().is_some_and(|first| *first < latest);
+            |state: &mut State| state.in_progress.first().is_some_and(|first| *first < latest);
         let state = self.ended.wait_while(state, is_awaited).expect(NO_PANIC);
         // 3. The result is now certain.
         match &state.failed {
             None => Ok(()),
-            Some(cause) => Err(overlooked(Overlooked { cause: cause.clone() })),
+            Some(cause) => Err(missed_error(MissedError { cause: cause.clone() })),
         }
     }
 
@@ -81,7 +81,7 @@ impl SharedSync {
         let mut state = self.locked();
         let number = state.next;
         state.next += 1;
-        state.under_way.insert(number);
+        state.in_progress.insert(number);
         Ticket { shared: self, number }
     }
 
@@ -92,7 +92,7 @@ impl SharedSync {
 
 impl Drop for Ticket<'_> {
     fn drop(&mut self) {
-        self.shared.locked().under_way.remove(&self.number);
+        self.shared.locked().in_progress.remove(&self.number);
         self.shared.ended.notify_all();
     }
 }
@@ -108,15 +108,15 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(30);
+    const TIMEOUT: Duration = Duration::from_secs(30);
 
     fn error() -> MediaError {
         let source = io::Error::from_raw_os_error(libc::EIO);
         MediaError::Io { operation: "msync", offset_bytes: 0, length_bytes: 8, source }
     }
 
-    fn other(overlooked: Overlooked) -> MediaError {
-        let source = io::Error::other(overlooked);
+    fn other(missed_error: MissedError) -> MediaError {
+        let source = io::Error::other(missed_error);
         MediaError::Io { operation: "msync", offset_bytes: 8, length_bytes: 8, source }
     }
 
@@ -134,12 +134,12 @@ mod tests {
             let a = scope.spawn(move || {
                 let sync = || {
                     began.send(()).unwrap();
-                    has_answered.recv_timeout(PATIENCE).unwrap();
+                    has_answered.recv_timeout(TIMEOUT).unwrap();
                     first
                 };
                 shared.run(sync, other)
             });
-            has_began.recv_timeout(PATIENCE).unwrap();
+            has_began.recv_timeout(TIMEOUT).unwrap();
             let b = scope.spawn(move || {
                 let sync = || {
                     answered.send(()).unwrap();
@@ -168,12 +168,12 @@ mod tests {
             scope.spawn(|| ended.send(shared.run(|| Ok(()), other)).unwrap());
             // The ticket of the other flush is the second one, and is dropped before that flush
             // waits.
-            while shared.locked().next < 2 || shared.locked().under_way.len() > 1 {
+            while shared.locked().next < 2 || shared.locked().in_progress.len() > 1 {
                 thread::yield_now();
             }
             assert!(has_ended.try_recv().is_err(), "one before it is under way");
             drop(before);
-            has_ended.recv_timeout(PATIENCE).unwrap().unwrap();
+            has_ended.recv_timeout(TIMEOUT).unwrap().unwrap();
         });
     }
 

@@ -196,8 +196,8 @@ impl State {
     /// is already durable.
     fn make_durable_as(&mut self, at: u64, word: u64) {
         let Some(values) = self.pending.get_mut(&at) else { return };
-        let Some(place) = values.iter().rposition(|value| *value == word) else { return };
-        values.drain(..=place);
+        let Some(position) = values.iter().rposition(|value| *value == word) else { return };
+        values.drain(..=position);
         if values.is_empty() {
             self.pending.remove(&at);
         }
@@ -221,7 +221,7 @@ impl CrashPoint {
         let none = vec![0; choices.len()];
         let all: Vec<usize> = choices.iter().map(|n| n - 1).collect();
         let mut picks = vec![none.clone(), all.clone()];
-        let mut known: HashSet<Vec<usize>> = picks.iter().cloned().collect();
+        let mut picked: HashSet<Vec<usize>> = picks.iter().cloned().collect();
         for _ in 0..DRAWS * bound {
             if picks.len() >= bound {
                 break;
@@ -233,7 +233,7 @@ impl CrashPoint {
                 _ => choices.iter().map(|n| random.below(*n as u64) as usize).collect(),
             };
             pick[one] = random.below(choices[one] as u64) as usize;
-            if known.insert(pick.clone()) {
+            if picked.insert(pick.clone()) {
                 picks.push(pick);
             }
         }
@@ -336,12 +336,12 @@ impl Media for Simulator {
         Ok(())
     }
 
-    fn cut_tail(&self) -> Result<(), MediaError> {
+    fn truncate_tail(&self) -> Result<(), MediaError> {
         let mut state = self.state();
         state.take_point();
         state.file_bytes = self.len_bytes;
-        state.durable.cut(self.len_bytes);
-        state.visible.cut(self.len_bytes);
+        state.durable.truncate(self.len_bytes);
+        state.visible.truncate(self.len_bytes);
         state.pending.split_off(&self.len_bytes);
         state.take_point();
         Ok(())
@@ -419,9 +419,9 @@ mod tests {
         media.record();
         (0..100).for_each(|word| media.store_word(word * 8, 1).unwrap());
         let images = media.take_points()[0].images(20, &mut Random::new(5));
-        let kept: Vec<_> = images.iter().map(|image| image.dirty_words(0..1024)).collect();
-        assert_eq!(kept.len(), 20);
-        assert_eq!(kept[..2], [0, 100]);
+        let stored_counts: Vec<_> = images.iter().map(|image| image.dirty_words(0..1024)).collect();
+        assert_eq!(stored_counts.len(), 20);
+        assert_eq!(stored_counts[..2], [0, 100]);
         let different: HashSet<_> = images.iter().map(Simulator::digest).collect();
         assert_eq!(different.len(), 20);
     }

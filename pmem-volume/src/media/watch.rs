@@ -18,7 +18,7 @@ use thiserror::Error;
 use super::guarded::Guard;
 
 /// Maximum number of watched ranges. It is small so that the handler finds a range quickly.
-const RANGES_MAX: usize = 256;
+const MAX_RANGES: usize = 256;
 
 const PAGE_BYTES: usize = 4096;
 
@@ -35,7 +35,7 @@ pub trait OnPageLost: Send + Sync {
 
 /// The table of watched ranges is full.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("{RANGES_MAX} memory ranges are already watched for lost pages, the maximum")]
+#[error("{MAX_RANGES} memory ranges are already watched for lost pages, the maximum")]
 pub struct TooManyRanges;
 
 /// Watched range. Dropping it ends the watch.
@@ -51,18 +51,18 @@ struct Entry {
     /// Equal to `start` if the row is free.
     end: AtomicUsize,
     on_lost: AtomicPtr<Listener>,
-    /// Owner of the value that `on_lost` points to. Accessed only with `CHANGING` held.
+    /// Owner of the value that `on_lost` points to. Accessed only with `TABLE_LOCK` held.
     listener: UnsafeCell<Option<Box<Listener>>>,
 }
 
 /// Boxed to obtain a thin pointer, which can be loaded atomically.
 type Listener = Arc<dyn OnPageLost>;
 
-// SAFETY: all fields except `listener` are atomic, and `listener` is accessed only with `CHANGING`
-// held.
+// SAFETY: all fields except `listener` are atomic, and `listener` is accessed only with
+// `TABLE_LOCK` held.
 unsafe impl Sync for Entry {}
 
-static TABLE: [Entry; RANGES_MAX] = [const {
+static TABLE: [Entry; MAX_RANGES] = [const {
     Entry {
         version: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
@@ -70,14 +70,14 @@ static TABLE: [Entry; RANGES_MAX] = [const {
         on_lost: AtomicPtr::new(ptr::null_mut()),
         listener: UnsafeCell::new(None),
     }
-}; RANGES_MAX];
+}; MAX_RANGES];
 
 /// Held during changes of the table.
-static CHANGING: Mutex<()> = Mutex::new(());
+static TABLE_LOCK: Mutex<()> = Mutex::new(());
 
-fn changing() -> MutexGuard<'static, ()> {
+fn lock_table() -> MutexGuard<'static, ()> {
     // A change consists only of stores, so it cannot panic halfway.
-    CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
+    TABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Watch {
@@ -101,7 +101,7 @@ impl Watch {
         assert!(range.start < range.end, "an empty range has no pages");
         assert!(range.start.is_multiple_of(PAGE_BYTES) && range.end.is_multiple_of(PAGE_BYTES));
         Guard::new();
-        let _changing = changing();
+        let _table = lock_table();
         let entry = TABLE.iter().find(|entry| entry.is_free()).ok_or(TooManyRanges)?;
         entry.change(range, Some(Box::new(on_lost)));
         Ok(Self { entry })
@@ -110,7 +110,7 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        let _changing = changing();
+        let _table = lock_table();
         self.entry.change(0..0, None);
     }
 }
@@ -120,7 +120,7 @@ impl Entry {
         self.start.load(Ordering::Relaxed) == self.end.load(Ordering::Relaxed)
     }
 
-    /// Changes a row. The caller must hold `CHANGING`.
+    /// Changes a row. The caller must hold `TABLE_LOCK`.
     fn change(&self, range: Range<usize>, listener: Option<Box<Listener>>) {
         self.version.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -129,7 +129,7 @@ impl Entry {
         self.end.store(range.end, Ordering::Relaxed);
         self.on_lost.store(on_lost.cast_mut(), Ordering::Relaxed);
         self.version.fetch_add(1, Ordering::Release);
-        // SAFETY: the caller holds `CHANGING`. The previous listener is not being called, because
+        // SAFETY: the caller holds `TABLE_LOCK`. The previous listener is not being called, because
         // its range is no longer accessed.
         unsafe { *self.listener.get() = listener };
     }
@@ -212,33 +212,33 @@ mod tests {
     use super::*;
 
     /// Serializes tests, because one of them fills the table of the whole process.
-    static TURN: Mutex<()> = Mutex::new(());
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
 
-    fn turn() -> MutexGuard<'static, ()> {
-        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_test() -> MutexGuard<'static, ()> {
+        TEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     #[derive(Default)]
-    struct Count(AtomicUsize);
+    struct CountListener(AtomicUsize);
 
-    impl OnPageLost for Count {
+    impl OnPageLost for CountListener {
         fn page_lost(&self) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// Counts notifications, and those that arrived after the zeros were visible.
-    struct Order {
+    struct OrderListener {
         address: usize,
         /// Destination for a copy of the byte. The kernel copies it only if it is readable.
         sink: File,
-        told: AtomicUsize,
+        notified: AtomicUsize,
         too_late: AtomicUsize,
     }
 
-    impl OnPageLost for Order {
+    impl OnPageLost for OrderListener {
         fn page_lost(&self) {
-            self.told.fetch_add(1, Ordering::Relaxed);
+            self.notified.fetch_add(1, Ordering::Relaxed);
             // SAFETY: a system call that fails if the byte is not readable.
             let copied = unsafe { libc::write(self.sink.as_raw_fd(), self.address as *const _, 1) };
             self.too_late.fetch_add(usize::from(copied == 1), Ordering::Relaxed);
@@ -265,7 +265,7 @@ mod tests {
             Self { file, start: map as usize, len }
         }
 
-        fn watch(&self, on_lost: &Arc<Count>) -> Result<Watch, TooManyRanges> {
+        fn watch(&self, on_lost: &Arc<CountListener>) -> Result<Watch, TooManyRanges> {
             // SAFETY: the tests access only watched pages.
             unsafe { Watch::new(self.start..self.start + self.len, Arc::clone(on_lost) as _) }
         }
@@ -335,11 +335,11 @@ mod tests {
     #[test]
     fn lost_huge_page_is_replaced_as_a_whole_and_its_neighbors_stay() {
         const HUGE: usize = 2 << 20;
-        let _turn = turn();
+        let _lock = lock_test();
         let Some(start) = huge_pages(3) else { return };
         // SAFETY: the bytes are inside the mapping of this test.
         unsafe { ptr::write_bytes(start as *mut u8, 0x5a, 3 * HUGE) };
-        let count = Arc::new(Count::default());
+        let count = Arc::new(CountListener::default());
         // SAFETY: only this test accesses the range, and it stops before the watch ends.
         let watch =
             unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
@@ -359,9 +359,9 @@ mod tests {
 
     #[test]
     fn replacement_stays_within_the_watched_range() {
-        let _turn = turn();
+        let _lock = lock_test();
         let Some(start) = huge_pages(2) else { return };
-        let count = Arc::new(Count::default());
+        let count = Arc::new(CountListener::default());
         // The range is half of a huge page, and the kernel replaces only whole pages of hugetlbfs.
         // SAFETY: only this test accesses the range, and it stops before the watch ends.
         let watch =
@@ -374,9 +374,10 @@ mod tests {
 
     #[test]
     fn watcher_is_notified_once_per_page_and_the_access_reads_zeros() {
-        let _turn = turn();
+        let _lock = lock_test();
         let (pages, others) = (Pages::new(4), Pages::new(1));
-        let (lost, others_lost) = (Arc::<Count>::default(), Arc::<Count>::default());
+        let (lost, others_lost) =
+            (Arc::<CountListener>::default(), Arc::<CountListener>::default());
         let _watches = (others.watch(&others_lost).unwrap(), pages.watch(&lost).unwrap());
         let count = || lost.0.load(Ordering::Relaxed);
         for page in 0..4 {
@@ -402,14 +403,14 @@ mod tests {
 
     #[test]
     fn watcher_is_notified_before_zeros_are_visible() {
-        let _turn = turn();
+        let _lock = lock_test();
         let pages = Pages::new(1);
         let address = pages.byte(0) as usize;
         let sink = tempfile::tempfile_in("/dev/shm").unwrap();
-        let order = Arc::new(Order {
+        let order = Arc::new(OrderListener {
             address,
             sink,
-            told: AtomicUsize::new(0),
+            notified: AtomicUsize::new(0),
             too_late: AtomicUsize::new(0),
         });
         // SAFETY: the pages outlive the watch and belong to this test.
@@ -419,30 +420,30 @@ mod tests {
         // SAFETY: inside the mapping. The handler is under test.
         assert_eq!(unsafe { pages.byte(0).read_volatile() }, 0);
         assert_eq!(
-            (order.told.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)),
+            (order.notified.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)),
             (1, 0)
         );
     }
 
     #[test]
     fn rows_of_the_table_are_reused_and_further_ranges_are_refused() {
-        let _turn = turn();
-        let (pages, lost) = (Pages::new(1), Arc::<Count>::default());
-        for _ in 0..2 * RANGES_MAX {
+        let _lock = lock_test();
+        let (pages, lost) = (Pages::new(1), Arc::<CountListener>::default());
+        for _ in 0..2 * MAX_RANGES {
             drop(pages.watch(&lost).unwrap());
         }
-        let all: Vec<_> = (0..RANGES_MAX).map(|_| pages.watch(&lost).unwrap()).collect();
+        let all: Vec<_> = (0..MAX_RANGES).map(|_| pages.watch(&lost).unwrap()).collect();
         let error = pages.watch(&lost).unwrap_err();
         assert!(error.to_string().contains("256"), "{error}");
-        assert_eq!(Arc::strong_count(&lost), 1 + RANGES_MAX);
+        assert_eq!(Arc::strong_count(&lost), 1 + MAX_RANGES);
         drop(all);
         assert_eq!(Arc::strong_count(&lost), 1, "the watches hold no references");
     }
 
     #[test]
     fn address_belongs_only_to_its_range() {
-        let _turn = turn();
-        let (pages, lost) = (Pages::new(2), Arc::<Count>::default());
+        let _lock = lock_test();
+        let (pages, lost) = (Pages::new(2), Arc::<CountListener>::default());
         let find = |address| TABLE.iter().any(|entry| entry.listener_of(address).is_some());
         let end = pages.start + pages.len;
         let watch = pages.watch(&lost).unwrap();

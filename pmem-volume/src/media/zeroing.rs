@@ -32,7 +32,7 @@ const PUNCH_HOLE: libc::c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEE
 
 /// Frees the blocks or pages, or writes zeros if the file system does not support holes.
 pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
-    or_written(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
+    or_write_zeros(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
 }
 
 /// Zeroes a range in place. Uses unwritten extents if the file system has them, or a command of the
@@ -42,18 +42,18 @@ pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
 pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
     let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
-        Err(error) if is_full(&error) => each_piece(range, |piece| {
+        Err(error) if is_full(&error) => for_each_piece(range, |piece| {
             zero_on_full(
                 piece,
                 |at, to| file.read_exact_at(to, at),
                 |at, zeros| file.write_all_at(zeros, at),
             )
         }),
-        result => or_written(file, range, result),
+        result => or_write_zeros(file, range, result),
     }
 }
 
-fn or_written(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Result<()> {
+fn or_write_zeros(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if is_unsupported(&error) => write_zeros(file, range),
         result => result,
@@ -62,7 +62,7 @@ fn or_written(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Re
 
 pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     let zeros = vec![0; PIECE_BYTES as usize];
-    each_piece(range, |piece| {
+    for_each_piece(range, |piece| {
         file.write_all_at(&zeros[..(piece.end - piece.start) as usize], piece.start)
     })
 }
@@ -90,7 +90,7 @@ fn zero_on_full(
     if bytes.iter().all(|byte| *byte == 0) { Ok(()) } else { Err(error) }
 }
 
-fn each_piece(
+fn for_each_piece(
     range: &Range<u64>,
     mut piece: impl FnMut(Range<u64>) -> io::Result<()>,
 ) -> io::Result<()> {
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
     use crate::CHUNK_BYTES;
     use crate::media::{FileMedia, Media, allocate};
-    use crate::progress::unheard;
+    use crate::progress::ignore_progress;
 
     /// A ramfs, if the process may mount one. It is mounted by system calls, because a child
     /// process would briefly hold the file locks of other tests.
@@ -143,7 +143,7 @@ mod tests {
 
     fn media_in(folder: &Path) -> FileMedia {
         let file = tempfile::tempfile_in(folder).unwrap();
-        allocate(&file, 0..2 * CHUNK_BYTES, false, &mut unheard).unwrap();
+        allocate(&file, 0..2 * CHUNK_BYTES, false, &mut ignore_progress).unwrap();
         FileMedia::new(file, 2 * CHUNK_BYTES, true).unwrap()
     }
 

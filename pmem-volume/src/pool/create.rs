@@ -9,8 +9,8 @@ use std::sync::Arc;
 use uuid::Uuid;
 use zerocopy::IntoBytes;
 
-use super::file::free_space::{FileSystem, check_device, check_room, file_too_large};
-use super::file::open_steps::{Opened, judge_superblocks};
+use super::file::free_space::{FileSystem, check_device, check_free_space, file_too_large};
+use super::file::open_steps::{Opened, select_superblock};
 use super::findings::Severity;
 use super::format::chunk::{ChunkId, Run};
 use super::format::layout::SUPERBLOCK_OFFSETS;
@@ -24,8 +24,8 @@ use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, unix_now_
 use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError};
-use crate::progress::{OnProgress, unheard};
-use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
+use crate::progress::{OnProgress, ignore_progress};
+use crate::unnamed_file::{IfExists, NamingError, UnnamedFile, folder_of};
 use foreshore_types::size::Size;
 
 /// Options for a new pool.
@@ -75,13 +75,13 @@ impl Pool {
         // The file gets its name only when the pool is complete. A crash before that leaves no
         // file.
         check_new(path)?;
-        let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
+        let unnamed = UnnamedFile::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
             PoolError::File { path: path.to_owned(), action: "create", source }
         })?;
-        let what = "the pool will be a new file";
+        let reason = "the pool will be a new file";
         let size_bytes = options
             .size_bytes
-            .ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
+            .ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), reason })?;
         let superblock = Superblock {
             is_thin,
             ..plan(size_bytes, options.reserve_bytes, Uuid::new_v4(), unix_now_s())?
@@ -90,8 +90,14 @@ impl Pool {
             move |source: io::Error| PoolError::File { path: path.to_owned(), action, source }
         };
         let needed_bytes = if is_thin { superblock.metadata_bytes() } else { size_bytes };
-        check_room(path, &unnamed.file, size_bytes, needed_bytes, superblock.metadata_bytes())?;
-        let no_room = |error: io::Error| match error.raw_os_error() {
+        check_free_space(
+            path,
+            &unnamed.file,
+            size_bytes,
+            needed_bytes,
+            superblock.metadata_bytes(),
+        )?;
+        let no_space = |error: io::Error| match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
                 path: path.to_owned(),
                 needed_bytes,
@@ -100,22 +106,22 @@ impl Pool {
             Some(libc::EFBIG) => file_too_large(size_bytes),
             _ => file_error("allocate")(error),
         };
-        let mut unheard = unheard;
-        let progress = options.progress.unwrap_or(&mut unheard);
-        media::allocate(&unnamed.file, 0..size_bytes, is_thin, progress).map_err(no_room)?;
+        let mut ignore_progress = ignore_progress;
+        let progress = options.progress.unwrap_or(&mut ignore_progress);
+        media::allocate(&unnamed.file, 0..size_bytes, is_thin, progress).map_err(no_space)?;
         try_lock(&unnamed.file, LockKind::Exclusive)
             .map_err(file_error("lock"))?
             .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
         let file = unnamed.file.try_clone().map_err(file_error("duplicate"))?;
         let media = FileMedia::new(file, size_bytes, true)?.thin(is_thin);
-        media.reserve(&(0..superblock.metadata_bytes())).map_err(no_room)?;
+        media.reserve(&(0..superblock.metadata_bytes())).map_err(no_space)?;
         write_empty_pool(&media, &superblock)?;
-        unnamed.name(path, Taken::Keeps).map_err(|NamingError { action, source }| match source
-            .kind()
-        {
-            io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
-            _ => file_error(action)(source),
-        })?;
+        unnamed.name(path, IfExists::Fail).map_err(
+            |NamingError { action, source }| match source.kind() {
+                io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
+                _ => file_error(action)(source),
+            },
+        )?;
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, media, superblock, vec![])
     }
 
@@ -137,15 +143,17 @@ impl Pool {
         check_device(path, size_bytes, device_bytes)?;
         check_empty(path, &opened, options.force)?;
         let media = FileMedia::new(opened.file, size_bytes, true)?;
-        let mut unheard = unheard;
+        let mut ignore_progress = ignore_progress;
         let erase = |progress| {
             media.erase(std::slice::from_ref(&(0..CHUNK_BYTES)))?;
             media.erase_in_steps(0..size_bytes, progress)
         };
-        erase(options.progress.unwrap_or(&mut unheard)).map_err(|error| PoolError::File {
-            path: path.to_owned(),
-            action: "erase",
-            source: io::Error::other(error),
+        erase(options.progress.unwrap_or(&mut ignore_progress)).map_err(|error| {
+            PoolError::File {
+                path: path.to_owned(),
+                action: "erase",
+                source: io::Error::other(error),
+            }
         })?;
         write_empty_pool(&media, &superblock)?;
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, media, superblock, vec![])
@@ -180,10 +188,10 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     let unknown_volumes =
         |reason| PoolError::DeviceUnknownVolumes { path: path.to_owned(), reason };
     let copies = opened.read_copies(path)?;
-    let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
+    let found = match select_superblock(path, copies, opened.length, OpenMode::ReadOnly) {
         Err(PoolError::NotAPool { .. }) => {
             let device = FileMedia::new(file()?, opened.length.bytes(), false)?;
-            super::file::signature::found_on(&device)?
+            super::file::signature::describe_device(&device)?
         }
         Ok((superblock, findings)) => {
             let media = FileMedia::new(file()?, superblock.size_bytes(), false)?;
@@ -217,7 +225,7 @@ pub(super) fn plan(
     uuid: Uuid,
     created_unix_s: u64,
 ) -> Result<Superblock, PoolError> {
-    let size = |what, value, rule: String| Err(PoolError::Size { what, value, rule });
+    let size = |quantity, value, rule: String| Err(PoolError::Size { quantity, value, rule });
     if !size_bytes.is_multiple_of(CHUNK_BYTES) {
         return size("pool size", size_bytes, "is not a multiple of 2 MiB".to_owned());
     }

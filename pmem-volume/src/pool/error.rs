@@ -54,7 +54,7 @@ pub enum PoolError {
     DeviceGrowthNotEmpty { path: PathBuf, found: String },
     #[error(
         "pool {path}: the device already has a pool with the volumes {}; delete the volumes first if they are not needed",
-        few(volumes)
+        list_names(volumes)
     )]
     DeviceHasVolumes { path: PathBuf, volumes: Vec<String> },
     #[error(
@@ -67,8 +67,8 @@ pub enum PoolError {
         Size(*device_bytes).rounded()
     )]
     DeviceTooSmall { path: PathBuf, needed_bytes: u64, device_bytes: u64 },
-    #[error("pool {path}: {what}, so a size is required")]
-    SizeNeeded { path: PathBuf, what: &'static str },
+    #[error("pool {path}: {reason}, so a size is required")]
+    SizeNeeded { path: PathBuf, reason: &'static str },
     #[error(
         "pool {path} already uses all of the device ({}); enlarge the device first",
         Size(*device_bytes).rounded()
@@ -90,7 +90,7 @@ pub enum PoolError {
     #[error(
         "pool {path}: both superblocks are lost, although a volume table exists; nothing was changed. The pool cannot be repaired, because its size is unknown: restore it from a copy, and do not create a new pool in its place while its data matters"
     )]
-    SuperblocksGone { path: PathBuf },
+    SuperblocksLost { path: PathBuf },
     #[error(
         "pool {path}: both superblocks are damaged; nothing was changed. A repair combines them if they are damaged in different places; otherwise, restore the pool from a copy"
     )]
@@ -127,14 +127,14 @@ pub enum PoolError {
         "pool {path}: {first} ({count} finding(s) in total); nothing was changed. A check lists the findings, and a repair corrects them if possible"
     )]
     Damaged { path: PathBuf, first: Box<Finding>, count: usize },
-    #[error("{what} {value} ({}) {rule}", Size(*value).rounded())]
-    Size { what: &'static str, value: u64, rule: String },
+    #[error("{quantity} {value} ({}) {rule}", Size(*value).rounded())]
+    Size { quantity: &'static str, value: u64, rule: String },
     /// A raw volume shrinks only if the caller allows it.
     #[error(
         "volume size {size_bytes} ({}) is less than the current {}: a shrink erases the data after the new end",
-        Size(*size_bytes).rounded(), Size(*has_bytes).rounded()
+        Size(*size_bytes).rounded(), Size(*current_bytes).rounded()
     )]
-    ShrinkRefused { size_bytes: u64, has_bytes: u64 },
+    ShrinkRefused { size_bytes: u64, current_bytes: u64 },
     #[error(
         "pool {path} needs {} but the file system has {} free; free more space there, or choose a smaller size or another file system",
         Size(*needed_bytes).rounded(),
@@ -145,20 +145,20 @@ pub enum PoolError {
     /// allocated.
     #[error(
         "pool {path}: the file lacks {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a store there would kill the process; the file system has {} free: free more space there, or copy the pool to a file system with more space",
-        Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
+        Size(*missing_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
     )]
     BlocksLost {
         path: PathBuf,
-        lacking_bytes: u64,
+        missing_bytes: u64,
         size_bytes: u64,
         free_bytes: u64,
         source: io::Error,
     },
     #[error(
         "pool {path}: the file lacks {} of its {} on the file system, as after a sparse copy, and the file system cannot allocate them; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",
-        Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded()
+        Size(*missing_bytes).rounded(), Size(*size_bytes).rounded()
     )]
-    BlocksNotTaken { path: PathBuf, lacking_bytes: u64, size_bytes: u64 },
+    CannotAllocateBlocks { path: PathBuf, missing_bytes: u64, size_bytes: u64 },
     #[error("cannot start the thread that erases freed chunks")]
     Scrubber(#[source] io::Error),
     #[error(
@@ -180,8 +180,8 @@ pub enum PoolError {
     VolumeExists { name: String },
     #[error("volume {name:?} already has that name")]
     SameName { name: String },
-    #[error("no such volume: {name:?}; {}", known_text(known))]
-    NoSuchVolume { name: String, known: Vec<String> },
+    #[error("no such volume: {name:?}; {}", existing_text(existing))]
+    NoSuchVolume { name: String, existing: Vec<String> },
     /// Another handle in this process has the volume open.
     #[error("volume {name:?} is in use; stop its user first")]
     VolumeInUse { name: String },
@@ -197,7 +197,7 @@ pub enum PoolError {
     #[error("cannot split volume {name:?}: {reason}")]
     Split { name: String, reason: SplitError },
     #[error("volume {name:?} has all of its chunks, so it is not discarded")]
-    VolumeLacksNothing { name: String },
+    VolumeComplete { name: String },
     #[error("the pool already has {limit} volumes, the maximum; delete one first")]
     NoVolumeSlot { limit: u32 },
     #[error("extent {extent} is not lent as memory")]
@@ -268,22 +268,22 @@ fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
 }
 
 /// Maximum number of names in an error message.
-const FEW: usize = 8;
+const MAX_LISTED_NAMES: usize = 8;
 
-fn few(names: &[String]) -> String {
-    let (listed, more) = names.split_at(names.len().min(FEW));
+fn list_names(names: &[String]) -> String {
+    let (listed, more) = names.split_at(names.len().min(MAX_LISTED_NAMES));
     match more.len() {
         0 => listed.join(", "),
         count => format!("{} and {count} more", listed.join(", ")),
     }
 }
 
-fn known_text(known: &[String]) -> String {
-    let quoted: Vec<_> = known.iter().map(|name| format!("{name:?}")).collect();
-    if known.is_empty() {
+fn existing_text(existing: &[String]) -> String {
+    let quoted: Vec<_> = existing.iter().map(|name| format!("{name:?}")).collect();
+    if existing.is_empty() {
         "the pool has no volumes".to_owned()
     } else {
-        format!("existing volumes: {}", few(&quoted))
+        format!("existing volumes: {}", list_names(&quoted))
     }
 }
 
@@ -294,8 +294,8 @@ mod tests {
     #[test]
     fn error_lists_only_a_few_of_many_names() {
         let names: Vec<_> = (0..1000).map(|number| format!("v{number}")).collect();
-        let known = names.clone();
-        let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
+        let existing = names.clone();
+        let text = PoolError::NoSuchVolume { name: "w".to_owned(), existing }.to_string();
         let few = r#""v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7" and 992 more"#;
         assert_eq!(text, format!("no such volume: \"w\"; existing volumes: {few}"));
         let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }

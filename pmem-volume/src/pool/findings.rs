@@ -66,7 +66,7 @@ pub enum Finding {
     WearWord { chunk: ChunkId, word: u64 },
     /// Number of further findings of one severity that are not listed.
     #[error("{count} more findings of this severity are not listed")]
-    More { severity: Severity, count: u64 },
+    Unlisted { severity: Severity, count: u64 },
     #[error("chunk {chunk} belongs to a volume in slot {slot}, but the pool has {slots} slots")]
     SlotOutside { chunk: ChunkId, slot: u16, slots: u32 },
     #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
@@ -109,7 +109,7 @@ pub enum Finding {
 
 impl Finding {
     /// Returns true if the finding's count is zero.
-    pub(in crate::pool) fn is_about_nothing(&self) -> bool {
+    pub(in crate::pool) fn has_zero_count(&self) -> bool {
         matches!(
             self,
             Finding::StillLent { chunks: 0 }
@@ -121,7 +121,7 @@ impl Finding {
     /// Number of defects.
     pub(in crate::pool) fn count(&self) -> usize {
         match self {
-            Finding::More { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX),
+            Finding::Unlisted { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX),
             _ => 1,
         }
     }
@@ -129,7 +129,7 @@ impl Finding {
     /// Severity of the finding.
     pub fn severity(&self) -> Severity {
         match self {
-            Finding::More { severity, .. } => *severity,
+            Finding::Unlisted { severity, .. } => *severity,
             Finding::SuperblockStale { .. }
             | Finding::GrowthUnfinished { .. }
             | Finding::VolumeRecordStale { .. }
@@ -158,22 +158,22 @@ impl Finding {
 }
 
 /// Maximum number of listed findings of one kind. Further findings are only counted.
-const MAX_OF_A_KIND: u32 = 100;
+const MAX_PER_KIND: u32 = 100;
 
 /// Findings in the order of detection. The list is bounded, so that a damaged or crafted pool
 /// cannot exhaust memory.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Findings {
     list: Vec<Finding>,
-    of_kind: HashMap<Discriminant<Finding>, u32>,
+    count_of_kind: HashMap<Discriminant<Finding>, u32>,
     more: BTreeMap<Severity, u64>,
 }
 
 impl Findings {
     pub(in crate::pool) fn add(&mut self, finding: Finding) {
-        let of_kind = self.of_kind.entry(std::mem::discriminant(&finding)).or_default();
-        if *of_kind < MAX_OF_A_KIND {
-            *of_kind += 1;
+        let count_of_kind = self.count_of_kind.entry(std::mem::discriminant(&finding)).or_default();
+        if *count_of_kind < MAX_PER_KIND {
+            *count_of_kind += 1;
             self.list.push(finding);
         } else {
             *self.more.entry(finding.severity()).or_default() += 1;
@@ -182,7 +182,8 @@ impl Findings {
 
     /// Returns the listed findings, followed by the counts of unlisted ones.
     pub(in crate::pool) fn into_list(self) -> Vec<Finding> {
-        let more = self.more.into_iter().map(|(severity, count)| Finding::More { severity, count });
+        let more =
+            self.more.into_iter().map(|(severity, count)| Finding::Unlisted { severity, count });
         self.list.into_iter().chain(more).collect()
     }
 }
@@ -208,6 +209,6 @@ mod tests {
             of_severity.map(Finding::count).sum::<usize>()
         };
         assert_eq!((count(Severity::Fatal), count(Severity::Degraded)), (501, 250));
-        assert!(list.contains(&Finding::More { severity: Severity::Degraded, count: 150 }));
+        assert!(list.contains(&Finding::Unlisted { severity: Severity::Degraded, count: 150 }));
     }
 }

@@ -61,7 +61,7 @@ pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
 }
 
 /// Maximum number of times that /proc/locks is read to find the holder.
-const LOOKS: u32 = 16;
+const MAX_LOCK_READS: u32 = 16;
 
 /// Finds a holder of a lock on the file in /proc/locks.
 pub(crate) fn holder(file: &File) -> Option<Holder> {
@@ -72,7 +72,7 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
     // The kernel writes the file in pieces, and finds the start of each piece by line number (Linux
     // fs/locks.c, locks_next). If a lock is released between two pieces, all later lines move up,
     // and one line appears in neither piece.
-    let pid = (0..LOOKS).find_map(|_| {
+    let pid = (0..MAX_LOCK_READS).find_map(|_| {
         let locks = fs::read_to_string("/proc/locks").ok()?;
         pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
     })?;
@@ -85,13 +85,13 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
 /// `->` belong to waiting processes. Some file systems (btrfs, overlays) report a different device
 /// than stat(). Therefore, a match of the inode is enough, unless `is_exact` is set.
 fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
-    let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
+    let lock_id = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut by_inode = None;
     for line in locks.lines() {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [_, "FLOCK", _, _, pid, at, ..] = fields[..] else { continue };
         let Some(pid) = pid.parse().ok().filter(|pid| *pid > 0) else { continue };
-        if at == place {
+        if at == lock_id {
             return Some(pid);
         }
         if !is_exact && at.rsplit(':').next().and_then(|i| i.parse().ok()) == Some(inode) {

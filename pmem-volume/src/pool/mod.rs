@@ -107,13 +107,13 @@ pub struct Pool<M: Media = FileMedia> {
     state: Mutex<State>,
     /// Copy of the levels from the last unlock of the state. Readers of this copy need not wait
     /// while a change waits for the media.
-    levels: Mutex<Levels>,
+    totals: Mutex<Totals>,
     /// Signals that chunks have become clean, or that erasing has failed.
     scrubbed: Condvar,
     /// Number of chunks erased since the pool was opened.
     scrubbed_chunks: AtomicU64,
     /// Number of chunks that were erased on demand and that the scrubber has not counted yet.
-    awaited_chunks: AtomicU64,
+    on_demand_chunks: AtomicU64,
     /// Wakes the scrubber, if there is one.
     scrub_wake: Arc<ScrubWake>,
 }
@@ -135,13 +135,13 @@ struct State {
 struct StateGuard<'a> {
     /// `None` only during [`Self::wait`].
     state: Option<MutexGuard<'a, State>>,
-    levels: &'a Mutex<Levels>,
+    totals: &'a Mutex<Totals>,
 }
 
 impl StateGuard<'_> {
     fn publish(&self) {
         if let Some(state) = &self.state {
-            *locked(self.levels) = state.levels();
+            *locked(self.totals) = state.totals();
         }
     }
 
@@ -177,7 +177,7 @@ impl Drop for StateGuard<'_> {
 
 /// Totals that are available without examining single chunks.
 #[derive(Clone, Copy, Debug)]
-struct Levels {
+struct Totals {
     counts: Counts,
     free: u32,
     /// Chunks that will be free after they are erased.
@@ -314,8 +314,8 @@ impl<M: Media> Pool<M> {
     /// Returns the bytes by state. Never waits for the media, so the result does not include a
     /// change in progress.
     pub fn info(&self) -> PoolInfo {
-        let levels = *locked(&self.levels);
-        let Levels { counts, free, volumes, .. } = levels;
+        let totals = *locked(&self.totals);
+        let Totals { counts, free, volumes, .. } = totals;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -330,7 +330,7 @@ impl<M: Media> Pool<M> {
             damaged_bytes: bytes(counts.damaged),
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
-            lendable_bytes: self.lendable_bytes(levels),
+            lendable_bytes: self.lendable_bytes(totals),
             volumes,
             latched: self.latched.get().cloned(),
         }
@@ -341,12 +341,12 @@ impl<M: Media> Pool<M> {
     pub fn offered_bytes(&self) -> u64 {
         match self.latched.get() {
             Some(_) => 0,
-            None => self.lendable_bytes(*locked(&self.levels)),
+            None => self.lendable_bytes(*locked(&self.totals)),
         }
     }
 
-    fn lendable_bytes(&self, levels: Levels) -> u64 {
-        bytes(levels.free + levels.pending - self.reserved_chunks(levels))
+    fn lendable_bytes(&self, totals: Totals) -> u64 {
+        bytes(totals.free + totals.pending - self.reserved_chunks(totals))
     }
 
     /// Returns the contiguity of the free space. Waits for changes in progress.
@@ -369,9 +369,9 @@ impl<M: Media> Pool<M> {
 
     /// Number of chunks to set aside for volumes: the STRG size minus the chunks that volumes
     /// already own. Chunks that must be erased first are included.
-    fn reserved_chunks(&self, levels: Levels) -> u32 {
+    fn reserved_chunks(&self, totals: Totals) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
-        strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
+        strg_chunks.saturating_sub(totals.counts.volume).min(totals.free + totals.pending)
     }
 
     #[inline]
@@ -385,7 +385,7 @@ impl<M: Media> Pool<M> {
     }
 
     fn lock_state(&self) -> StateGuard<'_> {
-        StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
+        StateGuard { state: Some(locked(&self.state)), totals: &self.totals }
     }
 
     /// Locks the state for a change. Checks for errors while it holds the lock, because the
@@ -423,21 +423,21 @@ impl<M: Media> Pool<M> {
 
     /// Like [`Self::latch`], but for reads, which are allowed in a latched pool.
     fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
-        self.noted(result).map_err(PoolError::Media)
+        self.record_failure(result).map_err(PoolError::Media)
     }
 
     /// Like [`Self::latch_failure`], but keeps the type of the error.
     // Always inlined. The result is as large as its error, so a call would return it in memory.
     #[inline(always)]
-    fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
+    fn record_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
         if let Err(error) = &result {
-            self.note(error);
+            self.set_latched(error);
         }
         result
     }
 
     #[cold]
-    fn note(&self, error: &MediaError) {
+    fn set_latched(&self, error: &MediaError) {
         // Only the first failure is recorded.
         let _ = self.latched.set(foreshore_types::chain(error));
     }
@@ -449,8 +449,8 @@ impl<M: Media> Pool<M> {
 }
 
 impl State {
-    fn levels(&self) -> Levels {
-        Levels {
+    fn totals(&self) -> Totals {
+        Totals {
             counts: self.counts,
             free: self.buddy.free_chunks(),
             pending: self.scrub.pending(),

@@ -10,7 +10,7 @@ use super::alloc::buddy::Buddy;
 use super::alloc::scrub_queue::ScrubQueue;
 use super::file::blocks;
 use super::file::mark::Mark;
-use super::file::open_steps::{Opened, judge_superblocks};
+use super::file::open_steps::{Opened, select_superblock};
 use super::findings::{Finding, Severity};
 use super::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use super::format::mirrored::{self, Mirrored};
@@ -49,8 +49,8 @@ impl Pool {
     fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
-        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)
-            .map_err(|error| opened.or_gone(error))?;
+        let (superblock, findings) = select_superblock(path, copies, opened.length, mode)
+            .map_err(|error| opened.detect_lost_superblocks(error))?;
         let writable = mode == OpenMode::ReadWrite;
         if writable {
             opened.forget_clean_pages(&superblock.regions());
@@ -58,15 +58,15 @@ impl Pool {
         let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?
             .thin(superblock.is_thin);
         let mut findings = findings;
-        findings.extend(blocks::look(path, &media, writable)?);
+        findings.extend(blocks::check_blocks(path, &media, writable)?);
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
     /// Opens a pool for writing. Its stores are persisted as on `dax-sync` media
-    /// ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
+    /// ([`FileMedia::with_dax_persists`]). For benchmarks.
     #[doc(hidden)]
-    pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
-        Pool::open_on(path, FileMedia::at_the_cost_of_dax)
+    pub fn open_with_dax_persists(path: &Path) -> Result<Arc<Pool>, PoolError> {
+        Pool::open_on(path, FileMedia::with_dax_persists)
     }
 }
 
@@ -81,7 +81,7 @@ impl<M: Media> Pool<M> {
         let mode = OpenMode::ReadWrite;
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
-        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
+        let (superblock, findings) = select_superblock(path, copies, opened.length, mode)?;
         let media = media(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
@@ -128,7 +128,7 @@ impl<M: Media> Pool<M> {
         }
         let mut scan = scan(&Redone::with(media, &words), &superblock)?;
         findings.append(&mut scan.findings);
-        refuse_fatal(&path, writable, &findings)?;
+        check_no_fatal(&path, writable, &findings)?;
         if writable {
             make_durable(media, &superblock)?;
         }
@@ -137,10 +137,10 @@ impl<M: Media> Pool<M> {
         }
         let mut superblock = superblock;
         if writable {
-            put_right(media, &superblock, &findings, &mut scan)?;
+            correct_metadata(media, &superblock, &findings, &mut scan)?;
             split::finish(media, &superblock, &mut scan.volumes)?;
             if superblock.growing_to_bytes > 0 {
-                superblock = withdraw(media, &superblock)?;
+                superblock = cancel_growth(media, &superblock)?;
             }
         }
         if let (true, Some(media)) = (writable, media.as_file()) {
@@ -150,7 +150,7 @@ impl<M: Media> Pool<M> {
         }
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
-        let levels = Mutex::new(state.levels());
+        let totals = Mutex::new(state.totals());
         Ok(Arc::new(Pool {
             path,
             mode,
@@ -160,10 +160,10 @@ impl<M: Media> Pool<M> {
             redo: if writable { BTreeMap::new() } else { words },
             latched: OnceLock::new(),
             state: Mutex::new(state),
-            levels,
+            totals,
             scrubbed: Condvar::new(),
             scrubbed_chunks: AtomicU64::new(0),
-            awaited_chunks: AtomicU64::new(0),
+            on_demand_chunks: AtomicU64::new(0),
             scrub_wake: Arc::default(),
         }))
     }
@@ -183,14 +183,14 @@ impl State {
             retired: scan.retired_chunks,
             damaged: 0,
         };
-        let known =
+        let known_chunks =
             counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
-        counts.damaged = superblock.chunks - known - buddy.free_chunks();
+        counts.damaged = superblock.chunks - known_chunks - buddy.free_chunks();
         State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, scrub, findings }
     }
 }
 
-fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(), PoolError> {
+fn check_no_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(), PoolError> {
     match findings.iter().find(|f| f.severity() == Severity::Fatal) {
         Some(first) if writable => Err(PoolError::Damaged {
             path: path.to_owned(),
@@ -206,7 +206,7 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
 }
 
 /// Rewrites damaged and stale copies, and marks chunks for erasing.
-fn put_right(
+fn correct_metadata(
     media: &dyn Media,
     superblock: &Superblock,
     findings: &[Finding],
@@ -216,11 +216,11 @@ fn put_right(
     // version does not know.
     for finding in findings {
         if let Finding::SuperblockCopy { copy } | Finding::SuperblockStale { copy } = finding {
-            heal::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, *copy)?;
+            restore_copy::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, *copy)?;
         }
     }
-    for (slot, copy) in &scan.to_heal {
-        heal::<VolumeRecordBytes>(media, superblock.volume_record_offsets(*slot), *copy)?;
+    for (slot, copy) in &scan.copies_to_restore {
+        restore_copy::<VolumeRecordBytes>(media, superblock.volume_record_offsets(*slot), *copy)?;
     }
     let table = ChunkTable::new(superblock);
     for chunk in scan.bad_wear.iter().flat_map(|run| run.ids()) {
@@ -245,16 +245,23 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
 
 /// Undoes step 1 of a growth: truncates the file to the pool's size, and then clears the
 /// announcement. The sequence number in `current` is the one before or after the announcement.
-pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
-    media.cut_tail()?;
+pub(super) fn cancel_growth(
+    media: &dyn Media,
+    current: &Superblock,
+) -> Result<Superblock, MediaError> {
+    media.truncate_tail()?;
     let sequence = current.sequence.wrapping_add(2);
-    let withdrawn = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
-    rewrite(media, &withdrawn)?;
-    Ok(withdrawn)
+    let cancelled = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
+    rewrite(media, &cancelled)?;
+    Ok(cancelled)
 }
 
 /// Rewrites one copy of a record with the content of the other.
-fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Result<(), MediaError> {
+fn restore_copy<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+    copy: usize,
+) -> Result<(), MediaError> {
     let mut good = T::new_zeroed();
     media.read(offsets[1 - copy], good.as_mut_bytes())?;
     mirrored::write_copy(media, offsets[copy], &good)

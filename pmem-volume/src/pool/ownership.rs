@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::file::formats::{self, Format};
 use super::file::mark::Mark;
 use super::file::open_steps::{
-    FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use,
+    FORK_TIMEOUT, UDEV_TIMEOUT, device_user, lock_with_timeout, retry_while_in_use,
 };
 use super::lock::{Holder, LockKind};
 use crate::pool::{OpenMode, Pool, PoolError};
@@ -46,31 +46,31 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
     let mut options = OpenOptions::new();
     options.read(true).write(writable).custom_flags(flags | exclusive | libc::O_NONBLOCK);
     // 2. Retry, because a child process or udev may hold the device for a moment.
-    let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
+    let opened = retry_while_in_use(FORK_TIMEOUT, || match options.open(path) {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
         result => result.map(Ok),
     });
     let file = opened.map_err(ClaimError::Open)?.map_err(|error| match is_device {
-        true => match user_of_device(path, metadata.rdev()) {
+        true => match device_user(path, metadata.rdev()) {
             Ok(holder) => ClaimError::InUse { holder },
             Err(by) => ClaimError::DeviceInUse { by },
         },
         false => ClaimError::Open(error),
     })?;
-    let (kind, patience) = match (writable, is_device) {
-        (true, true) => (LockKind::Exclusive, UDEV_PATIENCE),
-        (true, false) => (LockKind::Exclusive, FORK_PATIENCE),
-        (false, _) => (LockKind::Shared, FORK_PATIENCE),
+    let (kind, timeout) = match (writable, is_device) {
+        (true, true) => (LockKind::Exclusive, UDEV_TIMEOUT),
+        (true, false) => (LockKind::Exclusive, FORK_TIMEOUT),
+        (false, _) => (LockKind::Shared, FORK_TIMEOUT),
     };
-    let locked = lock_within(&file, kind, patience).map_err(ClaimError::Lock)?;
+    let locked = lock_with_timeout(&file, kind, timeout).map_err(ClaimError::Lock)?;
     locked.map_err(|holder| ClaimError::InUse { holder })?;
     // 3. Make the file blocking. Otherwise, io_uring would return EAGAIN (Linux io_uring/rw.c,
     //    REQ_F_NOWAIT).
-    set_waiting(&file).map_err(ClaimError::Open)?;
+    set_blocking(&file).map_err(ClaimError::Open)?;
     Ok(file)
 }
 
-fn set_waiting(file: &File) -> io::Result<()> {
+fn set_blocking(file: &File) -> io::Result<()> {
     // SAFETY: fcntl() with F_GETFL takes only numbers, and the descriptor lives as long as `file`.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
     if flags < 0 {
@@ -97,15 +97,15 @@ pub enum PoolContent {
 pub fn pool_content(file: &File, path: &Path) -> PoolContent {
     match peek(file, path) {
         Ok(_) => PoolContent::Pool,
-        Err(error) => content_by(&error),
+        Err(error) => content_of_error(&error),
     }
 }
 
-fn content_by(error: &PoolError) -> PoolContent {
+fn content_of_error(error: &PoolError) -> PoolContent {
     use PoolError::*;
     match error {
         NotAPool { .. } => PoolContent::NoPool,
-        SuperblocksGone { .. }
+        SuperblocksLost { .. }
         | SuperblocksDamaged { .. }
         | SuperblockInvalid { .. }
         | Version { .. }
@@ -129,12 +129,16 @@ fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
 /// Returns `None` if the file already has this mark, even if a guest has written to it. A file that
 /// is marked as a disk or a pool is assumed to have content, because the signatures do not cover
 /// every format.
-pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+pub fn overwritten_content(
+    mark: Mark,
+    file: &File,
+    path: &Path,
+) -> io::Result<Option<&'static str>> {
     let found = Mark::of(file)?;
     if found == Some(mark) {
         return Ok(None);
     }
-    if let Some(content) = known_content(file, path)? {
+    if let Some(content) = detect_content(file, path)? {
         return Ok(Some(content));
     }
     let is_empty = file.metadata()?.len() == 0;
@@ -148,7 +152,7 @@ pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Optio
 
 /// Returns the known content of a file: a pool, a file system, a partition table, a BTT or a disk
 /// image.
-fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+fn detect_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     // Opens the file again through /proc. By now, its path may refer to another file, and `file`
     // may be open only for writing.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -162,7 +166,7 @@ fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
         result => result.map(|()| true),
     };
-    let known = formats::find(formats::known(), Some(content.metadata()?.len()), read)?;
+    let known = formats::find(formats::all_formats(), Some(content.metadata()?.len()), read)?;
     Ok(known.map(Format::name))
 }
 
@@ -225,7 +229,7 @@ mod tests {
             };
             let opened = PoolError::File { path: PathBuf::new(), action: "open", source: source() };
             for error in [read.into(), opened] {
-                assert_eq!(content_by(&error), PoolContent::Unreadable, "{error}");
+                assert_eq!(content_of_error(&error), PoolContent::Unreadable, "{error}");
             }
         }
     }
@@ -241,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn known_content_of_files_is_named() {
+    fn content_of_files_is_detected() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("file");
         let content = |len: u64, parts: &[(u64, &[u8])]| {
@@ -250,9 +254,9 @@ mod tests {
             for (offset, bytes) in parts {
                 file.write_all_at(bytes, *offset).unwrap();
             }
-            known_content(&file, &path).unwrap()
+            detect_content(&file, &path).unwrap()
         };
-        for format in formats::known() {
+        for format in formats::all_formats() {
             // The second length is not a multiple of the sector size.
             for len in [SAMPLE_BYTES, SAMPLE_BYTES + 100] {
                 for sample in format.samples(len) {
@@ -272,10 +276,10 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
         let file = File::options().append(true).open(&path).unwrap();
-        assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
+        assert_eq!(detect_content(&file, &path).unwrap(), Some("a pool"));
         // Only the start of this device is readable.
         let null = File::open("/dev/null").unwrap();
-        assert_eq!(known_content(&null, Path::new("/dev/null")).unwrap(), Some("a pool"));
+        assert_eq!(detect_content(&null, Path::new("/dev/null")).unwrap(), Some("a pool"));
     }
 
     #[test]
@@ -287,7 +291,7 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             let file = File::options().append(true).open(&path).unwrap();
             mark.map_or(Ok(()), |mark| mark.set(&file)).unwrap();
-            content_lost_to(Mark::Output, &file, &path).unwrap()
+            overwritten_content(Mark::Output, &file, &path).unwrap()
         };
         for mark in [None, Some(Mark::Output), Some(Mark::Memory)] {
             assert_eq!(lost(mark, &[7; 4096]), None);
@@ -303,7 +307,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         set_unknown(file.as_file(), b"volume");
         for mark in [Mark::Output, Mark::Memory] {
-            let lost = content_lost_to(mark, file.as_file(), file.path()).unwrap();
+            let lost = overwritten_content(mark, file.as_file(), file.path()).unwrap();
             assert_eq!(lost, Some("data marked by another release of Foreshore"));
         }
     }
@@ -318,8 +322,8 @@ mod tests {
         Mark::Disk.set(file.as_file()).unwrap();
         let path = file.path();
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(path).unwrap();
-        assert_eq!(known_content(&file, path).unwrap(), None);
-        let error = content_lost_to(Mark::Output, &file, path).unwrap_err();
+        assert_eq!(detect_content(&file, path).unwrap(), None);
+        let error = overwritten_content(Mark::Output, &file, path).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 }

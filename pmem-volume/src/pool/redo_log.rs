@@ -190,7 +190,7 @@ pub(crate) fn replay(
 }
 
 /// Checks that the log has space for a transaction of `words` words.
-pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), PoolError> {
+pub(crate) fn check_capacity(superblock: &Superblock, words: u64) -> Result<(), PoolError> {
     let needed_bytes =
         size_of::<LogHeaderBytes>() as u64 + words * size_of::<LogEntryBytes>() as u64;
     let log_bytes = superblock.log_bytes;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::findings::{Finding, Findings};
-use super::format::chunk::{ChunkId, Run, push, runs};
+use super::format::chunk::{ChunkId, Run, push_chunk, runs};
 use super::format::layout::VolumeRecordBytes;
 use super::format::mirrored::{self, Copies};
 use super::format::superblock::Superblock;
@@ -47,7 +47,7 @@ pub(crate) struct Scan {
     pub(crate) metadata_chunks: u32,
     pub(crate) retired_chunks: u32,
     /// Copies of volume records that must be rewritten from the other copy.
-    pub(crate) to_heal: Vec<(Slot, usize)>,
+    pub(crate) copies_to_restore: Vec<(Slot, usize)>,
     /// Number of uses of each chunk.
     pub(crate) wear: Vec<u32>,
     /// Chunks with a damaged wear word. Their number of uses restarts at zero.
@@ -60,7 +60,7 @@ pub(crate) struct Scan {
 
 /// Chunks grouped by the state of their owner words, in the order of the table.
 #[derive(Default)]
-struct Found {
+struct ChunkLists {
     free: Vec<Run>,
     lent: Vec<ChunkId>,
     unscrubbed: Vec<ChunkId>,
@@ -71,8 +71,8 @@ struct Found {
 pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, MediaError> {
     let mut scan = Scan::default();
     // Slots whose record is untrustworthy. Chunks with these slots must not be used.
-    let unknown = scan.read_volumes(media, superblock)?;
-    scan.read_chunks(media, superblock, &unknown)?;
+    let invalid_slots = scan.read_volumes(media, superblock)?;
+    scan.read_chunks(media, superblock, &invalid_slots)?;
     scan.sort_indexes();
     scan.findings = std::mem::take(&mut scan.found).into_list();
     Ok(scan)
@@ -84,7 +84,7 @@ impl Scan {
         media: &dyn Media,
         superblock: &Superblock,
     ) -> Result<BTreeSet<Slot>, MediaError> {
-        let mut unknown = BTreeSet::new();
+        let mut invalid_slots = BTreeSet::new();
         let mut names = BTreeSet::new();
         for slot in superblock.slots() {
             let copies =
@@ -93,17 +93,17 @@ impl Scan {
                 Copies::Agree(bytes) => bytes,
                 Copies::Stale { current, stale: copy } => {
                     self.found.add(Finding::VolumeRecordStale { slot: slot.0, copy });
-                    self.to_heal.push((slot, copy));
+                    self.copies_to_restore.push((slot, copy));
                     current
                 }
                 Copies::Damaged { current, damaged: copy } => {
                     self.found.add(Finding::VolumeRecordCopy { slot: slot.0, copy });
-                    self.to_heal.push((slot, copy));
+                    self.copies_to_restore.push((slot, copy));
                     current
                 }
                 Copies::Lost => {
                     self.found.add(Finding::VolumeRecordLost { slot: slot.0 });
-                    unknown.insert(slot);
+                    invalid_slots.insert(slot);
                     continue;
                 }
             };
@@ -114,7 +114,7 @@ impl Scan {
                     let reason =
                         format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
                     self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason });
-                    unknown.insert(slot);
+                    invalid_slots.insert(slot);
                     continue;
                 }
                 Err(error) => {
@@ -122,7 +122,7 @@ impl Scan {
                         slot: slot.0,
                         reason: error.to_string(),
                     });
-                    unknown.insert(slot);
+                    invalid_slots.insert(slot);
                     continue;
                 }
             };
@@ -138,32 +138,32 @@ impl Scan {
             }
             self.volumes.insert(slot, VolumeEntry { record, chunks: Vec::new() });
         }
-        Ok(unknown)
+        Ok(invalid_slots)
     }
 
     fn read_chunks(
         &mut self,
         media: &dyn Media,
         superblock: &Superblock,
-        unknown: &BTreeSet<Slot>,
+        invalid_slots: &BTreeSet<Slot>,
     ) -> Result<(), MediaError> {
         let table = ChunkTable::new(superblock);
-        let mut found = Found::default();
+        let mut found = ChunkLists::default();
         self.wear.reserve_exact(table.entries() as usize);
         for piece in table.pieces() {
             for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
                 self.sort_wear(chunk, entry.wear);
-                self.sort_owner(chunk, entry.owner, superblock, unknown, &mut found);
+                self.sort_owner(chunk, entry.owner, superblock, invalid_slots, &mut found);
             }
         }
-        let Found { free, lent, unscrubbed, leftover } = found;
+        let ChunkLists { free, lent, unscrubbed, leftover } = found;
         let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
         let counted = [
             Finding::StillLent { chunks: count(&lent) },
             Finding::Unscrubbed { chunks: count(&unscrubbed) },
             Finding::Leftover { chunks: count(&leftover) },
         ];
-        counted.into_iter().filter(|f| !f.is_about_nothing()).for_each(|f| self.found.add(f));
+        counted.into_iter().filter(|f| !f.has_zero_count()).for_each(|f| self.found.add(f));
         self.lent = runs(lent);
         let mut to_scrub = [unscrubbed, leftover].concat();
         to_scrub.sort_unstable();
@@ -175,7 +175,7 @@ impl Scan {
     fn sort_wear(&mut self, chunk: ChunkId, wear: Result<u32, BadWord>) {
         self.wear.push(wear.unwrap_or(0));
         if let Err(bad) = wear {
-            push(&mut self.bad_wear, chunk);
+            push_chunk(&mut self.bad_wear, chunk);
             self.found.add(Finding::WearWord { chunk, word: bad.0 });
         }
     }
@@ -185,8 +185,8 @@ impl Scan {
         chunk: ChunkId,
         owner: Result<Owner, BadWord>,
         superblock: &Superblock,
-        unknown: &BTreeSet<Slot>,
-        found: &mut Found,
+        invalid_slots: &BTreeSet<Slot>,
+        found: &mut ChunkLists,
     ) {
         let owner = match owner {
             Ok(owner) => owner,
@@ -203,14 +203,14 @@ impl Scan {
             return;
         }
         match owner {
-            Owner::Free => push(&mut found.free, chunk),
+            Owner::Free => push_chunk(&mut found.free, chunk),
             Owner::Memory => found.lent.push(chunk),
             Owner::Scrub => found.unscrubbed.push(chunk),
             Owner::Retired => self.retired_chunks += 1,
             // The chunk table was moved. A crash happened before or after the superblock with the
             // new table was written.
             Owner::Metadata => found.leftover.push(chunk),
-            Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
+            Owner::Volume { slot, .. } if invalid_slots.contains(&slot) => {}
             // Pool code never writes such a word. Therefore, it is not a leftover, and the chunk
             // may belong to a volume.
             Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
@@ -218,7 +218,7 @@ impl Scan {
                 self.found.add(Finding::SlotOutside { chunk, slot: slot.0, slots });
             }
             Owner::Volume { slot, index } => {
-                if !self.claim(slot, index, chunk) {
+                if !self.assign_chunk(slot, index, chunk) {
                     found.leftover.push(chunk);
                 }
             }
@@ -228,11 +228,11 @@ impl Scan {
     /// Assigns a chunk to its volume. Returns false if the volume does not exist or ends before
     /// this index. In that case, the operation that marked the chunk is unfinished, or the
     /// operation that removed the chunk is finished.
-    fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
-        self.put(slot, index, chunk) || self.claim_for_part(slot, index, chunk)
+    fn assign_chunk(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
+        self.add_chunk(slot, index, chunk) || self.assign_to_part(slot, index, chunk)
     }
 
-    fn put(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
+    fn add_chunk(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some(volume) = self.volumes.get_mut(&slot) else { return false };
         let exists = index < volume.record.chunks;
         if exists {
@@ -243,14 +243,14 @@ impl Scan {
 
     /// Assigns a chunk to a part of a split volume if its owner word still refers to the split
     /// volume.
-    fn claim_for_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
+    fn assign_to_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some((start, (end, slot))) =
             self.parts.range((origin, 0)..=(origin, index)).next_back()
         else {
             return false;
         };
         let (start, end, slot) = (start.1, *end, *slot);
-        index < end && self.put(slot, index - start, chunk)
+        index < end && self.add_chunk(slot, index - start, chunk)
     }
 
     /// Sorts each volume's chunks, and finds indexes that have two chunks or none.
@@ -276,8 +276,9 @@ impl Scan {
             if missing > 0 && !volume.record.thin {
                 // The indexes are sorted and unique. The first gap therefore precedes the first
                 // index that differs from its position.
-                let in_place =
-                    |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
+                let in_place = |(position, (index, _)): &(usize, &(u32, ChunkId))| {
+                    *position == *index as usize
+                };
                 let first_index =
                     volume.chunks.iter().enumerate().take_while(in_place).count() as u32;
                 let chunks = volume.record.chunks;

@@ -24,28 +24,28 @@ impl Random {
 /// that the fuzzer of the crate has found.
 pub(crate) fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
     let mut random = Random(0x5eed_0000 + inputs);
-    let mut said = Said { target, input: vec![] };
+    let mut failing = FailingInput { target, input: vec![] };
     for _ in 0..inputs / 2 {
-        said.input = random.input();
-        run(&said.input);
-        let at = random.below(said.input.len() as u64) as usize;
-        said.input[at] ^= 1 << random.below(8);
-        run(&said.input);
+        failing.input = random.input();
+        run(&failing.input);
+        let at = random.below(failing.input.len() as u64) as usize;
+        failing.input[at] ^= 1 << random.below(8);
+        run(&failing.input);
     }
     let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/found").join(target);
     for entry in std::fs::read_dir(found).into_iter().flatten() {
-        said.input = std::fs::read(entry.unwrap().path()).unwrap();
-        run(&said.input);
+        failing.input = std::fs::read(entry.unwrap().path()).unwrap();
+        run(&failing.input);
     }
 }
 
 /// Prints the input if the target panics, so that it can be added to fuzz/found.
-struct Said<'a> {
+struct FailingInput<'a> {
     target: &'a str,
     input: Vec<u8>,
 }
 
-impl Drop for Said<'_> {
+impl Drop for FailingInput<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("{} panics with {:02x?}", self.target, self.input);

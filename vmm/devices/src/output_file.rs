@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::ownership::content_lost_to;
+use pmem_volume::pool::ownership::overwritten_content;
 use thiserror::Error;
 
 use crate::file_mark;
@@ -70,7 +70,7 @@ pub(crate) fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
         return Ok(());
     }
     lock(file, path)?;
-    if let Some(content) = content_lost_to(Mark::Output, file, path).map_err(failed)? {
+    if let Some(content) = overwritten_content(Mark::Output, file, path).map_err(failed)? {
         return Err(OutputFileError::HasContent { path: path.to_owned(), content });
     }
     file_mark::set(Mark::Output, file, path);

@@ -19,7 +19,7 @@ Examples:
   pmvol btt info --file /dev/pmem0                  a namespace that no pool is on")]
     Info {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         #[command(flatten)]
         output: Output,
     },
@@ -37,7 +37,7 @@ Examples:
   pmvol btt check --file media.img                  a namespace's media in a file, as Linux leaves it")]
     Check {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         #[command(flatten)]
         output: Output,
     },
@@ -62,7 +62,7 @@ Examples:
   pmvol btt repair --file media.img --give-up-sectors")]
     Repair {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         /// Print the repairs without making them
         #[arg(long)]
         dry_run: bool,
@@ -83,7 +83,7 @@ Examples:
   pmvol btt read --file media.img --sector 7 --hex")]
     Read {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         /// First sector, counted from 0
         #[arg(long, value_name = "NUMBER")]
         sector: u64,
@@ -103,7 +103,7 @@ Examples:
   pmvol btt write /pm/pool data --sector 2048 --from sectors.bin")]
     Write {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         /// First sector, counted from 0
         #[arg(long, value_name = "NUMBER")]
         sector: u64,
@@ -115,7 +115,7 @@ Examples:
     #[command(after_help = "Example:\n  pmvol btt export --file media.img --to sectors.img")]
     Export {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         #[command(flatten)]
         options: ExportOptions,
     },
@@ -123,7 +123,7 @@ Examples:
     #[command(after_help = "Example:\n  pmvol btt import --file media.img --from sectors.img")]
     Import {
         #[command(flatten)]
-        place: Place,
+        location: Location,
         #[command(flatten)]
         options: ImportOptions,
     },
@@ -161,7 +161,7 @@ pub(crate) struct ImportOptions {
 
 /// Location of a BTT.
 #[derive(Args, Serialize)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     /// Pool; omitted with --file
     #[arg(required_unless_present = "file", requires = "volume")]
     #[serde(rename = "path", skip_serializing_if = "Option::is_none")]
@@ -177,7 +177,7 @@ pub(crate) struct Place {
     pub(crate) file: Option<PathBuf>,
 }
 
-impl Place {
+impl Location {
     pub(crate) fn volume(pool: &Path, name: &str) -> Self {
         Self { pool: Some(pool.to_owned()), volume: Some(name.to_owned()), file: None }
     }

@@ -9,34 +9,34 @@ use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{Finding, Lost, Reader};
+use pmem_volume::btt::{Finding, ReadFailure, Reader};
 use pmem_volume::media::is_zero;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use serde::Serialize;
 
-use super::args::{ExportOptions, ImageFormat, Place};
+use super::args::{ExportOptions, ImageFormat, Location};
 use super::image::{
-    QCOW2_NEEDS_FILE, check_place, converted, is_stdio, name, nameless, require_qemu_img,
+    QCOW2_NEEDS_FILE, check_destination, convert, create_unnamed, is_stdio, name, require_qemu_img,
 };
 use super::media::Media;
 use crate::args::Output;
 use crate::commands::{Outcome, outcome};
-use crate::meter::watched;
-use crate::print::{print, remark};
+use crate::meter::with_meter;
+use crate::print::{print, print_stderr};
 
 /// Number of bytes that are copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 /// Aligned zeros of this size become holes. Most file systems have blocks of this size.
 const PAGE_BYTES: usize = 4096;
 /// Maximum number of unreadable ranges that are listed.
-const NAMED: usize = 50;
+const MAX_LISTED: usize = 50;
 
 /// Report of an export.
 #[derive(Serialize)]
 struct Report<'a> {
     #[serde(flatten)]
-    place: &'a Place,
+    location: &'a Location,
     image: &'a Path,
     size_bytes: u64,
     data_bytes: u64,
@@ -45,7 +45,7 @@ struct Report<'a> {
     complete: bool,
 }
 
-pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<Outcome> {
+pub(crate) fn export(location: &Location, options: &ExportOptions) -> anyhow::Result<Outcome> {
     let ExportOptions { to, format, output, .. } = options;
     let is_stream = is_stdio(to);
     if is_stream {
@@ -54,20 +54,20 @@ pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<O
     if *format == ImageFormat::Qcow2 {
         require_qemu_img()?;
     }
-    let media = Media::salvage(place)?;
-    let (content, troubles) = Content::of(&media)?;
-    say_troubles(&troubles);
+    let media = Media::open_damaged(location)?;
+    let (content, damage) = Content::of(&media)?;
+    warn_damage(&damage);
     let mut lost = LostSectors::default();
     let data_bytes = if is_stream {
-        watched(|progress| stream(&content, &mut lost, progress))?
+        with_meter(|progress| stream(&content, &mut lost, progress))?
     } else {
-        to_file(&content, place, options, &mut lost)?
+        to_file(&content, location, options, &mut lost)?
     };
-    lost.say();
+    lost.print();
     // Findings alone are a failure too, because the exported data may be outdated.
-    let complete = lost.is_empty() && troubles.is_empty();
+    let complete = lost.is_empty() && damage.is_empty();
     let report = Report {
-        place,
+        location,
         image: to,
         size_bytes: content.len_bytes(),
         data_bytes,
@@ -76,13 +76,13 @@ pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<O
     };
     let text = format!(
         "{} exported to {}: {}, of which {} are data",
-        place.name(),
+        location.name(),
         if is_stream { "stdout".into() } else { to.display().to_string() },
         Size(report.size_bytes).rounded(),
         Size(data_bytes).rounded()
     );
     if is_stream {
-        remark(format_args!("{text}"));
+        print_stderr(format_args!("{text}"));
     } else {
         print(output, &report, |out| writeln!(out, "{text}"))?;
     }
@@ -105,20 +105,20 @@ fn check_stream(format: ImageFormat, output: &Output) -> anyhow::Result<()> {
 
 fn to_file(
     content: &Content<'_>,
-    place: &Place,
+    location: &Location,
     options: &ExportOptions,
     lost: &mut LostSectors,
 ) -> anyhow::Result<u64> {
     let ExportOptions { to, format, force, .. } = options;
-    check_place(to, *force, place.path())?;
-    let raw = nameless(to)?;
-    let (image, data_bytes) = watched(|progress| {
+    check_destination(to, *force, location.path())?;
+    let raw = create_unnamed(to)?;
+    let (image, data_bytes) = with_meter(|progress| {
         let data_bytes = copy(content, &raw.file, lost, &mut *progress)?;
         let image = match format {
             ImageFormat::Raw => raw,
             ImageFormat::Qcow2 => {
                 let from = (&raw.file, ImageFormat::Raw);
-                converted(from, *format, to, content.len_bytes(), progress)?
+                convert(from, *format, to, content.len_bytes(), progress)?
             }
         };
         anyhow::Ok((image, data_bytes))
@@ -127,7 +127,7 @@ fn to_file(
     Ok(data_bytes)
 }
 
-type Troubles = Vec<(usize, Finding)>;
+type ArenaDamage = Vec<(usize, Finding)>;
 
 /// Content to copy: the sectors of a BTT or the bytes of a raw volume.
 enum Content<'a> {
@@ -137,16 +137,16 @@ enum Content<'a> {
 
 impl<'a> Content<'a> {
     /// Opens the content. Returns the damage too, with the number of its arena.
-    fn of(media: &'a Media) -> anyhow::Result<(Self, Troubles)> {
+    fn of(media: &'a Media) -> anyhow::Result<(Self, ArenaDamage)> {
         if media.is_raw() {
             return Ok((Content::Bytes(media), vec![]));
         }
-        let (reader, troubles) = Reader::open_damaged(media);
+        let (reader, damage) = Reader::open_damaged(media);
         if reader.sectors() == 0 {
-            say_troubles(&troubles);
+            warn_damage(&damage);
             bail!("there is no arena that could be read");
         }
-        Ok((Content::Sectors(reader), troubles))
+        Ok((Content::Sectors(reader), damage))
     }
 
     fn sector_bytes(&self) -> u64 {
@@ -183,8 +183,8 @@ impl<'a> Content<'a> {
     fn read(&self, at: u64, into: &mut [u8], lost: &mut LostSectors) {
         match self {
             Content::Sectors(reader) => {
-                reader.read_many(at / self.sector_bytes(), into, &mut |sector, why| {
-                    lost.add(sector, &why)
+                reader.read_many(at / self.sector_bytes(), into, &mut |sector, reason| {
+                    lost.add(sector, &reason)
                 });
             }
             Content::Bytes(media) => {
@@ -194,7 +194,7 @@ impl<'a> Content<'a> {
                 for (page, bytes) in (at / PAGE_BYTES as u64..).zip(into.chunks_mut(PAGE_BYTES)) {
                     if let Err(error) = media.read(page * PAGE_BYTES as u64, bytes) {
                         bytes.fill(0);
-                        lost.add(page, &Lost::Media(error));
+                        lost.add(page, &ReadFailure::Media(error));
                     }
                 }
             }
@@ -281,15 +281,15 @@ fn stream(
 }
 
 /// Reports damage of the arenas on stderr, and the consequences for their sectors.
-pub(super) fn say_troubles(troubles: &[(usize, Finding)]) {
-    for (arena, finding) in troubles {
-        remark(format_args!("arena {arena}: {finding}"));
+pub(super) fn warn_damage(damage: &[(usize, Finding)]) {
+    for (arena, finding) in damage {
+        print_stderr(format_args!("arena {arena}: {finding}"));
     }
     let mut of_flog: Vec<_> =
-        troubles.iter().filter(|(_, finding)| finding.loses_writes()).map(|(n, _)| *n).collect();
+        damage.iter().filter(|(_, finding)| finding.may_lose_writes()).map(|(n, _)| *n).collect();
     of_flog.dedup();
     for arena in of_flog {
-        remark(format_args!(
+        print_stderr(format_args!(
             "arena {arena}: sectors that were written last may hold old data, or data of other sectors"
         ));
     }
@@ -303,19 +303,19 @@ pub(super) struct LostSectors {
 }
 
 impl LostSectors {
-    pub(super) fn add(&mut self, sector: u64, why: &Lost) {
+    pub(super) fn add(&mut self, sector: u64, reason: &ReadFailure) {
         self.count += 1;
-        let why = match why {
-            Lost::Media(_) => why.to_string(),
-            why => format!("they are {why}"),
+        let reason = match reason {
+            ReadFailure::Media(_) => reason.to_string(),
+            reason => format!("they are {reason}"),
         };
-        if let Some((_, (end, reason))) = self.ranges.range_mut(..sector).next_back()
+        if let Some((_, (end, last_reason))) = self.ranges.range_mut(..sector).next_back()
             && *end == sector
-            && kind(reason) == kind(&why)
+            && kind(last_reason) == kind(&reason)
         {
             *end += 1;
-        } else if self.ranges.len() < NAMED {
-            self.ranges.insert(sector, (sector + 1, why));
+        } else if self.ranges.len() < MAX_LISTED {
+            self.ranges.insert(sector, (sector + 1, reason));
         }
     }
 
@@ -323,19 +323,22 @@ impl LostSectors {
         self.count == 0
     }
 
-    pub(super) fn say(&self) {
-        for (first, (end, why)) in &self.ranges {
+    pub(super) fn print(&self) {
+        for (first, (end, reason)) in &self.ranges {
             match end - first {
-                1 => remark(format_args!("sector {first} cannot be read: {why}")),
-                _ => remark(format_args!("sectors {first} to {} cannot be read: {why}", end - 1)),
+                1 => print_stderr(format_args!("sector {first} cannot be read: {reason}")),
+                _ => print_stderr(format_args!(
+                    "sectors {first} to {} cannot be read: {reason}",
+                    end - 1
+                )),
             }
         }
         let named: u64 = self.ranges.iter().map(|(first, (end, _))| end - first).sum();
         if self.count > named {
-            remark(format_args!("and {} more sectors cannot be read", self.count - named));
+            print_stderr(format_args!("and {} more sectors cannot be read", self.count - named));
         }
         if self.count > 0 {
-            remark(format_args!(
+            print_stderr(format_args!(
                 "{} sector(s) could not be read, and are zeros instead",
                 self.count
             ));
@@ -357,12 +360,12 @@ mod tests {
     fn lost_sectors_are_listed_as_ranges() {
         let mut lost = LostSectors::default();
         for sector in [4, 5, 6, 9] {
-            lost.add(sector, &Lost::Marked);
+            lost.add(sector, &ReadFailure::Marked);
         }
-        lost.add(10, &Lost::Outside);
+        lost.add(10, &ReadFailure::Outside);
         let ranges: Vec<_> = lost.ranges.iter().map(|(first, (end, _))| (*first, *end)).collect();
         assert_eq!(ranges, [(4, 7), (9, 10), (10, 11)]);
-        (100..300).step_by(2).for_each(|sector| lost.add(sector, &Lost::Marked));
-        assert_eq!((lost.ranges.len(), lost.count), (NAMED, 105));
+        (100..300).step_by(2).for_each(|sector| lost.add(sector, &ReadFailure::Marked));
+        assert_eq!((lost.ranges.len(), lost.count), (MAX_LISTED, 105));
     }
 }

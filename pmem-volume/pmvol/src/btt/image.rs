@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::ownership::{PoolContent, pool_content};
 use pmem_volume::progress::{OnProgress, Progress, Task};
-use pmem_volume::unnamed_file::{Taken, Unnamed};
+use pmem_volume::unnamed_file::{IfExists, UnnamedFile};
 
 use super::args::ImageFormat;
 
@@ -28,14 +28,14 @@ pub(super) fn is_stdio(path: &Path) -> bool {
 /// Checks that `path` is free, or is a file that may be replaced. Call it before any long work.
 /// Neither a pool nor the `source` of the copy may be replaced, because no other copy of them
 /// exists.
-pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
+pub(super) fn check_destination(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
             bail!("{}: it is no regular file, and an image is only written to one", path.display())
         }
         Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
         Ok(metadata) => {
-            let looked = || format!("cannot look at {}", path.display());
+            let inspect_failed = || format!("cannot look at {}", path.display());
             let source = fs::metadata(source)
                 .with_context(|| format!("cannot look at {}", source.display()))?;
             if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
@@ -44,7 +44,7 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
                     path.display()
                 );
             }
-            let file = File::open(path).with_context(looked)?;
+            let file = File::open(path).with_context(inspect_failed)?;
             if pool_content(&file, path) != PoolContent::NoPool {
                 bail!("{}: it is a pool, and --force does not replace one", path.display());
             }
@@ -58,16 +58,16 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
 const EXISTS: &str = "the file exists already; --force replaces it";
 
 /// Creates a file without a name in the folder of `path`.
-pub(super) fn nameless(path: &Path) -> anyhow::Result<Unnamed> {
-    Unnamed::in_folder_of(path, PRIVATE_MODE)
+pub(super) fn create_unnamed(path: &Path) -> anyhow::Result<UnnamedFile> {
+    UnnamedFile::in_folder_of(path, PRIVATE_MODE)
         .with_context(|| format!("cannot make a file in the folder of {}", path.display()))
 }
 
 /// Makes an image durable and gives it its name. With `replace`, it replaces an existing file.
-pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result<()> {
+pub(super) fn name(image: UnnamedFile, path: &Path, replace: bool) -> anyhow::Result<()> {
     image.file.sync_all().with_context(|| format!("cannot complete {}", path.display()))?;
-    let taken = if replace { Taken::IsReplaced } else { Taken::Keeps };
-    match image.name(path, taken) {
+    let if_exists = if replace { IfExists::Replace } else { IfExists::Fail };
+    match image.name(path, if_exists) {
         // Another process created the file in the meantime.
         Err(error) if !replace && error.source.kind() == io::ErrorKind::AlreadyExists => {
             bail!("{}: {EXISTS}", path.display())
@@ -80,21 +80,21 @@ pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result
 /// reported in units of `len_bytes`.
 ///
 /// The conversion reads the open file that was checked, even if another file has its name by now.
-pub(super) fn converted(
+pub(super) fn convert(
     from: (&File, ImageFormat),
     to_format: ImageFormat,
     path: &Path,
     len_bytes: u64,
     progress: OnProgress<'_>,
-) -> anyhow::Result<Unnamed> {
-    let to = nameless(path)?;
+) -> anyhow::Result<UnnamedFile> {
+    let to = create_unnamed(path)?;
     let (from, from_format) = from;
     let mut command = Command::new(QEMU_IMG);
-    command.args(["convert", "-p", "-f", name_of(from_format), "-O", name_of(to_format)]);
-    command.args([from, &to.file].map(path_of)).stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = started(command.spawn())?;
+    command.args(["convert", "-p", "-f", format_name(from_format), "-O", format_name(to_format)]);
+    command.args([from, &to.file].map(proc_fd_path)).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = map_spawn_error(command.spawn())?;
     let mut output = child.stdout.take().expect("it is piped");
-    let heard = hear(&mut output, &mut |done| {
+    let result = read_progress(&mut output, &mut |done| {
         let done_bytes = (len_bytes as f64 * done) as u64;
         progress(Progress {
             task: Task::Convert,
@@ -103,7 +103,7 @@ pub(super) fn converted(
         });
     });
     let status = child.wait().with_context(|| format!("cannot wait for {QEMU_IMG}"))?;
-    heard.with_context(|| format!("cannot read what {QEMU_IMG} says"))?;
+    result.with_context(|| format!("cannot read what {QEMU_IMG} says"))?;
     if !status.success() {
         bail!("{QEMU_IMG} convert ended with {status}");
     }
@@ -112,11 +112,11 @@ pub(super) fn converted(
 
 /// Returns a path through which a child process can open a file of this process, even if the file
 /// has no name (proc(5), /proc/PID/fd).
-fn path_of(file: &File) -> String {
+fn proc_fd_path(file: &File) -> String {
     format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd())
 }
 
-fn name_of(format: ImageFormat) -> &'static str {
+fn format_name(format: ImageFormat) -> &'static str {
     match format {
         ImageFormat::Raw => "raw",
         ImageFormat::Qcow2 => "qcow2",
@@ -125,7 +125,7 @@ fn name_of(format: ImageFormat) -> &'static str {
 
 /// Reads the progress that `qemu-img -p` prints until the end: `(12.34/100%)` repeatedly, separated
 /// by carriage returns.
-fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
+fn read_progress(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
     let (mut text, mut bytes) = (String::new(), [0; 256]);
     loop {
         let count = match output.read(&mut bytes) {
@@ -135,8 +135,8 @@ fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
             Err(error) => return Err(error),
         };
         text.push_str(&String::from_utf8_lossy(&bytes[..count]));
-        let Some((said, rest)) = text.rsplit_once(')') else { continue };
-        if let Some(percent) = percent_in(said) {
+        let Some((printed, rest)) = text.rsplit_once(')') else { continue };
+        if let Some(percent) = last_percent(printed) {
             is_done(percent / 100.0);
         }
         text = rest.to_owned();
@@ -144,8 +144,8 @@ fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
 }
 
 /// Returns the last complete percentage in the output.
-fn percent_in(said: &str) -> Option<f64> {
-    let (_, last) = said.rsplit_once('(')?;
+fn last_percent(printed: &str) -> Option<f64> {
+    let (_, last) = printed.rsplit_once('(')?;
     let percent: f64 = last.strip_suffix("/100%")?.trim().parse().ok()?;
     (0.0..=100.0).contains(&percent).then_some(percent)
 }
@@ -154,10 +154,10 @@ fn percent_in(said: &str) -> Option<f64> {
 pub(super) fn require_qemu_img() -> anyhow::Result<()> {
     let status =
         Command::new(QEMU_IMG).arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).status();
-    started(status).map(drop)
+    map_spawn_error(status).map(drop)
 }
 
-fn started<T>(result: io::Result<T>) -> anyhow::Result<T> {
+fn map_spawn_error<T>(result: io::Result<T>) -> anyhow::Result<T> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
             "{QEMU_IMG} is not installed, and qcow2 is left to it; install it (Debian: qemu-utils), or use a raw image"
@@ -172,20 +172,20 @@ mod tests {
 
     #[test]
     fn progress_of_qemu_img_is_parsed_in_any_pieces() {
-        let said = b"    (0.00/100%)\r    (12.50/100%)\r    (100.00/100%)\r\n";
+        let printed = b"    (0.00/100%)\r    (12.50/100%)\r    (100.00/100%)\r\n";
         for size in [1, 7, 16, 100] {
-            let mut heard = vec![];
-            for piece in said.chunks(size) {
-                heard.push(piece);
+            let mut pieces = vec![];
+            for piece in printed.chunks(size) {
+                pieces.push(piece);
             }
-            let mut output = Pieces(heard.into_iter());
+            let mut output = Pieces(pieces.into_iter());
             let mut done = vec![];
-            hear(&mut output, &mut |now| done.push(now)).unwrap();
+            read_progress(&mut output, &mut |now| done.push(now)).unwrap();
             assert_eq!(done.last(), Some(&1.0), "pieces of {size}: {done:?}");
             assert!(done.is_sorted() && done.iter().all(|done| [0.0, 0.125, 1.0].contains(done)));
         }
         for nonsense in ["(abc/100%", "(200/100%", "(-1/100%", "100%", "(NaN/100%", "(1/10"] {
-            assert_eq!(percent_in(nonsense), None, "{nonsense}");
+            assert_eq!(last_percent(nonsense), None, "{nonsense}");
         }
     }
 

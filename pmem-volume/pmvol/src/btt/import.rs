@@ -9,19 +9,19 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{Engine, Load};
+use pmem_volume::btt::{BulkLoad, Engine};
 use pmem_volume::media::{self, MediaError, Pending, is_zero};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use rustix::io::Errno;
 use serde::Serialize;
 
-use super::args::{ImageFormat, ImportOptions, Place};
-use super::image::{QCOW2_NEEDS_FILE, converted, is_stdio, require_qemu_img};
+use super::args::{ImageFormat, ImportOptions, Location};
+use super::image::{QCOW2_NEEDS_FILE, convert, is_stdio, require_qemu_img};
 use super::media::{Media, holds_data};
 use super::qcow2;
 use super::sectors::read_full;
 use crate::commands::Outcome;
-use crate::meter::watched;
+use crate::meter::with_meter;
 use crate::print::print;
 
 /// Number of bytes that are copied at a time.
@@ -34,20 +34,20 @@ const PERSIST_BYTES: u64 = 64 << 20;
 #[derive(Serialize)]
 struct Report<'a> {
     #[serde(flatten)]
-    place: &'a Place,
+    location: &'a Location,
     image: &'a Path,
     #[serde(flatten)]
-    filled: Filled,
+    filled: ImportSizes,
 }
 
 /// Sizes of the image from which a volume was filled.
 #[derive(Clone, Copy, Serialize)]
-pub(crate) struct Filled {
+pub(crate) struct ImportSizes {
     image_bytes: u64,
     data_bytes: u64,
 }
 
-impl Filled {
+impl ImportSizes {
     pub(crate) fn text(self) -> String {
         format!(
             "{}, of which {} are data",
@@ -57,33 +57,37 @@ impl Filled {
     }
 }
 
-pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<Outcome> {
+pub(crate) fn import(location: &Location, options: &ImportOptions) -> anyhow::Result<Outcome> {
     let ImportOptions { from, format, force, output } = options;
     let source = Source::open(from, *format)?;
     // Checked before any long work.
-    let media = Media::change(place)?;
+    let media = Media::open_read_write(location)?;
     let target = Target::of(&media)?;
-    source.check_room(place, target.len_bytes())?;
-    let holds_data = watched(|progress| holds_data(&media, progress))?;
+    source.check_image_fits(location, target.len_bytes())?;
+    let holds_data = with_meter(|progress| holds_data(&media, progress))?;
     if holds_data {
-        target.check_writable(place)?;
+        target.check_writable(location)?;
     }
     if holds_data && !force {
-        bail!("{} holds data; --force replaces it all", place.name());
+        bail!("{} holds data; --force replaces it all", location.name());
     }
     let target = if holds_data { target } else { target.empty() };
-    let filled = target.fill(place, source.unpacked()?, holds_data).with_context(|| {
-        format!("{} has a part of the image; import it again with --force", place.name())
+    let filled = target.fill(location, source.unpacked()?, holds_data).with_context(|| {
+        format!("{} has a part of the image; import it again with --force", location.name())
     })?;
-    let report = Report { place, image: from, filled };
-    let text = format!("{} imported to {}: {}", source_name(from), place.name(), filled.text());
+    let report = Report { location, image: from, filled };
+    let text = format!("{} imported to {}: {}", source_name(from), location.name(), filled.text());
     print(output, &report, |out| writeln!(out, "{text}"))?;
     Ok(Outcome::Done)
 }
 
 /// Fills a volume that was just created.
-pub(crate) fn fill(media: &Media, place: &Place, source: Source<'_>) -> anyhow::Result<Filled> {
-    Target::of(media)?.empty().fill(place, source, false)
+pub(crate) fn fill(
+    media: &Media,
+    location: &Location,
+    source: Source<'_>,
+) -> anyhow::Result<ImportSizes> {
+    Target::of(media)?.empty().fill(location, source, false)
 }
 
 fn source_name(path: &Path) -> String {
@@ -118,7 +122,7 @@ impl<'a> Source<'a> {
             bail!("{}: it is no regular file, and an image is one", path.display());
         }
         let file = File::open(path).with_context(failed)?;
-        if format.is_none() && qcow2::begins_as_qcow2(&file).with_context(failed)? {
+        if format.is_none() && qcow2::is_qcow2(&file).with_context(failed)? {
             bail!("{}: {BEGINS_AS_QCOW2}, or --format qcow2 to unpack it", path.display());
         }
         let format = format.unwrap_or(ImageFormat::Raw);
@@ -141,13 +145,13 @@ impl<'a> Source<'a> {
         }
     }
 
-    fn check_room(&self, place: &Place, room_bytes: u64) -> anyhow::Result<()> {
+    fn check_image_fits(&self, location: &Location, room_bytes: u64) -> anyhow::Result<()> {
         match self.len_bytes() {
             Some(len_bytes) if len_bytes > room_bytes => bail!(
                 "{}: the image has {len_bytes} bytes ({}), and {} has room for {room_bytes} ({})",
                 self.path.display(),
                 Size(len_bytes).rounded(),
-                place.name(),
+                location.name(),
                 Size(room_bytes).rounded()
             ),
             _ => Ok(()),
@@ -162,8 +166,8 @@ impl<'a> Source<'a> {
         else {
             return Ok(self);
         };
-        let raw = watched(|progress| {
-            converted((&file, ImageFormat::Qcow2), ImageFormat::Raw, path, len_bytes, progress)
+        let raw = with_meter(|progress| {
+            convert((&file, ImageFormat::Qcow2), ImageFormat::Raw, path, len_bytes, progress)
         })?;
         let file = raw.file.try_clone().context("cannot keep what was unpacked")?;
         let len_bytes = file.metadata().context("cannot look at what was unpacked")?.len();
@@ -201,7 +205,7 @@ enum Target<'a> {
     /// A BTT that may hold data.
     Sectors(Box<Engine<&'a Media>>),
     /// An empty BTT, which is filled in bulk. `None` once it is full.
-    Empty(Option<Box<Load<&'a Media>>>),
+    Empty(Option<Box<BulkLoad<&'a Media>>>),
     /// A raw volume.
     Bytes(Bytes<&'a Media>),
 }
@@ -240,7 +244,7 @@ impl<'a> Target<'a> {
     /// Switches to bulk loading if the target is a BTT. Its volume must hold no data.
     fn empty(self) -> Self {
         match self {
-            Target::Sectors(engine) => match engine.into_load() {
+            Target::Sectors(engine) => match engine.into_bulk_load() {
                 Ok(load) => Target::Empty(Some(Box::new(load))),
                 Err(engine) => Target::Sectors(engine),
             },
@@ -258,13 +262,13 @@ impl<'a> Target<'a> {
 
     /// Fails if an arena is read-only. An import into a volume that holds data writes to every
     /// arena.
-    fn check_writable(&self, place: &Place) -> anyhow::Result<()> {
+    fn check_writable(&self, location: &Location) -> anyhow::Result<()> {
         let arenas = self.engine().map(Engine::arenas).unwrap_or_default();
         for (number, arena) in arenas.into_iter().enumerate() {
-            if let Some(why) = arena.read_only {
+            if let Some(reason) = arena.read_only {
                 bail!(
-                    "{}: arena {number} takes no writes: {why}; see `pmvol btt check` and `pmvol btt repair`",
-                    place.name()
+                    "{}: arena {number} takes no writes: {reason}; see `pmvol btt check` and `pmvol btt repair`",
+                    location.name()
                 );
             }
         }
@@ -313,24 +317,24 @@ impl<'a> Target<'a> {
     /// Copies an image and makes the copy durable, even if a part of the image cannot be read.
     fn fill(
         mut self,
-        place: &Place,
+        location: &Location,
         mut source: Source<'_>,
         holds_data: bool,
-    ) -> anyhow::Result<Filled> {
+    ) -> anyhow::Result<ImportSizes> {
         // qemu-img examined the image later than `Source::open`, so the size may differ.
-        source.check_room(place, self.len_bytes())?;
-        watched(|progress| {
+        source.check_image_fits(location, self.len_bytes())?;
+        with_meter(|progress| {
             let copy = Copy { target: &mut self, holds_data, image_bytes: 0, data_bytes: 0 };
             copy.run(&mut source.input, progress)
         })
     }
 
     /// Makes all data durable, so that the next driver finds it.
-    fn settle(&mut self) -> anyhow::Result<()> {
+    fn quiesce(&mut self) -> anyhow::Result<()> {
         match self {
-            Target::Sectors(engine) => engine.settle()?,
+            Target::Sectors(engine) => engine.quiesce()?,
             Target::Empty(load) => {
-                load.take().expect("it is taken once").finish()?.settle()?;
+                load.take().expect("it is taken once").finish()?.quiesce()?;
             }
             Target::Bytes(raw) => {
                 raw.persist()?;
@@ -352,19 +356,19 @@ struct Copy<'a, 'b> {
 
 impl Copy<'_, '_> {
     /// Copies the whole image. If it fails, the part that was copied is kept.
-    fn run(mut self, input: &mut Input, progress: OnProgress<'_>) -> anyhow::Result<Filled> {
+    fn run(mut self, input: &mut Input, progress: OnProgress<'_>) -> anyhow::Result<ImportSizes> {
         let total_bytes = self.target.len_bytes();
         let copied = match input {
             Input::File { file, len_bytes } => self.copy_file(file, *len_bytes, progress),
             Input::Stream(stream) => self.copy_stream(stream, progress),
         };
-        let settled = self.target.settle();
+        let quiesced = self.target.quiesce();
         copied?;
-        settled?;
+        quiesced?;
         progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
         // The last sector is padded.
         let data_bytes = self.data_bytes.min(self.image_bytes);
-        Ok(Filled { image_bytes: self.image_bytes, data_bytes })
+        Ok(ImportSizes { image_bytes: self.image_bytes, data_bytes })
     }
 
     fn copy_file(
@@ -389,7 +393,7 @@ impl Copy<'_, '_> {
             }
             let mut bytes = vec![0; (len_bytes - at).min(PIECE_BYTES) as usize];
             file.read_exact_at(&mut bytes, at).context("cannot read the image")?;
-            at += self.put(at, bytes)?;
+            at += self.write_piece(at, bytes)?;
         }
         self.skip(at..total_bytes)
     }
@@ -413,13 +417,13 @@ impl Copy<'_, '_> {
                 bail!("stdin has more than the {total_bytes} bytes that the volume has room for");
             }
             self.image_bytes += length as u64;
-            at += self.put(at, bytes)?;
+            at += self.write_piece(at, bytes)?;
         }
     }
 
     /// Writes a piece of the image, whose last sector may be incomplete. Returns the number of
     /// bytes in all its sectors.
-    fn put(&mut self, at: u64, mut bytes: Vec<u8>) -> anyhow::Result<u64> {
+    fn write_piece(&mut self, at: u64, mut bytes: Vec<u8>) -> anyhow::Result<u64> {
         let unit_bytes = self.target.unit_bytes() as usize;
         bytes.resize(bytes.len().next_multiple_of(unit_bytes), 0);
         let units: Vec<_> = bytes.chunks(unit_bytes).collect();

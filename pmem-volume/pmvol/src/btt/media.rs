@@ -9,7 +9,7 @@ use pmem_volume::pool::DamagedVolume;
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};
 
-use super::args::Place;
+use super::args::Location;
 
 /// Returns true if the volume holds data. Import, split and delete need --force to discard it. A
 /// raw volume holds data if any byte is not zero. A damaged BTT is treated as data.
@@ -20,42 +20,42 @@ pub(crate) fn holds_data(media: &Media, progress: OnProgress<'_>) -> Result<bool
 pub(crate) enum Media {
     Volume(Volume),
     /// Volume of a pool that is open for reading. It may lack chunks.
-    Part(DamagedVolume),
+    Damaged(DamagedVolume),
     File(BttFile),
 }
 
 impl Media {
     /// Opens the media for reading, even while another process changes them.
-    pub(super) fn peek(place: &Place) -> anyhow::Result<Self> {
-        Self::open(place, OpenMode::Peek)
+    pub(super) fn open_peek(location: &Location) -> anyhow::Result<Self> {
+        Self::open(location, OpenMode::Peek)
     }
 
     /// Opens the media for reading, and excludes writers.
-    pub(super) fn look(place: &Place) -> anyhow::Result<Self> {
-        Self::open(place, OpenMode::ReadOnly)
+    pub(super) fn open_read_only(location: &Location) -> anyhow::Result<Self> {
+        Self::open(location, OpenMode::ReadOnly)
     }
 
-    pub(super) fn change(place: &Place) -> anyhow::Result<Self> {
-        Self::open(place, OpenMode::ReadWrite)
+    pub(super) fn open_read_write(location: &Location) -> anyhow::Result<Self> {
+        Self::open(location, OpenMode::ReadWrite)
     }
 
     /// Opens the media to copy out what is readable.
-    pub(super) fn salvage(place: &Place) -> anyhow::Result<Self> {
-        match place {
-            Place { pool: Some(pool), volume: Some(volume), .. } => {
+    pub(super) fn open_damaged(location: &Location) -> anyhow::Result<Self> {
+        match location {
+            Location { pool: Some(pool), volume: Some(volume), .. } => {
                 let pool = Pool::open(pool, OpenMode::ReadOnly)?;
-                Ok(Media::Part(pool.open_damaged_volume(volume)?))
+                Ok(Media::Damaged(pool.open_damaged_volume(volume)?))
             }
-            _ => Self::look(place),
+            _ => Self::open_read_only(location),
         }
     }
 
-    fn open(place: &Place, mode: OpenMode) -> anyhow::Result<Self> {
-        match place {
-            Place { pool: Some(pool), volume: Some(volume), .. } => {
+    fn open(location: &Location, mode: OpenMode) -> anyhow::Result<Self> {
+        match location {
+            Location { pool: Some(pool), volume: Some(volume), .. } => {
                 Ok(Media::Volume(Pool::open(pool, mode)?.open_volume(volume)?))
             }
-            Place { file: Some(file), .. } => {
+            Location { file: Some(file), .. } => {
                 Ok(Media::File(BttFile::open(file, mode == OpenMode::ReadWrite)?))
             }
             _ => unreachable!("clap asks for a pool and a volume, or a file"),
@@ -66,7 +66,7 @@ impl Media {
     pub(crate) fn is_raw(&self) -> bool {
         let info = match self {
             Media::Volume(volume) => volume.info(),
-            Media::Part(volume) => volume.info(),
+            Media::Damaged(volume) => volume.info(),
             Media::File(_) => return false,
         };
         info.format == VolumeFormat::Raw
@@ -77,7 +77,7 @@ impl Media {
             Media::Volume(volume) if self.is_raw() => {
                 Err(PoolError::NotBtt { name: volume.info().name.clone() })
             }
-            Media::Part(volume) if self.is_raw() => {
+            Media::Damaged(volume) if self.is_raw() => {
                 Err(PoolError::NotBtt { name: volume.info().name.clone() })
             }
             _ => Ok(()),
@@ -91,7 +91,7 @@ impl Deref for Media {
     fn deref(&self) -> &Self::Target {
         match self {
             Media::Volume(volume) => volume,
-            Media::Part(volume) => volume,
+            Media::Damaged(volume) => volume,
             Media::File(file) => file,
         }
     }

@@ -8,28 +8,28 @@ use pmem_volume::media::MediaError;
 use pmem_volume::pool::RepairReport;
 use serde::Serialize;
 
-use super::args::Place;
+use super::args::Location;
 use super::media::Media;
 use crate::print::{Out, arena_findings, findings};
 
 /// Name of a place in output, and its form on a command line.
-impl Place {
+impl Location {
     pub(crate) fn name(&self) -> String {
         match self {
-            Place { pool: Some(pool), volume: Some(volume), .. } => {
+            Location { pool: Some(pool), volume: Some(volume), .. } => {
                 format!("volume {volume} of {}", pool.display())
             }
-            Place { file: Some(file), .. } => format!("file {}", file.display()),
+            Location { file: Some(file), .. } => format!("file {}", file.display()),
             _ => String::new(),
         }
     }
 
     fn as_arguments(&self) -> String {
         match self {
-            Place { pool: Some(pool), volume: Some(volume), .. } => {
+            Location { pool: Some(pool), volume: Some(volume), .. } => {
                 format!("{} {volume}", pool.display())
             }
-            Place { file: Some(file), .. } => format!("--file {}", file.display()),
+            Location { file: Some(file), .. } => format!("--file {}", file.display()),
             _ => String::new(),
         }
     }
@@ -70,21 +70,21 @@ struct ArenaLine {
 }
 
 impl InfoReport {
-    pub(super) fn new(place: &Place, media: &Media) -> Result<Self, MediaError> {
+    pub(super) fn new(location: &Location, media: &Media) -> Result<Self, MediaError> {
         let (mut sectors, mut sector_bytes) = (0, 0);
         let (mut arenas, mut missing) = (Vec::new(), Vec::new());
-        for (number, place) in btt::arenas(media).into_iter().enumerate() {
-            match place {
+        for (number, location) in btt::arenas(media).into_iter().enumerate() {
+            match location {
                 Ok((info, source)) => {
                     arenas.push(ArenaLine::new(number, &info, source, &mut sectors));
                     sector_bytes = info.sector_bytes;
                 }
                 Err(missing_arena) => {
                     let lost = missing_arena.sectors(sector_bytes);
-                    let btt::Missing { start_bytes, why, .. } = missing_arena;
+                    let btt::MissingArena { start_bytes, reason, .. } = missing_arena;
                     let end = lost.map_or("; what lies behind it is not known", |_| "");
                     missing.push(format!(
-                        "at {start_bytes:#x} there should be arena {number}: neither info block is whole ({why}){end}"
+                        "at {start_bytes:#x} there should be arena {number}: neither info block is whole ({reason}){end}"
                     ));
                     sectors += lost.unwrap_or(0);
                 }
@@ -92,7 +92,7 @@ impl InfoReport {
         }
         let missing = Some(missing.join("\n")).filter(|text| !text.is_empty());
         Ok(Self {
-            name: place.name(),
+            name: location.name(),
             size_bytes: media.len_bytes(),
             sector_bytes,
             sectors,
@@ -181,12 +181,12 @@ pub(super) struct CheckOutput<'a> {
 }
 
 impl<'a> CheckOutput<'a> {
-    pub(super) fn new(place: &Place, report: &'a btt::Report) -> Self {
-        Self { name: place.name(), clean: report.is_clean(), sectors: report.sectors(), report }
+    pub(super) fn new(location: &Location, report: &'a btt::Report) -> Self {
+        Self { name: location.name(), clean: report.is_clean(), sectors: report.sectors(), report }
     }
 }
 
-pub(super) fn check(out: Out<'_>, place: &Place, report: &btt::Report) -> io::Result<()> {
+pub(super) fn check(out: Out<'_>, location: &Location, report: &btt::Report) -> io::Result<()> {
     arena_findings(out, "", report)?;
     if report.is_clean() {
         return writeln!(out, "clean: {} sectors, every block named once", report.sectors());
@@ -196,33 +196,33 @@ pub(super) fn check(out: Out<'_>, place: &Place, report: &btt::Report) -> io::Re
         out,
         "not clean: {}; `pmvol btt repair {} --dry-run` says what can be mended",
         findings(count),
-        place.as_arguments()
+        location.as_arguments()
     )
 }
 
 /// Prints a repair before it is made.
-pub(super) fn to_mend(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
-    let mend = if dry_run { "would mend" } else { "mends" };
-    report.mended.iter().try_for_each(|what| writeln!(out, "{mend}: {what}"))
+pub(super) fn planned_fixes(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
+    let prefix = if dry_run { "would mend" } else { "mends" };
+    report.mended.iter().try_for_each(|description| writeln!(out, "{prefix}: {description}"))
 }
 
 /// Returns the command that copies out all readable sectors, if any damage remains.
-pub(super) fn export_hint(place: &Place, report: &RepairReport) -> Vec<String> {
+pub(super) fn export_hint(location: &Location, report: &RepairReport) -> Vec<String> {
     let hint = format!(
         "`pmvol btt export {} --to FILE` copies out what can be read",
-        place.as_arguments()
+        location.as_arguments()
     );
     if report.left.is_empty() { vec![] } else { vec![hint] }
 }
 
 /// Prints the remaining damage after a repair.
-pub(super) fn left(
+pub(super) fn remaining_damage(
     out: Out<'_>,
     report: &RepairReport,
     dry_run: bool,
     hints: &[String],
 ) -> io::Result<()> {
-    report.left.iter().try_for_each(|what| writeln!(out, "left: {what}"))?;
+    report.left.iter().try_for_each(|description| writeln!(out, "left: {description}"))?;
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),
         (false, true) if dry_run => writeln!(out, "nothing would be left"),

@@ -28,26 +28,26 @@ pub(super) enum Qcow2Error {
     Short { length_bytes: usize },
     #[error("its qcow2 version is {0}, and 2 and 3 are known")]
     Version(u32),
-    #[error("it has a backing file, from which {REFUSED}")]
+    #[error("it has a backing file, from which {OTHER_FILES_REFUSED}")]
     BackingFile,
-    #[error("its data lies in another file, from which {REFUSED}")]
+    #[error("its data lies in another file, from which {OTHER_FILES_REFUSED}")]
     ExternalData,
 }
 
-const REFUSED: &str = "nothing is read: who made the image may have named any file of this host. If you trust it, \
+const OTHER_FILES_REFUSED: &str = "nothing is read: who made the image may have named any file of this host. If you trust it, \
                        make one image of both (`qemu-img convert -f qcow2 -O raw IMAGE NEW`) and import that";
 
 /// Returns true if the file begins with the magic bytes of qcow2.
-pub(super) fn begins_as_qcow2(file: &File) -> io::Result<bool> {
-    Ok(begin(file)?.starts_with(&MAGIC))
+pub(super) fn is_qcow2(file: &File) -> io::Result<bool> {
+    Ok(read_header(file)?.starts_with(&MAGIC))
 }
 
 /// Checks that the image refers to no other file. Returns its unpacked size.
 pub(super) fn check(file: &File) -> anyhow::Result<u64> {
-    Ok(parse(&begin(file)?)?)
+    Ok(parse(&read_header(file)?)?)
 }
 
-fn begin(file: &File) -> io::Result<Vec<u8>> {
+fn read_header(file: &File) -> io::Result<Vec<u8>> {
     let mut header = vec![0; READ_BYTES];
     let mut length = 0;
     while length < READ_BYTES {

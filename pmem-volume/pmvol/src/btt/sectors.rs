@@ -9,11 +9,11 @@ use anyhow::{Context, bail};
 use pmem_volume::btt::{Engine, Reader};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
-use super::args::Place;
-use super::export::{LostSectors, say_troubles};
+use super::args::Location;
+use super::export::{LostSectors, warn_damage};
 use super::media::Media;
 use crate::commands::{Outcome, outcome};
-use crate::meter::watched;
+use crate::meter::with_meter;
 use crate::print::{Out, emit};
 
 /// Number of bytes that are read or written at a time.
@@ -21,11 +21,16 @@ const PIECE_BYTES: usize = 1 << 20;
 /// Bytes in a line of hexadecimal.
 const LINE_BYTES: usize = 16;
 
-pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::Result<Outcome> {
-    let media = Media::look(place)?;
+pub(super) fn read(
+    location: &Location,
+    first: u64,
+    count: u64,
+    hex: bool,
+) -> anyhow::Result<Outcome> {
+    let media = Media::open_read_only(location)?;
     media.require_btt()?;
-    let (reader, troubles) = Reader::open_damaged(&media);
-    say_troubles(&troubles);
+    let (reader, damage) = Reader::open_damaged(&media);
+    warn_damage(&damage);
     let sectors = reader.sectors();
     let end = first.saturating_add(count);
     if end > sectors {
@@ -38,9 +43,9 @@ pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::
     let range = first..end;
     let print = |progress: OnProgress<'_>| print(&reader, range, hex || is_terminal, progress);
     // On a terminal, a bar would appear between the lines of output.
-    let lost = if is_terminal { print(&mut |_| {}) } else { watched(print) }?;
-    lost.say();
-    Ok(outcome(lost.is_empty() && troubles.is_empty()))
+    let lost = if is_terminal { print(&mut |_| {}) } else { with_meter(print) }?;
+    lost.print();
+    Ok(outcome(lost.is_empty() && damage.is_empty()))
 }
 
 /// Prints existing sectors, and returns the unreadable ones.
@@ -66,7 +71,7 @@ fn print(
             });
             let now = (sectors.end - at).min((PIECE_BYTES / sector_bytes) as u64);
             let bytes = &mut piece[..now as usize * sector_bytes];
-            reader.read_many(at, bytes, &mut |sector, why| lost.add(sector, &why));
+            reader.read_many(at, bytes, &mut |sector, reason| lost.add(sector, &reason));
             match hex {
                 true => dump.print(out, bytes)?,
                 false => out.write_all(bytes)?,
@@ -118,7 +123,11 @@ impl HexDump {
     }
 }
 
-pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::Result<Outcome> {
+pub(super) fn write(
+    location: &Location,
+    first: u64,
+    from: Option<&Path>,
+) -> anyhow::Result<Outcome> {
     let (mut source, source_bytes): (Box<dyn Read>, _) = match from {
         Some(path) => {
             let failed = || format!("cannot open {}", path.display());
@@ -128,7 +137,7 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
         }
         None => (Box::new(io::stdin()), None),
     };
-    let media = Media::change(place)?;
+    let media = Media::open_read_write(location)?;
     media.require_btt()?;
     let engine = Engine::open(&media)?;
     let sector_bytes = engine.sector_bytes() as usize;
@@ -137,8 +146,8 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
     {
         bail!("{bytes} bytes are no whole sectors of {sector_bytes}; nothing was written");
     }
-    let sectors = watched(|progress| {
-        let mut written = Written { sectors: 0, is_begun: false, sector_bytes };
+    let sectors = with_meter(|progress| {
+        let mut written = WriteProgress { sectors: 0, has_started: false, sector_bytes };
         let copied = written.copy(&engine, first, &mut *source, &mut |done_bytes| {
             // The length of a pipe is unknown.
             if let Some(total_bytes) = source_bytes {
@@ -151,10 +160,10 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
         });
         // Earlier writes must also be durable if a later one failed, so that the next driver finds
         // them.
-        let settled = engine.settle();
+        let quiesced = engine.quiesce();
         copied
-            .and_then(|()| Ok(settled?))
-            .with_context(|| written.say(first))
+            .and_then(|()| Ok(quiesced?))
+            .with_context(|| written.describe(first))
             .map(|()| written.sectors)
     })?;
     emit(|out| writeln!(out, "{sectors} sector(s) written from sector {first} on"))?;
@@ -162,13 +171,13 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
 }
 
 /// Progress of a write, used also after an error.
-struct Written {
+struct WriteProgress {
     sectors: u64,
-    is_begun: bool,
+    has_started: bool,
     sector_bytes: usize,
 }
 
-impl Written {
+impl WriteProgress {
     /// Writes all input in pieces. Each piece is durable before the next one is written.
     fn copy(
         &mut self,
@@ -182,10 +191,10 @@ impl Written {
             let length =
                 read_full(source, &mut piece).context("cannot read what is to be written")?;
             let whole = length / self.sector_bytes * self.sector_bytes;
-            if length == 0 && !self.is_begun {
+            if length == 0 && !self.has_started {
                 bail!("there is nothing to write");
             }
-            self.is_begun |= whole > 0;
+            self.has_started |= whole > 0;
             engine.write(first + self.sectors, &piece[..whole])?;
             self.sectors += (whole / self.sector_bytes) as u64;
             done(self.sectors * self.sector_bytes as u64);
@@ -203,9 +212,9 @@ impl Written {
     }
 
     /// A failed piece may have been written partially.
-    fn say(&self, first: u64) -> String {
+    fn describe(&self, first: u64) -> String {
         match self.sectors {
-            0 if !self.is_begun => "nothing was written".to_owned(),
+            0 if !self.has_started => "nothing was written".to_owned(),
             0 => format!("nothing is known to be written from sector {first} on"),
             sectors => {
                 format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1)

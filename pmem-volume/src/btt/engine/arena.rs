@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::failed::FailedBlocks;
+use super::failed_blocks::FailedBlocks;
 use super::lanes::Lanes;
 use super::map::{self, LINE_SECTORS, Map};
 use super::{Common, EngineError, Fault};
@@ -55,7 +55,7 @@ impl Arena {
         let mut findings = recovery.findings.iter();
         let unreadable = findings.clone().find(|finding| finding.is_unreadable()).cloned();
         let damage = findings.find(|finding| !finding.is_unreadable()).cloned();
-        let damage = damage.or_else(|| recovery.block_twice());
+        let damage = damage.or_else(|| recovery.block_with_two_owners());
         let fault = unreadable.clone().map(Fault::Unreadable);
         let fault = fault.or(info.has_error.then_some(Fault::ErrorFlag));
         if damage.is_none() && fault.is_none() {
@@ -78,7 +78,7 @@ impl Arena {
         match (damage, fault) {
             // Without the flag, the next program that opens the damaged arena would write to it.
             (Some(finding), _) => {
-                let error = arena.damaged(space, finding);
+                let error = arena.mark_damaged(space, finding);
                 if matches!(error, EngineError::Media(_)) {
                     return Err(error);
                 }
@@ -97,7 +97,7 @@ impl Arena {
     #[inline]
     pub(super) fn check_writable(&self) -> Result<(), EngineError> {
         match self.fault.get() {
-            Some(fault) => Err(EngineError::ReadOnly { arena: self.number, why: fault.clone() }),
+            Some(fault) => Err(EngineError::ReadOnly { arena: self.number, reason: fault.clone() }),
             None => Ok(()),
         }
     }
@@ -105,7 +105,7 @@ impl Arena {
     /// Fails if recovery was impossible or incomplete.
     pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
         match self.unreadable.clone().map(Fault::Unreadable) {
-            Some(why) => Err(EngineError::NotRecovered { arena: self.number, why }),
+            Some(reason) => Err(EngineError::NotRecovered { arena: self.number, reason }),
             None => Ok(()),
         }
     }
@@ -135,14 +135,14 @@ impl Arena {
 
     /// Makes the arena read-only because its metadata is impossible. The error flag is stored
     /// durably.
-    pub(super) fn damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
-        let why = Fault::Damaged(finding);
-        if self.fault.set(why.clone()).is_ok()
+    pub(super) fn mark_damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
+        let reason = Fault::Damaged(finding);
+        if self.fault.set(reason.clone()).is_ok()
             && let Err(error) = set_error_flag(space, &self.info, self.source)
         {
             return EngineError::Media(error);
         }
-        EngineError::ReadOnly { arena: self.number, why }
+        EngineError::ReadOnly { arena: self.number, reason }
     }
 
     /// Returns true if the sector is lost because the media of its block failed.
@@ -172,17 +172,17 @@ impl Arena {
             let decoded = decode_map(sector, entry);
             match decoded.kind {
                 MapKind::Zeros => return Ok(None),
-                MapKind::Error => return Err(self.in_error(sector)),
+                MapKind::Error => return Err(self.sector_error(sector)),
                 MapKind::Data => {}
             }
             let (block, bound) = (decoded.block, self.info.blocks);
             if block >= bound {
-                drop(self.damaged(space, Finding::MapRange { sector, block, bound }));
-                return Err(self.in_error(sector));
+                drop(self.mark_damaged(space, Finding::MapRange { sector, block, bound }));
+                return Err(self.sector_error(sector));
             }
             Ok(Some(self.info.block_at(block)))
         };
-        let Some((at, _hold)) = common.readers.hold_found(find)? else {
+        let Some((at, _announcement)) = common.readers.announce_found(find)? else {
             into.fill(0);
             return Ok(());
         };
@@ -195,13 +195,13 @@ impl Arena {
         })
     }
 
-    fn in_error(&self, sector: u32) -> EngineError {
+    fn sector_error(&self, sector: u32) -> EngineError {
         EngineError::Sector { sector: self.first_sector + u64::from(sector) }
     }
 
     fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, EngineError> {
         match self.pending.get(&sector) {
-            Some(Some(block)) => Ok(map::written(*block)),
+            Some(Some(block)) => Ok(map::written_entry(*block)),
             Some(None) => {
                 let sector = self.first_sector + u64::from(sector);
                 Err(EngineError::SectorNotRecovered { sector })
@@ -213,9 +213,12 @@ impl Arena {
     /// Makes those words of the map durable that the lanes changed last. Another program that uses
     /// the lanes without recovery would not redo them. All other words are already durable, or
     /// become durable before a later exchange that depends on them is committed.
-    pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
-        let changed =
-            self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
+    pub(super) fn quiesce(&self, space: &impl Media) -> Result<(), EngineError> {
+        let changed = self
+            .lanes
+            .sectors()
+            .into_iter()
+            .map(|sector| self.map.word_range(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
 
@@ -245,7 +248,7 @@ impl Arena {
         while first < sectors.end {
             let end =
                 (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
-            let locked = common.locks.lock(self.map.words_of(&(first..end)));
+            let locked = common.locks.lock(self.map.word_range(&(first..end)));
             let before = failed.len();
             for sector in first..end {
                 // No entry in the line has been stored yet.
@@ -254,7 +257,7 @@ impl Arena {
             }
             let discarded = |sector, entry| match failed[before..].contains(&sector) {
                 true => entry,
-                false => map::discarded(sector, entry),
+                false => map::discarded_entry(sector, entry),
             };
             self.latch(self.map.change(space, first..end, &locked, discarded))?;
             first = end;
@@ -269,7 +272,7 @@ impl Arena {
         space: &impl Media,
         sectors: &Range<u32>,
     ) -> Result<(), EngineError> {
-        self.latch(space.persist(std::slice::from_ref(&self.map.words_of(sectors))))?;
+        self.latch(space.persist(std::slice::from_ref(&self.map.word_range(sectors))))?;
         self.check_writable()
     }
 }
@@ -291,10 +294,10 @@ fn redo(
     space.persist(std::slice::from_ref(&(info.flog_at..info.flog_at + flog_bytes)))?;
     for (sector, block) in &recovery.redo {
         let sectors = *sector..*sector + 1;
-        let locked = common.locks.lock(map.words_of(&sectors));
-        map.change(space, sectors, &locked, |_, _| map::written(*block))?;
+        let locked = common.locks.lock(map.word_range(&sectors));
+        map.change(space, sectors, &locked, |_, _| map::written_entry(*block))?;
     }
-    space.persist(std::slice::from_ref(&map.words_of(&(0..info.sectors))))
+    space.persist(std::slice::from_ref(&map.word_range(&(0..info.sectors))))
 }
 
 /// Sets the error flag in both info blocks. The info block in use is written last, so one of them

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 thread_local! {
     /// Slot that this thread used last, which is probably free.
-    static LAST: Cell<usize> = const { Cell::new(0) };
+    static LAST_SLOT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Number of times that a lock is read before a thread sleeps. Locks are usually held for less than
@@ -22,39 +22,39 @@ pub(super) const SPINS: u32 = 100;
 
 /// Releases a lock with a store.
 #[inline]
-pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
+pub(super) fn release(lock: &AtomicU32, free: u32, ordering: Ordering) {
     lock.store(free, ordering);
 }
 
 /// Returns the memory ordering for acquiring a lock. The model can weaken it, to prove that the
 /// tests detect this.
 #[inline]
-pub(super) fn taking(ordering: Ordering) -> Ordering {
+pub(super) fn acquire_ordering(ordering: Ordering) -> Ordering {
     ordering
 }
 
 #[inline]
 pub(super) fn last_slot() -> usize {
-    LAST.get()
+    LAST_SLOT.get()
 }
 
 #[inline]
 pub(super) fn set_last_slot(number: usize) {
-    LAST.set(number);
+    LAST_SLOT.set(number);
 }
 
 /// Full barrier after a locked instruction. The instruction is itself a barrier, because later
 /// accesses wait until it is globally visible (Intel SDM, volume 3, 9.2.3.9). Therefore, only the
 /// compiler needs a fence.
 #[inline]
-pub(super) fn fence_behind_locked() {
+pub(super) fn fence_after_locked() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Like [`fence_behind_locked`], but for writers. The model can omit the two fences separately.
+/// Like [`fence_after_locked`], but for writers. The model can omit the two fences separately.
 #[inline]
-pub(super) fn writers_fence_behind_locked() {
-    fence_behind_locked();
+pub(super) fn writer_fence_after_locked() {
+    fence_after_locked();
 }
 
 /// Sleeps while a word has the given value, until the thread is woken or `at_most` has passed. May

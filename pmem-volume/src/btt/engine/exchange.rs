@@ -36,14 +36,14 @@
 //! The Linux driver has the same steps, and persists each of them (drivers/nvdimm/btt.c,
 //! btt_write_pg). It therefore assumes that the map is durable (btt_freelist_init), and would
 //! overwrite lanes whose map word is not. It may open the media only after
-//! [`Engine::settle`](super::Engine::settle) or a recovery by this code.
+//! [`Engine::quiesce`](super::Engine::quiesce) or a recovery by this code.
 
 use std::iter;
 use std::ops::Range;
 
 use super::arena::Arena;
-use super::lanes::{Held, Taken};
-use super::map::{self, Locked};
+use super::lanes::{LaneGuard, LaneGuards};
+use super::map::{self, LockedLines};
 use super::{Common, EngineError};
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
@@ -63,7 +63,7 @@ pub(super) struct Exchange<'a, S, L> {
     first: u32,
     lanes: L,
     /// Locked map lines of the sectors, once the exchange has been logged.
-    locked: Option<Locked<'a>>,
+    locked: Option<LockedLines<'a>>,
 }
 
 /// Exchanges sectors starting at `first`, as many as there are free lanes. `bytes` must contain
@@ -80,12 +80,12 @@ pub(super) fn exchange(
     if bytes.len() == arena.info.sector_bytes as usize {
         Exchange::begin_one(common, arena, first).run(bytes)
     } else {
-        let wanted = bytes.len() / arena.info.sector_bytes as usize;
-        Exchange::begin(common, arena, first, wanted).run(bytes)
+        let requested = bytes.len() / arena.info.sector_bytes as usize;
+        Exchange::begin(common, arena, first, requested).run(bytes)
     }
 }
 
-impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
+impl<'a, S: Media> Exchange<'a, S, [LaneGuard<'a>; 1]> {
     /// Performs step 1 for a single sector.
     #[inline]
     pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
@@ -94,20 +94,20 @@ impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
     }
 }
 
-impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
+impl<'a, S: Media> Exchange<'a, S, LaneGuards<'a>> {
     /// Performs step 1 for as many of the requested sectors as there are free lanes.
     pub(super) fn begin(
         common: &'a Common<S>,
         arena: &'a Arena,
         first: u32,
-        wanted: usize,
+        requested: usize,
     ) -> Self {
-        let lanes = arena.lanes.take(wanted.min(MAX_SECTORS), &arena.info, &common.readers);
+        let lanes = arena.lanes.take(requested.min(MAX_SECTORS), &arena.info, &common.readers);
         Self { common, arena, first, lanes, locked: None }
     }
 }
 
-impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
+impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<'a, S, L> {
     /// Performs steps 2 to 4. Returns the number of sectors.
     #[inline]
     fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {
@@ -130,8 +130,8 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         // Checked after the lanes are taken, because a lane that a failed exchange has released
         // still contains the entry of that exchange.
         arena.check_writable()?;
-        let locked = locks.lock(arena.map.words_of(&self.sectors()));
-        self.look_up()?;
+        let locked = locks.lock(arena.map.word_range(&self.sectors()));
+        self.read_old_blocks()?;
         let mut pending = Pending::default();
         let stored = self.store_log(bytes, &mut pending);
         arena.latch(stored.and_then(|()| space.end_persist(&pending)))?;
@@ -144,16 +144,16 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     /// failure (Linux then clears the error). If an entry is unreadable, nothing changes, because
     /// nothing has been stored yet.
     #[inline]
-    fn look_up(&mut self) -> Result<(), EngineError> {
+    fn read_old_blocks(&mut self) -> Result<(), EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         let bound = arena.info.blocks;
-        for (sector, held) in (self.first..).zip(self.lanes.as_mut()) {
+        for (sector, guard) in (self.first..).zip(self.lanes.as_mut()) {
             let entry = arena.map.entry(space, sector).map_err(EngineError::Media)?;
             let block = decode_map(sector, entry).block;
             if block >= bound {
-                return Err(arena.damaged(space, Finding::MapRange { sector, block, bound }));
+                return Err(arena.mark_damaged(space, Finding::MapRange { sector, block, bound }));
             }
-            held.old = if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block };
+            guard.old = if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block };
         }
         Ok(())
     }
@@ -161,20 +161,23 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     #[inline]
     fn store_log(&self, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         let Self { common: Common { space, .. }, arena: Arena { info, map, .. }, .. } = *self;
-        space.begin_persist(map.words_of(&self.sectors()), pending)?;
-        for (sector, held) in (self.first..).zip(self.lanes.as_ref()) {
-            let at = held.entry_at(info);
-            let [first_half, _] = held.halves(sector, held.old);
+        space.begin_persist(map.word_range(&self.sectors()), pending)?;
+        for (sector, guard) in (self.first..).zip(self.lanes.as_ref()) {
+            let at = guard.entry_at(info);
+            let [first_half, _] = guard.halves(sector, guard.old);
             space.store_word(at, first_half)?;
             space.begin_persist(at..at + 8, pending)?;
         }
-        let changed_last =
-            self.lanes.as_ref().iter().map(|held| map.words_of(&(held.sector..held.sector + 1)));
-        joined(changed_last).try_for_each(|words| space.begin_persist(words, pending))?;
-        for (held, data) in
+        let changed_last = self
+            .lanes
+            .as_ref()
+            .iter()
+            .map(|guard| map.word_range(&(guard.sector..guard.sector + 1)));
+        merge_adjacent(changed_last).try_for_each(|words| space.begin_persist(words, pending))?;
+        for (guard, data) in
             self.lanes.as_ref().iter().zip(bytes.chunks_exact(info.sector_bytes as usize))
         {
-            space.store_bulk(info.block_at(held.block), data, pending)?;
+            space.store_bulk(info.block_at(guard.block), data, pending)?;
         }
         Ok(())
     }
@@ -191,9 +194,9 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     fn store_commit(&self) -> Result<(), MediaError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         let mut pending = Pending::default();
-        for (sector, held) in (self.first..).zip(self.lanes.as_ref()) {
-            let at = held.entry_at(&arena.info) + 8;
-            let [_, second_half] = held.halves(sector, held.old);
+        for (sector, guard) in (self.first..).zip(self.lanes.as_ref()) {
+            let at = guard.entry_at(&arena.info) + 8;
+            let [_, second_half] = guard.halves(sector, guard.old);
             space.store_word(at, second_half)?;
             space.begin_persist(at..at + 8, &mut pending)?;
         }
@@ -205,16 +208,16 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     pub(super) fn publish(mut self) -> Result<(), EngineError> {
         let locked = self.locked.take().expect("it was logged before");
         let (first, lanes) = (self.first, self.lanes.as_ref());
-        let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
+        let new = |sector: u32, _| map::written_entry(lanes[(sector - first) as usize].block);
         self.arena.latch(self.arena.map.change(
             &self.common.space,
             self.sectors(),
             &locked,
             new,
         ))?;
-        for (sector, held) in (first..).zip(self.lanes.as_mut()) {
-            let old = held.old;
-            held.advance(self.arena.second_slot, sector, old);
+        for (sector, guard) in (first..).zip(self.lanes.as_mut()) {
+            let old = guard.old;
+            guard.advance(self.arena.second_slot, sector, old);
         }
         Ok(())
     }
@@ -223,7 +226,9 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
 /// Merges each range with its predecessor if they are adjacent. Sectors that were written together
 /// have contiguous lanes and words.
 #[inline]
-fn joined(mut ranges: impl Iterator<Item = Range<u64>>) -> impl Iterator<Item = Range<u64>> {
+fn merge_adjacent(
+    mut ranges: impl Iterator<Item = Range<u64>>,
+) -> impl Iterator<Item = Range<u64>> {
     let mut next = ranges.next();
     iter::from_fn(move || {
         let mut run = next.take()?;
@@ -255,7 +260,7 @@ mod tests {
             (&[[8, 16], [0, 8]], &[[8, 16], [0, 8]]),
         ];
         for (ranges, expected) in cases {
-            let found = joined(ranges.iter().map(|[start, end]| *start..*end))
+            let found = merge_adjacent(ranges.iter().map(|[start, end]| *start..*end))
                 .map(|run| [run.start, run.end]);
             assert_eq!(found.collect::<Vec<_>>(), expected, "{ranges:?}");
         }

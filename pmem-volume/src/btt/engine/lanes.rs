@@ -12,7 +12,7 @@ use crate::btt::flog::Lane;
 
 /// Distance between the lanes that different threads try first. It is the largest number of lanes
 /// that a thread takes at a time.
-const DISTANCE: usize = 64;
+const LANE_DISTANCE: usize = 64;
 
 /// Maximum number of lanes that are used. An arena may claim 65536, but untrusted media must not
 /// determine how much memory is allocated.
@@ -25,10 +25,10 @@ pub(super) struct Lanes(Box<[Slot]>);
 struct Slot(Lock<Lane>);
 
 /// Lanes that this thread holds until it drops them.
-pub(super) type Taken<'a> = Vec<Held<'a>>;
+pub(super) type LaneGuards<'a> = Vec<LaneGuard<'a>>;
 
 /// Lane that this thread holds.
-pub(super) struct Held<'a> {
+pub(super) struct LaneGuard<'a> {
     lane: LockGuard<'a, Lane>,
     /// Old block of the sector in the current exchange, in the encoding of the flog. The lane
     /// receives this block.
@@ -38,9 +38,9 @@ pub(super) struct Held<'a> {
 thread_local! {
     /// Lane that this thread tries first. The cache lines of this lane are probably in the cache of
     /// the thread's CPU.
-    static START: Cell<usize> = {
+    static FIRST_LANE: Cell<usize> = {
         static THREADS: AtomicUsize = AtomicUsize::new(0);
-        Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * DISTANCE)
+        Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * LANE_DISTANCE)
     };
 }
 
@@ -57,76 +57,81 @@ impl Lanes {
     /// Takes a lane whose block is not being read. Waits only if all lanes are in use or all blocks
     /// are being read. A lane with a failed block is used only if no other lane is available.
     #[inline]
-    pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> Held<'_> {
+    pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> LaneGuard<'_> {
         loop {
-            let held = self.free().next().unwrap_or_else(|| self.wait());
-            if !readers.look_behind_lock().holds(info.block_at(held.block)) {
-                return held;
+            let guard = self.free_lanes().next().unwrap_or_else(|| self.wait_for_lane());
+            if !readers.announcements_after_lock().contains(info.block_at(guard.block)) {
+                return guard;
             }
-            drop(held);
-            self.look_further(1);
+            drop(guard);
+            self.advance_start(1);
         }
     }
 
-    /// Takes at least one and up to `wanted` lanes. A thread holds no lane while it waits here,
+    /// Takes at least one and up to `requested` lanes. A thread holds no lane while it waits here,
     /// which prevents deadlocks.
-    pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
+    pub(super) fn take(
+        &self,
+        requested: usize,
+        info: &ArenaInfo,
+        readers: &Readers,
+    ) -> LaneGuards<'_> {
         loop {
             // Allocated before any lane is taken.
-            let mut taken = Taken::with_capacity(wanted);
-            taken.extend(self.free().take(wanted));
+            let mut taken = LaneGuards::with_capacity(requested);
+            taken.extend(self.free_lanes().take(requested));
             if taken.is_empty() {
-                taken.push(self.wait());
+                taken.push(self.wait_for_lane());
             }
-            let look = readers.look_behind_lock();
-            taken.retain(|held| !look.holds(info.block_at(held.block)));
+            let announcements = readers.announcements_after_lock();
+            taken.retain(|guard| !announcements.contains(info.block_at(guard.block)));
             if !taken.is_empty() {
                 return taken;
             }
-            self.look_further(wanted);
+            self.advance_start(requested);
         }
     }
 
     /// All free blocks are being read. The next search starts at other lanes.
     #[cold]
-    fn look_further(&self, lanes: usize) {
-        START.set(START.get().wrapping_add(lanes));
+    fn advance_start(&self, lanes: usize) {
+        FIRST_LANE.set(FIRST_LANE.get().wrapping_add(lanes));
         thread::yield_now();
     }
 
     /// Waits for a lane with a good block, or for any lane if none has a good block.
     #[cold]
-    fn wait(&self) -> Held<'_> {
-        let first = self.in_turn().next().expect("an arena has lanes");
-        let mut all = self.in_turn().map(|slot| Held::new(slot.0.lock()));
-        all.find(|held| !held.has_failed).unwrap_or_else(|| Held::new(first.0.lock()))
+    fn wait_for_lane(&self) -> LaneGuard<'_> {
+        let first = self.slots_in_order().next().expect("an arena has lanes");
+        let mut all = self.slots_in_order().map(|slot| LaneGuard::new(slot.0.lock()));
+        all.find(|guard| !guard.has_failed).unwrap_or_else(|| LaneGuard::new(first.0.lock()))
     }
 
     /// Takes free lanes with good blocks one by one.
     #[inline]
-    fn free(&self) -> impl Iterator<Item = Held<'_>> {
-        self.in_turn()
+    fn free_lanes(&self) -> impl Iterator<Item = LaneGuard<'_>> {
+        self.slots_in_order()
             .filter_map(|slot| slot.0.try_lock())
-            .map(Held::new)
-            .filter(|held| !held.has_failed)
+            .map(LaneGuard::new)
+            .filter(|guard| !guard.has_failed)
     }
 
     /// Returns all slots in the order in which this thread tries them.
     #[inline]
-    fn in_turn(&self) -> impl Iterator<Item = &Slot> {
-        let (before, from) = self.0.split_at(START.get() % self.0.len());
+    fn slots_in_order(&self) -> impl Iterator<Item = &Slot> {
+        let (before, from) = self.0.split_at(FIRST_LANE.get() % self.0.len());
         from.iter().chain(before)
     }
 }
 
-impl<'a> Held<'a> {
+impl<'a> LaneGuard<'a> {
     #[inline]
     fn new(lane: LockGuard<'a, Lane>) -> Self {
         Self { lane, old: 0 }
     }
 }
 
-impl Deref for Held<'_> {
+impl Deref for LaneGuard<'_> {
     type Target = Lane;
 
     #[inline]
@@ -135,7 +140,7 @@ impl Deref for Held<'_> {
     }
 }
 
-impl DerefMut for Held<'_> {
+impl DerefMut for LaneGuard<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut Lane {
         &mut self.lane

@@ -6,8 +6,9 @@
 //! meantime.
 //!
 //! A waiting thread marks the lock and sleeps. The holder may read the mark just before it is set,
-//! and so miss it. Therefore, a waiting thread sleeps for at most [`SLEEP`] before it checks again.
-//! Contention is rare, because threads use different lanes, and the map has a thousand line locks.
+//! and so miss it. Therefore, a waiting thread sleeps for at most [`MAX_SLEEP`] before it checks
+//! again. Contention is rare, because threads use different lanes, and the map has a thousand line
+//! locks.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -15,18 +16,18 @@ use std::time::Duration;
 
 use super::cpu::{self, AtomicU32, Ordering, UnsafeCell};
 
-const FREE: u32 = 0;
-const HELD: u32 = 1;
+const UNLOCKED: u32 = 0;
+const LOCKED: u32 = 1;
 /// The lock is held, and a thread may be sleeping until it is released.
-const AWAITED: u32 = 2;
+const CONTENDED: u32 = 2;
 
 /// Maximum sleep of a thread whose mark was missed.
-const SLEEP: Duration = Duration::from_millis(1);
+const MAX_SLEEP: Duration = Duration::from_millis(1);
 
 /// Value that only one thread at a time can access.
 pub(super) struct Lock<T> {
     state: AtomicU32,
-    longest_sleep: Duration,
+    max_sleep: Duration,
     value: UnsafeCell<T>,
 }
 
@@ -41,22 +42,26 @@ pub(super) struct LockGuard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
 impl<T> Lock<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { state: AtomicU32::new(FREE), longest_sleep: SLEEP, value: UnsafeCell::new(value) }
+        Self {
+            state: AtomicU32::new(UNLOCKED),
+            max_sleep: MAX_SLEEP,
+            value: UnsafeCell::new(value),
+        }
     }
 
     /// Changes the maximum sleep, for tests of the wake-up.
     #[cfg(test)]
-    pub(super) fn sleeping(self, longest_sleep: Duration) -> Self {
-        Self { longest_sleep, ..self }
+    pub(super) fn with_max_sleep(self, max_sleep: Duration) -> Self {
+        Self { max_sleep, ..self }
     }
 
     /// Takes the lock if it is free.
     #[inline]
     pub(super) fn try_lock(&self) -> Option<LockGuard<'_, T>> {
         let taken = self.state.compare_exchange(
-            FREE,
-            HELD,
-            cpu::taking(Ordering::Acquire),
+            UNLOCKED,
+            LOCKED,
+            cpu::acquire_ordering(Ordering::Acquire),
             Ordering::Relaxed,
         );
         taken.is_ok().then(|| LockGuard(self, PhantomData))
@@ -70,8 +75,8 @@ impl<T> Lock<T> {
 
     /// Returns true if a thread has marked the lock and waits for it.
     #[cfg(test)]
-    pub(super) fn is_awaited(&self) -> bool {
-        self.state.load(Ordering::Relaxed) == AWAITED
+    pub(super) fn is_contended(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == CONTENDED
     }
 
     #[cold]
@@ -79,7 +84,7 @@ impl<T> Lock<T> {
         for _ in 0..cpu::SPINS {
             // The lock is read before the attempt to take it. Otherwise, the holder would have to
             // wait for the cache line to release the lock.
-            if self.state.load(Ordering::Relaxed) == FREE
+            if self.state.load(Ordering::Relaxed) == UNLOCKED
                 && let Some(guard) = self.try_lock()
             {
                 return guard;
@@ -88,8 +93,8 @@ impl<T> Lock<T> {
         }
         // The releasing thread wakes all sleeping threads. Therefore, the lock remains marked until
         // a thread takes it without waiting.
-        while self.state.swap(AWAITED, cpu::taking(Ordering::Acquire)) != FREE {
-            cpu::sleep_while(&self.state, AWAITED, self.longest_sleep);
+        while self.state.swap(CONTENDED, cpu::acquire_ordering(Ordering::Acquire)) != UNLOCKED {
+            cpu::sleep_while(&self.state, CONTENDED, self.max_sleep);
         }
         LockGuard(self, PhantomData)
     }
@@ -98,9 +103,9 @@ impl<T> Lock<T> {
 impl<T> Drop for LockGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        let is_awaited = self.0.state.load(Ordering::Relaxed) == AWAITED;
-        cpu::give_back(&self.0.state, FREE, Ordering::Release);
-        if is_awaited {
+        let is_contended = self.0.state.load(Ordering::Relaxed) == CONTENDED;
+        cpu::release(&self.0.state, UNLOCKED, Ordering::Release);
+        if is_contended {
             cpu::wake_all(&self.0.state);
         }
     }

@@ -22,13 +22,13 @@ pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
 pub(super) const LOCKS: usize = 1024;
 
 /// Locks for the lines of maps.
-pub(super) struct Locks(Box<[Line]>);
+pub(super) struct LineLocks(Box<[LineLock]>);
 
 #[repr(align(64))]
-struct Line(Lock<()>);
+struct LineLock(Lock<()>);
 
 /// Locked lines.
-pub(super) struct Locked<'a> {
+pub(super) struct LockedLines<'a> {
     words: Range<u64>,
     _guards: SmallVec<[LockGuard<'a, ()>; 1]>,
 }
@@ -39,15 +39,15 @@ pub(super) struct Map {
     sectors: u32,
 }
 
-impl Locks {
+impl LineLocks {
     pub(super) fn new(locks: usize) -> Self {
-        Self((0..locks).map(|_| Line(Lock::new(()))).collect())
+        Self((0..locks).map(|_| LineLock(Lock::new(()))).collect())
     }
 
     /// Locks the lines that contain the words. Locks are taken in a fixed order to prevent
     /// deadlocks.
     #[inline]
-    pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
+    pub(super) fn lock(&self, words: Range<u64>) -> LockedLines<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
         let locks = self.0.len();
         let number = |line: u64| line as usize % locks;
@@ -61,7 +61,7 @@ impl Locks {
             numbers.sort_unstable();
             guards.extend(numbers.into_iter().map(lock));
         }
-        Locked { words, _guards: guards }
+        LockedLines { words, _guards: guards }
     }
 }
 
@@ -79,8 +79,8 @@ impl Map {
 
     /// Prefetches the entry of a sector.
     #[inline]
-    pub(super) fn expect(&self, space: &impl Media, sector: u32) {
-        space.expect_word(self.word_at(sector));
+    pub(super) fn prefetch(&self, space: &impl Media, sector: u32) {
+        space.prefetch_word(self.word_at(sector));
     }
 
     /// Changes entries in locked lines. Each word is changed by one store that cannot tear.
@@ -90,10 +90,10 @@ impl Map {
         &self,
         space: &impl Media,
         sectors: Range<u32>,
-        locked: &Locked<'_>,
+        locked: &LockedLines<'_>,
         change: impl Fn(u32, u32) -> u32,
     ) -> Result<(), MediaError> {
-        let words = self.words_of(&sectors);
+        let words = self.word_range(&sectors);
         assert!(
             locked.words.start <= words.start && words.end <= locked.words.end,
             "the lines are locked"
@@ -121,7 +121,7 @@ impl Map {
 
     /// Returns the range of words that contain the entries of `sectors`.
     #[inline]
-    pub(super) fn words_of(&self, sectors: &Range<u32>) -> Range<u64> {
+    pub(super) fn word_range(&self, sectors: &Range<u32>) -> Range<u64> {
         self.word_at(sectors.start)..self.word_at(sectors.end - 1) + 8
     }
 
@@ -134,13 +134,13 @@ impl Map {
 
 /// Returns the entry of a written sector.
 #[inline]
-pub(super) fn written(block: u32) -> u32 {
+pub(super) fn written_entry(block: u32) -> u32 {
     block | MAP_ERROR | MAP_ZERO
 }
 
 /// Returns the entry of a sector after a discard. The sector keeps its block until a later write
 /// exchanges it. Linux reads such an entry in the same way (drivers/nvdimm/btt.c, btt_map_read).
-pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
+pub(super) fn discarded_entry(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }
 

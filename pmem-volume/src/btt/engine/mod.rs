@@ -1,7 +1,7 @@
 //! Engine that gives any number of threads access to the sectors of a BTT.
 //!
 //! - [`exchange`]: order of the steps of a write.
-//! - [`load`]: bulk filling of an empty BTT with fewer flushes.
+//! - [`bulk_load`]: bulk filling of an empty BTT with fewer flushes.
 //! - [`readers`]: protection of blocks that are being read. Readers and writers never wait for each
 //!   other.
 //! - [`map`]: map entries, which change while their line is locked. Apart from these locks, writes
@@ -11,7 +11,7 @@
 //!
 //! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),
 //! because recovery redoes committed exchanges. Therefore, a flush only reports errors. A program
-//! without this recovery may use the media after [`Engine::settle`].
+//! without this recovery may use the media after [`Engine::quiesce`].
 //!
 //! An unreadable sector is an error of that sector alone. The sector can be written, which gives it
 //! another block. After a failed store or persist, the durability of writes is unknown, so the
@@ -28,11 +28,11 @@
 //! lane's last write is unreadable, the arena refuses writes, and reads of that sector.
 
 mod arena;
+mod bulk_load;
 mod cpu;
 mod exchange;
-mod failed;
+mod failed_blocks;
 mod lanes;
-mod load;
 mod lock;
 mod map;
 mod readers;
@@ -45,11 +45,11 @@ use thiserror::Error;
 use uuid::Uuid;
 
 use self::arena::Arena;
-pub use self::load::Load;
-use self::map::{LOCKS, Locks};
+pub use self::bulk_load::BulkLoad;
+use self::map::{LOCKS, LineLocks};
 use self::readers::{Readers, SLOTS};
 use super::arena::{InfoError, InfoSource};
-use super::arena_walk::{self, Missing, arenas};
+use super::arena_walk::{self, MissingArena, arenas};
 use super::check::Finding;
 use super::layout::PAGE_BYTES;
 use crate::media::{Media, MediaError};
@@ -64,20 +64,20 @@ pub struct Engine<S> {
     common: Common<S>,
     sector_bytes: u32,
     sectors: u64,
-    places: Vec<Place>,
+    arena_slots: Vec<ArenaSlot>,
 }
 
 /// State that all arenas share.
 struct Common<S> {
     space: S,
-    locks: Locks,
+    locks: LineLocks,
     readers: Readers,
 }
 
 /// Place of an arena.
-enum Place {
+enum ArenaSlot {
     Arena(Box<Arena>),
-    Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
+    Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, reason: InfoError },
 }
 
 /// Reason why an arena refuses writes. If it is [`Fault::Unreadable`], the arena also refuses some
@@ -105,16 +105,16 @@ pub enum Fault {
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
     /// There is no BTT, or its first arena is lost. In both cases, the sector size is unknown.
-    #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({why})")]
-    NoBtt { start_bytes: u64, why: InfoError },
+    #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({reason})")]
+    NoBtt { start_bytes: u64, reason: InfoError },
     #[error("sector size {sector_bytes} is not supported; supported sizes are 512 and 4096")]
     SectorSize { sector_bytes: u32 },
     /// An arena is missing, and the arenas behind it cannot be found. Searching for them is not
     /// safe, because a guest's data may look like an arena.
     #[error(
-        "arena {arena}, at {start_bytes:#x}, is missing ({why}). Its end is unknown, and so are the numbers of the sectors after it. Sectors before it can be read"
+        "arena {arena}, at {start_bytes:#x}, is missing ({reason}). Its end is unknown, and so are the numbers of the sectors after it. Sectors before it can be read"
     )]
-    Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
+    Ambiguous { arena: usize, start_bytes: u64, reason: InfoError },
     /// The BTT has more arenas than any volume needs. Each of them uses memory.
     #[error("the BTT has more than {MAX_ARENAS} arenas, the maximum")]
     Arenas,
@@ -127,16 +127,16 @@ pub enum EngineError {
     },
     #[error("{length_bytes} bytes are not a multiple of the sector's {sector_bytes}")]
     Length { length_bytes: usize, sector_bytes: u32 },
-    #[error("arena {arena} is read-only: {why}")]
-    ReadOnly { arena: usize, why: Fault },
+    #[error("arena {arena} is read-only: {reason}")]
+    ReadOnly { arena: usize, reason: Fault },
     /// Recovery at open was impossible or incomplete.
-    #[error("arena {arena} is not recovered: {why}")]
-    NotRecovered { arena: usize, why: Fault },
+    #[error("arena {arena} is not recovered: {reason}")]
+    NotRecovered { arena: usize, reason: Fault },
     /// The last write of the sector is unknown. The arena is read-only.
     #[error("sector {sector} is not recovered: a part of the map could not be read")]
     SectorNotRecovered { sector: u64 },
-    #[error("arena {arena} is missing: neither info block is intact ({why})")]
-    Missing { arena: usize, why: InfoError },
+    #[error("arena {arena} is missing: neither info block is intact ({reason})")]
+    Missing { arena: usize, reason: InfoError },
     /// The sector cannot be read, but can be written.
     #[error("sector {sector} is marked as failed: its content is lost")]
     Sector { sector: u64 },
@@ -173,11 +173,11 @@ impl<S: Media> Engine<S> {
     /// Opens the BTT in `space`, which must not be open elsewhere, and recovers it. Damage is
     /// reported by [`Engine::arenas`], and by operations that it affects.
     pub fn open(space: S) -> Result<Self, EngineError> {
-        let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
-        let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
+        let common = Common { space, locks: LineLocks::new(LOCKS), readers: Readers::new(SLOTS) };
+        let mut engine = Self { common, sector_bytes: 0, sectors: 0, arena_slots: Vec::new() };
         let found = arenas(&engine.common.space);
         engine.sector_bytes = Self::check(&found)?;
-        found.into_iter().try_for_each(|place| engine.open_next(place))?;
+        found.into_iter().try_for_each(|arena| engine.open_next(arena))?;
         Ok(engine)
     }
 
@@ -187,32 +187,35 @@ impl<S: Media> Engine<S> {
     }
 
     /// Checks that the arenas are usable, before anything is stored. Returns the sector size.
-    fn check(found: &[arena_walk::Place]) -> Result<u32, EngineError> {
+    fn check(found: &[arena_walk::ArenaResult]) -> Result<u32, EngineError> {
         if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
         }
         let sector_bytes = match &found[0] {
-            Err(Missing { start_bytes, why, .. }) => {
-                return Err(EngineError::NoBtt { start_bytes: *start_bytes, why: why.clone() });
+            Err(MissingArena { start_bytes, reason, .. }) => {
+                return Err(EngineError::NoBtt {
+                    start_bytes: *start_bytes,
+                    reason: reason.clone(),
+                });
             }
             Ok((info, _)) => info.sector_bytes,
         };
         if ![512, 4096].contains(&sector_bytes) {
             return Err(EngineError::SectorSize { sector_bytes });
         }
-        for (arena, place) in found.iter().enumerate() {
-            if let Err(Missing { start_bytes, end_bytes: None, why }) = place {
-                let (start_bytes, why) = (*start_bytes, why.clone());
-                return Err(EngineError::Ambiguous { arena, start_bytes, why });
+        for (arena, result) in found.iter().enumerate() {
+            if let Err(MissingArena { start_bytes, end_bytes: None, reason }) = result {
+                let (start_bytes, reason) = (*start_bytes, reason.clone());
+                return Err(EngineError::Ambiguous { arena, start_bytes, reason });
             }
         }
         Ok(sector_bytes)
     }
 
-    fn open_next(&mut self, place: arena_walk::Place) -> Result<(), EngineError> {
-        let (arena, first_sector) = (self.places.len(), self.sectors);
-        let place = match place {
-            Ok((info, source)) => Place::Arena(Box::new(Arena::open(
+    fn open_next(&mut self, result: arena_walk::ArenaResult) -> Result<(), EngineError> {
+        let (arena, first_sector) = (self.arena_slots.len(), self.sectors);
+        let slot = match result {
+            Ok((info, source)) => ArenaSlot::Arena(Box::new(Arena::open(
                 &self.common,
                 (arena, first_sector),
                 (info, source),
@@ -221,12 +224,12 @@ impl<S: Media> Engine<S> {
                 let sectors = missing
                     .sectors(self.sector_bytes)
                     .expect("the end of the arena was checked to be known");
-                let Missing { start_bytes, why, .. } = missing;
-                Place::Missing { arena, start_bytes, first_sector, sectors, why }
+                let MissingArena { start_bytes, reason, .. } = missing;
+                ArenaSlot::Missing { arena, start_bytes, first_sector, sectors, reason }
             }
         };
-        self.sectors = place.sectors().end;
-        self.places.push(place);
+        self.sectors = slot.sectors().end;
+        self.arena_slots.push(slot);
         Ok(())
     }
 
@@ -247,7 +250,7 @@ impl<S: Media> Engine<S> {
 
     /// Returns the state of all arenas, in order.
     pub fn arenas(&self) -> Vec<ArenaStatus> {
-        self.places.iter().map(Place::status).collect()
+        self.arena_slots.iter().map(ArenaSlot::status).collect()
     }
 
     /// Reads whole sectors. Each contains the data of a write that has returned or is in progress.
@@ -273,7 +276,7 @@ impl<S: Media> Engine<S> {
             let (mut now, later) = rest.split_at(sectors.len() * self.sector_bytes as usize);
             let mut first = sectors.start;
             while !now.is_empty() {
-                arena.map.expect(&self.common.space, first);
+                arena.map.prefetch(&self.common.space, first);
                 let done = exchange::exchange(&self.common, arena, first, now)?;
                 first += done as u32;
                 now = &now[done * self.sector_bytes as usize..];
@@ -324,11 +327,11 @@ impl<S: Media> Engine<S> {
     /// arena that could not be read at open accepts no writes, so it does not prevent a flush of
     /// the others.
     pub fn flush(&self) -> Result<(), EngineError> {
-        for place in &self.places {
-            if let Place::Arena(arena) = place
-                && let Some(why @ Fault::Media(_)) = arena.fault()
+        for slot in &self.arena_slots {
+            if let ArenaSlot::Arena(arena) = slot
+                && let Some(reason @ Fault::Media(_)) = arena.fault()
             {
-                return Err(EngineError::ReadOnly { arena: arena.number, why: why.clone() });
+                return Err(EngineError::ReadOnly { arena: arena.number, reason: reason.clone() });
             }
         }
         self.common.space.persist(&[]).map_err(EngineError::Media)
@@ -337,13 +340,13 @@ impl<S: Media> Engine<S> {
     /// Flushes like [`Engine::flush`], and also makes the map durable, so that a recovery has
     /// nothing to redo. Call it before a driver uses the media that assumes a durable map, such as
     /// the Linux driver. If an arena fails, or could not be read at open, the others are still
-    /// settled.
-    pub fn settle(&self) -> Result<(), EngineError> {
+    /// quiesced.
+    pub fn quiesce(&self) -> Result<(), EngineError> {
         let mut refused = Ok(());
-        for place in &self.places {
-            if let Place::Arena(arena) = place {
-                let settled = arena.settle(&self.common.space);
-                refused = refused.and(arena.check_recovered()).and(settled);
+        for slot in &self.arena_slots {
+            if let ArenaSlot::Arena(arena) = slot {
+                let quiesced = arena.quiesce(&self.common.space);
+                refused = refused.and(arena.check_recovered()).and(quiesced);
             }
         }
         let flushed = self.flush();
@@ -378,40 +381,43 @@ impl<S: Media> Engine<S> {
             if rest.is_empty() {
                 return None;
             }
-            let place = match &self.places[..] {
+            let slot = match &self.arena_slots[..] {
                 // Most volumes have a single arena.
                 [only] => only,
-                places => {
-                    &places[places.partition_point(|place| place.sectors().end <= rest.start)]
+                arena_slots => {
+                    &arena_slots
+                        [arena_slots.partition_point(|slot| slot.sectors().end <= rest.start)]
                 }
             };
-            let all = place.sectors();
+            let all = slot.sectors();
             let end = rest.end.min(all.end);
             let part = (rest.start - all.start) as u32..(end - all.start) as u32;
             rest.start = end;
-            Some((place.arena(), part))
+            Some((slot.arena(), part))
         })
     }
 }
 
-impl Place {
+impl ArenaSlot {
     /// Returns the range of the arena's sectors in the volume.
     #[inline]
     fn sectors(&self) -> Range<u64> {
         match self {
-            Place::Arena(arena) => {
+            ArenaSlot::Arena(arena) => {
                 arena.first_sector..arena.first_sector + u64::from(arena.info.sectors)
             }
-            Place::Missing { first_sector, sectors, .. } => *first_sector..first_sector + sectors,
+            ArenaSlot::Missing { first_sector, sectors, .. } => {
+                *first_sector..first_sector + sectors
+            }
         }
     }
 
     #[inline]
     fn arena(&self) -> Result<&Arena, EngineError> {
         match self {
-            Place::Arena(arena) => Ok(arena),
-            Place::Missing { arena, why, .. } => {
-                Err(EngineError::Missing { arena: *arena, why: why.clone() })
+            ArenaSlot::Arena(arena) => Ok(arena),
+            ArenaSlot::Missing { arena, reason, .. } => {
+                Err(EngineError::Missing { arena: *arena, reason: reason.clone() })
             }
         }
     }
@@ -420,7 +426,7 @@ impl Place {
         let Range { start: first_sector, end } = self.sectors();
         let sectors = end - first_sector;
         match self {
-            Place::Arena(arena) => ArenaStatus {
+            ArenaSlot::Arena(arena) => ArenaStatus {
                 start_bytes: arena.info.start_bytes,
                 first_sector,
                 sectors,
@@ -428,13 +434,13 @@ impl Place {
                 source: Some(arena.source),
                 read_only: arena.fault().map(Fault::to_string),
             },
-            Place::Missing { start_bytes, why, .. } => ArenaStatus {
+            ArenaSlot::Missing { start_bytes, reason, .. } => ArenaStatus {
                 start_bytes: *start_bytes,
                 first_sector,
                 sectors,
                 uuid: None,
                 source: None,
-                read_only: Some(format!("neither info block is intact ({why})")),
+                read_only: Some(format!("neither info block is intact ({reason})")),
             },
         }
     }

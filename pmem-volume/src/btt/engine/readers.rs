@@ -28,7 +28,7 @@ pub(super) struct Readers {
 struct Slot(AtomicU64);
 
 /// Announcement of a read. Dropping it ends the announcement.
-pub(super) struct Hold<'a>(&'a Slot);
+pub(super) struct Announcement<'a>(&'a Slot);
 
 impl Readers {
     pub(super) fn new(slots: usize) -> Self {
@@ -40,7 +40,7 @@ impl Readers {
 
     /// Announces that this thread will read a block. The caller must check the map afterwards.
     #[inline]
-    pub(super) fn hold(&self, block_at: u64) -> Hold<'_> {
+    pub(super) fn announce(&self, block_at: u64) -> Announcement<'_> {
         assert_ne!(block_at, FREE);
         let mut number = cpu::last_slot();
         for attempt in 1.. {
@@ -54,8 +54,8 @@ impl Readers {
                 slot.0.compare_exchange(FREE, block_at, Ordering::SeqCst, Ordering::Relaxed);
             if claim.is_ok() {
                 cpu::set_last_slot(number);
-                cpu::fence_behind_locked();
-                return Hold(slot);
+                cpu::fence_after_locked();
+                return Announcement(slot);
             }
             number = (number + 1) % self.slots.len();
             if attempt % self.slots.len() == 0 {
@@ -70,20 +70,20 @@ impl Readers {
     /// and returns `None` if there is no block. No writer uses the block until the announcement
     /// ends.
     #[inline]
-    pub(super) fn hold_found<E>(
+    pub(super) fn announce_found<E>(
         &self,
         mut find: impl FnMut() -> Result<Option<u64>, E>,
-    ) -> Result<Option<(u64, Hold<'_>)>, E> {
+    ) -> Result<Option<(u64, Announcement<'_>)>, E> {
         let Some(mut at) = find()? else { return Ok(None) };
-        let mut hold = self.hold(at);
+        let mut announcement = self.announce(at);
         loop {
             // Checked after the announcement. If the map still names the block, every later writer
             // sees the announcement.
             match find()? {
                 None => return Ok(None),
-                Some(again) if again == at => return Ok(Some((at, hold))),
+                Some(again) if again == at => return Ok(Some((at, announcement))),
                 Some(again) => {
-                    hold.move_to(again);
+                    announcement.move_to(again);
                     at = again;
                 }
             }
@@ -94,35 +94,35 @@ impl Readers {
     /// The caller must have just taken a lane. The store to the map precedes the release of that
     /// lane, and the slots are read after the locked instruction that took it.
     #[inline]
-    pub(super) fn look_behind_lock(&self) -> Look<'_> {
-        cpu::writers_fence_behind_locked();
-        Look(&self.slots[..self.used.load(Ordering::SeqCst)])
+    pub(super) fn announcements_after_lock(&self) -> Announcements<'_> {
+        cpu::writer_fence_after_locked();
+        Announcements(&self.slots[..self.used.load(Ordering::SeqCst)])
     }
 }
 
 /// Announcements that are read after a barrier.
-pub(super) struct Look<'a>(&'a [Slot]);
+pub(super) struct Announcements<'a>(&'a [Slot]);
 
-impl Look<'_> {
+impl Announcements<'_> {
     /// Returns true if a block is being read. If not, no read of it begins until the map names it
     /// again.
     #[inline]
-    pub(super) fn holds(&self, block_at: u64) -> bool {
+    pub(super) fn contains(&self, block_at: u64) -> bool {
         self.0.iter().any(|slot| slot.0.load(Ordering::Acquire) == block_at)
     }
 }
 
-impl Hold<'_> {
+impl Announcement<'_> {
     /// Replaces the announcement with one for another block.
     #[inline]
     pub(super) fn move_to(&mut self, block_at: u64) {
         assert_ne!(block_at, FREE);
         self.0.0.swap(block_at, Ordering::SeqCst);
-        cpu::fence_behind_locked();
+        cpu::fence_after_locked();
     }
 }
 
-impl Drop for Hold<'_> {
+impl Drop for Announcement<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.0.store(FREE, Ordering::Release);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::Mending;
+use super::Fix;
 use crate::media::{Durability, Media, MediaError};
 
 /// Unit of stores in a repair, which stores only whole words.
@@ -20,8 +20,8 @@ impl<'a, S: Media> Overlay<'a, S> {
     }
 
     /// Applies all phases of a repair to the overlay.
-    pub(super) fn apply(&mut self, mending: &Mending) {
-        for (at, bytes) in mending.phases.iter().flatten() {
+    pub(super) fn apply(&mut self, fix: &Fix) {
+        for (at, bytes) in fix.phases.iter().flatten() {
             let (units, rest) = bytes.as_chunks();
             assert!(at.is_multiple_of(UNIT_BYTES) && rest.is_empty());
             self.stored.extend((*at..).step_by(UNIT_BYTES as usize).zip(units.iter().copied()));

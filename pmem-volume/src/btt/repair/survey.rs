@@ -12,10 +12,10 @@ use crate::media::{Media, MediaError};
 
 /// Maximum number of defects in an arena that are repaired. If there are more, a part of the map is
 /// lost or the volume is crafted. The limit also bounds the memory use of the repair.
-const MAX_MENDED: usize = 1 << 16;
+const MAX_FIXES: usize = 1 << 16;
 
 /// Number of map entries that are read at a time.
-const MAP_PIECE: u32 = 1 << 16;
+const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Owners of a block with more than one owner.
 #[derive(Debug, Default)]
@@ -39,11 +39,11 @@ pub(super) struct Lane {
 pub(super) struct Survey {
     pub(super) lanes: Vec<Lane>,
     /// Sectors that are mapped to a block out of range, with their map entries.
-    pub(super) outside: Vec<(u32, u32)>,
+    pub(super) out_of_range: Vec<(u32, u32)>,
     /// Blocks that have more than one owner.
     pub(super) shared: BTreeMap<u32, Owners>,
     /// Blocks without an owner, up to a maximum number.
-    pub(super) nobodys: Vec<u32>,
+    pub(super) unreferenced: Vec<u32>,
     /// Number of sectors that are already marked as lost.
     pub(super) error_sectors: u32,
 }
@@ -60,30 +60,31 @@ pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Surv
     let redo: BTreeMap<_, _> = lanes.iter().filter_map(|lane| lane.redo).collect();
     let mut survey = Survey {
         lanes,
-        outside: vec![],
+        out_of_range: vec![],
         shared: BTreeMap::new(),
-        nobodys: vec![],
+        unreferenced: vec![],
         error_sectors: 0,
     };
-    let mut named = BlockSet::new(info.blocks);
-    each_entry(space, info, |sector, entry| {
+    let mut referenced = BlockSet::new(info.blocks);
+    for_each_entry(space, info, |sector, entry| {
         let decoded = decode_map(sector, entry);
         let redone = redo.get(&sector).copied();
         survey.error_sectors += u32::from(redone.is_none() && decoded.kind == MapKind::Error);
         match redone.unwrap_or(decoded.block) {
-            block if block >= info.blocks => survey.outside.push((sector, entry)),
-            block if named.insert(block) => {}
+            block if block >= info.blocks => survey.out_of_range.push((sector, entry)),
+            block if referenced.insert(block) => {}
             block => drop(survey.shared.entry(block).or_default()),
         }
-        survey.outside.len() + survey.shared.len() <= MAX_MENDED
+        survey.out_of_range.len() + survey.shared.len() <= MAX_FIXES
     })?;
     for block in survey.lanes.iter().filter_map(|lane| lane.free) {
-        if !named.insert(block) {
+        if !referenced.insert(block) {
             survey.shared.entry(block).or_default();
         }
     }
-    survey.nobodys = named.iter_missing().take(MAX_MENDED + 1).collect();
-    if survey.outside.len() + survey.shared.len() > MAX_MENDED || survey.nobodys.len() > MAX_MENDED
+    survey.unreferenced = referenced.iter_missing().take(MAX_FIXES + 1).collect();
+    if survey.out_of_range.len() + survey.shared.len() > MAX_FIXES
+        || survey.unreferenced.len() > MAX_FIXES
     {
         return Ok(None);
     }
@@ -108,7 +109,7 @@ impl Survey {
                 owners.lanes.push(lane);
             }
         }
-        each_entry(space, info, |sector, entry| {
+        for_each_entry(space, info, |sector, entry| {
             let block = redo.get(&sector).copied().unwrap_or(decode_map(sector, entry).block);
             if let Some(owners) = self.shared.get_mut(&block) {
                 owners.sectors.push(sector);
@@ -118,19 +119,21 @@ impl Survey {
     }
 }
 
-/// Calls `look` with the map entry of each sector until it returns false.
-fn each_entry(
+/// Calls `visit` with the map entry of each sector until it returns false.
+fn for_each_entry(
     space: &impl Media,
     info: &ArenaInfo,
-    mut look: impl FnMut(u32, u32) -> bool,
+    mut visit: impl FnMut(u32, u32) -> bool,
 ) -> Result<(), MediaError> {
-    let mut bytes = vec![0; MAP_PIECE.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
-    for first in (0..info.sectors).step_by(MAP_PIECE as usize) {
-        let count = MAP_PIECE.min(info.sectors - first);
+    let mut bytes =
+        vec![0; MAP_PIECE_ENTRIES.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
+    for first in (0..info.sectors).step_by(MAP_PIECE_ENTRIES as usize) {
+        let count = MAP_PIECE_ENTRIES.min(info.sectors - first);
         let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
         space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
         let (entries, _) = piece.as_chunks::<4>();
-        if !(first..).zip(entries).all(|(sector, entry)| look(sector, u32::from_le_bytes(*entry))) {
+        if !(first..).zip(entries).all(|(sector, entry)| visit(sector, u32::from_le_bytes(*entry)))
+        {
             return Ok(());
         }
     }

@@ -9,13 +9,13 @@ use crate::btt::layout::START_BYTES;
 use crate::btt::tests::{
     ALL_STEPS, VOLUME_BYTES, Writer, content, flip, formatted, map_entry, set_map, with_info,
 };
-use crate::btt::{Lost, Reader, check};
+use crate::btt::{ReadFailure, Reader, check};
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::{Media, MemoryMedia};
 
 const SECTOR_BYTES: usize = 4096;
 /// Sectors that the tests compare. Some of them have content.
-const LOOKED_AT: Range<u64> = 0..60;
+const COMPARED_SECTORS: Range<u64> = 0..60;
 /// Lanes that the tests use for writes.
 const WRITERS: [usize; 4] = [0, 7, 200, 255];
 
@@ -41,10 +41,11 @@ fn sectors(space: &impl Media) -> BTreeMap<u64, Vec<u8>> {
     if reader.sectors() == 0 {
         return BTreeMap::new();
     }
-    let mut bytes = vec![0xee; (LOOKED_AT.end - LOOKED_AT.start) as usize * SECTOR_BYTES];
+    let mut bytes =
+        vec![0xee; (COMPARED_SECTORS.end - COMPARED_SECTORS.start) as usize * SECTOR_BYTES];
     let mut lost = vec![];
-    reader.read_many(LOOKED_AT.start, &mut bytes, &mut |sector, _| lost.push(sector));
-    let read = LOOKED_AT.zip(bytes.chunks(SECTOR_BYTES).map(<[u8]>::to_vec));
+    reader.read_many(COMPARED_SECTORS.start, &mut bytes, &mut |sector, _| lost.push(sector));
+    let read = COMPARED_SECTORS.zip(bytes.chunks(SECTOR_BYTES).map(<[u8]>::to_vec));
     read.filter(|(sector, _)| !lost.contains(sector)).collect()
 }
 
@@ -57,11 +58,11 @@ fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
 fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let before = sectors(media);
     let repair = plan(media, give_up);
-    repair.carry_out(media).unwrap();
+    repair.apply(media).unwrap();
     let found = check(media);
     assert_eq!(
         format!("{found:?}"),
-        format!("{:?}", repair.after),
+        format!("{:?}", repair.report_after),
         "the repair differs from its plan"
     );
     let after = sectors(media);
@@ -74,24 +75,24 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
             );
         }
     }
-    assert!(plan(media, give_up).mendings.is_empty(), "a second repair changes more");
+    assert!(plan(media, give_up).fixes.is_empty(), "a second repair changes more");
     repair
 }
 
 /// Expects a repair to restore the state before the damage.
-fn assert_mended(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
+fn assert_repaired(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let repair = repaired(media, GiveUp::Nothing, right);
-    assert!(repair.after.is_clean(), "{repair:?}");
+    assert!(repair.report_after.is_clean(), "{repair:?}");
     assert!(sectors(media) == *right, "sectors changed");
     repair
 }
 
 /// Expects a repair to leave the damage unchanged.
-fn assert_left(media: &MemoryMedia) -> Repair {
+fn assert_unrepaired(media: &MemoryMedia) -> Repair {
     let before = media.to_bytes();
     let repair = plan(media, GiveUp::Nothing);
-    assert!(repair.mendings.is_empty() && !repair.after.is_clean(), "{repair:?}");
-    repair.carry_out(media).unwrap();
+    assert!(repair.fixes.is_empty() && !repair.report_after.is_clean(), "{repair:?}");
+    repair.apply(media).unwrap();
     assert!(before == media.to_bytes());
     repair
 }
@@ -118,8 +119,8 @@ fn every_bit_of_an_info_block_is_restored_from_its_copy() {
                     "byte {byte}, bit {bit}"
                 );
                 let repair = plan(&media, GiveUp::Nothing);
-                assert!(repair.after.is_clean() && repair.mendings.len() == 1);
-                repair.carry_out(&media).unwrap();
+                assert!(repair.report_after.is_clean() && repair.fixes.len() == 1);
+                repair.apply(&media).unwrap();
                 let mut back = [0xee; 4096];
                 media.read(block, &mut back).unwrap();
                 assert!(back == good[block as usize..][..4096], "byte {byte}, bit {bit}");
@@ -135,16 +136,19 @@ fn volume_without_info_blocks_is_unchanged() {
     for offset in [0, 56, 2000, 4090] {
         let places = [START_BYTES + offset, VOLUME_BYTES - INFO_BYTES + offset];
         places.iter().for_each(|at| flip(&media, *at, 1));
-        let repair = assert_left(&media);
-        assert!(matches!(repair.after.arenas[0].findings[..], [Finding::NoInfo(_)]));
+        let repair = assert_unrepaired(&media);
+        assert!(matches!(repair.report_after.arenas[0].findings[..], [Finding::NoInfo(_)]));
         assert!(sectors(&media).is_empty());
         places.iter().for_each(|at| flip(&media, *at, 1));
     }
     // The truncated volume is smaller than its info block states.
     for bytes in [START_BYTES, 8 << 20, VOLUME_BYTES - 4096, VOLUME_BYTES - 8] {
         let cut = MemoryMedia::from_bytes(&media.to_bytes()[..bytes as usize]);
-        let repair = assert_left(&cut);
-        assert!(matches!(repair.after.arenas[0].findings[..], [Finding::NoInfo(_)]), "{repair:?}");
+        let repair = assert_unrepaired(&cut);
+        assert!(
+            matches!(repair.report_after.arenas[0].findings[..], [Finding::NoInfo(_)]),
+            "{repair:?}"
+        );
     }
 }
 
@@ -166,8 +170,11 @@ fn impossible_lanes_get_blocks_without_an_owner() {
             {
                 let media = MemoryMedia::from_bytes(&good);
                 (0..4).for_each(|slot| set_flog(&media, &arena, lane, slot, field, value));
-                let repair = assert_mended(&media, &right);
-                assert!(repair.mendings[0].what.contains(&format!("lane {lane}")), "{repair:?}");
+                let repair = assert_repaired(&media, &right);
+                assert!(
+                    repair.fixes[0].description.contains(&format!("lane {lane}")),
+                    "{repair:?}"
+                );
                 assert_eq!(before, blocks(&media), "lane {lane}, field {field}");
             }
         }
@@ -176,8 +183,8 @@ fn impossible_lanes_get_blocks_without_an_owner() {
         for lane in [0, 7, 100, 255] {
             [0, second as u64].iter().for_each(|slot| set_flog(&media, &arena, lane, *slot, 3, 2));
         }
-        let repair = assert_mended(&media, &right);
-        assert!(repair.mendings[0].what.contains("4 lane(s)"), "{repair:?}");
+        let repair = assert_repaired(&media, &right);
+        assert!(repair.fixes[0].description.contains("4 lane(s)"), "{repair:?}");
         assert_eq!(before.len(), blocks(&media).len());
     }
 }
@@ -188,8 +195,8 @@ fn lost_flog_is_derived_from_the_map() {
         let (media, arena) = filled(1);
         let right = sectors(&media);
         media.store(arena.flog_at, &vec![byte; 256 * FLOG_GROUP_BYTES as usize]).unwrap();
-        let repair = assert_mended(&media, &right);
-        assert!(repair.mendings[0].what.contains("256 lane(s) of the flog"), "{repair:?}");
+        let repair = assert_repaired(&media, &right);
+        assert!(repair.fixes[0].description.contains("256 lane(s) of the flog"), "{repair:?}");
     }
 }
 
@@ -200,8 +207,8 @@ fn content_of_an_unused_slot_affects_only_its_lane() {
         let right = sectors(&media);
         set_flog(&media, &arena, 7, wrong, 1, 3);
         assert!(check(&media).arenas[0].findings.contains(&Finding::FlogPadding));
-        let repair = assert_mended(&media, &right);
-        assert!(repair.mendings[0].what.contains("1 lane(s) of the flog"), "{repair:?}");
+        let repair = assert_repaired(&media, &right);
+        assert!(repair.fixes[0].description.contains("1 lane(s) of the flog"), "{repair:?}");
     }
 }
 
@@ -212,15 +219,18 @@ fn only_sector_without_a_block_gets_the_only_block_without_an_owner() {
     for sector in [0, 12, 29] {
         set_map(&media, &arena, sector, MAP_BLOCK | MAP_ERROR | MAP_ZERO);
         assert_eq!(sectors(&media).get(&u64::from(sector)), None);
-        let repair = assert_mended(&media, &right);
-        assert!(repair.mendings[0].what.starts_with(&format!("sector L{sector} ")), "{repair:?}");
+        let repair = assert_repaired(&media, &right);
+        assert!(
+            repair.fixes[0].description.starts_with(&format!("sector L{sector} ")),
+            "{repair:?}"
+        );
         assert!(good == media.to_bytes());
     }
     // A discarded sector remains discarded.
     set_map(&media, &arena, 40, 40 | MAP_ZERO);
     let good = media.to_bytes();
     set_map(&media, &arena, 40, (arena.blocks + 40) | MAP_ZERO);
-    assert_mended(&media, &right);
+    assert_repaired(&media, &right);
     assert!(good == media.to_bytes());
 }
 
@@ -233,20 +243,20 @@ fn sectors_with_unknown_blocks_are_marked_as_lost() {
     }
     let damaged = media.to_bytes();
     let repair = repaired(&media, GiveUp::Nothing, &right);
-    assert!(repair.after.is_clean());
-    assert_eq!(repair.after.arenas[0].error_sectors, 4);
-    assert!(repair.mendings[0].what.contains("4 sector(s) are marked as lost"), "{repair:?}");
-    assert!(repair.mendings[0].what.contains("L3 to 5, L20."), "{repair:?}");
+    assert!(repair.report_after.is_clean());
+    assert_eq!(repair.report_after.arenas[0].error_sectors, 4);
+    assert!(repair.fixes[0].description.contains("4 sector(s) are marked as lost"), "{repair:?}");
+    assert!(repair.fixes[0].description.contains("L3 to 5, L20."), "{repair:?}");
     let (reader, _) = Reader::open_damaged(&media);
     let mut lost = vec![];
-    reader.read_many(0, &mut [0; 30 * SECTOR_BYTES], &mut |sector, why| {
-        lost.push((sector, matches!(why, Lost::Marked)));
+    reader.read_many(0, &mut [0; 30 * SECTOR_BYTES], &mut |sector, reason| {
+        lost.push((sector, matches!(reason, ReadFailure::Marked)));
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
     // A crash may lose any one of the words. In each case, the remaining sector must not be treated
     // as the only one, because the remaining block may not be its block.
-    let stores = &repair.mendings[0].phases[0];
+    let stores = &repair.fixes[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
         for (at, bytes) in stores
@@ -258,21 +268,21 @@ fn sectors_with_unknown_blocks_are_marked_as_lost() {
             media.store(*at, bytes).unwrap();
         }
         let rest = repaired(&media, GiveUp::Nothing, &right);
-        assert!(rest.after.is_clean());
-        assert_eq!(rest.after.arenas[0].error_sectors, 4, "a sector was guessed");
+        assert!(rest.report_after.is_clean());
+        assert_eq!(rest.report_after.arenas[0].error_sectors, 4, "a sector was guessed");
     }
 }
 
 #[test]
-fn no_sector_is_guessed_beside_a_lane_without_a_block() {
+fn no_sector_is_guessed_with_a_lane_without_a_block() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     set_map(&media, &arena, 12, MAP_BLOCK | MAP_ERROR | MAP_ZERO);
     set_flog(&media, &arena, 7, 0, 3, 9);
     let repair = repaired(&media, GiveUp::Nothing, &right);
-    assert!(repair.after.is_clean());
-    assert_eq!((repair.mendings.len(), repair.after.arenas[0].error_sectors), (2, 1));
-    assert!(repair.mendings[0].what.contains("L12"), "sectors come first: {repair:?}");
+    assert!(repair.report_after.is_clean());
+    assert_eq!((repair.fixes.len(), repair.report_after.arenas[0].error_sectors), (2, 1));
+    assert!(repair.fixes[0].description.contains("L12"), "sectors come first: {repair:?}");
 }
 
 #[test]
@@ -280,14 +290,14 @@ fn sectors_that_share_a_block_stay_unless_they_are_given_up() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     set_map(&media, &arena, 12, map_entry(&media, &arena, 20));
-    let repair = assert_left(&media);
-    let findings = &repair.after.arenas[0].findings;
+    let repair = assert_unrepaired(&media);
+    let findings = &repair.report_after.arenas[0].findings;
     assert!(
         matches!(&findings[..], [Finding::BlockTwice { by, .. }, Finding::BlocksLost { count: 1, .. }] if by.contains("L20")),
         "{findings:?}"
     );
     let repair = repaired(&media, GiveUp::Sectors, &right);
-    assert!(repair.after.is_clean());
+    assert!(repair.report_after.is_clean());
     let read = sectors(&media);
     assert_eq!((read.get(&12), read.get(&20)), (None, None));
     let others = |sectors: &BTreeMap<u64, Vec<u8>>| -> Vec<_> {
@@ -302,9 +312,9 @@ fn block_of_a_sector_and_a_lane_stays_unless_the_sector_is_given_up() {
     let right = sectors(&media);
     let lane = survey(&media, &arena).unwrap().unwrap().lanes[7].free.unwrap();
     set_map(&media, &arena, 12, lane | MAP_ERROR | MAP_ZERO);
-    assert_left(&media);
+    assert_unrepaired(&media);
     let repair = repaired(&media, GiveUp::Sectors, &right);
-    assert!(repair.after.is_clean(), "{repair:?}");
+    assert!(repair.report_after.is_clean(), "{repair:?}");
     assert_eq!(sectors(&media).get(&12), None);
     // The sector keeps the block regardless of its content. Otherwise, the lane would write to the
     // block.
@@ -318,8 +328,8 @@ fn lanes_that_share_a_block_are_repaired_without_losing_a_sector() {
     let lanes = survey(&media, &arena).unwrap().unwrap().lanes;
     let (first, second) = (lanes[100].free.unwrap(), lanes[101].free.unwrap());
     set_flog(&media, &arena, 101, 0, 1, first);
-    let repair = assert_mended(&media, &right);
-    assert!(repair.mendings[0].what.contains("lane 101"), "{repair:?}");
+    let repair = assert_repaired(&media, &right);
+    assert!(repair.fixes[0].description.contains("lane 101"), "{repair:?}");
     assert_eq!(survey(&media, &arena).unwrap().unwrap().lanes[101].free, Some(second));
 }
 
@@ -334,8 +344,8 @@ fn pending_map_entry_is_stored_before_its_lane_is_replaced() {
     let old = survey(&media, &arena).unwrap().unwrap().lanes[50].free.unwrap();
     // The block also belongs to an earlier lane, so the later lane receives another block.
     set_flog(&media, &arena, 3, 0, 1, old);
-    let repair = assert_mended(&media, &right);
-    assert!(repair.mendings[0].what.contains("lane 50"), "{repair:?}");
+    let repair = assert_repaired(&media, &right);
+    assert!(repair.fixes[0].description.contains("lane 50"), "{repair:?}");
     assert_eq!(check(&media).arenas[0].redo, 0);
 }
 
@@ -345,18 +355,20 @@ fn error_flag_is_cleared_if_nothing_else_is_damaged() {
     let (good, right) = (media.to_bytes(), sectors(&media));
     let set = |info: &mut InfoBytes| info.flags.set(FLAG_ERROR);
     with_info(&media, set);
-    let repair = assert_mended(&media, &right);
-    assert!(repair.mendings[0].what.contains("error flag"), "{repair:?}");
+    let repair = assert_repaired(&media, &right);
+    assert!(repair.fixes[0].description.contains("error flag"), "{repair:?}");
     assert!(good == media.to_bytes());
     // The flag is cleared together with the repair of the defect that caused it.
     with_info(&media, set);
     set_flog(&media, &arena, 7, 0, 3, 9);
     flip(&media, START_BYTES + 20, 1);
-    assert_eq!(assert_mended(&media, &right).mendings.len(), 3);
+    assert_eq!(assert_repaired(&media, &right).fixes.len(), 3);
     // The flag is not cleared while another defect remains.
     with_info(&media, set);
     set_map(&media, &arena, 12, map_entry(&media, &arena, 20));
-    assert!(assert_left(&media).after.arenas[0].findings.contains(&Finding::ErrorFlag));
+    assert!(
+        assert_unrepaired(&media).report_after.arenas[0].findings.contains(&Finding::ErrorFlag)
+    );
 }
 
 #[test]
@@ -364,13 +376,13 @@ fn lost_map_stays_and_uses_little_memory() {
     let (media, arena) = filled(1);
     let map_bytes = arena.sectors as usize * MAP_ENTRY_BYTES as usize;
     media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
-    assert_left(&media);
+    assert_unrepaired(&media);
     media.store(arena.map_at, &vec![0xff; map_bytes]).unwrap();
     // All sectors are mapped out of range and could have any block. Their number is less than the
     // limit of a repair.
     let repair = plan(&media, GiveUp::Nothing);
-    assert!(repair.after.is_clean());
-    assert_eq!(repair.after.arenas[0].error_sectors, arena.sectors);
+    assert!(repair.report_after.is_clean());
+    assert_eq!(repair.report_after.arenas[0].error_sectors, arena.sectors);
 }
 
 #[test]
@@ -383,7 +395,7 @@ fn second_arena_is_repaired_independently() {
     let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap().unwrap();
     extension.format(&media).unwrap();
     extension
-        .link()
+        .link_words()
         .into_iter()
         .for_each(|(at, word)| media.store(at, &word.to_le_bytes()).unwrap());
     let second = arenas(&media)[1].clone().unwrap().0;
@@ -393,10 +405,11 @@ fn second_arena_is_repaired_independently() {
     let first = arenas(&media)[0].clone().unwrap().0;
     set_map(&media, &first, 12, 20 | MAP_ERROR | MAP_ZERO);
     let repair = plan(&media, GiveUp::Nothing);
-    assert_eq!(repair.mendings.iter().map(|mending| mending.arena).collect::<Vec<_>>(), [1]);
-    let clean: Vec<_> = repair.after.arenas.iter().map(|arena| arena.findings_total == 0).collect();
+    assert_eq!(repair.fixes.iter().map(|fix| fix.arena).collect::<Vec<_>>(), [1]);
+    let clean: Vec<_> =
+        repair.report_after.arenas.iter().map(|arena| arena.findings_total == 0).collect();
     assert_eq!(clean, [false, true]);
-    repair.carry_out(&media).unwrap();
+    repair.apply(&media).unwrap();
     set_map(&media, &first, 12, 0);
     assert!(check(&media).is_clean() && damaged != media.to_bytes());
 }
@@ -426,11 +439,11 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
 /// sector without a block may be lost.
 fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Result<usize, String> {
     let (mut images, mut random) = (0, Random::new(5));
-    for (place, point) in points.iter().enumerate() {
+    for (index, point) in points.iter().enumerate() {
         for (number, image) in point.images(40, &mut random).into_iter().enumerate() {
             images += 1;
-            let failed = |text: String| format!("point {place}, image {number}: {text}");
-            plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
+            let failed = |text: String| format!("point {index}, image {number}: {text}");
+            plan(&image, GiveUp::Nothing).apply(&image).unwrap();
             let report = check(&image);
             if !report.is_clean() {
                 return Err(failed(format!("{report:?}")));
@@ -455,9 +468,9 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
 fn repair_can_be_interrupted_anywhere() {
     let (space, right) = damaged_simulation();
     let repair = plan(&space, GiveUp::Nothing);
-    assert!(repair.after.is_clean() && repair.mendings.len() == 4, "{repair:?}");
+    assert!(repair.report_after.is_clean() && repair.fixes.len() == 4, "{repair:?}");
     space.record();
-    repair.carry_out(&space).unwrap();
+    repair.apply(&space).unwrap();
     let points = space.take_points();
     let images = verify_points(&points, &right).unwrap();
     assert!(images >= 60, "only {images} images");
@@ -469,11 +482,11 @@ fn repair_of_a_lane_in_one_phase_is_detected() {
     let mut repair = plan(&space, GiveUp::Nothing);
     // Omits a step: the impossible sequence number that protects a lane until the rest of it is
     // durable.
-    for mending in repair.mendings.iter_mut().filter(|mending| mending.what.contains("lane(s)")) {
-        mending.phases = vec![mending.phases.drain(..).flatten().collect()];
+    for fix in repair.fixes.iter_mut().filter(|fix| fix.description.contains("lane(s)")) {
+        fix.phases = vec![fix.phases.drain(..).flatten().collect()];
     }
     space.record();
-    repair.carry_out(&space).unwrap();
+    repair.apply(&space).unwrap();
     verify_points(&space.take_points(), &right).expect_err("the wrong order was not detected");
 }
 
@@ -516,18 +529,18 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
 
 /// Repairs the state after a kill, and then simulates a power failure. A sector and a lane must
 /// never own the same block.
-fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
+fn survive_kills(apply: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
     let mut images = 0;
     for (number, (killed, right)) in killed_and_damaged().iter().enumerate() {
         killed.record();
         let repair = plan(killed, GiveUp::Nothing);
-        assert!(repair.after.is_clean() && !repair.mendings.is_empty(), "{repair:?}");
-        carry_out(&repair, killed);
+        assert!(repair.report_after.is_clean() && !repair.fixes.is_empty(), "{repair:?}");
+        apply(&repair, killed);
         for image in
             killed.take_points().iter().flat_map(|point| point.images(40, &mut Random::new(7)))
         {
             images += 1;
-            plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
+            plan(&image, GiveUp::Nothing).apply(&image).unwrap();
             let report = check(&image);
             if !report.is_clean() {
                 return Err(format!("killed at {number}: {report:?}"));
@@ -547,14 +560,14 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
 
 #[test]
 fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
-    let images = survive_kills(|repair, space| repair.carry_out(space).unwrap()).unwrap();
+    let images = survive_kills(|repair, space| repair.apply(space).unwrap()).unwrap();
     assert!(images >= 40, "only {images} images");
 }
 
 #[test]
 fn repair_based_on_volatile_metadata_is_detected() {
     let found = survive_kills(|repair, space| {
-        repair.mendings.iter().try_for_each(|mending| mending.carry_out(space)).unwrap();
+        repair.fixes.iter().try_for_each(|fix| fix.apply(space)).unwrap();
     });
     found.expect_err("it was not detected");
 }

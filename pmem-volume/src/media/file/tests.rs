@@ -3,12 +3,12 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::super::noted::{Noted, not_durable, noted_in};
+use super::super::recorded_ops::{RecordedOp, not_durable, record_ops};
 use super::*;
 
 fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
     let file = tempfile::tempfile_in(folder).unwrap();
-    allocate(&file, 0..len_bytes, false, &mut unheard).unwrap();
+    allocate(&file, 0..len_bytes, false, &mut ignore_progress).unwrap();
     FileMedia::new(file, len_bytes, true).unwrap()
 }
 
@@ -45,7 +45,7 @@ fn stores_are_visible_and_can_be_persisted() {
 fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
     for folder in folders() {
         let media = media_in(&folder, 2 * CHUNK_BYTES);
-        let bytes: Vec<u8> = (0..WRITTEN_BYTES + 64).map(|at| (at / 61) as u8).collect();
+        let bytes: Vec<u8> = (0..MIN_PWRITE_BYTES + 64).map(|at| (at / 61) as u8).collect();
         let mut pending = Pending::default();
         media.store_bulk(4096, &bytes, &mut pending).unwrap();
         media.end_persist(&pending).unwrap();
@@ -61,7 +61,7 @@ fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
         assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
     }
     let reading = FileMedia::new(tempfile_of(CHUNK_BYTES), CHUNK_BYTES, false).unwrap();
-    let refused = reading.store_bulk(0, &[0; WRITTEN_BYTES], &mut Pending::default());
+    let refused = reading.store_bulk(0, &[0; MIN_PWRITE_BYTES], &mut Pending::default());
     assert!(matches!(refused, Err(MediaError::ReadOnly)));
 }
 
@@ -83,16 +83,16 @@ const BEGINNINGS: [(&str, Begin); 4] = [
 
 #[test]
 fn begun_persists_on_dax_are_durable_after_the_end() {
-    let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).at_the_cost_of_dax();
-    for (what, begin) in BEGINNINGS {
+    let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).with_dax_persists();
+    for (case, begin) in BEGINNINGS {
         let mut pending = Pending::default();
-        let begun = noted_in(|| begin(&media, &mut pending));
-        assert!(!not_durable(&begun).is_empty(), "{what}: the end has work to do");
-        let ended = noted_in(|| media.end_persist(&pending).unwrap());
+        let begun = record_ops(|| begin(&media, &mut pending));
+        assert!(!not_durable(&begun).is_empty(), "{case}: the end has work to do");
+        let ended = record_ops(|| media.end_persist(&pending).unwrap());
         let left = not_durable(&[begun, ended].concat());
-        assert!(left.is_empty(), "{what}: {left:x?}");
+        assert!(left.is_empty(), "{case}: {left:x?}");
     }
-    let stored = noted_in(|| {
+    let stored = record_ops(|| {
         media.store(60, &[1; 70]).unwrap();
         media.store_word(4096, 1).unwrap();
         media.persist(&[60..130, 4096..4104]).unwrap();
@@ -106,17 +106,17 @@ fn begun_persists_on_dax_are_durable_after_the_end() {
 fn end_of_a_persist_on_volatile_media_orders_non_temporal_stores() {
     let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);
     assert_eq!(media.durability(), Durability::Volatile);
-    for (what, begin) in BEGINNINGS {
+    for (case, begin) in BEGINNINGS {
         let mut pending = Pending::default();
-        let noted = noted_in(|| {
+        let ops = record_ops(|| {
             begin(&media, &mut pending);
             media.end_persist(&pending).unwrap();
         });
-        let streamed = noted.iter().rposition(|noted| matches!(noted, Noted::Streamed(_)));
-        let fenced = noted.iter().rposition(|noted| *noted == Noted::Fenced);
-        assert_eq!(streamed.is_some(), what == "whole lines", "{what}: {noted:x?}");
-        assert_eq!(fenced.is_some(), streamed.is_some(), "{what}: {noted:x?}");
-        assert!(fenced >= streamed, "{what}: {noted:x?}");
+        let streamed = ops.iter().rposition(|op| matches!(op, RecordedOp::Streamed(_)));
+        let fenced = ops.iter().rposition(|op| *op == RecordedOp::Fenced);
+        assert_eq!(streamed.is_some(), case == "whole lines", "{case}: {ops:x?}");
+        assert_eq!(fenced.is_some(), streamed.is_some(), "{case}: {ops:x?}");
+        assert!(fenced >= streamed, "{case}: {ops:x?}");
     }
 }
 
@@ -164,15 +164,19 @@ fn media_grows_and_its_tail_can_be_cut() {
     for folder in folders() {
         let media = media_in(&folder, CHUNK_BYTES);
         media.store_word(8, 7).unwrap();
-        let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+        let grown = media.grown(3 * CHUNK_BYTES, &mut ignore_progress).unwrap();
         assert_eq!(grown.load_word(8).unwrap(), 7);
         assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
         grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
         drop(grown);
-        media.cut_tail().unwrap();
+        media.truncate_tail().unwrap();
         assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
         assert_eq!(
-            media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
+            media
+                .grown(3 * CHUNK_BYTES, &mut ignore_progress)
+                .unwrap()
+                .load_word(2 * CHUNK_BYTES)
+                .unwrap(),
             0
         );
     }
@@ -185,7 +189,7 @@ fn failed_flush_fails_for_all_media_with_the_same_open_file() {
         eprintln!("skipped: the folder is {}", media.durability().name());
         return;
     }
-    let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+    let grown = media.grown(3 * CHUNK_BYTES, &mut ignore_progress).unwrap();
     grown.persist_range(0..8).unwrap();
     media.file().set_len(CHUNK_BYTES).unwrap();
     media.persist_range(0..8).unwrap_err();
@@ -209,7 +213,7 @@ fn media_beyond_the_address_space_is_refused_with_the_reason() {
 #[test]
 fn read_only_media_refuses_stores() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
-    allocate(&file, 0..CHUNK_BYTES, false, &mut unheard).unwrap();
+    allocate(&file, 0..CHUNK_BYTES, false, &mut ignore_progress).unwrap();
     let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
     assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
     assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));

@@ -67,7 +67,7 @@ impl Pages {
     }
 
     /// Zeroes everything at and after `offset_bytes`.
-    pub(super) fn cut(&mut self, offset_bytes: u64) {
+    pub(super) fn truncate(&mut self, offset_bytes: u64) {
         let behind: Vec<u64> = self.words(offset_bytes..u64::MAX).map(|(at, _)| at).collect();
         behind.into_iter().for_each(|at| self.store(at, 0));
         self.pages.split_off(&offset_bytes.div_ceil(PAGE_BYTES));
@@ -155,7 +155,7 @@ mod tests {
         [(8, 1), (PAGE_BYTES, 2), (PAGE_BYTES + 8, 3), (3 * PAGE_BYTES, 4)]
             .iter()
             .for_each(|(at, word)| cut.store(*at, *word));
-        cut.cut(PAGE_BYTES + 8);
+        cut.truncate(PAGE_BYTES + 8);
         assert_eq!(digest, cut.digest());
     }
 
@@ -166,7 +166,7 @@ mod tests {
         let copy = pages.clone();
         pages.store(8, 9);
         assert_eq!((pages.load(8), copy.load(8)), (9, 7));
-        pages.cut(16);
+        pages.truncate(16);
         assert_eq!(pages.words(0..u64::MAX).collect::<Vec<_>>(), [(8, 9)]);
         assert_eq!(copy.words(0..u64::MAX).count(), 3);
     }

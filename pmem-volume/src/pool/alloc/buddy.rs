@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::wear::Wear;
-use crate::pool::format::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
+use crate::pool::format::chunk::{ChunkId, Extent, MAX_ORDER, Run, merge_runs};
 
 /// End of the pool at which chunks are allocated. Volumes are long-lived, while memory is lent and
 /// returned often. Allocating from opposite ends leaves one large hole between them instead of many
@@ -53,7 +53,7 @@ impl Buddy {
     /// Returns an allocator with free runs in any order. Adjacent runs are merged first, so that no
     /// two free extents are buddies.
     pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
-        let free = joined(free);
+        let free = merge_runs(free);
         let mut buddy = Self::with_wear(uses);
         let mut keys: [Vec<u64>; ORDERS] = Default::default();
         buddy
@@ -79,8 +79,8 @@ impl Buddy {
             self.heads.resize(start + 1, 0);
         }
         let key = self.key(extent);
-        let fresh = self.heads[start] == 0 && self.by_wear[usize::from(extent.order)].insert(key);
-        assert!(fresh, "{extent} was free already");
+        let is_new = self.heads[start] == 0 && self.by_wear[usize::from(extent.order)].insert(key);
+        assert!(is_new, "{extent} was free already");
         self.heads[start] = extent.order + 1;
     }
 
@@ -104,7 +104,7 @@ impl Buddy {
     }
 
     /// Returns the free extent that contains a chunk.
-    fn around(&self, chunk: u32) -> Option<Extent> {
+    fn extent_containing(&self, chunk: u32) -> Option<Extent> {
         let extent = |order: u8| Extent { start: ChunkId(chunk & !((1 << order) - 1)), order };
         (0..=MAX_ORDER).map(extent).find(|extent| self.contains(*extent))
     }
@@ -148,7 +148,7 @@ impl Buddy {
     /// Allocates `chunks` chunks for a long time, sorted by their position in the file. They are
     /// taken from the start of the shortest sufficient run. Among runs of equal length, the least
     /// worn is used. If no run is sufficient, the chunks consist of as few extents as possible.
-    pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
+    pub(crate) fn allocate_long_term(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let shortest =
             self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
         let fits = shortest.and_then(|length| {
@@ -165,44 +165,49 @@ impl Buddy {
         Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
-    /// Allocates like [`Self::allocate_lasting`], but at `start` if the chunks there are free. This
-    /// avoids an additional piece if a volume can grow directly behind its last chunk.
-    pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
+    /// Allocates like [`Self::allocate_long_term`], but at `start` if the chunks there are free.
+    /// This avoids an additional piece if a volume can grow directly behind its last chunk.
+    pub(crate) fn allocate_long_term_at(
+        &mut self,
+        start: ChunkId,
+        chunks: u32,
+    ) -> Option<Vec<Run>> {
         let wanted = Run { start, chunks };
         if self.is_free(wanted) {
             self.take_run(wanted);
             return Some(vec![wanted]);
         }
-        self.allocate_lasting(chunks)
+        self.allocate_long_term(chunks)
     }
 
     fn is_free(&self, run: Run) -> bool {
         let mut at = run.start;
         while at < run.end() {
-            let Some(around) = self.around(at.0) else { return false };
-            at = around.run().end();
+            let Some(containing) = self.extent_containing(at.0) else { return false };
+            at = containing.run().end();
         }
         true
     }
 
     /// Removes a free run, which may span several free extents.
     fn take_run(&mut self, run: Run) {
-        self.cut_out(run);
+        self.remove_run(run);
         self.wear.count_use(run);
     }
 
-    fn cut_out(&mut self, run: Run) {
+    fn remove_run(&mut self, run: Run) {
         let end = run.start.0 + run.chunks;
         let mut at = run.start.0;
         while at < end {
-            let around = self.around(at).expect("the caller checked that the run is free");
-            self.remove(around);
-            self.free_chunks -= around.chunks();
-            let around_end = around.start.0 + around.chunks();
-            self.free_run(Run { start: around.start, chunks: at - around.start.0 });
-            let after = end.min(around_end);
-            self.free_run(Run { start: ChunkId(after), chunks: around_end - after });
-            at = around_end;
+            let containing =
+                self.extent_containing(at).expect("the caller checked that the run is free");
+            self.remove(containing);
+            self.free_chunks -= containing.chunks();
+            let containing_end = containing.start.0 + containing.chunks();
+            self.free_run(Run { start: containing.start, chunks: at - containing.start.0 });
+            let after = end.min(containing_end);
+            self.free_run(Run { start: ChunkId(after), chunks: containing_end - after });
+            at = containing_end;
         }
     }
 
@@ -269,9 +274,9 @@ impl Buddy {
                 Placement::Low => of_high < of_low,
                 Placement::High => of_high <= of_low,
             };
-            let (kept, left_over) = if keep_high { (high, low) } else { (low, high) };
-            self.insert(left_over);
-            extent = kept;
+            let (half, other_half) = if keep_high { (high, low) } else { (low, high) };
+            self.insert(other_half);
+            extent = half;
         }
         self.free_chunks -= extent.chunks();
         self.wear.count_use(extent.run());
@@ -343,7 +348,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Operation {
-        AllocateLasting {
+        AllocateLongTerm {
             chunks: u32,
         },
         Allocate {
@@ -364,7 +369,7 @@ mod tests {
         prop_oneof![
             4 => (1..200u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
             1 => (200..2500u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
-            2 => (1..700u32).prop_map(|chunks| Operation::AllocateLasting { chunks }),
+            2 => (1..700u32).prop_map(|chunks| Operation::AllocateLongTerm { chunks }),
             3 => any::<prop::sample::Index>().prop_map(|pick| Operation::Free { pick }),
             2 => any::<(prop::sample::Index, prop::sample::Index)>()
                 .prop_map(|(pick, chunk)| Operation::FreePart { pick, chunk }),
@@ -389,8 +394,8 @@ mod tests {
                 extents.iter().for_each(|e| model.set(*e, false));
                 held.extend(extents);
             }
-            Operation::AllocateLasting { chunks } => {
-                let Some(runs) = buddy.allocate_lasting(chunks) else {
+            Operation::AllocateLongTerm { chunks } => {
+                let Some(runs) = buddy.allocate_long_term(chunks) else {
                     assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
                     return;
                 };
@@ -413,10 +418,10 @@ mod tests {
             Operation::FreePart { pick, chunk } if !held.is_empty() => {
                 let extent = held.swap_remove(pick.index(held.len()));
                 let ids: Vec<_> = extent.run().ids().collect();
-                let gone = ids[chunk.index(ids.len())];
-                held.extend(ids.into_iter().filter(|id| *id != gone).map(Extent::chunk));
-                model.set(Extent::chunk(gone), true);
-                buddy.free(Extent::chunk(gone));
+                let freed = ids[chunk.index(ids.len())];
+                held.extend(ids.into_iter().filter(|id| *id != freed).map(Extent::chunk));
+                model.set(Extent::chunk(freed), true);
+                buddy.free(Extent::chunk(freed));
             }
             Operation::Free { .. } | Operation::FreePart { .. } => {}
         }
@@ -521,14 +526,14 @@ mod tests {
         buddy.free_run(Run { start: ChunkId(8), chunks: 3 });
         buddy.free_run(Run { start: ChunkId(20), chunks: 9 });
         assert_eq!(
-            buddy.allocate_lasting_at(ChunkId(21), 3),
+            buddy.allocate_long_term_at(ChunkId(21), 3),
             Some(vec![Run { start: ChunkId(21), chunks: 3 }])
         );
         assert_eq!(
-            buddy.allocate_lasting_at(ChunkId(9), 3),
+            buddy.allocate_long_term_at(ChunkId(9), 3),
             Some(vec![Run { start: ChunkId(8), chunks: 3 }])
         );
-        assert_eq!(buddy.allocate_lasting_at(ChunkId(9), 7), None);
+        assert_eq!(buddy.allocate_long_term_at(ChunkId(9), 7), None);
         assert_eq!(buddy.free_chunks(), 6);
     }
 

@@ -21,7 +21,7 @@ impl<M: Media> Pool<M> {
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_for_change()?;
         let extents = loop {
-            let reserved = self.reserved_chunks(state.levels());
+            let reserved = self.reserved_chunks(state.totals());
             let lendable = state.available_chunks() - reserved;
             let Some(chunks) = chunks.filter(|chunks| *chunks <= lendable) else {
                 return Err(PoolError::PoolFull {
@@ -36,7 +36,7 @@ impl<M: Media> Pool<M> {
                 Some(extents) => break extents,
                 None => {
                     let missing = state.missing_clean(chunks);
-                    state = self.clean_some(state, missing)?;
+                    state = self.erase_some(state, missing)?;
                 }
             }
         };
@@ -81,8 +81,8 @@ impl<M: Media> Pool<M> {
         owner: impl Fn(u32) -> Owner,
     ) -> Result<(), MediaError> {
         let media = self.media();
-        for (place, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
-            self.table.set_owner(media, chunk, owner(place as u32))?;
+        for (position, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
+            self.table.set_owner(media, chunk, owner(position as u32))?;
             self.table.count_use(media, chunk)?;
         }
         self.persist_entries(runs)
@@ -116,12 +116,12 @@ impl<M: Media> Pool<M> {
 /// Checks that a size is a positive multiple of 2 MiB, and converts it to chunks. Returns `None` if
 /// no pool can have that many chunks.
 pub(in crate::pool) fn chunk_count(
-    what: &'static str,
+    quantity: &'static str,
     size_bytes: u64,
 ) -> Result<Option<u32>, PoolError> {
     if size_bytes == 0 || !size_bytes.is_multiple_of(CHUNK_BYTES) {
         let rule = "is not a positive multiple of 2 MiB".to_owned();
-        return Err(PoolError::Size { what, value: size_bytes, rule });
+        return Err(PoolError::Size { quantity, value: size_bytes, rule });
     }
     Ok(u32::try_from(size_bytes / CHUNK_BYTES).ok())
 }

@@ -25,10 +25,10 @@ impl Pacer {
         }
     }
 
-    /// Returns the size of the next batch, which is at most `most_bytes`. A low limit results in
+    /// Returns the size of the next batch, which is at most `max_bytes`. A low limit results in
     /// smaller batches, and therefore in shorter pauses.
-    pub(crate) fn batch_bytes(&self, most_bytes: u64) -> u64 {
-        self.bytes_per_s.map_or(most_bytes, |rate| most_bytes.min(rate.get() / BATCHES_PER_S))
+    pub(crate) fn batch_bytes(&self, max_bytes: u64) -> u64 {
+        self.bytes_per_s.map_or(max_bytes, |rate| max_bytes.min(rate.get() / BATCHES_PER_S))
     }
 
     /// Accounts for a batch that began at `began`. Idle time before the batch does not allow more
@@ -36,17 +36,17 @@ impl Pacer {
     pub(crate) fn spend(&mut self, bytes: u64, began: Duration) {
         let Some(rate) = self.bytes_per_s else { return };
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.get());
-        let takes = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-        self.next = self.next.max(began).saturating_add(takes);
+        let duration = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        self.next = self.next.max(began).saturating_add(duration);
     }
 
     /// Accounts for `bytes` that were erased by `now` without waiting for the limit. The next batch
     /// is delayed accordingly, but by at most `MAX_DEBT`. Otherwise, a large number of bytes would
     /// stop the thread for many minutes.
     pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
-        let most = self.next.max(now.saturating_add(MAX_DEBT));
+        let latest = self.next.max(now.saturating_add(MAX_DEBT));
         self.spend(bytes, now);
-        self.next = self.next.min(most);
+        self.next = self.next.min(latest);
     }
 
     /// Returns the time until the next batch may begin.

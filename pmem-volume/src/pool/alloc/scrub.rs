@@ -11,11 +11,11 @@ use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::Run;
 use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
-use crate::progress::{OnProgress, Progress, Task, unheard};
+use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 /// Number of chunks per batch (256 MiB) if a caller waits for all of them. On a disk, each batch
 /// ends with a barrier.
-const AWAITED_BATCH_CHUNKS: u32 = 128;
+const ON_DEMAND_BATCH_CHUNKS: u32 = 128;
 
 impl<M: Media> Pool<M> {
     /// Erases and frees up to `max_bytes` of the waiting chunks, but at least one chunk. In the
@@ -31,7 +31,7 @@ impl<M: Media> Pool<M> {
     /// Erases and frees all waiting chunks. When the call returns, no chunk is waiting, and no
     /// other thread is erasing chunks.
     pub fn scrub_all(&self) -> Result<(), PoolError> {
-        self.scrub_all_with(&mut unheard)
+        self.scrub_all_with(&mut ignore_progress)
     }
 
     /// Like [`Pool::scrub_all`], but reports the progress. The total is the number of chunks that
@@ -40,31 +40,31 @@ impl<M: Media> Pool<M> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }
 
-    /// Erases waiting chunks until `left_to_do` returns 0. Its value must never exceed the number
+    /// Erases waiting chunks until `remaining` returns 0. Its value must never exceed the number
     /// of waiting chunks.
     pub(in crate::pool) fn scrub_until(
         &self,
-        left_to_do: impl Fn(&State) -> u32,
+        remaining: impl Fn(&State) -> u32,
         progress: OnProgress<'_>,
     ) -> Result<(), PoolError> {
-        let total = left_to_do(&*self.lock_for_change()?);
+        let total = remaining(&*self.lock_for_change()?);
         let mut left = total;
-        let mut say = |left| {
+        let mut report = |left| {
             let (done_bytes, total_bytes) = (bytes(total - left), bytes(total));
             progress(Progress { task: Task::Erase, done_bytes, total_bytes });
         };
-        say(left);
+        report(left);
         while left > 0 {
             let mut state = self.lock_for_change()?;
-            let missing = left_to_do(&state);
+            let missing = remaining(&state);
             if missing > 0 {
-                state = self.clean_some(state, missing)?;
+                state = self.erase_some(state, missing)?;
             }
             // Chunks that other threads add in the meantime are erased too, but are not part of the
             // progress.
-            left = left.min(left_to_do(&state));
+            left = left.min(remaining(&state));
             drop(state);
-            say(left);
+            report(left);
         }
         self.check_not_latched()
     }
@@ -75,8 +75,8 @@ impl<M: Media> Pool<M> {
     }
 
     /// Returns the number of bytes erased on demand since the last call.
-    pub(in crate::pool) fn take_awaited_bytes(&self) -> u64 {
-        self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
+    pub(in crate::pool) fn take_on_demand_bytes(&self) -> u64 {
+        self.on_demand_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
     }
 
     /// Returns true if erasing uses bandwidth of the media. Punching holes does not, and also
@@ -89,27 +89,27 @@ impl<M: Media> Pool<M> {
     /// contained a slot or an index must have been replaced durably.
     pub(in crate::pool) fn queue_scrub(&self, state: &mut State, runs: &[Run]) {
         runs.iter().for_each(|run| state.scrub.add(*run));
-        self.scrub_wake.work();
+        self.scrub_wake.notify_queued();
     }
 
     /// Makes progress for a caller that needs `missing` more clean chunks. It erases a batch, or
     /// waits for erasures in progress. At least `missing` chunks must be pending. The state is
     /// unlocked in the meantime, so the caller must check again.
-    pub(in crate::pool) fn clean_some<'a>(
+    pub(in crate::pool) fn erase_some<'a>(
         &'a self,
         mut state: StateGuard<'a>,
         missing: u32,
     ) -> Result<StateGuard<'a>, PoolError> {
         assert!(0 < missing && missing <= state.scrub.pending(), "an erasure is in flight");
         let not_in_flight = missing.saturating_sub(state.scrub.in_flight());
-        let batch = state.scrub.take(not_in_flight.min(AWAITED_BATCH_CHUNKS));
+        let batch = state.scrub.take(not_in_flight.min(ON_DEMAND_BATCH_CHUNKS));
         if batch.is_empty() {
             state = state.wait(&self.scrubbed);
         } else {
             drop(state);
             // Counted before the erasure starts, so that the scrubber pauses during the erasure.
             let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
-            self.awaited_chunks.fetch_add(u64::from(chunks), Ordering::Relaxed);
+            self.on_demand_chunks.fetch_add(u64::from(chunks), Ordering::Relaxed);
             self.erase_and_free(&batch)?;
             state = self.lock_state();
         }

@@ -39,14 +39,15 @@ impl<M: Media + 'static> Scrubber<M> {
     /// Panics if the pool already has a scrubber.
     pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> Result<Self, PoolError> {
         let wake = Arc::clone(&pool.scrub_wake);
-        let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
-        assert!(!had_one, "a pool has one scrubber");
+        let had_scrubber =
+            wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
+        assert!(!had_scrubber, "a pool has one scrubber");
         // Chunks may have been waiting since the pool was opened.
         wake.change(|signals| {
-            *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
+            *signals = Signals { has_scrubber: true, has_work: true, ended: false, bytes_per_s };
         });
         // Earlier erasures are not subject to the limit.
-        pool.take_awaited_bytes();
+        pool.take_on_demand_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
         let started = std::thread::Builder::new()
             .name("pool-scrubber".to_owned())
@@ -94,7 +95,7 @@ pub(in crate::pool) struct ScrubWake {
 struct Signals {
     has_scrubber: bool,
     /// True if chunks were queued since the thread last checked.
-    work: bool,
+    has_work: bool,
     /// True if the thread must end.
     ended: bool,
     bytes_per_s: Option<NonZeroU64>,
@@ -103,9 +104,9 @@ struct Signals {
 impl ScrubWake {
     /// Signals that chunks are queued. Only the first signal makes a system call, because the
     /// thread checks the flag before it waits.
-    pub(in crate::pool) fn work(&self) {
-        let told = std::mem::replace(&mut locked(&self.signals).work, true);
-        if !told {
+    pub(in crate::pool) fn notify_queued(&self) {
+        let was_signaled = std::mem::replace(&mut locked(&self.signals).has_work, true);
+        if !was_signaled {
             self.changed.notify_all();
         }
     }
@@ -124,10 +125,10 @@ impl ScrubWake {
     /// Waits until chunks are queued. Returns `None` if the thread must end.
     fn wait_for_work(&self) -> Option<Signals> {
         let signals = locked(&self.signals);
-        let idle = |signals: &mut Signals| !signals.work && !signals.ended;
+        let idle = |signals: &mut Signals| !signals.has_work && !signals.ended;
         let mut signals =
             self.changed.wait_while(signals, idle).expect("no code panics while holding the lock");
-        signals.work = false;
+        signals.has_work = false;
         (!signals.ended).then_some(*signals)
     }
 
@@ -193,7 +194,7 @@ pub(in crate::pool) fn next_wait(
     now: Duration,
 ) -> Duration {
     pacer.set(bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth()));
-    pacer.owe(pool.take_awaited_bytes(), now);
+    pacer.owe(pool.take_on_demand_bytes(), now);
     pacer.wait(now)
 }
 

@@ -9,14 +9,14 @@ use crate::pool::format::chunk::{Extent, MAX_ORDER, Run};
 pub(crate) const WEAR_STEP: u64 = 16;
 
 /// Number of chunks in the largest extent.
-const LARGEST: usize = 1 << MAX_ORDER;
+const MAX_EXTENT_CHUNKS: usize = 1 << MAX_ORDER;
 
 /// Number of uses of each chunk, as in the chunk table, and sums over all aligned extents. Because
 /// of the sums, splitting, merging or finding an extent takes the same time for all sizes. Chunks
 /// that are not listed were never used.
 #[derive(Debug, Default)]
 pub(crate) struct Wear {
-    /// Number of uses of each chunk. The length is a multiple of `LARGEST`.
+    /// Number of uses of each chunk. The length is a multiple of `MAX_EXTENT_CHUNKS`.
     uses: Vec<u32>,
     /// Sum of uses over each extent of orders 1 to 10, indexed by the number of the extent.
     sums: [Vec<u64>; MAX_ORDER as usize],
@@ -25,8 +25,8 @@ pub(crate) struct Wear {
 impl Wear {
     pub(crate) fn new(uses: Vec<u32>) -> Self {
         let mut wear = Self { uses, ..Self::default() };
-        wear.cover(wear.uses.len());
-        wear.sum_up(0..wear.uses.len());
+        wear.extend_to(wear.uses.len());
+        wear.update_sums(0..wear.uses.len());
         wear
     }
 
@@ -52,15 +52,15 @@ impl Wear {
     /// Increments the number of uses of each chunk, as the chunk table does.
     pub(crate) fn count_use(&mut self, run: Run) {
         let chunks = run.start.0 as usize..run.end().0 as usize;
-        self.cover(chunks.end);
+        self.extend_to(chunks.end);
         for uses in &mut self.uses[chunks.clone()] {
             *uses = uses.saturating_add(1);
         }
-        self.sum_up(chunks);
+        self.update_sums(chunks);
     }
 
-    fn cover(&mut self, chunks: usize) {
-        let chunks = chunks.next_multiple_of(LARGEST);
+    fn extend_to(&mut self, chunks: usize) {
+        let chunks = chunks.next_multiple_of(MAX_EXTENT_CHUNKS);
         if chunks > self.uses.len() || chunks > self.sums[0].len() * 2 {
             self.uses.resize(chunks, 0);
             for (level, sums) in self.sums.iter_mut().enumerate() {
@@ -70,7 +70,7 @@ impl Wear {
     }
 
     /// Recalculates all sums that include `chunks`, which must be within the list.
-    fn sum_up(&mut self, chunks: std::ops::Range<usize>) {
+    fn update_sums(&mut self, chunks: std::ops::Range<usize>) {
         if chunks.is_empty() {
             return;
         }

@@ -5,64 +5,70 @@ use std::io;
 use std::path::Path;
 
 use super::free_space::FileSystem;
-use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
+use crate::media::{FileMedia, Media, MissingBlocks, allocate_missing_blocks, copy_on_write};
 use crate::pool::findings::Finding;
 use crate::pool::{Pool, PoolError};
 
 /// Finds missing blocks in the file of a pool. Opening the pool for writing allocates them, or
 /// fails.
-pub(in crate::pool) fn look(
+pub(in crate::pool) fn check_blocks(
     path: &Path,
     media: &FileMedia,
     writable: bool,
 ) -> Result<Vec<Finding>, PoolError> {
     let mut findings = Vec::new();
-    if !media.is_to_have_blocks() {
+    if !media.requires_blocks() {
         return Ok(findings);
     }
     let failed =
         |source| PoolError::File { path: path.to_owned(), action: "inspect the blocks of", source };
     let (file, size_bytes) = (media.file(), media.len_bytes());
-    let lacking = Lacking::of(file, size_bytes).map_err(failed)?;
+    let missing = MissingBlocks::of(file, size_bytes).map_err(failed)?;
     let file_system = copy_on_write(file).map_err(failed)?;
     if let Some(file_system) = file_system {
         findings.push(Finding::CopyOnWrite { file_system });
     }
     // On a copy-on-write file system, a file shares blocks with its snapshots. Allocating new
     // blocks would not change that.
-    let lacking =
-        if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
-    if lacking.is_nothing() {
+    let missing =
+        if file_system.is_some() { MissingBlocks { shared_bytes: 0, ..missing } } else { missing };
+    if missing.is_empty() {
         return Ok(findings);
     }
     if writable {
-        take(path, media, lacking)?;
+        allocate_missing(path, media, missing)?;
     }
-    let Lacking { hole_bytes, shared_bytes } = lacking;
+    let MissingBlocks { hole_bytes, shared_bytes } = missing;
     findings.push(Finding::BlocksLost { hole_bytes, shared_bytes });
     Ok(findings)
 }
 
-fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolError> {
+fn allocate_missing(
+    path: &Path,
+    media: &FileMedia,
+    missing: MissingBlocks,
+) -> Result<(), PoolError> {
     let (file, size_bytes) = (media.file(), media.len_bytes());
     let free_bytes = FileSystem::of(file).map_or(0, |file_system| file_system.free_bytes);
-    let (path, lacking_bytes) = (path.to_owned(), lacking.bytes());
+    let (path, missing_bytes) = (path.to_owned(), missing.bytes());
     let refused = |path, source| PoolError::BlocksLost {
         path,
-        lacking_bytes,
+        missing_bytes,
         size_bytes,
         free_bytes,
         source,
     };
     // Without enough free space, the attempt would fill the file system before it fails.
-    if free_bytes < lacking_bytes {
+    if free_bytes < missing_bytes {
         return Err(refused(path, io::Error::from_raw_os_error(libc::ENOSPC)));
     }
-    take_lacking(file, size_bytes, lacking).map_err(|source| match source.raw_os_error() {
-        Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
-            PoolError::BlocksNotTaken { path, lacking_bytes, size_bytes }
+    allocate_missing_blocks(file, size_bytes, missing).map_err(|source| {
+        match source.raw_os_error() {
+            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
+                PoolError::CannotAllocateBlocks { path, missing_bytes, size_bytes }
+            }
+            _ => refused(path, source),
         }
-        _ => refused(path, source),
     })
 }
 
@@ -71,7 +77,7 @@ impl Pool {
     /// because the file system is full.
     pub fn copy_on_write(&self) -> Option<&'static str> {
         let media = self.media();
-        if !media.is_to_have_blocks() {
+        if !media.requires_blocks() {
             return None;
         }
         copy_on_write(media.file()).ok().flatten()

@@ -11,69 +11,69 @@
 //! - A name or magic number of at least 4 bytes (`CD001`, `XFSB`) is sufficient. Other text or data
 //!   rarely contains it at exactly that position.
 //! - A shorter magic number requires further bytes of the header that text does not contain, or a
-//!   reason (see `short`).
+//!   reason (see `short_format`).
 
 /// Position of a format's magic number in a file or device.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Place {
+enum MagicPosition {
     /// Offset from the start.
     Start(u64),
     /// Distance from the end, which is first rounded down to a multiple of `align`.
     End { before: u64, align: u64 },
 }
 
-use Place::{End, Start};
+use MagicPosition::{End, Start};
 
 /// Format that is identified by bytes at fixed positions.
 #[derive(Debug, PartialEq)]
 pub struct Format {
     name: &'static str,
     /// Positions of the magic number. A match at one of them is enough.
-    places: &'static [Place],
+    positions: &'static [MagicPosition],
     /// Magic numbers. A match of one of them is enough.
     magics: &'static [&'static [u8]],
     /// Further bytes, by their distance from the position. All of them must match.
-    further: &'static [(i64, &'static [u8])],
+    additional: &'static [(i64, &'static [u8])],
 }
 
 /// Minimum length of a magic number that identifies a format without further bytes.
-const DISTINCT_BYTES: usize = 4;
+const MIN_MAGIC_BYTES: usize = 4;
 
 /// Defines a format without further bytes.
 ///
 /// # Panics
-/// Panics if one of `magics` has fewer than [`DISTINCT_BYTES`] bytes. The table is evaluated at
+/// Panics if one of `magics` has fewer than [`MIN_MAGIC_BYTES`] bytes. The table is evaluated at
 /// compile time, so such a row does not compile.
 const fn format(
     name: &'static str,
-    places: &'static [Place],
+    positions: &'static [MagicPosition],
     magics: &'static [&'static [u8]],
 ) -> Format {
     let mut nth = 0;
     while nth < magics.len() {
         assert!(
-            magics[nth].len() >= DISTINCT_BYTES,
+            magics[nth].len() >= MIN_MAGIC_BYTES,
             "an ambiguous signature needs further bytes or a reason"
         );
         nth += 1;
     }
-    Format { name, places, magics, further: &[] }
+    Format { name, positions, magics, additional: &[] }
 }
 
-/// Defines a format that fewer than [`DISTINCT_BYTES`] bytes identify. The caller documents the
+/// Defines a format that fewer than [`MIN_MAGIC_BYTES`] bytes identify. The caller documents the
 /// reason.
-const fn short(
+const fn short_format(
     name: &'static str,
-    places: &'static [Place],
+    positions: &'static [MagicPosition],
     magics: &'static [&'static [u8]],
     reason: &'static str,
 ) -> Format {
     assert!(!reason.is_empty());
-    Format { name, places, magics, further: &[] }
+    Format { name, positions, magics, additional: &[] }
 }
 
 /// Position at `sectors` sectors before the end.
-const fn last(sectors: u64) -> Place {
+const fn sectors_before_end(sectors: u64) -> MagicPosition {
     End { before: sectors * SECTOR, align: SECTOR }
 }
 
@@ -88,7 +88,7 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // Linux fs/xfs/libxfs/xfs_log_format.h, XLOG_HEADER_MAGIC_NUM.
     format("the log of an XFS file system", &[Start(0)], &[b"\xfe\xed\xba\xbe"]),
     // Linux fs/ext4/ext4.h, s_magic.
-    short(
+    short_format(
         "an ext2, ext3 or ext4 file system",
         &[Start(0x438)],
         &[b"\x53\xef"],
@@ -173,9 +173,9 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // Inside Macintosh: Files, 2-60: signature, and the volume bitmap in block 3.
     Format {
         name: "an HFS file system",
-        places: &[Start(0x400)],
+        positions: &[Start(0x400)],
         magics: &[b"BD"],
-        further: &[(14, b"\0\x03")],
+        additional: &[(14, b"\0\x03")],
     },
     // exFAT specification 3.1.2, and the same field of NTFS (Linux fs/ntfs3/ntfs.h) and ReFS
     // (libblkid superblocks/refs.c).
@@ -228,7 +228,7 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // size.
     Format {
         name: "a Minix file system",
-        places: &[Start(0x410)],
+        positions: &[Start(0x410)],
         magics: &[
             b"\x7f\x13",
             b"\x8f\x13",
@@ -239,13 +239,13 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
             b"\x24\x68",
             b"\x24\x78",
         ],
-        further: &[(-6, b"\0\0")],
+        additional: &[(-6, b"\0\0")],
     },
     Format {
         name: "a Minix file system",
-        places: &[Start(0x418)],
+        positions: &[Start(0x418)],
         magics: &[b"\x5a\x4d", b"\x4d\x5a"],
-        further: &[(-12, b"\0\0\0\0")],
+        additional: &[(-12, b"\0\0\0\0")],
     },
     // Linux fs/befs/befs_fs_types.h and fs/befs/super.c.
     format("a BeFS file system", &[Start(0x20), Start(0x220)], &[b"BFS1", b"1SFB"]),
@@ -292,10 +292,10 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     format("a ScoutFS file system", &[Start(0x10004)], &[b"\x8b\x42\x3c\x10"]),
     format("a Ceph BlueStore device", &[Start(0)], &[b"bluestore block device"]),
     // Linux include/linux/swap.h and kernel/power: at the end of the first page of 4 to 64 KiB.
-    format("swap space", SWAP_PLACES, &[b"SWAPSPACE2", b"SWAP-SPACE"]),
+    format("swap space", SWAP_POSITIONS, &[b"SWAPSPACE2", b"SWAP-SPACE"]),
     format(
         "a hibernated system",
-        SWAP_PLACES,
+        SWAP_POSITIONS,
         &[b"S1SUSPEND", b"S2SUSPEND", b"ULSUSPEND", b"LINHIB0001"],
     ),
     // libblkid superblocks/swap.c: TuxOnIce.
@@ -319,9 +319,9 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // libblkid superblocks/cs_fvault2.c: version 1, a physical volume header, and CRC-32C.
     Format {
         name: "a FileVault volume",
-        places: &[Start(8)],
+        positions: &[Start(8)],
         magics: &[b"\x01\0\x10\0"],
-        further: &[(80, b"CS\x01\0\0\0")],
+        additional: &[(80, b"CS\x01\0\0\0")],
     },
     // Linux Documentation/admin-guide/device-mapper/verity.rst and drivers/md/dm-integrity.c.
     format("a dm-verity device", &[Start(0)], &[b"verity\0\0"]),
@@ -360,12 +360,28 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     ),
     format("a DRBD device", &[Start(0)], &[b"$DRBDmgr=q", b"DRBDdlh*"]),
     // SNIA Common RAID Disk Data Format 4.1, and libblkid superblocks/ddf_raid.c.
-    format("a member of a firmware RAID", &[last(1), last(257)], &[b"\xde\x11\xde\x11"]),
+    format(
+        "a member of a firmware RAID",
+        &[sectors_before_end(1), sectors_before_end(257)],
+        &[b"\xde\x11\xde\x11"],
+    ),
     // libblkid superblocks/isw_raid.c, lsi_raid.c, nvidia_raid.c, adaptec_raid.c,
     // highpoint_raid.c and promise_raid.c.
-    format("a member of a firmware RAID", &[last(2)], &[b"Intel Raid ISM Cfg Sig. ", b"NVIDIA  "]),
-    format("a member of a firmware RAID", &[last(1)], &[b"$XIDE$", b"\x37\xfc\x4d\x1e"]),
-    format("a member of a firmware RAID", &[last(11)], &[b"\xf3\x16\x78\x5a", b"\xfd\x16\x78\x5a"]),
+    format(
+        "a member of a firmware RAID",
+        &[sectors_before_end(2)],
+        &[b"Intel Raid ISM Cfg Sig. ", b"NVIDIA  "],
+    ),
+    format(
+        "a member of a firmware RAID",
+        &[sectors_before_end(1)],
+        &[b"$XIDE$", b"\x37\xfc\x4d\x1e"],
+    ),
+    format(
+        "a member of a firmware RAID",
+        &[sectors_before_end(11)],
+        &[b"\xf3\x16\x78\x5a", b"\xfd\x16\x78\x5a"],
+    ),
     format(
         "a member of a firmware RAID",
         &[Start(0x1220)],
@@ -374,19 +390,19 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     format(
         "a member of a firmware RAID",
         &[
-            last(16),
-            last(63),
-            last(255),
-            last(256),
-            last(399),
-            last(591),
-            last(675),
-            last(735),
-            last(911),
-            last(951),
-            last(974),
-            last(991),
-            last(3087),
+            sectors_before_end(16),
+            sectors_before_end(63),
+            sectors_before_end(255),
+            sectors_before_end(256),
+            sectors_before_end(399),
+            sectors_before_end(591),
+            sectors_before_end(675),
+            sectors_before_end(735),
+            sectors_before_end(911),
+            sectors_before_end(951),
+            sectors_before_end(974),
+            sectors_before_end(991),
+            sectors_before_end(3087),
         ],
         &[b"Promise Technology, Inc."],
     ),
@@ -404,7 +420,12 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // sector.
     format(
         "a GPT partition table",
-        &[Start(0x200), Start(0x1000), last(1), End { before: 0x1000, align: 0x1000 }],
+        &[
+            Start(0x200),
+            Start(0x1000),
+            sectors_before_end(1),
+            End { before: 0x1000, align: 0x1000 },
+        ],
         &[b"EFI PART"],
     ),
     // Linux block/partitions/mac.c, with the size of a block.
@@ -416,9 +437,9 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     // contents is required too.
     Format {
         name: "a Sun disk label",
-        places: &[Start(0x1fc)],
+        positions: &[Start(0x1fc)],
         magics: &[b"\xda\xbe"],
-        further: &[(-0x140, b"\x60\x0d\xde\xee")],
+        additional: &[(-0x140, b"\x60\x0d\xde\xee")],
     },
     format("an Ultrix partition table", &[Start(0x3fb8)], &[b"\x57\x29\x03\0\x01\0\0\0"]),
     format("an AIX disk label", &[Start(0)], &[b"\xc9\xc2\xd4\xc1"]),
@@ -429,7 +450,7 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
         &[b"RDSK"],
     ),
     // UEFI specification 5.2.1. FAT and other file systems also begin with a boot sector.
-    short(
+    short_format(
         "a partition table or boot sector",
         &[Start(0x1fe)],
         &[b"\x55\xaa"],
@@ -437,7 +458,7 @@ pub(in crate::pool) const FORMATS: &[Format] = &[
     ),
 ];
 
-const SWAP_PLACES: &[Place] =
+const SWAP_POSITIONS: &[MagicPosition] =
     &[Start(0xff6), Start(0x1ff6), Start(0x3ff6), Start(0x7ff6), Start(0xfff6)];
 
 /// Formats of disk images, from the specifications and from QEMU's block/*.c.
@@ -455,19 +476,19 @@ pub(in crate::pool) const IMAGES: &[Format] = &[
     // Microsoft MS-VHDX 2.2.1, and the Virtual Hard Disk Image Format. Fixed images have only the
     // footer.
     format("a VHDX image", &[Start(0)], &[b"vhdxfile"]),
-    format("a VHD image", &[Start(0), last(1)], &[b"conectix"]),
+    format("a VHD image", &[Start(0), sectors_before_end(1)], &[b"conectix"]),
     // QEMU docs/interop/parallels.txt.
     format("a Parallels image", &[Start(0)], &[b"WithoutFreeSpace", b"WithouFreSpacExt"]),
     // QEMU block/vdi.c, bochs.c and dmg.c.
     format("a VDI image", &[Start(0x40)], &[b"\x7f\x10\xda\xbe"]),
     format("a Bochs image", &[Start(0)], &[b"Bochs Virtual HD Image"]),
-    format("a DMG image", &[last(1)], &[b"koly"]),
+    format("a DMG image", &[sectors_before_end(1)], &[b"koly"]),
     // Android system/core/libsparse/sparse_format.h.
     format("an Android sparse image", &[Start(0)], &[b"\x3a\xff\x26\xed"]),
 ];
 
 /// Returns all formats, in the order in which content is compared with them.
-pub fn known() -> impl Iterator<Item = &'static Format> {
+pub fn all_formats() -> impl Iterator<Item = &'static Format> {
     FORMATS.iter().chain(IMAGES)
 }
 
@@ -480,7 +501,7 @@ pub(in crate::pool) fn find<E>(
     mut read: impl FnMut(u64, &mut [u8]) -> Result<bool, E>,
 ) -> Result<Option<&'static Format>, E> {
     for format in formats {
-        if format.is_in(len_bytes, &mut read)? {
+        if format.matches(len_bytes, &mut read)? {
             return Ok(Some(format));
         }
     }
@@ -503,7 +524,7 @@ pub(in crate::pool) fn find_at_start(
     found
 }
 
-impl Place {
+impl MagicPosition {
     /// Returns the offset in content of this length, or `None` if the content is too short or its
     /// length is unknown.
     fn offset(self, len_bytes: Option<u64>) -> Option<u64> {
@@ -518,7 +539,7 @@ impl Place {
 }
 
 /// Offset at a distance from `offset`.
-fn beside(offset: u64, distance: i64) -> u64 {
+fn offset_at(offset: u64, distance: i64) -> u64 {
     offset.checked_add_signed(distance).expect("offsets at the start need bytes of the file")
 }
 
@@ -531,20 +552,20 @@ impl Format {
     /// Returns every combination of offsets and bytes by which content of `len_bytes` can match
     /// this format.
     pub fn samples(&self, len_bytes: u64) -> impl Iterator<Item = Vec<(u64, &'static [u8])>> {
-        self.places.iter().filter_map(move |place| place.offset(Some(len_bytes))).flat_map(
+        self.positions.iter().filter_map(move |position| position.offset(Some(len_bytes))).flat_map(
             move |offset| {
                 self.magics.iter().map(move |magic| {
-                    let further = self
-                        .further
+                    let additional = self
+                        .additional
                         .iter()
-                        .map(|(distance, bytes)| (beside(offset, *distance), *bytes));
-                    std::iter::once((offset, *magic)).chain(further).collect()
+                        .map(|(distance, bytes)| (offset_at(offset, *distance), *bytes));
+                    std::iter::once((offset, *magic)).chain(additional).collect()
                 })
             },
         )
     }
 
-    fn is_in<E>(
+    fn matches<E>(
         &self,
         len_bytes: Option<u64>,
         read: &mut impl FnMut(u64, &mut [u8]) -> Result<bool, E>,
@@ -554,14 +575,14 @@ impl Format {
             let found = &mut found[..bytes.len()];
             Ok(read(offset, found)? && found == bytes)
         };
-        for offset in self.places.iter().filter_map(|place| place.offset(len_bytes)) {
+        for offset in self.positions.iter().filter_map(|position| position.offset(len_bytes)) {
             for magic in self.magics {
                 if !has(offset, magic)? {
                     continue;
                 }
                 let mut all = true;
-                for (distance, bytes) in self.further {
-                    all = all && has(beside(offset, *distance), bytes)?;
+                for (distance, bytes) in self.additional {
+                    all = all && has(offset_at(offset, *distance), bytes)?;
                 }
                 if all {
                     return Ok(true);
@@ -587,12 +608,16 @@ mod tests {
     }
 
     #[test]
-    fn further_bytes_do_not_occur_in_text() {
-        for format in known().filter(|format| !format.further.is_empty()) {
+    fn additional_bytes_do_not_occur_in_text() {
+        for format in all_formats().filter(|format| !format.additional.is_empty()) {
             let is_text =
                 |bytes: &[u8]| std::str::from_utf8(bytes).is_ok_and(|text| !text.contains('\0'));
-            let further: Vec<_> = format.further.iter().map(|(_, bytes)| *bytes).collect();
-            assert!(!further.iter().all(|bytes| is_text(bytes)), "{}: {further:x?}", format.name);
+            let additional: Vec<_> = format.additional.iter().map(|(_, bytes)| *bytes).collect();
+            assert!(
+                !additional.iter().all(|bytes| is_text(bytes)),
+                "{}: {additional:x?}",
+                format.name
+            );
         }
     }
 }

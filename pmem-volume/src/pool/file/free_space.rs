@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use super::open_steps::place_error;
+use super::open_steps::media_kind_error;
 use crate::btt::ARENA_MAX_BYTES;
-use crate::media::{Media, Place};
+use crate::media::{Media, MediaKind};
 use crate::pool::{Pool, PoolError, bytes};
 
 /// Bytes in the pool's tables to which the creation of a volume may be the first to store.
@@ -24,17 +24,17 @@ fn format_bytes(chunks: u32) -> u64 {
 impl<M: Media> Pool<M> {
     /// Checks that the file system has space for the creation of a volume with `chunks` chunks.
     /// Without space, a store would raise SIGBUS instead of returning an error.
-    pub(in crate::pool) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
-        self.check_room(TABLES_BYTES + format_bytes(chunks))
+    pub(in crate::pool) fn check_format_space(&self, chunks: u32) -> Result<(), PoolError> {
+        self.check_free_space(TABLES_BYTES + format_bytes(chunks))
     }
 
-    /// Checks like [`Pool::check_format_room`] for several parts with the given numbers of chunks.
-    pub(in crate::pool) fn check_split_room(&self, parts: &[u32]) -> Result<(), PoolError> {
+    /// Checks like [`Pool::check_format_space`] for several parts with the given numbers of chunks.
+    pub(in crate::pool) fn check_split_space(&self, parts: &[u32]) -> Result<(), PoolError> {
         let of_parts = parts.iter().map(|chunks| format_bytes(*chunks));
-        self.check_room(TABLES_BYTES + of_parts.sum::<u64>())
+        self.check_free_space(TABLES_BYTES + of_parts.sum::<u64>())
     }
 
-    fn check_room(&self, needed_bytes: u64) -> Result<(), PoolError> {
+    fn check_free_space(&self, needed_bytes: u64) -> Result<(), PoolError> {
         let Some(media) = self.media().as_file() else { return Ok(()) };
         if !self.is_thin() {
             return Ok(());
@@ -80,7 +80,7 @@ impl FileSystem {
 /// On a disk, there must be free space for all missing blocks of the file. On tmpfs, the file
 /// remains sparse. Therefore, only the total size of tmpfs and free space for the pool's own
 /// `own_bytes` are checked. A tmpfs without a limit reports no size.
-pub(in crate::pool) fn check_room(
+pub(in crate::pool) fn check_free_space(
     path: &Path,
     file: &File,
     size_bytes: u64,
@@ -92,7 +92,8 @@ pub(in crate::pool) fn check_room(
         action: "inspect the file system of",
         source,
     })?;
-    let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
+    let is_in_memory =
+        MediaKind::of(file).map_err(|e| media_kind_error(path, e))? == MediaKind::Memory;
     let (needed_bytes, room_bytes) = match is_in_memory {
         true if size_bytes > file_system.total_bytes => (size_bytes, file_system.total_bytes),
         true => (own_bytes, file_system.free_bytes),
@@ -123,5 +124,5 @@ pub(in crate::pool) fn check_device(
 
 pub(in crate::pool) fn file_too_large(size_bytes: u64) -> PoolError {
     let rule = "exceeds the maximum file size of the file system (ext4: 16 TiB)".to_owned();
-    PoolError::Size { what: "pool size", value: size_bytes, rule }
+    PoolError::Size { quantity: "pool size", value: size_bytes, rule }
 }

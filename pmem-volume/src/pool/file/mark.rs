@@ -80,7 +80,7 @@ impl Mark {
         let len = unsafe {
             libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
         };
-        let known = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
+        let find_mark = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
         let Ok(len) = usize::try_from(len) else {
             let error = io::Error::last_os_error();
             return match error.raw_os_error() {
@@ -90,7 +90,7 @@ impl Mark {
                 _ => Err(error),
             };
         };
-        Ok(Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
+        Ok(Some(find_mark(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
     }
 
     /// Marks a file. It replaces an existing mark unless that is unknown.

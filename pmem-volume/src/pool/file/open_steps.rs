@@ -13,7 +13,9 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::signature;
 use crate::CHUNK_BYTES;
-use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
+use crate::media::{
+    FileMedia, Media, MediaKind, MediaKindError, coalesce, forget_clean_pages, sysfs_of,
+};
 use crate::pool::findings::Finding;
 use crate::pool::format::layout::{
     FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
@@ -26,12 +28,12 @@ use crate::pool::{OpenMode, PoolError};
 
 /// Maximum time to wait for udev. After each close by a writer, udev reads a block device under a
 /// shared lock (systemd.io/BLOCK_DEVICE_LOCKING).
-pub(in crate::pool) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
+pub(in crate::pool) const UDEV_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Maximum time to wait for forked children. Until execve(), a child has copies of all descriptors
 /// of its parent. It therefore still holds locks and exclusive devices that the parent has
 /// released.
-pub(in crate::pool) const FORK_PATIENCE: Duration = Duration::from_millis(200);
+pub(in crate::pool) const FORK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Defined as _IO(0x12, 94) in linux/fs.h.
 const BLKROGET: libc::Ioctl = 0x125e;
@@ -48,7 +50,7 @@ pub(crate) enum Length {
 /// Open file or device of a pool, with the lock for its mode.
 pub(in crate::pool) struct Opened {
     pub(in crate::pool) file: File,
-    pub(in crate::pool) place: Place,
+    pub(in crate::pool) media_kind: MediaKind,
     pub(in crate::pool) length: Length,
 }
 
@@ -60,24 +62,25 @@ impl Opened {
     pub(in crate::pool) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
         let file_error =
             |action| move |source| PoolError::File { path: path.to_owned(), action, source };
-        let (file, place) = open(path, mode)?;
+        let (file, media_kind) = open(path, mode)?;
         let kind = match mode {
             OpenMode::ReadWrite => Some(LockKind::Exclusive),
             OpenMode::ReadOnly => Some(LockKind::Shared),
             OpenMode::Peek => None,
         };
         if let Some(kind) = kind {
-            let patience = match (place, kind) {
-                (Place::BlockDevice { .. }, LockKind::Exclusive) => UDEV_PATIENCE,
-                _ => FORK_PATIENCE,
+            let timeout = match (media_kind, kind) {
+                (MediaKind::BlockDevice { .. }, LockKind::Exclusive) => UDEV_TIMEOUT,
+                _ => FORK_TIMEOUT,
             };
-            lock_within(&file, kind, patience)
+            lock_with_timeout(&file, kind, timeout)
                 .map_err(file_error("lock"))?
                 .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
         }
-        let bytes = place.len_bytes(&file).map_err(file_error("find the length of"))?;
-        let length = if place.is_device() { Length::Device(bytes) } else { Length::File(bytes) };
-        let opened = Self { file, place, length };
+        let bytes = media_kind.len_bytes(&file).map_err(file_error("find the length of"))?;
+        let length =
+            if media_kind.is_device() { Length::Device(bytes) } else { Length::File(bytes) };
+        let opened = Self { file, media_kind, length };
         if mode == OpenMode::ReadWrite {
             opened.forget_clean_pages(&SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES));
         }
@@ -91,7 +94,7 @@ impl Opened {
         let whole = |range: &Range<u64>| {
             range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
         };
-        if matches!(self.place, Place::Disk | Place::BlockDevice { .. }) {
+        if matches!(self.media_kind, MediaKind::Disk | MediaKind::BlockDevice { .. }) {
             forget_clean_pages(
                 &self.file,
                 &coalesce(&ranges.iter().map(whole).collect::<Vec<_>>()),
@@ -108,12 +111,12 @@ impl Opened {
         let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
         let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
         // devdax does not support read(). Its length is known and is a multiple of the chunk size.
-        let first_chunk = match self.place {
-            Place::DevDax { .. } if self.length.bytes() >= CHUNK_BYTES => {
+        let first_chunk = match self.media_kind {
+            MediaKind::DevDax { .. } if self.length.bytes() >= CHUNK_BYTES => {
                 let file = self.file.try_clone().map_err(file_error)?;
                 Some(FileMedia::new(file, CHUNK_BYTES, false)?)
             }
-            Place::DevDax { .. } => return Ok(copies),
+            MediaKind::DevDax { .. } => return Ok(copies),
             _ => None,
         };
         for (copy, offset) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
@@ -133,10 +136,10 @@ impl Opened {
 impl Opened {
     /// Replaces the error `NotAPool` if the file contains a volume table. The file may have been a
     /// pool, so the error must not suggest creating a pool there.
-    pub(in crate::pool) fn or_gone(&self, error: PoolError) -> PoolError {
+    pub(in crate::pool) fn detect_lost_superblocks(&self, error: PoolError) -> PoolError {
         match error {
             PoolError::NotAPool { path, .. } if self.has_volume_table() => {
-                PoolError::SuperblocksGone { path }
+                PoolError::SuperblocksLost { path }
             }
             error => error,
         }
@@ -145,7 +148,7 @@ impl Opened {
     /// Checks for a volume table at the offset that new pools use.
     fn has_volume_table(&self) -> bool {
         // devdax does not support read(), so the error for it is less specific.
-        !matches!(self.place, Place::DevDax { .. })
+        !matches!(self.media_kind, MediaKind::DevDax { .. })
             && VOLUME_TABLE_OFFSETS.iter().any(|offset| {
                 let mut magic = [0; VOLUME_MAGIC.len()];
                 self.file.read_exact_at(&mut magic, *offset).is_ok() && magic == VOLUME_MAGIC
@@ -163,7 +166,7 @@ impl Length {
 
 /// Opens the file or device at `path`. Its type is checked first, because opening another device
 /// may have side effects.
-fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
+fn open(path: &Path, mode: OpenMode) -> Result<(File, MediaKind), PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
         io::ErrorKind::ReadOnlyFilesystem if is_block_device(path) => {
@@ -181,7 +184,7 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         return not_a_file("a directory");
     } else if kind.is_char_device() {
         let entry = sysfs_of("char", metadata.rdev());
-        Place::of_character_device(&entry).map_err(|e| place_error(path, e))?;
+        MediaKind::of_character_device(&entry).map_err(|e| media_kind_error(path, e))?;
     } else if kind.is_block_device() {
         flags |= if writable { libc::O_EXCL } else { 0 };
     } else if !kind.is_file() {
@@ -189,7 +192,7 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     }
     let mut options = OpenOptions::new();
     options.read(true).write(writable).custom_flags(flags);
-    let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
+    let opened = retry_while_in_use(FORK_TIMEOUT, || match options.open(path) {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
         result => result.map(Ok),
     });
@@ -202,8 +205,8 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
         return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
     }
-    let place = Place::of(&file).map_err(|e| place_error(path, e))?;
-    Ok((file, place))
+    let media_kind = MediaKind::of(&file).map_err(|e| media_kind_error(path, e))?;
+    Ok((file, media_kind))
 }
 
 fn is_block_device(path: &Path) -> bool {
@@ -220,34 +223,34 @@ fn is_read_only(device: &File) -> io::Result<bool> {
     }
 }
 
-pub(in crate::pool) fn place_error(path: &Path, error: PlaceError) -> PoolError {
+pub(in crate::pool) fn media_kind_error(path: &Path, error: MediaKindError) -> PoolError {
     let path = path.to_owned();
     match error {
-        PlaceError::NotDax { subsystem } => PoolError::NotDax { path, subsystem },
-        PlaceError::Align { align_bytes } => PoolError::DaxAlign { path, align_bytes },
-        PlaceError::Other => PoolError::NotAFile { path, kind: "a special file" },
-        PlaceError::Io { .. } => {
+        MediaKindError::NotDax { subsystem } => PoolError::NotDax { path, subsystem },
+        MediaKindError::Align { align_bytes } => PoolError::DaxAlign { path, align_bytes },
+        MediaKindError::Other => PoolError::NotAFile { path, kind: "a special file" },
+        MediaKindError::Io { .. } => {
             PoolError::File { path, action: "inspect", source: io::Error::other(error) }
         }
     }
 }
 
-/// Takes the lock, and waits up to `patience` for its current holder.
-pub(in crate::pool) fn lock_within(
+/// Takes the lock, and waits up to `timeout` for its current holder.
+pub(in crate::pool) fn lock_with_timeout(
     file: &File,
     kind: LockKind,
-    patience: Duration,
+    timeout: Duration,
 ) -> io::Result<Result<(), Holder>> {
-    while_in_use(patience, || try_lock(file, kind))
+    retry_while_in_use(timeout, || try_lock(file, kind))
 }
 
-/// Repeats `attempt` for up to `patience` while its inner result is an error. That error means that
+/// Repeats `attempt` for up to `timeout` while its inner result is an error. That error means that
 /// the file is in use.
-pub(in crate::pool) fn while_in_use<T, E>(
-    patience: Duration,
+pub(in crate::pool) fn retry_while_in_use<T, E>(
+    timeout: Duration,
     mut attempt: impl FnMut() -> io::Result<Result<T, E>>,
 ) -> io::Result<Result<T, E>> {
-    let end = Instant::now() + patience;
+    let end = Instant::now() + timeout;
     loop {
         match attempt()? {
             Err(_) if Instant::now() < end => thread::sleep(Duration::from_millis(20)),
@@ -258,7 +261,7 @@ pub(in crate::pool) fn while_in_use<T, E>(
 
 fn device_in_use(path: &Path, device: u64) -> PoolError {
     let path = path.to_owned();
-    match user_of_device(&path, device) {
+    match device_user(&path, device) {
         Ok(holder) => PoolError::InUse { path, holder },
         Err(by) => PoolError::DeviceInUse { path, by },
     }
@@ -266,14 +269,14 @@ fn device_in_use(path: &Path, device: u64) -> PoolError {
 
 /// Returns the user of a device that the kernel refuses to open. It is the holder of a pool's lock,
 /// a mount, or another device.
-pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
+pub(in crate::pool) fn device_user(path: &Path, device: u64) -> Result<Holder, String> {
     let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {
         return Ok(holder);
     }
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    Err(match (mount_point(&mounts, device), upper_device(&sysfs_of("block", device))) {
-        (Some(place), _) => format!("mounted on {place}"),
+    Err(match (mount_point(&mounts, device), stacked_device(&sysfs_of("block", device))) {
+        (Some(mount), _) => format!("mounted on {mount}"),
         (None, Some(upper)) => format!("part of {upper}"),
         (None, None) => {
             "the kernel or another program holds it or a part of it (a mount, swap, RAID)"
@@ -293,13 +296,13 @@ fn mount_point(mounts: &str, device: u64) -> Option<&str> {
 }
 
 /// Returns a device that is built on this one, such as a logical volume.
-fn upper_device(entry: &Path) -> Option<String> {
+fn stacked_device(entry: &Path) -> Option<String> {
     let upper: PathBuf = fs::read_dir(entry.join("holders")).ok()?.next()?.ok()?.path();
     Some(upper.file_name()?.to_string_lossy().into_owned())
 }
 
 /// Selects the valid superblock, and compares its pool size with the length of the file or device.
-pub(in crate::pool) fn judge_superblocks(
+pub(in crate::pool) fn select_superblock(
     path: &Path,
     copies: [SuperblockBytes; 2],
     length: Length,
@@ -307,7 +310,7 @@ pub(in crate::pool) fn judge_superblocks(
 ) -> Result<(Superblock, Vec<Finding>), PoolError> {
     let path = || path.to_owned();
     let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
-    let found = signature::seems_to_be(copies[0].as_bytes(), length.bytes());
+    let found = signature::describe_head(copies[0].as_bytes(), length.bytes());
     let mut findings = Vec::new();
     let bytes = match mirrored::choose(copies) {
         Copies::Agree(bytes) => bytes,
@@ -373,18 +376,18 @@ mod tests {
     }
 
     #[test]
-    fn wait_for_a_lock_ends_after_the_patience() {
+    fn wait_for_a_lock_ends_after_the_timeout() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let other = File::open(file.path()).unwrap();
         assert!(try_lock(&other, LockKind::Shared).unwrap().is_ok());
-        let patience = Duration::from_millis(50);
-        assert!(lock_within(file.as_file(), LockKind::Exclusive, patience).unwrap().is_err());
-        let looks = thread::spawn(move || {
+        let timeout = Duration::from_millis(50);
+        assert!(lock_with_timeout(file.as_file(), LockKind::Exclusive, timeout).unwrap().is_err());
+        let lock_holder = thread::spawn(move || {
             thread::sleep(Duration::from_millis(50));
             drop(other);
         });
-        let patience = Duration::from_secs(60);
-        assert!(lock_within(file.as_file(), LockKind::Exclusive, patience).unwrap().is_ok());
-        looks.join().unwrap();
+        let timeout = Duration::from_secs(60);
+        assert!(lock_with_timeout(file.as_file(), LockKind::Exclusive, timeout).unwrap().is_ok());
+        lock_holder.join().unwrap();
     }
 }

@@ -11,21 +11,21 @@ use crate::media::{Media, MediaError};
 
 /// Size of the ranges at the start and the end of a device that are searched. Common formats store
 /// data there.
-const LOOK_BYTES: u64 = 1 << 20;
+const PROBE_BYTES: u64 = 1 << 20;
 
 /// Describes the content of a device. Returns `None` if the ranges at its start and end contain
 /// only zeros.
-pub(in crate::pool) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError> {
-    found_in(device, 0..device.len_bytes())
+pub(in crate::pool) fn describe_device(device: &dyn Media) -> Result<Option<String>, MediaError> {
+    describe_range(device, 0..device.len_bytes())
 }
 
-/// Describes the content of a part of a device, like [`found_on`].
-pub(in crate::pool) fn found_in(
+/// Describes the content of a part of a device, like [`describe_device`].
+pub(in crate::pool) fn describe_range(
     device: &dyn Media,
     range: Range<u64>,
 ) -> Result<Option<String>, MediaError> {
-    let look_bytes = LOOK_BYTES.min(range.end - range.start);
-    let mut bytes = vec![0; look_bytes as usize];
+    let probe_bytes = PROBE_BYTES.min(range.end - range.start);
+    let mut bytes = vec![0; probe_bytes as usize];
     let len_bytes = range.end - range.start;
     let read = |offset: u64, into: &mut [u8]| {
         let is_inside = offset.saturating_add(into.len() as u64) <= len_bytes;
@@ -37,7 +37,7 @@ pub(in crate::pool) fn found_in(
     if let Some(format) = formats::find(FORMATS, Some(len_bytes), read)? {
         return Ok(Some(format!("it looks like {}", format.name())));
     }
-    for start in [range.start, range.end - look_bytes] {
+    for start in [range.start, range.end - probe_bytes] {
         device.read(start, &mut bytes)?;
         if let Some(at) = bytes.iter().position(|byte| *byte != 0) {
             return Ok(Some(format!("it has data at byte {}", start + at as u64)));
@@ -52,7 +52,7 @@ pub fn image_format(head: &[u8]) -> Option<&'static str> {
 }
 
 /// Describes a file or device based on its first bytes. These are not the superblock of a pool.
-pub(in crate::pool) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
+pub(in crate::pool) fn describe_head(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
         return format!("it has {len_bytes} bytes");
     }
@@ -73,7 +73,7 @@ mod tests {
     fn found(offset_bytes: u64, bytes: &[u8]) -> Option<String> {
         let device = MemoryMedia::new(4 * CHUNK_BYTES);
         device.store(offset_bytes, bytes).unwrap();
-        found_on(&device).unwrap()
+        describe_device(&device).unwrap()
     }
 
     #[test]
@@ -84,7 +84,7 @@ mod tests {
                 for (offset, bytes) in &sample {
                     device.store(*offset, bytes).unwrap();
                 }
-                let text = found_on(&device).unwrap().unwrap();
+                let text = describe_device(&device).unwrap().unwrap();
                 assert_eq!(text, format!("it looks like {}", format.name()), "{sample:x?}");
             }
         }
@@ -100,7 +100,7 @@ mod tests {
         let device = MemoryMedia::new(4 * CHUNK_BYTES);
         device.store(CHUNK_BYTES - 1, &[1]).unwrap();
         device.store(CHUNK_BYTES + 0x438, b"\x53\xef").unwrap();
-        let found = |range| found_in(&device, range).unwrap();
+        let found = |range| describe_range(&device, range).unwrap();
         assert_eq!(
             found(CHUNK_BYTES..4 * CHUNK_BYTES).unwrap(),
             "it looks like an ext2, ext3 or ext4 file system"
@@ -111,8 +111,8 @@ mod tests {
     #[test]
     fn device_smaller_than_the_probed_range_is_accepted() {
         let device = MemoryMedia::new(4096);
-        assert_eq!(found_on(&device).unwrap(), None);
+        assert_eq!(describe_device(&device).unwrap(), None);
         device.store(4095, &[1]).unwrap();
-        assert!(found_on(&device).unwrap().is_some());
+        assert!(describe_device(&device).unwrap().is_some());
     }
 }

@@ -139,12 +139,12 @@ impl Run {
 /// Groups chunks into runs. Chunks that are contiguous in the given order form one run.
 pub(crate) fn runs(chunks: impl IntoIterator<Item = ChunkId>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    chunks.into_iter().for_each(|chunk| push(&mut runs, chunk));
+    chunks.into_iter().for_each(|chunk| push_chunk(&mut runs, chunk));
     runs
 }
 
 /// Sorts runs and merges adjacent ones. They must not overlap.
-pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
+pub(crate) fn merge_runs(mut runs: Vec<Run>) -> Vec<Run> {
     runs.sort_unstable();
     runs.dedup_by(|next, run| {
         assert!(run.end() <= next.start, "a chunk is in two runs");
@@ -158,7 +158,7 @@ pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
 }
 
 /// Extends the last run by a chunk, or adds a new run if the chunk does not follow it.
-pub(crate) fn push(runs: &mut Vec<Run>, chunk: ChunkId) {
+pub(crate) fn push_chunk(runs: &mut Vec<Run>, chunk: ChunkId) {
     match runs.last_mut() {
         Some(run) if run.start.0 + run.chunks == chunk.0 => run.chunks += 1,
         _ => runs.push(Run { start: chunk, chunks: 1 }),
@@ -184,7 +184,7 @@ mod tests {
     fn adjacent_runs_are_joined() {
         let run = |start, chunks| Run { start: ChunkId(start), chunks };
         assert_eq!(
-            joined(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]),
+            merge_runs(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]),
             [run(0, 4), run(8, 3)]
         );
     }

@@ -76,7 +76,7 @@ pub(crate) struct BadWord(pub(crate) u64);
 /// A CRC is linear. The CRC of 11 bytes is the sum of one contribution per byte, which depends on
 /// its position, and a contribution of the initial value (all ones). Therefore, all bytes can be
 /// looked up in parallel.
-fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+fn word_checksum(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     let words = u128::from(low)
         | u128::from(chunk.0) << CHECK_SHIFT
         | u128::from(kind) << (CHECK_SHIFT + 32);
@@ -104,15 +104,15 @@ const fn crc16_step(crc: u16) -> u16 {
 /// position and value.
 static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     let mut tables = [[0u16; 256]; CHECKED_BYTES];
-    let mut place = CHECKED_BYTES;
-    while place > 0 {
-        place -= 1;
+    let mut position = CHECKED_BYTES;
+    while position > 0 {
+        position -= 1;
         let mut byte = 0;
         while byte < 256 {
             let of_last = crc16_step((byte as u16) << 8);
-            let is_last = place == CHECKED_BYTES - 1;
-            tables[place][byte] =
-                if is_last { of_last } else { crc16_step(tables[place + 1][byte]) };
+            let is_last = position == CHECKED_BYTES - 1;
+            tables[position][byte] =
+                if is_last { of_last } else { crc16_step(tables[position + 1][byte]) };
             byte += 1;
         }
     }
@@ -122,10 +122,10 @@ static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
 /// Contribution of the CRC's initial value.
 const CRC16_OF_INITIAL: u16 = {
     let mut crc = 0xffff;
-    let mut place = 0;
-    while place < CHECKED_BYTES {
+    let mut position = 0;
+    while position < CHECKED_BYTES {
         crc = crc16_step(crc);
-        place += 1;
+        position += 1;
     }
     crc
 };
@@ -137,7 +137,7 @@ const KIND_WEAR: u8 = 1;
 
 /// Maximum number of repeated reads of words that look damaged. If they keep changing, the last
 /// copy is used.
-const READS_AGAIN: u32 = 8;
+const MAX_REREADS: u32 = 8;
 
 fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
     let (words, _) = bytes.as_chunks::<8>();
@@ -163,12 +163,12 @@ pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
         Owner::Scrub => STATE_SCRUB << STATE_SHIFT,
         Owner::Retired => STATE_RETIRED << STATE_SHIFT,
     };
-    check(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
+    word_checksum(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
 }
 
 pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> {
     let low = word & ((1 << CHECK_SHIFT) - 1);
-    if word >> CHECK_SHIFT != check(chunk, KIND_OWNER, low) {
+    if word >> CHECK_SHIFT != word_checksum(chunk, KIND_OWNER, low) {
         return Err(BadWord(word));
     }
     let index = (low & ((1 << INDEX_BITS) - 1)) as u32;
@@ -189,12 +189,12 @@ pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> 
 /// checksum.
 pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
     let low = u64::from(count);
-    check(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
+    word_checksum(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
 }
 
 pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
     let low = word & ((1 << CHECK_SHIFT) - 1);
-    if word >> CHECK_SHIFT != check(chunk, KIND_WEAR, low) {
+    if word >> CHECK_SHIFT != word_checksum(chunk, KIND_WEAR, low) {
         return Err(BadWord(word));
     }
     u32::try_from(low).map_err(|_| BadWord(word))
@@ -204,7 +204,7 @@ pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
 #[cfg(test)]
 pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
     let low = low & ((1 << CHECK_SHIFT) - 1);
-    check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
+    word_checksum(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
 }
 
 /// Decoded entry of the chunk table.
@@ -284,7 +284,7 @@ impl ChunkTable {
             media.read(range.start, &mut bytes).map(|()| bytes)
         };
         let mut bytes = read()?;
-        for _ in 0..READS_AGAIN {
+        for _ in 0..MAX_REREADS {
             let entries = decode_entries(run, &bytes);
             if entries.iter().all(|entry| entry.owner.is_ok() && entry.wear.is_ok()) {
                 return Ok(entries);
@@ -358,7 +358,7 @@ mod tests {
     ];
 
     /// Reference implementation of the CRC, bit by bit.
-    fn plain_check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+    fn reference_checksum(chunk: ChunkId, kind: u8, low: u64) -> u64 {
         let mut crc: u16 = 0xffff;
         for byte in low.to_le_bytes()[..6].iter().chain(&chunk.0.to_le_bytes()).chain(&[kind]) {
             crc ^= u16::from(*byte) << 8;
@@ -371,8 +371,8 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn checks_are_crc16(chunk: u32, kind: u8, low in 0u64..1 << 48) {
-            proptest::prop_assert_eq!(check(ChunkId(chunk), kind, low), plain_check(ChunkId(chunk), kind, low));
+        fn word_checksums_are_crc16(chunk: u32, kind: u8, low in 0u64..1 << 48) {
+            proptest::prop_assert_eq!(word_checksum(ChunkId(chunk), kind, low), reference_checksum(ChunkId(chunk), kind, low));
         }
     }
 

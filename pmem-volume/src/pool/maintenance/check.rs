@@ -17,13 +17,13 @@ use crate::pool::redo_log::{self, Redone};
 use crate::pool::scan::scan;
 use crate::pool::volume::{Space, VolumeInfo, volume_extents};
 use crate::pool::{Pool, PoolError, bytes};
-use crate::progress::{OnProgress, Progress, Task, unheard};
+use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 /// Number of chunks that are read while the state is locked. This takes about 10 ms.
 const LOCKED_CHUNKS: u32 = 32;
 
 /// Number of repeated checks of a volume in use if a check finds defects.
-const LOOKS_AGAIN: u32 = 3;
+const MAX_RECHECKS: u32 = 3;
 
 /// Result of a check.
 #[derive(Debug, Serialize)]
@@ -83,13 +83,13 @@ impl CheckReport {
 
 /// Progress of a check, as a single task. The check covers the free space first, and then the
 /// volumes.
-pub(in crate::pool) struct Checking<'a> {
+pub(in crate::pool) struct CheckProgress<'a> {
     done_bytes: u64,
     total_bytes: u64,
     progress: OnProgress<'a>,
 }
 
-impl<'a> Checking<'a> {
+impl<'a> CheckProgress<'a> {
     /// `free_bytes` is the size of the free space, which is checked before the volumes.
     pub(in crate::pool) fn new(
         free_bytes: u64,
@@ -115,14 +115,14 @@ impl<'a> Checking<'a> {
         size_bytes: u64,
         check: impl FnOnce(&mut dyn FnMut(u64)) -> T,
     ) -> T {
-        self.say(0);
-        let checked = check(&mut |reached| self.say(reached.min(size_bytes)));
+        self.report(0);
+        let checked = check(&mut |position| self.report(position.min(size_bytes)));
         self.done_bytes += size_bytes;
-        self.say(0);
+        self.report(0);
         checked
     }
 
-    fn say(&mut self, more_bytes: u64) {
+    fn report(&mut self, more_bytes: u64) {
         let done_bytes = self.done_bytes + more_bytes;
         (self.progress)(Progress { task: Task::Check, done_bytes, total_bytes: self.total_bytes });
     }
@@ -133,7 +133,7 @@ impl<M: Media> Pool<M> {
     /// opening the pool has corrected are not reported again. To examine the media as the last user
     /// left it, open the pool for reading.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
-        self.check_with(&mut unheard)
+        self.check_with(&mut ignore_progress)
     }
 
     /// Like [`Pool::check`], but reports the progress to `progress`.
@@ -149,7 +149,7 @@ impl<M: Media> Pool<M> {
             if self.mode != crate::pool::OpenMode::ReadWrite {
                 // The superblocks and the log were examined when the pool was opened, and have not
                 // changed since.
-                pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
+                pool.extend(state.findings.iter().filter(|f| is_found_at_open(f)).cloned());
             }
             let log = redo_log::read(self.media(), &self.superblock)?;
             let media = Redone::new(self.media(), &log);
@@ -170,9 +170,10 @@ impl<M: Media> Pool<M> {
         }
         let volumes = self.volumes();
         let free_bytes = free.iter().map(|run| run.len_bytes()).sum();
-        let mut checking = Checking::new(free_bytes, &volumes, progress);
-        pool.append(&mut self.check_free(&free, &mut checking)?);
-        let check = |info| checking.volume(info, |reached| self.check_volume(info, reached));
+        let mut check_progress = CheckProgress::new(free_bytes, &volumes, progress);
+        pool.append(&mut self.check_free(&free, &mut check_progress)?);
+        let check =
+            |info| check_progress.volume(info, |on_checked| self.check_volume(info, on_checked));
         let volumes = volumes.iter().map(check).collect();
         Ok(CheckReport { damaged_bytes: self.info().damaged_bytes, pool, volumes })
     }
@@ -186,25 +187,25 @@ impl<M: Media> Pool<M> {
     ) -> Result<Option<btt::Report>, PoolError> {
         let volume = self.open_volume(name)?;
         let info = volume.info().clone();
-        Ok(Checking::new(0, std::slice::from_ref(&info), progress)
-            .volume(&info, |reached| volume.check_btt_with(reached)))
+        Ok(CheckProgress::new(0, std::slice::from_ref(&info), progress)
+            .volume(&info, |on_checked| volume.check_btt_with(on_checked)))
     }
 
     /// Finds free chunks that do not read as zeros.
     fn check_free(
         &self,
         free: &[Run],
-        checking: &mut Checking<'_>,
+        check_progress: &mut CheckProgress<'_>,
     ) -> Result<Vec<Finding>, PoolError> {
         let mut finder = ContentFinder::new();
         let mut found = Findings::default();
         let mut name = |chunk| found.add(Finding::NotErased { chunk });
         for run in free {
-            checking.part(run.len_bytes(), |reached| match self.mode {
+            check_progress.part(run.len_bytes(), |on_checked| match self.mode {
                 crate::pool::OpenMode::ReadWrite => {
-                    self.look_while_free(*run, &mut finder, reached, &mut name)
+                    self.search_while_free(*run, &mut finder, on_checked, &mut name)
                 }
-                _ => Ok(finder.look(self.media(), *run, reached, &mut name)?),
+                _ => Ok(finder.search(self.media(), *run, on_checked, &mut name)?),
             })?;
         }
         Ok(found.into_list())
@@ -212,11 +213,11 @@ impl<M: Media> Pool<M> {
 
     /// Checks those chunks of a run that are still free. Locking the state prevents their
     /// allocation, so it is locked only for short periods.
-    fn look_while_free(
+    fn search_while_free(
         &self,
         run: Run,
         finder: &mut ContentFinder,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
         name: &mut dyn FnMut(ChunkId),
     ) -> Result<(), PoolError> {
         let mut at = run.start;
@@ -226,11 +227,11 @@ impl<M: Media> Pool<M> {
             for chunk in (Run { start: at, chunks }).ids() {
                 if self.table.owner(self.media(), chunk)? == Ok(Owner::Free) {
                     let one = Run { start: chunk, chunks: 1 };
-                    finder.look(self.media(), one, &mut |_| {}, name)?;
+                    finder.search(self.media(), one, &mut |_| {}, name)?;
                 }
             }
             at = at.plus(chunks);
-            reached(Run { start: run.start, chunks: at.0 - run.start.0 }.len_bytes());
+            on_checked(Run { start: run.start, chunks: at.0 - run.start.0 }.len_bytes());
         }
         Ok(())
     }
@@ -240,7 +241,7 @@ impl<M: Media> Pool<M> {
     fn check_in_use(
         &self,
         name: &str,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
     ) -> Result<btt::Report, PoolError> {
         let extents = {
             let state = self.lock_state();
@@ -249,12 +250,12 @@ impl<M: Media> Pool<M> {
             volume_extents(&runs(entry.chunk_ids()))
         };
         let space = Space { media: self.media(), extents: &extents };
-        let mut found = btt::check_with(&space, reached);
-        for _ in 0..LOOKS_AGAIN {
+        let mut found = btt::check_with(&space, on_checked);
+        for _ in 0..MAX_RECHECKS {
             if found.is_clean() {
                 break;
             }
-            found.keep_common(&btt::check(&space));
+            found.retain_common(&btt::check(&space));
         }
         Ok(found)
     }
@@ -262,15 +263,15 @@ impl<M: Media> Pool<M> {
     fn check_volume(
         self: &Arc<Self>,
         info: &VolumeInfo,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
     ) -> VolumeCheck {
         let result = match info.format {
             VolumeFormat::Raw => Ok(None),
             VolumeFormat::Btt => match self.open_volume(&info.name) {
                 Err(PoolError::VolumeInUse { .. }) => {
-                    self.check_in_use(&info.name, reached).map(Some)
+                    self.check_in_use(&info.name, on_checked).map(Some)
                 }
-                opened => opened.map(|volume| volume.check_btt_with(reached)),
+                opened => opened.map(|volume| volume.check_btt_with(on_checked)),
             },
         };
         let (btt, unusable) = match result {
@@ -287,7 +288,7 @@ impl<M: Media> Pool<M> {
     }
 }
 
-fn is_of_open(finding: &Finding) -> bool {
+fn is_found_at_open(finding: &Finding) -> bool {
     matches!(
         finding,
         Finding::SuperblockCopy { .. }

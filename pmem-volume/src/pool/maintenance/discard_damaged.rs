@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::repair::Mending;
+use super::repair::Fix;
 use crate::media::{Media, MediaError};
 use crate::pool::format::layout::VolumeRecordBytes;
 use crate::pool::format::mirrored::{self, Copies};
@@ -24,13 +24,13 @@ use crate::pool::{PoolError, Run};
 ///    still refuses the pool.
 /// 3. Write an empty record. From here on, the volume's chunks are leftovers, which the next open
 ///    marks for erasing.
-pub(in crate::pool) fn give_up(
+pub(in crate::pool) fn discard_damaged(
     media: &dyn Media,
     superblock: &Superblock,
     name: &str,
     planned: &BTreeMap<u64, u64>,
     dry_run: bool,
-) -> Result<Option<Mending>, PoolError> {
+) -> Result<Option<Fix>, PoolError> {
     let log = redo_log::read(&Redone::with(media, planned), superblock)?;
     if matches!(log, LogState::Damaged(_)) {
         return Ok(None);
@@ -38,20 +38,20 @@ pub(in crate::pool) fn give_up(
     let mut words = log.words();
     words.extend(planned);
     let view = Redone::with(media, &words);
-    let seen = scan(&view, superblock)?;
-    let (slot, volume) = lacking(&seen, name)?;
+    let scan = scan(&view, superblock)?;
+    let (slot, volume) = incomplete_volume(&scan, name)?;
     let empty = empty_record(slot, volume.record.sequence.wrapping_add(1));
-    let offsets = whole_one_last(&view, superblock.volume_record_offsets(slot))?;
-    let has_chunks = volume.record.chunks;
-    let what = format!(
-        "volume {name:?}, which lacks {} of its {has_chunks} chunks, is discarded, and free chunks are erased again",
-        has_chunks - volume.allocated()
+    let offsets = copy_in_use_last(&view, superblock.volume_record_offsets(slot))?;
+    let expected_chunks = volume.record.chunks;
+    let description = format!(
+        "volume {name:?}, which lacks {} of its {expected_chunks} chunks, is discarded, and free chunks are erased again",
+        expected_chunks - volume.allocated()
     );
     let mut changed = Vec::new();
     if dry_run {
         changed.extend(words.iter().map(|(at, word)| (*at, *word)));
         changed.push((redo_log::magic_and_commit(superblock).1, 0));
-        changed.extend(free_to_scrub(superblock, &seen));
+        changed.extend(scrub_marks(superblock, &scan));
         for offset in offsets {
             changed.extend(mirrored::changed_words(&view, offset, &empty)?);
         }
@@ -59,34 +59,35 @@ pub(in crate::pool) fn give_up(
         if let LogState::Committed(entries) = &log {
             redo_log::replay(media, superblock, entries)?;
         }
-        for (at, word) in free_to_scrub(superblock, &seen) {
+        for (at, word) in scrub_marks(superblock, &scan) {
             media.store_word(at, word)?;
         }
         let table = ChunkTable::new(superblock);
-        media.persist(&seen.free.iter().map(|run| table.byte_range(*run)).collect::<Vec<_>>())?;
+        media.persist(&scan.free.iter().map(|run| table.byte_range(*run)).collect::<Vec<_>>())?;
         mirrored::write(media, offsets, &empty)?;
     }
-    Ok(Some(Mending { what, words: changed }))
+    Ok(Some(Fix { description, words: changed }))
 }
 
 /// Finds the volume with this name and missing chunks.
-fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
+fn incomplete_volume<'a>(scan: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
     let mut named =
-        seen.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
+        scan.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
     if named.peek().is_none() {
-        let known = seen.volumes.values().map(|volume| volume.record.name.to_string()).collect();
-        return Err(PoolError::NoSuchVolume { name: name.to_owned(), known });
+        let existing = scan.volumes.values().map(|volume| volume.record.name.to_string()).collect();
+        return Err(PoolError::NoSuchVolume { name: name.to_owned(), existing });
     }
     // A thin volume may be complete although chunks are missing.
-    let lacks =
+    let is_incomplete =
         |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
-    let found = named.find(|(_, volume)| lacks(volume)).map(|(slot, volume)| (*slot, volume));
-    found.ok_or_else(|| PoolError::VolumeLacksNothing { name: name.to_owned() })
+    let found =
+        named.find(|(_, volume)| is_incomplete(volume)).map(|(slot, volume)| (*slot, volume));
+    found.ok_or_else(|| PoolError::VolumeComplete { name: name.to_owned() })
 }
 
 /// Returns the offsets of both copies in the order of writing. The copy that is in use is written
 /// last, when the other one is already whole.
-fn whole_one_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
+fn copy_in_use_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
     let [first, second] = offsets;
     Ok(match mirrored::read::<VolumeRecordBytes>(media, offsets)? {
         Copies::Stale { stale: 1, .. } | Copies::Damaged { damaged: 1, .. } => [second, first],
@@ -94,9 +95,9 @@ fn whole_one_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], Medi
     })
 }
 
-fn free_to_scrub(superblock: &Superblock, seen: &Scan) -> impl Iterator<Item = (u64, u64)> {
+fn scrub_marks(superblock: &Superblock, scan: &Scan) -> impl Iterator<Item = (u64, u64)> {
     let table = ChunkTable::new(superblock);
-    seen.free.iter().flat_map(|run| run.ids()).map(move |chunk| {
+    scan.free.iter().flat_map(|run| run.ids()).map(move |chunk| {
         (table.byte_range(Run { start: chunk, chunks: 1 }).start, encode_owner(chunk, Owner::Scrub))
     })
 }

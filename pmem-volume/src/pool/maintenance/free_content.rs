@@ -23,12 +23,12 @@ impl ContentFinder {
     }
 
     /// Reads a run of chunks, except for its holes. `found` receives each chunk that contains data,
-    /// and `reached` the number of bytes examined so far.
-    pub(in crate::pool) fn look(
+    /// and `on_checked` the number of bytes examined so far.
+    pub(in crate::pool) fn search(
         &mut self,
         media: &dyn Media,
         run: Run,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
         found: &mut dyn FnMut(ChunkId),
     ) -> Result<(), MediaError> {
         let Range { start, end } = run.byte_range();
@@ -46,9 +46,9 @@ impl ContentFinder {
             }
             // A single nonzero byte is sufficient, so the rest of the chunk is skipped.
             at = if is_zero { piece_end } else { chunk_end };
-            reached(at - start);
+            on_checked(at - start);
         }
-        reached(end - start);
+        on_checked(end - start);
         Ok(())
     }
 }
@@ -63,11 +63,11 @@ mod tests {
     /// positions.
     fn found(media: &dyn Media) -> (Vec<u32>, Vec<u64>) {
         let run = Run { start: ChunkId(1), chunks: (media.len_bytes() / CHUNK_BYTES) as u32 - 1 };
-        let (mut found, mut heard) = (vec![], vec![]);
+        let (mut found, mut reported) = (vec![], vec![]);
         ContentFinder::new()
-            .look(media, run, &mut |bytes| heard.push(bytes), &mut |chunk| found.push(chunk.0))
+            .search(media, run, &mut |bytes| reported.push(bytes), &mut |chunk| found.push(chunk.0))
             .unwrap();
-        (found, heard)
+        (found, reported)
     }
 
     #[test]
@@ -88,9 +88,12 @@ mod tests {
                 5 * CHUNK_BYTES + READ_BYTES,
             ];
             places.into_iter().for_each(put);
-            let (chunks, heard) = found(media.as_ref());
+            let (chunks, reported) = found(media.as_ref());
             assert_eq!(chunks, [1, 3, 5]);
-            assert!(heard.is_sorted() && heard.last() == Some(&(5 * CHUNK_BYTES)), "{heard:?}");
+            assert!(
+                reported.is_sorted() && reported.last() == Some(&(5 * CHUNK_BYTES)),
+                "{reported:?}"
+            );
         }
     }
 }

@@ -7,21 +7,21 @@ use std::sync::Arc;
 
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
-use crate::pool::file::free_space::{FileSystem, check_device, check_room, file_too_large};
+use crate::pool::file::free_space::{FileSystem, check_device, check_free_space, file_too_large};
 use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::layout::CHUNK_ENTRY_BYTES;
 use crate::pool::format::superblock::{Superblock, rewrite};
 use crate::pool::format::table::{ChunkTable, Owner};
-use crate::pool::open::withdraw;
+use crate::pool::open::cancel_growth;
 use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
-use crate::progress::{OnProgress, unheard};
+use crate::progress::{OnProgress, ignore_progress};
 use foreshore_types::size::Size;
 
 impl Pool {
     /// Enlarges a pool that is not in use, and opens it. On a disk, all blocks are allocated unless
     /// the pool is thin. If there is not enough space, nothing changes.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
-        Self::grow_with(path, Some(size_bytes), false, &mut unheard)
+        Self::grow_with(path, Some(size_bytes), false, &mut ignore_progress)
     }
 
     /// Like [`Pool::grow`]. Without a size, the pool grows to the size of its device. Data behind
@@ -35,49 +35,47 @@ impl Pool {
     ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         let media = pool.media();
-        let size_bytes = pool.wanted_bytes(size_bytes)?;
+        let size_bytes = pool.target_bytes(size_bytes)?;
         let new = plan(&pool.superblock, size_bytes)?;
         let old_bytes = pool.superblock.size_bytes();
         let own_bytes =
             new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
         let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
-        if media.place().is_device() {
+        if media.media_kind().is_device() {
             check_device(path, size_bytes, pool.device_bytes()?)?;
             if !force {
-                pool.refuse_foreign(old_bytes..size_bytes)?;
+                pool.check_range_empty(old_bytes..size_bytes)?;
             }
         } else {
-            check_room(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
+            check_free_space(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
         }
-        let lengthen = |media: &FileMedia| {
+        let extend = |media: &FileMedia| {
             let grown = media.grown(size_bytes, progress)?;
             new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
             Ok(grown)
         };
         // The lock is kept, because both media use the same open file.
         let grown =
-            carry_out(media, &pool.superblock, &new, lengthen).map_err(
-                |failure| match failure {
-                    Failure::NoRoom(source) if media.place().is_device() => PoolError::File {
-                        path: path.to_owned(),
-                        action: "erase the added part of",
-                        source,
-                    },
-                    Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
-                        file_too_large(size_bytes)
-                    }
-                    Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
-                    Failure::Media(error) => error.into(),
+            grow_media(media, &pool.superblock, &new, extend).map_err(|failure| match failure {
+                Failure::NoSpace(source) if media.media_kind().is_device() => PoolError::File {
+                    path: path.to_owned(),
+                    action: "erase the added part of",
+                    source,
                 },
-            )?;
+                Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                    file_too_large(size_bytes)
+                }
+                Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
+                Failure::Media(error) => error.into(),
+            })?;
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 
     /// Returns the requested size, or the size of the device.
-    fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
+    fn target_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
         match size_bytes {
             Some(bytes) => Ok(bytes),
-            None if self.media().place().is_device() => {
+            None if self.media().media_kind().is_device() => {
                 let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
                 match device_bytes > self.superblock.size_bytes() {
                     true => Ok(device_bytes),
@@ -88,14 +86,14 @@ impl Pool {
             }
             None => Err(PoolError::SizeNeeded {
                 path: self.path.clone(),
-                what: "the pool is in a file",
+                reason: "the pool is in a file",
             }),
         }
     }
 
     /// Refuses to use a range that contains data, for example because a partition was enlarged over
     /// another one.
-    fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
+    fn check_range_empty(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed = |source| PoolError::File {
             path: self.path.clone(),
             action: "read beyond the end of",
@@ -103,7 +101,7 @@ impl Pool {
         };
         let file = self.media().file().try_clone().map_err(failed)?;
         let device = FileMedia::new(file, range.end, false)?;
-        match crate::pool::file::signature::found_in(&device, range)? {
+        match crate::pool::file::signature::describe_range(&device, range)? {
             Some(found) => Err(PoolError::DeviceGrowthNotEmpty { path: self.path.clone(), found }),
             None => Ok(()),
         }
@@ -111,7 +109,7 @@ impl Pool {
 
     fn device_bytes(&self) -> Result<u64, PoolError> {
         let media = self.media();
-        media.place().len_bytes(media.file()).map_err(|source| PoolError::File {
+        media.media_kind().len_bytes(media.file()).map_err(|source| PoolError::File {
             path: self.path.clone(),
             action: "find the length of",
             source,
@@ -129,7 +127,7 @@ fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
 #[derive(Debug)]
 pub(in crate::pool) enum Failure {
     /// The file could not be extended, or the device could not be erased. The pool is unchanged.
-    NoRoom(io::Error),
+    NoSpace(io::Error),
     /// The media failed. The next open finds the old or the new size.
     Media(MediaError),
 }
@@ -150,19 +148,19 @@ impl From<MediaError> for Failure {
 ///
 /// If the table moved, the new table lists the chunks of the old one as leftovers. The next open
 /// marks them for erasing.
-pub(in crate::pool) fn carry_out<M: Media>(
+pub(in crate::pool) fn grow_media<M: Media>(
     media: &M,
     old: &Superblock,
     new: &Superblock,
-    lengthen: impl FnOnce(&M) -> io::Result<M>,
+    extend: impl FnOnce(&M) -> io::Result<M>,
 ) -> Result<M, Failure> {
-    announce(media, old, new)?;
-    let grown = match lengthen(media) {
+    announce_growth(media, old, new)?;
+    let grown = match extend(media) {
         Ok(grown) => grown,
         Err(error) => {
             // If this fails too, the next open withdraws the announcement.
-            withdraw(media, old)?;
-            return Err(Failure::NoRoom(error));
+            cancel_growth(media, old)?;
+            return Err(Failure::NoSpace(error));
         }
     };
     write_table(&grown, old, new)?;
@@ -173,7 +171,8 @@ pub(in crate::pool) fn carry_out<M: Media>(
 /// Returns the superblock of the grown pool. If the chunks of the table have space for the new
 /// entries, the table is not moved. Otherwise, it is moved to the first new chunks.
 pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
-    let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
+    let refuse =
+        |rule: String| Err(PoolError::Size { quantity: "pool size", value: size_bytes, rule });
     let old_bytes = old.size_bytes();
     if !size_bytes.is_multiple_of(CHUNK_BYTES) {
         return refuse("is not a multiple of 2 MiB".to_owned());
@@ -212,7 +211,7 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
 }
 
 /// Performs step 1 of a growth.
-pub(in crate::pool) fn announce(
+pub(in crate::pool) fn announce_growth(
     media: &dyn Media,
     old: &Superblock,
     new: &Superblock,
@@ -245,7 +244,7 @@ pub(in crate::pool) fn write_table(
     media.persist_range(to.byte_range(Run { start: ChunkId(0), chunks: to.entries() }))
 }
 
-fn no_room(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {
+fn no_space(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {
     match source.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
             path: path.to_owned(),

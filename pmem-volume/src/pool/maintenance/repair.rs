@@ -14,12 +14,12 @@ use std::sync::Arc;
 use foreshore_types::VolumeFormat;
 use serde::Serialize;
 
-use super::check::Checking;
+use super::check::CheckProgress;
 use super::free_content::ContentFinder;
 use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::pool::file::blocks;
-use crate::pool::file::open_steps::{Opened, judge_superblocks};
+use crate::pool::file::open_steps::{Opened, select_superblock};
 use crate::pool::findings::{Finding, Findings, Severity};
 use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
@@ -31,7 +31,7 @@ use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, make_durable, scan};
 use crate::pool::volume::{Space, Volume};
 use crate::pool::{OpenMode, Pool, PoolError};
-use crate::progress::{OnProgress, unheard};
+use crate::progress::{OnProgress, ignore_progress};
 
 /// Changes that a repair has made, or that a dry run would make.
 #[derive(Debug, Default, Serialize)]
@@ -47,16 +47,16 @@ pub struct RepairReport {
 
 /// Maximum number of damaged owner words that are repaired. If more are damaged, a part of the
 /// table is lost or the pool is crafted. The limit also bounds the memory use of the repair.
-const MAX_MENDED_OWNERS: usize = 1 << 16;
+const MAX_OWNER_FIXES: usize = 1 << 16;
 
 /// A single repair, as a list of words to store.
 #[derive(Debug)]
-pub(in crate::pool) struct Mending {
-    pub(in crate::pool) what: String,
+pub(in crate::pool) struct Fix {
+    pub(in crate::pool) description: String,
     pub(in crate::pool) words: Vec<(u64, u64)>,
 }
 
-impl Mending {
+impl Fix {
     /// Stores the words. When the call returns, they are durable.
     pub(in crate::pool) fn store(&self, media: &dyn Media) -> Result<(), MediaError> {
         for (at, word) in &self.words {
@@ -72,7 +72,7 @@ impl Pool {
     /// damage that the sources of this module explain, and restores info blocks of BTTs. A dry run
     /// only reports the changes.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
-        Self::repair_with(path, dry_run, None, &mut unheard)
+        Self::repair_with(path, dry_run, None, &mut ignore_progress)
     }
 
     /// Like [`Pool::repair`]. Also deletes the volume `give_up`, which must have missing chunks,
@@ -87,28 +87,28 @@ impl Pool {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let opened = Opened::new(path, mode)?;
         let mut report = RepairReport::default();
-        let (superblock, mut findings, merged) = judge_for_repair(path, &opened)?;
+        let (superblock, mut findings, merged) = select_superblock_for_repair(path, &opened)?;
         if !dry_run {
             opened.forget_clean_pages(&superblock.regions());
         }
         let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
         let media = media.thin(superblock.is_thin);
-        findings.extend(blocks::look(path, &media, !dry_run)?);
+        findings.extend(blocks::check_blocks(path, &media, !dry_run)?);
         if !dry_run {
             make_durable(&media, &superblock)?;
         }
         // Performed even if the log is damaged, because transactions never store into superblocks.
         if let Some(merged) = &merged {
-            let mending = mend_superblocks(&media, merged)?;
+            let fix = fix_superblocks(&media, merged)?;
             if !dry_run {
-                mending.store(&media)?;
+                fix.store(&media)?;
             }
-            report.mended.push(mending.what);
+            report.mended.push(fix.description);
         }
-        let mut planned = mend_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
-        let (erasure, not_erased) = mend_free(&media, &superblock, &planned, progress)?;
+        let mut planned = fix_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
+        let (erasure, not_erased) = fix_free_chunks(&media, &superblock, &planned, progress)?;
         if let Some(erasure) = erasure {
-            report.mended.push(erasure.what.clone());
+            report.mended.push(erasure.description.clone());
             match dry_run {
                 true => planned.extend(erasure.words),
                 false => erasure.store(&media)?,
@@ -123,8 +123,8 @@ impl Pool {
             }
             Err(PoolError::Damaged { .. }) => {
                 let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
-                let left = found.pool.iter().filter(|finding| !opening_mends(finding));
-                left.for_each(|finding| report.add_left(finding));
+                let left = found.pool.iter().filter(|finding| !is_fixed_at_open(finding));
+                left.for_each(|finding| report.add_remaining(finding));
             }
             Err(error) => return Err(error),
         }
@@ -143,16 +143,16 @@ impl Pool {
             self.scrub_all_with(progress)?;
         }
         for finding in self.findings_at_open() {
-            match opening_mends(&finding) {
+            match is_fixed_at_open(&finding) {
                 true => report.mended.push(finding.to_string()),
-                false => report.add_left(&finding),
+                false => report.add_remaining(&finding),
             }
         }
         let volumes = self.volumes();
-        let mut checking = Checking::new(0, &volumes, progress);
+        let mut check_progress = CheckProgress::new(0, &volumes, progress);
         for info in &volumes {
-            checking.volume(info, |reached| match self.open_volume(&info.name) {
-                Ok(volume) => self.mend_btt(&volume, dry_run, reached, report),
+            check_progress.volume(info, |on_checked| match self.open_volume(&info.name) {
+                Ok(volume) => self.fix_btt(&volume, dry_run, on_checked, report),
                 Err(error) => {
                     report.left.push(foreshore_types::chain(&error));
                     Ok(())
@@ -164,22 +164,22 @@ impl Pool {
 
     /// Repairs a BTT. Info blocks are restored from their copies, and the map and the flog from
     /// each other.
-    fn mend_btt(
+    fn fix_btt(
         &self,
         volume: &Volume,
         dry_run: bool,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
         report: &mut RepairReport,
     ) -> Result<(), PoolError> {
         if volume.info().format != VolumeFormat::Btt {
             return Ok(());
         }
-        let repair = btt::plan_repair(volume, GiveUp::Nothing, reached)?;
+        let repair = btt::plan_repair(volume, GiveUp::Nothing, on_checked)?;
         let prefix = format!("volume {}: ", volume.info().name);
         report.add_btt(&prefix, &repair);
         if !dry_run {
             let space = Space { media: self.media(), extents: volume.extents() };
-            self.latch(repair.carry_out(&space))?;
+            self.latch(repair.apply(&space))?;
         }
         Ok(())
     }
@@ -187,26 +187,26 @@ impl Pool {
 
 /// Selects the superblock. If neither copy is whole, the third value is the combination of both. A
 /// dry run refuses the same pools as a repair.
-fn judge_for_repair(
+fn select_superblock_for_repair(
     path: &Path,
     opened: &Opened,
 ) -> Result<(Superblock, Vec<Finding>, Option<SuperblockBytes>), PoolError> {
     let copies = opened.read_copies(path)?;
-    let judge = |copies| judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite);
-    match judge(copies.clone()) {
+    let select = |copies| select_superblock(path, copies, opened.length, OpenMode::ReadWrite);
+    match select(copies.clone()) {
         Err(PoolError::SuperblocksDamaged { path }) => {
             let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
-            let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
+            let (superblock, findings) = select([merged.clone(), merged.clone()])?;
             Ok((superblock, findings, Some(merged)))
         }
         result => result
             .map(|(superblock, findings)| (superblock, findings, None))
-            .map_err(|error| opened.or_gone(error)),
+            .map_err(|error| opened.detect_lost_superblocks(error)),
     }
 }
 
 impl RepairReport {
-    fn add_left(&mut self, finding: &Finding) {
+    fn add_remaining(&mut self, finding: &Finding) {
         let mut text = finding.to_string();
         if let Finding::IndexMissing { name, .. } = finding {
             self.incomplete_volumes.push(name.clone());
@@ -217,14 +217,14 @@ impl RepairReport {
 
     /// Adds the repairs and the remaining damage of a BTT to the report.
     pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
-        let say =
+        let in_arena =
             |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
-        self.mended.extend(repair.mendings.iter().map(|mending| say(mending.arena, &mending.what)));
-        for (number, arena) in repair.after.arenas.iter().enumerate() {
-            self.left.extend(arena.findings.iter().map(|finding| say(number, finding)));
+        self.mended.extend(repair.fixes.iter().map(|fix| in_arena(fix.arena, &fix.description)));
+        for (number, arena) in repair.report_after.arenas.iter().enumerate() {
+            self.left.extend(arena.findings.iter().map(|finding| in_arena(number, finding)));
             let more = arena.findings_total - arena.findings.len() as u64;
             if more > 0 {
-                self.left.push(say(number, &format_args!("and {more} more")));
+                self.left.push(in_arena(number, &format_args!("and {more} more")));
             }
         }
     }
@@ -232,7 +232,7 @@ impl RepairReport {
 
 /// Repairs the tables, and deletes a volume that is given up. Returns the words that a dry run
 /// would have stored.
-pub(in crate::pool) fn mend_tables(
+pub(in crate::pool) fn fix_tables(
     media: &dyn Media,
     superblock: &Superblock,
     give_up: Option<&str>,
@@ -240,44 +240,44 @@ pub(in crate::pool) fn mend_tables(
     mended: &mut Vec<String>,
 ) -> Result<BTreeMap<u64, u64>, PoolError> {
     let mut planned = BTreeMap::new();
-    let mut keep = |mending: Mending, planned: &mut BTreeMap<u64, u64>| {
-        mended.push(mending.what);
+    let mut record = |fix: Fix, planned: &mut BTreeMap<u64, u64>| {
+        mended.push(fix.description);
         if dry_run {
-            planned.extend(mending.words);
+            planned.extend(fix.words);
         }
     };
-    for mending in mend(media, superblock, dry_run)? {
-        keep(mending, &mut planned);
+    for fix in fix_metadata(media, superblock, dry_run)? {
+        record(fix, &mut planned);
     }
     let Some(name) = give_up else { return Ok(planned) };
     if let Some(given_up) =
-        super::discard_damaged::give_up(media, superblock, name, &planned, dry_run)?
+        super::discard_damaged::discard_damaged(media, superblock, name, &planned, dry_run)?
     {
-        keep(given_up, &mut planned);
+        record(given_up, &mut planned);
         // Once this volume is deleted, its gaps no longer prevent the repair of other words.
         let rest = match dry_run {
-            true => mend(&Redone::with(media, &planned), superblock, true)?,
-            false => mend(media, superblock, false)?,
+            true => fix_metadata(&Redone::with(media, &planned), superblock, true)?,
+            false => fix_metadata(media, superblock, false)?,
         };
-        rest.into_iter().for_each(|mending| keep(mending, &mut planned));
+        rest.into_iter().for_each(|fix| record(fix, &mut planned));
     }
     Ok(planned)
 }
 
 /// Returns true if opening the pool for writing corrects the finding.
-fn opening_mends(finding: &Finding) -> bool {
+fn is_fixed_at_open(finding: &Finding) -> bool {
     finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
 }
 
 /// Determines the repairs, and stores them durably unless this is a dry run. Every stored word has
 /// its final value, so after a crash there is less to repair.
-pub(in crate::pool) fn mend(
+pub(in crate::pool) fn fix_metadata(
     media: &dyn Media,
     superblock: &Superblock,
     dry_run: bool,
-) -> Result<Vec<Mending>, MediaError> {
-    let mut mendings = mend_log(media, superblock)?;
-    let log = match mendings.is_empty() {
+) -> Result<Vec<Fix>, MediaError> {
+    let mut fixes = fix_log(media, superblock)?;
+    let log = match fixes.is_empty() {
         true => redo_log::read(media, superblock)?,
         false => LogState::Empty,
     };
@@ -287,29 +287,29 @@ pub(in crate::pool) fn mend(
         return Ok(vec![]);
     }
     let mut words = log.words();
-    mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
-    words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
+    fixes.extend(fix_records(&Redone::with(media, &words), superblock)?);
+    words.extend(fixes.iter().flat_map(|fix| fix.words.clone()));
     // The owners of chunks are determined from the repaired records.
     let view = Redone::with(media, &words);
-    let seen = scan(&view, superblock)?;
-    mendings.extend(mend_owners(&view, superblock, &seen)?);
+    let scan = scan(&view, superblock)?;
+    fixes.extend(fix_owners(&view, superblock, &scan)?);
     if !dry_run {
         // Redo a committed transaction first. Otherwise, the next open would overwrite the repaired
         // words with it.
-        if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
+        if let (LogState::Committed(entries), false) = (&log, fixes.is_empty()) {
             redo_log::replay(media, superblock, entries)?;
         }
-        for mending in &mendings {
-            mending.store(media)?;
+        for fix in &fixes {
+            fix.store(media)?;
         }
     }
-    Ok(mendings)
+    Ok(fixes)
 }
 
 /// Repairs a log without a transaction if a single bit of its magic or commit word is wrong. A
 /// transaction that may have been committed is not changed. It may be an old one, and redoing it
 /// would undo later changes.
-fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
+fn fix_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, MediaError> {
     let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
     if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
         return Ok(vec![]);
@@ -324,35 +324,35 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
     }
     let words =
         wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
-    Ok(vec![Mending { what: "the header of the empty log has one wrong bit".to_owned(), words }])
+    Ok(vec![Fix { description: "the header of the empty log has one wrong bit".to_owned(), words }])
 }
 
 /// Repairs the superblocks if both copies are damaged in different words.
-pub(in crate::pool) fn mend_superblocks(
+pub(in crate::pool) fn fix_superblocks(
     media: &dyn Media,
     merged: &SuperblockBytes,
-) -> Result<Mending, MediaError> {
-    let what = "both superblocks are damaged; their intact parts are combined".to_owned();
-    mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
+) -> Result<Fix, MediaError> {
+    let description = "both superblocks are damaged; their intact parts are combined".to_owned();
+    fix_copies(media, SUPERBLOCK_OFFSETS, merged, description)
 }
 
 /// Replaces both copies of a record with their combination. Only wrong words are stored, and no
 /// store can tear. After a crash with any subset of these stores, the copies differ in no more
 /// words than before, and still combine to the same record.
-fn mend_copies<T: Mirrored>(
+fn fix_copies<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
     merged: &T,
-    what: String,
-) -> Result<Mending, MediaError> {
+    description: String,
+) -> Result<Fix, MediaError> {
     let mut words = mirrored::changed_words(media, offsets[0], merged)?;
     words.extend(mirrored::changed_words(media, offsets[1], merged)?);
-    Ok(Mending { what, words })
+    Ok(Fix { description, words })
 }
 
 /// Repairs volume records if both copies are damaged in different words.
-fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
-    let mut mendings = Vec::new();
+fn fix_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, MediaError> {
+    let mut fixes = Vec::new();
     for slot in superblock.slots() {
         let offsets = superblock.volume_record_offsets(slot);
         if !matches!(mirrored::read::<VolumeRecordBytes>(media, offsets)?, Copies::Lost) {
@@ -363,29 +363,29 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
         if VolumeRecord::parse(slot, &merged).is_err() {
             continue;
         }
-        let what = format!(
+        let description = format!(
             "both copies of volume record {} are damaged; their intact parts are combined",
             slot.0
         );
-        mendings.push(mend_copies(media, offsets, &merged, what)?);
+        fixes.push(fix_copies(media, offsets, &merged, description)?);
     }
-    Ok(mendings)
+    Ok(fixes)
 }
 
 /// Repairs owner words. A chunk of a volume must never be treated as unused. Therefore, while a
 /// volume has a gap or may have a hidden one, only words that fill gaps are repaired. The other
 /// words remain damaged, so opening refuses the pool and erases nothing. If very many words are
 /// damaged, none of them is repaired.
-pub(in crate::pool) fn mend_owners(
+pub(in crate::pool) fn fix_owners(
     media: &dyn Media,
     superblock: &Superblock,
-    seen: &Scan,
-) -> Result<Vec<Mending>, MediaError> {
+    scan: &Scan,
+) -> Result<Vec<Fix>, MediaError> {
     let table = ChunkTable::new(superblock);
-    let mut mendings = Vec::new();
-    let mut mended = |chunk: ChunkId, owner: Owner, why: &str| {
+    let mut fixes = Vec::new();
+    let mut add_fix = |chunk: ChunkId, owner: Owner, why: &str| {
         let volume = match owner {
-            Owner::Volume { slot, .. } => seen.volumes.get(&slot),
+            Owner::Volume { slot, .. } => scan.volumes.get(&slot),
             _ => None,
         };
         let is = match (owner, volume) {
@@ -395,9 +395,9 @@ pub(in crate::pool) fn mend_owners(
             (Owner::Scrub, _) => "to be erased".to_owned(),
             (owner, _) => owner.to_string(),
         };
-        let what = format!("the owner word of chunk {chunk} is wrong; {why}: {is}");
+        let description = format!("the owner word of chunk {chunk} is wrong; {why}: {is}");
         let words = vec![owner_word(superblock, chunk, owner)];
-        mendings.push(Mending { what, words });
+        fixes.push(Fix { description, words });
     };
     let mut bad = BTreeMap::new();
     let mut own = Vec::new();
@@ -406,47 +406,47 @@ pub(in crate::pool) fn mend_owners(
             if superblock.is_metadata(chunk) {
                 own.extend(Some(chunk).filter(|_| entry.owner != Ok(Owner::Metadata)));
             } else if let Err(word) = entry.owner {
-                bad.insert(chunk, turned_back(chunk, word.0));
+                bad.insert(chunk, correct_one_bit(chunk, word.0));
             }
         }
-        if own.len() + bad.len() > MAX_MENDED_OWNERS {
+        if own.len() + bad.len() > MAX_OWNER_FIXES {
             return Ok(vec![]);
         }
     }
     for chunk in own {
-        mended(chunk, Owner::Metadata, "according to the superblock");
+        add_fix(chunk, Owner::Metadata, "according to the superblock");
     }
     // 1. Fill gaps that a single chunk claims. If a crash keeps only some of these words, the
     //    others remain as they were.
-    let mut gaps = Gaps::of(seen);
-    for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
-        mended(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
+    let mut gaps = Gaps::of(scan);
+    for ((slot, index), chunk) in unique_claims(&bad, &gaps) {
+        add_fix(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
         gaps.fill(slot, index);
         bad.remove(&chunk);
     }
     // 2. Repair the remaining chunks if all others are accounted for.
     let mut rest = bad.into_iter();
-    match (is_accounted(seen), gaps.count()) {
+    match (has_no_hidden_gap(scan), gaps.count()) {
         (true, 0) => {
-            for (chunk, says) in rest {
-                let (owner, why) = without_gaps(says);
-                mended(chunk, owner, why);
+            for (chunk, corrected) in rest {
+                let (owner, why) = owner_without_gaps(corrected);
+                add_fix(chunk, owner, why);
             }
         }
         (true, 1) => {
             let (slot, index) = gaps.first().expect("the count is 1");
             if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
                 let owner = Owner::Volume { slot, index };
-                mended(chunk, owner, "the chunk fills the only gap");
+                add_fix(chunk, owner, "the chunk fills the only gap");
             }
         }
         _ => {}
     }
-    Ok(mendings)
+    Ok(fixes)
 }
 
 /// Returns true if there can be no hidden gap. A lost record or a thin volume could own any chunk.
-fn is_accounted(seen: &Scan) -> bool {
+fn has_no_hidden_gap(scan: &Scan) -> bool {
     let hides_chunks = |finding: &Finding| {
         matches!(
             finding,
@@ -455,14 +455,14 @@ fn is_accounted(seen: &Scan) -> bool {
                 | Finding::IndexTwice { .. }
         )
     };
-    seen.volumes.values().all(|volume| !volume.record.thin)
-        && !seen.findings.iter().any(hides_chunks)
+    scan.volumes.values().all(|volume| !volume.record.thin)
+        && !scan.findings.iter().any(hides_chunks)
 }
 
-/// Returns the owner of a damaged chunk if no volume has a gap. `says` is the chunk's word after
-/// one bit is flipped.
-fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
-    match says {
+/// Returns the owner of a damaged chunk if no volume has a gap. `corrected` is the chunk's word
+/// after one bit is flipped.
+fn owner_without_gaps(corrected: Option<Owner>) -> (Owner, &'static str) {
+    match corrected {
         // The volume already has a chunk at this index, or ends before it.
         Some(Owner::Volume { .. }) | None => (Owner::Scrub, "no volume lacks a chunk"),
         // Erased again, because nothing proves that the chunk was erased.
@@ -472,13 +472,13 @@ fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
 }
 
 /// Returns the missing indexes that exactly one chunk claims.
-fn sole_claims(
+fn unique_claims(
     bad: &BTreeMap<ChunkId, Option<Owner>>,
     gaps: &Gaps,
 ) -> BTreeMap<(Slot, u32), ChunkId> {
     let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
-    for (chunk, says) in bad {
-        if let Some(Owner::Volume { slot, index }) = says
+    for (chunk, corrected) in bad {
+        if let Some(Owner::Volume { slot, index }) = corrected
             && gaps.contains(*slot, *index)
         {
             claims.entry((*slot, *index)).or_default().push(*chunk);
@@ -496,8 +496,8 @@ struct Gaps {
 }
 
 impl Gaps {
-    fn of(seen: &Scan) -> Self {
-        let full = seen.volumes.iter().filter(|(_, volume)| !volume.record.thin);
+    fn of(scan: &Scan) -> Self {
+        let full = scan.volumes.iter().filter(|(_, volume)| !volume.record.thin);
         let ranges = full.map(|(slot, volume)| (*slot, gaps_in(volume))).collect();
         Self { ranges, filled: BTreeSet::new() }
     }
@@ -546,41 +546,41 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
 
 /// Marks free chunks that contain data for erasing. Chunks that may belong to a volume with a gap
 /// are not changed, and are returned as findings.
-pub(in crate::pool) fn mend_free(
+pub(in crate::pool) fn fix_free_chunks(
     media: &dyn Media,
     superblock: &Superblock,
     planned: &BTreeMap<u64, u64>,
     progress: OnProgress<'_>,
-) -> Result<(Option<Mending>, Vec<Finding>), MediaError> {
+) -> Result<(Option<Fix>, Vec<Finding>), MediaError> {
     let log = redo_log::read(&Redone::with(media, planned), superblock)?;
     let mut words = log.words();
     words.extend(planned);
-    let seen = scan(&Redone::with(media, &words), superblock)?;
+    let scan = scan(&Redone::with(media, &words), superblock)?;
     let mut finder = ContentFinder::new();
     let mut chunks = Vec::new();
-    let mut checking =
-        Checking::new(seen.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
-    for run in &seen.free {
-        checking.part(run.len_bytes(), |reached| {
-            finder.look(media, *run, reached, &mut |chunk| chunks.push(chunk))
+    let mut check_progress =
+        CheckProgress::new(scan.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
+    for run in &scan.free {
+        check_progress.part(run.len_bytes(), |on_checked| {
+            finder.search(media, *run, on_checked, &mut |chunk| chunks.push(chunk))
         })?;
     }
     let Some(first) = chunks.first() else { return Ok((None, vec![])) };
     let is_sure = !matches!(log, LogState::Damaged(_))
-        && is_accounted(&seen)
-        && Gaps::of(&seen).count() == 0
-        && seen.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
+        && has_no_hidden_gap(&scan)
+        && Gaps::of(&scan).count() == 0
+        && scan.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
     if !is_sure {
         let mut left = Findings::default();
         chunks.into_iter().for_each(|chunk| left.add(Finding::NotErased { chunk }));
         return Ok((None, left.into_list()));
     }
-    let what = format!(
+    let description = format!(
         "{} free chunk(s) hold old content and are erased; the first is {first}",
         chunks.len()
     );
     let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();
-    Ok((Some(Mending { what, words }), vec![]))
+    Ok((Some(Fix { description, words }), vec![]))
 }
 
 /// Returns the offset and the new value of an owner word.
@@ -592,7 +592,7 @@ fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u6
 /// Returns the owner after one bit of a word is flipped. The checksum makes the result unique.
 /// Words of all zeros or all ones are excluded, because lost words read as such, and for some
 /// chunks they differ from a valid word in a single bit.
-pub(in crate::pool) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
+pub(in crate::pool) fn correct_one_bit(chunk: ChunkId, word: u64) -> Option<Owner> {
     if word == 0 || word == !0 {
         return None;
     }

@@ -14,7 +14,7 @@ fn whole(fixture: &Fixture) -> (Vec<u8>, (Vec<u8>, u64, u64)) {
 }
 
 /// Checks that every operation on the path is refused with the same words and changes nothing.
-fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
+fn refused(fixture: &Fixture, case: &str, words: &[&str]) {
     let before = whole(fixture);
     let path = fixture.path();
     let open = |mode| Pool::open(&path, mode).map(drop).unwrap_err().to_string();
@@ -27,12 +27,12 @@ fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
         Pool::repair(&path, false).unwrap_err().to_string(),
     ];
     for error in errors {
-        assert!(error.contains("nothing was changed"), "{what}: {error}");
+        assert!(error.contains("nothing was changed"), "{case}: {error}");
         for word in words {
-            assert!(error.contains(word), "{what}: {error:?} lacks {word:?}");
+            assert!(error.contains(word), "{case}: {error:?} lacks {word:?}");
         }
     }
-    assert!(before == whole(fixture), "{what}: the file has changed");
+    assert!(before == whole(fixture), "{case}: the file has changed");
 }
 
 /// Returns the start of an ext4 file system as mke2fs writes it: block size, inodes, magic, state.
@@ -55,11 +55,11 @@ fn btt_raw() -> Vec<u8> {
 }
 
 #[test]
-fn foreign_files_are_identified_and_unchanged() {
+fn other_files_are_identified_and_unchanged() {
     let text = "A quick brown fox jumps over the lazy dog.\n".repeat(100_000).into_bytes();
     let xfs = [&b"XFSB"[..], &[0x10; 8192]].concat();
     let ones = vec![0xff; POOL_BYTES as usize];
-    for (what, bytes, words) in [
+    for (case, bytes, words) in [
         ("nothing", vec![], "it has 0 bytes"),
         ("one byte", vec![b'F'], "it has 1 bytes"),
         ("zeros", vec![0; POOL_BYTES as usize], "starts with zeros"),
@@ -72,7 +72,7 @@ fn foreign_files_are_identified_and_unchanged() {
     ] {
         let fixture = Fixture::new();
         fs::write(fixture.path(), bytes).unwrap();
-        refused(&fixture, what, &["not a pool: ", words]);
+        refused(&fixture, case, &["not a pool: ", words]);
     }
 }
 
@@ -140,27 +140,27 @@ fn errors_of_names_and_sizes_have_the_rule() {
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("a", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
     let before = whole(&fixture);
-    let says = |error: PoolError, words: &[&str]| {
+    let assert_text = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
         assert!(words.iter().all(|word| text.contains(word)), "{text:?} lacks one of {words:?}");
     };
     let create = |name: &str, size_bytes| {
         pool.create_volume(name, VolumeSize::Bytes(size_bytes), VolumeFormat::Raw).unwrap_err()
     };
-    says(create("", 2 * MIB), &["must not be empty"]);
-    says(create(&"ä".repeat(33), 2 * MIB), &["66 bytes", "the maximum is 64"]);
-    says(create("a/b", 2 * MIB), &["'/'", "use letters, digits"]);
-    says(create("a\0b", 2 * MIB), &["'\\0'", "use letters, digits"]);
-    says(create("a", 2 * MIB), &["\"a\"", "already exists", "choose another name"]);
-    says(pool.rename_volume("a", "a").unwrap_err(), &["already has that name"]);
+    assert_text(create("", 2 * MIB), &["must not be empty"]);
+    assert_text(create(&"ä".repeat(33), 2 * MIB), &["66 bytes", "the maximum is 64"]);
+    assert_text(create("a/b", 2 * MIB), &["'/'", "use letters, digits"]);
+    assert_text(create("a\0b", 2 * MIB), &["'\\0'", "use letters, digits"]);
+    assert_text(create("a", 2 * MIB), &["\"a\"", "already exists", "choose another name"]);
+    assert_text(pool.rename_volume("a", "a").unwrap_err(), &["already has that name"]);
     for size_bytes in [0, 1, 4096, 2 * MIB - 1, 2 * MIB + 1, 3 * MIB] {
-        says(
+        assert_text(
             create("b", size_bytes),
             &["volume size", &size_bytes.to_string(), "multiple of 2 MiB"],
         );
         let error = pool.alloc_memory(size_bytes).unwrap_err();
-        says(error, &["memory size", &size_bytes.to_string(), "multiple of 2 MiB"]);
+        assert_text(error, &["memory size", &size_bytes.to_string(), "multiple of 2 MiB"]);
     }
-    says(create("b", 64 * MIB), &["the pool is full", "64 MiB requested", "58 MiB free"]);
+    assert_text(create("b", 64 * MIB), &["the pool is full", "64 MiB requested", "58 MiB free"]);
     assert!(before == whole(&fixture));
 }

@@ -38,8 +38,8 @@ fn lost_bytes(findings: &[Finding]) -> u64 {
 fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
     let (folder, original) = pool_on_disk();
     assert!(allocated_bytes(&original) >= 32 << 20);
-    let look = |path: &Path| Pool::open(path, OpenMode::ReadOnly).unwrap();
-    assert_eq!(lost_bytes(&look(&original).findings_at_open()), 0);
+    let open = |path: &Path| Pool::open(path, OpenMode::ReadOnly).unwrap();
+    assert_eq!(lost_bytes(&open(&original).findings_at_open()), 0);
     let run = |program: &str, arguments: &[&str]| {
         Command::new(program)
             .args(arguments)
@@ -54,7 +54,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
         let path = folder.path().join(name);
         assert!(allocated_bytes(&path) < 8 << 20, "{name} is not sparse");
         // Opening for reading reports the loss and changes nothing.
-        let pool = look(&path);
+        let pool = open(&path);
         let lost = lost_bytes(&pool.findings_at_open());
         assert!(lost > 24 << 20, "{name} lacks {lost}");
         let report = pool.check().unwrap();
@@ -68,7 +68,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
         pool.open_volume("data").unwrap().read(0, &mut bytes).unwrap();
         assert_eq!(bytes, [0x5a; 4096]);
         drop(pool);
-        let pool = look(&path);
+        let pool = open(&path);
         assert!(lost_bytes(&pool.findings_at_open()) == 0 && pool.check().unwrap().is_clean());
     }
 }

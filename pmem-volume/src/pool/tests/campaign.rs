@@ -21,7 +21,7 @@ pub(crate) struct Replay {
 
 impl Replay {
     pub(crate) fn from_environment() -> Self {
-        if let Some(replay) = INSTEAD.with_borrow(Clone::clone) {
+        if let Some(replay) = REPLAY_OVERRIDE.with_borrow(Clone::clone) {
             return replay;
         }
         std::env::var("PMEM_VOLUME_CRASH_SEED")
@@ -29,7 +29,7 @@ impl Replay {
     }
 
     /// Returns true if only some of the images must be opened.
-    fn is_wanted(&self) -> bool {
+    fn is_selected(&self) -> bool {
         *self != Self::default()
     }
 
@@ -42,8 +42,8 @@ impl Replay {
     /// fewer, the simulator does not generate all images. A replay opens few images, but at least
     /// one.
     pub(crate) fn count(&self, images: usize, least: usize) {
-        say_images(images);
-        if self.is_wanted() {
+        report_images(images);
+        if self.is_selected() {
             assert!(images > 0, "{self:?} matches no image of this test");
         } else {
             assert!(
@@ -57,14 +57,14 @@ impl Replay {
         let mut numbers =
             text.split(',').map(|number| number.trim().parse().expect("numbers with commas"));
         let mut next = || numbers.next();
-        let place = |number: Option<u64>| number.map(|number| number as usize);
-        Self { seed: next(), step: place(next()), point: place(next()), image: place(next()) }
+        let index = |number: Option<u64>| number.map(|number| number as usize);
+        Self { seed: next(), step: index(next()), point: index(next()), image: index(next()) }
     }
 }
 
 thread_local! {
     /// Replay numbers for this thread, which override the environment.
-    static INSTEAD: RefCell<Option<Replay>> = const { RefCell::new(None) };
+    static REPLAY_OVERRIDE: RefCell<Option<Replay>> = const { RefCell::new(None) };
 }
 
 /// Runs `run` as if the environment contained the numbers in the text of an error.
@@ -72,9 +72,9 @@ pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
     let (_, numbers) =
         error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("the steps to reproduce it");
     let numbers = numbers.split(' ').next().expect("a word");
-    INSTEAD.set(Some(Replay::parse(numbers)));
+    REPLAY_OVERRIDE.set(Some(Replay::parse(numbers)));
     let result = run();
-    INSTEAD.set(None);
+    REPLAY_OVERRIDE.set(None);
     result
 }
 
@@ -109,7 +109,7 @@ static EQUAL_IMAGES: AtomicUsize = AtomicUsize::new(0);
 
 /// Adds to the total number of images. It is printed when the test program exits, because the test
 /// harness captures the output of passing tests.
-pub(crate) fn say_images(count: usize) {
+pub(crate) fn report_images(count: usize) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
         // SAFETY: the function cannot unwind, because it ignores the result of its only fallible
@@ -139,19 +139,19 @@ pub(crate) fn verify_each(
     random: &mut Random,
     verify: &dyn Fn(&Simulator) -> Result<(), String>,
 ) -> Result<usize, String> {
-    Opened::default().verify_each(points, bound, random, verify)
+    VerifiedImages::default().verify_each(points, bound, random, verify)
 }
 
 /// Images that were opened, identified by their content. Many images of a crash point are also
 /// images of the next one. With the same oracle, equal images have the same result, so only one of
 /// them is opened.
 #[derive(Default)]
-pub(crate) struct Opened {
+pub(crate) struct VerifiedImages {
     /// True if crashes during the recovery were verified too.
     images: HashMap<Digest, bool>,
 }
 
-impl Opened {
+impl VerifiedImages {
     /// Like [`verify_each`], but skips images that were opened before. The oracle in `verify` must
     /// always be the same.
     pub(crate) fn verify_each(
@@ -163,18 +163,18 @@ impl Opened {
     ) -> Result<usize, String> {
         let replay = Replay::from_environment();
         let before = self.images.len();
-        for (place, point) in points.iter().enumerate() {
+        for (index, point) in points.iter().enumerate() {
             let mut of_point = Random::new(random.below(u64::from(u32::MAX)));
-            if replay.point.is_some_and(|only| only != place) {
+            if replay.point.is_some_and(|only| only != index) {
                 continue;
             }
             for (number, image) in point.images(bound, &mut of_point).into_iter().enumerate() {
                 if replay.image.is_some_and(|only| only != number) {
                     continue;
                 }
-                let failed = |error| format!("point {place}, image {number}: {error}");
+                let failed = |error| format!("point {index}, image {number}: {error}");
                 let again = number % RECOVERIES == 0;
-                if !self.is_wanted(&image, again) {
+                if !self.is_selected(&image, again) {
                     continue;
                 }
                 if again {
@@ -195,13 +195,13 @@ impl Opened {
         seed: usize,
         verify: &dyn Fn(&Simulator) -> Result<(), String>,
     ) -> Result<(), String> {
-        for (place, point) in recovered.take_points().iter().enumerate() {
-            let images = point.images(RECOVERY_BOUND, &mut Random::new((seed + place) as u64));
+        for (index, point) in recovered.take_points().iter().enumerate() {
+            let images = point.images(RECOVERY_BOUND, &mut Random::new((seed + index) as u64));
             for (number, image) in images.iter().enumerate() {
-                if self.is_wanted(image, false) {
+                if self.is_selected(image, false) {
                     verify(image).map_err(|error| {
                         format!(
-                            "after a crash in recovery (point {place}, image {number}): {error}"
+                            "after a crash in recovery (point {index}, image {number}): {error}"
                         )
                     })?;
                 }
@@ -212,26 +212,26 @@ impl Opened {
 
     /// Records an image. Returns false if an equal image was already verified at least as
     /// thoroughly.
-    fn is_wanted(&mut self, image: &Simulator, with_recovery: bool) -> bool {
+    fn is_selected(&mut self, image: &Simulator, with_recovery: bool) -> bool {
         let digest = image.digest();
-        let is_wanted = match self.images.get(&digest) {
+        let is_selected = match self.images.get(&digest) {
             None => true,
             Some(recovered) => with_recovery && !recovered,
         };
-        if is_wanted {
+        if is_selected {
             self.images.insert(digest, with_recovery);
         } else {
             EQUAL_IMAGES.fetch_add(1, Ordering::Relaxed);
         }
-        is_wanted
+        is_selected
     }
 }
 
 #[test]
 fn replay_is_parsed_with_any_number_of_fields() {
     let replay = |seed, step, point, image| Replay { seed, step, point, image };
-    assert!(!Replay::default().is_wanted() && Replay::default().has_step(4));
-    assert!(Replay::parse("0,3").is_wanted() && !Replay::parse("0,3").has_step(4));
+    assert!(!Replay::default().is_selected() && Replay::default().has_step(4));
+    assert!(Replay::parse("0,3").is_selected() && !Replay::parse("0,3").has_step(4));
     assert_eq!(Replay::parse("7"), replay(Some(7), None, None, None));
     assert_eq!(Replay::parse("7,3"), replay(Some(7), Some(3), None, None));
     assert_eq!(Replay::parse("7, 3, 0, 12"), replay(Some(7), Some(3), Some(0), Some(12)));
@@ -253,14 +253,15 @@ fn equal_images_are_verified_once_and_counted_once() {
         calls.borrow_mut().push(image.digest());
         Ok(())
     };
-    let mut opened = Opened::default();
-    let verify_points =
-        |opened: &mut Opened| opened.verify_each(&points, 100, &mut Random::new(1), &verify);
+    let mut opened = VerifiedImages::default();
+    let verify_points = |opened: &mut VerifiedImages| {
+        opened.verify_each(&points, 100, &mut Random::new(1), &verify)
+    };
     assert_eq!(verify_points(&mut opened).unwrap(), 16);
-    let seen: HashSet<Digest> = calls.borrow().iter().copied().collect();
-    assert_eq!((calls.take().len(), seen.len()), (16, 16));
+    let verified: HashSet<Digest> = calls.borrow().iter().copied().collect();
+    assert_eq!((calls.take().len(), verified.len()), (16, 16));
     assert_eq!((verify_points(&mut opened).unwrap(), calls.take().len()), (0, 0));
-    assert_eq!(verify_points(&mut Opened::default()).unwrap(), 16);
+    assert_eq!(verify_points(&mut VerifiedImages::default()).unwrap(), 16);
 }
 
 /// Generates images of 40 stores, and selects the one that `replay` opens again.
@@ -276,22 +277,22 @@ fn image_is_replayed_by_its_numbers() {
     let words = |image: &Simulator| {
         (0..40).map(|word| image.load_word(word * 8).unwrap()).collect::<Vec<_>>()
     };
-    let seen = || {
-        let seen = std::sync::Mutex::new(Vec::new());
-        let keep = |image: &Simulator| {
-            seen.lock().unwrap().push(words(image));
+    let verified = || {
+        let verified = std::sync::Mutex::new(Vec::new());
+        let record = |image: &Simulator| {
+            verified.lock().unwrap().push(words(image));
             Ok(())
         };
-        verify_each(&points(), 50, &mut Random::new(5), &keep).unwrap();
-        seen.into_inner().unwrap()
+        verify_each(&points(), 50, &mut Random::new(5), &record).unwrap();
+        verified.into_inner().unwrap()
     };
-    assert_eq!(seen(), seen());
+    assert_eq!(verified(), verified());
     let wrong =
         |image: &Simulator| if words(image)[7] == 8 { Err("seven".to_owned()) } else { Ok(()) };
     let error = verify_each(&points(), 50, &mut Random::new(5), &wrong).unwrap_err();
     assert!(error.starts_with("point 0, image ") && error.ends_with(": seven"), "{error}");
     let (point_and_image, _) = error.split_once(':').unwrap();
     let image = point_and_image.rsplit(' ').next().unwrap();
-    let told = replay_as("5", 3, &error);
-    assert!(told.contains(&format!("PMEM_VOLUME_CRASH_SEED=5,3,0,{image} ")), "{told}");
+    let replay = replay_as("5", 3, &error);
+    assert!(replay.contains(&format!("PMEM_VOLUME_CRASH_SEED=5,3,0,{image} ")), "{replay}");
 }

@@ -13,7 +13,7 @@ use std::rc::Rc;
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
 
-pub(super) use super::campaign::{Replay, say_images, verify_each};
+pub(super) use super::campaign::{Replay, report_images, verify_each};
 use super::*;
 use crate::btt;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
@@ -61,7 +61,7 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
     }
     let path = Path::new("simulated");
     let length = open_steps::Length::File(image.file_bytes());
-    let (superblock, findings) = open_steps::judge_superblocks(path, copies, length, mode)?;
+    let (superblock, findings) = open_steps::select_superblock(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(image.part(superblock.size_bytes()));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
@@ -163,8 +163,8 @@ thread_local! {
 /// Checks that a BTT volume has exactly the bytes of a new one.
 pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<(), String> {
     let info = volume.info();
-    let fresh = FRESH_WORDS.with_borrow_mut(|known| {
-        let entry = known.entry((info.size_bytes, info.uuid));
+    let fresh = FRESH_WORDS.with_borrow_mut(|cache| {
+        let entry = cache.entry((info.size_bytes, info.uuid));
         Rc::clone(entry.or_insert_with(|| fresh_words(info.size_bytes, info.uuid).into()))
     });
     let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
@@ -321,7 +321,7 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
 
 /// Runs `wrong` on a pool with a volume `v` of two chunks. Expects the verification of a crash
 /// during it to fail.
-pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
+pub(super) fn must_be_detected(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");
@@ -335,7 +335,7 @@ pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> 
 
 #[test]
 fn lending_before_the_mark_is_durable_is_detected() {
-    let error = must_be_found_out(|media, pool| {
+    let error = must_be_detected(|media, pool| {
         let chunk = ChunkId(10);
         pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
         // Omitted: the persist.
@@ -346,7 +346,7 @@ fn lending_before_the_mark_is_durable_is_detected() {
 
 #[test]
 fn erasing_a_volume_before_its_record_is_detected() {
-    let error = must_be_found_out(|media, pool| {
+    let error = must_be_detected(|media, pool| {
         let run = pool.open_volume("v").unwrap().extents()[0].run;
         media.erase(&[run.byte_range()]).unwrap();
         let empty = volume_record::empty_record(table::Slot(0), 9);
@@ -358,7 +358,7 @@ fn erasing_a_volume_before_its_record_is_detected() {
 
 #[test]
 fn record_before_its_chunks_is_detected() {
-    let error = must_be_found_out(|media, pool| {
+    let error = must_be_detected(|media, pool| {
         let slot = table::Slot(0);
         let empty = volume_record::empty_record(slot, 9);
         pool.delete_volume("v").unwrap();

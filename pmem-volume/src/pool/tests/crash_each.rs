@@ -61,7 +61,7 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 2200),
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 480),
     ("take a part back", |s| s.pool.free_memory(&[Extent::chunk(s.lent[0].start)]).unwrap(), 165),
-    ("take back and scrub", take_back_and_scrub, 450),
+    ("take back and scrub", return_and_scrub, 450),
     ("lend waiting chunks", lend_waiting_chunks, 2500),
     ("make a raw volume", |s| make(s, "x", 2, VolumeFormat::Raw), 2900),
     ("make a BTT volume", |s| make(s, "x", 9, VolumeFormat::Btt), 5500),
@@ -88,7 +88,7 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("split a raw volume", |s| s.split("v", [("v", bytes(1)), ("y", VolumeSize::Remaining)]), 6900),
     ("split a BTT volume", split_a_btt_volume, 22000),
     ("open after a crash", |s| drop(open(&s.media).unwrap()), 480),
-    ("open after much", open_after_much, 580),
+    ("open after much", reopen_after_operations, 580),
     ("open and scrub", |s| open(&s.media).unwrap().scrub_all().unwrap(), 480),
     ("grow the pool", grow_the_pool, 4800),
 ];
@@ -98,7 +98,7 @@ fn make(start: &Start, name: &str, chunks: u64, format: VolumeFormat) {
 }
 
 /// Erases chunks one by one, so that other marked chunks wait in the meantime.
-fn take_back_and_scrub(start: &Start) {
+fn return_and_scrub(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     while start.pool.scrub_some(CHUNK_BYTES).unwrap() > 0 {}
 }
@@ -122,14 +122,16 @@ fn split_a_btt_volume(start: &Start) {
 
 /// Returns volumes that are also possible during an operation, for example between a deletion and
 /// the next step.
-pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
-    let mut between = before.clone();
-    match what {
-        _ if what.starts_with("delete") && what.ends_with("make") => drop(between.remove("v")),
-        "split a BTT volume" => drop(between.insert("b".to_owned(), 18)),
+pub(super) fn intermediate_state(case: &str, before: &Volumes) -> Option<Volumes> {
+    let mut intermediate_state = before.clone();
+    match case {
+        _ if case.starts_with("delete") && case.ends_with("make") => {
+            drop(intermediate_state.remove("v"))
+        }
+        "split a BTT volume" => drop(intermediate_state.insert("b".to_owned(), 18)),
         _ => return None,
     }
-    Some(between)
+    Some(intermediate_state)
 }
 
 /// The new volume receives the slot and the chunks of the old one.
@@ -146,7 +148,7 @@ fn delete_and_make(start: &Start) {
 }
 
 /// Combines everything that opening corrects: different copies, a wear word, memory and leftovers.
-fn open_after_much(start: &Start) {
+fn reopen_after_operations(start: &Start) {
     let (media, superblock) = (&start.media, &start.pool.superblock);
     let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
     flip(layout::SUPERBLOCK_OFFSETS[1] + 72);
@@ -172,7 +174,7 @@ fn grow_the_pool(start: &Start) {
     let size_bytes = u64::from(CHUNKS + 3) * CHUNK_BYTES;
     let new = grow::plan(&pool.superblock, size_bytes).unwrap();
     let grown =
-        grow::carry_out(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes)))
+        grow::grow_media(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes)))
             .unwrap();
     drop(open(&grown).unwrap());
 }
@@ -180,7 +182,7 @@ fn grow_the_pool(start: &Start) {
 #[test]
 fn every_operation_survives_a_crash_at_every_persist() {
     let replay = Replay::from_environment();
-    for (step, (what, operation, least)) in OPERATIONS.into_iter().enumerate() {
+    for (step, (case, operation, least)) in OPERATIONS.into_iter().enumerate() {
         if !replay.has_step(step) {
             continue;
         }
@@ -190,11 +192,12 @@ fn every_operation_survives_a_crash_at_every_persist() {
         operation(&start);
         let points = start.media.take_points();
         let after = volumes_of(&open(&start.media).unwrap());
-        let between = between(what, &before);
-        let allowed: Vec<_> = [&before, &after].into_iter().chain(&between).collect();
-        let judge = |image: &Simulator| verify_marked(image, &allowed, &start.marks.borrow());
-        let images = verify_each(&points, BOUND, &mut Random::new(step as u64), &judge)
-            .unwrap_or_else(|error| panic!("{what}: {}", replay_as("0", step, &error)));
+        let intermediate_state = intermediate_state(case, &before);
+        let allowed: Vec<_> = [&before, &after].into_iter().chain(&intermediate_state).collect();
+        let verify_image =
+            |image: &Simulator| verify_marked(image, &allowed, &start.marks.borrow());
+        let images = verify_each(&points, BOUND, &mut Random::new(step as u64), &verify_image)
+            .unwrap_or_else(|error| panic!("{case}: {}", replay_as("0", step, &error)));
         replay.count(images, least);
     }
 }

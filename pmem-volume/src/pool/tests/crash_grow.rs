@@ -2,7 +2,7 @@
 //! content.
 
 use super::crash::{
-    Volumes, fill_volume, new_pool_with, open, say_images, verify_points, volumes_of,
+    Volumes, fill_volume, new_pool_with, open, report_images, verify_points, volumes_of,
 };
 use super::*;
 use crate::media::simulator::{Random, Simulator};
@@ -27,11 +27,11 @@ fn new_bytes() -> u64 {
 }
 
 /// Opens the images, and returns the sizes of their pools.
-fn sizes_seen(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<u64>, String> {
+fn observed_sizes(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<u64>, String> {
     let points = media.take_points();
     let mut random = Random::new(17);
     let images = verify_points(&points, bound, &[volumes], &mut random)?;
-    say_images(images);
+    report_images(images);
     let mut sizes: Vec<u64> = points
         .iter()
         .flat_map(|point| point.images(16, &mut random))
@@ -51,10 +51,10 @@ fn crash_in_a_growth_leaves_the_old_or_new_size_and_all_volumes() {
         assert_eq!(new.chunk_table_offset == u64::from(CHUNKS) * CHUNK_BYTES, moves);
         media.record();
         let grown =
-            grow::carry_out(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
+            grow::grow_media(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
         // Performs the last step of Pool::grow().
         drop(open(&grown).unwrap());
-        let sizes = sizes_seen(&media, &volumes, 160).unwrap();
+        let sizes = observed_sizes(&media, &volumes, 160).unwrap();
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
         let pool = open(&grown).unwrap();
         assert_eq!(pool.superblock, new);
@@ -74,9 +74,9 @@ fn failed_growth_of_a_file_changes_nothing() {
         media.grown(new_bytes() - CHUNK_BYTES);
         Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
     };
-    let failure = grow::carry_out(&media, &pool.superblock, &new, full);
-    assert!(matches!(failure, Err(grow::Failure::NoRoom(_))));
-    assert_eq!(sizes_seen(&media, &volumes, 64).unwrap(), [u64::from(CHUNKS) * CHUNK_BYTES]);
+    let failure = grow::grow_media(&media, &pool.superblock, &new, full);
+    assert!(matches!(failure, Err(grow::Failure::NoSpace(_))));
+    assert_eq!(observed_sizes(&media, &volumes, 64).unwrap(), [u64::from(CHUNKS) * CHUNK_BYTES]);
     let again = open(&media).unwrap();
     assert_eq!(again.findings_at_open(), []);
     assert_eq!(again.superblock.growing_to_bytes, 0);
@@ -88,10 +88,10 @@ fn longer_file_before_its_announcement_is_detected() {
     let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
     media.record();
     let grown = media.grown(new_bytes());
-    grow::announce(&grown, &pool.superblock, &new).unwrap();
+    grow::announce_growth(&grown, &pool.superblock, &new).unwrap();
     grow::write_table(&grown, &pool.superblock, &new).unwrap();
     superblock::rewrite(&grown, &new).unwrap();
-    let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order was not detected");
+    let error = observed_sizes(&media, &volumes, 64).expect_err("the wrong order was not detected");
     assert!(error.contains("does not open") && error.contains("Truncate the file"), "{error}");
 }
 
@@ -101,11 +101,12 @@ fn superblock_before_its_table_is_detected() {
         let (media, pool, volumes) = with_volume(table_offset);
         let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
         media.record();
-        grow::announce(&media, &pool.superblock, &new).unwrap();
+        grow::announce_growth(&media, &pool.superblock, &new).unwrap();
         let grown = media.grown(new_bytes());
         superblock::rewrite(&grown, &new).unwrap();
         grow::write_table(&grown, &pool.superblock, &new).unwrap();
-        let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order was not detected");
+        let error =
+            observed_sizes(&media, &volumes, 64).expect_err("the wrong order was not detected");
         assert!(error.contains("does not open") && error.contains("owner word"), "{error}");
     }
 }
@@ -178,7 +179,7 @@ fn interrupted_growth_is_reported_and_undone() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let new = grow::plan(&pool.superblock, 96 * MIB).unwrap();
-    grow::announce(pool.media(), &pool.superblock, &new).unwrap();
+    grow::announce_growth(pool.media(), &pool.superblock, &new).unwrap();
     drop(pool);
     let resize = |bytes| {
         OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap()

@@ -60,15 +60,15 @@ impl World {
     fn step(&mut self, random: &mut Random) -> &'static str {
         match random.below(16) {
             0..=2 => self.lend(random),
-            3 => self.take_back(random),
-            4 => self.take_a_chunk_back(random),
+            3 => self.return_memory(random),
+            4 => self.return_chunk(random),
             5 | 6 => self.create(random),
             7 => self.delete(random),
             8 => self.rename(random),
             9 => self.resize(random),
             10 => self.reopen(),
             11 | 12 => self.scrub(random),
-            13 => self.die(random),
+            13 => self.crash(random),
             14 => self.split(random),
             _ => self.grow(),
         }
@@ -82,14 +82,14 @@ impl World {
         "lend"
     }
 
-    fn take_back(&mut self, random: &mut Random) -> &'static str {
+    fn return_memory(&mut self, random: &mut Random) -> &'static str {
         let count = random.below(self.lent.len() as u64 + 1) as usize;
         let back: Vec<_> = self.lent.drain(..count).collect();
         self.pool.free_memory(&back).unwrap();
         "take back"
     }
 
-    fn take_a_chunk_back(&mut self, random: &mut Random) -> &'static str {
+    fn return_chunk(&mut self, random: &mut Random) -> &'static str {
         if !self.lent.is_empty() {
             let extent = self.lent.swap_remove(random.below(self.lent.len() as u64) as usize);
             let mut chunks: Vec<_> = extent.run().ids().map(Extent::chunk).collect();
@@ -170,7 +170,7 @@ impl World {
 
     /// Kills the process during another operation. The next process opens the visible state,
     /// durable or not.
-    fn die(&mut self, random: &mut Random) -> &'static str {
+    fn crash(&mut self, random: &mut Random) -> &'static str {
         self.step(random);
         let mut points = self.media.take_points();
         let point = points.swap_remove(random.below(points.len() as u64) as usize);
@@ -191,7 +191,7 @@ impl World {
         }
         let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
         let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
-        self.media = grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
+        self.media = grow::grow_media(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
         self.pool = open(&self.media).unwrap();
         "grow"
     }
@@ -202,13 +202,14 @@ impl World {
         for volume in self.pool.volumes() {
             let chunks = (volume.size_bytes / CHUNK_BYTES) as u32;
             // A part has the marks of the split volume, and receives its own marks from now on.
-            let had = self.marked.get(&volume.uuid).filter(|had| had.origin == volume.uuid);
-            let had = had.map_or(0, |had| had.chunks);
+            let old_marks =
+                self.marked.get(&volume.uuid).filter(|marks| marks.origin == volume.uuid);
+            let old_chunks = old_marks.map_or(0, |marks| marks.chunks);
             match volume.format {
-                VolumeFormat::Raw if had < chunks => {
-                    fill_volume_from(&self.media, &self.pool, &volume.name, had);
+                VolumeFormat::Raw if old_chunks < chunks => {
+                    fill_volume_from(&self.media, &self.pool, &volume.name, old_chunks);
                 }
-                VolumeFormat::Btt if had < chunks => {
+                VolumeFormat::Btt if old_chunks < chunks => {
                     fill_blocks(&self.media, &self.pool, &volume.name)
                 }
                 _ => {}
@@ -223,19 +224,21 @@ impl World {
 /// lendable.
 fn verify_strg(pool: &OtherPool, reserve_bytes: u64) -> Result<(), String> {
     let info = pool.info();
-    let kept_bytes = reserve_bytes.saturating_sub(info.volume_bytes);
+    let unlendable_bytes = reserve_bytes.saturating_sub(info.volume_bytes);
     let available_bytes = info.free_bytes + info.scrubbing_bytes;
-    if info.reserve_bytes != reserve_bytes || available_bytes < kept_bytes {
+    if info.reserve_bytes != reserve_bytes || available_bytes < unlendable_bytes {
         return Err(format!(
-            "{kept_bytes} of the {reserve_bytes} bytes for volumes must be reserved: {info:?}"
+            "{unlendable_bytes} of the {reserve_bytes} bytes for volumes must be reserved: {info:?}"
         ));
     }
-    let lendable_bytes = available_bytes - kept_bytes;
+    let lendable_bytes = available_bytes - unlendable_bytes;
     if info.lendable_bytes != lendable_bytes {
         return Err(format!("{lendable_bytes} bytes must be lendable: {info:?}"));
     }
     match pool.alloc_memory(lendable_bytes + CHUNK_BYTES) {
-        Err(PoolError::PoolFull { reserved_bytes, .. }) if reserved_bytes == kept_bytes => Ok(()),
+        Err(PoolError::PoolFull { reserved_bytes, .. }) if reserved_bytes == unlendable_bytes => {
+            Ok(())
+        }
         other => Err(format!("the reserve of the volumes was requested: {other:?}")),
     }
 }
@@ -264,24 +267,23 @@ fn random_operations_survive_a_crash_at_every_persist() {
         for step in 0..STEPS {
             let before = volumes_of(&world.pool);
             world.media.record();
-            let what = world.step(&mut random);
+            let case = world.step(&mut random);
             let points = world.media.take_points();
             let after = volumes_of(&world.pool);
             if replay.has_step(step) {
-                let judge = |image: &Simulator| {
+                let verify_image = |image: &Simulator| {
                     verify_marked(image, &[&before, &after], &world.marked)?;
                     let pool = open(image).map_err(|error| error.to_string())?;
                     verify_strg(&pool, world.reserve_bytes)
                 };
                 // Seeded separately, so that a replay of only this step opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
-                images +=
-                    verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {
-                        panic!("{what}: {}", replay_as(&seed.to_string(), step, &error))
-                    });
+                images += verify_each(&points, BOUND, &mut of_step, &verify_image).unwrap_or_else(
+                    |error| panic!("{case}: {}", replay_as(&seed.to_string(), step, &error)),
+                );
             }
             verify_strg(&world.pool, world.reserve_bytes)
-                .unwrap_or_else(|error| panic!("{what}: {error}"));
+                .unwrap_or_else(|error| panic!("{case}: {error}"));
             world.fill_new();
         }
     }

@@ -8,13 +8,13 @@ use crate::media::simulator::{Random, Simulator};
 use crate::pool::format::mirrored::Copies;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
-use crate::pool::maintenance::repair::{Mending, mend, mend_superblocks};
+use crate::pool::maintenance::repair::{Fix, fix_metadata, fix_superblocks};
 
 /// Damages and repairs a pool with a volume in chunks 2 to 4. Then opens each crash image after
 /// `again` has repaired it.
 fn survives_crashes(
     damage: impl Fn(&dyn Fn(u64, u64)),
-    mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
+    mended: impl Fn(&Simulator, &Superblock) -> Vec<Fix>,
     again: impl Fn(&Simulator, &Superblock),
 ) -> usize {
     let (media, pool) = new_pool_with(|_| {});
@@ -28,23 +28,24 @@ fn survives_crashes(
     media.persist_range(0..media.len_bytes()).unwrap();
     drop(pool);
     media.record();
-    let mendings = mended(&media, &superblock);
+    let fixes = mended(&media, &superblock);
     let points = media.take_points();
-    let judge = |image: &Simulator| {
+    let verify_image = |image: &Simulator| {
         again(image, &superblock);
         verify(image, &[&volumes])
     };
-    let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
+    let images = verify_each(&points, 512, &mut Random::new(8), &verify_image).unwrap();
     Replay::from_environment().count(images, 6);
     assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
-    mendings.len()
+    fixes.len()
 }
 
 #[test]
 fn crash_in_a_repair_leaves_a_repairable_pool() {
     let records = VOLUME_TABLE_OFFSETS;
-    let mend_it =
-        |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
+    let apply_fixes = |media: &Simulator, superblock: &Superblock| {
+        fix_metadata(media, superblock, false).unwrap()
+    };
     // Both copies of a record are damaged in different words, and so is an owner word of the
     // metadata.
     let both = |flip: &dyn Fn(u64, u64)| {
@@ -59,18 +60,22 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         flip(entry(4), 1 << 17);
     };
     assert_eq!(
-        survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))),
+        survives_crashes(gap, apply_fixes, |image, superblock| drop(apply_fixes(
+            image, superblock
+        ))),
         4
     );
     // Owner words of unused chunks are repaired only after the gap is filled.
-    let nobodys = |flip: &dyn Fn(u64, u64)| {
+    let unowned = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(4), 1 << 17);
         flip(entry(9), 1 << 60);
         flip(entry(10), table::encode_owner(ChunkId(10), Owner::Free));
     };
     assert_eq!(
-        survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))),
+        survives_crashes(unowned, apply_fixes, |image, superblock| drop(apply_fixes(
+            image, superblock
+        ))),
         5
     );
 }
@@ -79,24 +84,24 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
 fn crash_in_a_repair_of_superblocks_leaves_repairable_ones() {
     let [first, second] = SUPERBLOCK_OFFSETS;
     let copies = |media: &Simulator| mirrored::read_copies(media, SUPERBLOCK_OFFSETS).unwrap();
-    let mend_it = |media: &Simulator| {
+    let apply_fixes = |media: &Simulator| {
         let merged = mirrored::merge(&copies(media)).expect("the parts are there");
-        let mending = mend_superblocks(media, &merged).unwrap();
-        mending.store(media).unwrap();
-        mending
+        let fix = fix_superblocks(media, &merged).unwrap();
+        fix.store(media).unwrap();
+        fix
     };
     let damage = |flip: &dyn Fn(u64, u64)| {
         [first + 64, first + 88, first + 4088].iter().for_each(|at| flip(*at, !0));
         [second + 72, second + 120].iter().for_each(|at| flip(*at, 0xff00));
     };
     let mended = |media: &Simulator, _: &Superblock| {
-        let mending = mend_it(media);
-        assert_eq!(mending.words.len(), 5, "correct words are stored: {mending:?}");
-        vec![mending]
+        let fix = apply_fixes(media);
+        assert_eq!(fix.words.len(), 5, "correct words are stored: {fix:?}");
+        vec![fix]
     };
     let again = |image: &Simulator, _: &Superblock| {
         if matches!(mirrored::choose(copies(image)), Copies::Lost) {
-            mend_it(image);
+            apply_fixes(image);
         }
     };
     assert_eq!(survives_crashes(damage, mended, again), 1);
@@ -133,7 +138,7 @@ fn copy_of(media: &Simulator) -> Simulator {
 
 /// Repairs and opens the pool. Returns its volumes if it can be opened.
 fn repaired(media: &Simulator, superblock: &Superblock) -> Result<Volumes, String> {
-    mend(media, superblock, false).map_err(|error| error.to_string())?;
+    fix_metadata(media, superblock, false).map_err(|error| error.to_string())?;
     open(media).map(|pool| volumes_of(&pool)).map_err(|error| error.to_string())
 }
 
@@ -157,7 +162,7 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
         media.record();
         let _ = repaired(&media, &superblock);
         let points = media.take_points();
-        let judge = |image: &Simulator| match (repaired(image, &superblock), &outcome) {
+        let verify_image = |image: &Simulator| match (repaired(image, &superblock), &outcome) {
             (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
                 verify(image, &[expected])
             }
@@ -168,7 +173,7 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
             (now, expected) => Err(format!("{now:?}, but {expected:?} without a crash")),
         };
         if replay.has_step(seed as usize) {
-            images += verify_each(&points, 64, &mut random, &judge)
+            images += verify_each(&points, 64, &mut random, &verify_image)
                 .unwrap_or_else(|error| panic!("{}", replay_as("0", seed as usize, &error)));
         }
     }

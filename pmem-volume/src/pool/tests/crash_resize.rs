@@ -2,7 +2,7 @@
 //! its content.
 
 use super::crash::{
-    Replay, Volumes, fill_volume, new_pool_of, open, open_for, say_images, verify, verify_each,
+    Replay, Volumes, fill_volume, new_pool_of, open, open_for, report_images, verify, verify_each,
     verify_points, verify_space, volumes_of,
 };
 use super::*;
@@ -51,36 +51,36 @@ fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
 fn verify_growth(
     points: &[CrashPoint],
     sectors_of: [u64; 2],
-    held: &[u64],
+    old_content: &[u64],
 ) -> Result<usize, String> {
-    let judge = |image: &Simulator| {
+    let verify_image = |image: &Simulator| {
         // A reader must see the state that the next open for writing produces.
-        let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
-        let report = look.check().map_err(|error| error.to_string())?;
+        let opened = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
+        let report = opened.check().map_err(|error| error.to_string())?;
         if !report.is_clean() {
             return Err(format!("a check finds {report:?}"));
         }
-        let (seen, seen_sectors) = (volumes_of(&look), sectors(&look));
-        drop(look);
+        let (visible, visible_sectors) = (volumes_of(&opened), sectors(&opened));
+        drop(opened);
         verify(image, &[&only(OLD), &only(NEW)])?;
         let pool = open(image).unwrap();
         let (now, now_sectors) = (volumes_of(&pool), sectors(&pool));
         let expected = sectors_of[usize::from(now == only(NEW))];
-        if (now_sectors, content(&pool, OLD)) != (expected, held.to_vec()) {
+        if (now_sectors, content(&pool, OLD)) != (expected, old_content.to_vec()) {
             return Err(format!("{now:?} has {now_sectors} sectors, or has lost content"));
         }
-        if (seen, seen_sectors) != (now, now_sectors) {
+        if (visible, visible_sectors) != (now, now_sectors) {
             return Err("a check and the next open differ".to_owned());
         }
         Ok(())
     };
-    verify_each(points, 96, &mut Random::new(5), &judge)
+    verify_each(points, 96, &mut Random::new(5), &verify_image)
 }
 
 #[test]
 fn growth_of_a_btt_volume_is_atomic() {
     let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
-    let held = content(&pool, OLD);
+    let old_content = content(&pool, OLD);
     let old_sectors = sectors(&pool);
     media.record();
     let info = pool.resize_volume("v", bytes(NEW), Shrink::Refuse).unwrap();
@@ -89,7 +89,7 @@ fn growth_of_a_btt_volume_is_atomic() {
     let new_sectors = sectors(&pool);
     // The two arenas have about the same size.
     assert!(new_sectors > 2 * old_sectors, "{new_sectors} after {old_sectors}");
-    let images = verify_growth(&points, [old_sectors, new_sectors], &held).unwrap();
+    let images = verify_growth(&points, [old_sectors, new_sectors], &old_content).unwrap();
     Replay::from_environment().count(images, 400);
 }
 
@@ -98,7 +98,7 @@ fn grow_wrongly(
     finish: impl Fn(&Simulator, &OtherPool, &Space<'_>, &btt::Extension, &VolumeRecord),
 ) -> String {
     let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
-    let held = content(&pool, OLD);
+    let old_content = content(&pool, OLD);
     let old_sectors = sectors(&pool);
     let old = pool.open_volume("v").unwrap().extents()[0].run;
     let all = [Run { start: old.start, chunks: NEW }];
@@ -117,7 +117,7 @@ fn grow_wrongly(
     extension.format(&space).unwrap();
     finish(&media, &pool, &space, &extension, &record);
     let new_sectors = 2 * old_sectors + 1;
-    verify_growth(&media.take_points(), [old_sectors, new_sectors], &held)
+    verify_growth(&media.take_points(), [old_sectors, new_sectors], &old_content)
         .expect_err("the wrong order was not detected, so the other test proves nothing")
 }
 
@@ -214,7 +214,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
     assert_eq!(again.extents, 1);
     let points = media.take_points();
     assert_eq!(content(&pool, 4)[2..], [0, 0]);
-    let judge = |image: &Simulator| {
+    let verify_image = |image: &Simulator| {
         let pool = open(image).map_err(|error| error.to_string())?;
         let volumes = volumes_of(&pool);
         if volumes != only(4) {
@@ -227,7 +227,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
             _ => Err("the lost content is back".to_owned()),
         }
     };
-    let images = verify_each(&points, 200, &mut Random::new(6), &judge).unwrap();
+    let images = verify_each(&points, 200, &mut Random::new(6), &verify_image).unwrap();
     Replay::from_environment().count(images, 220);
 }
 
@@ -248,12 +248,12 @@ fn removed_index_never_has_two_chunks_later() {
     let points = media.take_points();
     let place = pool.open_volume("v").unwrap().extents()[1].run;
     assert_eq!(place, Run { start: ChunkId(2), chunks: 1 });
-    let judge = |image: &Simulator| {
+    let verify_image = |image: &Simulator| {
         let pool = open(image).map_err(|error| error.to_string())?;
         verify_space(image, &pool)
     };
-    let images = verify_each(&points, 64, &mut Random::new(11), &judge).unwrap();
-    say_images(images);
+    let images = verify_each(&points, 64, &mut Random::new(11), &verify_image).unwrap();
+    report_images(images);
 }
 
 #[test]
@@ -261,8 +261,8 @@ fn erasing_before_a_volume_has_shrunk_is_detected() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();
     let run = pool.open_volume("v").unwrap().extents()[0].run;
-    let gone = Run { start: run.start.plus(2), chunks: 4 };
-    media.erase(&[gone.byte_range()]).unwrap();
+    let removed = Run { start: run.start.plus(2), chunks: 4 };
+    media.erase(&[removed.byte_range()]).unwrap();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
     let error = verify_points(&media.take_points(), 64, &[&only(6), &only(2)], &mut Random::new(7))
         .expect_err("the wrong order was not detected");
@@ -353,23 +353,23 @@ fn impossible_sizes_are_refused_without_changes() {
     let refused = |name: &str, bytes| {
         pool.resize_volume(name, VolumeSize::Bytes(bytes), Shrink::Refuse).unwrap_err()
     };
-    let says = |error: PoolError, words: &[&str]| {
+    let assert_text = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
         assert!(words.iter().all(|word| text.contains(word)), "{text:?} lacks one of {words:?}");
     };
-    says(refused("btt", 0), &["volume size 0", "multiple of 2 MiB"]);
-    says(refused("btt", 21 * MIB), &["22020096", "multiple of 2 MiB"]);
-    says(refused("btt", 20 * MIB), &["20971520", "already"]);
-    says(refused("btt", 18 * MIB), &["18874368", "20 MiB", "BTT cannot shrink"]);
-    says(refused("btt", 34 * MIB), &["35651584", "16 MiB", "37748736"]);
-    says(refused("raw", 4 * MIB), &["4194304", "6 MiB", "erases"]);
+    assert_text(refused("btt", 0), &["volume size 0", "multiple of 2 MiB"]);
+    assert_text(refused("btt", 21 * MIB), &["22020096", "multiple of 2 MiB"]);
+    assert_text(refused("btt", 20 * MIB), &["20971520", "already"]);
+    assert_text(refused("btt", 18 * MIB), &["18874368", "20 MiB", "BTT cannot shrink"]);
+    assert_text(refused("btt", 34 * MIB), &["35651584", "16 MiB", "37748736"]);
+    assert_text(refused("raw", 4 * MIB), &["4194304", "6 MiB", "erases"]);
     assert!(
         matches!(refused("btt", 60 * MIB), PoolError::PoolFull { free_bytes, .. } if free_bytes == 34 * MIB)
     );
     assert!(matches!(refused("raw", u64::MAX - CHUNK_BYTES + 1), PoolError::PoolFull { .. }));
     assert!(matches!(refused("nothing", 4 * MIB), PoolError::NoSuchVolume { .. }));
     let shrunk = pool.resize_volume("btt", VolumeSize::Bytes(18 * MIB), Shrink::Allow).unwrap_err();
-    says(shrunk, &["BTT cannot shrink"]);
+    assert_text(shrunk, &["BTT cannot shrink"]);
     let volume = pool.open_volume("raw").unwrap();
     assert!(matches!(refused("raw", 8 * MIB), PoolError::VolumeInUse { .. }));
     drop(volume);
@@ -379,7 +379,7 @@ fn impossible_sizes_are_refused_without_changes() {
     let place = pool.open_volume("btt").unwrap().extents()[0].offset_bytes();
     fixture.flip(place + 4096 + 60, 1);
     let before = fixture.image();
-    says(refused("btt", 36 * MIB), &["btt", "arena 0", "damaged"]);
+    assert_text(refused("btt", 36 * MIB), &["btt", "arena 0", "damaged"]);
     assert!(before == fixture.image());
 }
 

@@ -12,7 +12,7 @@ use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::format::table::Slot;
 use crate::pool::volume::split::{
-    batches, finish, format_parts, name_chunks, settle_records, unformatted_runs,
+    batches, finish, finish_records, format_parts, store_part_owners, unformatted_runs,
 };
 use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
@@ -75,15 +75,15 @@ fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
 }
 
 /// Checks that either the volume or all parts exist, and that every byte is in the right place.
-fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
+fn verify_raw_split(image: &Simulator, before: &Volumes) -> Result<(), String> {
     // A reader sees the same, even before the remaining steps.
-    let looked = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
-    let seen = volumes_of(&looked);
-    drop(looked);
+    let opened = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
+    let visible = volumes_of(&opened);
+    drop(opened);
     let pool = open(image).map_err(|error| error.to_string())?;
     let volumes = volumes_of(&pool);
-    if seen != volumes {
-        return Err(format!("{seen:?} are visible, but the volumes are {volumes:?}"));
+    if visible != volumes {
+        return Err(format!("{visible:?} are visible, but the volumes are {volumes:?}"));
     }
     let parts: &[(&str, std::ops::Range<u64>)] = match volumes {
         volumes if volumes == *before => &[("v", 0..6)],
@@ -110,7 +110,8 @@ fn split_of_a_raw_volume_is_atomic() {
     assert_eq!(volumes_of(&pool), after_raw());
     assert_states_add_up(&pool.info());
     let images =
-        verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
+        verify_each(&points, 300, &mut Random::new(5), &|image| verify_raw_split(image, &before))
+            .unwrap();
     Replay::from_environment().count(images, 730);
     // The parts are ordinary volumes from here on.
     pool.delete_volume("b").unwrap();
@@ -159,11 +160,11 @@ fn owner_words_before_the_records_are_detected() {
     let records = plan(&pool, slot, &raw_parts());
     media.record();
     let (parts, slots) = entries(&pool, slot, &records);
-    name_chunks(&media, &pool.superblock, &parts, &slots).unwrap();
+    store_part_owners(&media, &pool.superblock, &parts, &slots).unwrap();
     // This is too late, because the records must be written first.
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
-    verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
+    verify_each(&points, 100, &mut Random::new(5), &|image| verify_raw_split(image, &before))
         .expect_err("the wrong order was not detected");
 }
 
@@ -179,7 +180,7 @@ fn records_without_a_transaction_are_detected() {
         mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
     }
     let points = media.take_points();
-    verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
+    verify_each(&points, 100, &mut Random::new(5), &|image| verify_raw_split(image, &before))
         .expect_err("the wrong order was not detected");
 }
 
@@ -203,7 +204,7 @@ fn old_sector(sector: u64) -> [u8; 4096] {
 }
 
 /// Checks that either the volume exists with its content, or both parts exist and are empty.
-fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), String> {
+fn verify_btt_split(image: &Simulator, before: &Volumes, every: usize) -> Result<(), String> {
     let pool = open(image).map_err(|error| error.to_string())?;
     let volumes = volumes_of(&pool);
     let after: Volumes = [("a".to_owned(), 9), ("b".to_owned(), 9)].into();
@@ -247,11 +248,11 @@ fn split_of_a_btt_volume_is_atomic_and_parts_are_empty() {
     assert!(matches!(refused, PoolError::Split { reason: SplitError::HoldsData, .. }), "{refused}");
     assert_eq!(volumes_of(&pool), before);
     media.record();
-    pool.split_volume("v", &parts, SplitContent::GiveUp).unwrap();
+    pool.split_volume("v", &parts, SplitContent::Discard).unwrap();
     let points = media.take_points();
-    judge_btt(&media, &before, 1).unwrap();
-    let judge = |image: &Simulator| judge_btt(image, &before, 97);
-    let images = verify_each(&points, 60, &mut Random::new(5), &judge).unwrap();
+    verify_btt_split(&media, &before, 1).unwrap();
+    let verify_image = |image: &Simulator| verify_btt_split(image, &before, 97);
+    let images = verify_each(&points, 60, &mut Random::new(5), &verify_image).unwrap();
     Replay::from_environment().count(images, 500);
     // Empty parts can be split without permission to discard content.
     pool.resize_volume("a", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
@@ -271,9 +272,9 @@ fn split_wrongly(
     media.record();
     steps(&media, &pool, &records, &mut parts, &slots);
     let points = media.take_points();
-    let judge = |image: &Simulator| judge_btt(image, &before, 97);
-    let crashes = verify_each(&points, 20, &mut Random::new(5), &judge);
-    crashes.and_then(|_| judge(&media)).expect_err("the wrong order was not detected")
+    let verify_image = |image: &Simulator| verify_btt_split(image, &before, 97);
+    let crashes = verify_each(&points, 20, &mut Random::new(5), &verify_image);
+    crashes.and_then(|_| verify_image(&media)).expect_err("the wrong order was not detected")
 }
 
 fn commit(media: &Simulator, pool: &OtherPool, records: &[volume_record::VolumeRecord]) {
@@ -306,9 +307,9 @@ fn erasing_before_the_records_is_detected() {
 fn missing_erasure_of_parts_is_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
         format_parts(media, parts, slots).unwrap();
-        settle_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock, parts, slots).unwrap();
     });
 }
 
@@ -318,13 +319,13 @@ fn missing_erasure_of_a_single_chunk_is_detected() {
     let found = split_wrongly(|media, pool, records, parts, slots| {
         let forgotten = parts[&slots[1]].chunks[4].1.offset_bytes();
         commit(media, pool, records);
-        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
         let old = Media::load_word(media, forgotten + CHUNK_BYTES / 2).unwrap();
         erase(media, parts, slots);
         media.store_word(forgotten + CHUNK_BYTES / 2, old).unwrap();
         media.persist_range(forgotten..forgotten + CHUNK_BYTES).unwrap();
         format_parts(media, parts, slots).unwrap();
-        settle_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock, parts, slots).unwrap();
     });
     assert!(found.contains("old content"), "{found}");
 }
@@ -333,10 +334,10 @@ fn missing_erasure_of_a_single_chunk_is_detected() {
 fn btts_before_the_erasure_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
         format_parts(media, parts, slots).unwrap();
         erase(media, parts, slots);
-        settle_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock, parts, slots).unwrap();
     });
 }
 
@@ -344,10 +345,10 @@ fn btts_before_the_erasure_are_detected() {
 fn final_records_before_the_last_step_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
         let runs = unformatted_runs(parts, slots);
         let unformatted: Vec<_> = parts.values().map(|part| part.record.part).collect();
-        settle_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock, parts, slots).unwrap();
         batches(&runs).iter().for_each(|batch| media.erase(batch).unwrap());
         parts.values_mut().zip(unformatted).for_each(|(part, was)| part.record.part = was);
         format_parts(media, parts, slots).unwrap();
@@ -380,18 +381,18 @@ fn pool_is_usable_while_parts_are_erased() {
         .step_by(1000)
         .for_each(|sector| engine.write(sector, &old_sector(sector)).unwrap());
     drop(engine);
-    let mut heard = Vec::new();
+    let mut reported = Vec::new();
     let mut progress = |now: Progress| {
         assert_eq!((now.task, now.total_bytes), (Task::Erase, 600 * MIB));
-        heard.push(now.done_bytes);
+        reported.push(now.done_bytes);
         let extents = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
         pool.free_memory(&extents).unwrap();
         assert!(matches!(pool.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
         assert!(matches!(pool.delete_volume("v"), Err(PoolError::VolumeInUse { .. })));
     };
     let parts = [("v".to_owned(), VolumeSize::Bytes(100 * MIB)), rest("b")];
-    pool.split_volume_with("v", &parts, SplitContent::GiveUp, &mut progress).unwrap();
-    assert_eq!(heard, [0, 256, 512, 600].map(|mib| mib * MIB));
+    pool.split_volume_with("v", &parts, SplitContent::Discard, &mut progress).unwrap();
+    assert_eq!(reported, [0, 256, 512, 600].map(|mib| mib * MIB));
     for name in ["v", "b"] {
         let volume = pool.open_volume(name).unwrap();
         let mut bytes = vec![0; volume.size_bytes() as usize];
@@ -412,15 +413,15 @@ fn unfinished_split_is_a_note_instead_of_damage() {
     let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     drop(pool);
-    let looked = open_for(&media, OpenMode::ReadOnly).unwrap();
-    let report = looked.check().unwrap();
+    let opened = open_for(&media, OpenMode::ReadOnly).unwrap();
+    let report = opened.check().unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.pool.len(), 2, "{report:?}");
     assert!(report.pool.iter().all(|finding| matches!(finding, Finding::SplitUnfinished { .. })));
-    assert!(matches!(looked.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
+    assert!(matches!(opened.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
     // The part cannot be copied either, because it still contains data of the split volume.
-    assert!(matches!(looked.open_damaged_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
-    drop(looked);
+    assert!(matches!(opened.open_damaged_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
+    drop(opened);
     let pool = open(&media).unwrap();
     assert!(pool.check().unwrap().is_clean());
     let engine = Engine::open(pool.open_volume("b").unwrap()).unwrap();

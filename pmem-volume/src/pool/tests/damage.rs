@@ -52,7 +52,7 @@ fn flipped_bit_in_both_superblocks_is_refused() {
         for mode in [OpenMode::ReadWrite, OpenMode::ReadOnly, OpenMode::Peek] {
             let error = fixture.open_error(mode);
             let expected = match name {
-                "magic" => matches!(error, PoolError::SuperblocksGone { .. }),
+                "magic" => matches!(error, PoolError::SuperblocksLost { .. }),
                 _ => matches!(error, PoolError::SuperblocksDamaged { .. }),
             };
             assert!(expected, "{name}: {error}");
@@ -251,13 +251,13 @@ fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
         [Finding::LogPending { entries: 2 }, Finding::Unscrubbed { chunks: 1 }]
     );
     assert!(report.is_clean());
-    let seen = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let opened = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
     assert_eq!(
-        seen.open_volume("data").unwrap().extents()[1].run.start,
+        opened.open_volume("data").unwrap().extents()[1].run.start,
         ChunkId(25),
         "readers see it redone"
     );
-    drop(seen);
+    drop(opened);
     let pool = fixture.open();
     let volume = pool.open_volume("data").unwrap();
     assert_eq!(volume.extents()[1].run, Run { start: ChunkId(25), chunks: 1 });

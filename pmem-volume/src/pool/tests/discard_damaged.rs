@@ -1,7 +1,7 @@
 //! Tests of volumes with missing chunks. Their chunks must never be reused. Giving up such a volume
 //! must make the pool usable again.
 
-use super::campaign::{say_images, verify_each};
+use super::campaign::{report_images, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};
 use super::repair::{entry, with_volumes};
 use super::*;
@@ -9,14 +9,14 @@ use crate::media::simulator::{Random, Simulator};
 use crate::pool::format::mirrored::Copies;
 use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::layout::VOLUME_TABLE_OFFSETS;
-use crate::pool::maintenance::repair::mend_tables;
+use crate::pool::maintenance::repair::fix_tables;
 
 /// Changes an owner word and its checksum, as if the disk had lost a store.
 fn set_owner(fixture: &Fixture, chunk: u32, owner: Owner) {
     fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
 }
 
-fn give_up(fixture: &Fixture, name: &str, dry_run: bool) -> Result<RepairReport, PoolError> {
+fn discard(fixture: &Fixture, name: &str, dry_run: bool) -> Result<RepairReport, PoolError> {
     Pool::repair_with(&fixture.path(), dry_run, Some(name), &mut |_| {})
 }
 
@@ -56,14 +56,14 @@ fn missing_chunk_of_a_volume_is_neither_lent_nor_erased() {
 }
 
 #[test]
-fn giving_up_a_volume_recovers_the_pool_without_its_data() {
+fn discard_of_a_damaged_volume_recovers_the_pool() {
     for lost in LOST {
         let fixture = with_volumes();
         set_owner(&fixture, 12, lost);
         let before = fs::read(fixture.path()).unwrap();
-        let dry = give_up(&fixture, "raw", true).unwrap();
+        let dry = discard(&fixture, "raw", true).unwrap();
         assert!(before == fs::read(fixture.path()).unwrap(), "a dry run changed something");
-        let done = give_up(&fixture, "raw", false).unwrap();
+        let done = discard(&fixture, "raw", false).unwrap();
         assert!(
             done.mended[0].contains("volume \"raw\", which lacks 1 of its 3 chunks"),
             "{done:?}"
@@ -83,12 +83,12 @@ fn giving_up_a_volume_recovers_the_pool_without_its_data() {
 }
 
 #[test]
-fn unexplained_words_are_unused_after_the_volume_is_given_up() {
+fn unexplained_words_are_unused_after_the_volume_is_discarded() {
     let fixture = with_volumes();
     [11, 12, 20].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
     assert_eq!(Pool::repair(&fixture.path(), false).unwrap().mended, [""; 0]);
-    let dry = give_up(&fixture, "raw", true).unwrap();
-    let done = give_up(&fixture, "raw", false).unwrap();
+    let dry = discard(&fixture, "raw", true).unwrap();
+    let done = discard(&fixture, "raw", false).unwrap();
     assert_eq!((dry.mended.len(), &dry.mended), (done.mended.len(), &done.mended));
     assert_eq!(done.left, [""; 0]);
     assert!(fixture.check().is_clean());
@@ -96,19 +96,16 @@ fn unexplained_words_are_unused_after_the_volume_is_given_up() {
 }
 
 #[test]
-fn only_a_volume_without_all_chunks_can_be_given_up() {
+fn only_a_volume_with_missing_chunks_can_be_discarded() {
     let fixture = with_volumes();
     set_owner(&fixture, 12, Owner::Free);
     let before = fs::read(fixture.path()).unwrap();
     for dry_run in [true, false] {
-        let error = give_up(&fixture, "btt", dry_run).unwrap_err();
+        let error = discard(&fixture, "btt", dry_run).unwrap_err();
+        assert!(matches!(&error, PoolError::VolumeComplete { name } if name == "btt"), "{error}");
+        let error = discard(&fixture, "other", dry_run).unwrap_err();
         assert!(
-            matches!(&error, PoolError::VolumeLacksNothing { name } if name == "btt"),
-            "{error}"
-        );
-        let error = give_up(&fixture, "other", dry_run).unwrap_err();
-        assert!(
-            matches!(&error, PoolError::NoSuchVolume { known, .. } if known.len() == 2),
+            matches!(&error, PoolError::NoSuchVolume { existing, .. } if existing.len() == 2),
             "{error}"
         );
     }
@@ -116,7 +113,7 @@ fn only_a_volume_without_all_chunks_can_be_given_up() {
     fixture.flip(layout::LOG_OFFSET + 24, 3);
     fixture.flip(layout::LOG_OFFSET + 25, 3);
     for dry_run in [true, false] {
-        let report = give_up(&fixture, "raw", dry_run).unwrap();
+        let report = discard(&fixture, "raw", dry_run).unwrap();
         assert!(
             report.mended.is_empty() && report.left[0].contains("log is damaged"),
             "{report:?}"
@@ -129,7 +126,7 @@ fn only_a_volume_without_all_chunks_can_be_given_up() {
 
 /// Gives up volume `v`, whose chunk 3 is marked *free*, and repeats this after each crash. If
 /// `damaged` is set, that copy of the volume's record is damaged.
-fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
+fn crash_while_discarding(damaged: Option<usize>) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     for (name, chunks) in [("v", 3), ("w", 2)] {
         pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw)
@@ -144,28 +141,27 @@ fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     }
     media.persist_range(0..media.len_bytes()).unwrap();
     let kept = Volumes::from([("w".to_owned(), 2)]);
-    let give_up = |image: &Simulator| {
-        mend_tables(image, &superblock, Some("v"), false, &mut vec![]).map(drop)
-    };
+    let discard_raw =
+        |image: &Simulator| fix_tables(image, &superblock, Some("v"), false, &mut vec![]).map(drop);
     media.record();
-    give_up(&media).unwrap();
-    let judge = |image: &Simulator| {
+    discard_raw(&media).unwrap();
+    let verify_image = |image: &Simulator| {
         let copies = mirrored::read::<layout::VolumeRecordBytes>(image, VOLUME_TABLE_OFFSETS);
         assert!(!matches!(copies.unwrap(), Copies::Lost), "a crash has destroyed the record");
         match open(image) {
-            Err(PoolError::Damaged { .. }) => give_up(image).unwrap(),
+            Err(PoolError::Damaged { .. }) => discard_raw(image).unwrap(),
             result => assert_eq!(volumes_of(&result.unwrap()), kept),
         }
         verify(image, &[&kept])
     };
-    verify_each(&media.take_points(), 256, &mut Random::new(5), &judge).unwrap()
+    verify_each(&media.take_points(), 256, &mut Random::new(5), &verify_image).unwrap()
 }
 
 #[test]
-fn giving_up_a_volume_is_atomic() {
+fn discard_of_a_damaged_volume_is_atomic() {
     for damaged in [None, Some(0), Some(1)] {
-        let images = crashes_while_giving_up(damaged);
-        say_images(images);
+        let images = crash_while_discarding(damaged);
+        report_images(images);
         assert!(images > 500, "only {images} images");
     }
 }

@@ -68,7 +68,7 @@ fn wear_fields() -> Vec<Field> {
 }
 
 /// Removes the checksum, because it would be corrected again.
-fn but_the_checksum(mut fields: Vec<Field>) -> Vec<Field> {
+fn without_checksum(mut fields: Vec<Field>) -> Vec<Field> {
     fields.retain(|(name, _)| !["checksum", "check"].contains(name));
     fields
 }
@@ -153,30 +153,30 @@ fn outcome(image: &Simulator) -> String {
 /// Outcomes of flipping the bits of each field.
 type Outcomes = BTreeMap<&'static str, BTreeSet<String>>;
 
-fn outcomes(media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)) -> Outcomes {
-    let mut seen = Outcomes::new();
+fn outcomes(media: &Simulator, fields: &[Field], flip: &dyn Fn(&Simulator, usize)) -> Outcomes {
+    let mut observed = Outcomes::new();
     for (name, bits) in fields {
         // Only a sample of the bits in reserved fields is flipped, because these bits do not differ
         // in meaning.
         let step = if bits.len() > 512 { 61 } else { 1 };
         for bit in bits.clone().step_by(step) {
             let image = copy_of(media);
-            turn(&image, bit);
-            seen.entry(*name).or_default().insert(outcome(&image));
+            flip(&image, bit);
+            observed.entry(*name).or_default().insert(outcome(&image));
         }
     }
-    seen
+    observed
 }
 
-fn turn_bit(media: &Simulator, start: u64, bit: usize) {
+fn flip_bit(media: &Simulator, start: u64, bit: usize) {
     let at = start + bit as u64 / 64 * 8;
     media.store_word(at, media.load_word(at).unwrap() ^ 1 << (bit % 64)).unwrap();
 }
 
 /// Flips a bit in both copies of a record, and updates their checksums.
-fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
+fn flip_and_seal<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
     for start in copies {
-        turn_bit(media, start, bit);
+        flip_bit(media, start, bit);
         let mut bytes = vec![0; size_of::<T>()];
         media.read(start, &mut bytes).unwrap();
         let mut record = T::read_from_bytes(&bytes).unwrap();
@@ -188,39 +188,39 @@ fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
 type Expected = &'static [(&'static str, &'static [&'static str])];
 
 /// Compares the outcomes, and prints differences for each field. All fields must be listed.
-fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
+fn assert_outcomes(case: &str, observed: &Outcomes, expected: Expected) {
     let expected: Outcomes = expected
         .iter()
         .map(|(field, outcomes)| {
             (*field, outcomes.iter().map(|outcome| (*outcome).to_owned()).collect())
         })
         .collect();
-    for (field, outcomes) in seen {
-        assert_eq!(Some(outcomes), expected.get(field), "{what}: {field}");
+    for (field, outcomes) in observed {
+        assert_eq!(Some(outcomes), expected.get(field), "{case}: {field}");
     }
-    assert_eq!(seen.len(), expected.len(), "{what}: a field is gone");
+    assert_eq!(observed.len(), expected.len(), "{case}: a field is gone");
 }
 
 /// Checks that all fields have the same outcome.
-fn assert_all(what: &str, seen: &Outcomes, expected: &str) {
-    for (field, outcomes) in seen {
-        assert_eq!(outcomes.iter().collect::<Vec<_>>(), [expected], "{what}: {field}");
+fn assert_all(case: &str, observed: &Outcomes, expected: &str) {
+    for (field, outcomes) in observed {
+        assert_eq!(outcomes.iter().collect::<Vec<_>>(), [expected], "{case}: {field}");
     }
 }
 
-fn turn_superblocks(media: &Simulator, bit: usize) {
-    turn_sealed::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, bit);
+fn flip_superblocks(media: &Simulator, bit: usize) {
+    flip_and_seal::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, bit);
 }
 
-fn turn_records(media: &Simulator, bit: usize) {
-    turn_sealed::<VolumeRecordBytes>(media, VOLUME_TABLE_OFFSETS, bit);
+fn flip_records(media: &Simulator, bit: usize) {
+    flip_and_seal::<VolumeRecordBytes>(media, VOLUME_TABLE_OFFSETS, bit);
 }
 
 fn entry_of(chunk: ChunkId) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk.0) * layout::CHUNK_ENTRY_BYTES
 }
 
-fn turn_word_sealed(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize) {
+fn flip_word_and_seal(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize) {
     let at = entry_of(chunk) + u64::from(is_wear) * 8;
     let low = media.load_word(at).unwrap() ^ 1 << bit;
     media.store_word(at, seal_for_test(chunk, is_wear, low)).unwrap();
@@ -249,7 +249,7 @@ fn with_transaction() -> Simulator {
 }
 
 /// Flips a bit in the second entry of the transaction, and updates the checksum.
-fn turn_entry_sealed(media: &Simulator, bit: usize) {
+fn flip_entry_and_seal(media: &Simulator, bit: usize) {
     let [first, (mut offset, mut word)] = transaction();
     match bit {
         0..64 => offset ^= 1 << bit,
@@ -319,16 +319,16 @@ const SUPERBLOCK_SEALED: Expected = &[
 fn flipped_bits_of_a_superblock_have_the_listed_outcomes() {
     let (media, fields) = (sample(), superblock_fields());
     for at in SUPERBLOCK_OFFSETS {
-        let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
+        let one = outcomes(&media, &fields, &|m, bit| flip_bit(m, at, bit));
         assert_all("one copy", &one, "opens SuperblockCopy");
     }
     let turn_both =
-        |m: &Simulator, bit| SUPERBLOCK_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+        |m: &Simulator, bit| SUPERBLOCK_OFFSETS.iter().for_each(|at| flip_bit(m, *at, bit));
     let mut both = outcomes(&media, &fields, &turn_both);
     let magic = both.remove("magic").unwrap();
     assert_eq!(magic, BTreeSet::from(["NotAPool".to_owned()]));
     assert_all("both copies", &both, "SuperblocksDamaged");
-    let sealed = outcomes(&media, &but_the_checksum(fields), &turn_superblocks);
+    let sealed = outcomes(&media, &without_checksum(fields), &flip_superblocks);
     assert_outcomes("with a checksum that fits", &sealed, SUPERBLOCK_SEALED);
 }
 
@@ -357,13 +357,13 @@ const RECORD_SEALED: Expected = &[
 fn flipped_bits_of_a_volume_record_have_the_listed_outcomes() {
     let (media, fields) = (sample(), record_fields());
     for at in VOLUME_TABLE_OFFSETS {
-        let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
+        let one = outcomes(&media, &fields, &|m, bit| flip_bit(m, at, bit));
         assert_all("one copy", &one, "opens VolumeRecordCopy");
     }
     let turn_both =
-        |m: &Simulator, bit| VOLUME_TABLE_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+        |m: &Simulator, bit| VOLUME_TABLE_OFFSETS.iter().for_each(|at| flip_bit(m, *at, bit));
     assert_all("both copies", &outcomes(&media, &fields, &turn_both), "Damaged VolumeRecordLost");
-    let sealed = outcomes(&media, &but_the_checksum(fields), &turn_records);
+    let sealed = outcomes(&media, &without_checksum(fields), &flip_records);
     assert_outcomes("with a checksum that fits", &sealed, RECORD_SEALED);
 }
 
@@ -395,18 +395,18 @@ fn flipped_bits_of_the_chunk_table_have_the_listed_outcomes() {
     ];
     for (chunk, sealed_owner) in chunks {
         let at = entry_of(chunk);
-        let what = |word: &str| format!("{word} of {chunk}");
-        let owner = outcomes(&media, &owner_fields(), &|m, bit| turn_bit(m, at, bit));
-        assert_all(&what("owner"), &owner, "Damaged OwnerWord");
-        let turn = |m: &Simulator, bit| turn_word_sealed(m, chunk, false, bit);
-        let sealed = outcomes(&media, &but_the_checksum(owner_fields()), &turn);
-        assert_outcomes(&what("owner with a check that fits"), &sealed, sealed_owner);
-        let wear = outcomes(&media, &wear_fields(), &|m, bit| turn_bit(m, at + 8, bit));
-        assert_all(&what("wear"), &wear, "opens WearWord");
-        let turn = |m: &Simulator, bit| turn_word_sealed(m, chunk, true, bit);
-        let sealed = outcomes(&media, &but_the_checksum(wear_fields()), &turn);
+        let case = |word: &str| format!("{word} of {chunk}");
+        let owner = outcomes(&media, &owner_fields(), &|m, bit| flip_bit(m, at, bit));
+        assert_all(&case("owner"), &owner, "Damaged OwnerWord");
+        let flip = |m: &Simulator, bit| flip_word_and_seal(m, chunk, false, bit);
+        let sealed = outcomes(&media, &without_checksum(owner_fields()), &flip);
+        assert_outcomes(&case("owner with a check that fits"), &sealed, sealed_owner);
+        let wear = outcomes(&media, &wear_fields(), &|m, bit| flip_bit(m, at + 8, bit));
+        assert_all(&case("wear"), &wear, "opens WearWord");
+        let flip = |m: &Simulator, bit| flip_word_and_seal(m, chunk, true, bit);
+        let sealed = outcomes(&media, &without_checksum(wear_fields()), &flip);
         let expected: Expected = &[("count", &["opens"]), ("zero", &["opens WearWord"])];
-        assert_outcomes(&what("wear with a check that fits"), &sealed, expected);
+        assert_outcomes(&case("wear with a check that fits"), &sealed, expected);
     }
 }
 
@@ -443,13 +443,13 @@ const LOG_ENTRY_SEALED: Expected = &[
 
 #[test]
 fn flipped_bits_of_the_log_have_the_listed_outcomes() {
-    let turn = |m: &Simulator, bit| turn_bit(m, LOG_OFFSET, bit);
-    assert_outcomes("empty", &outcomes(&sample(), &log_fields(), &turn), EMPTY_LOG);
+    let flip = |m: &Simulator, bit| flip_bit(m, LOG_OFFSET, bit);
+    assert_outcomes("empty", &outcomes(&sample(), &log_fields(), &flip), EMPTY_LOG);
     let pending = with_transaction();
-    assert_outcomes("committed", &outcomes(&pending, &log_fields(), &turn), COMMITTED_LOG);
-    let turn = |m: &Simulator, bit| turn_bit(m, LOG_OFFSET + 64 + 16, bit);
-    assert_all("an entry", &outcomes(&pending, &log_entry_fields(), &turn), "Damaged LogDamaged");
-    let sealed = outcomes(&pending, &log_entry_fields(), &turn_entry_sealed);
+    assert_outcomes("committed", &outcomes(&pending, &log_fields(), &flip), COMMITTED_LOG);
+    let flip = |m: &Simulator, bit| flip_bit(m, LOG_OFFSET + 64 + 16, bit);
+    assert_all("an entry", &outcomes(&pending, &log_entry_fields(), &flip), "Damaged LogDamaged");
+    let sealed = outcomes(&pending, &log_entry_fields(), &flip_entry_and_seal);
     assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
 }
 
@@ -464,10 +464,10 @@ fn refused_file_is_unchanged() {
         bytes
     };
     let mut refused = BTreeSet::new();
-    let mut refuse = |media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)| {
+    let mut refuse = |media: &Simulator, fields: &[Field], flip: &dyn Fn(&Simulator, usize)| {
         for bit in fields.iter().flat_map(|(_, bits)| [bits.start, bits.end - 1]) {
             let image = copy_of(media);
-            turn(&image, bit);
+            flip(&image, bit);
             let bytes = whole(&image);
             fs::write(fixture.path(), &bytes).unwrap();
             let before = (bytes, fixture.image());
@@ -484,10 +484,10 @@ fn refused_file_is_unchanged() {
         }
     };
     let media = sample();
-    refuse(&media, &superblock_fields(), &turn_superblocks);
-    refuse(&media, &record_fields(), &turn_records);
-    refuse(&media, &owner_fields(), &|m, bit| turn_bit(m, entry_of(ChunkId(2)), bit));
-    refuse(&with_transaction(), &log_fields(), &|m, bit| turn_bit(m, LOG_OFFSET, bit));
-    refuse(&with_transaction(), &log_entry_fields(), &turn_entry_sealed);
+    refuse(&media, &superblock_fields(), &flip_superblocks);
+    refuse(&media, &record_fields(), &flip_records);
+    refuse(&media, &owner_fields(), &|m, bit| flip_bit(m, entry_of(ChunkId(2)), bit));
+    refuse(&with_transaction(), &log_fields(), &|m, bit| flip_bit(m, LOG_OFFSET, bit));
+    refuse(&with_transaction(), &log_entry_fields(), &flip_entry_and_seal);
     assert!(refused.len() >= 12, "only these were refused: {refused:?}");
 }

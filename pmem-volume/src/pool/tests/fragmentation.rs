@@ -44,11 +44,11 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
         // Returns memory until there is space for a request of any size. Otherwise, only small
         // requests would be left after a while.
         while buddy.free_chunks() < keep_free + chunks {
-            let place = random.below(held.len() as u64) as usize;
-            let keep = if random.below(4) == 0 { held[place].len() / 2 } else { 0 };
-            held[place].split_off(keep).into_iter().for_each(|extent| buddy.free(extent));
-            if keep == 0 {
-                held.swap_remove(place);
+            let index = random.below(held.len() as u64) as usize;
+            let remaining = if random.below(4) == 0 { held[index].len() / 2 } else { 0 };
+            held[index].split_off(remaining).into_iter().for_each(|extent| buddy.free(extent));
+            if remaining == 0 {
+                held.swap_remove(index);
             }
             operations += 1;
         }

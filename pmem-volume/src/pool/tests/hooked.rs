@@ -46,7 +46,7 @@ impl Hooked {
         words.into_iter().filter(|(_, word)| *word == value).map(|(at, _)| at).collect()
     }
 
-    fn reach(&self, at: u64, length: u64) -> Result<(), MediaError> {
+    fn check_access(&self, at: u64, length: u64) -> Result<(), MediaError> {
         match self
             .bad
             .lock()
@@ -79,14 +79,14 @@ impl Media for Hooked {
         Durability::PageCache
     }
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.reach(offset_bytes, into.len() as u64)?;
+        self.check_access(offset_bytes, into.len() as u64)?;
         self.media.read(offset_bytes, into)
     }
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         self.media.next_data(range)
     }
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        self.reach(offset_bytes, 8)?;
+        self.check_access(offset_bytes, 8)?;
         self.media.load_word(offset_bytes)
     }
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {

@@ -230,6 +230,6 @@ fn reading_holes_allocates_no_blocks() {
     }
     let blocks = || file.metadata().unwrap().blocks();
     let before = blocks();
-    let looked = Pool::open(&fixture.path(), OpenMode::Peek).map(|pool| pool.check().map(drop));
-    assert_eq!(blocks(), before, "{looked:?}");
+    let checked = Pool::open(&fixture.path(), OpenMode::Peek).map(|pool| pool.check().map(drop));
+    assert_eq!(blocks(), before, "{checked:?}");
 }

@@ -82,7 +82,7 @@ fn process_that_checks_a_huge_pool() {
     assert!(peak_kib << 10 < MAX_RESIDENT_BYTES, "it used {peak_kib} KiB");
 }
 
-fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {
+fn assert_takes_little(case: &str, make: impl FnOnce(&fs::File, &Superblock)) {
     let fixture = Fixture::new();
     let (file, superblock) = claim(&fixture);
     make(&file, &superblock);
@@ -91,8 +91,8 @@ fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {
         .env(POOL_VARIABLE, fixture.path())
         .output()
         .unwrap();
-    assert!(child.status.success(), "{what}: {}", String::from_utf8_lossy(&child.stderr));
-    assert!(String::from_utf8_lossy(&child.stdout).contains("1 passed"), "{what}: nothing was run");
+    assert!(child.status.success(), "{case}: {}", String::from_utf8_lossy(&child.stderr));
+    assert!(String::from_utf8_lossy(&child.stdout).contains("1 passed"), "{case}: nothing was run");
 }
 
 #[test]

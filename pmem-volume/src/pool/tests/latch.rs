@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::crash;
 use super::hooked::{Hooked, open};
-use super::slow::{Barrier, Gate, PATIENCE};
+use super::slow::{Barrier, Gate, TIMEOUT};
 use super::*;
 use crate::btt::{Engine, EngineError, arenas};
 use crate::media::simulator::Random;
@@ -186,7 +186,7 @@ fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
     made.create_volume("a", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
     drop(made);
     let pool = match is_dax {
-        true => Pool::open_at_the_cost_of_dax(&fixture.path()).unwrap(),
+        true => Pool::open_with_dax_persists(&fixture.path()).unwrap(),
         false => fixture.open(),
     };
     let volume = pool.open_volume("a").unwrap();
@@ -251,7 +251,7 @@ impl Slow {
 
 /// Waits until a thread sleeps. In /proc/pid/stat, the state follows the name (proc(5)).
 fn wait_until_asleep(thread: libc::pid_t) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     let is_asleep = || {
         let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
         stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S"))

@@ -11,8 +11,8 @@ mod crash_random;
 mod crash_repair;
 mod crash_resize;
 mod crash_split;
-mod crash_wrong;
 mod damage;
+mod devices;
 mod discard_damaged;
 mod fields;
 mod fragmentation;
@@ -21,10 +21,10 @@ mod golden;
 mod hooked;
 mod hostile;
 mod huge;
+mod injected_bugs;
 mod latch;
 mod model;
 mod persisted_ranges;
-mod places;
 mod progress;
 mod repair;
 mod scrub;
@@ -417,7 +417,7 @@ fn wrong_sizes_and_names_are_refused_without_changes() {
     assert!(matches!(refused("a", 2 * MIB), PoolError::VolumeExists { .. }));
     assert!(matches!(refused("a b", 2 * MIB), PoolError::Name(_)));
     assert!(
-        matches!(pool.open_volume("c"), Err(PoolError::NoSuchVolume { known, .. }) if known == ["a"])
+        matches!(pool.open_volume("c"), Err(PoolError::NoSuchVolume { existing, .. }) if existing == ["a"])
     );
     assert!(matches!(pool.alloc_memory(0), Err(PoolError::Size { .. })));
     assert!(matches!(pool.alloc_memory(MIB), Err(PoolError::Size { .. })));

@@ -20,8 +20,8 @@ const BTT_CHUNKS: u32 = 9;
 #[derive(Clone, Debug)]
 enum Operation {
     Lend { chunks: u32 },
-    TakeBack { picks: Vec<prop::sample::Index> },
-    TakeChunkBack { pick: prop::sample::Index, chunk: prop::sample::Index },
+    ReturnMemory { picks: Vec<prop::sample::Index> },
+    ReturnChunk { pick: prop::sample::Index, chunk: prop::sample::Index },
     Create { name: u8, chunks: u32, format: VolumeFormat },
     CreateRemaining { name: u8 },
     Delete { name: u8 },
@@ -38,8 +38,8 @@ fn operation() -> impl Strategy<Value = Operation> {
     let format = prop_oneof![2 => Just(VolumeFormat::Raw), 1 => Just(VolumeFormat::Btt)];
     prop_oneof![
         6 => (1..30u32).prop_map(|chunks| Operation::Lend { chunks }),
-        3 => prop::collection::vec(index(), 0..4).prop_map(|picks| Operation::TakeBack { picks }),
-        3 => (index(), index()).prop_map(|(pick, chunk)| Operation::TakeChunkBack { pick, chunk }),
+        3 => prop::collection::vec(index(), 0..4).prop_map(|picks| Operation::ReturnMemory { picks }),
+        3 => (index(), index()).prop_map(|(pick, chunk)| Operation::ReturnChunk { pick, chunk }),
         5 => (name.clone(), 1..14u32, format)
             .prop_map(|(name, chunks, format)| Operation::Create { name, chunks, format }),
         1 => name.clone().prop_map(|name| Operation::CreateRemaining { name }),
@@ -55,29 +55,29 @@ fn operation() -> impl Strategy<Value = Operation> {
 
 /// Result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum Outcome {
     Done,
     Full,
     Exists,
-    NoSuch,
+    NoSuchVolume,
     NoSlot,
     /// The size is invalid.
     Refused,
 }
 
-fn end_of<T>(result: &Result<T, PoolError>) -> End {
+fn outcome_of<T>(result: &Result<T, PoolError>) -> Outcome {
     match result {
-        Ok(_) => End::Done,
-        Err(PoolError::PoolFull { .. }) => End::Full,
-        Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => End::Exists,
-        Err(PoolError::NoSuchVolume { .. }) => End::NoSuch,
-        Err(PoolError::NoVolumeSlot { .. }) => End::NoSlot,
+        Ok(_) => Outcome::Done,
+        Err(PoolError::PoolFull { .. }) => Outcome::Full,
+        Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => Outcome::Exists,
+        Err(PoolError::NoSuchVolume { .. }) => Outcome::NoSuchVolume,
+        Err(PoolError::NoVolumeSlot { .. }) => Outcome::NoSlot,
         Err(
             PoolError::Size { .. }
             | PoolError::ShrinkRefused { .. }
             | PoolError::Btt(_)
             | PoolError::BttGrowth(_),
-        ) => End::Refused,
+        ) => Outcome::Refused,
         Err(error) => panic!("{error}"),
     }
 }
@@ -108,27 +108,27 @@ impl Model {
         self.free() - STRG.saturating_sub(self.in_volumes()).min(self.free())
     }
 
-    fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> End {
+    fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> Outcome {
         match () {
-            () if self.volumes.contains_key(name) => End::Exists,
-            () if self.volumes.len() as u32 == SLOTS => End::NoSlot,
-            () if format == VolumeFormat::Btt && chunks < BTT_CHUNKS => End::Refused,
-            () if chunks > self.free() => End::Full,
-            () => End::Done,
+            () if self.volumes.contains_key(name) => Outcome::Exists,
+            () if self.volumes.len() as u32 == SLOTS => Outcome::NoSlot,
+            () if format == VolumeFormat::Btt && chunks < BTT_CHUNKS => Outcome::Refused,
+            () if chunks > self.free() => Outcome::Full,
+            () => Outcome::Done,
         }
     }
 
-    fn resize(&self, name: &str, chunks: u32, shrink: bool) -> End {
-        let Some((has, format)) = self.volumes.get(name) else { return End::NoSuch };
+    fn resize(&self, name: &str, chunks: u32, shrink: bool) -> Outcome {
+        let Some((has, format)) = self.volumes.get(name) else { return Outcome::NoSuchVolume };
         let may_shrink = shrink && *format == VolumeFormat::Raw;
         match () {
-            () if chunks == *has || (chunks < *has && !may_shrink) => End::Refused,
-            () if chunks < *has => End::Done,
+            () if chunks == *has || (chunks < *has && !may_shrink) => Outcome::Refused,
+            () if chunks < *has => Outcome::Done,
             // An additional arena has at least 16 MiB. It starts behind the last arena and the
             // unused space after it.
-            () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => End::Refused,
-            () if chunks - has > self.free() => End::Full,
-            () => End::Done,
+            () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => Outcome::Refused,
+            () if chunks - has > self.free() => Outcome::Full,
+            () => Outcome::Done,
         }
     }
 }
@@ -153,51 +153,56 @@ impl World {
     }
 
     /// Applies an operation to the pool and the model, and returns both results.
-    fn apply(&mut self, operation: Operation) -> (End, End) {
+    fn apply(&mut self, operation: Operation) -> (Outcome, Outcome) {
         let name = |number: u8| format!("v{number}");
         let model = &mut self.model;
         match operation {
             Operation::Lend { chunks } => {
-                let expected = if chunks <= model.lendable() { End::Done } else { End::Full };
+                let expected =
+                    if chunks <= model.lendable() { Outcome::Done } else { Outcome::Full };
                 let result = self.pool.alloc_memory(bytes(chunks));
-                let end = end_of(&result);
+                let end = outcome_of(&result);
                 let extents = result.unwrap_or_default();
                 assert!(
-                    end != End::Done || extents.iter().map(|e| e.chunks()).sum::<u32>() == chunks
+                    end != Outcome::Done
+                        || extents.iter().map(|e| e.chunks()).sum::<u32>() == chunks
                 );
                 model.lent.extend(extents);
                 (end, expected)
             }
-            Operation::TakeBack { picks } => {
+            Operation::ReturnMemory { picks } => {
                 let mut back = Vec::new();
                 for pick in picks {
                     if !model.lent.is_empty() {
                         back.push(model.lent.swap_remove(pick.index(model.lent.len())));
                     }
                 }
-                (end_of(&self.pool.free_memory(&back)), End::Done)
+                (outcome_of(&self.pool.free_memory(&back)), Outcome::Done)
             }
             Operation::Scrub { chunks } => {
                 let waiting = self.pool.info().scrubbing_bytes;
                 let erased = self.pool.scrub_some(bytes(chunks)).unwrap();
                 assert_eq!(erased, waiting.min(bytes(chunks)));
-                (End::Done, End::Done)
+                (Outcome::Done, Outcome::Done)
             }
-            Operation::TakeChunkBack { pick, chunk } => {
+            Operation::ReturnChunk { pick, chunk } => {
                 if model.lent.is_empty() {
-                    return (End::Done, End::Done);
+                    return (Outcome::Done, Outcome::Done);
                 }
                 let extent = model.lent.swap_remove(pick.index(model.lent.len()));
                 let mut chunks: Vec<_> = extent.run().ids().map(Extent::chunk).collect();
                 let back = chunks.swap_remove(chunk.index(chunks.len()));
                 model.lent.extend(chunks);
-                (end_of(&self.pool.free_memory(&[back])), End::Done)
+                (outcome_of(&self.pool.free_memory(&[back])), Outcome::Done)
             }
             Operation::Create { name: number, chunks, format } => {
                 let expected = model.create(&name(number), chunks, format);
-                let end =
-                    end_of(&self.pool.create_volume(&name(number), size_of_chunks(chunks), format));
-                if expected == End::Done {
+                let end = outcome_of(&self.pool.create_volume(
+                    &name(number),
+                    size_of_chunks(chunks),
+                    format,
+                ));
+                if expected == Outcome::Done {
                     model.volumes.insert(name(number), (chunks, format));
                 }
                 (end, expected)
@@ -205,7 +210,7 @@ impl World {
             Operation::CreateRemaining { name: number } => {
                 let chunks = model.free();
                 let expected = match model.create(&name(number), chunks.max(1), VolumeFormat::Raw) {
-                    End::Done if chunks == 0 => End::Full,
+                    Outcome::Done if chunks == 0 => Outcome::Full,
                     end => end,
                 };
                 let create = self.pool.create_volume(
@@ -213,37 +218,41 @@ impl World {
                     VolumeSize::Remaining,
                     VolumeFormat::Raw,
                 );
-                if expected == End::Done {
+                if expected == Outcome::Done {
                     model.volumes.insert(name(number), (chunks, VolumeFormat::Raw));
                 }
-                (end_of(&create), expected)
+                (outcome_of(&create), expected)
             }
             Operation::Delete { name: number } => {
                 let expected = if model.volumes.remove(&name(number)).is_some() {
-                    End::Done
+                    Outcome::Done
                 } else {
-                    End::NoSuch
+                    Outcome::NoSuchVolume
                 };
-                (end_of(&self.pool.delete_volume(&name(number))), expected)
+                (outcome_of(&self.pool.delete_volume(&name(number))), expected)
             }
             Operation::Rename { name: number, new_name } => {
                 let expected = match () {
-                    () if !model.volumes.contains_key(&name(number)) => End::NoSuch,
-                    () if model.volumes.contains_key(&name(new_name)) => End::Exists,
-                    () => End::Done,
+                    () if !model.volumes.contains_key(&name(number)) => Outcome::NoSuchVolume,
+                    () if model.volumes.contains_key(&name(new_name)) => Outcome::Exists,
+                    () => Outcome::Done,
                 };
-                if expected == End::Done {
+                if expected == Outcome::Done {
                     let volume = model.volumes.remove(&name(number)).expect("checked before");
                     model.volumes.insert(name(new_name), volume);
                 }
-                (end_of(&self.pool.rename_volume(&name(number), &name(new_name))), expected)
+                (outcome_of(&self.pool.rename_volume(&name(number), &name(new_name))), expected)
             }
             Operation::Resize { name: number, chunks, shrink } => {
                 let expected = model.resize(&name(number), chunks, shrink);
                 let shrink = if shrink { Shrink::Allow } else { Shrink::Refuse };
-                let end =
-                    end_of(&self.pool.resize_volume(&name(number), size_of_chunks(chunks), shrink));
-                if let (End::Done, Some(volume)) = (expected, model.volumes.get_mut(&name(number)))
+                let end = outcome_of(&self.pool.resize_volume(
+                    &name(number),
+                    size_of_chunks(chunks),
+                    shrink,
+                ));
+                if let (Outcome::Done, Some(volume)) =
+                    (expected, model.volumes.get_mut(&name(number)))
                 {
                     volume.0 = chunks;
                 }
@@ -251,7 +260,7 @@ impl World {
             }
             Operation::Reopen => {
                 self.reopen();
-                (End::Done, End::Done)
+                (Outcome::Done, Outcome::Done)
             }
             Operation::Grow => {
                 self.reopen();
@@ -260,12 +269,12 @@ impl World {
                     let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
                     let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
                     self.media =
-                        grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen)
+                        grow::grow_media(&self.media, &self.pool.superblock, &new, lengthen)
                             .unwrap();
                     self.model.chunks += 1;
                     self.reopen();
                 }
-                (End::Done, End::Done)
+                (Outcome::Done, Outcome::Done)
             }
         }
     }
@@ -335,9 +344,9 @@ proptest! {
     ) {
         let mut world = World::new();
         for operation in operations {
-            let what = format!("{operation:?}");
+            let case = format!("{operation:?}");
             let (end, expected) = world.apply(operation);
-            prop_assert_eq!(end, expected, "{}", what);
+            prop_assert_eq!(end, expected, "{}", case);
             world.verify()?;
         }
         prop_assert_eq!(world.pool.check().unwrap().pool, []);

@@ -10,15 +10,15 @@ use uuid::Uuid;
 use super::*;
 use crate::btt::{Engine, Layout, arenas};
 use crate::btt_file::BttFile;
-use crate::media::noted::{Noted, not_durable, noted_in};
+use crate::media::recorded_ops::{RecordedOp, not_durable, record_ops};
 use crate::media::{Media, Pending};
-use crate::media::{MediaError, Place, coalesce};
+use crate::media::{MediaError, MediaKind, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
 
 /// Calls that were recorded since the last reset.
 #[derive(Default)]
-struct Asked {
+struct PersistLog {
     /// Number of ranges in each persist.
     named: Vec<usize>,
     /// Ranges that were stored but not persisted.
@@ -28,19 +28,19 @@ struct Asked {
 }
 
 /// File whose reported durability is `class`.
-struct OfClass {
+struct ClassMedia {
     file: FileMedia,
     class: Durability,
-    asked: Arc<Mutex<Asked>>,
+    log: Arc<Mutex<PersistLog>>,
 }
 
-impl OfClass {
-    fn note_store(&self, offset_bytes: u64, length_bytes: usize) {
-        self.asked.lock().unwrap().stored.push(offset_bytes..offset_bytes + length_bytes as u64);
+impl ClassMedia {
+    fn log_store(&self, offset_bytes: u64, length_bytes: usize) {
+        self.log.lock().unwrap().stored.push(offset_bytes..offset_bytes + length_bytes as u64);
     }
 }
 
-impl Media for OfClass {
+impl Media for ClassMedia {
     fn len_bytes(&self) -> u64 {
         self.file.len_bytes()
     }
@@ -54,7 +54,7 @@ impl Media for OfClass {
         self.file.load_word(offset_bytes)
     }
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.note_store(offset_bytes, bytes.len());
+        self.log_store(offset_bytes, bytes.len());
         self.file.store(offset_bytes, bytes)
     }
     fn store_bulk(
@@ -70,18 +70,18 @@ impl Media for OfClass {
         Ok(())
     }
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        self.note_store(offset_bytes, 8);
+        self.log_store(offset_bytes, 8);
         self.file.store_word(offset_bytes, word)
     }
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        let mut asked = self.asked.lock().unwrap();
+        let mut log = self.log.lock().unwrap();
         let named = coalesce(ranges);
         let is_left_out = |stored: &Range<u64>| {
             !named.iter().any(|range| range.start <= stored.start && stored.end <= range.end)
         };
-        let stored = std::mem::take(&mut asked.stored);
-        asked.left_out.extend(stored.into_iter().filter(is_left_out));
-        asked.named.push(ranges.len());
+        let stored = std::mem::take(&mut log.stored);
+        log.left_out.extend(stored.into_iter().filter(is_left_out));
+        log.named.push(ranges.len());
         self.file.persist(ranges)
     }
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -89,23 +89,25 @@ impl Media for OfClass {
     }
 }
 
-/// Writes to media that reports the durability `said`, and compares the calls with the requirements
-/// of `class`.
-fn judge(class: Durability, said: Durability) -> Result<(), String> {
+/// Writes to media that reports the durability `reported_class`, and compares the calls with the
+/// requirements of `class`.
+fn check_class(class: Durability, reported_class: Durability) -> Result<(), String> {
     let fixture = Fixture::new();
     fixture
         .create(64 * MIB, 0)
         .create_volume("data", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt)
         .unwrap();
-    let asked = Arc::new(Mutex::new(Asked::default()));
-    let media =
-        |file| Box::new(OfClass { file, class: said, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+    let log = Arc::new(Mutex::new(PersistLog::default()));
+    let media = |file| {
+        Box::new(ClassMedia { file, class: reported_class, log: Arc::clone(&log) })
+            as Box<dyn Media>
+    };
     let pool = Pool::open_on(&fixture.path(), media).unwrap();
     let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
     for (first, sectors) in [(5, 1), (5, 3), (1000, 1)] {
-        *asked.lock().unwrap() = Asked::default();
+        *log.lock().unwrap() = PersistLog::default();
         engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
-        let Asked { named, stored, left_out } = std::mem::take(&mut *asked.lock().unwrap());
+        let PersistLog { named, stored, left_out } = std::mem::take(&mut *log.lock().unwrap());
         // Two persists: 1. the first halves of the flog entries and the data, and 2. the second
         // halves. The next exchange persists the map words.
         if named.len() != 2 || stored.is_empty() {
@@ -158,25 +160,25 @@ fn stores_across_an_extent_boundary_are_persisted() {
     for class in [Durability::DaxSync, Durability::PageCache] {
         let fixture = Fixture::new();
         let border = fragmented(&fixture);
-        let asked = Arc::new(Mutex::new(Asked::default()));
+        let log = Arc::new(Mutex::new(PersistLog::default()));
         let media =
-            |file| Box::new(OfClass { file, class, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+            |file| Box::new(ClassMedia { file, class, log: Arc::clone(&log) }) as Box<dyn Media>;
         let pool = Pool::open_on(&fixture.path(), media).unwrap();
         let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
-        *asked.lock().unwrap() = Asked::default();
+        *log.lock().unwrap() = PersistLog::default();
         for (first, sectors) in across(border) {
             engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
-            let asked = asked.lock().unwrap();
-            let left_out = &asked.left_out;
+            let log = log.lock().unwrap();
+            let left_out = &log.left_out;
             assert!(
                 left_out.is_empty(),
                 "{}: {sectors} from {first} on: {left_out:x?}",
                 class.name()
             );
             // These are words of the map, and none of them is durable yet.
-            assert!(asked.stored.len() >= sectors / 2, "{:x?}", asked.stored);
+            assert!(log.stored.len() >= sectors / 2, "{:x?}", log.stored);
         }
-        assert_eq!(asked.lock().unwrap().named.len(), 2 * across(border).count());
+        assert_eq!(log.lock().unwrap().named.len(), 2 * across(border).count());
     }
 }
 
@@ -186,36 +188,36 @@ fn stores_across_an_extent_boundary_are_persisted() {
 fn stores_across_an_extent_boundary_leave_the_caches() {
     let fixture = Fixture::new();
     let border = fragmented(&fixture);
-    let pool = Pool::open_at_the_cost_of_dax(&fixture.path()).unwrap();
+    let pool = Pool::open_with_dax_persists(&fixture.path()).unwrap();
     let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
-    let noted = noted_in(|| {
+    let ops = record_ops(|| {
         for (first, sectors) in across(border) {
             engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
         }
     });
-    let fences: Vec<_> = (0..noted.len()).filter(|at| noted[*at] == Noted::Fenced).collect();
+    let fences: Vec<_> = (0..ops.len()).filter(|at| ops[*at] == RecordedOp::Fenced).collect();
     assert_eq!(fences.len(), 2 * across(border).count());
     for fence in fences {
-        let left = not_durable(&noted[..=fence]);
+        let left = not_durable(&ops[..=fence]);
         assert!(left.is_empty(), "at fence {fence}: {left:x?}");
-        assert!(!not_durable(&noted[..fence]).is_empty(), "it has work to do");
+        assert!(!not_durable(&ops[..fence]).is_empty(), "it has work to do");
     }
-    assert!(!not_durable(&noted).is_empty(), "the last words of the map are the next exchange's");
+    assert!(!not_durable(&ops).is_empty(), "the last words of the map are the next exchange's");
 }
 
 #[test]
 fn engine_persists_as_each_class_needs() {
     for class in CLASSES {
-        judge(class, class).unwrap_or_else(|error| panic!("{}: {error}", class.name()));
+        check_class(class, class).unwrap_or_else(|error| panic!("{}: {error}", class.name()));
     }
 }
 
 #[test]
 fn wrong_class_is_detected() {
     for class in [Durability::DaxSync, Durability::PageCache] {
-        let error = judge(class, Durability::Volatile).unwrap_err();
+        let error = check_class(class, Durability::Volatile).unwrap_err();
         assert!(error.contains("is not durable"), "{error}");
-        let error = judge(Durability::Volatile, class).unwrap_err();
+        let error = check_class(Durability::Volatile, class).unwrap_err();
         assert!(error.contains("unnecessarily"), "{error}");
     }
 }
@@ -230,9 +232,9 @@ fn file_without_a_pool_is_persisted_as_its_place_needs() {
         !pending.ranges().is_empty()
     };
     assert!(!by_range(Path::new("/dev/shm")));
-    let here = std::env::current_dir().unwrap();
-    match Place::of(&fs::File::open(here.join("Cargo.toml")).unwrap()).unwrap() {
-        Place::Disk => assert!(by_range(&here)),
-        place => eprintln!("skipped: {} is {place:?}", here.display()),
+    let current_dir = std::env::current_dir().unwrap();
+    match MediaKind::of(&fs::File::open(current_dir.join("Cargo.toml")).unwrap()).unwrap() {
+        MediaKind::Disk => assert!(by_range(&current_dir)),
+        media_kind => eprintln!("skipped: {} is {media_kind:?}", current_dir.display()),
     }
 }

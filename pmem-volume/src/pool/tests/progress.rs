@@ -5,14 +5,14 @@ use crate::pool::CreateOptions;
 use crate::progress::{Progress, Task};
 
 /// Checks that all reports belong to one task, start at zero, never decrease, and end at the total.
-fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
-    let (first, last) = (heard.first().unwrap(), heard.last().unwrap());
-    assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{heard:?}");
+fn assert_whole(reported: &[Progress], task: Task, total_bytes: u64) {
+    let (first, last) = (reported.first().unwrap(), reported.last().unwrap());
+    assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{reported:?}");
     assert!(
-        heard.iter().all(|now| now.task == task && now.total_bytes == total_bytes),
-        "{heard:?}"
+        reported.iter().all(|now| now.task == task && now.total_bytes == total_bytes),
+        "{reported:?}"
     );
-    assert!(heard.is_sorted_by_key(|now| now.done_bytes), "{heard:?}");
+    assert!(reported.is_sorted_by_key(|now| now.done_bytes), "{reported:?}");
 }
 
 #[test]
@@ -20,13 +20,13 @@ fn erasing_waiting_chunks_reports_progress() {
     let fixture = Fixture::new();
     fixture.create(600 * MIB, 0).alloc_memory(580 * MIB).unwrap();
     let pool = fixture.open();
-    let mut heard = vec![];
-    pool.scrub_all_with(&mut |now| heard.push(now)).unwrap();
-    assert_whole(&heard, Task::Erase, 580 * MIB);
-    assert!(heard.len() > 2, "in steps: {heard:?}");
-    heard.clear();
-    pool.scrub_all_with(&mut |now| heard.push(now)).unwrap();
-    assert_whole(&heard, Task::Erase, 0);
+    let mut reported = vec![];
+    pool.scrub_all_with(&mut |now| reported.push(now)).unwrap();
+    assert_whole(&reported, Task::Erase, 580 * MIB);
+    assert!(reported.len() > 2, "in steps: {reported:?}");
+    reported.clear();
+    pool.scrub_all_with(&mut |now| reported.push(now)).unwrap();
+    assert_whole(&reported, Task::Erase, 0);
 }
 
 #[test]
@@ -35,21 +35,21 @@ fn only_missing_clean_chunks_are_erased_for_a_volume() {
     fixture.create(64 * MIB, 0).alloc_memory(40 * MIB).unwrap();
     let pool = fixture.open();
     let scrub_for = |size| {
-        let mut heard = vec![];
-        pool.scrub_for(size, &mut |now| heard.push(now)).unwrap();
-        (heard, pool.info().scrubbing_bytes / MIB)
+        let mut reported = vec![];
+        pool.scrub_for(size, &mut |now| reported.push(now)).unwrap();
+        (reported, pool.info().scrubbing_bytes / MIB)
     };
-    let (heard, waits) = scrub_for(VolumeSize::Bytes(20 * MIB));
-    assert_whole(&heard, Task::Erase, 0);
+    let (reported, waits) = scrub_for(VolumeSize::Bytes(20 * MIB));
+    assert_whole(&reported, Task::Erase, 0);
     assert_eq!(waits, 40, "so many bytes are clean");
-    let (heard, waits) = scrub_for(VolumeSize::Bytes(61 * MIB));
-    assert_whole(&heard, Task::Erase, 0);
+    let (reported, waits) = scrub_for(VolumeSize::Bytes(61 * MIB));
+    assert_whole(&reported, Task::Erase, 0);
     assert_eq!(waits, 40, "so many bytes never exist");
-    let (heard, waits) = scrub_for(VolumeSize::Bytes(29 * MIB));
-    assert_whole(&heard, Task::Erase, 10 * MIB);
+    let (reported, waits) = scrub_for(VolumeSize::Bytes(29 * MIB));
+    assert_whole(&reported, Task::Erase, 10 * MIB);
     assert_eq!(waits, 30);
-    let (heard, waits) = scrub_for(VolumeSize::Remaining);
-    assert_whole(&heard, Task::Erase, 30 * MIB);
+    let (reported, waits) = scrub_for(VolumeSize::Remaining);
+    assert_whole(&reported, Task::Erase, 30 * MIB);
     assert_eq!(waits, 0);
 }
 
@@ -62,9 +62,9 @@ fn check_reports_free_space_and_volumes_as_one_task() {
     {
         pool.create_volume(name, VolumeSize::Bytes(32 * MIB), format).unwrap();
     }
-    let mut heard = vec![];
-    assert!(pool.check_with(&mut |now| heard.push(now)).unwrap().is_clean());
-    assert_whole(&heard, Task::Check, (28 + 96) * MIB);
+    let mut reported = vec![];
+    assert!(pool.check_with(&mut |now| reported.push(now)).unwrap().is_clean());
+    assert_whole(&reported, Task::Check, (28 + 96) * MIB);
     drop(pool);
     let mut tasks = vec![];
     Pool::repair_with(&fixture.path(), false, None, &mut |now| tasks.push(now)).unwrap();
@@ -79,8 +79,8 @@ fn check_reports_free_space_and_volumes_as_one_task() {
 fn allocation_of_a_file_on_a_disk_reports_progress() {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     let path = folder.path().join("pool");
-    let mut heard = vec![];
-    let mut progress = |now| heard.push(now);
+    let mut reported = vec![];
+    let mut progress = |now| reported.push(now);
     let options = CreateOptions {
         size_bytes: Some(16 * MIB),
         progress: Some(&mut progress),
@@ -92,8 +92,8 @@ fn allocation_of_a_file_on_a_disk_reports_progress() {
         return;
     }
     drop(pool);
-    assert_whole(&heard, Task::Allocate, 16 * MIB);
-    heard.clear();
-    Pool::grow_with(&path, Some(24 * MIB), false, &mut |now| heard.push(now)).unwrap();
-    assert_whole(&heard, Task::Allocate, 8 * MIB);
+    assert_whole(&reported, Task::Allocate, 16 * MIB);
+    reported.clear();
+    Pool::grow_with(&path, Some(24 * MIB), false, &mut |now| reported.push(now)).unwrap();
+    assert_whole(&reported, Task::Allocate, 8 * MIB);
 }

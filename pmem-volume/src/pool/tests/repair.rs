@@ -8,7 +8,7 @@ use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS,
 };
-use crate::pool::maintenance::repair::{mend_owners, turned_back};
+use crate::pool::maintenance::repair::{correct_one_bit, fix_owners};
 
 pub(super) fn entry(chunk: u32) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
@@ -31,38 +31,38 @@ fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
 }
 
 /// Damages and repairs a pool, and expects the original bytes. The report must contain `words`.
-fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
+fn assert_repaired(case: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
     damage(&fixture);
     let damaged = fs::read(fixture.path()).unwrap();
-    assert!(damaged != good, "{what}");
+    assert!(damaged != good, "{case}");
     let dry = repair(&fixture, true);
-    assert!(damaged == fs::read(fixture.path()).unwrap(), "{what}: a dry run changed something");
+    assert!(damaged == fs::read(fixture.path()).unwrap(), "{case}: a dry run changed something");
     let report = repair(&fixture, false);
     assert_eq!(
         (&report.mended, &report.left),
         (&dry.mended, &dry.left),
-        "{what}: a dry run reports the same"
+        "{case}: a dry run reports the same"
     );
-    assert_eq!(report.left, [""; 0], "{what}");
-    assert!(report.mended.iter().any(|text| text.contains(words)), "{what}: {:?}", report.mended);
-    assert!(good == fs::read(fixture.path()).unwrap(), "{what}: not restored");
+    assert_eq!(report.left, [""; 0], "{case}");
+    assert!(report.mended.iter().any(|text| text.contains(words)), "{case}: {:?}", report.mended);
+    assert!(good == fs::read(fixture.path()).unwrap(), "{case}: not restored");
     assert!(fixture.check().is_clean());
-    assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: the repair is incomplete");
+    assert_eq!(repair(&fixture, false).mended, [""; 0], "{case}: the repair is incomplete");
 }
 
 /// Damages a pool, and expects a repair not to change it.
-fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
+fn assert_unrepaired(case: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     damage(&fixture);
     let damaged = fs::read(fixture.path()).unwrap();
     for dry_run in [true, false] {
         let report = repair(&fixture, dry_run);
-        assert!(report.left.iter().any(|text| text.contains(words)), "{what}: {report:?}");
+        assert!(report.left.iter().any(|text| text.contains(words)), "{case}: {report:?}");
         assert!(
             damaged == fs::read(fixture.path()).unwrap(),
-            "{what}: the media was changed: {report:?}"
+            "{case}: the media was changed: {report:?}"
         );
     }
 }
@@ -72,7 +72,7 @@ fn flipped_bit_in_any_owner_word_is_repaired() {
     for chunk in [1, 2, 12, 20] {
         for bit in [0, 29, 46, 63] {
             let flip = |fixture: &Fixture| fixture.flip(entry(chunk) + bit / 8, (bit % 8) as u8);
-            mends(&format!("chunk {chunk} bit {bit}"), flip, "owner word");
+            assert_repaired(&format!("chunk {chunk} bit {bit}"), flip, "owner word");
         }
     }
 }
@@ -89,29 +89,29 @@ fn chunk_whose_repaired_word_is_free_is_erased() {
 #[test]
 fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
-    mends("of a volume", |f| zero(f, 12), "the only gap");
-    mends("of a free chunk", |f| zero(f, 20), "no volume lacks a chunk");
-    mends(
+    assert_repaired("of a volume", |f| zero(f, 12), "the only gap");
+    assert_repaired("of a free chunk", |f| zero(f, 20), "no volume lacks a chunk");
+    assert_repaired(
         "of two free chunks",
         |f| [20, 21].iter().for_each(|c| zero(f, *c)),
         "no volume lacks a chunk",
     );
-    mends("of the pool's own", |f| zero(f, 1), "according to the superblock");
+    assert_repaired("of the pool's own", |f| zero(f, 1), "according to the superblock");
     // An owner word is *free* although the chunk contains metadata.
     let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
-    mends(
+    assert_repaired(
         "of the pool's own, free",
         |f| f.overwrite(entry(1), &freed),
         "according to the superblock",
     );
     // Two damaged owner words of the same volume cannot be distinguished. A damaged word of a
     // volume cannot be distinguished from that of a free chunk.
-    leaves(
+    assert_unrepaired(
         "two of one volume",
         |f| [11, 12].iter().for_each(|c| zero(f, *c)),
         "owner word of chunk C11",
     );
-    leaves(
+    assert_unrepaired(
         "one and a free one",
         |f| [12, 20].iter().for_each(|c| zero(f, *c)),
         "owner word of chunk C20",
@@ -119,7 +119,7 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     // Owner word with one wrong bit. Without it, the word names an index that another chunk has.
     let twice =
         table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
-    mends(
+    assert_repaired(
         "a second claim",
         |f| f.overwrite(entry(20), &twice.to_le_bytes()),
         "no volume lacks a chunk",
@@ -164,7 +164,7 @@ fn zeroed_word_one_bit_away_from_a_valid_one_is_not_repaired() {
     for (owner, chunks) in near {
         for chunk in chunks.map(ChunkId) {
             assert_eq!(table::encode_owner(chunk, owner).count_ones(), 1, "{chunk}");
-            assert_eq!(turned_back(chunk, 0), None, "{chunk}");
+            assert_eq!(correct_one_bit(chunk, 0), None, "{chunk}");
         }
     }
     let far = ChunkId(8476);
@@ -203,26 +203,34 @@ fn only_words_that_fill_gaps_are_trusted_while_a_gap_is_left() {
     let zero = |f: &Fixture, chunk| f.overwrite(entry(chunk), &[0; 8]);
     for owner in [Owner::Free, Owner::Scrub, Owner::Memory, Owner::Metadata, Owner::Retired] {
         let words = "owner word of chunk C12";
-        leaves(&format!("a volume's as {owner:?}"), |f| one_bit_off(f, 12, owner), words);
-        let beside = |f: &Fixture| {
+        assert_unrepaired(
+            &format!("a volume's as {owner:?}"),
+            |f| one_bit_off(f, 12, owner),
+            words,
+        );
+        let damage_with_gap = |f: &Fixture| {
             zero(f, 12);
             one_bit_off(f, 20, owner);
         };
-        leaves(&format!("{owner:?} beside a gap"), beside, "owner word of chunk C20");
+        assert_unrepaired(
+            &format!("{owner:?} beside a gap"),
+            damage_with_gap,
+            "owner word of chunk C20",
+        );
     }
     let second = Owner::Volume { slot: Slot(1), index: 1 };
     let claims = |f: &Fixture| [12, 20].iter().for_each(|chunk| one_bit_off(f, *chunk, second));
-    leaves("two claims to one gap", claims, "owner word of chunk C20");
+    assert_unrepaired("two claims to one gap", claims, "owner word of chunk C20");
     let lost_record = |f: &Fixture| {
         VOLUME_TABLE_OFFSETS.iter().for_each(|table| f.flip(table + 256 + 50, 1));
         one_bit_off(f, 20, Owner::Free);
     };
-    leaves("unknown volume", lost_record, "owner word of chunk C20");
+    assert_unrepaired("unknown volume", lost_record, "owner word of chunk C20");
     let filled = |f: &Fixture| {
         [12, 20].iter().for_each(|chunk| f.flip(entry(*chunk), 3));
         zero(f, 21);
     };
-    mends("a gap that is filled", filled, "no volume lacks a chunk");
+    assert_repaired("a gap that is filled", filled, "no volume lacks a chunk");
 }
 
 #[test]
@@ -233,14 +241,14 @@ fn halves_of_a_record_are_merged_and_a_lost_word_stays() {
         f.flip(first + 70, 1);
         f.flip(second + 10, 6);
     };
-    mends("the record", both, "volume record 1");
+    assert_repaired("the record", both, "volume record 1");
     // Without the record, the owner of the chunk cannot be determined.
     let more = |f: &Fixture| {
         both(f);
         f.overwrite(entry(12), &[0; 8]);
     };
-    mends("the record and a chunk", more, "the only gap");
-    leaves(
+    assert_repaired("the record and a chunk", more, "the only gap");
+    assert_unrepaired(
         "one word in both",
         |f| [first, second].iter().for_each(|at| f.flip(at + 50, 1)),
         "volume record 1",
@@ -250,7 +258,7 @@ fn halves_of_a_record_are_merged_and_a_lost_word_stays() {
         f.flip(first + 66, 1);
         f.flip(second + 90, 4);
     };
-    mends("superblocks", superblocks, "both superblocks");
+    assert_repaired("superblocks", superblocks, "both superblocks");
     let fixture = with_volumes();
     SUPERBLOCK_OFFSETS.iter().for_each(|at| fixture.flip(at + 66, 1));
     let before = fixture.image();
@@ -268,7 +276,7 @@ fn chunk_is_not_unused_while_a_record_is_lost() {
         [first, second].iter().for_each(|at| f.flip(*at, 1));
         f.overwrite(entry(12), &[0; 8]);
     };
-    leaves("a chunk of the lost volume", damage, "owner word of chunk C12");
+    assert_unrepaired("a chunk of the lost volume", damage, "owner word of chunk C12");
     // The lost record prevents the repair. If the loss were not found, the volume's chunk would be
     // erased.
     let fixture = with_volumes();
@@ -276,18 +284,18 @@ fn chunk_is_not_unused_while_a_record_is_lost() {
     let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
     let mut seen = scan::scan(pool.media(), &pool.superblock).unwrap();
     seen.findings.clear();
-    let wrong = mend_owners(pool.media(), &pool.superblock, &seen).unwrap();
-    assert!(wrong[0].what.contains("to be erased"), "{wrong:?}");
+    let wrong = fix_owners(pool.media(), &pool.superblock, &seen).unwrap();
+    assert!(wrong[0].description.contains("to be erased"), "{wrong:?}");
 }
 
 #[test]
 fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
     for bit in [7u64, 40] {
-        mends("magic", |f| f.flip(LOG_OFFSET + bit / 8, (bit % 8) as u8), "log");
-        mends("commit", |f| f.flip(LOG_OFFSET + 24 + bit / 8, (bit % 8) as u8), "log");
+        assert_repaired("magic", |f| f.flip(LOG_OFFSET + bit / 8, (bit % 8) as u8), "log");
+        assert_repaired("commit", |f| f.flip(LOG_OFFSET + 24 + bit / 8, (bit % 8) as u8), "log");
     }
     let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
-    leaves("two bits", two, "log is damaged");
+    assert_unrepaired("two bits", two, "log is damaged");
     // A committed transaction is redone before the damage is repaired.
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
@@ -308,7 +316,7 @@ fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
         media.store_word(LOG_OFFSET + 72, 7).unwrap();
         fs::write(f.path(), media.to_bytes()).unwrap();
     };
-    leaves("a damaged transaction", transaction, "log is damaged");
+    assert_unrepaired("a damaged transaction", transaction, "log is damaged");
     // The stores of the transaction might explain the words differently.
     let more = |f: &Fixture| {
         transaction(f);
@@ -316,16 +324,24 @@ fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
         f.overwrite(entry(1), &[0; 8]);
         f.overwrite(entry(20), &[0; 8]);
     };
-    leaves("a damaged transaction and owner words", more, "log is damaged");
+    assert_unrepaired("a damaged transaction and owner words", more, "log is damaged");
 }
 
 #[test]
 fn explained_damage_of_a_btt_is_repaired() {
     let start = 2 * CHUNK_BYTES;
     let (first, second) = (start + 4096, start + 18 * MIB - 4096);
-    mends("first", |f| f.flip(first + 100, 2), "volume btt: arena 0: the first info block");
-    mends("second", |f| f.flip(second + 60, 2), "volume btt: arena 0: the second info block");
-    leaves(
+    assert_repaired(
+        "first",
+        |f| f.flip(first + 100, 2),
+        "volume btt: arena 0: the first info block",
+    );
+    assert_repaired(
+        "second",
+        |f| f.flip(second + 60, 2),
+        "volume btt: arena 0: the second info block",
+    );
+    assert_unrepaired(
         "both",
         |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)),
         "neither info block",
@@ -333,7 +349,7 @@ fn explained_damage_of_a_btt_is_repaired() {
     // Damages the last page of the map, where two sectors then share a block.
     let map_at = second - 16384 - 4096;
     let entry = |block: u32| (block | 3 << 30).to_le_bytes();
-    leaves(
+    assert_unrepaired(
         "map",
         |f| f.overwrite(map_at, &entry(20)),
         "volume btt: arena 0: block B20 is referenced twice",

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::hooked::{Hooked, open};
-use super::slow::{Barrier, Gate, PATIENCE, levels};
+use super::slow::{Barrier, Gate, TIMEOUT, state_bytes};
 use super::*;
 use crate::media::MediaError;
 use crate::pool::alloc::pacer::{MAX_DEBT, Pacer};
@@ -28,7 +28,7 @@ fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
 }
 
 /// Lends and returns memory, so that it waits to be erased.
-fn let_wait(pool: &Pool<impl Media>, size_bytes: u64) {
+fn return_without_scrub(pool: &Pool<impl Media>, size_bytes: u64) {
     let memory = pool.alloc_memory(size_bytes).unwrap();
     pool.free_memory(&memory).unwrap();
 }
@@ -46,7 +46,7 @@ fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
         drop(waiter);
         let _ = done.send(());
     });
-    clean.recv_timeout(PATIENCE).expect("no thread erases");
+    clean.recv_timeout(TIMEOUT).expect("no thread erases");
 }
 
 /// Returns the kernel's ID of the calling thread.
@@ -57,7 +57,7 @@ fn this_task() -> i32 {
 
 /// Waits until a thread of this process has answered or sleeps. A thread that sleeps without an
 /// answer is waiting for an event.
-fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
+fn poll_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
     loop {
         let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
         // The state follows the name in `number (name) state ...`, and S means that the thread
@@ -76,7 +76,7 @@ fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<
 #[test]
 fn clean_chunks_are_lent_while_a_scrub_hangs() {
     let (pool, barrier) = slow_pool();
-    let_wait(&pool, 6 * MIB);
+    return_without_scrub(&pool, 6 * MIB);
     barrier.set(Gate::Armed);
     thread::scope(|scope| {
         let scrub = scope.spawn(|| pool.scrub_some(4 * MIB).unwrap());
@@ -88,8 +88,8 @@ fn clean_chunks_are_lent_while_a_scrub_hangs() {
             let volume = change.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw);
             answer.send((memory.map(drop), volume.map(drop))).unwrap();
         });
-        let done = answered.recv_timeout(PATIENCE);
-        let during = levels(&pool.info());
+        let done = answered.recv_timeout(TIMEOUT);
+        let during = state_bytes(&pool.info());
         barrier.set(Gate::Open);
         assert_eq!(scrub.join().unwrap(), 4 * MIB);
         assert!(
@@ -98,13 +98,13 @@ fn clean_chunks_are_lent_while_a_scrub_hangs() {
         );
         assert_eq!(during, [26, 4, 0, 6]);
     });
-    assert_eq!(levels(&pool.info()), [26, 4, 4, 2]);
+    assert_eq!(state_bytes(&pool.info()), [26, 4, 4, 2]);
 }
 
 #[test]
 fn allocation_waits_only_for_needed_chunks_in_flight() {
     let (pool, barrier) = slow_pool();
-    let_wait(&pool, 10 * MIB);
+    return_without_scrub(&pool, 10 * MIB);
     barrier.set(Gate::Armed);
     thread::scope(|scope| {
         let scrub = scope.spawn(|| pool.scrub_some(8 * MIB).unwrap());
@@ -117,29 +117,28 @@ fn allocation_waits_only_for_needed_chunks_in_flight() {
             answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap();
         });
         // Either the thread has answered, or it sleeps because it must wait.
-        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || {
-            answered.try_recv().ok()
-        });
+        let early =
+            poll_unless_asleep(tasks.recv_timeout(TIMEOUT).unwrap(), || answered.try_recv().ok());
         barrier.set(Gate::Open);
         scrub.join().unwrap();
         assert!(early.is_none(), "lent before it was erased: {early:?}");
-        answered.recv_timeout(PATIENCE).expect("it hangs").unwrap();
+        answered.recv_timeout(TIMEOUT).expect("it hangs").unwrap();
     });
     // The chunks in flight were sufficient, so the last chunk is still waiting.
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([32, 0, 2, 2], 8 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([32, 0, 2, 2], 8 * MIB));
 }
 
 #[test]
 fn only_missing_clean_chunks_are_erased_on_demand() {
     let (pool, _barrier) = slow_pool();
-    let_wait(&pool, 20 * MIB);
+    return_without_scrub(&pool, 20 * MIB);
     assert_eq!(pool.info().lendable_bytes, 36 * MIB);
     let memory = pool.alloc_memory(22 * MIB).unwrap();
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 0, 0, 14], 6 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([22, 0, 0, 14], 6 * MIB));
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 4, 0, 10], 10 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([22, 4, 0, 10], 10 * MIB));
     pool.resize_volume("a", VolumeSize::Bytes(8 * MIB), Shrink::Refuse).unwrap();
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 8, 0, 6], 14 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([22, 8, 0, 6], 14 * MIB));
     pool.free_memory(&memory).unwrap();
     // The request is too large even if all waiting chunks were erased, so none of them is erased.
     let error = pool.alloc_memory(30 * MIB).unwrap_err();
@@ -153,10 +152,10 @@ fn only_missing_clean_chunks_are_erased_on_demand() {
         matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB),
         "{error}"
     );
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
     // `Remaining` includes chunks that wait to be erased.
     assert_eq!(create(VolumeSize::Remaining).unwrap().size_bytes, 28 * MIB);
-    assert_eq!(levels(&pool.info()), [0, 36, 0, 0]);
+    assert_eq!(state_bytes(&pool.info()), [0, 36, 0, 0]);
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
@@ -172,14 +171,14 @@ fn small_clean_extents_are_lent_before_waiting_chunks_are_erased() {
     pool.free_memory(&even).unwrap();
     let pieces = pool.alloc_memory(8 * MIB).unwrap();
     assert!(pieces.iter().all(|piece| piece.order == 0), "{pieces:?}");
-    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([8, 0, 10, 18], 18 * MIB));
+    assert_eq!((state_bytes(&pool.info()), pool.scrubbed_bytes()), ([8, 0, 10, 18], 18 * MIB));
 }
 
 #[test]
 fn waiting_chunks_count_towards_the_reserve() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 20 * MIB);
-    let_wait(&pool, 40 * MIB);
+    return_without_scrub(&pool, 40 * MIB);
     assert_eq!((pool.info().free_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
     // Clean chunks are lent, because waiting chunks are enough for the reservation.
     let memory = pool.alloc_memory(20 * MIB).unwrap();
@@ -216,10 +215,10 @@ fn opening_a_pool_erases_nothing() {
         2,
         "two persists: of the scan, and of the chunks to erase"
     );
-    assert_eq!(levels(&pool.info()), [0, 0, 6, 30]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 6, 30]);
     assert_eq!(media.load_word(memory[0].offset_bytes()).unwrap(), 7);
     drop(pool);
-    assert_eq!(levels(&open(media.clone()).info()), [0, 0, 6, 30]);
+    assert_eq!(state_bytes(&open(media.clone()).info()), [0, 0, 6, 30]);
     assert_eq!(calls.load(Ordering::SeqCst), 4, "the next open does no more");
 }
 
@@ -243,7 +242,7 @@ const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
 #[test]
 fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     let (pool, _barrier) = slow_pool();
-    let_wait(&pool, 20 * MIB);
+    return_without_scrub(&pool, 20 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
     // The scrubber is erasing the first chunk. An allocation that needs more than the clean chunks
     // does not wait until all others are erased.
@@ -258,9 +257,9 @@ fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     pool.free_memory(&memory).unwrap();
     scrubber.set_bytes_per_s(None);
     wait_until_clean(&pool);
-    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 36, 0]);
     // Chunks that are queued later wake the scrubber.
-    let_wait(&pool, 4 * MIB);
+    return_without_scrub(&pool, 4 * MIB);
     wait_until_clean(&pool);
 }
 
@@ -269,7 +268,7 @@ fn erasures_on_demand_count_towards_the_limit() {
     let (pool, _barrier) = slow_pool();
     let mut pacer = Pacer::new(None);
     let rate = NonZeroU64::new(2 * MIB);
-    let_wait(&pool, 20 * MIB);
+    return_without_scrub(&pool, 20 * MIB);
     assert_eq!(next_wait(&pool, &mut pacer, rate, Duration::ZERO), Duration::ZERO);
     // Of these chunks, 16 MiB are clean, and the others are erased on demand.
     pool.alloc_memory(22 * MIB).unwrap();
@@ -286,9 +285,9 @@ fn erasures_on_demand_count_towards_the_limit() {
 #[test]
 fn erasures_before_the_scrubber_starts_do_not_count_towards_its_limit() {
     let (pool, _barrier) = slow_pool();
-    let_wait(&pool, 36 * MIB);
+    return_without_scrub(&pool, 36 * MIB);
     pool.scrub_all().unwrap();
-    let_wait(&pool, CHUNK_BYTES);
+    return_without_scrub(&pool, CHUNK_BYTES);
     let began = Instant::now();
     let _scrubber = Scrubber::start(&pool, CRAWL).unwrap();
     wait_until_clean(&pool);
@@ -321,15 +320,17 @@ fn scrubber_on_tmpfs_is_unlimited_and_ends_after_the_last_hole() {
 
 #[test]
 fn zeroing_uses_bandwidth_and_holes_do_not() {
-    let here = std::env::current_dir().unwrap();
-    for (folder, thin, costs) in
-        [(Path::new("/dev/shm"), false, false), (&here, true, false), (&here, false, true)]
-    {
+    let current_dir = std::env::current_dir().unwrap();
+    for (folder, thin, costs) in [
+        (Path::new("/dev/shm"), false, false),
+        (&current_dir, true, false),
+        (&current_dir, false, true),
+    ] {
         let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
         let options =
             CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
         let pool = Pool::create_with(&fixture.path(), options).unwrap();
-        if folder == here && pool.durability() == Durability::Volatile {
+        if folder == current_dir && pool.durability() == Durability::Volatile {
             eprintln!("skipped: {} is in memory", folder.display());
             continue;
         }
@@ -340,7 +341,7 @@ fn zeroing_uses_bandwidth_and_holes_do_not() {
 #[test]
 fn scrubber_ends_with_or_before_its_pool() {
     let (pool, barrier) = slow_pool();
-    let_wait(&pool, 20 * MIB);
+    return_without_scrub(&pool, 20 * MIB);
     barrier.set(Gate::Armed);
     let scrubber = Scrubber::start(&pool, None).unwrap();
     barrier.wait_until_shut();
@@ -357,7 +358,7 @@ fn scrubber_ends_with_or_before_its_pool() {
             assert!(weak.strong_count() <= 1);
         });
         let early =
-            answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || ended.try_recv().ok());
+            poll_unless_asleep(tasks.recv_timeout(TIMEOUT).unwrap(), || ended.try_recv().ok());
         barrier.set(Gate::Open);
         assert!(early.is_none(), "it did not wait for the current batch of the thread");
     });
@@ -399,7 +400,7 @@ fn failed_scrubber_makes_the_pool_read_only_and_ends_all_waits() {
         }
     });
     let pool = open(media.clone());
-    let_wait(&pool, 36 * MIB);
+    return_without_scrub(&pool, 36 * MIB);
     barrier.set(Gate::Armed);
     let scrubber = Scrubber::start(&pool, None).unwrap();
     barrier.wait_until_shut();
@@ -417,7 +418,7 @@ fn failed_scrubber_makes_the_pool_read_only_and_ends_all_waits() {
     drop(pool);
     broken.store(false, Ordering::SeqCst);
     let pool = open(media);
-    assert_eq!(levels(&pool.info()), [0, 0, 0, 36]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 0, 36]);
     pool.scrub_all().unwrap();
-    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 36, 0]);
 }

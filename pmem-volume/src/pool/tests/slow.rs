@@ -8,7 +8,7 @@ use super::hooked::{Hooked, open};
 use super::*;
 
 /// Time after which a wait is considered to be a hang.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
@@ -47,7 +47,7 @@ impl Barrier {
     /// Waits until a call is blocked at the armed gate.
     pub(super) fn wait_until_shut(&self) {
         let gate = self.gate.lock().unwrap();
-        let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
+        let waiting = self.changed.wait_timeout_while(gate, TIMEOUT, |gate| *gate != Gate::Shut);
         assert!(!waiting.unwrap().1.timed_out(), "the media is idle");
     }
 
@@ -64,7 +64,7 @@ impl Barrier {
             self.wait_until_shut();
             let (answer, answered) = mpsc::channel();
             scope.spawn(move || answer.send(pool.info()).unwrap());
-            let info = answered.recv_timeout(PATIENCE);
+            let info = answered.recv_timeout(TIMEOUT);
             // Opens the gate in any case, so that a failing test can end.
             self.set(Gate::Open);
             let outcome = change.join().unwrap();
@@ -74,7 +74,7 @@ impl Barrier {
 }
 
 /// Returns the sizes of memory, volumes, free space and waiting chunks, in MiB.
-pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
+pub(super) fn state_bytes(info: &PoolInfo) -> [u64; 4] {
     assert_states_add_up(info);
     [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes]
         .map(|bytes| bytes / MIB)
@@ -91,25 +91,25 @@ fn bytes_by_state_are_readable_while_a_change_waits_for_the_media() {
         }
     });
     let pool = open(media);
-    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 36, 0]);
 
     let (during, memory) = slow.info_during(&pool, || pool.alloc_memory(6 * MIB).unwrap());
-    assert_eq!(levels(&during), [0, 0, 36, 0]);
-    assert_eq!(levels(&pool.info()), [6, 0, 30, 0]);
+    assert_eq!(state_bytes(&during), [0, 0, 36, 0]);
+    assert_eq!(state_bytes(&pool.info()), [6, 0, 30, 0]);
 
     let size = VolumeSize::Bytes(4 * MIB);
     let make = || pool.create_volume("a", size, VolumeFormat::Raw).unwrap();
     let (during, _) = slow.info_during(&pool, make);
-    assert_eq!(levels(&during), [6, 0, 30, 0]);
-    assert_eq!(levels(&pool.info()), [6, 4, 26, 0]);
+    assert_eq!(state_bytes(&during), [6, 0, 30, 0]);
+    assert_eq!(state_bytes(&pool.info()), [6, 4, 26, 0]);
 
     pool.free_memory(&memory).unwrap();
-    assert_eq!(levels(&pool.info()), [0, 4, 26, 6]);
+    assert_eq!(state_bytes(&pool.info()), [0, 4, 26, 6]);
     let (during, _) = slow.info_during(&pool, || pool.scrub_all().unwrap());
-    assert_eq!(levels(&during), [0, 4, 26, 6]);
-    assert_eq!(levels(&pool.info()), [0, 4, 32, 0]);
+    assert_eq!(state_bytes(&during), [0, 4, 26, 6]);
+    assert_eq!(state_bytes(&pool.info()), [0, 4, 32, 0]);
 
     let (during, _) = slow.info_during(&pool, || pool.delete_volume("a").unwrap());
-    assert_eq!(levels(&during), [0, 4, 32, 0]);
-    assert_eq!(levels(&pool.info()), [0, 0, 32, 4]);
+    assert_eq!(state_bytes(&during), [0, 4, 32, 0]);
+    assert_eq!(state_bytes(&pool.info()), [0, 0, 32, 4]);
 }

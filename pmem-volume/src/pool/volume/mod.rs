@@ -3,7 +3,7 @@
 pub(super) mod damaged_volume;
 pub(super) mod resize;
 pub(super) mod split;
-mod volume_words;
+mod volume_media;
 
 use std::fmt::{self, Debug};
 use std::ops::Range;
@@ -125,11 +125,11 @@ impl<M: Media> Pool<M> {
             let new = self.plan_volume(&state, &name, size, format, uuid)?;
             match state.missing_clean(new.chunks) {
                 0 => break new,
-                missing => state = self.clean_some(state, missing)?,
+                missing => state = self.erase_some(state, missing)?,
             }
         };
-        self.check_format_room(chunks)?;
-        let taken = state.buddy.allocate_lasting(chunks).expect("checked to be free");
+        self.check_format_space(chunks)?;
+        let taken = state.buddy.allocate_long_term(chunks).expect("checked to be free");
         // Count the chunks as waiting to be erased until the volume exists. If the creation fails,
         // they are erased.
         state.counts.scrubbing += chunks;
@@ -167,11 +167,11 @@ impl<M: Media> Pool<M> {
     pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
         let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
         let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
-        let lacking = |state: &State| match state.missing_clean(chunks) {
+        let to_erase = |state: &State| match state.missing_clean(chunks) {
             missing if missing <= state.scrub.pending() => missing,
             _ => 0,
         };
-        self.scrub_until(lacking, progress)
+        self.scrub_until(to_erase, progress)
     }
 
     /// Checks that a volume can be created once enough chunks are clean.
@@ -196,16 +196,16 @@ impl<M: Media> Pool<M> {
             VolumeSize::Remaining => state.available_bytes(),
         };
         if size == VolumeSize::Remaining && size_bytes == 0 {
-            return Err(state.full(0));
+            return Err(state.pool_full(0));
         }
         let chunks =
-            chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
+            chunk_count("volume size", size_bytes)?.ok_or_else(|| state.pool_full(size_bytes))?;
         let layout = match format {
             VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
             VolumeFormat::Raw => None,
         };
         if chunks > state.available_chunks() {
-            return Err(state.full(size_bytes));
+            return Err(state.pool_full(size_bytes));
         }
         Ok(NewVolume { slot, chunks, layout })
     }
@@ -224,13 +224,17 @@ impl<M: Media> Pool<M> {
         self.latch(mirrored::write(self.media(), offsets, &empty))?;
         let entry = state.volumes.remove(&slot).expect("found above");
         let runs = runs(entry.chunk_ids());
-        self.disown(&mut state, &runs)
+        self.release_chunks(&mut state, &runs)
     }
 
     /// Marks chunks that no record covers any more as *scrub*, and queues them for erasing. The
     /// mark is necessary because the slot and the indexes may be reused before all of these chunks
     /// are free.
-    pub(in crate::pool) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
+    pub(in crate::pool) fn release_chunks(
+        &self,
+        state: &mut State,
+        runs: &[Run],
+    ) -> Result<(), PoolError> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
         state.counts.scrubbing += chunks;
@@ -337,7 +341,7 @@ impl VolumeEntry {
 
 impl State {
     /// Returns the error for an allocation that finds too few free chunks.
-    pub(in crate::pool) fn full(&self, requested_bytes: u64) -> PoolError {
+    pub(in crate::pool) fn pool_full(&self, requested_bytes: u64) -> PoolError {
         PoolError::PoolFull {
             requested_bytes,
             free_bytes: self.available_bytes(),
@@ -365,7 +369,7 @@ impl State {
     pub(in crate::pool) fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {
         self.find_volume(name).ok_or_else(|| PoolError::NoSuchVolume {
             name: name.to_owned(),
-            known: self.volumes.values().map(|entry| entry.record.name.to_string()).collect(),
+            existing: self.volumes.values().map(|entry| entry.record.name.to_string()).collect(),
         })
     }
 }
@@ -430,14 +434,14 @@ impl<M: Media> Volume<M> {
         self.check_btt_with(&mut |_| {})
     }
 
-    /// Like [`Self::check_btt`]. Passes the number of checked bytes to `reached`.
+    /// Like [`Self::check_btt`]. Passes the number of checked bytes to `on_checked`.
     pub(in crate::pool) fn check_btt_with(
         &self,
-        reached: &mut dyn FnMut(u64),
+        on_checked: &mut dyn FnMut(u64),
     ) -> Option<btt::Report> {
         match self.info.format {
             VolumeFormat::Raw => None,
-            VolumeFormat::Btt => Some(btt::check_with(self, reached)),
+            VolumeFormat::Btt => Some(btt::check_with(self, on_checked)),
         }
     }
 }

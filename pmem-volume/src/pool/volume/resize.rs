@@ -31,7 +31,7 @@ enum Resize {
 
 /// Validated plan for a growth.
 struct Growth {
-    more: u32,
+    added_chunks: u32,
     record: VolumeRecord,
     extension: Option<btt::Extension>,
 }
@@ -53,9 +53,9 @@ impl<M: Media> Pool<M> {
             let slot = state.require_closed_volume(name)?;
             match self.plan_resize(&state, slot, size, shrink)? {
                 Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
-                Resize::Grow(growth) => match state.missing_clean(growth.more) {
+                Resize::Grow(growth) => match state.missing_clean(growth.added_chunks) {
                     0 => return self.grow_volume(&mut state, slot, *growth),
-                    missing => state = self.clean_some(state, missing)?,
+                    missing => state = self.erase_some(state, missing)?,
                 },
             }
         }
@@ -71,26 +71,29 @@ impl<M: Media> Pool<M> {
     ) -> Result<Resize, PoolError> {
         let entry = &state.volumes[&slot];
         entry.check_usable()?;
-        let (has_chunks, format) = (entry.record.chunks, entry.record.format);
-        let has_bytes = entry.record.size_bytes();
+        let (current_chunks, format) = (entry.record.chunks, entry.record.format);
+        let current_bytes = entry.record.size_bytes();
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(0)),
-            VolumeSize::Remaining => has_bytes + state.available_bytes(),
+            VolumeSize::Remaining if state.available_chunks() == 0 => {
+                return Err(state.pool_full(0));
+            }
+            VolumeSize::Remaining => current_bytes + state.available_bytes(),
         };
         let chunks = chunk_count("volume size", size_bytes)?
-            .ok_or_else(|| state.full(size_bytes - has_bytes))?;
-        let refuse = |rule| Err(PoolError::Size { what: "volume size", value: size_bytes, rule });
-        match (chunks.cmp(&has_chunks), format) {
+            .ok_or_else(|| state.pool_full(size_bytes - current_bytes))?;
+        let refuse =
+            |rule| Err(PoolError::Size { quantity: "volume size", value: size_bytes, rule });
+        match (chunks.cmp(&current_chunks), format) {
             (std::cmp::Ordering::Equal, _) => {
                 refuse("is already the size of the volume".to_owned())
             }
             (std::cmp::Ordering::Less, VolumeFormat::Btt) => refuse(format!(
                 "is less than the current {}, and a BTT cannot shrink: its map and flog are at its end, and its sectors may be anywhere; copy its content to a smaller volume",
-                Size(has_bytes).rounded()
+                Size(current_bytes).rounded()
             )),
             (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
-                Err(PoolError::ShrinkRefused { size_bytes, has_bytes })
+                Err(PoolError::ShrinkRefused { size_bytes, current_bytes })
             }
             (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
             (std::cmp::Ordering::Greater, _) => {
@@ -102,23 +105,23 @@ impl<M: Media> Pool<M> {
     /// Plans a growth that is possible once enough chunks are clean.
     fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
-        let more = chunks - entry.record.chunks;
+        let added_chunks = chunks - entry.record.chunks;
         let record =
             VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
         let extension = match record.format {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
-                redo_log::check_room(&self.superblock, MAX_GROWTH_WORDS)?;
+                redo_log::check_capacity(&self.superblock, MAX_GROWTH_WORDS)?;
                 let old = runs(entry.chunk_ids());
                 let space = Space { media: self.media(), extents: &volume_extents(&old) };
                 let planned = self.latch(btt::extend(&space, record.size_bytes()))?;
                 Some(planned.map_err(|source| refused(record.name.as_str(), source))?)
             }
         };
-        if more > state.available_chunks() {
-            return Err(state.full(u64::from(more) * CHUNK_BYTES));
+        if added_chunks > state.available_chunks() {
+            return Err(state.pool_full(u64::from(added_chunks) * CHUNK_BYTES));
         }
-        Ok(Growth { more, record, extension })
+        Ok(Growth { added_chunks, record, extension })
     }
 
     /// 1. Store the owner words of the new chunks and persist them. Until the record is written,
@@ -132,16 +135,19 @@ impl<M: Media> Pool<M> {
         slot: Slot,
         growth: Growth,
     ) -> Result<VolumeInfo, PoolError> {
-        let Growth { more, record, extension } = growth;
+        let Growth { added_chunks, record, extension } = growth;
         let entry = &state.volumes[&slot];
-        let has_chunks = entry.record.chunks;
+        let current_chunks = entry.record.chunks;
         let old = runs(entry.chunk_ids());
         let after = old.last().expect("a volume has a chunk").end();
-        let taken = state.buddy.allocate_lasting_at(after, more).expect("checked to be free");
+        let taken =
+            state.buddy.allocate_long_term_at(after, added_chunks).expect("checked to be free");
         // Count the chunks as waiting to be erased until the growth is committed. If it fails, they
         // are erased.
-        state.counts.scrubbing += more;
-        self.latch(self.mark(&taken, |place| Owner::Volume { slot, index: has_chunks + place }))?;
+        state.counts.scrubbing += added_chunks;
+        self.latch(
+            self.mark(&taken, |position| Owner::Volume { slot, index: current_chunks + position }),
+        )?;
         let offsets = self.superblock.volume_record_offsets(slot);
         match &extension {
             None => self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?,
@@ -155,10 +161,10 @@ impl<M: Media> Pool<M> {
         }
         let entry = state.volumes.get_mut(&slot).expect("found above");
         entry.record = record;
-        entry.chunks.extend((has_chunks..).zip(taken.iter().flat_map(|run| run.ids())));
+        entry.chunks.extend((current_chunks..).zip(taken.iter().flat_map(|run| run.ids())));
         let info = volume_info(entry);
-        state.counts.scrubbing -= more;
-        state.counts.volume += more;
+        state.counts.scrubbing -= added_chunks;
+        state.counts.volume += added_chunks;
         Ok(info)
     }
 
@@ -170,7 +176,8 @@ impl<M: Media> Pool<M> {
         extension: &btt::Extension,
         record: &VolumeRecord,
     ) -> Result<Vec<(u64, u64)>, crate::media::MediaError> {
-        let links = extension.link().into_iter().map(|(at, word)| (space.file_offset(at), word));
+        let links =
+            extension.link_words().into_iter().map(|(at, word)| (space.file_offset(at), word));
         let mut words: Vec<_> = links.collect();
         for offset in self.superblock.volume_record_offsets(record.slot) {
             words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
@@ -193,9 +200,9 @@ impl<M: Media> Pool<M> {
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         let entry = state.volumes.get_mut(&slot).expect("found by the caller");
         entry.record = record;
-        let gone = entry.chunks.split_off(chunks as usize);
-        let gone = runs(gone.into_iter().map(|(_, chunk)| chunk));
-        self.disown(state, &gone)?;
+        let removed = entry.chunks.split_off(chunks as usize);
+        let removed = runs(removed.into_iter().map(|(_, chunk)| chunk));
+        self.release_chunks(state, &removed)?;
         Ok(volume_info(&state.volumes[&slot]))
     }
 }

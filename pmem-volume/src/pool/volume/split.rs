@@ -29,7 +29,7 @@ use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord};
 use crate::pool::redo_log;
 use crate::pool::scan::VolumeEntry;
 use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};
-use crate::progress::{OnProgress, Progress, Task, unheard};
+use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 /// Permission to discard the content of a BTT volume. A raw volume keeps its bytes, divided among
 /// its parts.
@@ -38,7 +38,7 @@ pub enum SplitContent {
     /// Refuses to split a volume that holds data.
     Refuse,
     /// Discards the content, so that all parts are empty.
-    GiveUp,
+    Discard,
 }
 
 impl<M: Media> Pool<M> {
@@ -53,7 +53,7 @@ impl<M: Media> Pool<M> {
         parts: &[(String, VolumeSize)],
         content: SplitContent,
     ) -> Result<Vec<VolumeInfo>, PoolError> {
-        self.split_volume_with(name, parts, content, &mut unheard)
+        self.split_volume_with(name, parts, content, &mut ignore_progress)
     }
 
     /// Like [`Pool::split_volume`], but reports the progress of erasing to `progress`. In the
@@ -79,15 +79,15 @@ impl<M: Media> Pool<M> {
             if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
                 return Err(split(SplitError::HoldsData));
             }
-            self.check_split_room(&chunks)?;
+            self.check_split_space(&chunks)?;
         }
         let slots = self.split(&mut state, slot, records)?;
         drop(state);
-        let filled = self.empty_parts(&slots, progress);
+        let erased = self.erase_parts(&slots, progress);
         let mut state = self.lock_state();
-        let settled = filled.and_then(|()| self.settle_parts(&mut state, &slots));
+        let finished = erased.and_then(|()| self.finish_parts(&mut state, &slots));
         state.open_volumes.retain(|slot| !slots.contains(slot));
-        settled.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
+        finished.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
     }
 
     /// Returns the records of the parts. The first part keeps the slot of the volume.
@@ -123,7 +123,7 @@ impl<M: Media> Pool<M> {
             });
             index += chunks;
         }
-        redo_log::check_room(&self.superblock, records.len() as u64 * RECORD_WORDS)?;
+        redo_log::check_capacity(&self.superblock, records.len() as u64 * RECORD_WORDS)?;
         Ok(records)
     }
 
@@ -146,14 +146,14 @@ impl<M: Media> Pool<M> {
             let own = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
             state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
         }
-        self.latch(name_chunks(self.media(), &self.superblock, &state.volumes, &slots))?;
+        self.latch(store_part_owners(self.media(), &self.superblock, &state.volumes, &slots))?;
         state.open_volumes.extend(&slots);
         Ok(slots)
     }
 
     /// 3. Erase the chunks of parts with a BTT, durably. This takes long, so the state is not
     ///    locked during this step.
-    fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
+    fn erase_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
         let runs = unformatted_runs(&self.lock_state().volumes, slots);
         let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();
         let mut done_bytes = 0;
@@ -169,9 +169,9 @@ impl<M: Media> Pool<M> {
     }
 
     /// 4. Write the BTTs, then the records.
-    fn settle_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
+    fn finish_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
         self.latch(format_parts(self.media(), &state.volumes, slots))?;
-        self.latch(settle_records(self.media(), &self.superblock, &mut state.volumes, slots))
+        self.latch(finish_records(self.media(), &self.superblock, &mut state.volumes, slots))
     }
 
     /// Returns the words that change in both copies of the records.
@@ -212,13 +212,13 @@ pub(in crate::pool) fn finish(
         .filter(|(_, volume)| volume.record.part.is_some())
         .map(|(slot, _)| *slot)
         .collect();
-    name_chunks(media, superblock, volumes, &slots)?;
+    store_part_owners(media, superblock, volumes, &slots)?;
     batches(&unformatted_runs(volumes, &slots)).iter().try_for_each(|batch| media.erase(batch))?;
     format_parts(media, volumes, &slots)?;
-    settle_records(media, superblock, volumes, &slots)
+    finish_records(media, superblock, volumes, &slots)
 }
 
-pub(in crate::pool) fn name_chunks(
+pub(in crate::pool) fn store_part_owners(
     media: &dyn Media,
     superblock: &Superblock,
     volumes: &BTreeMap<Slot, VolumeEntry>,
@@ -291,7 +291,7 @@ pub(in crate::pool) fn format_parts(
     Ok(())
 }
 
-pub(in crate::pool) fn settle_records(
+pub(in crate::pool) fn finish_records(
     media: &dyn Media,
     superblock: &Superblock,
     volumes: &mut BTreeMap<Slot, VolumeEntry>,
@@ -314,16 +314,17 @@ fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, 
     if let Some((name, _)) = parts.iter().find(|(name, _)| !names.insert(name)) {
         return Err(SplitError::NameTwice { name: name.clone() });
     }
-    let of_rest: Vec<_> = parts.iter().filter(|(_, size)| *size == VolumeSize::Remaining).collect();
-    if let [(first, _), (second, _), ..] = of_rest[..] {
+    let remaining_parts: Vec<_> =
+        parts.iter().filter(|(_, size)| *size == VolumeSize::Remaining).collect();
+    if let [(first, _), (second, _), ..] = remaining_parts[..] {
         return Err(SplitError::RestTwice { first: first.clone(), second: second.clone() });
     }
-    let said = parts.iter().filter_map(|(_, size)| match size {
+    let fixed_sizes = parts.iter().filter_map(|(_, size)| match size {
         VolumeSize::Bytes(bytes) => Some(*bytes),
         VolumeSize::Remaining => None,
     });
-    let parts_bytes = said.fold(0u64, u64::saturating_add);
-    let rest_bytes = match of_rest.first() {
+    let parts_bytes = fixed_sizes.fold(0u64, u64::saturating_add);
+    let rest_bytes = match remaining_parts.first() {
         Some((name, _)) if parts_bytes >= volume_bytes => {
             return Err(SplitError::NoRest { name: name.clone(), parts_bytes });
         }

@@ -188,5 +188,5 @@ pub fn empty_info() -> PoolInfo {
 }
 
 fn no_volume(name: &str) -> PoolError {
-    PoolError::NoSuchVolume { name: name.to_owned(), known: Vec::new() }
+    PoolError::NoSuchVolume { name: name.to_owned(), existing: Vec::new() }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use foreshore_types::size::Size;
 use pmem_volume::btt::{
-    ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced,
+    ArenaResult, ArenaStatus, Engine, EngineError, InfoError, InfoSource, arenas, is_replaced,
 };
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeSize};
@@ -157,7 +157,7 @@ impl PoolVolume for Volume {
         // If the guest has replaced the BTT, the engine would use the backup copy of the old info
         // block and overwrite the guest's new content. The guest's driver finds no BTT, so recovery
         // is not needed.
-        let is_replaced = |place: &Place| matches!(place, Ok((_, InfoSource::Second)));
+        let is_replaced = |arena: &ArenaResult| matches!(arena, Ok((_, InfoSource::Second)));
         if let Some(arena) = arenas(self).iter().position(is_replaced) {
             warn!(
                 volume = name,
@@ -170,10 +170,11 @@ impl PoolVolume for Volume {
         match Engine::open(self) {
             Ok(engine) => {
                 warn_of_read_only(name, &engine.arenas());
-                engine.settle()
+                engine.quiesce()
             }
             Err(
-                err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
+                err @ (EngineError::Media(_)
+                | EngineError::NoBtt { reason: InfoError::Media(_), .. }),
             ) => Err(err),
             Err(err) => {
                 // The guest may be about to write a new BTT.
@@ -241,8 +242,8 @@ fn is_of_media(err: &EngineError) -> bool {
     matches!(
         err,
         EngineError::Media(_)
-            | EngineError::NoBtt { why: InfoError::Media(_), .. }
-            | EngineError::Ambiguous { why: InfoError::Media(_), .. }
+            | EngineError::NoBtt { reason: InfoError::Media(_), .. }
+            | EngineError::Ambiguous { reason: InfoError::Media(_), .. }
     )
 }
 
@@ -521,7 +522,7 @@ mod tests {
         OpenOptions::new().write(true).open(&path).unwrap().set_len(second).unwrap();
         let err = volume.into_disk().err().unwrap();
         assert!(
-            matches!(err, EngineError::Ambiguous { arena: 1, why: InfoError::Media(_), .. }),
+            matches!(err, EngineError::Ambiguous { arena: 1, reason: InfoError::Media(_), .. }),
             "{err:?}"
         );
     }

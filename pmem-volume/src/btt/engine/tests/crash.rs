@@ -4,7 +4,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::script::{Driver, LANES, Oracle, Recorded, SECTORS, Script, Wrong, new_media};
+use super::script::{Driver, InjectedBug, LANES, Oracle, Recorded, SECTORS, Script, new_media};
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::tests::campaign::{Replay, replay_as, replayed, seeds, verify_each};
@@ -27,9 +27,9 @@ pub(super) fn verify(
     let mut images = 0;
     for (step, (point, oracle)) in (first_step..).zip(points) {
         if Replay::from_environment().has_step(step) {
-            let judge = |image: &Simulator| oracle.judge(image).map(drop);
+            let verify = |image: &Simulator| oracle.verify(image).map(drop);
             let mut random = Random::new(seed ^ (step as u64) << 32);
-            images += verify_each(std::slice::from_ref(point), bound, &mut random, &judge)
+            images += verify_each(std::slice::from_ref(point), bound, &mut random, &verify)
                 .map_err(|error| replay_as(&seed.to_string(), step, &error))?;
         }
     }
@@ -37,8 +37,8 @@ pub(super) fn verify(
 }
 
 /// Interleaves random exchanges and discards, and crashes at every persist.
-pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
-    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+pub(super) fn crash_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), bug, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
     recorded.is_open.store(true, Ordering::Relaxed);
     recorded.record();
@@ -52,8 +52,8 @@ pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> 
 
 /// Like [`crash_at_random`], but kills the process. The next process opens the visible state,
 /// durable or not, and continues. A power failure follows while it opens the media or later.
-pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
-    let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
+pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), InjectedBug::Nothing, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
     recorded.record();
     let mut random = Random::new(seed);
@@ -63,7 +63,7 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     drop(script);
     let mut images = 0;
     for (step, (kill, oracle)) in recorded.take_points().into_iter().enumerate() {
-        let next = Recorded::new(kill.killed(), wrong, oracle.clone());
+        let next = Recorded::new(kill.killed(), bug, oracle.clone());
         next.record();
         let engine = Engine::open(&next).unwrap();
         next.is_open.store(true, Ordering::Relaxed);
@@ -81,8 +81,8 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
 
 /// Like [`crash_at_random`], but the engine ends and hands the media over to a driver that persists
 /// only its own stores. A power failure follows.
-pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
-    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+pub(super) fn hand_over_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), bug, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
     recorded.is_open.store(true, Ordering::Relaxed);
     let mut random = Random::new(seed);
@@ -90,9 +90,9 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
     script.run(&mut random, 60);
     script.finish();
     drop(script);
-    match wrong {
-        Wrong::NotSettled => engine.flush().unwrap(),
-        _ => engine.settle().unwrap(),
+    match bug {
+        InjectedBug::NotQuiesced => engine.flush().unwrap(),
+        _ => engine.quiesce().unwrap(),
     }
     drop(engine);
     recorded.record();
@@ -105,33 +105,35 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
 }
 
 #[test]
-fn driver_that_assumes_a_durable_map_continues_after_a_settled_engine() {
+fn driver_that_assumes_a_durable_map_continues_after_a_quiesced_engine() {
     let images: usize =
-        seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
+        seeds(12).map(|seed| hand_over_at_random(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 1800);
 }
 
 #[test]
 fn interleaved_exchanges_and_discards_survive_a_crash_at_every_persist() {
-    let images: usize = seeds(24).map(|seed| crash_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    let images: usize =
+        seeds(24).map(|seed| crash_at_random(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 31_000);
 }
 
 #[test]
 fn sectors_survive_a_kill_and_then_a_loss_of_power() {
-    let images: usize = seeds(12).map(|seed| kill_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    let images: usize =
+        seeds(12).map(|seed| kill_at_random(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 21_000);
 }
 
 /// Executes all orders of the steps of two exchanges, with up to a thousand images per order.
-fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
+fn two_exchanges(bug: InjectedBug) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;
     // The second exchange uses the same map line, so that one of them waits, then another line, and
     // then the same sector.
-    for (place, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
+    for (index, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
         for order in (0..1u32 << (2 * STEPS)).filter(|order| order.count_ones() == STEPS) {
-            let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+            let recorded = Recorded::new(new_media(), bug, Oracle::default());
             let engine = Engine::open(&recorded).unwrap();
             recorded.is_open.store(true, Ordering::Relaxed);
             let mut script = Script::new(&engine, &recorded, 2, 0);
@@ -149,7 +151,7 @@ fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
             }
             script.finish();
             drop(script);
-            let case = place << (2 * STEPS) | order as usize;
+            let case = index << (2 * STEPS) | order as usize;
             images += verify(&recorded.take_points(), 256, 0, case * POINTS)?;
         }
     }
@@ -158,22 +160,21 @@ fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
 
 #[test]
 fn two_exchanges_survive_in_every_order_of_their_steps() {
-    Replay::from_environment().count(two_exchanges(Wrong::Nothing).unwrap(), 20_000);
+    Replay::from_environment().count(two_exchanges(InjectedBug::Nothing).unwrap(), 20_000);
 }
 
 /// A replay with the numbers in a test's error opens only the failing image.
 #[test]
 fn failing_image_is_replayed_by_its_numbers() {
-    let of_seed = |wrong: Wrong| {
-        seeds(39)
-            .try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, wrong)?))
+    let of_seed = |bug: InjectedBug| {
+        seeds(39).try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, bug)?))
     };
-    let campaigns: [&dyn Fn(Wrong) -> Result<usize, String>; 2] = [&two_exchanges, &of_seed];
+    let campaigns: [&dyn Fn(InjectedBug) -> Result<usize, String>; 2] = [&two_exchanges, &of_seed];
     for campaign in campaigns {
-        let error = campaign(Wrong::FirstHalf).unwrap_err();
-        let again = replayed(&error, || campaign(Wrong::FirstHalf)).unwrap_err();
+        let error = campaign(InjectedBug::FirstHalf).unwrap_err();
+        let again = replayed(&error, || campaign(InjectedBug::FirstHalf)).unwrap_err();
         assert_eq!(error, again);
-        let images = replayed(&error, || campaign(Wrong::Nothing)).unwrap();
+        let images = replayed(&error, || campaign(InjectedBug::Nothing)).unwrap();
         assert!((1..100).contains(&images), "{images} images");
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::script::{LANES, Oracle, Recorded, SECTORS, Wrong, new_media};
+use super::script::{InjectedBug, LANES, Oracle, Recorded, SECTORS, new_media};
 use super::*;
 use crate::btt::Finding;
 use crate::btt::arena::ArenaInfo;
@@ -36,7 +36,7 @@ pub(super) fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut Inf
     media.store(at, info.as_bytes()).unwrap();
 }
 
-pub(super) fn spoil(media: &MemoryMedia, at: u64) {
+pub(super) fn corrupt(media: &MemoryMedia, at: u64) {
     store_u32(media, at + 16, 0xdead_beef);
 }
 
@@ -55,14 +55,14 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     assert_eq!(arenas[0].read_only, None);
     engine.write(border - 1, &content(border - 1, 7, 4096)).unwrap();
     assert_eq!(read(engine, border - 1), content(border - 1, 7, 4096));
-    let why = arenas[1].read_only.clone().expect("the second arena is damaged");
+    let reason = arenas[1].read_only.clone().expect("the second arena is damaged");
     let refused =
         [engine.write(border, &content(border, 7, 4096)), engine.discard(border..border + 1)];
     for result in refused {
-        let Err(EngineError::ReadOnly { arena: 1, why: reason }) = result else {
+        let Err(EngineError::ReadOnly { arena: 1, reason: fault }) = result else {
             panic!("{result:?}")
         };
-        assert_eq!(reason.to_string(), why);
+        assert_eq!(fault.to_string(), reason);
     }
     // A write across the boundary still writes the sectors of the first arena.
     assert!(matches!(
@@ -78,7 +78,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     assert_eq!(flags_at(media, first.start_bytes) | flags_at(media, first.copy_at), 0);
     // The next open finds the flag.
     assert!(Engine::open(media).unwrap().arenas()[1].read_only.is_some());
-    why
+    reason
 }
 
 #[test]
@@ -98,8 +98,8 @@ fn impossible_flog_makes_its_arena_read_only() {
             store_u32(m, a.map_at + 4 * 3, r.free[4].0 | MAP_ERROR | MAP_ZERO);
         }),
     ];
-    for (what, change) in changes {
-        let media = formatted_twice(4096);
+    for (case, change) in changes {
+        let media = format_two_arenas(4096);
         let engine = Engine::open(&media).unwrap();
         let border = engine.arenas()[1].first_sector;
         engine.write(border + 5, &content(border + 5, 1, 4096)).unwrap();
@@ -108,17 +108,17 @@ fn impossible_flog_makes_its_arena_read_only() {
         let info = second_of(&media);
         change(&media, &info, &recover(&media, &info));
         let engine = Engine::open(&media).unwrap();
-        let why = only_the_second_is_read_only(&media, &engine);
-        assert!(why.contains(what), "{what}: {why}");
+        let reason = only_the_second_is_read_only(&media, &engine);
+        assert!(reason.contains(case), "{case}: {reason}");
         // Sectors that are readable can still be read.
-        assert_eq!(read(&engine, border + 5), content(border + 5, 1, 4096), "{what}");
+        assert_eq!(read(&engine, border + 5), content(border + 5, 1, 4096), "{case}");
     }
 }
 
 #[test]
 fn map_entry_out_of_range_is_detected_on_use() {
     for by_write in [false, true] {
-        let media = formatted_twice(4096);
+        let media = format_two_arenas(4096);
         let info = second_of(&media);
         store_u32(&media, info.map_at + 4 * 9, MAP_ERROR | MAP_ZERO | info.blocks);
         let engine = Engine::open(&media).unwrap();
@@ -129,21 +129,21 @@ fn map_entry_out_of_range_is_detected_on_use() {
             false => engine.read(border + 9, &mut vec![0; 4096]).unwrap_err(),
         };
         match error {
-            EngineError::ReadOnly { arena: 1, why } if by_write => {
-                assert!(matches!(why, Fault::Damaged(Finding::MapRange { sector: 9, .. })));
+            EngineError::ReadOnly { arena: 1, reason } if by_write => {
+                assert!(matches!(reason, Fault::Damaged(Finding::MapRange { sector: 9, .. })));
             }
             EngineError::Sector { sector } if !by_write => assert_eq!(sector, border + 9),
             other => panic!("{other}"),
         }
-        let why = only_the_second_is_read_only(&media, &engine);
-        assert!(why.contains("sector L9 is mapped to"), "{why}");
+        let reason = only_the_second_is_read_only(&media, &engine);
+        assert!(reason.contains("sector L9 is mapped to"), "{reason}");
         assert_eq!(read(&engine, border), content(border, 1, 4096));
     }
 }
 
 #[test]
 fn arena_with_error_flag_is_unchanged_and_recovered_in_memory() {
-    let media = formatted_twice(4096);
+    let media = format_two_arenas(4096);
     let info = second_of(&media);
     // Simulates a write of sector 3 that is missing in the map: data in the lane's block, and a
     // committed entry.
@@ -159,8 +159,8 @@ fn arena_with_error_flag_is_unchanged_and_recovered_in_memory() {
     let engine = Engine::open(&media).unwrap();
     assert_eq!(read(&engine, border + 3), content(border + 3, 5, 4096));
     assert!(media.to_bytes() == before, "nothing is stored");
-    let why = only_the_second_is_read_only(&media, &engine);
-    assert_eq!(why, "its error flag is set");
+    let reason = only_the_second_is_read_only(&media, &engine);
+    assert_eq!(reason, "its error flag is set");
 }
 
 #[test]
@@ -185,18 +185,18 @@ fn sector_in_error_is_unreadable_but_writable() {
 
 #[test]
 fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
-    let media = formatted_twice(4096);
+    let media = format_two_arenas(4096);
     let info = second_of(&media);
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
     for at in [info.start_bytes, info.copy_at] {
         let media = MemoryMedia::from_bytes(&media.to_bytes());
-        spoil(&media, at);
+        corrupt(&media, at);
         let engine = Engine::open(&media).unwrap();
         engine.write(border, &content(border, 1, 4096)).unwrap();
         assert_eq!(read(&engine, border), content(border, 1, 4096));
     }
     let sectors = Engine::open(&media).unwrap().sectors();
-    [info.start_bytes, info.copy_at].iter().for_each(|at| spoil(&media, *at));
+    [info.start_bytes, info.copy_at].iter().for_each(|at| corrupt(&media, *at));
     let engine = Engine::open(&media).unwrap();
     let status = &engine.arenas()[1];
     assert_eq!((status.uuid, status.sectors, engine.sectors()), (None, sectors - border, sectors));
@@ -213,8 +213,8 @@ fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
     for result in results {
         assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
     }
-    spoil(&media, START_BYTES);
-    spoil(&media, info_at_copy(&media));
+    corrupt(&media, START_BYTES);
+    corrupt(&media, info_at_copy(&media));
     let error = Engine::open(&media).unwrap_err();
     assert!(
         error.to_string().starts_with("arena 0, at 0x1000: neither info block is intact"),
@@ -246,34 +246,34 @@ fn unsupported_sector_sizes_are_refused() {
 }
 
 /// Opens an arena with impossible metadata, and crashes while the error flag is being set.
-fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
+fn crash_at_the_error_flag(bug: InjectedBug) -> Result<usize, String> {
     let media = new_media();
     let info = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().0;
     assert_eq!((info.sectors, info.lanes), (SECTORS, LANES));
     media.store(info.flog_at + 8, &[0xff; 8]).unwrap();
     Media::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
-    let recorded = Recorded::new(media, wrong, Oracle::default());
+    let recorded = Recorded::new(media, bug, Oracle::default());
     recorded.record();
     assert!(Engine::open(&recorded).unwrap().arenas()[0].read_only.is_some());
-    let judge = |image: &Simulator| {
+    let verify = |image: &Simulator| {
         let engine = Engine::open(image).map_err(|error| error.to_string())?;
         engine.arenas()[0].read_only.clone().ok_or("served despite the damage")?;
         Oracle::default().read(&engine).map(drop)
     };
     let points: Vec<_> = recorded.take_points().into_iter().map(|(point, _)| point).collect();
-    crate::pool::tests::campaign::verify_each(&points, 64, &mut Random::new(1), &judge)
+    crate::pool::tests::campaign::verify_each(&points, 64, &mut Random::new(1), &verify)
 }
 
 #[test]
 fn crash_while_the_error_flag_is_set_leaves_a_whole_info_block() {
-    let images = crash_at_the_error_flag(Wrong::Nothing).unwrap();
-    crate::pool::tests::campaign::say_images(images);
+    let images = crash_at_the_error_flag(InjectedBug::Nothing).unwrap();
+    crate::pool::tests::campaign::report_images(images);
     assert!(images > 6, "only {images} images");
 }
 
 #[test]
 fn error_flag_set_in_both_blocks_at_once_is_detected() {
-    let error = crash_at_the_error_flag(Wrong::ErrorFlag).unwrap_err();
+    let error = crash_at_the_error_flag(InjectedBug::ErrorFlag).unwrap_err();
     assert!(error.contains("neither info block is intact"), "{error}");
 }
 
@@ -308,13 +308,13 @@ impl Failing {
         MediaError::Io { operation: "test", offset_bytes: 0, length_bytes: 8, source }
     }
 
-    fn pass(&self) -> Result<(), MediaError> {
+    fn count_store(&self) -> Result<(), MediaError> {
         let passed =
             self.left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
         passed.map(drop).map_err(|_| Self::failure())
     }
 
-    fn reach(&self, at: u64, length: usize) -> Result<(), MediaError> {
+    fn check_access(&self, at: u64, length: usize) -> Result<(), MediaError> {
         let end = at + length as u64;
         match self.bad.lock().unwrap().iter().any(|bad| at < bad.end && bad.start < end) {
             true => Err(Self::failure()),
@@ -337,7 +337,7 @@ impl Media for Failing {
     }
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.reach(offset_bytes, into.len())?;
+        self.check_access(offset_bytes, into.len())?;
         // The counter wraps around at the failure, so that later reads succeed.
         if self.read_fails_after.fetch_sub(1, Ordering::SeqCst) == 0 {
             return Err(Self::failure());
@@ -346,13 +346,13 @@ impl Media for Failing {
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.pass()?;
-        self.reach(offset_bytes, bytes.len())?;
+        self.count_store()?;
+        self.check_access(offset_bytes, bytes.len())?;
         self.media.store(offset_bytes, bytes)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        self.pass()?;
+        self.count_store()?;
         if self.persist_fails.swap(false, Ordering::SeqCst) {
             return Err(Self::failure());
         }
@@ -361,18 +361,18 @@ impl Media for Failing {
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        self.reach(offset_bytes, 8)?;
+        self.check_access(offset_bytes, 8)?;
         Media::load_word(&self.media, offset_bytes)
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        self.pass()?;
-        self.reach(offset_bytes, 8)?;
+        self.count_store()?;
+        self.check_access(offset_bytes, 8)?;
         Media::store_word(&self.media, offset_bytes, word)
     }
 
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
-        self.pass()?;
+        self.count_store()?;
         pending.add(range);
         Ok(())
     }
@@ -445,7 +445,7 @@ fn unreadable_map_entry_does_not_latch_the_arena() {
     }
     assert_eq!(engine.arenas()[0].read_only, None);
     engine.write(0, &content(0, 2, 4096)).unwrap();
-    engine.settle().unwrap();
+    engine.quiesce().unwrap();
     engine.space().set_bad(&[]);
     assert_eq!(read(&engine, 0), content(0, 2, 4096));
     assert_eq!(read(&engine, 2), vec![0; 4096]);
@@ -471,7 +471,7 @@ fn first_failure_makes_the_arena_read_only_until_it_is_reopened() {
         // Only reads succeed from here on.
         let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
         let is_latched = |result| {
-            matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }))
+            matches!(result, Err(EngineError::ReadOnly { arena: 0, reason: Fault::Media(_) }))
         };
         assert!(is_latched(engine.write(9, &content(9, 1, 4096))));
         assert!(is_latched(engine.discard(9..10)));

@@ -32,7 +32,7 @@ fn sleeping_threads_get_the_released_lock() {
             });
         }
         // One of the threads sleeps, or is about to.
-        while !lock.is_awaited() {
+        while !lock.is_contended() {
             thread::yield_now();
         }
         assert!(is_got.try_recv().is_err(), "the lock is still held");
@@ -46,11 +46,11 @@ fn sleeping_threads_get_the_released_lock() {
 #[test]
 fn sleeping_thread_is_woken_without_a_timeout() {
     // The maximum sleep exceeds the time limit of the test.
-    let lock = Lock::new(0u64).sleeping(Duration::from_secs(3600));
+    let lock = Lock::new(0u64).with_max_sleep(Duration::from_secs(3600));
     let held = lock.lock();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| *lock.lock() += 1);
-        while !lock.is_awaited() {
+        while !lock.is_contended() {
             thread::yield_now();
         }
         drop(held);

@@ -1,13 +1,13 @@
 //! Comparison of the engine with a list of sectors, and with checks that do not use the engine.
 
+mod bulk_load;
 mod crash;
-mod crash_wrong;
 mod damage;
-mod load;
+mod injected_bugs;
 mod lock;
-mod missing;
+mod loom_model;
+mod missing_arenas;
 mod model;
-mod modelled;
 mod readers;
 mod script;
 mod threads;
@@ -31,7 +31,7 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
 }
 
 /// Creates media with two arenas. The second one is behind the initial size of the volume.
-pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
+pub(super) fn format_two_arenas(sector_bytes: u32) -> MemoryMedia {
     grown(&formatted(sector_bytes), 2 * VOLUME_BYTES)
 }
 
@@ -42,7 +42,7 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     bytes.resize(size_bytes as usize, 0);
     let media = MemoryMedia::from_bytes(&bytes);
     extension.format(&media).unwrap();
-    for (at, word) in extension.link() {
+    for (at, word) in extension.link_words() {
         media.store(at, &word.to_le_bytes()).unwrap();
     }
     media
@@ -94,7 +94,7 @@ pub(super) fn read(engine: &Engine<impl Media>, sector: u64) -> Vec<u8> {
 #[test]
 fn written_sectors_are_read_across_arenas_and_after_a_reopen() {
     for sector_bytes in [512, 4096] {
-        let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
+        let engine = Engine::open(format_two_arenas(sector_bytes)).unwrap();
         assert_eq!(engine.sector_bytes(), sector_bytes);
         let border = engine.arenas()[1].first_sector;
         assert!(border > 100 && engine.sectors() > border + 100);
@@ -244,7 +244,7 @@ fn volume_of_a_pool_is_served_and_keeps_its_content() {
 #[test]
 fn usable_bytes_are_those_of_the_sectors_of_all_arenas() {
     for sector_bytes in [512, 4096] {
-        let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
+        let engine = Engine::open(format_two_arenas(sector_bytes)).unwrap();
         let bytes = engine.sectors() * u64::from(sector_bytes);
         assert_eq!(usable_bytes(engine.space()), Some(bytes));
         assert!(bytes > usable_bytes(&formatted(sector_bytes)).unwrap());

@@ -32,7 +32,7 @@ fn operations() -> impl Strategy<Value = Operation> {
 }
 
 fn run(sector_bytes: u32, operations: Vec<Operation>) {
-    let media = formatted_twice(sector_bytes);
+    let media = format_two_arenas(sector_bytes);
     let mut engine = Engine::open(&media).unwrap();
     let base = engine.arenas()[1].first_sector - AROUND;
     // Version of each sector. Version 0 reads as zeros.

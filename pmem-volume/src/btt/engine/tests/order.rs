@@ -16,9 +16,9 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 
 use super::super::*;
-use super::cpu::{self, LeftOut};
+use super::cpu::{self, OmittedStep};
 use super::lock::Lock;
-use super::map::{Locks, Map};
+use super::map::{LineLocks, Map};
 use super::readers::Readers;
 use crate::media::{Durability, Media};
 
@@ -30,7 +30,7 @@ fn in_own_process(name: &str, test: fn()) {
     if env::var_os(CHILD).is_some() {
         return test();
     }
-    let path = format!("btt::engine::tests::modelled::order::{name}");
+    let path = format!("btt::engine::tests::loom_model::order::{name}");
     let mut command = Command::new(env::current_exe().unwrap());
     let output = command.args(["--exact", &path]).env(CHILD, "1").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -38,10 +38,13 @@ fn in_own_process(name: &str, test: fn()) {
 }
 
 /// Executes all orders of a model. Returns the error of a failing order, if there is one.
-fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
-    cpu::LEFT_OUT.set(left_out);
+fn every_order(
+    omitted: OmittedStep,
+    model: impl Fn() + Send + Sync + 'static,
+) -> Result<(), String> {
+    cpu::OMITTED_STEP.set(omitted);
     let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
-    cpu::LEFT_OUT.set(LeftOut::Nothing);
+    cpu::OMITTED_STEP.set(OmittedStep::Nothing);
     result.map_err(|panic| match panic.downcast::<String>() {
         Ok(text) => *text,
         Err(panic) => {
@@ -69,8 +72,8 @@ impl Sector {
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
-            let is_read = self.readers.look_behind_lock().holds(free)
-                && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
+            let is_read = self.readers.announcements_after_lock().contains(free)
+                && cpu::OMITTED_STEP.get() != OmittedStep::AnnouncementCheck;
             if is_read {
                 return;
             }
@@ -87,20 +90,20 @@ impl Sector {
     fn read(&self) {
         let mut last = None;
         let find = || {
-            if cpu::LEFT_OUT.get() != LeftOut::SecondLook || last.is_none() {
+            if cpu::OMITTED_STEP.get() != OmittedStep::SecondMapRead || last.is_none() {
                 last = Some(self.map.load(Ordering::Acquire));
             }
             Ok::<_, ()>(last)
         };
-        let (block, _hold) = self.readers.hold_found(find).unwrap().unwrap();
+        let (block, _announcement) = self.readers.announce_found(find).unwrap().unwrap();
         let [first, second] = &self.blocks[block as usize - 1];
         let (first, second) = (first.load(Ordering::Relaxed), second.load(Ordering::Relaxed));
         assert_eq!(first, second, "torn");
     }
 }
 
-fn read_while_written(left_out: LeftOut) -> Result<(), String> {
-    every_order(left_out, || {
+fn read_while_written(omitted: OmittedStep) -> Result<(), String> {
+    every_order(omitted, || {
         let sector = Arc::new(Sector::new());
         let reader = Arc::clone(&sector);
         let reader = thread::spawn(move || reader.read());
@@ -112,17 +115,17 @@ fn read_while_written(left_out: LeftOut) -> Result<(), String> {
 #[test]
 fn reader_never_sees_a_torn_sector() {
     in_own_process("reader_never_sees_a_torn_sector", || {
-        read_while_written(LeftOut::Nothing).unwrap();
+        read_while_written(OmittedStep::Nothing).unwrap();
     });
 }
 
 #[test]
 fn omission_of_any_step_between_readers_and_writers_is_detected() {
     in_own_process("omission_of_any_step_between_readers_and_writers_is_detected", || {
-        use LeftOut::{LookAtReaders, ReadersFence, SecondLook, WritersFence};
-        for left_out in [ReadersFence, WritersFence, SecondLook, LookAtReaders] {
-            let found = read_while_written(left_out).expect_err(&format!("{left_out:?}"));
-            assert!(found.contains("torn"), "{left_out:?}: {found}");
+        use OmittedStep::{AnnouncementCheck, ReadersFence, SecondMapRead, WritersFence};
+        for omitted in [ReadersFence, WritersFence, SecondMapRead, AnnouncementCheck] {
+            let found = read_while_written(omitted).expect_err(&format!("{omitted:?}"));
+            assert!(found.contains("torn"), "{omitted:?}: {found}");
         }
     });
 }
@@ -162,18 +165,18 @@ impl Media for OneWord {
 }
 
 /// Two writers change the two entries of the same word.
-fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
+fn neighbors_change(omitted: OmittedStep) -> Result<(), String> {
     let media = formatted(4096);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
-    every_order(left_out, move || {
-        let shared = Arc::new((Locks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
-        let change = move |shared: &(Locks, Map, OneWord), sector: u32| {
+    every_order(omitted, move || {
+        let shared = Arc::new((LineLocks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
+        let change = move |shared: &(LineLocks, Map, OneWord), sector: u32| {
             let (locks, map, word) = shared;
             // A separate lock does not exclude the other writer.
-            let own = Locks::new(1);
-            let locks = if left_out == LeftOut::LineLock { &own } else { locks };
+            let own = LineLocks::new(1);
+            let locks = if omitted == OmittedStep::LineLock { &own } else { locks };
             let sectors = sector..sector + 1;
-            let locked = locks.lock(map.words_of(&sectors));
+            let locked = locks.lock(map.word_range(&sectors));
             map.change(word, sectors, &locked, |_, _| sector + 7).unwrap();
         };
         let other = Arc::clone(&shared);
@@ -187,16 +190,16 @@ fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
 #[test]
 fn changes_of_both_entries_in_a_map_word_are_kept() {
     in_own_process("changes_of_both_entries_in_a_map_word_are_kept", || {
-        neighbours_change(LeftOut::Nothing).unwrap();
-        let found = neighbours_change(LeftOut::LineLock).unwrap_err();
+        neighbors_change(OmittedStep::Nothing).unwrap();
+        let found = neighbors_change(OmittedStep::LineLock).unwrap_err();
         assert!(found.contains("lost"), "{found}");
     });
 }
 
 /// Two threads add to a value under a lock. Loom detects an access that overlaps with accesses of
 /// the other thread.
-fn two_add(left_out: LeftOut) -> Result<(), String> {
-    every_order(left_out, || {
+fn two_threads_add(omitted: OmittedStep) -> Result<(), String> {
+    every_order(omitted, || {
         let lock = Arc::new(Lock::new(0));
         let other = Arc::clone(&lock);
         let other = thread::spawn(move || *other.lock() += 1);
@@ -209,10 +212,10 @@ fn two_add(left_out: LeftOut) -> Result<(), String> {
 #[test]
 fn lock_excludes_other_threads() {
     in_own_process("lock_excludes_other_threads", || {
-        two_add(LeftOut::Nothing).unwrap();
-        for left_out in [LeftOut::Release, LeftOut::Acquire] {
-            let found = two_add(left_out).expect_err(&format!("{left_out:?}"));
-            assert!(found.contains("Causality violation"), "{left_out:?}: {found}");
+        two_threads_add(OmittedStep::Nothing).unwrap();
+        for omitted in [OmittedStep::Release, OmittedStep::Acquire] {
+            let found = two_threads_add(omitted).expect_err(&format!("{omitted:?}"));
+            assert!(found.contains("Causality violation"), "{omitted:?}: {found}");
         }
     });
 }

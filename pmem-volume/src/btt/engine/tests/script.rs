@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use super::super::exchange::Exchange;
-use super::super::lanes::{self, Taken};
-use super::super::map::{LINE_SECTORS, written};
+use super::super::lanes::{self, LaneGuards};
+use super::super::map::{LINE_SECTORS, written_entry};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
@@ -21,7 +21,7 @@ pub(super) const LANES: u32 = 4;
 
 /// Possible versions of a sector. Version 0 reads as zeros.
 #[derive(Clone, Debug, Default)]
-struct Held {
+struct SectorVersions {
     /// Version of the sector if no write is in progress.
     current: u64,
     /// Versions of the writes in progress.
@@ -30,11 +30,11 @@ struct Held {
 
 /// Possible content of all sectors that were ever written.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Oracle(BTreeMap<u32, Held>);
+pub(super) struct Oracle(BTreeMap<u32, SectorVersions>);
 
 /// Wrong order that is simulated between the engine and the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wrong {
+pub(super) enum InjectedBug {
     Nothing,
     /// The second half is stored before the data is durable.
     Data,
@@ -55,13 +55,13 @@ pub(super) enum Wrong {
     /// Recovery ends before the map is durable.
     RecoveredMap,
     /// Another driver uses the media before the map is durable.
-    NotSettled,
+    NotQuiesced,
     /// The error flag is stored in the second info block before it is durable in the first one.
     ErrorFlag,
     /// The data is stored after its persist has begun.
-    DataBegunTooEarly,
+    DataPersistedTooEarly,
     /// The halves of the flog entry are stored after their persist has begun.
-    LogBegunTooEarly,
+    LogPersistedTooEarly,
     /// Map entries that mark the sectors of a load as zeros are not durable before the data.
     LoadZeros,
 }
@@ -69,7 +69,7 @@ pub(super) enum Wrong {
 /// Persist that has begun for a range. Like a CPU, it writes back the current content of the cache
 /// lines. The end makes exactly this content durable.
 #[derive(Debug)]
-struct Begun {
+struct BegunPersist {
     range: Range<u64>,
     words: Vec<(u64, u64)>,
 }
@@ -77,22 +77,22 @@ struct Begun {
 /// Media that can simulate a wrong order, with the oracle for each crash point.
 pub(super) struct Recorded {
     pub(super) media: Simulator,
-    wrong: Wrong,
+    bug: InjectedBug,
     map: Range<u64>,
     flog: Range<u64>,
     /// False while the engine is being opened. Persists then belong to the recovery.
     pub(super) is_open: std::sync::atomic::AtomicBool,
     held_back: Mutex<Vec<(u64, u64)>>,
     /// Persists that have begun, in order. Only one thread begins them.
-    begun: Mutex<Vec<Begun>>,
+    begun: Mutex<Vec<BegunPersist>>,
     /// Persists that have begun for ranges that are stored too late.
-    begun_too_early: Mutex<Vec<Begun>>,
+    begun_too_early: Mutex<Vec<BegunPersist>>,
     pub(super) oracle: Mutex<Oracle>,
-    seen: Mutex<Vec<Oracle>>,
+    oracles: Mutex<Vec<Oracle>>,
 }
 
 impl Recorded {
-    pub(super) fn new(media: Simulator, wrong: Wrong, oracle: Oracle) -> Self {
+    pub(super) fn new(media: Simulator, bug: InjectedBug, oracle: Oracle) -> Self {
         let space: &dyn Media = &media;
         let size_bytes = space.len_bytes() - START_BYTES;
         let (info, _) = read_arena(&media, START_BYTES, size_bytes).unwrap();
@@ -100,78 +100,82 @@ impl Recorded {
             map: info.map_at..info.map_at + u64::from(info.sectors) * 4,
             flog: info.flog_at..info.flog_at + u64::from(info.lanes) * 64,
             media,
-            wrong,
+            bug,
             is_open: false.into(),
             held_back: Mutex::default(),
             begun: Mutex::default(),
             begun_too_early: Mutex::default(),
             oracle: Mutex::new(oracle),
-            seen: Mutex::default(),
+            oracles: Mutex::default(),
         }
     }
 
     /// Starts to record crash points, each with the possible content of sectors.
     pub(super) fn record(&self) {
-        self.seen.lock().unwrap().clear();
+        self.oracles.lock().unwrap().clear();
         self.media.record();
     }
 
     /// Returns the recorded crash points, each with the possible content of sectors.
     pub(super) fn take_points(&self) -> Vec<(CrashPoint, Oracle)> {
-        let mut seen = std::mem::take(&mut *self.seen.lock().unwrap());
-        seen.push(self.oracle.lock().unwrap().clone());
+        let mut oracles = std::mem::take(&mut *self.oracles.lock().unwrap());
+        oracles.push(self.oracle.lock().unwrap().clone());
         let points = self.media.take_points();
-        assert_eq!(points.len(), seen.len());
-        points.into_iter().zip(seen).collect()
+        assert_eq!(points.len(), oracles.len());
+        points.into_iter().zip(oracles).collect()
     }
 
     fn persist_all(&self, ranges: &[Range<u64>]) {
-        self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
+        self.oracles.lock().unwrap().push(self.oracle.lock().unwrap().clone());
         Media::persist(&self.media, ranges).unwrap();
     }
 
     /// Ends persists that have begun, like [`Self::persist_all`].
-    fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b Begun>) {
-        self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
+    fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b BegunPersist>) {
+        self.oracles.lock().unwrap().push(self.oracle.lock().unwrap().clone());
         let words: Vec<_> =
             begun.into_iter().flat_map(|begun| begun.words.iter().copied()).collect();
         self.media.persist_written_back(&words);
     }
 
-    fn begin(&self, range: Range<u64>) -> Begun {
-        Begun { words: self.media.written_back(range.clone()), range }
+    fn begin(&self, range: Range<u64>) -> BegunPersist {
+        BegunPersist { words: self.media.written_back(range.clone()), range }
     }
 
     /// Returns true if the persist of these ranges must be omitted.
-    fn is_left_out(&self, ranges: &[Range<u64>]) -> bool {
+    fn is_omitted(&self, ranges: &[Range<u64>]) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
-        let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
-            self.wrong == wrong && ranges.iter().all(|range| is_in(self, range))
+        let of = |bug, is_in: fn(&Self, &Range<u64>) -> bool| {
+            self.bug == bug && ranges.iter().all(|range| is_in(self, range))
         };
-        let is_left_out = match is_open {
+        let is_omitted = match is_open {
             true => {
-                of(Wrong::SecondHalf, Self::in_flog)
-                    || of(Wrong::MapBeforeFlog, Self::in_flog)
-                    || of(Wrong::Discard, Self::in_map)
+                of(InjectedBug::SecondHalf, Self::in_flog)
+                    || of(InjectedBug::MapBeforeFlog, Self::in_flog)
+                    || of(InjectedBug::Discard, Self::in_map)
             }
             false => {
-                of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map)
+                of(InjectedBug::RecoveredFlog, Self::in_flog)
+                    || of(InjectedBug::RecoveredMap, Self::in_map)
             }
         };
         let in_metadata = |range: &Range<u64>| self.in_map(range) || self.in_flog(range);
-        is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata)
+        is_omitted || self.bug == InjectedBug::ErrorFlag && !ranges.iter().any(in_metadata)
     }
 
     /// Returns true if the range contains map entries at the start of a window, and if their
     /// persist must be omitted.
-    fn is_left_out_of_load(&self, range: &Range<u64>) -> bool {
+    fn is_omitted_from_load(&self, range: &Range<u64>) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let mut words = (range.start..range.end).step_by(8);
-        let says_zeros = |at| {
+        let is_zero_entry = |at| {
             let word = Media::load_word(&self.media, at).unwrap();
             [word as u32, (word >> 32) as u32].iter().all(|entry| entry >> 30 == 2)
         };
-        self.wrong == Wrong::LoadZeros && is_open && self.in_map(range) && words.all(says_zeros)
+        self.bug == InjectedBug::LoadZeros
+            && is_open
+            && self.in_map(range)
+            && words.all(is_zero_entry)
     }
 
     fn in_map(&self, range: &Range<u64>) -> bool {
@@ -201,9 +205,9 @@ impl Media for Recorded {
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        let kept: Vec<_> =
-            ranges.iter().filter(|range| !self.is_left_out_of_load(range)).cloned().collect();
-        self.persist_all(if self.is_left_out(ranges) { &[] } else { &kept });
+        let persisted: Vec<_> =
+            ranges.iter().filter(|range| !self.is_omitted_from_load(range)).cloned().collect();
+        self.persist_all(if self.is_omitted(ranges) { &[] } else { &persisted });
         Ok(())
     }
 
@@ -213,7 +217,7 @@ impl Media for Recorded {
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         let at = offset_bytes..offset_bytes + 8;
-        if self.wrong == Wrong::MapBeforeFlog {
+        if self.bug == InjectedBug::MapBeforeFlog {
             if self.in_flog(&at) && offset_bytes % 16 == 8 {
                 self.held_back.lock().unwrap().push((offset_bytes, word));
                 return Ok(());
@@ -228,7 +232,7 @@ impl Media for Recorded {
                 return Ok(());
             }
         }
-        if self.wrong == Wrong::LogBegunTooEarly && self.in_flog(&at) {
+        if self.bug == InjectedBug::LogPersistedTooEarly && self.in_flog(&at) {
             let begun = self.begin(at);
             self.begun_too_early.lock().unwrap().push(begun);
         }
@@ -242,7 +246,7 @@ impl Media for Recorded {
         pending: &mut Pending,
     ) -> Result<(), MediaError> {
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
-        if self.wrong == Wrong::DataBegunTooEarly {
+        if self.bug == InjectedBug::DataPersistedTooEarly {
             self.begin_persist(range, pending)?;
             return self.store(offset_bytes, bytes);
         }
@@ -264,21 +268,21 @@ impl Media for Recorded {
         let is_data = |range: &Range<u64>| !self.in_map(range) && !self.in_flog(range);
         if !pending.ranges().iter().any(is_data) {
             // Omits the persist of the flog entries of an exchange.
-            let is_left_out = self.is_left_out(pending.ranges());
-            self.persist_begun(begun.iter().filter(|_| !is_left_out));
+            let is_omitted = self.is_omitted(pending.ranges());
+            self.persist_begun(begun.iter().filter(|_| !is_omitted));
             return Ok(());
         }
         // The map words of the exchange's own sectors come first.
-        let is_kept = |(place, range): (usize, &Range<u64>)| match self.wrong {
-            Wrong::FirstHalf => !self.in_flog(range),
-            Wrong::SectorRewritten => place > 0,
-            Wrong::LaneReused => place == 0 || !self.in_map(range),
-            Wrong::Data => !is_data(range),
+        let is_persisted = |(index, range): (usize, &Range<u64>)| match self.bug {
+            InjectedBug::FirstHalf => !self.in_flog(range),
+            InjectedBug::SectorRewritten => index > 0,
+            InjectedBug::LaneReused => index == 0 || !self.in_map(range),
+            InjectedBug::Data => !is_data(range),
             _ => true,
         };
-        let kept =
-            begun.iter().enumerate().filter(|(place, begun)| is_kept((*place, &begun.range)));
-        self.persist_begun(kept.map(|(_, begun)| begun));
+        let persisted =
+            begun.iter().enumerate().filter(|(index, begun)| is_persisted((*index, &begun.range)));
+        self.persist_begun(persisted.map(|(_, begun)| begun));
         Ok(())
     }
 }
@@ -289,8 +293,8 @@ pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
     if (1..DISCARDS).contains(&version) {
         let mark = u64::from(sector + 1) << 32 | version;
-        for (place, word) in [(0, mark), (1000, !mark), (4088, mark.rotate_left(7))] {
-            bytes[place..place + 8].copy_from_slice(&word.to_le_bytes());
+        for (index, word) in [(0, mark), (1000, !mark), (4088, mark.rotate_left(7))] {
+            bytes[index..index + 8].copy_from_slice(&word.to_le_bytes());
         }
     }
     bytes
@@ -313,8 +317,8 @@ struct Active<'a> {
 
 /// Exchange of one or several sectors, as in the engine.
 enum OneOrMore<'a> {
-    One(Exchange<'a, &'a Recorded, [lanes::Held<'a>; 1]>),
-    More(Exchange<'a, &'a Recorded, Taken<'a>>),
+    One(Exchange<'a, &'a Recorded, [lanes::LaneGuard<'a>; 1]>),
+    More(Exchange<'a, &'a Recorded, LaneGuards<'a>>),
 }
 
 impl<'a> OneOrMore<'a> {
@@ -409,8 +413,8 @@ impl<'a> Script<'a> {
         }
         self.version += 1;
         let version = self.version;
-        self.note(&sectors, |held| held.pending.push(version));
-        let arena = self.engine.places[0].arena().unwrap();
+        self.update_oracle(&sectors, |versions| versions.pending.push(version));
+        let arena = self.engine.arena_slots[0].arena().unwrap();
         let exchange = OneOrMore::begin(&self.engine.common, arena, &sectors);
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
@@ -426,9 +430,9 @@ impl<'a> Script<'a> {
         active.steps += 1;
         let Some(exchange) = active.exchange.as_mut() else {
             let Active { sectors, version, .. } = self.active[writer].take().unwrap();
-            let arena = self.engine.places[0].arena().unwrap();
+            let arena = self.engine.arena_slots[0].arena().unwrap();
             arena.persist_discarded(&self.engine.common.space, &sectors).unwrap();
-            self.note(&sectors, |held| held.end(version));
+            self.update_oracle(&sectors, |versions| versions.end(version));
             return;
         };
         match active.steps {
@@ -441,7 +445,7 @@ impl<'a> Script<'a> {
             _ => {
                 active.exchange.take().unwrap().publish().unwrap();
                 let Active { sectors, version, .. } = self.active[writer].take().unwrap();
-                self.note(&sectors, |held| held.end(version));
+                self.update_oracle(&sectors, |versions| versions.end(version));
             }
         }
     }
@@ -454,8 +458,8 @@ impl<'a> Script<'a> {
         }
         self.version += 1;
         let version = DISCARDS + self.version;
-        self.note(&sectors, |held| held.pending.push(version));
-        let arena = self.engine.places[0].arena().unwrap();
+        self.update_oracle(&sectors, |versions| versions.pending.push(version));
+        let arena = self.engine.arena_slots[0].arena().unwrap();
         let failed = arena.store_discarded(&self.engine.common, sectors.clone()).unwrap();
         assert!(failed.is_empty());
         self.active[writer] = Some(Active { exchange: None, sectors, version, steps: 1 });
@@ -470,7 +474,7 @@ impl<'a> Script<'a> {
         locked.any(|active| lines(&active.sectors).any(|line| wanted.contains(&line)))
     }
 
-    fn note(&self, sectors: &Range<u32>, change: impl Fn(&mut Held)) {
+    fn update_oracle(&self, sectors: &Range<u32>, change: impl Fn(&mut SectorVersions)) {
         let mut oracle = self.recorded.oracle.lock().unwrap();
         sectors.clone().for_each(|sector| change(oracle.0.entry(sector).or_default()));
     }
@@ -498,11 +502,11 @@ impl<'a> Driver<'a> {
 
     /// Writes a sector through the given lane.
     pub(super) fn write(&mut self, lane: usize, sector: u32, version: u64) {
-        let note = |change: fn(&mut Held, u64)| {
+        let update_oracle = |change: fn(&mut SectorVersions, u64)| {
             let mut oracle = self.recorded.oracle.lock().unwrap();
             change(oracle.0.entry(sector).or_default(), version);
         };
-        note(|held, version| held.pending.push(version));
+        update_oracle(|versions, version| versions.pending.push(version));
         let lane_now = self.recovery.lanes[lane].clone();
         let (block, at) = (lane_now.block, lane_now.entry_at(&self.info));
         self.store(self.info.block_at(block), &sparse_content(sector, version));
@@ -512,7 +516,7 @@ impl<'a> Driver<'a> {
         }
         self.map(sector, block);
         self.recovery.lanes[lane].advance(self.recovery.second_slot, sector, old);
-        note(Held::end);
+        update_oracle(SectorVersions::end);
     }
 
     fn map(&self, sector: u32, block: u32) {
@@ -520,7 +524,7 @@ impl<'a> Driver<'a> {
         let mut word = [0; 8];
         self.recorded.read(at, &mut word).unwrap();
         let within = (sector % 2 * 4) as usize;
-        word[within..within + 4].copy_from_slice(&written(block).to_le_bytes());
+        word[within..within + 4].copy_from_slice(&written_entry(block).to_le_bytes());
         self.store(at, &word);
     }
 
@@ -530,14 +534,14 @@ impl<'a> Driver<'a> {
     }
 }
 
-impl Held {
+impl SectorVersions {
     /// Ends a write or a discard. From here on, its version is the content of the sector.
     fn end(&mut self, version: u64) {
-        let Some(place) = self.pending.iter().position(|pending| *pending == version) else {
+        let Some(index) = self.pending.iter().position(|pending| *pending == version) else {
             assert!(version >= DISCARDS);
             return;
         };
-        self.pending.remove(place);
+        self.pending.remove(index);
         self.current = version;
         if version < DISCARDS {
             // Discards in progress were stored before this exchange locked the line. The exchange
@@ -555,8 +559,8 @@ impl Oracle {
 
     /// Ends all writes.
     pub(super) fn end_writes(&mut self) {
-        for held in self.0.values_mut() {
-            held.current = held.pending.drain(..).next_back().unwrap_or(held.current);
+        for versions in self.0.values_mut() {
+            versions.current = versions.pending.drain(..).next_back().unwrap_or(versions.current);
         }
     }
 
@@ -565,7 +569,7 @@ impl Oracle {
     /// 1. A check finds nothing.
     /// 2. The engine opens it, and reads a possible version of every sector.
     /// 3. A check finds nothing, and nothing to redo.
-    pub(super) fn judge(&self, image: &Simulator) -> Result<Self, String> {
+    pub(super) fn verify(&self, image: &Simulator) -> Result<Self, String> {
         let check_is_clean = |when: &str| {
             let report = check(image);
             if report.is_clean() {
@@ -586,16 +590,16 @@ impl Oracle {
     /// Returns the versions that an engine reads, provided that all of them are possible.
     pub(super) fn read(&self, engine: &Engine<impl Media>) -> Result<Self, String> {
         let mut found = Self::default();
-        let untouched = Held::default();
+        let untouched = SectorVersions::default();
         for sector in 0..SECTORS {
-            let held = self.0.get(&sector).unwrap_or(&untouched);
+            let versions = self.0.get(&sector).unwrap_or(&untouched);
             let bytes = read(engine, u64::from(sector));
-            let allowed = std::iter::once(&held.current).chain(&held.pending);
+            let allowed = std::iter::once(&versions.current).chain(&versions.pending);
             let Some(version) = allowed.copied().find(|v| bytes == sparse_content(sector, *v))
             else {
-                return Err(format!("sector {sector} is none of {held:?}: {:x?}", &bytes[..8]));
+                return Err(format!("sector {sector} is none of {versions:?}: {:x?}", &bytes[..8]));
             };
-            found.0.insert(sector, Held { current: version, pending: vec![] });
+            found.0.insert(sector, SectorVersions { current: version, pending: vec![] });
         }
         Ok(found)
     }

@@ -94,7 +94,7 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
 
 /// Media on which a thread stops once, either before it copies a block or after it has read the
 /// map.
-struct Stopping {
+struct PausingMedia {
     media: MemoryMedia,
     /// Number of map loads before the thread stops.
     stop_after_map_loads: AtomicUsize,
@@ -104,14 +104,14 @@ struct Stopping {
     map: Range<u64>,
 }
 
-impl Stopping {
+impl PausingMedia {
     fn stop(&self) {
         self.stopped.lock().unwrap().send(()).unwrap();
         self.go_on.lock().unwrap().recv().unwrap();
     }
 }
 
-impl Media for Stopping {
+impl Media for PausingMedia {
     fn len_bytes(&self) -> u64 {
         Media::len_bytes(&self.media)
     }
@@ -157,11 +157,11 @@ impl Media for Stopping {
 }
 
 /// Creates media on which threads stop. One channel reports a stop, and the other one ends it.
-fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
+fn pausing_media(sectors: u32, lanes: u32) -> (PausingMedia, Receiver<()>, Sender<()>) {
     let media = small(sectors, lanes);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     let ((stopped, has_stopped), (continues, go_on)) = (channel(), channel());
-    let stopping = Stopping {
+    let stopping = PausingMedia {
         media,
         stop_after_map_loads: 0.into(),
         stop_at_data: false.into(),
@@ -175,8 +175,8 @@ fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
 /// Stops a reader of sector 1, overwrites the sector until every lane has been used often, and lets
 /// the reader continue. Returns the version that the reader has read, provided that it is not torn.
 /// Also returns the data that a reader without an announcement would have read.
-fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>) {
-    let (stopping, has_stopped, continues) = stopping(16, 3);
+fn read_while_overwritten(prepare: impl Fn(&PausingMedia)) -> (Option<u64>, Vec<u8>) {
+    let (stopping, has_stopped, continues) = pausing_media(16, 3);
     let (info, _) = read_arena(&stopping, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     let engine = Engine::open(stopping).unwrap();
     engine.write(1, &content(1, 1, 4096)).unwrap();
@@ -196,7 +196,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
 
 #[test]
 fn block_being_read_is_not_overwritten_and_no_writer_waits() {
-    let at_data = |media: &Stopping| media.stop_at_data.store(true, Ordering::SeqCst);
+    let at_data = |media: &PausingMedia| media.stop_at_data.store(true, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(at_data);
     assert_eq!(version, Some(1), "unchanged since the read");
     assert_eq!(of_block, content(1, 1, 4096));
@@ -204,7 +204,7 @@ fn block_being_read_is_not_overwritten_and_no_writer_waits() {
 
 #[test]
 fn late_reader_reads_the_map_again() {
-    let late = |media: &Stopping| media.stop_after_map_loads.store(1, Ordering::SeqCst);
+    let late = |media: &PausingMedia| media.stop_after_map_loads.store(1, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(late);
     assert_eq!(version, Some(31));
     // Without the second check, it would have read another version, or parts of two versions.

@@ -76,8 +76,8 @@ fn read_of_suspect_fails_if_its_other_owner_is_unreadable() {
         "{result:?}"
     );
     assert_eq!(read(&engine, 0), vec![0; 4096]);
-    let (reader, troubles) = Reader::open_damaged(&failing);
-    assert!(matches!(troubles[..], [(0, Finding::MapUnreadable(_))]), "{troubles:?}");
+    let (reader, damage) = Reader::open_damaged(&failing);
+    assert!(matches!(damage[..], [(0, Finding::MapUnreadable(_))]), "{damage:?}");
     assert_eq!(reader.read(SECTOR, &mut vec![0; 4096]).unwrap(), Sector::Error);
 
     failing.set_bad(&[]);
@@ -96,8 +96,8 @@ fn repair_after_failed_read_gives_up_no_sector_with_torn_entry() {
     let plan = || {
         let repair = plan_repair(&failing, GiveUp::Sectors, &mut |_| {}).ok()?;
         // An unreadable info block is rewritten even if there is other damage.
-        let of_flog = repair.mendings.iter().filter(|mending| !mending.what.contains("info block"));
-        Some(of_flog.map(|mending| format!("{mending:?}")).collect::<Vec<_>>())
+        let of_flog = repair.fixes.iter().filter(|fix| !fix.description.contains("info block"));
+        Some(of_flog.map(|fix| format!("{fix:?}")).collect::<Vec<_>>())
     };
     let mended = plan().unwrap();
     assert!(!mended.is_empty());

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use foreshore_types::size::Size;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::ownership::content_lost_to;
+use pmem_volume::pool::ownership::overwritten_content;
 use thiserror::Error;
 use tracing::warn;
 
@@ -113,7 +113,8 @@ impl ZoneFile {
         // The contents of an earlier guest's memory may be discarded. Files on hugetlbfs only serve
         // as memory and need no mark.
         if huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_none() {
-            let content = content_lost_to(Mark::Memory, file, path).map_err(ZoneFileError::Open)?;
+            let content =
+                overwritten_content(Mark::Memory, file, path).map_err(ZoneFileError::Open)?;
             if let Some(content) = content {
                 return Err(ZoneFileError::HasContent { content });
             }

@@ -16,7 +16,7 @@ use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::lock::{LockKind, try_lock};
 use crate::pool::ownership::{ClaimError, claim};
-use crate::progress::{Progress, Task, unheard};
+use crate::progress::{Progress, Task, ignore_progress};
 
 /// Loop device backed by a sparse file.
 struct Loop {
@@ -44,7 +44,7 @@ impl Loop {
     }
 
     /// Enlarges the disk.
-    fn lengthen(&self, len_bytes: u64) {
+    fn extend(&self, len_bytes: u64) {
         OpenOptions::new().write(true).open(self.image()).unwrap().set_len(len_bytes).unwrap();
         assert!(Command::new("losetup").arg("-c").arg(&self.device).status().unwrap().success());
     }
@@ -84,9 +84,11 @@ fn read_only_device_is_reported_and_readable() {
         eprintln!("skipped: the device cannot be write-protected");
         return;
     }
-    for result in
-        [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, false, &mut unheard)]
-    {
+    for result in [
+        disk.create(),
+        disk.open(),
+        Pool::grow_with(&disk.device, None, false, &mut ignore_progress),
+    ] {
         let error = result.unwrap_err();
         assert!(matches!(error, PoolError::DeviceReadOnly { .. }), "{error:?}");
         assert!(error.to_string().contains("the device is read-only"), "{error}");
@@ -157,7 +159,7 @@ fn pool_grows_into_an_enlarged_block_device() {
         PoolError::DeviceTooSmall { needed_bytes, device_bytes, .. } if needed_bytes == 32 * MIB && device_bytes == 16 * MIB
     );
     assert!(too_small, "{error}");
-    disk.lengthen(48 * MIB);
+    disk.extend(48 * MIB);
     // Data behind the pool must not be visible to the next owner of that space. It is in the middle
     // of the added part.
     disk.write(20 * MIB, &[0x77; 8192]);
@@ -169,7 +171,7 @@ fn pool_grows_into_an_enlarged_block_device() {
     drop(pool);
     // Data at either end of the added part may be valuable, so it is erased only with permission.
     disk.write(48 * MIB - 512, b"the end");
-    let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
+    let error = Pool::grow_with(&disk.device, None, false, &mut ignore_progress).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("it has data at byte 50331136"), "{text}");
     assert_eq!(disk.open().unwrap().info().total_bytes, 32 * MIB);
@@ -177,11 +179,11 @@ fn pool_grows_into_an_enlarged_block_device() {
         disk.content().ends_with(&[b"the end".as_slice(), &[0; 505]].concat()),
         "the device was changed"
     );
-    let mut heard = Vec::new();
+    let mut reported = Vec::new();
     let pool =
-        Pool::grow_with(&disk.device, None, true, &mut |progress| heard.push(progress)).unwrap();
+        Pool::grow_with(&disk.device, None, true, &mut |progress| reported.push(progress)).unwrap();
     let erasing = |done_bytes| Progress { task: Task::Erase, done_bytes, total_bytes: 16 * MIB };
-    assert_eq!(heard, [erasing(0), erasing(16 * MIB)]);
+    assert_eq!(reported, [erasing(0), erasing(16 * MIB)]);
     assert_eq!((pool.info().total_bytes, pool.volumes().len()), (48 * MIB, 1));
     drop(pool);
     assert_eq!(disk.content().len() as u64, 48 * MIB);
@@ -194,7 +196,7 @@ fn unfinished_growth_does_not_change_the_length_of_a_block_device() {
     let size_bytes = Some(16 * MIB);
     let pool = disk.create_with(CreateOptions { size_bytes, ..CreateOptions::default() }).unwrap();
     let new = grow::plan(&pool.superblock, 32 * MIB).unwrap();
-    grow::announce(pool.media(), &pool.superblock, &new).unwrap();
+    grow::announce_growth(pool.media(), &pool.superblock, &new).unwrap();
     drop(pool);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let report = Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap();
@@ -206,7 +208,7 @@ fn unfinished_growth_does_not_change_the_length_of_a_block_device() {
 fn shrunk_block_device_is_refused_as_truncated() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     drop(disk.create().unwrap());
-    disk.lengthen(16 * MIB);
+    disk.extend(16 * MIB);
     let error = disk.open().unwrap_err();
     let truncated = matches!(
         error,
@@ -267,7 +269,7 @@ fn pool_with_unknown_volumes_is_not_erased_by_force() {
         ("both superblocks", &[100, 2 * MIB - 4096 + 100]),
         ("the version", &[8, 2 * MIB - 4096 + 8]),
     ];
-    for (what, places) in damages {
+    for (case, places) in damages {
         let Some(disk) = Loop::new(32 * MIB) else { return };
         drop(disk.create().unwrap());
         places.iter().for_each(|at| disk.write(*at, &[0x5a]));
@@ -275,9 +277,9 @@ fn pool_with_unknown_volumes_is_not_erased_by_force() {
         for force in [false, true] {
             let options = CreateOptions { force, ..CreateOptions::default() };
             let error = disk.create_with(options).unwrap_err();
-            assert!(matches!(error, PoolError::DeviceUnknownVolumes { .. }), "{what}: {error}");
+            assert!(matches!(error, PoolError::DeviceUnknownVolumes { .. }), "{case}: {error}");
         }
-        assert!(before == disk.content(), "{what}: a refused pool has changed the device");
+        assert!(before == disk.content(), "{case}: a refused pool has changed the device");
         // Erases the superblock without the pool's functions.
         disk.write(0, &vec![0; 2 << 20]);
         disk.create_with(CreateOptions { force: true, ..CreateOptions::default() }).unwrap();
@@ -288,10 +290,10 @@ fn pool_with_unknown_volumes_is_not_erased_by_force() {
 fn unfinished_creation_leaves_no_pool() {
     let Some(disk) = Loop::new(160 * MIB) else { return };
     drop(disk.create().unwrap());
-    let mut heard = Vec::new();
+    let mut reported = Vec::new();
     let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         let mut progress = |now: Progress| {
-            heard.push((now.done_bytes, now.total_bytes));
+            reported.push((now.done_bytes, now.total_bytes));
             assert_eq!(now.done_bytes, 0, "interrupted after the first step");
         };
         disk.create_with(CreateOptions {
@@ -301,7 +303,7 @@ fn unfinished_creation_leaves_no_pool() {
         })
     }));
     assert!(unwound.is_err());
-    assert_eq!(heard, [(0, 160 * MIB), (64 * MIB, 160 * MIB)]);
+    assert_eq!(reported, [(0, 160 * MIB), (64 * MIB, 160 * MIB)]);
     assert!(matches!(disk.open().unwrap_err(), PoolError::NotAPool { .. }));
     drop(disk.create().unwrap());
 }
@@ -347,12 +349,12 @@ fn error_of_a_block_device_in_use_names_the_holder() {
     while try_lock(&udev, LockKind::Shared).unwrap().is_err() {
         thread::yield_now();
     }
-    let looks = thread::spawn(move || {
+    let lock_holder = thread::spawn(move || {
         thread::sleep(Duration::from_millis(100));
         drop(udev);
     });
     disk.open().unwrap();
-    looks.join().unwrap();
+    lock_holder.join().unwrap();
 }
 
 #[test]
@@ -422,7 +424,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     }
     let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
     let length = open_steps::Length::Device(device.len_bytes());
-    let (superblock, findings) = open_steps::judge_superblocks(path, copies, length, mode)?;
+    let (superblock, findings) = open_steps::select_superblock(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(OnDevice(device.part(superblock.size_bytes())));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
@@ -455,7 +457,7 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
 /// in the crash images.
 fn grow_on_device(
     table_offset: u64,
-    lengthen: impl Fn(&Simulator) -> std::io::Result<Simulator>,
+    extend: impl Fn(&Simulator) -> std::io::Result<Simulator>,
 ) -> Result<Vec<u64>, String> {
     let device = Simulator::new(NEW);
     let mut superblock = create::plan(OLD, 0, Uuid::from_u128(1), 1).unwrap();
@@ -469,7 +471,7 @@ fn grow_on_device(
     pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     let new = grow::plan(&pool.superblock, NEW).unwrap();
     device.record();
-    grow::carry_out(&device.part(OLD), &pool.superblock, &new, lengthen).unwrap();
+    grow::grow_media(&device.part(OLD), &pool.superblock, &new, extend).unwrap();
     let (points, mut random, mut sizes) = (device.take_points(), Random::new(23), vec![]);
     for image in points.iter().flat_map(|point| point.images(64, &mut random)) {
         sizes.push(verify_device(&image)?);
@@ -548,7 +550,7 @@ fn thin_pool_has_blocks_only_for_metadata_and_used_chunks() {
 fn growth_on_a_device_of_the_same_size_is_refused() {
     let Some(disk) = Loop::new(32 * MIB + 4096) else { return };
     drop(disk.create().unwrap());
-    let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
+    let error = Pool::grow_with(&disk.device, None, false, &mut ignore_progress).unwrap_err();
     assert!(matches!(error, PoolError::DeviceNotGrown { .. }), "{error:?}");
     assert!(error.to_string().contains("uses all of the device (32 MiB)"), "{error}");
 }
@@ -563,6 +565,6 @@ fn pool_on_a_disk_is_thin_only_on_request() {
     let error = Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default())
         .unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
-    let error = Pool::grow_with(&fixture.path(), None, false, &mut unheard).unwrap_err();
+    let error = Pool::grow_with(&fixture.path(), None, false, &mut ignore_progress).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
 }

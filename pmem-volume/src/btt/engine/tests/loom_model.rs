@@ -29,15 +29,15 @@ mod cpu {
 
     /// Releases a lock with an exchange. Loom does not order a store with concurrent exchanges of
     /// other threads, and might never make it visible to them.
-    pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
+    pub(super) fn release(lock: &AtomicU32, free: u32, ordering: Ordering) {
         lock.swap(
             free,
-            if LEFT_OUT.get() == LeftOut::Release { Ordering::Relaxed } else { ordering },
+            if OMITTED_STEP.get() == OmittedStep::Release { Ordering::Relaxed } else { ordering },
         );
     }
 
-    pub(super) fn taking(ordering: Ordering) -> Ordering {
-        if LEFT_OUT.get() == LeftOut::Acquire { Ordering::Relaxed } else { ordering }
+    pub(super) fn acquire_ordering(ordering: Ordering) -> Ordering {
+        if OMITTED_STEP.get() == OmittedStep::Acquire { Ordering::Relaxed } else { ordering }
     }
 
     /// A sleeping thread may wake up at any time, and then checks again.
@@ -62,16 +62,16 @@ mod cpu {
 
     /// Step that the model omits.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(super) enum LeftOut {
+    pub(super) enum OmittedStep {
         Nothing,
         /// Barrier of a reader between its announcement and its check of the map.
         ReadersFence,
         /// Barrier of a writer between its change of the map and its check of the readers.
         WritersFence,
         /// Second check of the map by a reader.
-        SecondLook,
+        SecondMapRead,
         /// Check of the readers by a writer.
-        LookAtReaders,
+        AnnouncementCheck,
         /// Lock of a map line.
         LineLock,
         /// Release ordering of the lock. Without it, the next holder need not see accesses made
@@ -83,7 +83,7 @@ mod cpu {
 
     thread_local! {
         // Thread-local, because all threads of a model run on a single thread.
-        pub(super) static LEFT_OUT: Cell<LeftOut> = const { Cell::new(LeftOut::Nothing) };
+        pub(super) static OMITTED_STEP: Cell<OmittedStep> = const { Cell::new(OmittedStep::Nothing) };
     }
 
     pub(super) fn last_slot() -> usize {
@@ -94,14 +94,14 @@ mod cpu {
 
     /// Loom does not model locked instructions. Whatever their ordering, its atomics give weaker
     /// guarantees than those of the CPU.
-    pub(super) fn fence_behind_locked() {
-        if LEFT_OUT.get() != LeftOut::ReadersFence {
+    pub(super) fn fence_after_locked() {
+        if OMITTED_STEP.get() != OmittedStep::ReadersFence {
             atomic::fence(Ordering::SeqCst);
         }
     }
 
-    pub(super) fn writers_fence_behind_locked() {
-        if LEFT_OUT.get() != LeftOut::WritersFence {
+    pub(super) fn writer_fence_after_locked() {
+        if OMITTED_STEP.get() != OmittedStep::WritersFence {
             atomic::fence(Ordering::SeqCst);
         }
     }

@@ -15,7 +15,7 @@ use crate::CHUNK_BYTES;
 
 /// Kind of file or device that contains the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum MediaKind {
     /// File on tmpfs, ramfs or hugetlbfs. It is sparse, and is lost when the host shuts down.
     Memory,
     /// File on any other file system, with or without DAX.
@@ -36,7 +36,7 @@ pub(crate) enum Place {
 
 /// Reason why a file or device cannot contain media.
 #[derive(Debug, Error)]
-pub(crate) enum PlaceError {
+pub(crate) enum MediaKindError {
     #[error("a character device of subsystem `{subsystem}` is not a devdax device")]
     NotDax { subsystem: String },
     #[error(
@@ -45,73 +45,75 @@ pub(crate) enum PlaceError {
     Align { align_bytes: u64 },
     #[error("neither a file nor a device")]
     Other,
-    #[error("cannot inspect {what}")]
+    #[error("cannot inspect {inspected}")]
     Io {
-        what: String,
+        inspected: String,
         #[source]
         source: io::Error,
     },
 }
 
-impl Place {
+impl MediaKind {
     /// Determines the place of an open file. Its type is checked first, because the device node
     /// itself is in a tmpfs.
-    pub(crate) fn of(file: &File) -> Result<Self, PlaceError> {
-        let metadata = file.metadata().map_err(|e| unseen("it", e))?;
+    pub(crate) fn of(file: &File) -> Result<Self, MediaKindError> {
+        let metadata = file.metadata().map_err(|e| inspect_error("it", e))?;
         let kind = metadata.file_type();
         if kind.is_file() {
-            let in_memory = is_in_memory(file).map_err(|e| unseen("the file system", e))?;
-            Ok(if in_memory { Place::Memory } else { Place::Disk })
+            let in_memory = is_in_memory(file).map_err(|e| inspect_error("the file system", e))?;
+            Ok(if in_memory { MediaKind::Memory } else { MediaKind::Disk })
         } else if kind.is_block_device() {
             let is_volatile = is_ram_disk(&sysfs_of("block", metadata.rdev()));
-            Ok(Place::BlockDevice { is_volatile })
+            Ok(MediaKind::BlockDevice { is_volatile })
         } else if kind.is_char_device() {
             Self::of_character_device(&sysfs_of("char", metadata.rdev()))
         } else {
-            Err(PlaceError::Other)
+            Err(MediaKindError::Other)
         }
     }
 
     /// Determines the place of a character device. `entry` is its directory in sysfs.
-    pub(crate) fn of_character_device(entry: &Path) -> Result<Self, PlaceError> {
+    pub(crate) fn of_character_device(entry: &Path) -> Result<Self, MediaKindError> {
         let link = entry.join("subsystem");
-        let subsystem = fs::read_link(&link).map_err(|e| unseen(link.display(), e))?;
+        let subsystem = fs::read_link(&link).map_err(|e| inspect_error(link.display(), e))?;
         let name = subsystem.file_name().unwrap_or_default().to_string_lossy();
         if name != "dax" {
-            return Err(PlaceError::NotDax { subsystem: name.into_owned() });
+            return Err(MediaKindError::NotDax { subsystem: name.into_owned() });
         }
         let align_bytes = attribute(entry, "align")?;
         if align_bytes > CHUNK_BYTES {
-            return Err(PlaceError::Align { align_bytes });
+            return Err(MediaKindError::Align { align_bytes });
         }
-        let device = fs::canonicalize(entry).map_err(|e| unseen(entry.display(), e))?;
-        Ok(Place::DevDax { is_volatile: !is_on_nvdimm(&device) })
+        let device = fs::canonicalize(entry).map_err(|e| inspect_error(entry.display(), e))?;
+        Ok(MediaKind::DevDax { is_volatile: !is_on_nvdimm(&device) })
     }
 
     /// Returns true for a device. Writing cannot change the length of a device.
     pub(crate) fn is_device(self) -> bool {
-        matches!(self, Place::BlockDevice { .. } | Place::DevDax { .. })
+        matches!(self, MediaKind::BlockDevice { .. } | MediaKind::DevDax { .. })
     }
 
     /// Returns true if the content is lost when the host shuts down.
     pub(crate) fn is_volatile(self) -> bool {
         match self {
-            Place::Memory => true,
-            Place::Disk => false,
-            Place::BlockDevice { is_volatile } | Place::DevDax { is_volatile } => is_volatile,
+            MediaKind::Memory => true,
+            MediaKind::Disk => false,
+            MediaKind::BlockDevice { is_volatile } | MediaKind::DevDax { is_volatile } => {
+                is_volatile
+            }
         }
     }
 
     /// Length of the file or device.
     pub(crate) fn len_bytes(self, file: &File) -> io::Result<u64> {
         match self {
-            Place::Memory | Place::Disk => Ok(file.metadata()?.len()),
+            MediaKind::Memory | MediaKind::Disk => Ok(file.metadata()?.len()),
             // stat() returns a size of 0 for a device. The file's position is not used otherwise.
-            Place::BlockDevice { .. } => {
+            MediaKind::BlockDevice { .. } => {
                 let mut device = file;
                 device.seek(SeekFrom::End(0))
             }
-            Place::DevDax { .. } => {
+            MediaKind::DevDax { .. } => {
                 let entry = sysfs_of("char", file.metadata()?.rdev());
                 attribute(&entry, "size").map_err(io::Error::other)
             }
@@ -121,11 +123,11 @@ impl Place {
 
 /// Returns the length of a file or device that can contain media.
 pub fn len_bytes(file: &File) -> io::Result<u64> {
-    Place::of(file).map_err(io::Error::other)?.len_bytes(file)
+    MediaKind::of(file).map_err(io::Error::other)?.len_bytes(file)
 }
 
-fn unseen(what: impl Display, source: io::Error) -> PlaceError {
-    PlaceError::Io { what: what.to_string(), source }
+fn inspect_error(inspected: impl Display, source: io::Error) -> MediaKindError {
+    MediaKindError::Io { inspected: inspected.to_string(), source }
 }
 
 /// Returns the directory of a device in sysfs. `kind` is `block` or `char`.
@@ -133,10 +135,10 @@ pub(crate) fn sysfs_of(kind: &str, device: u64) -> PathBuf {
     format!("/sys/dev/{kind}/{}:{}", libc::major(device), libc::minor(device)).into()
 }
 
-fn attribute(entry: &Path, name: &str) -> Result<u64, PlaceError> {
+fn attribute(entry: &Path, name: &str) -> Result<u64, MediaKindError> {
     let path = entry.join(name);
-    let text = fs::read_to_string(&path).map_err(|e| unseen(path.display(), e))?;
-    u64::from_str(text.trim()).map_err(|e| unseen(path.display(), io::Error::other(e)))
+    let text = fs::read_to_string(&path).map_err(|e| inspect_error(path.display(), e))?;
+    u64::from_str(text.trim()).map_err(|e| inspect_error(path.display(), io::Error::other(e)))
 }
 
 /// Recognizes RAM disks of Linux (brd, zram) by their names. Without sysfs, the device is assumed
@@ -202,31 +204,31 @@ mod tests {
         let (_folder, entry) =
             sysfs("platform/e820_pmem/ndbus0/region0/dax0.1/dax0.0", "dax", &align);
         assert_eq!(
-            Place::of_character_device(&entry).unwrap(),
-            Place::DevDax { is_volatile: false }
+            MediaKind::of_character_device(&entry).unwrap(),
+            MediaKind::DevDax { is_volatile: false }
         );
         let virtio = "pci0000:00/0000:00:05.0/virtio2/ndbus0/region0/dax0.1/dax0.0";
         for other in ["platform/hmem.0/dax0.0", virtio] {
             let (_folder, entry) = sysfs(other, "dax", &align);
-            let place = Place::of_character_device(&entry).unwrap();
-            assert_eq!(place, Place::DevDax { is_volatile: true }, "{other}");
+            let media_kind = MediaKind::of_character_device(&entry).unwrap();
+            assert_eq!(media_kind, MediaKind::DevDax { is_volatile: true }, "{other}");
         }
     }
 
     #[test]
     fn devdax_with_larger_pages_than_chunks_is_refused() {
         let (_folder, entry) = sysfs("ndbus0/dax0.0", "dax", &[("align", "1073741824")]);
-        let error = Place::of_character_device(&entry).unwrap_err();
-        assert!(matches!(error, PlaceError::Align { align_bytes: 0x4000_0000 }), "{error}");
+        let error = MediaKind::of_character_device(&entry).unwrap_err();
+        assert!(matches!(error, MediaKindError::Align { align_bytes: 0x4000_0000 }), "{error}");
         let (_folder, entry) = sysfs("ndbus0/dax0.0", "dax", &[("align", "4096")]);
-        assert!(Place::of_character_device(&entry).is_ok());
+        assert!(MediaKind::of_character_device(&entry).is_ok());
     }
 
     #[test]
     fn other_character_devices_are_named() {
-        let error = Place::of(&File::open("/dev/null").unwrap()).unwrap_err();
+        let error = MediaKind::of(&File::open("/dev/null").unwrap()).unwrap_err();
         assert!(
-            matches!(&error, PlaceError::NotDax { subsystem } if subsystem == "mem"),
+            matches!(&error, MediaKindError::NotDax { subsystem } if subsystem == "mem"),
             "{error}"
         );
     }
@@ -235,9 +237,12 @@ mod tests {
     fn kind_of_a_file_takes_precedence_over_its_file_system() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(12345).unwrap();
-        let place = Place::of(&file).unwrap();
-        assert_eq!((place, place.len_bytes(&file).unwrap()), (Place::Memory, 12345));
-        assert!(matches!(Place::of(&File::open("/dev/shm").unwrap()), Err(PlaceError::Other)));
+        let media_kind = MediaKind::of(&file).unwrap();
+        assert_eq!((media_kind, media_kind.len_bytes(&file).unwrap()), (MediaKind::Memory, 12345));
+        assert!(matches!(
+            MediaKind::of(&File::open("/dev/shm").unwrap()),
+            Err(MediaKindError::Other)
+        ));
     }
 
     #[test]

@@ -24,7 +24,7 @@ use std::ops::Range;
 
 use super::arena::Arena;
 use super::map::{self, LINE_SECTORS};
-use super::{Common, Engine, EngineError, Place};
+use super::{ArenaSlot, Common, Engine, EngineError};
 use crate::btt::check;
 use crate::btt::content::holds_data;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
@@ -34,7 +34,7 @@ use crate::media::{Media, MediaError, Pending};
 const WINDOW_BYTES: u64 = 64 << 20;
 
 /// BTT that is being filled. It owns the engine, so that no sector is read or written concurrently.
-pub struct Load<S> {
+pub struct BulkLoad<S> {
     engine: Engine<S>,
     window_sectors: u32,
     window: Option<Window>,
@@ -61,28 +61,28 @@ impl<S: Media> Engine<S> {
     /// - A check of the BTT has findings. A guest may have stored map entries that name a block
     ///   that does not exist, or the same block twice.
     /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
-    pub fn into_load(self) -> Result<Load<S>, Box<Self>> {
-        let is_writable = |place: &Place| place.arena().and_then(Arena::check_writable).is_ok();
+    pub fn into_bulk_load(self) -> Result<BulkLoad<S>, Box<Self>> {
+        let is_writable = |slot: &ArenaSlot| slot.arena().and_then(Arena::check_writable).is_ok();
         let is_empty = u64::from(self.sector_bytes) >= PAGE_BYTES
-            && self.places.iter().all(is_writable)
+            && self.arena_slots.iter().all(is_writable)
             && holds_data(self.space()).is_ok_and(|holds_data| !holds_data)
             && check(self.space()).is_clean();
         if !is_empty {
             return Err(Box::new(self));
         }
         let window_sectors = (WINDOW_BYTES / u64::from(self.sector_bytes)) as u32;
-        Ok(Load { engine: self, window_sectors, window: None, last_entered: None })
+        Ok(BulkLoad { engine: self, window_sectors, window: None, last_entered: None })
     }
 }
 
-impl<S: Media> Load<S> {
+impl<S: Media> BulkLoad<S> {
     /// Returns the engine for queries.
     pub fn engine(&self) -> &Engine<S> {
         &self.engine
     }
 
-    /// Stores whole sectors. They are durable when [`Load::finish`] has returned. After a crash,
-    /// each sector reads as zeros or as the data that was stored last.
+    /// Stores whole sectors. They are durable when [`BulkLoad::finish`] has returned. After a
+    /// crash, each sector reads as zeros or as the data that was stored last.
     ///
     /// # Panics
     ///
@@ -97,7 +97,7 @@ impl<S: Media> Load<S> {
         let mut rest = bytes;
         for (arena, mut sectors) in parts {
             while !sectors.is_empty() {
-                let end = self.enter(arena, sectors.start)?.min(sectors.end);
+                let end = self.enter_window(arena, sectors.start)?.min(sectors.end);
                 let (now, later) = rest.split_at((end - sectors.start) as usize * sector_bytes);
                 self.store(sectors.start..end, now)?;
                 (sectors.start, rest) = (end, later);
@@ -108,8 +108,8 @@ impl<S: Media> Load<S> {
 
     /// Performs steps 2 and 3 for the last window, and returns the engine.
     pub fn finish(mut self) -> Result<Engine<S>, EngineError> {
-        if let Some((arena, words)) = self.leave()? {
-            let arena = self.engine.places[arena].arena()?;
+        if let Some((arena, words)) = self.leave_window()? {
+            let arena = self.engine.arena_slots[arena].arena()?;
             arena.latch(self.engine.common.space.persist_range(words))?;
         }
         Ok(self.engine)
@@ -117,25 +117,26 @@ impl<S: Media> Load<S> {
 
     /// Performs step 1 for the window that contains a sector, unless it is the current window.
     /// Returns the end of the window.
-    fn enter(&mut self, arena: usize, sector: u32) -> Result<u32, EngineError> {
+    fn enter_window(&mut self, arena: usize, sector: u32) -> Result<u32, EngineError> {
         if let Some(window) = &self.window
             && window.arena == arena
             && window.sectors.contains(&sector)
         {
             return Ok(window.sectors.end);
         }
-        let left = self.leave()?;
-        let Engine { places, common, .. } = &self.engine;
-        let place = places[arena].arena()?;
+        let left = self.leave_window()?;
+        let Engine { arena_slots, common, .. } = &self.engine;
+        let window_arena = arena_slots[arena].arena()?;
         let start = sector / self.window_sectors * self.window_sectors;
         let previous = self.last_entered.replace((arena, start));
         assert!(previous < Some((arena, start)), "windows are stored in ascending order");
-        let end = start.saturating_add(self.window_sectors).min(place.info.sectors);
-        let failed = place.store_discarded(common, start..end)?;
+        let end = start.saturating_add(self.window_sectors).min(window_arena.info.sectors);
+        let failed = window_arena.store_discarded(common, start..end)?;
         assert!(failed.is_empty(), "sectors in error are data, and an empty BTT has none");
-        let words = [Some(place.map.words_of(&(start..end))), left.map(|(_, words)| words)];
+        let words =
+            [Some(window_arena.map.word_range(&(start..end))), left.map(|(_, words)| words)];
         let words: Vec<_> = words.into_iter().flatten().collect();
-        place.latch(common.space.persist(&words))?;
+        window_arena.latch(common.space.persist(&words))?;
         let (stored, data) = (Vec::new(), Pending::default());
         self.window = Some(Window { arena, sectors: start..end, stored, data });
         Ok(end)
@@ -144,17 +145,17 @@ impl<S: Media> Load<S> {
     /// Performs the first half of step 2 for sectors of the current window. Sectors with contiguous
     /// blocks are stored together.
     fn store(&mut self, sectors: Range<u32>, bytes: &[u8]) -> Result<(), EngineError> {
-        let Engine { places, common, sector_bytes, .. } = &self.engine;
+        let Engine { arena_slots, common, sector_bytes, .. } = &self.engine;
         let window = self.window.as_mut().expect("it was entered");
-        let arena = places[window.arena].arena()?;
+        let arena = arena_slots[window.arena].arena()?;
         let sector_bytes = u64::from(*sector_bytes);
-        let mut places = Vec::with_capacity(sectors.len());
+        let mut block_offsets = Vec::with_capacity(sectors.len());
         for sector in sectors.clone() {
             let entry = arena.map.entry(&common.space, sector).map_err(EngineError::Media)?;
-            places.push(arena.info.block_at(entry & MAP_BLOCK));
+            block_offsets.push(arena.info.block_at(entry & MAP_BLOCK));
         }
         let mut rest = bytes;
-        for run in places.chunk_by(|a, b| a + sector_bytes == *b) {
+        for run in block_offsets.chunk_by(|a, b| a + sector_bytes == *b) {
             let (now, later) = rest.split_at(run.len() * sector_bytes as usize);
             arena.latch(common.space.store_bulk(run[0], now, &mut window.data))?;
             rest = later;
@@ -165,16 +166,16 @@ impl<S: Media> Load<S> {
 
     /// Performs the second half of step 2, and step 3 without its persist. Returns the arena and
     /// the map words that must be persisted.
-    fn leave(&mut self) -> Result<Option<(usize, Range<u64>)>, EngineError> {
+    fn leave_window(&mut self) -> Result<Option<(usize, Range<u64>)>, EngineError> {
         let Some(window) = self.window.take() else { return Ok(None) };
         let common = &self.engine.common;
-        let arena = self.engine.places[window.arena].arena()?;
+        let arena = self.engine.arena_slots[window.arena].arena()?;
         arena.check_writable()?;
         arena.latch(common.space.end_persist(&window.data))?;
         for sectors in window.stored {
             arena.latch(publish(common, arena, sectors))?;
         }
-        Ok(Some((window.arena, arena.map.words_of(&window.sectors))))
+        Ok(Some((window.arena, arena.map.word_range(&window.sectors))))
     }
 }
 
@@ -187,17 +188,17 @@ fn publish(
     while !sectors.is_empty() {
         let end = (sectors.start / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS);
         let line = mem::replace(&mut sectors.start, end.min(sectors.end))..end.min(sectors.end);
-        let locked = common.locks.lock(arena.map.words_of(&line));
-        let named = |_, entry: u32| map::written(entry & MAP_BLOCK);
+        let locked = common.locks.lock(arena.map.word_range(&line));
+        let named = |_, entry: u32| map::written_entry(entry & MAP_BLOCK);
         arena.map.change(&common.space, line, &locked, named)?;
     }
     Ok(())
 }
 
 #[cfg(test)]
-impl<S> Load<S> {
+impl<S> BulkLoad<S> {
     /// Changes the size of windows.
-    pub(super) fn in_windows_of(self, window_sectors: u32) -> Self {
+    pub(super) fn with_window_sectors(self, window_sectors: u32) -> Self {
         Self { window_sectors, ..self }
     }
 }

@@ -10,7 +10,7 @@ use crate::media::{Durability, Media, MediaError, Pending, debug_assert_word};
 use crate::pool::{OpenMode, Pool};
 
 /// Ranges in the file.
-type InFile = Vec<Range<u64>>;
+type FileRanges = Vec<Range<u64>>;
 
 impl<M: Media> Volume<M> {
     fn space(&self) -> Space<'_> {
@@ -24,7 +24,7 @@ impl<M: Media> Volume<M> {
     // Always inlined. It is called for each word, and takes only a few instructions if the volume
     // has a single extent.
     #[inline(always)]
-    fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
+    fn contiguous_offset(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
         let extent = match self.extents() {
             // Most volumes have a single extent, which therefore begins at offset 0 of the volume.
             [only] if offset_bytes < only.len_bytes() => only,
@@ -43,11 +43,11 @@ impl<M: Media> Volume<M> {
 
     /// Converts ranges of the volume to ranges of the file.
     #[inline]
-    fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
-        let mut pieces = InFile::new();
+    fn to_file_ranges(&self, ranges: &[Range<u64>]) -> FileRanges {
+        let mut pieces = FileRanges::new();
         for range in ranges {
             let length_bytes = range.end - range.start;
-            match self.in_file(range.start, length_bytes) {
+            match self.contiguous_offset(range.start, length_bytes) {
                 Some(start) => pieces.push(start..start + length_bytes),
                 None => pieces.extend(self.space().file_ranges(range.clone())),
             }
@@ -62,7 +62,7 @@ impl<M: Media> Pool<M> {
     #[inline]
     fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
         self.require_changeable()?;
-        self.noted(change(self.media()))?;
+        self.record_failure(change(self.media()))?;
         // A concurrent failure may have affected this change.
         self.require_not_latched()
     }
@@ -110,13 +110,13 @@ impl<M: Media> Media for Volume<M> {
 
     #[inline]
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        self.pool().change(|media| media.persist(&self.all_in_file(ranges)))
+        self.pool().change(|media| media.persist(&self.to_file_ranges(ranges)))
     }
 
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         debug_assert_word(offset_bytes);
-        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        let at = self.contiguous_offset(offset_bytes, 8).expect("words do not cross chunks");
         self.pool().media().load_word(at)
     }
 
@@ -126,22 +126,22 @@ impl<M: Media> Media for Volume<M> {
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         debug_assert_word(offset_bytes);
-        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        let at = self.contiguous_offset(offset_bytes, 8).expect("words do not cross chunks");
         let pool = self.pool();
         pool.require_changeable()?;
-        pool.noted(pool.media().store_word(at, word))
+        pool.record_failure(pool.media().store_word(at, word))
     }
 
     #[inline(always)]
-    fn expect_word(&self, offset_bytes: u64) {
-        if let Some(at) = self.in_file(offset_bytes, 8) {
-            self.pool().media().expect_word(at);
+    fn prefetch_word(&self, offset_bytes: u64) {
+        if let Some(at) = self.contiguous_offset(offset_bytes, 8) {
+            self.pool().media().prefetch_word(at);
         }
     }
 
     #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        match self.in_file(offset_bytes, into.len() as u64) {
+        match self.contiguous_offset(offset_bytes, into.len() as u64) {
             Some(at) => self.pool().media().load(at, into),
             None => self.space().read(offset_bytes, into),
         }
@@ -156,7 +156,7 @@ impl<M: Media> Media for Volume<M> {
     ) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
         pool.require_changeable()?;
-        pool.noted(match self.in_file(offset_bytes, length_bytes) {
+        pool.record_failure(match self.contiguous_offset(offset_bytes, length_bytes) {
             Some(at) => pool.media().store_bulk(at, bytes, pending),
             None => {
                 let mut rest = bytes;
@@ -178,7 +178,7 @@ impl<M: Media> Media for Volume<M> {
         if self.durability() == Durability::Volatile {
             return Ok(());
         }
-        pool.noted(match self.in_file(range.start, length_bytes) {
+        pool.record_failure(match self.contiguous_offset(range.start, length_bytes) {
             Some(at) => pool.media().begin_persist(at..at + length_bytes, pending),
             None => {
                 let mut pieces = self.space().file_ranges(range).into_iter();
@@ -191,7 +191,7 @@ impl<M: Media> Media for Volume<M> {
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         let pool = self.pool();
         pool.require_changeable()?;
-        pool.noted(pool.media().end_persist(pending))?;
+        pool.record_failure(pool.media().end_persist(pending))?;
         // A concurrent failure may have affected a pending store.
         pool.require_not_latched()
     }

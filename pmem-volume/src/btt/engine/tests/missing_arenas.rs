@@ -3,15 +3,15 @@
 
 use std::sync::atomic::Ordering;
 
-use super::damage::{Failing, change_info, flags_at, info_at, second_of, spoil};
+use super::damage::{Failing, change_info, corrupt, flags_at, info_at, second_of};
 use super::*;
 use crate::btt::layout::{INFO_BYTES, SIGNATURE};
-use crate::btt::{Finding, GiveUp, InfoSource, Lost, plan_repair};
+use crate::btt::{Finding, GiveUp, InfoSource, ReadFailure, plan_repair};
 use crate::media::Media;
 
 /// Creates three arenas and writes the first sector of each.
-fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
-    let media = grown(&formatted_twice(4096), 3 * VOLUME_BYTES);
+fn with_three_arenas() -> (MemoryMedia, Vec<ArenaStatus>) {
+    let media = grown(&format_two_arenas(4096), 3 * VOLUME_BYTES);
     let engine = Engine::open(&media).unwrap();
     let arenas = engine.arenas();
     for sector in arenas.iter().map(|arena| arena.first_sector) {
@@ -21,15 +21,15 @@ fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
     (media, arenas)
 }
 
-fn lose_second(media: &MemoryMedia) {
+fn destroy_second_arena(media: &MemoryMedia) {
     let second = second_of(media);
-    [second.start_bytes, second.copy_at].iter().for_each(|at| spoil(media, *at));
+    [second.start_bytes, second.copy_at].iter().for_each(|at| corrupt(media, *at));
 }
 
 #[test]
 fn arenas_behind_a_missing_one_keep_their_sectors() {
-    let (media, arenas) = thrice();
-    lose_second(&media);
+    let (media, arenas) = with_three_arenas();
+    destroy_second_arena(&media);
     let [_, second, third] = arenas.iter().map(|arena| arena.first_sector).collect::<Vec<_>>()[..]
     else {
         panic!("three arenas")
@@ -51,12 +51,13 @@ fn arenas_behind_a_missing_one_keep_their_sectors() {
     let report = check(&media);
     let totals: Vec<_> = report.arenas.iter().map(|arena| arena.findings_total).collect();
     assert_eq!(totals, [0, 1, 0]);
-    let (reader, troubles) = Reader::open_damaged(&media);
-    assert_eq!((reader.sectors(), troubles.len(), troubles[0].0), (sectors, 1, 1));
+    let (reader, damage) = Reader::open_damaged(&media);
+    assert_eq!((reader.sectors(), damage.len(), damage[0].0), (sectors, 1, 1));
     let mut bytes = vec![7; 3 * 4096];
     let mut lost = Vec::new();
-    reader
-        .read_many(third - 2, &mut bytes, &mut |sector, why| lost.push((sector, why.to_string())));
+    reader.read_many(third - 2, &mut bytes, &mut |sector, reason| {
+        lost.push((sector, reason.to_string()))
+    });
     let missing = "in arena 1, which is lost".to_owned();
     assert_eq!(lost, [(third - 2, missing.clone()), (third - 1, missing)]);
     assert_eq!(bytes, [vec![0; 8192], content(third, 2, 4096)].concat());
@@ -70,11 +71,11 @@ fn assert_refused(media: &MemoryMedia) {
     assert!(matches!(error, EngineError::Ambiguous { arena: 1, .. }), "{error}");
     assert!(media.to_bytes() == before);
     let repair = plan_repair(media, GiveUp::Sectors, &mut |_| {}).unwrap();
-    assert!(repair.mendings.is_empty(), "{:?}", repair.mendings);
-    assert!(matches!(repair.after.arenas[1].findings[..], [Finding::NoInfo(_)]));
-    let (reader, troubles) = Reader::open_damaged(media);
+    assert!(repair.fixes.is_empty(), "{:?}", repair.fixes);
+    assert!(matches!(repair.report_after.arenas[1].findings[..], [Finding::NoInfo(_)]));
+    let (reader, damage) = Reader::open_damaged(media);
     assert_eq!(
-        (reader.sectors(), troubles.len()),
+        (reader.sectors(), damage.len()),
         (u64::from(info_at(media, START_BYTES).sectors), 1)
     );
     let mut sector = vec![0; 4096];
@@ -84,13 +85,13 @@ fn assert_refused(media: &MemoryMedia) {
 
 #[test]
 fn several_missing_arenas_are_ambiguous() {
-    let (media, arenas) = thrice();
+    let (media, arenas) = with_three_arenas();
     let third = info_at(&media, arenas[2].start_bytes);
-    lose_second(&media);
+    destroy_second_arena(&media);
     // Its first info block is whole, but a guest may have written it.
-    spoil(&media, third.copy_at);
+    corrupt(&media, third.copy_at);
     assert_refused(&media);
-    spoil(&media, third.start_bytes);
+    corrupt(&media, third.start_bytes);
     assert_refused(&media);
 }
 
@@ -103,7 +104,7 @@ fn arena_in_the_data_of_a_guest_is_ignored() {
     let real = second_of(&media);
     // Places a complete third arena into the data of the second one, as a guest could do that
     // writes to all blocks.
-    let (three, arenas) = thrice();
+    let (three, arenas) = with_three_arenas();
     let start = arenas[2].start_bytes;
     let fake = info_at(&three, start);
     let end = real.data_at + u64::from(real.blocks) * u64::from(real.block_bytes);
@@ -125,7 +126,7 @@ fn arena_in_the_data_of_a_guest_is_ignored() {
     let (planted, source) = read_arena(&media, start, VOLUME_BYTES).unwrap();
     assert_eq!((planted.copy_at, source), (copy_at, InfoSource::Both));
     assert_eq!(fake.uuid, real.uuid);
-    lose_second(&media);
+    destroy_second_arena(&media);
     assert_refused(&media);
     // A trace of an info block is sufficient, even if all blocks of the arena are lost.
     media.store(start, &[0; INFO_BYTES as usize]).unwrap();
@@ -138,7 +139,7 @@ fn arena_in_the_data_of_a_guest_is_ignored() {
 
 #[test]
 fn arena_with_another_sector_size_is_missing_and_others_are_served() {
-    let (media, arenas) = thrice();
+    let (media, arenas) = with_three_arenas();
     let second = second_of(&media);
     for at in [second.start_bytes, second.copy_at] {
         change_info(&media, at, |info| {
@@ -149,7 +150,7 @@ fn arena_with_another_sector_size_is_missing_and_others_are_served() {
     let engine = Engine::open(&media).unwrap();
     let now = engine.arenas();
     assert!(
-        now[1].read_only.as_ref().is_some_and(|why| why.contains("sectors of one size")),
+        now[1].read_only.as_ref().is_some_and(|reason| reason.contains("sectors of one size")),
         "{now:?}"
     );
     let third = arenas[2].first_sector;
@@ -160,7 +161,7 @@ fn arena_with_another_sector_size_is_missing_and_others_are_served() {
 /// If metadata is unreadable during open, check, export or repair, only its arena is affected.
 #[test]
 fn unreadable_metadata_affects_only_its_arena() {
-    let info = second_of(&formatted_twice(4096));
+    let info = second_of(&format_two_arenas(4096));
     let of = |at: u64, length: u64| at..at + length;
     let places = [
         ("first", of(info.start_bytes, INFO_BYTES)),
@@ -169,8 +170,8 @@ fn unreadable_metadata_affects_only_its_arena() {
         ("map", of(info.map_at, 4096)),
         ("map behind", of(info.map_at + 8192, 64)),
     ];
-    for (what, bad) in places {
-        let media = formatted_twice(4096);
+    for (case, bad) in places {
+        let media = format_two_arenas(4096);
         let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
         Engine::open(&media).unwrap().write(border, &content(border, 1, 4096)).unwrap();
         let failing = Failing::new(media);
@@ -179,29 +180,29 @@ fn unreadable_metadata_affects_only_its_arena() {
         let engine = Engine::open(&failing).unwrap();
         engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
         engine.flush().unwrap();
-        let why = engine.arenas()[1].read_only.clone();
-        let is_served = ["first", "second", "map behind"].contains(&what);
-        assert_eq!(why.is_none(), is_served, "{what}: {why:?}");
-        match why {
+        let reason = engine.arenas()[1].read_only.clone();
+        let is_served = ["first", "second", "map behind"].contains(&case);
+        assert_eq!(reason.is_none(), is_served, "{case}: {reason:?}");
+        match reason {
             None => assert_eq!(read(&engine, border), content(border, 1, 4096)),
-            Some(why) => {
-                assert!(why.contains("os error 5"), "{why}");
+            Some(reason) => {
+                assert!(reason.contains("os error 5"), "{reason}");
                 let result = engine.write(border, &content(border, 2, 4096));
                 assert!(
                     matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })),
                     "{result:?}"
                 );
                 let result = engine.read(border, &mut vec![0; 4096]);
-                let is_refused = match what {
+                let is_refused = match case {
                     "flog" => matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })),
                     _ => {
                         assert_eq!(read(&engine, border + 2000), vec![0; 4096]);
                         matches!(result, Err(EngineError::SectorNotRecovered { sector }) if sector == border)
                     }
                 };
-                assert!(is_refused, "{what}: {result:?}");
+                assert!(is_refused, "{case}: {result:?}");
                 assert_eq!(read(&engine, border - 1), content(border - 1, 1, 4096));
-                assert!(engine.settle().is_err(), "the remaining recovery is unknown");
+                assert!(engine.quiesce().is_err(), "the remaining recovery is unknown");
             }
         }
         drop(engine);
@@ -209,7 +210,7 @@ fn unreadable_metadata_affects_only_its_arena() {
         let report = check(&failing);
         assert_eq!(report.arenas[0].findings, []);
         let found = &report.arenas[1].findings;
-        match what {
+        match case {
             "first" => assert_eq!(found[..], [Finding::FirstInfo]),
             "second" => assert_eq!(found[..], [Finding::SecondInfo]),
             "flog" => assert!(matches!(found[..], [Finding::FlogUnreadable(_)]), "{found:?}"),
@@ -220,30 +221,30 @@ fn unreadable_metadata_affects_only_its_arena() {
                 ),
                 "{found:?}"
             ),
-            _ => assert!(matches!(found[..], [Finding::MapUnreadable(_)]), "{what}: {found:?}"),
+            _ => assert!(matches!(found[..], [Finding::MapUnreadable(_)]), "{case}: {found:?}"),
         }
-        let (reader, troubles) = Reader::open_damaged(&failing);
-        let of_recovery = ["flog", "map"].contains(&what);
+        let (reader, damage) = Reader::open_damaged(&failing);
+        let of_recovery = ["flog", "map"].contains(&case);
         assert_eq!(
-            troubles,
+            damage,
             found[..usize::from(of_recovery)].iter().map(|f| (1, f.clone())).collect::<Vec<_>>()
         );
         let mut sector = vec![0; 4096];
         for number in [border - 1, border] {
-            let is_doubtful = what == "map" && number == border;
-            let expected = if is_doubtful { Sector::Error } else { Sector::Data };
-            assert_eq!(reader.read(number, &mut sector).unwrap(), expected, "{what}");
-            assert!(is_doubtful || sector == content(number, 1, 4096), "{what}");
+            let is_unresolved = case == "map" && number == border;
+            let expected = if is_unresolved { Sector::Error } else { Sector::Data };
+            assert_eq!(reader.read(number, &mut sector).unwrap(), expected, "{case}");
+            assert!(is_unresolved || sector == content(number, 1, 4096), "{case}");
         }
 
         let repair = plan_repair(&failing, GiveUp::Nothing, &mut |_| {}).unwrap();
         failing.set_bad(&[]);
-        if ["first", "second"].contains(&what) {
-            assert_eq!((repair.mendings.len(), repair.after.is_clean()), (1, true), "{what}");
-            spoil(&failing.media, bad.start);
-            repair.carry_out(&failing.media).unwrap();
+        if ["first", "second"].contains(&case) {
+            assert_eq!((repair.fixes.len(), repair.report_after.is_clean()), (1, true), "{case}");
+            corrupt(&failing.media, bad.start);
+            repair.apply(&failing.media).unwrap();
         }
-        assert!(check(&failing.media).is_clean(), "{what}");
+        assert!(check(&failing.media).is_clean(), "{case}");
         // Unreadable media does not cause the arena's error flag to be set.
         assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
         assert!(
@@ -270,19 +271,19 @@ fn leave_redo_of_two_lanes(media: &MemoryMedia) -> (u64, [u64; 2]) {
 
 #[test]
 fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered() {
-    let media = formatted_twice(4096);
+    let media = format_two_arenas(4096);
     let (first, [_, unreadable]) = leave_redo_of_two_lanes(&media);
     let before = media.to_bytes();
     let failing = Failing::new(media);
     failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));
     let engine = Engine::open(&failing).unwrap();
-    let (reader, troubles) = Reader::open_damaged(&failing);
+    let (reader, damage) = Reader::open_damaged(&failing);
 
-    let why = engine.arenas()[1].read_only.clone().unwrap();
-    assert!(why.starts_with("the map entry of sector L16 cannot be read: "), "{why}");
+    let reason = engine.arenas()[1].read_only.clone().unwrap();
+    assert!(reason.starts_with("the map entry of sector L16 cannot be read: "), "{reason}");
     assert_eq!(
-        troubles.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
-        [(1, why)]
+        damage.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
+        [(1, reason)]
     );
     // The entry is old, and remains doubtful even when it becomes readable.
     for bad in [unreadable..unreadable + 8, 0..0] {
@@ -298,9 +299,9 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
 
         let mut sectors = vec![7; 2 * 4096];
         let mut lost = Vec::new();
-        reader.read_many(first, &mut sectors, &mut |sector, why| lost.push((sector, why)));
+        reader.read_many(first, &mut sectors, &mut |sector, reason| lost.push((sector, reason)));
         assert!(
-            matches!(lost[..], [(sector, Lost::NotRecovered)] if sector == first + 1),
+            matches!(lost[..], [(sector, ReadFailure::NotRecovered)] if sector == first + 1),
             "{lost:?}"
         );
         assert_eq!(sectors, [content(first, 2, 4096), vec![0; 4096]].concat());
@@ -308,7 +309,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         assert_eq!(reader.read(first + 1, &mut sector).unwrap(), Sector::Error);
     }
     engine.flush().unwrap();
-    let result = engine.settle();
+    let result = engine.quiesce();
     assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
     assert!(failing.media.to_bytes() == before, "the media changed");
 
@@ -318,8 +319,8 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
 }
 
 #[test]
-fn settle_refuses_a_damaged_arena_with_an_unreadable_entry() {
-    let media = formatted_twice(4096);
+fn quiesce_refuses_a_damaged_arena_with_an_unreadable_entry() {
+    let media = format_two_arenas(4096);
     let (_, [_, unreadable]) = leave_redo_of_two_lanes(&media);
     // Stores the sequence numbers 9 and 0 in a lane that the writes have not used.
     media.store(second_of(&media).flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap();
@@ -327,15 +328,15 @@ fn settle_refuses_a_damaged_arena_with_an_unreadable_entry() {
     failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));
     let engine = Engine::open(&failing).unwrap();
 
-    let why = engine.arenas()[1].read_only.clone().unwrap();
-    assert!(why.contains("sequence numbers 9 and 0"), "{why}");
-    let result = engine.settle();
+    let reason = engine.arenas()[1].read_only.clone().unwrap();
+    assert!(reason.contains("sequence numbers 9 and 0"), "{reason}");
+    let result = engine.quiesce();
     assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
 }
 
 #[test]
-fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
-    let media = formatted_twice(4096);
+fn quiesce_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
+    let media = format_two_arenas(4096);
     let [first, second] = [info_at(&media, START_BYTES), second_of(&media)];
     let failing = Failing::new(media);
     failing.set_bad(std::slice::from_ref(&(first.flog_at..first.flog_at + 64)));
@@ -344,7 +345,7 @@ fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
     engine.write(border + 3, &content(border + 3, 1, 4096)).unwrap();
     failing.persisted.lock().unwrap().clear();
 
-    let result = engine.settle();
+    let result = engine.quiesce();
 
     assert!(matches!(result, Err(EngineError::NotRecovered { arena: 0, .. })), "{result:?}");
     let entry_at = second.map_at + 4 * 3;
@@ -353,8 +354,8 @@ fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
 }
 
 #[test]
-fn settle_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
-    let media = formatted_twice(4096);
+fn quiesce_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
+    let media = format_two_arenas(4096);
     let second = second_of(&media);
     let failing = Failing::new(media);
     let engine = Engine::open(&failing).unwrap();
@@ -365,7 +366,7 @@ fn settle_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
     failing.persisted.lock().unwrap().clear();
     failing.persist_fails.store(true, Ordering::SeqCst);
 
-    let result = engine.settle();
+    let result = engine.quiesce();
 
     assert!(matches!(result, Err(EngineError::Media(_))), "{result:?}");
     let entry_at = second.map_at + 4 * 3;

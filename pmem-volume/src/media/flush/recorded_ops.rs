@@ -6,7 +6,7 @@ use std::ops::Range;
 
 /// Operation on mapped media. Addresses are those of the mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Noted {
+pub(crate) enum RecordedOp {
     /// Store into the caches.
     Stored(Range<usize>),
     /// Non-temporal store, which bypasses the caches.
@@ -17,36 +17,36 @@ pub(crate) enum Noted {
 }
 
 thread_local! {
-    static NOTED: RefCell<Vec<Noted>> = const { RefCell::new(Vec::new()) };
+    static OPS: RefCell<Vec<RecordedOp>> = const { RefCell::new(Vec::new()) };
 }
 
-pub(in crate::media) fn note(noted: Noted) {
-    NOTED.with_borrow_mut(|all| all.push(noted));
+pub(in crate::media) fn record(op: RecordedOp) {
+    OPS.with_borrow_mut(|all| all.push(op));
 }
 
 /// Returns the operations of this thread during `work`.
-pub(crate) fn noted_in(work: impl FnOnce()) -> Vec<Noted> {
-    NOTED.take();
+pub(crate) fn record_ops(work: impl FnOnce()) -> Vec<RecordedOp> {
+    OPS.take();
     work();
-    NOTED.take()
+    OPS.take()
 }
 
 /// Returns the stores to persistent memory that are not durable at the end. A store into the caches
 /// needs a later write-back of its range. Every store then needs a fence.
-pub(crate) fn not_durable(noted: &[Noted]) -> Vec<Range<usize>> {
-    let (mut in_caches, mut on_their_way) = (Vec::<Range<usize>>::new(), Vec::new());
-    for noted in noted {
-        match noted {
-            Noted::Stored(range) => in_caches.push(range.clone()),
-            Noted::Streamed(range) => on_their_way.push(range.clone()),
-            Noted::WrittenBack(lines) => {
+pub(crate) fn not_durable(ops: &[RecordedOp]) -> Vec<Range<usize>> {
+    let (mut cached, mut unfenced) = (Vec::<Range<usize>>::new(), Vec::new());
+    for op in ops {
+        match op {
+            RecordedOp::Stored(range) => cached.push(range.clone()),
+            RecordedOp::Streamed(range) => unfenced.push(range.clone()),
+            RecordedOp::WrittenBack(lines) => {
                 let is_covered = |stored: &mut Range<usize>| {
                     lines.start <= stored.start && stored.end <= lines.end
                 };
-                on_their_way.extend(in_caches.extract_if(.., is_covered));
+                unfenced.extend(cached.extract_if(.., is_covered));
             }
-            Noted::Fenced => on_their_way.clear(),
+            RecordedOp::Fenced => unfenced.clear(),
         }
     }
-    in_caches.into_iter().chain(on_their_way).collect()
+    cached.into_iter().chain(unfenced).collect()
 }

@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use super::crash::verify;
-use super::crash_wrong::must_be_found_out;
 use super::damage::second_of;
-use super::script::{Oracle, Recorded, SECTORS, Wrong, new_media, sparse_content};
+use super::injected_bugs::must_be_detected;
+use super::script::{InjectedBug, Oracle, Recorded, SECTORS, new_media, sparse_content};
 use super::*;
 use crate::btt::holds_data;
 use crate::btt::layout::{MAP_BLOCK, MAP_ZERO};
@@ -18,8 +18,8 @@ const WINDOW: u32 = 16;
 
 /// Fills a BTT with a random sequence, and crashes at every persist. Some sectors were exchanged
 /// and discarded before, so that they have other blocks than their own.
-fn crash_while_loading(seed: u64, wrong: Wrong) -> Result<usize, String> {
-    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+fn crash_while_loading(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), bug, Oracle::default());
     let mut random = Random::new(seed);
     let engine = Engine::open(&recorded).unwrap();
     for _ in 0..random.below(20) {
@@ -27,8 +27,8 @@ fn crash_while_loading(seed: u64, wrong: Wrong) -> Result<usize, String> {
         engine.write(sector, &[0x77; 4096]).unwrap();
         engine.discard(sector..sector + 1).unwrap();
     }
-    engine.settle().unwrap();
-    let mut load = engine.into_load().unwrap().in_windows_of(WINDOW);
+    engine.quiesce().unwrap();
+    let mut load = engine.into_bulk_load().unwrap().with_window_sectors(WINDOW);
     recorded.is_open.store(true, Ordering::Relaxed);
     recorded.record();
     let mut at = 0;
@@ -47,34 +47,34 @@ fn crash_while_loading(seed: u64, wrong: Wrong) -> Result<usize, String> {
 #[test]
 fn sectors_are_zeros_or_new_after_a_crash_at_every_persist() {
     let images: usize =
-        seeds(24).map(|seed| crash_while_loading(seed, Wrong::Nothing).unwrap()).sum();
+        seeds(24).map(|seed| crash_while_loading(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 2000);
 }
 
 #[test]
-fn data_before_its_map_entry_durably_says_zeros_is_found_out() {
-    let error = must_be_found_out(crash_while_loading, Wrong::LoadZeros);
+fn data_before_its_map_entry_is_durably_zero_is_detected() {
+    let error = must_be_detected(crash_while_loading, InjectedBug::LoadZeros);
     assert!(error.contains("is none of"), "{error}");
 }
 
 #[test]
-fn map_entry_before_its_data_is_durable_is_found_out() {
-    let error = must_be_found_out(crash_while_loading, Wrong::Data);
+fn map_entry_before_its_data_is_durable_is_detected() {
+    let error = must_be_detected(crash_while_loading, InjectedBug::Data);
     assert!(error.contains("is none of"), "{error}");
 }
 
 #[test]
-fn load_that_ends_before_its_map_is_durable_is_found_out() {
-    must_be_found_out(crash_while_loading, Wrong::Discard);
+fn load_that_ends_before_its_map_is_durable_is_detected() {
+    must_be_detected(crash_while_loading, InjectedBug::Discard);
 }
 
 #[test]
-fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
-    let engine = Engine::open(formatted_twice(4096)).unwrap();
+fn loaded_btt_contains_the_data_and_is_served() {
+    let engine = Engine::open(format_two_arenas(4096)).unwrap();
     let border = engine.arenas()[1].first_sector;
     let sectors = border - 90..border + 90;
     let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, 4096)).collect();
-    let mut load = engine.into_load().unwrap().in_windows_of(64);
+    let mut load = engine.into_bulk_load().unwrap().with_window_sectors(64);
     // Writes sectors of a window out of order, and one of them twice.
     load.write(9, &content(9, 1, 4096)).unwrap();
     load.write(3, &content(3, 1, 4096)).unwrap();
@@ -88,7 +88,7 @@ fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
     assert_eq!(read(&engine, 3), content(3, 2, 4096));
     assert_eq!(read(&engine, 4), [0; 4096]);
     engine.write(3, &content(3, 3, 4096)).unwrap();
-    engine.settle().unwrap();
+    engine.quiesce().unwrap();
     let media = engine.common.space;
     assert!(check(&media).is_clean());
     let engine = Engine::open(media).unwrap();
@@ -99,8 +99,8 @@ fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
 #[test]
 #[should_panic(expected = "ascending order")]
 fn window_that_was_left_is_not_entered_again() {
-    let engine = Engine::open(formatted_twice(4096)).unwrap();
-    let mut load = engine.into_load().unwrap().in_windows_of(64);
+    let engine = Engine::open(format_two_arenas(4096)).unwrap();
+    let mut load = engine.into_bulk_load().unwrap().with_window_sectors(64);
     for sector in [0, 64, 1] {
         load.write(sector, &content(sector, 1, 4096)).unwrap();
     }
@@ -110,12 +110,12 @@ fn window_that_was_left_is_not_entered_again() {
 fn btt_whose_empty_entries_name_wrong_blocks_is_not_loaded() {
     // A block that does not exist, and the block of another sector.
     for block in [MAP_BLOCK, 6] {
-        let media = formatted_twice(4096);
+        let media = format_two_arenas(4096);
         let entry_at = second_of(&media).map_at + 4 * 5;
         media.store(entry_at, &(MAP_ZERO | block).to_le_bytes()).unwrap();
         let engine = Engine::open(media).unwrap();
         assert!(!holds_data(engine.space()).unwrap());
-        assert!(engine.into_load().is_err(), "{block}");
+        assert!(engine.into_bulk_load().is_err(), "{block}");
     }
 }
 
@@ -123,7 +123,7 @@ fn btt_whose_empty_entries_name_wrong_blocks_is_not_loaded() {
 fn btt_with_data_or_small_sectors_is_not_loaded() {
     let engine = Engine::open(formatted(4096)).unwrap();
     engine.write(7, &content(7, 1, 4096)).unwrap();
-    let engine = engine.into_load().err().unwrap();
+    let engine = engine.into_bulk_load().err().unwrap();
     assert_eq!(read(&engine, 7), content(7, 1, 4096));
-    assert!(Engine::open(formatted(512)).unwrap().into_load().is_err());
+    assert!(Engine::open(formatted(512)).unwrap().into_bulk_load().is_err());
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use uuid::Uuid;
 
 use super::crash::{
-    Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_marked,
+    Volumes, fill_memory, must_be_detected, new_pool_of, open, verify_each, verify_marked,
     verify_points, volumes_of,
 };
 use super::*;
@@ -37,7 +37,7 @@ fn write_record(media: &Simulator, pool: &OtherPool, record: &VolumeRecord) {
 
 #[test]
 fn reuse_of_a_slot_before_the_scrub_marks_is_detected() {
-    let error = must_be_found_out(|media, pool| {
+    let error = must_be_detected(|media, pool| {
         let slot = Slot(0);
         mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
             .unwrap();
@@ -89,7 +89,7 @@ fn freeing_before_erasing_is_detected() {
 /// in the meantime.
 #[test]
 fn open_that_does_not_mark_leftovers_is_detected() {
-    let error = must_be_found_out(|media, pool| {
+    let error = must_be_detected(|media, pool| {
         let slot = Slot(1);
         let make = |at| {
             pool.mark(&[Run { start: ChunkId(at), chunks: 1 }], |index| Owner::Volume {
@@ -123,9 +123,9 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
     media.record();
     pool.create_volume("v", all, VolumeFormat::Raw).unwrap();
     let after = volumes_of(&pool);
-    let judge =
+    let verify_image =
         |image: &Simulator| verify_marked(image, &[&Volumes::new(), &after], &BTreeMap::new());
-    let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &judge)
+    let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &verify_image)
         .expect_err("the wrong order was not detected");
     assert!(error.contains("the old content of chunk") || error.contains("old content"), "{error}");
 }
