@@ -1,6 +1,7 @@
 //! Tests of the metrics that a scraper receives if every kind of source is registered.
 
 mod http;
+mod queries;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
