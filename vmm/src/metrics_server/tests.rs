@@ -1,5 +1,6 @@
 //! Tests of the metrics that a scraper receives if every kind of source is registered.
 
+mod golden;
 mod http;
 mod queries;
 
