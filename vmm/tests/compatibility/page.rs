@@ -79,13 +79,81 @@ async fn field_rows(api: &Api, calls: &Rows) -> Rows {
     rows
 }
 
-fn table(page: &mut String, title: &str, mut rows: Rows) {
+/// Groups items by their verdicts, in the order of the first item of each group.
+fn groups<'a, T>(items: impl Iterator<Item = (T, &'a Verdict)>) -> Vec<(&'a Verdict, Vec<T>)> {
+    let mut groups: Vec<(&Verdict, Vec<T>)> = Vec::new();
+    for (item, verdict) in items {
+        match groups.iter_mut().find(|(of, _)| *of == verdict) {
+            Some((_, items)) => items.push(item),
+            None => groups.push((verdict, vec![item])),
+        }
+    }
+    groups
+}
+
+/// Calls of a method, keys of flags, or fields of schemas with the same verdict.
+struct Names<'a> {
+    /// Methods, flags or schemas. Empty for names that are not parts of one.
+    owners: Vec<&'a str>,
+    /// An empty name stands for the owner itself.
+    names: Vec<&'a str>,
+    verdict: &'a Verdict,
+}
+
+impl Names<'_> {
+    /// Returns "`OWNER`, `OWNER`: `NAME`, `NAME`".
+    fn text(&self) -> String {
+        let list = |names: &[&str]| {
+            let named = names.iter().filter(|name| !name.is_empty());
+            named.map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+        };
+        let parts = [list(&self.owners), list(&self.names)];
+        parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(": ")
+    }
+}
+
+/// Groups sorted verdicts. `separator` separates an owner from its part, as a flag from its key.
+/// Names without it come first.
+fn parts(verdicts: &Rows, separator: char) -> Vec<Names<'_>> {
+    let split = |row: &(String, Verdict)| {
+        row.0.find(separator).map_or((row.0.len(), row.0.len()), |at| (at, at + 1))
+    };
+    let (mut alone, mut parts) = (Vec::new(), Vec::<Names<'_>>::new());
+    for chunk in verdicts.chunk_by(|one, next| one.0[..split(one).0] == next.0[..split(next).0]) {
+        let owner = &chunk[0].0[..split(&chunk[0]).0];
+        if let [(name, verdict)] = chunk
+            && name == owner
+        {
+            alone.push((owner, verdict));
+            continue;
+        }
+        for (verdict, names) in groups(chunk.iter().map(|row| (&row.0[split(row).1..], &row.1))) {
+            let same = |part: &&mut Names<'_>| part.names == names && part.verdict == verdict;
+            match parts.iter_mut().find(same) {
+                Some(part) if !names.contains(&"") => part.owners.push(owner),
+                _ => parts.push(Names { owners: vec![owner], names, verdict }),
+            }
+        }
+    }
+    let alone = groups(alone.into_iter()).into_iter();
+    let alone = alone.map(|(verdict, names)| Names { owners: Vec::new(), names, verdict });
+    alone.chain(parts).collect()
+}
+
+/// Writes a table. Each owner has a row for its implemented parts. Other names share a row if they
+/// have the same reason.
+fn table(page: &mut String, title: &str, head: &str, separator: char, mut rows: Rows) {
     rows.sort_by(|(one, _), (next, _)| one.cmp(next));
-    write!(page, "\n## {title}\n\n| | | |\n|---|---|---|\n").unwrap();
-    for (name, verdict) in rows {
-        let (column, why) = verdict.columns();
-        // Each row is a line of its own, so that rows change independently.
-        writeln!(page, "| `{name}` | {column} | {} |", why.replace('|', "\\|")).unwrap();
+    let parts = parts(&rows, separator).into_iter();
+    let (there, others): (Vec<_>, Vec<_>) =
+        parts.partition(|part| *part.verdict == Verdict::Implemented);
+    let others = groups(others.iter().map(|part| (part.text(), part.verdict))).into_iter();
+    let rows = there.iter().map(|part| (part.verdict, vec![part.text()])).chain(others);
+    write!(page, "\n## {title}\n\n| {head} | state | reason |\n|---|---|---|\n").unwrap();
+    for (verdict, names) in rows {
+        let (state, why) = verdict.columns();
+        let why = why.replace('|', "\\|");
+        writeln!(page, "| {} | {state} | {why} |", names.join("; ")).unwrap();
     }
 }
 
@@ -96,9 +164,9 @@ fn tables() -> String {
         (calls, fields)
     });
     let mut page = String::new();
-    table(&mut page, "Calls", calls);
-    table(&mut page, "Flags and their keys", flags::rows());
-    table(&mut page, "Fields", fields);
+    table(&mut page, "Calls", "method: calls", ' ', calls);
+    table(&mut page, "Flags and their keys", "flags: keys", ' ', flags::rows());
+    table(&mut page, "Fields", "schemas: fields", '.', fields);
     page
 }
 

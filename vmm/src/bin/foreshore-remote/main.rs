@@ -457,6 +457,8 @@ mod tests {
         let expected = CH_REMOTE.iter().map(|(verb, ..)| *verb).chain(OURS).collect();
         assert_eq!(verbs, expected);
         let page = include_str!("../../../../docs/reference/compatibility.md");
+        let has_row =
+            |name: &str, end: &str| page.lines().any(|row| row.contains(name) && row.contains(end));
         for (name, args, path) in CH_REMOTE {
             let parsed = call(&[&[name], args].concat());
             let told = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);
@@ -464,13 +466,13 @@ mod tests {
                 (Call::Refused(refused), Some((_, why))) => {
                     assert_eq!(refused.call(), path);
                     assert!(
-                        page.contains(&format!("| `PUT {path}` | refused | {why} |")),
+                        has_row(&format!("`{path}`"), &format!(" | refused | {why} |")),
                         "{name}: {why}"
                     );
                 }
                 (Call::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
                 (_, Some(_)) => panic!("{name} is not refused any more"),
-                (_, None) => assert!(page.contains(&format!(" {path}` | implemented |")), "{name}"),
+                (_, None) => assert!(has_row(&format!("`{path}`"), " | implemented |"), "{name}"),
             }
         }
     }
