@@ -123,15 +123,13 @@ fn split_a_btt_volume(start: &Start) {
 /// Returns volumes that are also possible during an operation, for example between a deletion and
 /// the next step.
 pub(super) fn intermediate_state(case: &str, before: &Volumes) -> Option<Volumes> {
-    let mut intermediate_state = before.clone();
+    let mut state = before.clone();
     match case {
-        _ if case.starts_with("delete") && case.ends_with("make") => {
-            drop(intermediate_state.remove("v"))
-        }
-        "split a BTT volume" => drop(intermediate_state.insert("b".to_owned(), 18)),
+        _ if case.starts_with("delete") && case.ends_with("make") => drop(state.remove("v")),
+        "split a BTT volume" => drop(state.insert("b".to_owned(), 18)),
         _ => return None,
     }
-    Some(intermediate_state)
+    Some(state)
 }
 
 /// The new volume receives the slot and the chunks of the old one.
