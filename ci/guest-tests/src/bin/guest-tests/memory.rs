@@ -51,8 +51,10 @@ fn grows_and_shrinks() -> Result<Guest> {
         resize_to(&guest, 640)?;
         wait_until_plugged(&guest, 256)?;
     }
-    let at_the_top = mem_total_mib(&guest)?;
-    ensure!(at_the_top - before == 256, "MemTotal went from {before} to {at_the_top} MiB");
+    // Linux plugs a memory block before it brings the block online.
+    guest.wait_until("MemTotal has grown by 256 MiB", PLUG_LIMIT, || {
+        Ok(mem_total_mib(&guest)? == before + 256)
+    })?;
     is_movable(&guest, 256)?;
     wait_until_metered(&guest, 256)?;
     resize_to(&guest, 384)?;
@@ -167,8 +169,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
         reported.matches("memory-driver-unsupported").count() == 1,
         "Not exactly one event: {reported}"
     );
-    let warnings =
-        log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
+    let warnings = log.lines().filter(|line| line.contains("WARN Guest driver refused")).count();
     ensure!(warnings == 1, "{warnings} warnings: {log}");
     let state = [("zone", "dram"), ("state", "unsupported")];
     ensure!(guest.metric("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
