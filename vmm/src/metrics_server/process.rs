@@ -167,10 +167,15 @@ mod tests {
             let _ = ended.recv();
         });
         start.recv().unwrap();
-        let times = vcpu_times(&Process::myself().unwrap()).unwrap();
-        let mine: Vec<_> = times.iter().filter(|times| times.vcpu == "251").collect();
-        assert_eq!(mine.len(), 1, "{times:?}");
-        assert!(mine[0].run_s > 0.0, "{times:?}");
+        // The kernel updates the time when the thread leaves its CPU.
+        let times = loop {
+            let times = vcpu_times(&Process::myself().unwrap()).unwrap();
+            let mine: Vec<_> = times.iter().filter(|times| times.vcpu == "251").collect();
+            assert_eq!(mine.len(), 1, "{times:?}");
+            if mine[0].run_s > 0.0 {
+                break times;
+            }
+        };
         assert!(times.iter().all(|times| times.vcpu.parse::<u8>().is_ok()), "{times:?}");
         drop(end);
         thread.unwrap().join().unwrap();
