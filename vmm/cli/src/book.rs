@@ -14,7 +14,7 @@ pub struct BookCommand {
 
 /// Returns all command lines of `program` in the book and the README. Ellipses are left out.
 ///
-/// Panics if a page cannot be read, or if a line is no command of a shell.
+/// Lines that a shell could not split are ignored. Panics if a page cannot be read.
 pub fn commands(program: &str) -> Vec<BookCommand> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut pages = vec![PathBuf::from("README.md")];

@@ -74,14 +74,13 @@ async fn scrape(
     let status = vm.ask(VmRequest::Status).await.ok();
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
     let of_vm = (VmMetrics(status), ZoneMetrics(zones));
-    // The metrics of a machine may block, for example on the governor's thread. Other requests to
-    // this server and to the API are not delayed.
-    let encode = move || metrics.encode(&of_vm);
-    match tokio::task::spawn_blocking(encode).await {
-        Ok(Ok(text)) => respond(format, &headers, format.convert(text)),
-        Ok(Err(error)) => fail(&error),
+    // The metrics of a machine may block, for example on the governor's thread, and compression
+    // takes CPU time. Other requests to this server and to the API are not delayed.
+    let answer = move || match metrics.encode(&of_vm) {
+        Ok(text) => respond(format, &headers, format.convert(text)),
         Err(error) => fail(&error),
-    }
+    };
+    tokio::task::spawn_blocking(answer).await.unwrap_or_else(|error| fail(&error))
 }
 
 /// Answers with `text`, compressed if the client accepts gzip.
