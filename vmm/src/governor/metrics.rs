@@ -39,7 +39,7 @@ pub struct PressureSample {
     pub dry_run: bool,
     /// If less memory is available or free, the agent reports more often; 0 before the first plan.
     pub watermark_bytes: u64,
-    /// Software of the guest according to the last hello of its agent.
+    /// Software of the guest according to the hello of its agent. `None` if no agent is connected.
     pub guest: Option<GuestSoftware>,
     /// Latest report and its age.
     pub report: Option<(Duration, Report)>,
