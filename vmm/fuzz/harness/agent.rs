@@ -1,7 +1,9 @@
-//! What an agent says: the fuzzer's bytes become lines that are nearly a report, cut into pieces as
-//! a socket cuts them. They go through the reader of lines and the intake to a controller, whose
-//! plans the host carries out as far as the fuzzer lets it. Nothing of it may panic, and no plan
-//! may leave what it was given as bounds.
+//! Messages of an agent.
+//!
+//! The bytes from the fuzzer become almost valid reports. Like data from a socket, a message may
+//! arrive in two pieces. A line reader and the intake parse the pieces, and a controller turns
+//! the reports into plans. A simulated host follows the plans completely, partly or not at all. No
+//! input may cause a panic, and every plan must respect the bounds of the controller's rules.
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::params::Setting;
@@ -20,13 +22,13 @@ const BOOT_BYTES: u64 = 512 * MIB;
 const POOL_BYTES: u64 = 768 * MIB;
 const PAGE: u64 = 4096;
 
-/// Says what `bytes` make, and panics where the VMM would be wrong.
+/// Sends the messages that `bytes` describe, and panics if a report or a plan is invalid.
 pub(crate) fn agent_report(bytes: &[u8]) {
     agent_report_by(bytes, |rules| rules);
 }
 
-/// The same with a controller that has other rules than its plans are held against: what is wrong
-/// must come out.
+/// Works like [`agent_report`], but the controller uses the rules that `wrong` returns. The plans
+/// are still checked against the original rules, so the checks should detect the difference.
 pub(crate) fn agent_report_by(bytes: &[u8], wrong: impl FnOnce(Rules) -> Rules) {
     let mut cursor = Cursor::new(bytes);
     let policy = policy(&mut cursor);
@@ -62,7 +64,8 @@ fn policy(cursor: &mut Cursor<'_>) -> Policy {
     policy.with([(setting.0, &Setting::Number(setting.1))]).expect("in bounds")
 }
 
-/// A zone of DRAM and one of PM in larger blocks, of which so much is plugged.
+/// Creates a host with a DRAM zone and a PM zone. The cursor selects the block size of the PM zone
+/// and the plugged sizes.
 fn host(cursor: &mut Cursor<'_>) -> HostView {
     let mut host = HostView { boot_bytes: BOOT_BYTES, ..HostView::default() };
     host.zones =
@@ -90,7 +93,7 @@ struct Vm {
 }
 
 impl Vm {
-    /// Some time passes, the guest follows, the agent says something.
+    /// Advances the time, resizes the guest toward its requested size, and sends a message.
     fn turn(&mut self, cursor: &mut Cursor<'_>) {
         self.now = self.now + cursor.pick(&[50, 100, 1_000, 1_000, 3_000, 6_000, 60_000, 0, 1]);
         let permille = cursor.pick(&[1000, 1000, 500, 0]);
@@ -137,7 +140,7 @@ impl Vm {
         encode_line(&RawAgentMessage::Hello(hello), line);
     }
 
-    /// A guest of this size, in which now and then something cannot be.
+    /// Creates a report of a guest with the host's sizes. Some values are impossible.
     fn report(&mut self, cursor: &mut Cursor<'_>) -> RawReport {
         self.seq += 1;
         let seq = odd(cursor, self.seq, &[self.seq + 1, self.seq - 1, 1 << 60]);
@@ -236,7 +239,7 @@ impl Vm {
     fn send(&mut self, line: &[u8], cut: usize) {
         let (first, second) = line.split_at(cut);
         for mut piece in [first, second] {
-            // Whoever is given a line has no other part of the reader.
+            // A line borrows the reader, so the messages are collected first.
             let mut said = Vec::new();
             while let Some(next) = self.reader.next(&mut piece) {
                 said.push(match next {
@@ -296,7 +299,7 @@ impl Vm {
                     plan.targets[1].requested_bytes.saturating_sub(host.zones[1].plugged_bytes);
                 assert!(
                     !is_followed || new_pm <= host.pool_free_bytes,
-                    "more PM than there is: {plan:?}"
+                    "plan requests more PM than is free: {plan:?}"
                 );
             }
             Direction::Shrink => {
@@ -311,8 +314,9 @@ impl Vm {
                     "{after} after {before}, more than {step}: {plan:?}"
                 );
             }
-            // A request that is withdrawn comes back to what the guest has, and what the VM's floor
-            // loses by that is asked for elsewhere, in whole blocks.
+            // A withdrawn request is lowered to the plugged size. If the total would then be below
+            // the VM's floor, the controller requests the difference from another zone, rounded up
+            // to blocks.
             Direction::Hold => {
                 let block_bytes = host.zones.iter().map(|zone| zone.block_bytes).max().unwrap_or(0);
                 let keeps_floor = after < rules.floor_bytes.saturating_add(block_bytes);
@@ -328,12 +332,12 @@ impl Vm {
     }
 }
 
-/// What is sane mostly.
+/// Returns `sane` in 15 of 16 cases, and otherwise one of the values in `odd`.
 fn odd(cursor: &mut Cursor<'_>, sane: u64, odd: &[u64]) -> u64 {
     if cursor.number(1) < 240 { sane } else { cursor.pick(odd) }
 }
 
-/// What nobody who keeps to the protocol sends.
+/// Corrupts some of the lines in ways that the protocol forbids.
 fn mutate(line: &mut Vec<u8>, cursor: &mut Cursor<'_>) {
     let values = [
         "-1",
@@ -349,7 +353,7 @@ fn mutate(line: &mut Vec<u8>, cursor: &mut Cursor<'_>) {
         "9007199254740993",
     ];
     match cursor.number(1) {
-        // Instead of a number, a text, or a list.
+        // Replaces one value by a value of another type or size.
         224..=239 => {
             let colons =
                 line.iter().enumerate().filter(|(_, byte)| **byte == b':').map(|(at, _)| at);
@@ -368,7 +372,7 @@ fn mutate(line: &mut Vec<u8>, cursor: &mut Cursor<'_>) {
         248..=249 if !line.is_empty() => line.truncate(cursor.number(2) as usize % line.len()),
         250..=251 => line.extend_from_within(line.len() / 2..),
         252..=253 => line.insert(line.len() / 2, b'\n'),
-        // Deeper than a parser should go.
+        // Nests lists deeper than a parser should recurse.
         254 => line.splice(0..0, [b'['; 20_000]).for_each(drop),
         255 => line.splice(0..0, vec![b' '; MAX_LINE_BYTES]).for_each(drop),
         _ => {}

@@ -1,6 +1,8 @@
-//! Requests to a balloon: the fuzzer's bytes become chains of the queues for pages, free pages and
-//! statistics. What the parser makes of each, and what of it would be given back to the host, is
-//! held against a model that looks at one page at a time.
+//! Requests to a virtio balloon.
+//!
+//! The bytes from the fuzzer become descriptor chains of the queues for pages, free pages and
+//! statistics. A model handles one page at a time. The parsed pages, and the ranges that would be
+//! returned to the host, must match those of the model.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -34,12 +36,13 @@ const VOLUME: Range<u64> = 0x140_0000..0x160_0000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// Parses what `bytes` make, and panics where it should not have come out like that.
+/// Parses the request that `bytes` describe, and panics if the result differs from the model.
 pub(crate) fn balloon_request(bytes: &[u8]) {
     balloon_request_by(bytes, |places| places);
 }
 
-/// The same with other places than the model knows of: what is wrong must come out.
+/// Works like [`balloon_request`], but the parser uses the places that `wrong` returns. The model
+/// uses the original places, so the checks should detect the difference.
 pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Place>) {
     let mut cursor = Cursor::new(bytes);
     let region =
@@ -104,14 +107,14 @@ pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) ->
     }
 }
 
-/// As the driver has written it: address, length, whether the device may write.
+/// Address and length of a buffer in a descriptor, and true if the device may write to it.
 type Buffer = (u64, u32, bool);
 
-/// Returns the buffers in the order in which the device comes by them.
+/// Writes a descriptor chain, and returns its buffers in the order in which the device visits them.
 fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool) -> Vec<Buffer> {
     for slot in 0..BUFFERS_LEN / 16 {
-        // Page numbers near borders mostly, four at a time; read as statistics they are tags and
-        // values.
+        // Each slot has four page numbers, most of them near the border of a range. In the
+        // statistics queue, the same bytes are tags and values.
         for entry in 0..4 {
             let border = cursor.pick(&[
                 0u64,
@@ -170,7 +173,7 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
         memory.write_obj(next, GuestAddress(at + 14)).unwrap();
         table.push((address, len, writes, goes_on.then_some(next)));
     }
-    // Behind the table's end there are zeros: a buffer of nothing, which ends a chain.
+    // The rest of the table is zeros. A descriptor of zeros is an empty buffer and ends the chain.
     let (mut chain, mut at, mut total) = (Vec::new(), 0u16, 0u64);
     while chain.len() < usize::from(QUEUE_SIZE) && at < QUEUE_SIZE {
         let (address, len, writes, next) =
@@ -188,8 +191,8 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
     chain
 }
 
-/// What can be read of a chain, a byte at a time; `None`: not all of it is in memory that is
-/// plugged.
+/// Returns the content of the readable buffers, or `None` if a part of them is outside plugged
+/// memory.
 fn gather(
     memory: &GuestMemoryMmap,
     chain: &[Buffer],
@@ -198,7 +201,7 @@ fn gather(
     let mut bytes = Vec::new();
     for (address, len, _) in chain.iter().filter(|(_, _, writes)| !writes) {
         let end = address.checked_add(u64::from(*len))?;
-        // Every page that it is in.
+        // Checks an address in each page of the buffer.
         for at in
             (*address..end).step_by(PAGE as usize).chain(end.checked_sub(1).filter(|_| *len > 0))
         {
@@ -245,7 +248,7 @@ fn check_free(chain: &[Buffer], listed: &Option<Listed>) {
     listed.iter().for_each(|listed| check_ranges(listed, &pages));
 }
 
-/// The ranges are these pages, in order, and as few as can be.
+/// Checks that the ranges consist of `pages`, are in order, and do not touch each other.
 fn check_ranges(listed: &Listed, pages: &BTreeSet<u64>) {
     let mut shown = BTreeSet::new();
     for range in &listed.ranges {
@@ -267,7 +270,7 @@ fn check_cut(
     unit_bytes: u64,
     is_plugged: impl Fn(u64) -> bool,
 ) {
-    // Every place begins at a multiple of its units.
+    // All places start at a multiple of `unit_bytes`.
     let is_whole = |page: u64| {
         let start = page - page % unit_bytes;
         range.start <= start && start + unit_bytes <= range.end
@@ -276,7 +279,7 @@ fn check_cut(
     for piece in cut(range, places, memory) {
         assert!(piece.range.start == next && piece.range.end > next, "{piece:x?}");
         next = piece.range.end;
-        // Between borders pages are alike: those at both ends tell.
+        // A piece crosses no border, so it is sufficient to check its first and its last page.
         for page in [piece.range.start, piece.range.end - PAGE] {
             let expected = match page {
                 page if DRAM.contains(&page) && !is_plugged(page) => Err(Refusal::Unplugged),

@@ -1,6 +1,7 @@
-//! Requests to a disk: the fuzzer's bytes become descriptor chains, most of them nearly right, and
-//! what the parser makes of each is held against a model that walks the same descriptors without a
-//! thought of speed.
+//! Requests to a disk.
+//!
+//! The bytes from the fuzzer become descriptor chains, most of which are almost valid. The result
+//! of the parser must match that of a slow but simple model, which walks the same descriptors.
 
 use foreshore_devices::disk::buffer::Buffers;
 use foreshore_devices::virtio::block::job::{Job, Next};
@@ -22,7 +23,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const TABLE: u16 = 4;
 
-/// As the driver has written it.
+/// Descriptor as the driver has written it.
 #[derive(Clone, Copy, Debug)]
 struct Descriptor {
     address: u64,
@@ -31,12 +32,13 @@ struct Descriptor {
     next: u16,
 }
 
-/// Parses what `bytes` make, and panics where it should not have come out like that.
+/// Parses the request that `bytes` describe, and panics if the result differs from the model.
 pub(crate) fn blk_request(bytes: &[u8]) {
     blk_request_by(bytes, |limits| limits);
 }
 
-/// The same, of a parser that goes by other limits than the model: what is wrong must come out.
+/// Works like [`blk_request`], but the parser uses the limits that `wrong` returns. The model uses
+/// the original limits, so the checks should detect the difference.
 pub(crate) fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
     let memory =
@@ -54,7 +56,7 @@ pub(crate) fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits)
     let chain = write_chain(&memory, &mut cursor, is_indirect);
     let table_len = if is_indirect {
         let len = 16 * chain.len() as u32;
-        // The largest is of 65535 descriptors, and what is behind is one too many.
+        // A table has at most 65,535 descriptors (0xffff0 bytes). 0x100000 bytes are one too many.
         let lens =
             [len, len, len, len, len + 16, len - 16, len - 1, 0, 0xf_fff0, 0x10_0000, u32::MAX];
         let len = cursor.pick(&lens);
@@ -86,7 +88,7 @@ fn queue() -> Queue {
     queue
 }
 
-/// Every 16 bytes begin a header or a range, so that chains which begin anywhere find one.
+/// Fills each slot with a header and a range, so that a buffer in any slot starts with one of them.
 fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
     for slot in 0..8 {
         let kind = cursor.pick(&[0u32, 0, 1, 1, 4, 8, 11, 13, 14, 2, u32::MAX]);
@@ -105,7 +107,7 @@ fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
         let at = BUFFERS + 0x100 * slot;
         memory.write_obj(kind, GuestAddress(at)).unwrap();
         memory.write_obj(sector, GuestAddress(at + 8)).unwrap();
-        // A range behind it.
+        // Range for discard and write zeroes.
         memory.write_obj(sector, GuestAddress(at + 16)).unwrap();
         memory
             .write_obj(cursor.pick(&[8u32, 1, 0, 2048, 2049, u32::MAX]), GuestAddress(at + 24))
@@ -120,7 +122,7 @@ fn write_chain(
     is_indirect: bool,
 ) -> Vec<Descriptor> {
     let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
-    // Mostly a header, some data, a status byte.
+    // Most chains have a header, one data buffer and a status byte.
     let count = cursor.pick(&[3u16, 3, 3, 4, 4, 2, 1, QUEUE_SIZE]);
     let first_written = (1 + cursor.number(1) as u16 % count).min(count - 1);
     let chain: Vec<_> = (0..count)
@@ -157,7 +159,7 @@ fn write_chain(
             };
             let flips = if odd > 250 { WRITE } else { 0 };
             let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
-            // A table within the table: nobody may do that.
+            // An indirect table must not contain another (2.7.5.3.1).
             let nested = if is_indirect && odd == 242 { TABLE } else { 0 };
             let flags = (writes ^ flips) | nested | if last && odd != 241 { 0 } else { NEXT };
             Descriptor { address, len, flags, next }
@@ -177,12 +179,12 @@ fn write_descriptor(memory: &GuestMemoryMmap<()>, at: u64, descriptor: Descripto
     memory.write_obj(next, GuestAddress(at + 14)).unwrap();
 }
 
-/// What a request must come to, by type alone.
+/// Result of parsing a request.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
     GivenBack,
     Refused(u8),
-    /// Type, and bytes of the disk that are moved.
+    /// Type of an accepted request, and the number of bytes it transfers.
     Done(u32, u64),
 }
 
@@ -209,8 +211,8 @@ fn check_against_model(
     assert_eq!(came_to, expected, "{chain:x?} in {table_len:#x} bytes with {limits:?}");
 }
 
-/// The specification once more, byte by byte: a chain at the start of a table, behind which there
-/// are zeros.
+/// Implements the specification byte by byte, for a chain at the start of a table whose other
+/// entries are zeros.
 fn model(
     memory: &GuestMemoryMmap<()>,
     chain: &[Descriptor],
@@ -238,7 +240,7 @@ fn model(
         }
         at = usize::from(descriptor.next);
     }
-    // Behind the chain there are zeros in the table: a descriptor of nothing, which ends it.
+    // The rest of the table is zeros. A descriptor of zeros is an empty buffer and ends the chain.
     let zeros_follow = (chain.len()..entries).contains(&at) && seen.len() < seen_max;
     ends |= zeros_follow;
     let order = seen.iter().skip_while(|d| d.flags & WRITE == 0 || d.len == 0);
@@ -260,7 +262,7 @@ fn model(
     let kind = u32::from_le_bytes(header[..4].try_into().unwrap());
     let sector = u64::from_le_bytes(header[8..].try_into().unwrap());
     let data = readable - 16;
-    // 3. What is asked.
+    // 3. The operation.
     let fits = |sector: u64, len: u64| {
         let start = u128::from(sector) * 512;
         let block = u128::from(limits.block_bytes);
@@ -308,7 +310,8 @@ fn model(
     }
 }
 
-/// Bytes of a list of buffers, one at a time; `None`: too few, or not in memory.
+/// Returns `count` bytes of a list of buffers, starting at byte `skip`. Returns `None` if the
+/// buffers are too short or outside memory.
 fn gather(
     memory: &GuestMemoryMmap<()>,
     list: &[(u64, u32)],
@@ -326,7 +329,7 @@ fn gather(
     bytes.filter(|bytes| bytes.len() == count)
 }
 
-/// What was accepted can be carried out: it ends, and touches nothing else of the disk.
+/// Checks that an accepted request completes in at most 100 steps and stays within the disk.
 fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits) {
     let within =
         |offset: u64, len: u64| assert!(offset + len <= limits.capacity_bytes, "{offset}+{len}");
@@ -355,5 +358,5 @@ fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits
             Ok(Next::Finished(_)) | Err(_) => return,
         }
     }
-    panic!("a request takes more than a hundred steps");
+    panic!("request did not complete in 100 steps");
 }

@@ -1,6 +1,6 @@
-//! Numbers out of a fuzzer's bytes.
+//! Reads numbers from a fuzzer's bytes.
 
-/// Gives bytes as long as there are any, and zeros behind them.
+/// Reader of a byte string. Behind its end, all bytes read as zero.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
 }
@@ -18,12 +18,12 @@ impl<'a> Cursor<'a> {
         u64::from_le_bytes(word)
     }
 
-    /// Whether there are only zeros left.
+    /// Returns true if all bytes have been read.
     pub(super) fn is_done(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// One of them, to keep.
+    /// Returns one of the values, which need not be `Copy`.
     pub(super) fn pick_of<T, const COUNT: usize>(&mut self, all: [T; COUNT]) -> T {
         let nth = self.number(1) as usize % COUNT;
         all.into_iter().nth(nth).expect("less than COUNT")

@@ -1,4 +1,4 @@
-//! What the fuzz targets run, for libFuzzer and for `cargo test`.
+//! Code of the fuzz targets, which libFuzzer and `cargo test` run.
 
 mod agent;
 mod balloon;

@@ -1,6 +1,8 @@
-//! Chains for a network interface: the fuzzer's bytes become descriptor chains, most of them nearly
-//! right, and what is made of each as a frame that is sent, and as a place for one that is
-//! received, is held against a model that goes through the same descriptors byte by byte.
+//! Descriptor chains of a network interface.
+//!
+//! The bytes from the fuzzer become descriptor chains, most of which are almost valid. Each chain
+//! is used twice: as a frame that the guest sends, and as a buffer for a received frame. The
+//! results must match those of a model that walks the same descriptors byte by byte.
 
 use foreshore_devices::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
 use foreshore_devices::virtio::net::header::{HEADER_LEN, Offloads};
@@ -19,7 +21,7 @@ const QUEUE_SIZE: u16 = 16;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// As the driver has written it.
+/// Descriptor as the driver has written it.
 #[derive(Clone, Copy, Debug)]
 struct Descriptor {
     address: u64,
@@ -28,12 +30,13 @@ struct Descriptor {
     next: u16,
 }
 
-/// Takes what `bytes` make, and panics where it should not have come out like that.
+/// Handles the chain that `bytes` describe, and panics if a result differs from the model.
 pub(crate) fn net_request(bytes: &[u8]) {
     net_request_by(bytes, |limits| limits);
 }
 
-/// The same, of a parser that goes by other limits than the model: what is wrong must come out.
+/// Works like [`net_request`], but the parser uses the limits that `wrong` returns. The model uses
+/// the original limits, so the checks should detect the difference.
 pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
     let memory =
@@ -57,7 +60,7 @@ pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits)
     let writes = cursor.pick(&[false, true]);
     let chain = write_chain(&memory, &mut cursor, writes);
     let seen = model_chain(&chain, &limits);
-    // 1. As a frame that the guest sends.
+    // 1. The chain is a frame that the guest sends.
     let mut ring = queue(&memory);
     let mut popped = ring.pop_descriptor_chain(&memory).expect("one chain is available");
     let mut room = vec![0xaa; PACKET_LEN_MAX];
@@ -70,7 +73,7 @@ pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits)
         seen.as_ref().and_then(|seen| model_sent(&memory, seen, offloads)),
         "{chain:x?} with {limits:?}"
     );
-    // 2. As a place for one that it receives.
+    // 2. The chain is a buffer for a frame that the guest receives.
     let mut ring = queue(&memory);
     let mut popped = ring.pop_descriptor_chain(&memory).expect("one chain is available");
     let mut hand = Hand::default();
@@ -91,7 +94,7 @@ pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits)
     }
 }
 
-/// A ring in which one chain is available, at the start of the table.
+/// Creates a queue with one available chain, which starts at descriptor 0.
 fn queue(memory: &GuestMemoryMmap<()>) -> Queue {
     let mut queue = Queue::new(QUEUE_SIZE).unwrap();
     queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).unwrap();
@@ -143,11 +146,12 @@ fn write_chain(
     chain
 }
 
-/// The descriptors that the device sees, if the chain ends.
+/// Returns the descriptors of the chain, or `None` if the chain is invalid or does not end.
 fn model_chain(chain: &[Descriptor], limits: &Limits) -> Option<Vec<Descriptor>> {
     let (mut seen, mut total, mut at) = (Vec::new(), 0u64, 0usize);
     loop {
-        // Behind the chain there are zeros in the table: a descriptor of nothing, which ends it.
+        // The rest of the table is zeros. A descriptor of zeros is an empty buffer and ends the
+        // chain.
         let zeros = Descriptor { address: 0, len: 0, flags: 0, next: 0 };
         let descriptor = *chain.get(at).or((at < usize::from(QUEUE_SIZE)).then_some(&zeros))?;
         total += u64::from(descriptor.len);
@@ -162,7 +166,7 @@ fn model_chain(chain: &[Descriptor], limits: &Limits) -> Option<Vec<Descriptor>>
     }
 }
 
-/// What the tap is given, byte by byte.
+/// Returns the bytes that the tap interface should receive, or `None` if the frame is refused.
 fn model_sent(
     memory: &GuestMemoryMmap<()>,
     seen: &[Descriptor],
@@ -214,14 +218,15 @@ fn model_sent(
     Some(bytes)
 }
 
-/// How many bytes of a frame and its header have room, if it is a place for one.
+/// Returns the length of the longest packet (header and frame) that fits into the chain, or `None`
+/// if the chain cannot hold a packet.
 fn model_room(seen: &[Descriptor]) -> Option<usize> {
     let len: u64 = seen.iter().map(|descriptor| u64::from(descriptor.len)).sum();
     let is_written = seen.iter().all(|descriptor| descriptor.flags & WRITE != 0);
     (is_written && len >= HEADER_LEN as u64).then_some(len.min(PACKET_LEN_MAX as u64) as usize)
 }
 
-/// What is written is all there, and nothing else is.
+/// Writes a packet to the chain, and checks that the rest of guest memory has not changed.
 fn check_written(
     memory: &GuestMemoryMmap<()>,
     seen: &[Descriptor],
@@ -249,6 +254,6 @@ fn check_written(
         }
         let mut found = vec![0; MEMORY_LEN as usize];
         memory.read_slice(&mut found, GuestAddress(0)).unwrap();
-        assert!(found == expected, "something else was written");
+        assert!(found == expected, "the guest's memory differs outside the packet");
     }
 }
