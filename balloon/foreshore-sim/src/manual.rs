@@ -15,7 +15,7 @@ use super::args::{Arguments, EXIT_STATUS};
 const PROGRAM: &str = "foreshore-sim";
 
 pub(crate) fn completion(shell: Shell) -> anyhow::Result<Vec<u8>> {
-    completion_script(shell, PROGRAM, PROGRAM).context("cannot make the script")
+    completion_script(shell, PROGRAM, PROGRAM).context("cannot create the script")
 }
 
 /// Returns the manual page, or writes the pages to a folder.

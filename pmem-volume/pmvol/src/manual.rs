@@ -19,7 +19,7 @@ const CREATE: &str = "create";
 
 /// Prints the completion script of a shell.
 pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
-    let script = completion_script(shell, PROGRAM, PROGRAM).context("cannot make the script")?;
+    let script = completion_script(shell, PROGRAM, PROGRAM).context("cannot create the script")?;
     emit(|out| out.write_all(&script))
 }
 

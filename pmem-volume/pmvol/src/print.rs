@@ -24,7 +24,7 @@ pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Resu
     let mut out = BufWriter::new(io::stdout().lock());
     match text(&mut out).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        result => result.context("cannot print it"),
+        result => result.context("cannot write to stdout"),
     }
 }
 
@@ -224,7 +224,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(
         out,
         "thin         {}",
-        if info.thin { "yes: free chunks take no room" } else { "no" }
+        if info.thin { "yes: free chunks occupy no space" } else { "no" }
     )?;
     if report.lost_blocks_bytes > 0 {
         let lost = Size(report.lost_blocks_bytes).rounded();
@@ -234,7 +234,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         )?;
     }
     if let Some(file_system) = report.copy_on_write {
-        writeln!(out, "file system  {file_system} (copy-on-write: a store may find it full)")?;
+        writeln!(out, "file system  {file_system} (copy-on-write: stores may run out of space)")?;
     }
     writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
     writeln!(out, "total        {}", Size(info.total_bytes).rounded())?;
@@ -250,7 +250,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     if info.damaged_bytes > 0 {
         writeln!(
             out,
-            "  damaged    {} (owner unknown; kept as it is)",
+            "  damaged    {} (owner unknown; left unchanged)",
             Size(info.damaged_bytes).rounded()
         )?;
     }
@@ -276,7 +276,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
 fn findings_of(report: &InfoReport) -> String {
     let (path, count) = (report.path.display(), report.findings as u64);
     let more =
-        if report.is_damaged() { "; nothing can be changed before it is repaired" } else { "" };
+        if report.is_damaged() { "; the pool is read-only until it is repaired" } else { "" };
     if count == 0 {
         String::new()
     } else {
@@ -301,7 +301,7 @@ fn erasure_note(report: &InfoReport) -> String {
 pub(crate) fn warn_pool_damage(path: &Path, pool: &Pool) {
     if let (state, 1..) = state(pool) {
         print_stderr(format_args!(
-            "the pool is {state}, and volumes may be missing here; see `pmvol check {}`",
+            "the pool is {state}, so the list may be incomplete; see `pmvol check {}`",
             path.display()
         ));
     }
@@ -317,7 +317,7 @@ pub(crate) fn warn_waiting(pool: &Pool) {
 
 fn waiting(path: &Path, waiting_bytes: u64) -> String {
     format!(
-        "{} wait to be erased before they are used again; `pmvol scrub {}` does it now",
+        "{} must be erased before reuse; `pmvol scrub {}` erases them now",
         Size(waiting_bytes).rounded(),
         path.display()
     )
@@ -335,7 +335,7 @@ pub(crate) fn pool_created(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<
     let PoolReport { path, info } = report;
     writeln!(
         out,
-        "pool {} made: {}, {} free, durability {}",
+        "pool {} created: {}, {} free, durability {}",
         path.display(),
         Size(info.total_bytes).rounded(),
         Size(info.free_bytes).rounded(),
@@ -355,7 +355,7 @@ pub(crate) fn pool_grown(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()
 }
 
 pub(crate) fn volume_created(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
-    writeln!(out, "volume {} made: {}", volume.info.name, size_of(volume))
+    writeln!(out, "volume {} created: {}", volume.info.name, size_of(volume))
 }
 
 pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
@@ -438,7 +438,7 @@ impl<'a> RepairOutput<'a> {
 pub(crate) fn give_up_hints(path: &Path, report: &RepairReport) -> Vec<String> {
     let hint = |name: &String| {
         format!(
-            "`pmvol repair {} --give-up-volume {name}` gives up the rest of {name:?}, which cannot be read after that",
+            "`pmvol repair {} --give-up-volume {name}` deletes {name:?} with the data that is still readable",
             path.display()
         )
     };
@@ -455,7 +455,7 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
     if report.damaged_bytes > 0 {
         writeln!(
             out,
-            "of {} nobody can say whose they are; they stay as they are",
+            "{} have no known owner and are left unchanged",
             Size(report.damaged_bytes).rounded()
         )?;
     }
@@ -467,7 +467,7 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
         0 => writeln!(out, "clean"),
         count => writeln!(
             out,
-            "not clean: {}; `pmvol repair {} --dry-run` says what can be mended",
+            "not clean: {}; `pmvol repair {} --dry-run` lists the possible repairs",
             findings(count),
             path.display()
         ),
@@ -476,7 +476,7 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
 
 pub(crate) fn repair(out: Out<'_>, output: &RepairOutput<'_>) -> io::Result<()> {
     let RepairOutput { report, dry_run, hints, .. } = *output;
-    let prefix = if dry_run { "would mend" } else { "mended" };
+    let prefix = if dry_run { "would repair" } else { "repaired" };
     for description in &report.mended {
         writeln!(out, "{prefix}: {description}")?;
     }
@@ -487,10 +487,12 @@ pub(crate) fn repair(out: Out<'_>, output: &RepairOutput<'_>) -> io::Result<()> 
         writeln!(out, "{hint}")?;
     }
     match (report.mended.is_empty(), report.left.is_empty()) {
-        (true, true) => writeln!(out, "nothing to mend"),
+        (true, true) => writeln!(out, "nothing to repair"),
         (_, true) => writeln!(out, "nothing left"),
-        (_, false) if dry_run => writeln!(out, "not clean: what is left cannot be mended"),
-        (_, false) => writeln!(out, "not clean: what is left could not be mended"),
+        (_, false) if dry_run => {
+            writeln!(out, "not clean: the remaining damage cannot be repaired")
+        }
+        (_, false) => writeln!(out, "not clean: the remaining damage could not be repaired"),
     }
 }
 
@@ -507,7 +509,7 @@ fn volume_check(out: Out<'_>, volume: &VolumeCheck) -> io::Result<()> {
     };
     arena_findings(out, &format!("volume {name}: "), btt)?;
     if btt.is_clean() {
-        writeln!(out, "volume {name}: {} sectors, every block named once", btt.sectors())?;
+        writeln!(out, "volume {name}: {} sectors, each block referenced once", btt.sectors())?;
     }
     Ok(())
 }

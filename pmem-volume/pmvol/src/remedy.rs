@@ -20,25 +20,25 @@ pub(crate) fn for_error(error: &anyhow::Error) -> Option<&'static str> {
         return Some("name one of its volumes, without --file");
     }
     match error.downcast_ref()? {
-        EngineError::Ambiguous { .. } => Some("`pmvol btt export` copies out what can be read"),
+        EngineError::Ambiguous { .. } => Some("`pmvol btt export` copies all readable sectors"),
         _ => None,
     }
 }
 
 fn for_pool_error(error: &PoolError) -> Option<&'static str> {
     Some(match error {
-        PoolError::Missing { .. } | PoolError::NotAPool { .. } => "`pmvol create` makes a pool",
+        PoolError::Missing { .. } | PoolError::NotAPool { .. } => "`pmvol create` creates a pool",
         PoolError::DeviceReadOnly { .. } => "`pmvol info` and `pmvol check` can read it",
         PoolError::InUse { .. } => "`pmvol info` can read it meanwhile",
-        PoolError::DeviceNotEmpty { .. } => "--force makes a pool there and erases the device",
-        PoolError::DeviceGrowthNotEmpty { .. } => "--force takes it and erases its content",
+        PoolError::DeviceNotEmpty { .. } => "--force creates a pool there and erases the device",
+        PoolError::DeviceGrowthNotEmpty { .. } => "--force uses it and erases its content",
         PoolError::DeviceUnknownVolumes { .. }
         | PoolError::SuperblocksDamaged { .. }
         | PoolError::Truncated { .. }
         | PoolError::Damaged { .. } => "see `pmvol check` and `pmvol repair`",
         PoolError::VolumeUnusable { .. } => "see `pmvol check`",
         PoolError::PoolFull { .. } => "`pmvol grow` makes it larger",
-        PoolError::NoSuchVolume { .. } => "`pmvol volume create` makes one",
+        PoolError::NoSuchVolume { .. } => "`pmvol volume create` creates one",
         PoolError::VolumeComplete { .. } => "`pmvol volume delete` deletes it",
         PoolError::ShrinkRefused { .. } => "--shrink allows it",
         PoolError::Split { reason: SplitError::HoldsData, .. } => {

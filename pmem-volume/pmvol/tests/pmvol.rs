@@ -289,7 +289,7 @@ fn leftovers_of_a_killed_vm_are_reported_and_erased_on_demand() {
     );
     let check = folder.succeed(&["check", "pool"]);
     assert!(
-        check.contains("10 MiB wait to be erased") && check.contains("`pmvol scrub pool`"),
+        check.contains("10 MiB must be erased") && check.contains("`pmvol scrub pool`"),
         "{check}"
     );
     assert!(check.ends_with("clean\n"), "{check}");
@@ -300,7 +300,7 @@ fn leftovers_of_a_killed_vm_are_reported_and_erased_on_demand() {
     let note = String::from_utf8(made.stderr).unwrap();
     assert!(made.status.success());
     assert!(
-        note.starts_with("pmvol: 10 MiB wait to be erased") && note.lines().count() == 1,
+        note.starts_with("pmvol: 10 MiB must be erased") && note.lines().count() == 1,
         "{note}"
     );
     assert_eq!(first_bytes(), b"secret");
@@ -310,7 +310,7 @@ fn leftovers_of_a_killed_vm_are_reported_and_erased_on_demand() {
     assert!(!folder.succeed(&["info", "pool"]).contains("to be erased"));
     assert!(!folder.succeed(&["check", "pool"]).contains("erased"));
     let made = folder.run(&["volume", "rename", "pool", "v", "w"]);
-    assert!(made.status.success() && made.stderr.is_empty(), "nothing waits, nothing is said");
+    assert!(made.status.success() && made.stderr.is_empty(), "a warning without waiting chunks");
     folder.fail(&["scrub", "nothing"], &["nothing", "no such file", "`pmvol create`"]);
 }
 
@@ -327,7 +327,7 @@ fn check_reports_damage_with_its_place_and_changes_nothing() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(text.contains("volume v: arena 0: damaged: the first info block"), "{text}");
-    let last = "not clean: 1 finding; `pmvol repair pool --dry-run` says what can be mended\n";
+    let last = "not clean: 1 finding; `pmvol repair pool --dry-run` lists the possible repairs\n";
     assert!(text.ends_with(last), "{text}");
     let json = folder.run(&["check", "pool", "--json"]);
     assert_eq!(json.status.code(), Some(1));
@@ -339,7 +339,8 @@ fn check_reports_damage_with_its_place_and_changes_nothing() {
     assert!(text.contains("pool: degraded: superblock 0 is damaged"), "{text}");
     let dry = folder.succeed(&["repair", "pool", "--dry-run"]);
     assert!(
-        dry.contains("would mend: superblock 0") && dry.contains("would mend: volume v: arena 0"),
+        dry.contains("would repair: superblock 0")
+            && dry.contains("would repair: volume v: arena 0"),
         "{dry}"
     );
     overwrite(&folder.path("pool"), 10, &before[10..11]);
@@ -358,7 +359,7 @@ fn repair_fixes_explained_damage_and_reports_the_rest() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
-    assert_eq!(folder.succeed(&["repair", "pool"]), "nothing to mend\n");
+    assert_eq!(folder.succeed(&["repair", "pool"]), "nothing to repair\n");
     let good = std::fs::read(folder.path("pool")).unwrap();
     // The chunk table starts at 2 MiB. This clears the owner word of chunk 3, the second chunk of
     // the volume.
@@ -367,7 +368,7 @@ fn repair_fixes_explained_damage_and_reports_the_rest() {
     folder.fail(&["volume", "delete", "pool", "v"], &["owner word of chunk C3", "pmvol repair"]);
     let text = folder.succeed(&["repair", "pool"]);
     assert!(
-        text.contains("mended: the owner word of chunk C3")
+        text.contains("repaired: the owner word of chunk C3")
             && text.contains("chunk 1 of volume v\n")
             && text.ends_with("nothing left\n"),
         "{text}"
@@ -377,7 +378,7 @@ fn repair_fixes_explained_damage_and_reports_the_rest() {
     overwrite(&folder.path("pool"), (2 << 20) + 4 * 16, &[0; 8]);
     let output = folder.run(&["repair", "pool", "--dry-run"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    let hint = "`pmvol repair pool --give-up-volume v` gives up";
+    let hint = "`pmvol repair pool --give-up-volume v` deletes";
     assert!(text.contains(&format!("\n{hint}")), "{text}");
     let output = folder.run(&["repair", "pool", "--json"]);
     assert_eq!(output.status.code(), Some(1));
@@ -390,7 +391,7 @@ fn repair_fixes_explained_damage_and_reports_the_rest() {
     // Deletes the damaged volume.
     let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
     assert!(
-        text.contains("mended: volume \"v\", which lacks") && text.ends_with("nothing left\n"),
+        text.contains("repaired: volume \"v\", which lacks") && text.ends_with("nothing left\n"),
         "{text}"
     );
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
@@ -601,7 +602,7 @@ fn failed_output_is_an_error_instead_of_a_panic() {
         // Check and repair exit with 2 because they could not report their result.
         let code = if ["check", "repair"].contains(&arguments[0]) { 2 } else { 1 };
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
-        assert!(text.contains("cannot print it: No space left"), "{arguments:?}: {text}");
+        assert!(text.contains("cannot write to stdout: No space left"), "{arguments:?}: {text}");
     }
     let status = command(&["info", "nothing"]).stderr(full()).status().unwrap();
     assert_eq!(status.code(), Some(1));
@@ -639,11 +640,12 @@ fn every_query_of_a_damaged_pool_reports_the_damage() {
     let list = folder.run(&["volume", "list", "pool"]);
     let note = String::from_utf8(list.stderr).unwrap();
     assert!(
-        list.status.success() && note.contains("the pool is damaged, and volumes may be missing"),
+        list.status.success()
+            && note.contains("the pool is damaged, so the list may be incomplete"),
         "{note}"
     );
     let text = String::from_utf8(folder.run(&["check", "pool"]).stdout).unwrap();
-    assert!(text.contains("of 2 MiB nobody can say whose they are"), "{text}");
+    assert!(text.contains("2 MiB have no known owner"), "{text}");
     let check = folder.run(&["check", "pool", "--json"]);
     let check: Value = serde_json::from_slice(&check.stdout).unwrap();
     assert_eq!(check["damaged_bytes"], 2 << 20);

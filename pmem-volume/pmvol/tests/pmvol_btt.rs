@@ -89,7 +89,10 @@ fn sectors_are_written_and_read() {
     let hex = folder.succeed(&["btt", "read", "pool", "v", "--sector", "7", "--hex"]);
     assert!(hex.starts_with("00007000  00 00 00") && hex.ends_with("\n00008000\n"), "{hex}");
     let text = folder.succeed(&["btt", "check", "pool", "v"]);
-    assert!(text.starts_with("clean: ") && text.ends_with("every block named once\n"), "{text}");
+    assert!(
+        text.starts_with("clean: ") && text.ends_with("each block referenced once\n"),
+        "{text}"
+    );
     assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
 
@@ -110,10 +113,13 @@ fn sectors_are_written_and_read() {
     // error.
     fs::write(folder.path("more"), vec![7; SECTOR_BYTES + 7]).unwrap();
     let more = ["btt", "write", "pool", "v", "--sector", "9", "--from", "more"];
-    folder.fail(&more, &["4103 bytes are no whole sectors of 4096", "nothing was written"]);
+    folder.fail(
+        &more,
+        &["4103 bytes are not a multiple of the sector size, 4096", "nothing was written"],
+    );
     for (bytes, words) in [
-        (&[][..], "there is nothing to write"),
-        (&[1; 3], "3 bytes at the end are no whole sector"),
+        (&[][..], "there is no data to write"),
+        (&[1; 3], "the last 3 bytes are less than a sector"),
     ] {
         let output = write(&folder, "9", bytes);
         let text = String::from_utf8(output.stderr).unwrap();
@@ -151,13 +157,13 @@ fn imported_image_is_exported_unchanged_and_sparse() {
         &["out", "exists already", "--force"],
     );
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
-    folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
+    folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["not a regular file"]);
     // A pool is not replaced even with --force, because there is no other copy of it.
     let pool = fs::read(folder.path("pool")).unwrap();
     fs::write(folder.path("other"), &pool).unwrap();
     folder.fail(
         &["btt", "export", "pool", "v", "--to", "pool", "--force"],
-        &["it is what is exported"],
+        &["it is the source of the export"],
     );
     folder.fail(&["btt", "export", "pool", "v", "--to", "other", "--force"], &["it is a pool"]);
     assert!(
@@ -178,7 +184,7 @@ fn imported_image_is_exported_unchanged_and_sparse() {
     let words = ["31457280 bytes (30 MiB)", "volume v of pool", "has room for"];
     folder.fail(&["btt", "import", "pool", "v", "--from", "large", "--force"], &words);
     folder.fail(&["btt", "import", "pool", "v", "--from", "nothing"], &["nothing"]);
-    folder.fail(&["btt", "import", "pool", "v", "--from", "."], &["no regular file"]);
+    folder.fail(&["btt", "import", "pool", "v", "--from", "."], &["not a regular file"]);
 }
 
 #[test]
@@ -303,14 +309,14 @@ fn btt_repair_reports_steps_and_leaves_unexplained_damage() {
         assert!(text.contains(words), "{text}");
     }
     let text = folder.succeed(&["btt", "repair", "pool", "v", "--dry-run"]);
-    assert!(text.contains("would mend: arena 0: 2 sector(s) are marked as lost"), "{text}");
+    assert!(text.contains("would repair: arena 0: 2 sector(s) are marked as lost"), "{text}");
     assert!(damaged == fs::read(folder.path("pool")).unwrap(), "a dry run changed something");
     let text = folder.succeed(&["btt", "repair", "pool", "v"]);
     assert!(
-        text.contains("mends: arena 0: ") && text.ends_with("mended; nothing left\n"),
+        text.contains("repairs: arena 0: ") && text.ends_with("repaired; no damage remains\n"),
         "{text}"
     );
-    assert_eq!(folder.succeed(&["btt", "repair", "pool", "v"]), "nothing to mend\n");
+    assert_eq!(folder.succeed(&["btt", "repair", "pool", "v"]), "nothing to repair\n");
     let check = folder.succeed(&["btt", "check", "pool", "v"]);
     assert!(check.contains("note: 2 sector(s) marked as lost"), "{check}");
     let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
@@ -447,7 +453,7 @@ fn lost_arena_is_reported_and_sectors_keep_their_numbers() {
         let import = ["btt", "import", "pool", "v", "--from", "in"];
         folder.fail(
             &[&import, force].concat(),
-            &["arena 1 takes no writes: neither info block", "`pmvol btt repair`"],
+            &["arena 1 is read-only: neither info block", "`pmvol btt repair`"],
         );
     }
 }
@@ -491,7 +497,7 @@ fn import_over_a_damaged_log_does_not_advise_force() {
         let output = folder.run(&[&["btt", "import", "pool", "v", "--from", "in"], force].concat());
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{text}");
-        assert!(text.contains("arena 0 takes no writes: lane 30 of the flog"), "{text}");
+        assert!(text.contains("arena 0 is read-only: lane 30 of the flog"), "{text}");
         assert!(!text.contains("--force"), "{text}");
     }
 }
@@ -505,12 +511,12 @@ fn state_of_info_blocks_is_reported() {
         let text = folder.succeed(&["btt", "info", "pool", "v"]);
         assert!(text.contains(&format!("info block {words}\n")), "{text}");
     };
-    is("both are whole");
+    is("both are intact");
     overwrite(&folder.path("pool"), end + 60, &[0xff]);
-    is("the first of the two is whole");
+    is("only the first is intact");
     fs::write(folder.path("pool"), &good).unwrap();
     overwrite(&folder.path("pool"), INFO_AT + 60, &[0xff]);
-    is("the second of the two is whole");
+    is("only the second is intact");
     // Changes the UUID and corrects the checksum. In the upper half of the Fletcher sum, the weight
     // of the first word is the number of all words.
     let mut info = good[INFO_AT as usize..][..4096].to_vec();
@@ -523,7 +529,7 @@ fn state_of_info_blocks_is_reported() {
     info[4088..].copy_from_slice(&(u64::from(high) << 32 | u64::from(low)).to_le_bytes());
     fs::write(folder.path("pool"), &good).unwrap();
     overwrite(&folder.path("pool"), end, &info);
-    is("both are whole, and they differ: the first counts");
+    is("both are intact but differ: the first is used");
 }
 
 /// Write access to the folder must not allow another user to redirect the export to other files.
@@ -536,7 +542,7 @@ fn export_follows_no_link_and_replaces_only_with_force() {
     for name in ["out", "out.part", "out.qcow2", "out.raw"] {
         std::os::unix::fs::symlink("precious", folder.path(name)).unwrap();
     }
-    folder.fail(&["btt", "export", "pool", "v", "--to", "out", "--force"], &["no regular file"]);
+    folder.fail(&["btt", "export", "pool", "v", "--to", "out", "--force"], &["not a regular file"]);
     fs::remove_file(folder.path("out")).unwrap();
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out"]);
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
@@ -586,7 +592,7 @@ fn qcow2_export_and_import_work_with_real_qemu_img() {
     assert!(fs::read(folder.path("theirs")).unwrap() == as_long_as_the_volume(&folder, "in"));
     folder.succeed(&["volume", "create", "pool", "w", "--size", "24M"]);
     let import = ["btt", "import", "pool", "w", "--from", "out.qcow2"];
-    folder.fail(&import, &["begins as a qcow2 image does", "--format raw", "--format qcow2"]);
+    folder.fail(&import, &["begins like a qcow2 image", "--format raw", "--format qcow2"]);
     let text = folder.succeed(&[&import[..], &["--format", "qcow2"]].concat());
     assert!(text.contains("of which 1.3 MiB are data"), "{text}");
     folder.succeed(&["btt", "export", "pool", "w", "--to", "out"]);
@@ -606,7 +612,7 @@ fn qcow2_export_and_import_work_with_real_qemu_img() {
     );
     folder.fail(
         &["btt", "import", "pool", "v", "--from", "in", "--format", "qcow2"],
-        &["in", "no qcow2 image"],
+        &["in", "not a qcow2 image"],
     );
     let names = ["in", "old", "out", "out.qcow2", "pool", "theirs", "vast"];
     assert_eq!(names_in(&folder), names);
@@ -625,7 +631,9 @@ fn qcow2_header_written_by_guest_exposes_no_host_files() {
         // creating it.
         &["create", "-q", "-f", "qcow2", "-o", "data_file=secret,data_file_raw=on", "evil", "64K"],
     ];
-    for (arguments, words) in names_the_secret.into_iter().zip(["backing file", "another file"]) {
+    for (arguments, words) in
+        names_the_secret.into_iter().zip(["backing file", "external data file"])
+    {
         if qemu_img(&folder, arguments).is_none() {
             return;
         }
@@ -640,11 +648,8 @@ fn qcow2_header_written_by_guest_exposes_no_host_files() {
         folder.succeed(&["btt", "write", "pool", "v", "--sector", "0", "--from", "sectors"]);
         folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
         let import = ["btt", "import", "pool", "v", "--from", "out", "--force"];
-        folder.fail(&import, &["out", "begins as a qcow2 image does", "a guest"]);
-        folder.fail(
-            &[&import[..], &["--format", "qcow2"]].concat(),
-            &["out", words, "nothing is read"],
-        );
+        folder.fail(&import, &["out", "begins like a qcow2 image", "a guest"]);
+        folder.fail(&[&import[..], &["--format", "qcow2"]].concat(), &["out", words, "not read"]);
         folder.succeed(&[&import[..], &["--format", "raw"]].concat());
         folder.succeed(&["btt", "export", "pool", "v", "--to", "again", "--force"]);
         let (out, again) =

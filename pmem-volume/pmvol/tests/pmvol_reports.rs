@@ -89,7 +89,7 @@ fn usable_size_is_the_size_of_all_sectors() {
     let made = folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let usable = info["sectors"].as_u64().unwrap() * 4096;
-    assert_eq!(made, format!("volume v made: 20 MiB, btt, {} usable\n", Size(usable).rounded()));
+    assert_eq!(made, format!("volume v created: 20 MiB, btt, {} usable\n", Size(usable).rounded()));
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
     let volumes = listed(&folder);
     assert_eq!(

@@ -121,7 +121,7 @@ fn impossible_streams_are_refused_with_a_reason() {
     folder.fail(&[&export[..], &["--json"]].concat(), &["--json", "stdout"]);
     refused(&feed(&folder, &[&import[..], &["--format", "qcow2"]].concat(), &image), &[QCOW2]);
     refused(&feed(&folder, &import, b""), &["stdin has no data"]);
-    refused(&feed(&folder, &import, b"QFI\xfb and more"), &["begins as a qcow2 image does"]);
+    refused(&feed(&folder, &import, b"QFI\xfb and more"), &["begins like a qcow2 image"]);
     assert!(
         feed(&folder, &[&import[..], &["--format", "raw"]].concat(), b"QFI\xfb").status.success()
     );
@@ -149,7 +149,7 @@ fn volume_is_created_from_an_image() {
     let (folder, image) = with_image();
     let create = ["volume", "create", "pool", "new", "--from"];
     let text = folder.succeed(&[&create[..], &["in"]].concat());
-    assert!(text.starts_with("volume new made: 18 MiB, btt, "), "{text}");
+    assert!(text.starts_with("volume new created: 18 MiB, btt, "), "{text}");
     let document = folder.run(&[&create[..], &["in", "--json"]].concat());
     refused(&document, &["\"new\" already exists"]);
     folder.succeed(&["volume", "export", "pool", "new", "--to", "out"]);

@@ -144,7 +144,7 @@ impl<'a> Content<'a> {
         let (reader, damage) = Reader::open_damaged(media);
         if reader.sectors() == 0 {
             warn_damage(&damage);
-            bail!("there is no arena that could be read");
+            bail!("no arena is readable");
         }
         Ok((Content::Sectors(reader), damage))
     }

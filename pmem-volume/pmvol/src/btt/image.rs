@@ -31,16 +31,19 @@ pub(super) fn is_stdio(path: &Path) -> bool {
 pub(super) fn check_destination(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
-            bail!("{}: it is no regular file, and an image is only written to one", path.display())
+            bail!(
+                "{}: not a regular file; images are written only to regular files",
+                path.display()
+            )
         }
         Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
         Ok(metadata) => {
-            let inspect_failed = || format!("cannot look at {}", path.display());
+            let inspect_failed = || format!("cannot inspect {}", path.display());
             let source = fs::metadata(source)
-                .with_context(|| format!("cannot look at {}", source.display()))?;
+                .with_context(|| format!("cannot inspect {}", source.display()))?;
             if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
                 bail!(
-                    "{}: it is what is exported, and --force does not replace that",
+                    "{}: it is the source of the export, and --force does not replace the source",
                     path.display()
                 );
             }
@@ -51,7 +54,7 @@ pub(super) fn check_destination(path: &Path, replace: bool, source: &Path) -> an
             Ok(())
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).with_context(|| format!("cannot look at {}", path.display())),
+        Err(error) => Err(error).with_context(|| format!("cannot inspect {}", path.display())),
     }
 }
 
@@ -60,7 +63,7 @@ const EXISTS: &str = "the file exists already; --force replaces it";
 /// Creates a file without a name in the folder of `path`.
 pub(super) fn create_unnamed(path: &Path) -> anyhow::Result<UnnamedFile> {
     UnnamedFile::in_folder_of(path, PRIVATE_MODE)
-        .with_context(|| format!("cannot make a file in the folder of {}", path.display()))
+        .with_context(|| format!("cannot create a file in the folder of {}", path.display()))
 }
 
 /// Makes an image durable and gives it its name. With `replace`, it replaces an existing file.
@@ -103,7 +106,7 @@ pub(super) fn convert(
         });
     });
     let status = child.wait().with_context(|| format!("cannot wait for {QEMU_IMG}"))?;
-    result.with_context(|| format!("cannot read what {QEMU_IMG} says"))?;
+    result.with_context(|| format!("cannot read the output of {QEMU_IMG}"))?;
     if !status.success() {
         bail!("{QEMU_IMG} convert ended with {status}");
     }
@@ -160,7 +163,7 @@ pub(super) fn require_qemu_img() -> anyhow::Result<()> {
 fn map_spawn_error<T>(result: io::Result<T>) -> anyhow::Result<T> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
-            "{QEMU_IMG} is not installed, and qcow2 is left to it; install it (Debian: qemu-utils), or use a raw image"
+            "{QEMU_IMG} is not installed, but qcow2 images require it; install it (Debian: qemu-utils), or use a raw image"
         ),
         result => result.with_context(|| format!("cannot start {QEMU_IMG}")),
     }

@@ -73,7 +73,10 @@ pub(crate) fn import(location: &Location, options: &ImportOptions) -> anyhow::Re
     }
     let target = if holds_data { target } else { target.empty() };
     let filled = target.fill(location, source.unpacked()?, holds_data).with_context(|| {
-        format!("{} has a part of the image; import it again with --force", location.name())
+        format!(
+            "{} contains only a part of the image; import it again with --force",
+            location.name()
+        )
     })?;
     let report = Report { location, image: from, filled };
     let text = format!("{} imported to {}: {}", source_name(from), location.name(), filled.text());
@@ -119,7 +122,7 @@ impl<'a> Source<'a> {
         }
         let failed = || format!("cannot read {}", path.display());
         if !std::fs::metadata(path).with_context(failed)?.is_file() {
-            bail!("{}: it is no regular file, and an image is one", path.display());
+            bail!("{}: not a regular file, as an image must be", path.display());
         }
         let file = File::open(path).with_context(failed)?;
         if format.is_none() && qcow2::is_qcow2(&file).with_context(failed)? {
@@ -169,14 +172,14 @@ impl<'a> Source<'a> {
         let raw = with_meter(|progress| {
             convert((&file, ImageFormat::Qcow2), ImageFormat::Raw, path, len_bytes, progress)
         })?;
-        let file = raw.file.try_clone().context("cannot keep what was unpacked")?;
-        let len_bytes = file.metadata().context("cannot look at what was unpacked")?.len();
+        let file = raw.file.try_clone().context("cannot keep the unpacked image open")?;
+        let len_bytes = file.metadata().context("cannot inspect the unpacked image")?.len();
         Ok(Self { path, input: Input::File { file, len_bytes }, format: ImageFormat::Raw })
     }
 }
 
-const BEGINS_AS_QCOW2: &str = "it begins as a qcow2 image does, which may as well be what a guest has written to its \
-                               disk; say --format raw to take its bytes as they are";
+const BEGINS_AS_QCOW2: &str = "it begins like a qcow2 image, but a guest may have written these bytes to a raw disk; use \
+                               --format raw to import the bytes unchanged";
 
 /// Opens stdin for reading. An empty stream is refused, because the program that writes to it has
 /// probably failed.
@@ -267,7 +270,7 @@ impl<'a> Target<'a> {
         for (number, arena) in arenas.into_iter().enumerate() {
             if let Some(reason) = arena.read_only {
                 bail!(
-                    "{}: arena {number} takes no writes: {reason}; see `pmvol btt check` and `pmvol btt repair`",
+                    "{}: arena {number} is read-only: {reason}; see `pmvol btt check` and `pmvol btt repair`",
                     location.name()
                 );
             }
@@ -383,7 +386,7 @@ impl Copy<'_, '_> {
         while at < len_bytes {
             progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
             // If data starts within a piece, its leading zeros are found when the piece is read.
-            let data = next_data(file, at, len_bytes).context("cannot look for holes")?;
+            let data = next_data(file, at, len_bytes).context("cannot search for holes")?;
             let start = data.unwrap_or(len_bytes) / PIECE_BYTES * PIECE_BYTES;
             if data.is_none() || start > at {
                 let end = if data.is_none() { total_bytes } else { start };

@@ -82,9 +82,9 @@ impl InfoReport {
                 Err(missing_arena) => {
                     let lost = missing_arena.sectors(sector_bytes);
                     let btt::MissingArena { start_bytes, reason, .. } = missing_arena;
-                    let end = lost.map_or("; what lies behind it is not known", |_| "");
+                    let end = lost.map_or("; any arenas after it are unknown", |_| "");
                     missing.push(format!(
-                        "at {start_bytes:#x} there should be arena {number}: neither info block is whole ({reason}){end}"
+                        "arena {number} is missing at {start_bytes:#x}: neither info block is intact ({reason}){end}"
                     ));
                     sectors += lost.unwrap_or(0);
                 }
@@ -107,12 +107,12 @@ impl ArenaLine {
         let first_sector = *sectors;
         *sectors += u64::from(info.sectors);
         let (info_blocks, info_blocks_are) = match source {
-            InfoSource::Both => ("both", "both are whole"),
+            InfoSource::Both => ("both", "both are intact"),
             InfoSource::Differ => {
-                ("both, and they differ", "both are whole, and they differ: the first counts")
+                ("both, and they differ", "both are intact but differ: the first is used")
             }
-            InfoSource::First => ("the first", "the first of the two is whole"),
-            InfoSource::Second => ("the second", "the second of the two is whole"),
+            InfoSource::First => ("the first", "only the first is intact"),
+            InfoSource::Second => ("the second", "only the second is intact"),
         };
         Self {
             number,
@@ -148,14 +148,14 @@ pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     for arena in &report.arenas {
         writeln!(out, "arena {}", arena.number)?;
         writeln!(out, "  uuid       {}", arena.uuid)?;
-        writeln!(out, "  lies       from {:#x} to {:#x}", arena.start_bytes, arena.end_bytes)?;
+        writeln!(out, "  range      {:#x} to {:#x}", arena.start_bytes, arena.end_bytes)?;
         let last_sector = arena.first_sector + u64::from(arena.sectors) - 1;
         writeln!(out, "  sectors    {} to {last_sector}", arena.first_sector)?;
         writeln!(out, "  blocks     {} of {} bytes", arena.blocks, arena.block_bytes)?;
         writeln!(out, "  lanes      {}", arena.lanes)?;
         writeln!(
             out,
-            "  has        data at {:#x}, map at {:#x}, log at {:#x}",
+            "  layout     data at {:#x}, map at {:#x}, log at {:#x}",
             arena.data_at_bytes, arena.map_at_bytes, arena.log_at_bytes
         )?;
         writeln!(out, "  info block {}", arena.info_blocks_are)?;
@@ -189,12 +189,12 @@ impl<'a> CheckOutput<'a> {
 pub(super) fn check(out: Out<'_>, location: &Location, report: &btt::Report) -> io::Result<()> {
     arena_findings(out, "", report)?;
     if report.is_clean() {
-        return writeln!(out, "clean: {} sectors, every block named once", report.sectors());
+        return writeln!(out, "clean: {} sectors, each block referenced once", report.sectors());
     }
     let count = report.arenas.iter().map(|arena| arena.findings_total).sum();
     writeln!(
         out,
-        "not clean: {}; `pmvol btt repair {} --dry-run` says what can be mended",
+        "not clean: {}; `pmvol btt repair {} --dry-run` lists the possible repairs",
         findings(count),
         location.as_arguments()
     )
@@ -202,14 +202,14 @@ pub(super) fn check(out: Out<'_>, location: &Location, report: &btt::Report) -> 
 
 /// Prints a repair before it is made.
 pub(super) fn planned_fixes(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
-    let prefix = if dry_run { "would mend" } else { "mends" };
+    let prefix = if dry_run { "would repair" } else { "repairs" };
     report.mended.iter().try_for_each(|description| writeln!(out, "{prefix}: {description}"))
 }
 
 /// Returns the command that copies out all readable sectors, if any damage remains.
 pub(super) fn export_hint(location: &Location, report: &RepairReport) -> Vec<String> {
     let hint = format!(
-        "`pmvol btt export {} --to FILE` copies out what can be read",
+        "`pmvol btt export {} --to FILE` copies all readable sectors",
         location.as_arguments()
     );
     if report.left.is_empty() { vec![] } else { vec![hint] }
@@ -224,11 +224,11 @@ pub(super) fn remaining_damage(
 ) -> io::Result<()> {
     report.left.iter().try_for_each(|description| writeln!(out, "left: {description}"))?;
     match (report.mended.is_empty(), report.left.is_empty()) {
-        (true, true) => writeln!(out, "nothing to mend"),
-        (false, true) if dry_run => writeln!(out, "nothing would be left"),
-        (false, true) => writeln!(out, "mended; nothing left"),
+        (true, true) => writeln!(out, "nothing to repair"),
+        (false, true) if dry_run => writeln!(out, "no damage would remain"),
+        (false, true) => writeln!(out, "repaired; no damage remains"),
         (_, false) => {
-            writeln!(out, "not clean: nothing says what was there; {}", hints.join("; "))
+            writeln!(out, "not clean: the lost data cannot be reconstructed; {}", hints.join("; "))
         }
     }
 }

@@ -22,19 +22,19 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 /// Reason why an image is not unpacked.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Qcow2Error {
-    #[error("it is no qcow2 image: its first bytes are others")]
+    #[error("not a qcow2 image: its first bytes differ from the magic")]
     NoMagic,
-    #[error("it is no qcow2 image: it has {length_bytes} bytes, less than a header")]
+    #[error("not a qcow2 image: its {length_bytes} bytes are less than a header")]
     Short { length_bytes: usize },
-    #[error("its qcow2 version is {0}, and 2 and 3 are known")]
+    #[error("qcow2 version {0} is not supported, only 2 and 3")]
     Version(u32),
-    #[error("it has a backing file, from which {OTHER_FILES_REFUSED}")]
+    #[error("the image has a backing file, {OTHER_FILES_REFUSED}")]
     BackingFile,
-    #[error("its data lies in another file, from which {OTHER_FILES_REFUSED}")]
+    #[error("the image has an external data file, {OTHER_FILES_REFUSED}")]
     ExternalData,
 }
 
-const OTHER_FILES_REFUSED: &str = "nothing is read: who made the image may have named any file of this host. If you trust it, \
+const OTHER_FILES_REFUSED: &str = "which is not read, because the creator of the image may have named any file of this host. If you trust it, \
                        make one image of both (`qemu-img convert -f qcow2 -O raw IMAGE NEW`) and import that";
 
 /// Returns true if the file begins with the magic bytes of qcow2.

@@ -144,7 +144,9 @@ pub(super) fn write(
     if let Some(bytes) = source_bytes
         && !bytes.is_multiple_of(sector_bytes as u64)
     {
-        bail!("{bytes} bytes are no whole sectors of {sector_bytes}; nothing was written");
+        bail!(
+            "{bytes} bytes are not a multiple of the sector size, {sector_bytes}; nothing was written"
+        );
     }
     let sectors = with_meter(|progress| {
         let mut written = WriteProgress { sectors: 0, has_started: false, sector_bytes };
@@ -188,11 +190,10 @@ impl WriteProgress {
     ) -> anyhow::Result<()> {
         let mut piece = vec![0; PIECE_BYTES];
         loop {
-            let length =
-                read_full(source, &mut piece).context("cannot read what is to be written")?;
+            let length = read_full(source, &mut piece).context("cannot read the data to write")?;
             let whole = length / self.sector_bytes * self.sector_bytes;
             if length == 0 && !self.has_started {
-                bail!("there is nothing to write");
+                bail!("there is no data to write");
             }
             self.has_started |= whole > 0;
             engine.write(first + self.sectors, &piece[..whole])?;
@@ -200,7 +201,7 @@ impl WriteProgress {
             done(self.sectors * self.sector_bytes as u64);
             if whole < length {
                 bail!(
-                    "{} bytes at the end are no whole sector of {}",
+                    "the last {} bytes are less than a sector of {}",
                     length - whole,
                     self.sector_bytes
                 );
@@ -215,7 +216,7 @@ impl WriteProgress {
     fn describe(&self, first: u64) -> String {
         match self.sectors {
             0 if !self.has_started => "nothing was written".to_owned(),
-            0 => format!("nothing is known to be written from sector {first} on"),
+            0 => format!("an unknown number of sectors was written, from sector {first} on"),
             sectors => {
                 format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1)
             }
