@@ -28,7 +28,7 @@ struct Calls {
 type Answer<T> = std::result::Result<T, Error>;
 
 impl Calls {
-    /// Makes a call that must succeed.
+    /// Makes a call that should succeed.
     async fn ok<T>(
         &mut self,
         call: &'static str,
@@ -38,7 +38,7 @@ impl Calls {
         answer.await.with_context(|| call)
     }
 
-    /// Makes a call that must fail with this status.
+    /// Makes a call that should fail with this status.
     async fn refused<T>(
         &mut self,
         call: &'static str,

@@ -1,4 +1,4 @@
-//! Host resources of a VMM, except guest memory. They must not grow when devices or memory are
+//! Host resources of a VMM, except guest memory. They should not grow when devices or memory are
 //! added and removed.
 
 use std::collections::BTreeMap;

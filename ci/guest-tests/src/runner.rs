@@ -249,7 +249,7 @@ struct Reruns {
 }
 
 impl Reruns {
-    /// Returns true if a failed test must be repeated once. `suspects` counts such tests in this
+    /// Returns true if a failed test should be repeated once. `suspects` counts such tests in this
     /// boot.
     fn once_more(&mut self, has_the_mark: bool, suspects: &mut usize) -> bool {
         if has_the_mark {

@@ -11,7 +11,7 @@ const SPAN_S: u64 = 30;
 /// Maximum number of reports during a measurement. At rest, the agent sends one report per second.
 /// With more reports the guest is not at rest, but one or two may be early.
 const MOST_REPORTS: u64 = SPAN_S + 3;
-/// Maximum number of measurements before the guest must have come to rest after boot.
+/// Maximum number of measurements before the guest should have come to rest after boot.
 const MOST_SPANS: usize = 10;
 
 /// CPU time used so far, in nanoseconds.

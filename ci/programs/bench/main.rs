@@ -137,7 +137,7 @@ fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
 }
 
 /// Measures a group under one VMM, and adds either all of its results or none. An emulated host
-/// sometimes breaks a guest of any VMM. Results of the other VMMs must not be lost then.
+/// sometimes breaks a guest of any VMM. Results of the other VMMs should not be lost then.
 fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> Result<()>) {
     for _ in 0..TRIES {
         let mut with_these = samples.clone();

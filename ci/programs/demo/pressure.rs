@@ -75,7 +75,7 @@ fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
     })
 }
 
-/// Checks the zones while they grow. DRAM must be plugged before PM.
+/// Checks the zones while they grow. DRAM should be plugged before PM.
 struct Watch<'a> {
     guest: &'a Guest,
     pm_seen: bool,

@@ -21,7 +21,7 @@ struct Place {
     /// Prefix of the lines about this pool.
     name: &'static str,
     dir: &'static str,
-    /// Durability class that `pmvol info` must report.
+    /// Durability class that `pmvol info` should report.
     class: &'static str,
     /// Number of sectors between two flushes. If each flush goes to the disk, a few are enough.
     longest: u64,
@@ -46,7 +46,7 @@ pub(crate) enum Task {
     /// Same as `Write`, but flushes of the VMMs do nothing.
     WriteAndLie,
     Look,
-    /// Check the content after flushes that did nothing. Data on the disk must have been lost.
+    /// Check the content after flushes that did nothing. Data on the disk should have been lost.
     LookForLosses,
 }
 

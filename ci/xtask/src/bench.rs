@@ -97,7 +97,7 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let options = arguments.of_host()?;
         let other_vmm = other_vmm()?;
         let folder = checkout.path(FOLDER);
-        // Results of an earlier run must not be taken for results of this run.
+        // Results of an earlier run should not be taken for results of this run.
         remove_folder(&folder)?;
         create_folder(&folder)?;
         setup::ensure_set_up(checkout)?;

@@ -52,7 +52,7 @@ fn add_nics(vm: &Vm) -> Result<()> {
         );
         stream.write_with(&request, queues)?;
         let answer = stream.answer()?;
-        // If the response has a body, it must contain the device's address.
+        // If the response has a body, it should contain the device's address.
         ensure!([200, 204].contains(&answer.status), "vm.add-net: {answer:?}");
         ensure!(
             answer.body.is_empty() || answer.json()?["bdf"].is_string(),

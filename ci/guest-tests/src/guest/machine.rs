@@ -143,7 +143,7 @@ impl Machine {
         self.process.signal(Signal::CONT)
     }
 
-    /// Reboots the guest from inside, and waits until the new boot accepts commands. The VMM must
+    /// Reboots the guest from inside, and waits until the new boot accepts commands. The VMM should
     /// keep running.
     pub fn reboot_from_inside(&self) -> Result<()> {
         const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";

@@ -60,7 +60,7 @@ impl VmmProcess {
         let output = File::options().create(true).append(true).open(log);
         let output = output.with_context(|| format!("Cannot open {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
-        // The VMM must not outlive a test process that dies.
+        // The VMM should not outlive a test process that dies.
         let child = end_with_parent(command)
             .spawn()
             .with_context(|| format!("Cannot start {:?}", command.get_program()))?;

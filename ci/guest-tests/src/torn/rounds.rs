@@ -76,8 +76,8 @@ pub enum Until {
 }
 
 /// Kills the guests of all victims concurrently, at most `rounds` times in total. After each kill,
-/// every sector must be whole and as new as acknowledged, `pmvol check` must find no problem, and
-/// the next guest must read the same content as the test. Stops at the first fault.
+/// every sector should be whole and as new as acknowledged, `pmvol check` should find no problem,
+/// and the next guest should read the same content as the test. Stops at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
     let schedule =
         Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };

@@ -100,7 +100,7 @@ impl FromStr for Interface {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Btt,
-    /// Sectors are not atomic. Used by counterparts, which must fail.
+    /// Sectors are not atomic. Used by counterparts, which should fail.
     Raw,
 }
 
@@ -198,7 +198,7 @@ pub struct Victim {
     pool: Pool,
     oracle: Oracle,
     random: Bytes,
-    /// Result after the last kill. The next guest must read the same content.
+    /// Result after the last kill. The next guest should read the same content.
     last: Option<Judgement>,
     /// Duration of the last start until all threads had flushed.
     start_took: Duration,
@@ -271,8 +271,8 @@ impl Victim {
 
     fn builder(&mut self) -> GuestBuilder {
         let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
-        // A driver has one lane per CPU. It must continue from the state left by a driver with more
-        // or fewer CPUs.
+        // A driver has one lane per CPU. It should continue from the state left by a driver with
+        // more or fewer CPUs.
         let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
         // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };

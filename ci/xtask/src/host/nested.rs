@@ -254,7 +254,7 @@ impl Cutter {
         Ok(Self { watch, delay: cut.delay, due: None, has_cut: false })
     }
 
-    /// Returns true once, when the power must be cut.
+    /// Returns true once, when the power should be cut.
     fn is_due(&mut self) -> Result<bool> {
         if self.due.is_none() && self.watch.sees_line()? {
             self.due = Some(Instant::now() + self.delay);

@@ -17,7 +17,7 @@ pub(super) const HOST_MIB: u32 = 3072;
 /// CPUs it took 37 s.
 const KILL_S: u32 = 90;
 const BOOT_S: u32 = 120;
-/// Maximum number of kills until a sector must be torn.
+/// Maximum number of kills until a sector should be torn.
 const RAW_ROUNDS: u32 = 6;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl Soak<'_> {
         self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
     }
 
-    /// Kills guests that use a raw volume. At least one sector must be torn.
+    /// Kills guests that use a raw volume. At least one sector should be torn.
     pub(super) fn kill_raw(&mut self, kernel: &str) -> Result<()> {
         self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
     }

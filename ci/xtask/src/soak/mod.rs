@@ -97,11 +97,11 @@ pub(crate) struct Arguments {
 enum Part {
     /// Kills: no sector is torn or lost
     Kills,
-    /// Kills on a raw volume: a sector must be torn, otherwise kills prove nothing
+    /// Kills on a raw volume: a sector should be torn, otherwise kills prove nothing
     Raw,
     /// Power cuts: nothing that was flushed is lost
     Power,
-    /// Power cuts with flushes that do nothing: data must be lost, otherwise cuts prove nothing
+    /// Power cuts with flushes that do nothing: data should be lost, otherwise cuts prove nothing
     Lies,
     /// Workloads in too little DRAM, with swap and under each policy
     Pressure,

@@ -37,7 +37,7 @@ const FOLDER: &str = "guest-tests";
 
 pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
-    // Logs of an earlier run must not remain if this build fails.
+    // Logs of an earlier run should not remain if this build fails.
     remove_folder(&checkout.ci(FOLDER))?;
     if attempt(|| build(checkout, report)).is_none() {
         report.add_failure("build of the guest tests");

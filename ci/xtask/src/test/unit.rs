@@ -123,8 +123,8 @@ struct Results {
 }
 
 impl Results {
-    /// Adds a line. Returns false if the line must not be shown: it reports progress, or is output
-    /// of a test that passed.
+    /// Adds a line. Returns false if the line should not be shown: it reports progress, or is
+    /// output of a test that passed.
     fn add(&mut self, line: &str) -> bool {
         let section = if line.starts_with(RESULT) { RESULT } else { line };
         if let Some(section) = SECTIONS.into_iter().find(|known| *known == section) {

@@ -87,7 +87,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         vmm.try_put("vm.create", config(&vmm))?.status == 405,
         "A second vm.create did not return 405"
     );
-    // The VM must boot with the changed configuration.
+    // The VM should boot with the changed configuration.
     vmm.put("vm.resize", json!({"desired_ram": 640 << 20}))?;
     vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
@@ -99,7 +99,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         running["state"] == "Running" && running["memory_actual_size"] == 640 << 20,
         "{running}"
     );
-    // The reported configuration must be usable to create the same VM again.
+    // The reported configuration should be usable to create the same VM again.
     vmm.command("vm.delete")?;
     ensure!(status(&vmm, "GET", "vm.info")? == 404, "vm.info of a deleted VM did not return 404");
     vmm.put("vm.create", running["config"].clone())?;

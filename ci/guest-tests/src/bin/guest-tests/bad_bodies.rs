@@ -1,6 +1,6 @@
 //! Sends invalid requests to a VMM with a guest, from two clients concurrently. They cover every
-//! field of every body with every kind of value. Each request must fail with a reason, the guest
-//! must continue to run, and nothing may change.
+//! field of every body with every kind of value. Each request should fail with a reason, the guest
+//! should continue to run, and nothing may change.
 
 use std::collections::BTreeSet;
 use std::io::Write;

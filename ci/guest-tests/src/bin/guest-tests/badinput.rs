@@ -1,4 +1,4 @@
-//! Tests of invalid input that require a KVM host or a guest. Each input must be refused with one
+//! Tests of invalid input that require a KVM host or a guest. Each input should be refused with one
 //! clear error and change nothing. `vmm/tests/refusals.rs` and the unit tests of `vmm` test
 //! refusals by the parser, by pools and by files.
 
@@ -26,7 +26,7 @@ guest_tests::tests![
 ];
 
 /// Checks that the VMM refuses to start with a single line that contains all `words`. The name,
-/// length and beginning of every file must be unchanged.
+/// length and beginning of every file should be unchanged.
 fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let before = files(&this_tests_dir(), BEGINNING_BYTES)?;
     let refusal = builder.clone().name("refused").expect_refusal()?;

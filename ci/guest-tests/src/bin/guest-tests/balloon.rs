@@ -63,7 +63,7 @@ fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     // Linux 6.12 leaves up to an eighth of memory on the per-CPU lists of the CPU that freed it,
     // and counts it as used.
     guest.run("echo 1000 >/proc/sys/vm/percpu_pagelist_high_fraction")?;
-    // Resident memory must fall by the inflated size, whichever free pages the driver selects.
+    // Resident memory should fall by the inflated size, whichever free pages the driver selects.
     let free_mib = meminfo_mib(&guest, "MemFree")?;
     ensure!(free_mib > 320, "Only {free_mib} MiB are free; the test needs more than 320");
     touch(&guest, free_mib - 40)?;
@@ -80,13 +80,13 @@ fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     );
     let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
-    // The statistics must agree with the guest's own values.
+    // The statistics should agree with the guest's own values.
     let total_mib = meminfo_mib(&guest, "MemTotal")?;
     guest.wait_until("statistics show the balloon", FOLLOW_LIMIT, || {
         let free_mib = statistic(&guest, "free")? as u64 / MIB;
         Ok(statistic(&guest, "total")? as u64 / MIB == total_mib && free_mib < 200)
     })?;
-    // The load exceeds the remaining memory. The guest must deflate the balloon before it kills a
+    // The load exceeds the remaining memory. The guest should deflate the balloon before it kills a
     // process.
     let hog = guest.hog(left_mib + 60, FOLLOW_LIMIT)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
@@ -103,7 +103,7 @@ fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Two guests free memory, but only one of them reports its free pages. The host must get back
+/// Two guests free memory, but only one of them reports its free pages. The host should get back
 /// memory only from that guest, and only the freed part. The balloons are empty, and no policy is
 /// active.
 fn reported_free_pages_return_to_the_host() -> Result<()> {
@@ -160,7 +160,7 @@ fn reported_free_pages_return_to_the_host() -> Result<()> {
         given_back(&silent, "report")? == 0,
         "The metrics count reported pages without free page reporting"
     );
-    // The guest must be able to use the memory again.
+    // The guest should be able to use the memory again.
     drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
     reporting.no_kernel_complaints()
 }
@@ -187,7 +187,7 @@ fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
         (0.8..1.25).contains(&(shown / real)),
         "The high watermarks are {real} bytes instead of {shown}"
     );
-    // The load exceeds the available memory, so the balloon must be deflated in time.
+    // The load exceeds the available memory, so the balloon should be deflated in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
     let hog = guest.hog(need_mib, FOLLOW_LIMIT)?;

@@ -1,7 +1,7 @@
 //! Compatibility tests for our BTT engine and Linux' driver, in both directions.
 //!
 //! Both sides run seeded programs ([`guest_tools::sectors`]), so each can compute the content that
-//! the other must have written. `FORESHORE_TEST_SEED=N` selects other programs.
+//! the other should have written. `FORESHORE_TEST_SEED=N` selects other programs.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -275,7 +275,7 @@ fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
 }
 
 /// Same as above, but each disk has two arenas, and each side writes a lot near and across their
-/// border. Both sides must find out which arena a sector belongs to.
+/// border. Both sides should find out which arena a sector belongs to.
 fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disk =

@@ -100,14 +100,14 @@ impl Client {
         Ok(())
     }
 
-    /// Runs the client against a VMM that has no VM. The client must end the VMM.
+    /// Runs the client against a VMM that has no VM. The client should end the VMM.
     fn run_to_the_end(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
         ends(vmm)
     }
 
-    /// Runs the client against a VMM that has no VM. The client must leave the VMM without a VM.
+    /// Runs the client against a VMM that has no VM. The client should leave the VMM without a VM.
     fn run_and_leave(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;

@@ -147,7 +147,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
         config["mode"] == "Socket" && config["socket"] == socket.display().to_string(),
         "{config}"
     );
-    // Another VM must not be able to take over the socket.
+    // Another VM should not be able to take over the socket.
     let refusal = Guest::builder()
         .argument("--serial", &format!("socket={}", socket.display()))
         .expect_refusal()?;
@@ -225,7 +225,7 @@ fn a_shell_on_a_consoles_pty_follows_the_terminals_size() -> Result<()> {
     // Resizes with `stty -F`, without any input.
     resize(&sit_down(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
-    // The size must also survive a reboot. The class of this kernel has time for that.
+    // The size should also survive a reboot. The class of this kernel has time for that.
     if this_tests_kernel() == Kernel::V6_1 {
         guest.reboot_from_inside()?;
         wait_for_size(&guest, 90, 25)?;

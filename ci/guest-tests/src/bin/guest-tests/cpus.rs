@@ -178,7 +178,7 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
         let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
         guest.wait_until_run("the vCPU has received its NMI", LIMIT, &said)?;
     }
-    // The parked vCPUs must return without receiving the NMI.
+    // The parked vCPUs should return without receiving the NMI.
     grow(&guest, 2, 4)?;
     guest.run("! dmesg | grep 'NMI received for unknown reason .* on CPU [23]'")?;
     guest.reboot_from_inside()?;

@@ -115,7 +115,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     ensure!(bytes == HEAP_BYTES, "{path} is at {extents:?}");
     let volume = VolumeOnHost::find(pool)?;
     let before = flushes(guest, "ok")?;
-    // 1. The guest's stores must be in the pool.
+    // 1. The guest's stores should be in the pool.
     let mut script = guest.start_script(
         IO_LIMIT,
         &format!("exec guest-tool map-store {path} 0 {HEAP_BYTES} {SEED}"),
@@ -130,7 +130,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
             .check(*offset, *len, SEED, at / 8)
             .context("The guest's store is not in the pool")?;
     }
-    // 2. A program that only polls must see the host's stores.
+    // 2. A program that only polls should see the host's stores.
     let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
     let mut waiting = guest.start_script(IO_LIMIT, &wait)?;
     let line = waiting.next_line().context("map-wait printed nothing")?;
@@ -167,11 +167,11 @@ fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result
     file_system.make(guest)?;
     let lines = guest.run(&format!("guest-tool extents {HEAP}"))?;
     let extents: Vec<_> = lines.lines().map(extent).collect::<Result<_>>()?;
-    // virtio-pmem needs a flush request, so the kernel must not treat a fence as a flush.
+    // virtio-pmem needs a flush request, so the kernel should not treat a fence as a flush.
     let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
     ensure!(map_sync == "refused\n", "MAP_SYNC by virtio-pmem is {map_sync}");
     reaches(guest, pool, HEAP, &extents)?;
-    // Flushes requested by programs must reach the host.
+    // Flushes requested by programs should reach the host.
     let before = flushes(guest, "ok")?;
     guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
     ensure!(flushes(guest, "ok")? > before, "An fsync caused no flush");
@@ -244,7 +244,7 @@ fn devdax_reaches_the_pool() -> Result<()> {
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // The next boot must find it as a devdax device.
+    // The next boot should find it as a devdax device.
     let guest = builder.boot()?;
     wait_for_devdax(&guest)?;
     guest

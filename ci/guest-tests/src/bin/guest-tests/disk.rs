@@ -190,7 +190,7 @@ fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
         ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
     }
     ensure!(fs::read(path)? == content, "The image has changed");
-    // The guest must read unchanged content.
+    // The guest should read unchanged content.
     let start = guest.run("head -c 8192 /dev/vdd | od -An -v -tx1")?;
     let start: Result<Vec<u8>, _> =
         start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
@@ -336,7 +336,7 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
 }
 
 /// After a failed flush, the content of the disk is unknown. So this write and every later write
-/// must fail in the guest. Reads still work.
+/// should fail in the guest. Reads still work.
 fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");

@@ -61,7 +61,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
         "The reboot ended the governor's pause"
     );
-    // The guest is short of memory, but its reports must not lead to a decision.
+    // The guest is short of memory, but its reports should not lead to a decision.
     let hog = fill_but(&guest, LITTLE_MIB)?;
     let held_times = |info: &Value| {
         let decisions = info["decisions"].as_array()?;

@@ -147,7 +147,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
         rss >= 350 * MIB && rss == pss,
         "Rss {rss} differs from Pss {pss}: pages are mapped twice"
     );
-    // The rest is the VMM's own memory. It must not include a second copy of guest memory.
+    // The rest is the VMM's own memory. It should not include a second copy of guest memory.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;
@@ -157,7 +157,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     plugged(0)?;
     let left = of_memory_files(&guest, "Rss")?;
     ensure!(left <= 257 * MIB, "{left} bytes of shared memory are left of 257 MiB");
-    // The memory must be removed from the file, not only from the page tables.
+    // The memory should be removed from the file, not only from the page tables.
     let left = in_memory_files(&guest)?;
     ensure!(left == 0, "{left} bytes of unplugged memory are left in its file");
     guest.no_kernel_complaints()
@@ -179,7 +179,7 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Plugged memory must also be fully resident. [`odd_number_of_mebibytes_is_fully_usable`] tests
+/// Plugged memory should also be fully resident. [`odd_number_of_mebibytes_is_fully_usable`] tests
 /// memory without `prefault`.
 fn memory_is_prefaulted_on_request() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
@@ -355,7 +355,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     plugged(96)?;
     drop(guest.hog(220, LIMIT)?);
     guest.no_kernel_complaints()?;
-    // 4. There are not enough pages for two machines, so a reboot must reuse the pages of the
+    // 4. There are not enough pages for two machines, so a reboot should reuse the pages of the
     //    previous machine.
     guest.reboot_from_inside()?;
     guest.power_off()?;
@@ -416,7 +416,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
         lost.0.load(Ordering::Relaxed) == 0,
         "A lost page was replaced before the first access"
     );
-    // The first access is in the middle of a page, and the whole page must be replaced.
+    // The first access is in the middle of a page, and the whole page should be replaced.
     let pages = [
         (2 * HUGE + 5 * 4096 + 8, 0),
         (2 * HUGE, 0),
@@ -520,7 +520,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     ensure!(mib_in(&file)? >= 20, "The guest's memory is not in the file");
     let mapping = &mappings(&guest, 257 * MIB)?[0];
     ensure!(mapping.name == file.display().to_string(), "The guest's memory maps {}", mapping.name);
-    // A second guest must not be able to use the file.
+    // A second guest should not be able to use the file.
     let refusal = builder(&of_file).expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);
     guest.reboot_from_inside()?;

@@ -155,7 +155,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
                 });
             }
             // 2. Without plugged memory, the kernel takes frames out of the tap and drops them. The
-            //    host must not allocate pages for them.
+            //    host should not allocate pages for them.
             guest.wait_until("frames are lost", ATTACK_LIMIT, || {
                 Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
@@ -316,7 +316,7 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
 }
 
 /// An address without a slot has no memory and reads as all ones, like an address without a device.
-/// The VM must continue to run.
+/// The VM should continue to run.
 fn read_of_unplugged_memory_returns_all_ones() -> Result<()> {
     // The kernel does not allow access to a range that virtio_mem has claimed, not even to root.
     // The SRAT contains the range, but exists only with two nodes.

@@ -1,5 +1,5 @@
-//! Tests of hostile guests that repeat requests which are expensive for the host. The VMM must
-//! limit their rate, and must serve its API in the meantime.
+//! Tests of hostile guests that repeat requests which are expensive for the host. The VMM should
+//! limit their rate, and should serve its API in the meantime.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -214,7 +214,7 @@ fn starts(console: &Path) -> Result<u32> {
 }
 
 /// Returns how many starts fit into `elapsed` with delays of 0, 1, 2, 4, 8, 16 and then 30 s.
-/// `elapsed` must be shorter than 91 s.
+/// `elapsed` should be shorter than 91 s.
 fn most_starts(elapsed: Duration) -> u32 {
     let starts_s = [0, 0, 1, 3, 7, 15, 31, 61];
     starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32

@@ -142,7 +142,7 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
         guest.metric("foreshore_pci_devices", &[])? == devices,
         "The metrics still count the device"
     );
-    // The disk is added again, and must contain the written data. It now has the API's default
+    // The disk is added again, and should contain the written data. It now has the API's default
     // name.
     let again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
@@ -246,7 +246,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
             Ok(guest.metric("foreshore_disk_operations_total", &written)? > 50.0)
         })?;
         ensure!(remove(&guest, &id)? == 204, "vm.remove-device of {id} failed");
-        // The kernel takes the disk away from the writer, and each later write must fail.
+        // The kernel takes the disk away from the writer, and each later write should fail.
         wait_until_gone(&guest, &id, &added["bdf"])?;
         ensure!(writer.finish()?.stdout.contains("over"), "The writer did not end with an error");
         guest.run(&format!("rm -f /dev/{node}"))?;
@@ -416,7 +416,7 @@ fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)?;
     let all = format!("test $(ls -d /sys/block/vd* | wc -l) = {DISKS}");
     guest.wait_until_run("the guest has all disks", LIMIT, &all)?;
-    // Each event must have been delivered exactly once, so that the next event is delivered as
+    // Each event should have been delivered exactly once, so that the next event is delivered as
     // well.
     guest.put("vm.remove-device", json!({"id": "disk0"}))?;
     let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);

@@ -1,5 +1,5 @@
 //! Tests that the kernel of a growing guest has enough DRAM for page descriptors and for its own
-//! memory. A guest must not kill a process or panic for lack of DRAM while other memory is free.
+//! memory. A guest should not kill a process or panic for lack of DRAM while other memory is free.
 
 use std::fs;
 use std::path::Path;
@@ -243,7 +243,7 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
         .cmdline("foreshore.agent=off")
         .argument("--event-monitor", &format!("path={}", events.display()))
         .boot()?;
-    // A warning at start must mention the ratio.
+    // A warning at start should mention the ratio.
     let log = guest.vmm_log()?;
     ensure!(
         log.lines().any(|line| line.contains("WARN") && line.contains("24 GiB can be added")),
@@ -377,7 +377,7 @@ fn is_held(load: &Load) -> Result<()> {
 }
 
 /// Of the 3.5 GiB of boot memory, 512 MiB are above the hole, and half of those are movable. So
-/// ZONE_DMA32 must keep a part of the reserve.
+/// ZONE_DMA32 should keep a part of the reserve.
 fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;
@@ -442,7 +442,7 @@ fn killed_names(guest: &Guest) -> Result<Vec<String>> {
 }
 
 /// Starts processes until the kernel has no memory for another one. The OOM killer may kill only
-/// processes that prefer to be killed (`oom_score_adj`). The guest must keep running while the
+/// processes that prefer to be killed (`oom_score_adj`). The guest should keep running while the
 /// other processes live.
 fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
     // For each kill, a list of thousands of processes would occupy the console for minutes.

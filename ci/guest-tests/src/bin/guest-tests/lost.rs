@@ -1,5 +1,5 @@
-//! Tests the loss of memory that a guest is using. The VM must pause and report the reason,
-//! whichever thread accesses the memory, and the VMM must survive.
+//! Tests the loss of memory that a guest is using. The VM should pause and report the reason,
+//! whichever thread accesses the memory, and the VMM should survive.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -111,7 +111,7 @@ fn device_range(guest: &Guest) -> Result<(u64, u64)> {
     Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
 }
 
-/// A driver may place its buffers in lost memory. When a device accesses them, the VMM must
+/// A driver may place its buffers in lost memory. When a device accesses them, the VMM should
 /// survive.
 fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
     const RNG: &str = "0x1044";
@@ -132,7 +132,7 @@ fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
     Ok(())
 }
 
-/// The source of a disk write is truncated during the write. The write must fail and change
+/// The source of a disk write is truncated during the write. The write should fail and change
 /// nothing.
 fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
     const SEED: u64 = 0x1057_0000_0000_0000;

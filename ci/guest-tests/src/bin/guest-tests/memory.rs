@@ -21,7 +21,7 @@ guest_tests::tests![
         is_requested_again(20),
 ];
 
-/// Number of reboots after which the VMM's resources must no longer grow.
+/// Number of reboots after which the VMM's resources should no longer grow.
 pub(crate) const WARM_UP: usize = 2;
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
@@ -124,7 +124,7 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
         Ok(zone(&guest, "dram")?.state == "no-driver")
     })?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Memory is plugged without a driver");
-    // The driver is loaded late, but the target size must still be valid.
+    // The driver is loaded late, but the target size should still be valid.
     guest.run("modprobe virtio_mem")?;
     wait_until_plugged(&guest, 256)
 }

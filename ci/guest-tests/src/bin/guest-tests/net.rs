@@ -229,7 +229,7 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     Ok(())
 }
 
-/// Unbinds the driver and binds it again. The device must then work like a new one.
+/// Unbinds the driver and binds it again. The device should then work like a new one.
 pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     guest.run(
         "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
@@ -434,7 +434,7 @@ fn interfaces_other_than_taps_are_refused() -> Result<()> {
         let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
         ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
     }
-    // The same interfaces must be refused for an existing VM, whether it runs or not.
+    // The same interfaces should be refused for an existing VM, whether it runs or not.
     let vmm = api::empty_vmm()?;
     vmm.put("vm.create", api::config(&vmm))?;
     for boots in [true, false] {
@@ -518,7 +518,7 @@ pub(crate) fn builder() -> GuestBuilder {
 
 /// Adds a NIC by name, or with a passed queue.
 pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
-    // The previous interface must have been closed.
+    // The previous interface should have been closed.
     guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
     if by_fd {
         let body = json!({"id": id, "mac": "02:f5:00:00:00:01"});

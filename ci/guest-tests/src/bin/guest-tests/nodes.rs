@@ -1,5 +1,5 @@
-//! Tests of NUMA nodes: the guest's kernel must see the configured nodes, and plugged memory must
-//! belong to the right node.
+//! Tests of NUMA nodes: the guest's kernel should see the configured nodes, and plugged memory
+//! should belong to the right node.
 
 use std::time::Duration;
 
@@ -184,7 +184,7 @@ fn guest_sees_two_sockets_with_pm_each() -> Result<()> {
 }
 
 /// A load on the CPU of node 1 first allocates memory from node 1, which has half the memory of
-/// node 0. Node 1 therefore runs short first, and the PM near it must be plugged first.
+/// node 0. Node 1 therefore runs short first, and the PM near it should be plugged first.
 fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
     /// Size that exceeds the memory of node 1, but not that of both nodes.
     const LOAD_MIB: u64 = 320;

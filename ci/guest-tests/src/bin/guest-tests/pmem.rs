@@ -146,7 +146,7 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
         metrics.value("foreshore_pmem_info", &durability)? == 1.0,
         "The metrics have a wrong durability"
     );
-    // If a directory is given, the file has no name. The next boot of the VM must use the same
+    // If a directory is given, the file has no name. The next boot of the VM should use the same
     // file.
     ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
     guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;

@@ -172,7 +172,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     );
     refused(&["volume", "delete", name, "raw"], &[&holder.pid()])?;
     drop(holder);
-    // 3. The memory must have been erased, and the volumes must be unchanged.
+    // 3. The memory should have been erased, and the volumes should be unchanged.
     free_chunks_are_zero(pool)?;
     ensure!(
         pool.check()?.ends_with("clean\n"),
@@ -301,7 +301,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
         "The pool does not cover the device: {}",
         pool.info()?
     );
-    // A pool on the device must be detected, and must not be overwritten without `--force`.
+    // A pool on the device should be detected, and should not be overwritten without `--force`.
     refused(&["create", &pool.name()], &["already has a pool", "--force"])?;
     disk.lengthen(32)?;
     refused(&["info", &pool.name()], &["cut short", "33554432", "100663296"])
@@ -404,8 +404,8 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     Ok(())
 }
 
-/// A guest that uses memory and a volume of the pool is killed. The volume must be consistent, and
-/// no content of the memory may remain.
+/// A guest that uses memory and a volume of the pool is killed. The volume should be consistent,
+/// and no content of the memory may remain.
 fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     pool.create_volume("data", "24M")?;
     let memory = format!("pool={},size=128M", pool.name());

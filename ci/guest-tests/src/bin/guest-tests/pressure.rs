@@ -1,4 +1,4 @@
-//! Tests of memory pressure in a guest: the governor must plug memory on a shortage and unplug it
+//! Tests of memory pressure in a guest: the governor should plug memory on a shortage and unplug it
 //! afterwards, without requests from a client.
 
 use std::time::Duration;
@@ -102,7 +102,7 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, the same load must not fit into memory.
+/// Counterpart: without the governor, the same load should not fit into memory.
 fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -142,8 +142,8 @@ impl Ramp {
     }
 }
 
-/// The governor must be faster than kswapd, which would also reclaim page cache that is in use, and
-/// swap.
+/// The governor should be faster than kswapd, which would also reclaim page cache that is in use,
+/// and swap.
 fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
@@ -157,7 +157,7 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, kswapd must have to reclaim memory for this load.
+/// Counterpart: without the governor, kswapd should have to reclaim memory for this load.
 fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -170,7 +170,7 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     Ok(())
 }
 
-/// A program that allocates 100 MB/s endlessly must not be killed before all PM has been plugged.
+/// A program that allocates 100 MB/s endlessly should not be killed before all PM has been plugged.
 fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_without_swap(&pool).pressure("psi").boot()?;
@@ -244,7 +244,7 @@ fn kernel_reserve_prevents_shortages_beside_pm() -> Result<()> {
     for (counter, count) in signs_of_shortage(&guest)? {
         ensure!(count == 0, "{counter} is {count}");
     }
-    // It must be possible to unplug all movable memory again.
+    // It should be possible to unplug all movable memory again.
     guest.run("umount /run/load")?;
     wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
@@ -258,7 +258,7 @@ fn has_run_out(console: &str) -> bool {
         .any(|said| console.contains(said))
 }
 
-/// Counterpart: without a reserve for the kernel, this load must cause a shortage.
+/// Counterpart: without a reserve for the kernel, this load should cause a shortage.
 fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;

@@ -80,15 +80,15 @@ fn total_bytes(guest: &Guest) -> Result<u64> {
 fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("2G")?;
-    // The guest has swap that must remain unused.
+    // The guest has swap that should remain unused.
     let guest =
         guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
     for zone in pressure(&guest)?["zones"].as_array().context("vm.pressure has no zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not ready: {zone}");
     }
-    // 1. All vCPUs are busy, and so is a host with one CPU. The guest must still get memory before
-    //    it swaps.
+    // 1. All vCPUs are busy, and so is a host with one CPU. The guest should still get memory
+    //    before it swaps.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
     let hog = guest.hog(512, LIMIT)?;
     let grown = |decision: &Value| {
@@ -109,7 +109,7 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     wait_for_agent(&guest, "gone")?;
     // 3. Another program floods the VMM instead of the agent. Only one agent can be connected, so
     //    no other agent can send reports at the same time. The flood contains one report of a guest
-    //    that is short of memory. It must lead to a decision while the flood continues. The flood
+    //    that is short of memory. It should lead to a decision while the flood continues. The flood
     //    continues until it is ended.
     let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
     let left = ALL - requested_bytes(&guest)?;
@@ -249,7 +249,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         "{} bytes are requested",
         pm.requested_bytes
     );
-    // A size requested by a client must also be held back.
+    // A size requested by a client should also be held back.
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 128 * MIB }))?;
     ensure!(
         zone(&guest, "pm")?.requested_bytes == 0,

@@ -81,7 +81,7 @@ fn raw_flush_failures_are_errors() -> Result<()> {
         output.stderr
     );
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
-    // The data has been lost, so the next flush must not succeed.
+    // The data has been lost, so the next flush should not succeed.
     ensure!(write(0, 1)?.code != 0, "A flush succeeded after a failed flush");
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
@@ -96,7 +96,7 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     let config = guest.get("vm.info")?["config"]["pm_volumes"][0].clone();
     ensure!(config["format"] == "raw", "Unexpected configuration in vm.info: {config}");
     guest.power_off()?;
-    // The other interface must provide the same bytes.
+    // The other interface should provide the same bytes.
     let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 200 1 1")?;

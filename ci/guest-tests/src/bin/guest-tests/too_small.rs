@@ -61,8 +61,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
         "With {} MiB of DRAM under psi: {missed:?}",
         dram_mib(SHARE_PERCENT)
     );
-    // Counterpart: the same conditions must detect a guest that the governor does not grow, even if
-    // it has more DRAM.
+    // Counterpart: the same conditions should detect a guest that the governor does not grow, even
+    // if it has more DRAM.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
@@ -70,8 +70,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     Ok(())
 }
 
-/// In a guest without free memory and swap, the OOM killer must kill the load's programs instead of
-/// the programs that report.
+/// In a guest without free memory and swap, the OOM killer should kill the load's programs instead
+/// of the programs that report.
 fn oom_killer_selects_the_load() -> Result<()> {
     /// Time until a guest that swaps down to its last page kills a process.
     const LIMIT: Duration = Duration::from_secs(300);

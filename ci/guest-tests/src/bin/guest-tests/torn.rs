@@ -53,7 +53,7 @@ fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
 }
 
-/// Counterpart: the same kills must tear sectors of a raw device.
+/// Counterpart: the same kills should tear sectors of a raw device.
 fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     let setup = Setup { format: Format::Raw, looks: 60, ..Setup::new(Interface::VirtioPmem) };
     let tally = run_rounds(victims(&this_tests_dir(), setup)?, MOST_KILLS_UNTIL_TORN, Until::Torn)?;
@@ -61,8 +61,8 @@ fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     Ok(())
 }
 
-/// Maximum number of kills until a sector must be torn. Under emulation, about one kill in fifteen
-/// hits the middle of a sector write.
+/// Maximum number of kills until a sector should be torn. Under emulation, about one kill in
+/// fifteen hits the middle of a sector write.
 const MOST_KILLS_UNTIL_TORN: u32 = 6;
 
 /// Compares the content of the disk after a power cut with the acknowledgments. Caches are lost.
@@ -85,7 +85,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     victim.judge_at(pool.path())
 }
 
-/// Counterpart: if flushes do nothing, acknowledged data must be lost.
+/// Counterpart: if flushes do nothing, acknowledged data should be lost.
 fn power_cuts_lose_data_of_ignored_flushes() -> Result<()> {
     let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
     ensure!(judgement.lost() > 0, "No sector was lost although flushes had no effect");

@@ -40,7 +40,7 @@ pub(crate) fn network(nth: u8) -> Result<Net> {
     // An error is ignored, because the module may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
-        // The emulated host is built from this repository and must have the module.
+        // The emulated host is built from this repository and should have the module.
         ensure!(!emulated(), "The emulated host has {NO_VHOST}");
         return skip(NO_VHOST);
     }
@@ -118,7 +118,7 @@ fn the_kernel_moves_frames_over_a_pause_and_a_reboot() -> Result<()> {
     ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
     rebind_driver(&guest, &net)?;
     guest.no_kernel_complaints()?;
-    // The kernel must also move frames after a reboot.
+    // The kernel should also move frames after a reboot.
     guest.reboot_from_inside()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;

@@ -1,4 +1,4 @@
-//! Tests of volumes as disks: content must be durable through every interface.
+//! Tests of volumes as disks: content should be durable through every interface.
 
 use std::fs;
 use std::time::Duration;
@@ -180,7 +180,7 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
         .boot()?;
     let btt = btt_disks(&guest, 2)?;
     guest.wait_until_run("/dev/vda exists", IO_LIMIT, "test -b /dev/vda")?;
-    // If an interface cannot mark its disk as read-only, writes must fail.
+    // If an interface cannot mark its disk as read-only, writes should fail.
     for (interface, disk, marked) in
         [("nvdimm", &*btt[0], "1"), ("virtio-pmem", &*btt[1], "0"), ("virtio-blk", "vda", "1")]
     {
@@ -215,7 +215,7 @@ fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16")).map(drop)
 }
 
-/// Uses one volume per interface. A reboot builds a new machine. It must not open the volumes
+/// Uses one volume per interface. A reboot builds a new machine. It should not open the volumes
 /// before the old machine has closed them.
 fn volumes_stay_across_a_reboot() -> Result<()> {
     let pool = pool_with_volume()?;

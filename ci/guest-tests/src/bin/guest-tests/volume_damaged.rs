@@ -1,5 +1,5 @@
-//! Tests of virtio-blk volumes with a damaged arena. That arena must refuse writes, and all others
-//! must work normally.
+//! Tests of virtio-blk volumes with a damaged arena. That arena should refuse writes, and all
+//! others should work normally.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Pool};
@@ -31,7 +31,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     }
     let linux = Linux::boot(&pool, &disks, Guest::builder(), "virtio-blk")?;
     disks.iter().try_for_each(|disk| is_logged(disk, &linux.guest.vmm_log()?))?;
-    // All sectors must be readable, before and after the refused writes.
+    // All sectors should be readable, before and after the refused writes.
     linux.on_each(|number, node| check(node, &histories[number]))?;
     for (disk, node) in disks.iter().zip(&linux.nodes) {
         refuses_writes(disk, &linux, node).with_context(|| format!("Volume {}", disk.name))?;
@@ -62,7 +62,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     ensure!(state == "Running", "The VM is {state}");
     linux.end(Some("I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
-        // Both info blocks must record the error for the next user.
+        // Both info blocks should record the error for the next user.
         for (number, (info, source)) in disk.media.arenas()?.into_iter().enumerate() {
             let expected = (disk.damaged == Some(number), InfoSource::Both);
             let found = (info.has_error, source);

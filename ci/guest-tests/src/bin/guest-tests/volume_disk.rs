@@ -43,7 +43,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;
-    // The guest's own driver must be able to read the data that our engine wrote.
+    // The guest's own driver should be able to read the data that our engine wrote.
     let guest = guest_with(&pool, "interface=nvdimm").boot()?;
     wait_for_disk(&guest, "/dev/pmem0s")?;
     blocks::check(&guest, "/dev/pmem0s", 2)?;

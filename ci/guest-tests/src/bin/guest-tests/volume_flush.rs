@@ -126,8 +126,8 @@ fn has_failed(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_volume_failed", &[("volume", "data")])
 }
 
-/// A device fails and is repaired. The guest must find all flushed data, and must be able to write
-/// again.
+/// A device fails and is repaired. The guest should find all flushed data, and should be able to
+/// write again.
 fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
@@ -222,7 +222,7 @@ fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
             _ => {}
         }
     }
-    // Both the VMM's own mapping of the pool and the guest's mapping must be found.
+    // Both the VMM's own mapping of the pool and the guest's mapping should be found.
     ensure!(flags.len() >= 2, "Mappings of the pool: {flags:?}");
     let asynchronous = flags.iter().find(|flags| !flags.split(' ').any(|flag| flag == "sf"));
     ensure!(asynchronous.is_none(), "A mapping of the pool is not synchronous: {asynchronous:?}");

@@ -120,7 +120,7 @@ fn holder_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
 }
 
 /// The pool is too small at first. It grows, and then the volume grows. A VM that expects the
-/// volume's old size must be refused.
+/// volume's old size should be refused.
 fn grow(pool: &Pool) -> Result<()> {
     let resize = ["volume", "resize", &pool.name(), "data", "--size", "96M"];
     refused(&resize, &["full", "64 MiB"])?;

@@ -86,7 +86,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     }
     let reason = judged(&guest)?["reason"].clone();
     ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
-    // An invalid kernel name must be refused and counted, and must not change anything.
+    // An invalid kernel name should be refused and counted, and should not change anything.
     let refused = || -> Result<f64> {
         let metrics = guest.metrics()?;
         Ok(metrics.sum("foreshore_pressure_refused_reports_total", &[]))
@@ -97,7 +97,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     guest.wait_until("both are refused", HELLO_LIMIT, || Ok(refused()? >= before + 2.0))?;
     let told = guest_kernel(&guest)?;
     ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
-    // A report of a kernel that is safe for the volume must not cause a warning either.
+    // A report of a kernel that is safe for the volume should not cause a warning either.
     say_hello(&guest, "6.12.57", "voluntary")?;
     guest.wait_until("the kernel has a new verdict", HELLO_LIMIT, || {
         Ok(judged(&guest)?["verdict"] == "safe")

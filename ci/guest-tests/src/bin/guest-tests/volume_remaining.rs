@@ -1,5 +1,5 @@
-//! Tests of `--pm-volume size=remaining` with `--pm-memory`: the volume must leave the memory that
-//! the zone may need.
+//! Tests of `--pm-volume size=remaining` with `--pm-memory`: the volume should leave the memory
+//! that the zone may need.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -128,7 +128,7 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
     }
     let left: Vec<_> = names_in(&dir)?.difference(&before).cloned().collect();
     ensure!(left.iter().all(|name| name.ends_with(".log")), "The failed starts left {left:?}");
-    // The refusal must contain the numbers, and must precede the creation of anything.
+    // The refusal should contain the numbers, and should precede the creation of anything.
     let refusal = guest(&pool, "nvdimm")
         .pm_volume(&format!("pool={},name=more,size=600M,create=on", pool.name()))
         .expect_refusal()?;

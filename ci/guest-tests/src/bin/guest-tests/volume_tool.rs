@@ -52,7 +52,7 @@ fn exported_volume_can_be_imported_for_another_guest() -> Result<()> {
     let guest = guest_with(&pool, "copy").boot()?;
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 7 {BLOCKS} 1 2"))?;
-    // Sectors that had never been written were not copied. It must be possible to write them.
+    // Sectors that had never been written were not copied. It should be possible to write them.
     guest.run_within(
         IO_LIMIT,
         &format!("guest-tool write-blocks /dev/pmem0s buffered 4000 {BLOCKS} 2 1"),
