@@ -1,4 +1,4 @@
-//! Decides whether a block of plugged DRAM must be converted to kernel memory.
+//! Decides whether a block of plugged DRAM should be converted to kernel memory.
 //!
 //! The agent carries out the conversion (docs/reference/agent.md, "Memory for the kernel"), and the
 //! simulator models it.
@@ -47,7 +47,7 @@ impl KernelBlockGrowth {
     }
 }
 
-/// Returns the node from which a block must be converted. Returns `None` if the kernel has enough
+/// Returns the node from which a block should be converted. Returns `None` if the kernel has enough
 /// free or reclaimable memory, or if no node has a suitable block.
 ///
 /// The block's pages must fit into other movable memory. The node must also retain movable memory

@@ -263,7 +263,7 @@ impl Pace {
         self.reported_ms.saturating_add(interval_ms)
     }
 
-    /// Returns true if a report of `memory` must be followed by fast reports.
+    /// Returns true if a report of `memory` should be followed by fast reports.
     pub fn is_fast(&self, memory: &Memory, now_ms: u64) -> bool {
         self.settings.is_under(memory) || now_ms < self.alert_until_ms
     }

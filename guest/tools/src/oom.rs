@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 const SCORE_ADJ: &str = "1000";
 
 /// Makes this process, and processes that it starts, the first victims of the OOM killer. The
-/// test's shell must survive to report the result of the load.
+/// test's shell should survive to report the result of the load.
 pub fn prefer_as_victim() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", SCORE_ADJ).context("Cannot set oom_score_adj")
 }

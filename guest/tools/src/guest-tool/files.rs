@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::content::{Bytes, hash};
 
 /// Writes files until killed. Prints a file's line when its content and its name are durable. From
-/// then on, the file must exist after any crash.
+/// then on, the file should exist after any crash.
 pub(crate) fn write(dir: &Path, bytes: u64) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("Cannot create {}", dir.display()))?;
     let parent = File::open(dir)?;

@@ -262,7 +262,7 @@ mod tests {
                 Ok(())
             };
             Flogs::outcome(shape, shift).check(read).unwrap();
-            // A lane in a different state must read differently.
+            // A lane in a different state should read differently.
             assert!(Flogs::outcome(shape, shift + 1).check(read).is_err());
         }
     }

@@ -21,8 +21,8 @@ const REQUEST_BYTES: usize = 24;
 const ANSWER_AT: usize = 32;
 const ANSWER_BYTES: usize = 10;
 
-/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device. The host must
-/// have requested these blocks.
+/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device. The host
+/// should have requested these blocks.
 pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     queue::disable_compaction_of_locked_pages()?;
     let mut device = Device::take(MEM)?;

@@ -1,5 +1,5 @@
 //! Compiles a generated program of several files in parallel with Debian's tcc, and links it. The
-//! program must compute the expected sum.
+//! program should compute the expected sum.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
