@@ -3,7 +3,7 @@
 //! The kernel reports dirty pages for each mapping. /proc/self/smaps counts pages of a file that
 //! have not been written back (Linux Documentation/filesystems/proc.rst). The kernel also writes
 //! back dirty pages by itself, earlier on a busy machine. Therefore, it is enough if the pages that
-//! must stay dirty are dirty in one of several rounds. Pages that must be clean are checked in
+//! should stay dirty are dirty in one of several rounds. Pages that should be clean are checked in
 //! every round.
 
 use std::ffi::c_void;

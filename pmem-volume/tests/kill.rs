@@ -1,7 +1,7 @@
 //! Repeated kills of a process that performs random operations on a real pool, with a scrubber and
-//! a second thread. After a kill, the pool must be in the state that was reported last, or in the
-//! state after the operation in progress. Data written to volumes must exist. The content of lent
-//! memory must not be readable.
+//! a second thread. After a kill, the pool should be in the state that was reported last, or in the
+//! state after the operation in progress. Data written to volumes should exist. The content of lent
+//! memory should not be readable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -373,8 +373,8 @@ impl ReportedState {
     }
 }
 
-/// Compares the content of volumes with the marks. It must contain at least the marks of the first
-/// state, and at most those of the second.
+/// Compares the content of volumes with the marks. It should contain at least the marks of the
+/// first state, and at most those of the second.
 fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     for volume in pool.volumes() {
         let (least, most) = (&least[&volume.name], &most[&volume.name]);

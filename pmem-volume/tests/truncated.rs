@@ -1,5 +1,5 @@
-//! Tests that truncate the file of an open pool. Every call must return an error, the process must
-//! survive, and the file must not change.
+//! Tests that truncate the file of an open pool. Every call should return an error, the process
+//! should survive, and the file should not change.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};

@@ -197,9 +197,9 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Opens any bytes as a BTT, even after a repair. Operations must succeed or be refused. Correct
-/// sectors that are not written must remain correct. If the BTT passes a check, it must execute all
-/// operations, keep the written data, and pass a check afterwards.
+/// Opens any bytes as a BTT, even after a repair. Operations should succeed or be refused. Correct
+/// sectors that are not written should remain correct. If the BTT passes a check, it should execute
+/// all operations, keep the written data, and pass a check afterwards.
 pub(crate) fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
@@ -275,8 +275,8 @@ pub(crate) fn btt_engine(data: &[u8]) {
     }
 }
 
-/// Checks, reads and extends any bytes as a BTT. All operations must return, stay inside the media,
-/// and agree with each other.
+/// Checks, reads and extends any bytes as a BTT. All operations should return, stay inside the
+/// media, and agree with each other.
 pub(crate) fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();

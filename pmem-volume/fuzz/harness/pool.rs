@@ -223,7 +223,7 @@ fn assert_adds_up(info: &PoolInfo) {
 }
 
 /// Opens any bytes as a pool. If opening is for reading or is refused, nothing may change. If it
-/// succeeds, the pool must work and open again.
+/// succeeds, the pool should work and open again.
 pub(crate) fn pool_open(data: &[u8]) {
     TestPool::with(|test_pool| {
         let (image, path) = (test_pool.image(data), test_pool.path());
@@ -240,7 +240,7 @@ pub(crate) fn pool_open(data: &[u8]) {
             Err(PoolError::Media(error)) => panic!("the media is tmpfs: {error}"),
             Err(_) => return test_pool.assert_unchanged(&image, "a refused open"),
         }
-        // The corrections must be permanent.
+        // The corrections should be permanent.
         let again = Pool::open(&path, OpenMode::ReadWrite).unwrap();
         assert_adds_up(&again.info());
         assert_eq!(again.info().memory_bytes, 0);
@@ -253,7 +253,7 @@ pub(crate) fn pool_open(data: &[u8]) {
 }
 
 /// Returns true if the fuzzer may have marked the chunk as free, directly, in a transaction or in
-/// another table. Free chunks must read as zeros.
+/// another table. Free chunks should read as zeros.
 fn marked_free(image: &Image, chunk: u32) -> bool {
     let word = |at: u64| u64::from_le_bytes(image.bytes(at));
     let table = offset_of!(SuperblockBytes, chunk_table_offset) as u64;
@@ -293,8 +293,8 @@ fn use_pool(test_pool: &TestPool, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
 }
 
-/// Repairs any bytes as a pool. A dry run must change nothing, and must report the same result as
-/// the repair. If no damage remains, the pool must be clean.
+/// Repairs any bytes as a pool. A dry run should change nothing, and should report the same result
+/// as the repair. If no damage remains, the pool should be clean.
 pub(crate) fn repair(data: &[u8]) {
     TestPool::with(|test_pool| {
         let (image, path) = (test_pool.image(data), test_pool.path());

@@ -532,7 +532,7 @@ fn state_of_info_blocks_is_reported() {
     is("both are intact but differ: the first is used");
 }
 
-/// Write access to the folder must not allow another user to redirect the export to other files.
+/// Write access to the folder should not allow another user to redirect the export to other files.
 #[test]
 fn export_follows_no_link_and_replaces_only_with_force() {
     let folder = with_volume();

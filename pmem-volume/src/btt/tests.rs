@@ -151,7 +151,7 @@ fn interrupted_write_leaves_the_old_or_new_sector() {
 
 #[test]
 fn map_entry_before_its_flog_entry_is_detected() {
-    // The check must fail for the wrong order of steps. Otherwise, it would prove nothing.
+    // The check should fail for the wrong order of steps. Otherwise, it would prove nothing.
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let (free, _, _) = writer.lanes[5];

@@ -34,8 +34,8 @@ impl Folder {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs a command that must fail with a single line that contains all of `words`. The exit code
-    /// must be 1, or 2 if the command line is wrong or a check cannot read the pool.
+    /// Runs a command that should fail with a single line that contains all of `words`. The exit
+    /// code should be 1, or 2 if the command line is wrong or a check cannot read the pool.
     pub(crate) fn fail(&self, arguments: &[&str], words: &[&str]) {
         let output = self.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();

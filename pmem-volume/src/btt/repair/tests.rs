@@ -54,7 +54,7 @@ fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
 }
 
 /// Carries out a repair and compares the result with its plan. Sectors whose content is correct
-/// must not change.
+/// should not change.
 fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let before = sectors(media);
     let repair = plan(media, give_up);
@@ -254,8 +254,8 @@ fn sectors_with_unknown_blocks_are_marked_as_lost() {
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
-    // A crash may lose any one of the words. In each case, the remaining sector must not be treated
-    // as the only one, because the remaining block may not be its block.
+    // A crash may lose any one of the words. In each case, the remaining sector should not be
+    // treated as the only one, because the remaining block may not be its block.
     let stores = &repair.fixes[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
@@ -435,7 +435,7 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     (simulator, right)
 }
 
-/// Verifies every image of every point. A second repair must complete the first one, and only the
+/// Verifies every image of every point. A second repair should complete the first one, and only the
 /// sector without a block may be lost.
 fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Result<usize, String> {
     let (mut images, mut random) = (0, Random::new(5));
@@ -527,7 +527,7 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     found
 }
 
-/// Repairs the state after a kill, and then simulates a power failure. A sector and a lane must
+/// Repairs the state after a kill, and then simulates a power failure. A sector and a lane should
 /// never own the same block.
 fn survive_kills(apply: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
     let mut images = 0;

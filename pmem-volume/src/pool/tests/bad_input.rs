@@ -1,5 +1,5 @@
-//! Tests of files that are not pools, or no longer are. Each kind must cause a specific error with
-//! a remedy, and must not be changed.
+//! Tests of files that are not pools, or no longer are. Each kind should cause a specific error
+//! with a remedy, and should not be changed.
 
 use super::damage::with_superblock;
 use super::*;

@@ -28,12 +28,12 @@ impl Replay {
             .map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
-    /// Returns true if only some of the images must be opened.
+    /// Returns true if only some of the images should be opened.
     fn is_selected(&self) -> bool {
         *self != Self::default()
     }
 
-    /// Returns true if images of this step must be opened.
+    /// Returns true if images of this step should be opened.
     pub(crate) fn has_step(&self, step: usize) -> bool {
         self.step.is_none_or(|only| only == step)
     }

@@ -181,8 +181,8 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
     Ok(())
 }
 
-/// Verifies an image. Its volumes must match one of `allowed`, and raw ones must have all of their
-/// content.
+/// Verifies an image. Its volumes should match one of `allowed`, and raw ones should have all of
+/// their content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
 }

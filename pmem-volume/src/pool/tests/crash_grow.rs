@@ -1,4 +1,4 @@
-//! Crashes during the growth of a pool. The pool must have its old or new size, and all of its
+//! Crashes during the growth of a pool. The pool should have its old or new size, and all of its
 //! content.
 
 use super::crash::{

@@ -26,7 +26,7 @@ fn survive_kills(case: &str, operation: Operation, makes_another: bool) -> usize
     let after = volumes_of(&open(&start.media).unwrap());
     let intermediate_state = intermediate_state(case, &before).unwrap_or_else(|| before.clone());
     let mut images = 0;
-    // Verified images, grouped by the volumes that they must contain.
+    // Verified images, grouped by the volumes that they should contain.
     let mut verified: BTreeMap<Volumes, VerifiedImages> = BTreeMap::new();
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();

@@ -1,4 +1,4 @@
-//! Crashes during a repair. Another repair must produce the same result.
+//! Crashes during a repair. Another repair should produce the same result.
 
 use super::campaign::{Replay, replay_as, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verify, volumes_of};
@@ -166,8 +166,8 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
             (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
                 verify(image, &[expected])
             }
-            // A volume with a missing chunk or other damage cannot be checked. Everything else must
-            // be correct.
+            // A volume with a missing chunk or other damage cannot be checked. Everything else
+            // should be correct.
             (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
             (Err(_), Err(_)) => Ok(()),
             (now, expected) => Err(format!("{now:?}, but {expected:?} without a crash")),

@@ -1,4 +1,4 @@
-//! Crashes during a resize. The volume must have its old or new size, a matching BTT, and all of
+//! Crashes during a resize. The volume should have its old or new size, a matching BTT, and all of
 //! its content.
 
 use super::crash::{
@@ -47,14 +47,14 @@ fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
     pool.open_volume("v").unwrap().check_btt().unwrap().sectors()
 }
 
-/// Verifies images of a BTT volume that has grown. The record and the BTT must change together.
+/// Verifies images of a BTT volume that has grown. The record and the BTT should change together.
 fn verify_growth(
     points: &[CrashPoint],
     sectors_of: [u64; 2],
     old_content: &[u64],
 ) -> Result<usize, String> {
     let verify_image = |image: &Simulator| {
-        // A reader must see the state that the next open for writing produces.
+        // A reader should see the state that the next open for writing produces.
         let opened = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
         let report = opened.check().map_err(|error| error.to_string())?;
         if !report.is_clean() {

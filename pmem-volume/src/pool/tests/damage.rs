@@ -1,5 +1,5 @@
 //! Tests of damaged pools. Data with a second copy is read from that copy, and data without one is
-//! refused. The damage must never get worse.
+//! refused. The damage should never get worse.
 
 use std::mem::offset_of;
 

@@ -160,8 +160,8 @@ fn pool_grows_into_an_enlarged_block_device() {
     );
     assert!(too_small, "{error}");
     disk.extend(48 * MIB);
-    // Data behind the pool must not be visible to the next owner of that space. It is in the middle
-    // of the added part.
+    // Data behind the pool should not be visible to the next owner of that space. It is in the
+    // middle of the added part.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();

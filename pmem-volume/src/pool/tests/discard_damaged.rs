@@ -1,5 +1,5 @@
 //! Tests of volumes with missing chunks. Their chunks must never be reused. Giving up such a volume
-//! must make the pool usable again.
+//! should make the pool usable again.
 
 use super::campaign::{report_images, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};

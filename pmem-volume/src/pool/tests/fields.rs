@@ -1,6 +1,6 @@
 //! Flips of every bit in every field of every structure, with the old checksum and with an updated
-//! one. The expected outcomes are listed for each field. If opening is refused, the pool must not
-//! change. If it succeeds, the bytes by state must add up.
+//! one. The expected outcomes are listed for each field. If opening is refused, the pool should not
+//! change. If it succeeds, the bytes by state should add up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -453,8 +453,8 @@ fn flipped_bits_of_the_log_have_the_listed_outcomes() {
     assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
 }
 
-/// Flips the first and last bit of each field in a real file. If opening is refused, the file must
-/// keep its bytes, length and blocks.
+/// Flips the first and last bit of each field in a real file. If opening is refused, the file
+/// should keep its bytes, length and blocks.
 #[test]
 fn refused_file_is_unchanged() {
     let fixture = Fixture::new();

@@ -1,4 +1,4 @@
-//! Tests of free chunks that do not read as zeros. A check must report them, and a repair must
+//! Tests of free chunks that do not read as zeros. A check should report them, and a repair should
 //! erase them. `discard_damaged.rs` tests chunks that a volume may need.
 
 use super::*;

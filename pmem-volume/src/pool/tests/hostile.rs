@@ -1,4 +1,4 @@
-//! Tests of pool files with arbitrary content and correct checksums. Opening and checking must
+//! Tests of pool files with arbitrary content and correct checksums. Opening and checking should
 //! return a result.
 
 use std::os::unix::fs::MetadataExt;
@@ -108,7 +108,7 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
 }
 
 /// Checks that a repair makes the changes that its dry run reported. If no damage remains, the pool
-/// must open and be clean.
+/// should open and be clean.
 fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(), TestCaseError> {
     let copy = Fixture::new();
     fs::write(copy.path(), bytes).unwrap();
@@ -202,7 +202,7 @@ proptest! {
                     }
                 }
                 drop(pool);
-                // The corrections must be permanent.
+                // The corrections should be permanent.
                 let pool = Pool::open(&fixture.path(), OpenMode::ReadWrite).unwrap();
                 assert_states_add_up(&pool.info());
                 drop(pool);

@@ -1,4 +1,4 @@
-//! Tests of sparse files whose metadata claims many TiB. Checking and repairing them must use
+//! Tests of sparse files whose metadata claims many TiB. Checking and repairing them should use
 //! little memory.
 
 use std::process::Command;

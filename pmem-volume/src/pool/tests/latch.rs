@@ -1,5 +1,5 @@
-//! Tests of failing media. The first failure must make the pool read-only, and the next open must
-//! find it intact.
+//! Tests of failing media. The first failure should make the pool read-only, and the next open
+//! should find it intact.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;

@@ -1,6 +1,6 @@
 //! Calls from the engine to media of each durability class while it writes a sector. On media where
-//! stores become durable by themselves or never, the engine must pass no ranges. On other media, it
-//! must persist each store before the next step.
+//! stores become durable by themselves or never, the engine should pass no ranges. On other media,
+//! it should persist each store before the next step.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -183,7 +183,7 @@ fn stores_across_an_extent_boundary_are_persisted() {
 }
 
 /// Tests the persist of the file itself, which names no ranges. At each fence, all earlier stores
-/// must have left the caches.
+/// should have left the caches.
 #[test]
 fn stores_across_an_extent_boundary_leave_the_caches() {
     let fixture = Fixture::new();

@@ -1,5 +1,5 @@
-//! Tests of repairs. Damage that can be explained must be restored byte for byte, and other damage
-//! must not be changed.
+//! Tests of repairs. Damage that can be explained should be restored byte for byte, and other
+//! damage should not be changed.
 
 use uuid::Uuid;
 
@@ -30,7 +30,7 @@ fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
     Pool::repair(&fixture.path(), dry_run).unwrap()
 }
 
-/// Damages and repairs a pool, and expects the original bytes. The report must contain `words`.
+/// Damages and repairs a pool, and expects the original bytes. The report should contain `words`.
 fn assert_repaired(case: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();

@@ -1,4 +1,4 @@
-//! Tests with slow media. Queries of the pool's levels must not wait for the media.
+//! Tests with slow media. Queries of the pool's levels should not wait for the media.
 
 use std::sync::{Condvar, mpsc};
 use std::thread;

@@ -1,5 +1,5 @@
-//! Impossible metadata and failing media. Damage must be reported for its own arena, and must not
-//! affect the other arena.
+//! Impossible metadata and failing media. Damage should be reported for its own arena, and should
+//! not affect the other arena.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 //! Tests of readers, writers and map locks in every order that the memory model allows (loom). The
 //! engine's code is compiled again with the atomics of loom. Each step is omitted in turn, and the
-//! tests must detect it.
+//! tests should detect it.
 //!
 //! One difference remains. Here, locks are released by an exchange, because loom cannot check a
 //! store that is concurrent with exchanges. The engine uses a store, which is sufficient. A later

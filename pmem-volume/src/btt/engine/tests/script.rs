@@ -142,7 +142,7 @@ impl Recorded {
         BegunPersist { words: self.media.written_back(range.clone()), range }
     }
 
-    /// Returns true if the persist of these ranges must be omitted.
+    /// Returns true if the persist of these ranges should be omitted.
     fn is_omitted(&self, ranges: &[Range<u64>]) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let of = |bug, is_in: fn(&Self, &Range<u64>) -> bool| {
@@ -164,7 +164,7 @@ impl Recorded {
     }
 
     /// Returns true if the range contains map entries at the start of a window, and if their
-    /// persist must be omitted.
+    /// persist should be omitted.
     fn is_omitted_from_load(&self, range: &Range<u64>) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let mut words = (range.start..range.end).step_by(8);
