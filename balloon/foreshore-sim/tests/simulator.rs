@@ -199,7 +199,7 @@ fn replay_of_recorded_load_swaps_only_under_policy_off() {
     assert!(kills(1) > Some(0), "{without_swap:#?}");
 }
 
-/// The guest of the recorded load, at rest and shrunk by 512 MiB. The unplugged memory must not
+/// The guest of the recorded load, at rest and shrunk by 512 MiB. The unplugged memory should not
 /// count as demand.
 #[test]
 fn replay_does_not_grow_guest_for_memory_that_was_unplugged() {

@@ -15,7 +15,7 @@ const ONLINING_MS: u64 = 100;
 const ONLINING_REPORTS: u32 = 2;
 
 /// Time after which a block counts as used even if there were few reports, because a guest that is
-/// short of memory must not wait longer.
+/// short of memory should not wait longer.
 const MAX_ONLINING_MS: u64 = 500;
 
 /// Distance between two reports that gives memory enough time to become free between them. Without

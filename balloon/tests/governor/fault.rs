@@ -36,7 +36,7 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// All faulty callers, each with the message of the check that must fail.
+    /// All faulty callers, each with the message of the check that should fail.
     pub(crate) const ALL: [(Self, &str); 21] = [
         (Self::Unaligned, "not whole blocks"),
         (Self::Unaligned, "no step to the goal"),

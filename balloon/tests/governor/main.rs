@@ -1,5 +1,5 @@
 //! Property tests of the governor with random events and random hosts. Each invariant is also
-//! broken by a faulty caller, and the same checks must then fail.
+//! broken by a faulty caller, and the same checks should then fail.
 
 mod cases;
 mod fault;

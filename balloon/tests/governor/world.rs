@@ -67,7 +67,7 @@ pub(crate) struct State {
     /// Memory that the host can provide to each zone.
     available_bytes: [u64; ZONES],
     pub pinned: [bool; ZONES],
-    /// Goal of each zone. Each step must bring the zone closer to it.
+    /// Goal of each zone. Each step should bring the zone closer to it.
     goals: [Option<u64>; ZONES],
     is_paused: bool,
     rules: Rules,
@@ -171,7 +171,7 @@ impl State {
         self.expect(pm <= pool, "more PM than the pool has", (pm, pool));
     }
 
-    /// Checks a step before it is carried out. If the zone has no goal, the step must end an
+    /// Checks a step before it is carried out. If the zone has no goal, the step should end an
     /// earlier goal at the size that is already requested.
     fn check_step(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
         let (zone, goal) = (*self.zone(id), self.goals[id.0 as usize]);

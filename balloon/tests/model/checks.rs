@@ -272,7 +272,7 @@ impl World {
     }
 
     /// Checks that a plan which holds requests no additional memory. A request may only move
-    /// towards the plugged size. The reason must not be that of another policy.
+    /// towards the plugged size. The reason should not be that of another policy.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
         let is_of =

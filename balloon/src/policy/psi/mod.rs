@@ -140,8 +140,8 @@ pub fn decide(
     let allocstalls = input.report.counters().allocstall_kernel;
     state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
-    // The kernel can be short of memory while much memory is available, so reports must be fast in
-    // that case too.
+    // The kernel can be short of memory while much memory is available, so reports should be fast
+    // in that case too.
     let watch_bytes = if kernel.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
 
