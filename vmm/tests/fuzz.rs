@@ -11,7 +11,7 @@ use seeded::{Random, try_all};
 /// Change that simulates a missing check.
 type Mistake<T> = fn(T) -> T;
 
-/// Runs a target with each simulated mistake. At least one input must fail. Otherwise, the target
+/// Runs a target with each simulated mistake. At least one input should fail. Otherwise, the target
 /// would not detect the missing check.
 fn all_are_found_out<T>(inputs: u64, run: fn(&[u8], Mistake<T>), mistakes: &[(&str, Mistake<T>)]) {
     for (name, mistake) in mistakes {

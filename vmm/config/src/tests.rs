@@ -328,7 +328,7 @@ fn json_errors_name_field_value_and_bound() {
     }
 }
 
-/// A client must accept responses of a newer VMM.
+/// A client should accept responses of a newer VMM.
 #[test]
 fn unknown_fields_of_an_answer_are_ignored() {
     let part =

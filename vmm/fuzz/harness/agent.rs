@@ -3,7 +3,7 @@
 //! The bytes from the fuzzer become almost valid reports. Like data from a socket, a message may
 //! arrive in two pieces. A line reader and the intake parse the pieces, and a controller turns
 //! the reports into plans. A simulated host follows the plans completely, partly or not at all. No
-//! input may cause a panic, and every plan must respect the bounds of the controller's rules.
+//! input may cause a panic, and every plan should respect the bounds of the controller's rules.
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::params::Setting;

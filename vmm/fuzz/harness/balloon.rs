@@ -2,7 +2,7 @@
 //!
 //! The bytes from the fuzzer become descriptor chains of the queues for pages, free pages and
 //! statistics. A model handles one page at a time. The parsed pages, and the ranges that would be
-//! returned to the host, must match those of the model.
+//! returned to the host, should match those of the model.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

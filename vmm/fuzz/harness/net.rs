@@ -2,7 +2,7 @@
 //!
 //! The bytes from the fuzzer become descriptor chains, most of which are almost valid. Each chain
 //! is used twice: as a frame that the guest sends, and as a buffer for a received frame. The
-//! results must match those of a model that walks the same descriptors byte by byte.
+//! results should match those of a model that walks the same descriptors byte by byte.
 
 use foreshore_devices::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
 use foreshore_devices::virtio::net::header::{HEADER_LEN, Offloads};

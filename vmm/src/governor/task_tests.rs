@@ -204,7 +204,7 @@ fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
     balloon::parse_line(line)
 }
 
-/// Parsing must not delay the governor, because the amount of data depends on the guest.
+/// Parsing should not delay the governor, because the amount of data depends on the guest.
 #[test]
 fn lines_are_parsed_at_normal_priority_without_delaying_ticks() {
     // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
@@ -230,7 +230,7 @@ fn lines_are_parsed_at_normal_priority_without_delaying_ticks() {
     assert_eq!(sample(&governor).agent_bytes_total, 10);
 }
 
-/// A line from a replaced connection must not be handled as a line of the new agent.
+/// A line from a replaced connection should not be handled as a line of the new agent.
 #[test]
 fn message_of_a_closed_connection_is_dropped() {
     let state = GovernorTask::new(fixture("psi", true).core, Clock::start());

@@ -224,8 +224,8 @@ pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Optio
     Some(if is_told { Verdict::Implemented } else { not_told() })
 }
 
-/// Verdicts on all calls. The statuses of successful calls must be those in Cloud Hypervisor's API
-/// description.
+/// Verdicts on all calls. The statuses of successful calls should be those in Cloud Hypervisor's
+/// API description.
 pub(crate) async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
     for (name, statuses) in of_kind("call") {

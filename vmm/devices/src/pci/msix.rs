@@ -276,7 +276,7 @@ mod tests {
             operations in prop::collection::vec((0..5u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
         ) {
             let mut table = MsixTable::new(3);
-            // Oracle: while MSI-X is on, each raise that returned no message must be delivered
+            // Oracle: while MSI-X is on, each raise that returned no message should be delivered
             // later.
             let mut owed = [false; 3];
             for (kind, offset, mut data) in operations {

@@ -289,7 +289,7 @@ fn slow_move_of_a_bar_blocks_no_other_slot() {
             answer.send(machine.answers(machine.read(2, 0x10).into())).unwrap();
         });
         let other = answered.recv_timeout(Duration::from_secs(30));
-        // A failing test must also end.
+        // A failing test should also end.
         drop(go_on);
         assert_eq!(other, Ok(true));
     });

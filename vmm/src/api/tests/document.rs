@@ -192,7 +192,7 @@ fn details_of_vm_pressure_match_the_document() {
 }
 
 /// Runs the calls in the order in which the document lists them. The objects in the examples exist,
-/// so each call must succeed.
+/// so each call should succeed.
 #[test]
 fn calls_of_the_document_are_answered() {
     run(async |mut fixture| {

@@ -117,7 +117,7 @@ mod tests {
         set(AVAILABLE, 1);
         assert!(!wants_interrupt(&queue, &memory, 7));
         queue.set_event_idx(true);
-        // For every position of the event index, the result must be that of `vring_need_event` in
+        // For every position of the event index, the result should be that of `vring_need_event` in
         // Linux.
         for (event, wanted) in
             [(6, false), (7, true), (8, true), (9, true), (10, false), (u16::MAX, false)]

@@ -168,7 +168,7 @@ struct Guest {
     sent: Wrapping<u32>,
     written_bytes: u64,
     host_credit: Credit,
-    /// True if the last announced credit was zero. The next read must then be announced.
+    /// True if the last announced credit was zero. The next read should then be announced.
     told_full: bool,
     to_host: VecDeque<(Op, Credit)>,
 }
@@ -356,7 +356,7 @@ proptest! {
         }
         prop_assert_eq!(pair.guest.read_bytes, host_written_bytes);
         prop_assert_eq!(pair.host_taken_bytes, pair.guest.written_bytes);
-        // The guest must be able to send again, because enough credit was announced.
+        // The guest should be able to send again, because enough credit was announced.
         let before = pair.guest.written_bytes;
         pair.guest.write(u32::MAX);
         prop_assert!(pair.guest.written_bytes - before > u64::from(BUFFER_BYTES / 2));

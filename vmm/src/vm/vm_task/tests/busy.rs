@@ -29,8 +29,8 @@ impl Elsewhere {
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
 
-    /// Checks that `begin` causes a call of `what`, which blocks. Until it returns, `vm.info` must
-    /// report the state `meanwhile`.
+    /// Checks that `begin` causes a call of `what`, which blocks. Until it returns, `vm.info`
+    /// should report the state `meanwhile`.
     async fn check(&self, what: &'static str, meanwhile: VmState, begin: impl FnOnce(&Self)) {
         let delay = self.delays.add(what);
         begin(self);
@@ -66,7 +66,7 @@ fn info_is_answered_with_previous_state_while_owner_is_busy() {
     let vm = Elsewhere::start(FakeFactory::default(), None, AtGuestShutdown::Stay);
     run(async {
         let mut config = test_config();
-        // The configuration must still be valid after the resize.
+        // The configuration should still be valid after the resize.
         config.memory.hotplug_size = Some(1 << 30);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/pool,size=1G").unwrap()];
         vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();

@@ -88,7 +88,7 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
         has_begun.recv_timeout(PATIENCE).unwrap();
         go_on.send(()).unwrap();
     }
-    // The read must be answered while the third step is still in progress.
+    // The read should be answered while the third step is still in progress.
     assert_eq!(rig.driver.wait_used(0), (read, 513));
     has_begun.recv_timeout(PATIENCE).unwrap();
     assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));

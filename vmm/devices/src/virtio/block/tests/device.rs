@@ -254,7 +254,7 @@ fn data_copied_from_lost_memory_is_neither_written_nor_returned() {
     rig.view.loss().raise();
     assert_eq!(rig.write(0, &[0; 4096]), IOERR);
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
-    // A read must also fail, so that the guest receives no data that may be wrong.
+    // A read should also fail, so that the guest receives no data that may be wrong.
     assert_eq!(rig.read(0, 512), Err(IOERR));
     assert_eq!((rig.metrics().failed(Kind::Read), rig.metrics().failed(Kind::Write)), (1, 1));
 }

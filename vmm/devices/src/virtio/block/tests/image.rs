@@ -261,7 +261,7 @@ fn files_that_are_not_images_are_refused() {
     assert!(error(folder.path()).contains("neither a file nor a block device"));
     assert!(error(Path::new("/dev/null")).contains("neither a file nor a block device"));
     assert!(error(&folder.path().join("none")).contains("examined"));
-    // The pipe must not be opened, because that would block until another process opens its other
+    // The pipe should not be opened, because that would block until another process opens its other
     // end.
     let pipe = folder.path().join("pipe");
     mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();

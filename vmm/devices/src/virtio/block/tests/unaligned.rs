@@ -100,7 +100,7 @@ fn exercise(mut rig: Rig, sectors: u64) {
             "sector {sector}, {count} sectors"
         );
     }
-    // Zeroing and discards must change exactly the requested bytes.
+    // Zeroing and discards should change exactly the requested bytes.
     for (sector, count) in [(33, 30), (65, 2), (72, 8)] {
         rig.driver.write(DATA, &range(sector, count));
         assert_eq!(rig.request(VIRTIO_BLK_T_WRITE_ZEROES, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));

@@ -3,7 +3,7 @@
 use super::*;
 use crate::virtio::testing::counted_requests;
 
-/// Number of blocks in the zone. `ci/bench --requests` requests them one at a time, and must not
+/// Number of blocks in the zone. `ci/bench --requests` requests them one at a time, and should not
 /// request more.
 const BLOCKS: u16 = 3000;
 
