@@ -15,7 +15,7 @@ use std::time::Instant;
 use pmem_volume::{CHUNK_BYTES, ChunkId, Extent, OpenMode, Pool, VolumeFormat, VolumeSize};
 
 const POOL_BYTES: u64 = 1 << 40;
-/// Size of the pool if there is no space for a large one, or if this is a trial run.
+/// Size of the pool in a trial run, and if the file system has no space for a large pool.
 const SMALL_POOL_BYTES: u64 = 4 << 30;
 const VOLUMES: u64 = 100;
 const ROUNDS: usize = 7;

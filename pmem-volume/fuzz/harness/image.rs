@@ -44,7 +44,7 @@ impl Image {
         bytes
     }
 
-    /// Writes bytes. Those behind the end are dropped.
+    /// Writes bytes. Bytes behind the end of the image are dropped.
     pub(super) fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
         let inside = self.len_bytes.saturating_sub(offset_bytes).min(bytes.len() as u64) as usize;
         let (mut at, mut rest) = (offset_bytes, &bytes[..inside]);

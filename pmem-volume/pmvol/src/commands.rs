@@ -289,7 +289,7 @@ fn grow(
     let before = Pool::open(path, OpenMode::Peek)?.info();
     let pool = Pool::grow_with(path, size_bytes, force, &mut *progress)?;
     // If nothing was waiting before, the only memory to erase is the old place of the chunk table.
-    // That is too little to mention.
+    // Its size is too small for a note.
     if before.scrubbing_bytes + before.memory_bytes == 0 {
         pool.scrub_all_with(progress)?;
     }

@@ -18,8 +18,8 @@ use super::btt::ImportSizes;
 pub(crate) type Out<'a> = &'a mut dyn Write;
 
 /// Prints all of the text on stdout, or returns an error, for example if a disk is full. A closed
-/// pipe (`pmvol check pool | head`) is no error, so the exit code still reports the result of the
-/// command.
+/// pipe (`pmvol check pool | head`) is not an error, so the exit code still reports the result of
+/// the command.
 pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match text(&mut out).and_then(|()| out.flush()) {

@@ -162,8 +162,8 @@ pub fn check(space: &impl Media) -> Report {
     check_with(space, &mut |_| {})
 }
 
-/// Like [`check`], but passes the number of checked bytes to `on_checked`. The last number is the
-/// length of the volume.
+/// Checks a volume without changing it, and passes the number of checked bytes to `on_checked`. The
+/// last number is the length of the volume.
 pub fn check_with(space: &impl Media, on_checked: &mut dyn FnMut(u64)) -> Report {
     let arenas = arenas(space).into_iter();
     let arenas = arenas.map(|arena| match arena {

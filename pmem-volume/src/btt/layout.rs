@@ -161,7 +161,7 @@ pub(super) fn arena_ranges(volume_bytes: u64) -> Vec<(u64, u64)> {
     arena_ranges_from(START_BYTES, volume_bytes)
 }
 
-/// Like [`arena_ranges`], but for arenas from `start` on.
+/// Returns the start and size of each arena in the part of a volume that begins at `start`.
 pub(super) fn arena_ranges_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
     let mut ranges = Vec::new();
     let mut start = start;

@@ -127,7 +127,7 @@ impl<'a, S: Media> Reader<'a, S> {
         self.arena_slots.iter().map(ArenaSlot::sectors).sum()
     }
 
-    /// Size of a sector in bytes, which is the same in all arenas. It is 0 if there is no arena.
+    /// Size of a sector in bytes, which is the same in all arenas, or 0 without a readable arena.
     pub fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
@@ -271,7 +271,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Like [`Reader::read_many`], but within one arena.
+    /// Reads adjacent sectors of one arena. Unreadable sectors are filled with zeros and passed to
+    /// `lost`.
     fn read_many_in(
         &self,
         arena: &Arena,

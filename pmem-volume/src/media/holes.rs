@@ -18,8 +18,8 @@ pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Ran
     Ok(Some(start..end.max(start + 1)))
 }
 
-/// Seeks the next data or hole, and returns `None` if there is none. It moves the file's position,
-/// which is not used.
+/// Seeks the next data or hole, and returns its offset. Returns `None` if the file has none from
+/// `from` on. The call moves the file's position, which this crate does not use.
 fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
     let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), whence) };

@@ -148,7 +148,8 @@ impl Entry {
 }
 
 /// Notifies the watcher of an address that the page is lost, and replaces the page with zeros.
-/// Returns false if there is no watcher or no memory for the zeros. Called in a signal handler.
+/// Returns false if the page has no watcher or if there is no memory for the zeros. Called in a
+/// signal handler.
 pub(super) fn replace(address: usize) -> bool {
     let Some((on_lost, range)) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else {
         return false;

@@ -421,12 +421,13 @@ impl<M: Media> Pool<M> {
         Ok(value)
     }
 
-    /// Like [`Self::latch`], but for reads, which are allowed in a latched pool.
+    /// Latches the pool read-only if a read has failed. Unlike [`Self::latch`], it returns no error
+    /// if only another operation has failed, because reads are allowed in a latched pool.
     fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         self.record_failure(result).map_err(PoolError::Media)
     }
 
-    /// Like [`Self::latch_failure`], but keeps the type of the error.
+    /// Latches the pool read-only if `result` is an error, and returns `result` unchanged.
     // Always inlined. The result is as large as its error, so a call would return it in memory.
     #[inline(always)]
     fn record_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {

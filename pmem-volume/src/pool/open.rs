@@ -104,8 +104,8 @@ impl<M: Media> Pool<M> {
         Self::from_media_with(path, mode, media, superblock, findings, &BTreeMap::new())
     }
 
-    /// Like [`Self::from_media`]. A pool that is open for reading uses the `planned` words as if
-    /// they had been stored.
+    /// Opens a pool as [`Self::from_media`] does. A pool that is open for reading also uses the
+    /// `planned` words as if they had been stored.
     pub(super) fn from_media_with(
         path: PathBuf,
         mode: OpenMode,

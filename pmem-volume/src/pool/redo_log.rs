@@ -110,7 +110,7 @@ impl<'a> Redone<'a> {
         Self { media, words: Cow::Owned(log.words()) }
     }
 
-    /// Like [`Self::new`], with the words of a log that was read earlier.
+    /// Creates a view of `media` with the words of a log that was read earlier.
     pub(crate) fn with(media: &'a dyn Media, words: &'a BTreeMap<u64, u64>) -> Self {
         Self { media, words: Cow::Borrowed(words) }
     }

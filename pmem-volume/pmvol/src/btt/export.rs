@@ -164,7 +164,7 @@ impl<'a> Content<'a> {
     }
 
     /// Finds the first byte at or after `at` that may be nonzero, and returns its offset rounded
-    /// down. `None` if there is none.
+    /// down. Returns `None` if all remaining bytes are zero.
     fn next_data(&self, at: u64) -> Option<u64> {
         match self {
             Content::Sectors(reader) => {

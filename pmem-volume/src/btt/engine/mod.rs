@@ -104,7 +104,8 @@ pub enum Fault {
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
-    /// There is no BTT, or its first arena is lost. In both cases, the sector size is unknown.
+    /// The volume has no BTT, or its first arena is lost. In both cases, the sector size is
+    /// unknown.
     #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({reason})")]
     NoBtt { start_bytes: u64, reason: InfoError },
     #[error("sector size {sector_bytes} is not supported; supported sizes are 512 and 4096")]

@@ -67,8 +67,8 @@ impl Readers {
     }
 
     /// Announces a read of the block that `find` returns. `find` looks up its offset in the map,
-    /// and returns `None` if there is no block. No writer uses the block until the announcement
-    /// ends.
+    /// and returns `None` for a sector without a block. No writer uses the block until the
+    /// announcement ends.
     #[inline]
     pub(super) fn announce_found<E>(
         &self,

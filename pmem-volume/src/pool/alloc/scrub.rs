@@ -34,8 +34,8 @@ impl<M: Media> Pool<M> {
         self.scrub_all_with(&mut ignore_progress)
     }
 
-    /// Like [`Pool::scrub_all`], but reports the progress. The total is the number of chunks that
-    /// were waiting at the start.
+    /// Erases and frees all waiting chunks, and reports the progress. The total is the number of
+    /// chunks that were waiting at the start.
     pub fn scrub_all_with(&self, progress: OnProgress<'_>) -> Result<(), PoolError> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }

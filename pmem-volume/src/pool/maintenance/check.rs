@@ -136,7 +136,7 @@ impl<M: Media> Pool<M> {
         self.check_with(&mut ignore_progress)
     }
 
-    /// Like [`Pool::check`], but reports the progress to `progress`.
+    /// Checks a pool as [`Pool::check`] does, and reports the progress to `progress`.
     pub fn check_with(
         self: &Arc<Self>,
         progress: OnProgress<'_>,

@@ -24,9 +24,9 @@ impl Pool {
         Self::grow_with(path, Some(size_bytes), false, &mut ignore_progress)
     }
 
-    /// Like [`Pool::grow`]. Without a size, the pool grows to the size of its device. Data behind
-    /// the pool on a device is erased only with `force`. `progress` receives the progress of
-    /// allocating the file or erasing the device.
+    /// Enlarges a pool as [`Pool::grow`] does. Without a size, the pool grows to the size of its
+    /// device. Data behind the pool on a device is erased only with `force`. `progress` receives
+    /// the progress of allocating the file or erasing the device.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,

@@ -75,9 +75,9 @@ impl Pool {
         Self::repair_with(path, dry_run, None, &mut ignore_progress)
     }
 
-    /// Like [`Pool::repair`]. Also deletes the volume `give_up`, which must have missing chunks,
-    /// and erases all free chunks again. `progress` receives the progress of checking free space,
-    /// erasing waiting chunks and checking volumes.
+    /// Repairs a pool as [`Pool::repair`] does. In addition, deletes the volume `give_up`, which
+    /// must have missing chunks, and erases all free chunks again. `progress` receives the progress
+    /// of checking free space, erasing waiting chunks and checking volumes.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,

@@ -152,8 +152,8 @@ pub(crate) struct VerifiedImages {
 }
 
 impl VerifiedImages {
-    /// Like [`verify_each`], but skips images that were opened before. The oracle in `verify` must
-    /// always be the same.
+    /// Verifies up to `bound` images of each crash point, and skips images that were opened before.
+    /// All calls must use the same oracle in `verify`.
     pub(crate) fn verify_each(
         &mut self,
         points: &[CrashPoint],

@@ -30,7 +30,7 @@ fn new_pool() -> (Simulator, Arc<OtherPool>) {
     new_pool_with(|_| {})
 }
 
-/// Like [`new_pool`], but `change` modifies the superblock.
+/// Creates a small pool. `change` may modify its superblock.
 pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
     new_pool_of(CHUNKS, change)
 }
@@ -187,7 +187,8 @@ pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), Stri
     verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
 }
 
-/// Like [`verify`], with the content that `marks` describes.
+/// Verifies an image. Its volumes should match one of `allowed`, and contain the data that `marks`
+/// describes.
 pub(super) fn verify_marked(
     image: &Simulator,
     allowed: &[&Volumes],

@@ -434,7 +434,8 @@ impl<M: Media> Volume<M> {
         self.check_btt_with(&mut |_| {})
     }
 
-    /// Like [`Self::check_btt`]. Passes the number of checked bytes to `on_checked`.
+    /// Checks the volume's BTT, and passes the number of checked bytes to `on_checked`. Returns
+    /// `None` for a raw volume.
     pub(in crate::pool) fn check_btt_with(
         &self,
         on_checked: &mut dyn FnMut(u64),

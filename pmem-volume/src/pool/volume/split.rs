@@ -56,8 +56,8 @@ impl<M: Media> Pool<M> {
         self.split_volume_with(name, parts, content, &mut ignore_progress)
     }
 
-    /// Like [`Pool::split_volume`], but reports the progress of erasing to `progress`. In the
-    /// meantime, other threads may use the pool, but not the parts.
+    /// Splits a volume as [`Pool::split_volume`] does, and reports the progress of erasing to
+    /// `progress`. During the erasing, other threads may use the pool, but not the parts.
     pub fn split_volume_with(
         &self,
         name: &str,

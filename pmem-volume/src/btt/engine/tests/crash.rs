@@ -50,8 +50,9 @@ pub(super) fn crash_at_random(seed: u64, bug: InjectedBug) -> Result<usize, Stri
     verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
-/// Like [`crash_at_random`], but kills the process. The next process opens the visible state,
-/// durable or not, and continues. A power failure follows while it opens the media or later.
+/// Runs a random script and kills the process at each of its steps. The next process opens the
+/// visible state, durable or not, and continues. A power failure follows while that process opens
+/// the media, or later.
 pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), InjectedBug::Nothing, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -79,8 +80,8 @@ pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, Strin
     Ok(images)
 }
 
-/// Like [`crash_at_random`], but the engine ends and hands the media over to a driver that persists
-/// only its own stores. A power failure follows.
+/// Runs a random script, ends the engine, and hands the media over to a driver that persists only
+/// its own stores. A power failure follows.
 pub(super) fn hand_over_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), bug, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
