@@ -19,7 +19,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     pub status: u16,
-    /// Body of the response, or an empty string if there is none.
+    /// Body of the response, or an empty string for a response without a body.
     pub body: String,
 }
 

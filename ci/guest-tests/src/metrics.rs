@@ -50,7 +50,8 @@ impl Metrics {
         Ok(sample.value)
     }
 
-    /// Returns the sum of all samples with this name and these labels, or zero if there are none.
+    /// Returns the sum of all samples with this name and these labels, or zero if no sample
+    /// matches.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }

@@ -10,7 +10,7 @@ pub(crate) enum Target {
     TimesQemu(f64),
     /// Maximum value, in the unit of the row.
     AtMost(f64),
-    /// There is no target.
+    /// The measurement has no target.
     Open,
 }
 

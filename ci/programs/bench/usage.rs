@@ -52,8 +52,8 @@ pub(crate) struct BesideGuest {
     pub anonymous: u64,
 }
 
-/// Adds up the mappings of a process, except the guest's boot memory. That is the only mapping of
-/// exactly its size. No other guest memory may be plugged.
+/// Adds up the mappings of a process, except the guest's boot memory. The boot memory is recognized
+/// by its size, so no other guest memory may be plugged.
 pub(crate) fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;

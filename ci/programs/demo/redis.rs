@@ -77,8 +77,8 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
 }
 
 /// Returns a script that prints the number of keys after every round. redis-benchmark would wait
-/// forever for a killed Redis. So the script checks that the executable of the Redis process still
-/// exists. For a zombie, it does not.
+/// forever for a killed Redis. Therefore, the script checks that the executable of the Redis
+/// process still exists. For a zombie, it does not.
 fn fill_script() -> String {
     let random_bytes = VALUE_BYTES / 4 * 3;
     format!(

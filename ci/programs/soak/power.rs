@@ -91,8 +91,8 @@ fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     Ok(())
 }
 
-/// Opens a pool's volume, given the acknowledgments to earlier guests. If there are none, creates
-/// the volume.
+/// Opens a pool's volume, given the acknowledgments to earlier guests. Creates the volume if no
+/// guest has used it yet.
 fn victim(place: Place, setup: Setup, seed: u64, heard: Option<&String>) -> Result<Victim> {
     let pool = Pool::by_path(&PathBuf::from(place.dir).join("pool"));
     let victim = match heard {

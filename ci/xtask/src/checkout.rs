@@ -57,8 +57,8 @@ impl Checkout {
     }
 }
 
-/// Changes to the folder in which the user called `ci/xtask/run`. That script changes to the
-/// checkout before it runs cargo.
+/// Changes to the folder in which the user called `ci/xtask/run`. The script has changed to the
+/// checkout before it ran cargo.
 pub(crate) fn enter_caller_folder() -> Result<()> {
     let Some(folder) = env::var_os(CALLER_FOLDER) else { return Ok(()) };
     env::set_current_dir(&folder).with_context(|| format!("Cannot enter {}", folder.display()))

@@ -45,8 +45,8 @@ impl Pin {
     /// Returns a pattern for `apt-cache search` that matches packages of this series and flavor.
     fn search_pattern(&self) -> String {
         let series = self.name.trim_end_matches(GENERIC).replace('.', "\\.");
-        // Names of other flavors also end in amd64. So the pattern allows only the hyphens of the
-        // ABI and of the flavor.
+        // Names of other flavors also end in amd64. Therefore, the pattern allows only the hyphens
+        // of the ABI and of the flavor.
         let flavor = if self.is_generic() { "amd64" } else { "cloud-amd64" };
         format!("^linux-image-{series}\\.[^-]*(-[0-9]+)?-{flavor}-unsigned$")
     }

@@ -192,7 +192,7 @@ fn run(task: Task) -> Result<u8> {
     Ok(0)
 }
 
-/// Prints `findings` and returns the exit code: 0 if there are none.
+/// Prints `findings` and returns the exit code: 0 without findings.
 fn print(findings: Vec<String>) -> Result<u8> {
     findings.iter().for_each(|finding| println!("{finding}"));
     Ok(u8::from(!findings.is_empty()))

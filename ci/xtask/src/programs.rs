@@ -87,8 +87,8 @@ pub(crate) fn ending_with_this_one(
     Ok(command)
 }
 
-/// Returns a command that runs another task of this program. That task ends if this process is
-/// killed.
+/// Returns a command that runs another task of this program. If this process is killed, the task
+/// ends as well.
 pub(crate) fn task(checkout: &Checkout, name: &str) -> Result<Command> {
     // This path still names the same program if cargo has built another one since.
     let program = format!("/proc/{}/exe", std::process::id());

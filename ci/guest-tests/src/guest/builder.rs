@@ -218,7 +218,7 @@ impl GuestBuilder {
         self
     }
 
-    /// Adds a flag for which there is no separate method, or replaces one of the builder's flags.
+    /// Adds a flag that has no method of its own, or replaces one of the builder's flags.
     pub fn argument(mut self, flag: &str, value: &str) -> Self {
         self.arguments.extend([flag.to_owned(), value.to_owned()]);
         self

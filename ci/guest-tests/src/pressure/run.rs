@@ -85,7 +85,7 @@ pub struct Outcome {
     pub phases: Vec<(String, f64)>,
     /// Result printed by the workload. `None` if it was killed or cut off.
     pub sum: Option<String>,
-    /// Reason why there is no result.
+    /// Reason why the run has no result.
     pub broken: Option<String>,
     pub run_s: f64,
     pub swapped_in_bytes: u64,
@@ -109,7 +109,7 @@ pub struct Outcome {
     /// does not use reports.
     pub report_to_plan_s: Option<f64>,
     pub points: Vec<Point>,
-    /// Reports and decisions in the format of foreshore-sim. `None` if there is no policy.
+    /// Reports and decisions in the format of foreshore-sim. `None` for a run without a policy.
     pub trace: Option<Vec<u8>>,
 }
 
@@ -303,7 +303,7 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Reads the next line of the watch. Returns false if there is none.
+    /// Reads the next line of the watch. Returns false at the end of the watch.
     fn look(&self, guest: &Guest) -> Result<bool> {
         let Some(line) = self.script.lock().expect("no holder panics").next_line() else {
             return Ok(false);

@@ -55,7 +55,7 @@ impl FromStr for Workload {
     }
 }
 
-/// Where additional memory comes from when DRAM is full.
+/// Source of additional memory when DRAM is full.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Config {
     AllDram,

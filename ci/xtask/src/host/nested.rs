@@ -134,7 +134,7 @@ impl<'run> Boot<'run> {
     fn start(checkout: &Checkout, host: &'run Arguments, run: &'run Path) -> Result<Self> {
         let kernel = kernels::pin(checkout, kernels::DEFAULT)?.image(checkout)?;
         let files = qemu::Files { kernel: &kernel, initrd: &checkout.ci("host/initrd"), run };
-        // SIGKILL, because no one would kill a QEMU that ignores another signal.
+        // SIGKILL, because QEMU may ignore other signals.
         let qemu = mend::mended_qemu(checkout)?;
         let mut command = programs::ending_with_this_one("KILL", &qemu, programs::user_path())?;
         command.args(qemu::arguments(host, &files));

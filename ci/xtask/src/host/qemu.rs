@@ -35,8 +35,8 @@ const KERNEL_OPTIONS: [&str; 11] = [
     "oops=panic",
     "unknown_nmi_panic",
     // A multi-threaded QEMU 7.2 may miss that a kernel patches its own text: a CPU may keep
-    // executing the temporary breakpoint. So the kernel boots on one CPU. It patches little after
-    // root-init has started the other CPUs. A trusted TSC prevents a patch for another clock
+    // executing the temporary breakpoint. Therefore, the kernel boots on one CPU. It patches little
+    // after root-init has started the other CPUs. A trusted TSC prevents a patch for another clock
     // source.
     "maxcpus=1",
     "noreplace-smp",

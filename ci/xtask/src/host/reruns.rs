@@ -12,8 +12,8 @@ use crate::checkout::{Checkout, create_folder, list, rename};
 use crate::messages::say;
 
 const MAX_RUNS: usize = 3;
-/// Signs of the emulation bug in a guest's console: a breakpoint or a debug exception that no one
-/// has set (`has_the_mark` in ci/guest-tests/src/runner.rs).
+/// Signs of the emulation bug in a guest's console: a breakpoint or debug exception that no
+/// debugger has set (`has_the_mark` in ci/guest-tests/src/runner.rs).
 const MARKS: [&str; 2] = ["Oops: int3", " exc_debug_kernel+"];
 const CONSOLE_SUFFIX: &str = ".console.log";
 

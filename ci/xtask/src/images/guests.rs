@@ -147,8 +147,8 @@ fn built_programs(checkout: &Checkout) -> Vec<PathBuf> {
     paths.filter(|program| programs::is_program(program)).collect()
 }
 
-/// Compresses the staged files to an image. Of the formats that all kernels support, LZ4 unpacks
-/// fastest.
+/// Compresses the staged files to an image. LZ4 unpacks fastest among the formats that all kernels
+/// support.
 fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let new = image.with_extension("img.new");
     let mut cpio = archive(stage.folder())?;

@@ -26,7 +26,7 @@ pub(super) struct Boots<'run> {
     pub checkout: &'run Checkout,
     pub folder: PathBuf,
     pub memory_mib: u32,
-    /// Prefix of each printed line, so that output of parallel boots can be told apart.
+    /// Prefix of each printed line, so that the output of parallel boots can be distinguished.
     pub prefix: String,
 }
 

@@ -61,8 +61,8 @@ fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
         let arguments =
             ["check", "--locked", "--manifest-path", &manifest, "--target-dir", "target"];
         let mut cargo = cargo::command(checkout, arguments);
-        // Nothing is linked, so libFuzzer, a C++ library, need not be built. If this variable is
-        // set, its build script assumes that the library at this path is already built.
+        // A check links nothing, so libFuzzer, a C++ library, need not be built. If this variable
+        // is set, its build script assumes that the library at this path is already built.
         cargo.env("CUSTOM_LIBFUZZER_PATH", "/nonexistent/libfuzzer.a");
         // With the workspace's profile, fuzz targets and lints share build artifacts.
         cargo.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");

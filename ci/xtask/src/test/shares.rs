@@ -1,7 +1,7 @@
 //! Divides the guest tests among hosts that run concurrently.
 //!
 //! The time of a test cannot be predicted, because it may be repeated, and a host may hang for
-//! minutes. So a host takes one share at a time and then returns for another. Shares become
+//! minutes. Therefore, a host takes one share at a time and then returns for another. Shares become
 //! smaller.
 
 use std::collections::VecDeque;

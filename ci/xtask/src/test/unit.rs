@@ -61,7 +61,8 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
         say!("{failure}, FAILED");
         report.add_failure(&failure);
     }
-    // There is no result line if a test program aborts or a documentation test does not compile.
+    // A test program that aborts, or a documentation test that does not compile, prints no result
+    // line.
     let failed = if has_passed { results.failed } else { results.failed.max(1) };
     report.add_failures(failed, results.failures.clone());
     if failed > results.failures.len() {

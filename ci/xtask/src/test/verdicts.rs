@@ -22,7 +22,7 @@ pub(super) enum Kind {
     Skipped,
     /// The test runs again because the emulation broke a guest kernel.
     Rerun,
-    /// The test runs again although there is no sign of an emulation bug.
+    /// The test runs again although its log shows no sign of an emulation bug.
     Suspect,
     HostDeath,
 }

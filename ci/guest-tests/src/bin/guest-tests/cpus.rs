@@ -201,7 +201,7 @@ fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
     }
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "A vCPU was ejected without a request");
     guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
-    // The vCPU that was asked to leave ejects itself without being stopped first.
+    // The vCPU whose removal was requested ejects itself without being stopped first.
     refuse_to_let_go(&guest)?;
     ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
     let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;

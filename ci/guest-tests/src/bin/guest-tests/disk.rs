@@ -335,8 +335,8 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// After a failed flush, the content of the disk is unknown. So this write and every later write
-/// should fail in the guest. Reads still work.
+/// After a failed flush, the content of the disk is unknown. Therefore, this write and every later
+/// write should fail in the guest. Reads still work.
 fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");

@@ -376,8 +376,8 @@ fn is_held(load: &Load) -> Result<()> {
     nothing_died(&guest)
 }
 
-/// Of the 3.5 GiB of boot memory, 512 MiB are above the hole, and half of those are movable. So
-/// ZONE_DMA32 should keep a part of the reserve.
+/// The guest has 3.5 GiB of boot memory. 512 MiB of it are above the hole, and half of those are
+/// movable. Therefore, ZONE_DMA32 should keep a part of the reserve.
 fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;

@@ -76,8 +76,8 @@ fn guest_that_reads_truncated_memory_is_paused() -> Result<()> {
     wait_for_bytes(&guest)?;
     cut(&path, 5 * MIB)?;
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
-    // The VMM also checks files at regular intervals. So the VM may be paused before the guest
-    // confirms that the script has started.
+    // The VMM also checks files at regular intervals. Therefore, the VM may be paused before the
+    // guest confirms that the script has started.
     let read = guest.start_script(IO_LIMIT, read);
     wait_until_paused(&guest, &[&flag], "truncated to 5 MiB, but the guest has mapped 16 MiB")?;
     drop(read);

@@ -434,7 +434,7 @@ fn interfaces_other_than_taps_are_refused() -> Result<()> {
         let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
         ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
     }
-    // The same interfaces should be refused for an existing VM, whether it runs or not.
+    // An existing VM should refuse these interfaces too, whether it runs or not.
     let vmm = api::empty_vmm()?;
     vmm.put("vm.create", api::config(&vmm))?;
     for boots in [true, false] {
@@ -501,7 +501,7 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
         ping_host(&vmm, &first)?;
         from_guest(&vmm, &first, TRANSFER_BYTES / 16)?;
     }
-    // One interface is removed while the guest runs, and the other while there is no guest.
+    // One interface is removed while the guest runs, and the other while no guest runs.
     let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
     vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!second.is_there()))?;

@@ -179,7 +179,7 @@ fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     while let Some(line) = leak.next_line() {
         held = line;
     }
-    // For 5 s after a grow, there is no shrink.
+    // The governor does not shrink the guest for 5 s after a grow.
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     let end = leak.finish()?;
     ensure!(end.code == 137, "The leak was not killed: {end:?}");

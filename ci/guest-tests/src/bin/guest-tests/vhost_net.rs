@@ -80,7 +80,7 @@ fn unwanted(guest: &Guest) -> Result<u64> {
     count.with_context(|| format!("NoPorts is missing in {counters:?}"))
 }
 
-/// Pauses the guest during a transfer. Nothing may reach the guest during the pause, and nothing
+/// Pauses the guest during a transfer. No frame may reach the guest during the pause, and no frame
 /// may be lost.
 fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {

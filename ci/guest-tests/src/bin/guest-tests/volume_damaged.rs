@@ -1,5 +1,5 @@
-//! Tests of virtio-blk volumes with a damaged arena. That arena should refuse writes, and all
-//! others should work normally.
+//! Tests of virtio-blk volumes with a damaged arena. The damaged arena should refuse writes, and
+//! all others should work normally.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Pool};
