@@ -38,7 +38,7 @@ impl Online {
     }
 }
 
-/// Longest time between readings. Nothing else reveals that another program has brought a block
+/// Longest time between readings. Only a reading reveals that another program has brought a block
 /// online.
 const MAX_AGE_MS: u64 = 30_000;
 

@@ -2,10 +2,11 @@
 //!
 //! Plugged memory is online movable, so it cannot contain slabs, page tables or page descriptors. A
 //! guest that boots with little DRAM and grows a lot runs out of kernel memory while gigabytes are
-//! free. So the agent takes a block offline and brings it online again with `online_kernel`. Linux
-//! first migrates the pages of the block to other blocks (mm/memory_hotplug.c, offline_pages). The
-//! block serves the kernel until the next boot, or until Linux has unplugged all parts of it
-//! (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
+//! free. Therefore, the agent takes a block offline and brings it online again with
+//! `online_kernel`. Linux first migrates the pages of the block to other blocks
+//! (mm/memory_hotplug.c, offline_pages). The block serves the kernel until the next boot, or until
+//! Linux has unplugged all parts of it (drivers/virtio/virtio_mem.c,
+//! virtio_mem_sbm_unplug_request).
 //!
 //! A separate thread converts blocks, because the write to a block's state waits for the migration,
 //! which may take long.

@@ -152,7 +152,7 @@ impl Proc {
         parse::unused(text.as_ref()?.read_once(&mut buffer).ok()?)
     }
 
-    /// Updates fast-changing values of the zones from buddyinfo. That file is shorter than
+    /// Updates fast-changing values of the zones from buddyinfo. buddyinfo is shorter than
     /// zoneinfo, which has five lines for each zone and CPU. Returns false if the result does not
     /// match the known zones.
     fn fill_free_pages(&mut self, report: &mut RawReport) -> Result<bool, ProcError> {

@@ -9,9 +9,10 @@
 //! need.
 //!
 //! The guest's own setting is restored when the agent ends. A killed agent cannot do that, and its
-//! successor must not mistake the current value for the guest's own. So the guest's value and all
-//! values written by agents are kept in a record until the guest reboots. The record is written
-//! before the setting. A current value that is not in the record is therefore the guest's own.
+//! successor must not mistake the current value for the guest's own. Therefore, the guest's value
+//! and all values written by agents are kept in a record until the guest reboots. The record is
+//! written before the setting. A current value that is not in the record is therefore the guest's
+//! own.
 
 use std::fs;
 use std::io;

@@ -25,8 +25,8 @@ use crate::record;
 ///    can_demote). Kernels since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c). Older
 ///    kernels do not find it, and the setting has no effect. If PM is full, no page can be moved.
 ///    Without swap, Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and
-///    scans DRAM for minutes before it calls the OOM killer. So demotion is disabled while PM is
-///    full.
+///    scans DRAM for minutes before it calls the OOM killer. Therefore, demotion is disabled while
+///    PM is full.
 const SETTINGS: [Setting; 4] = [
     Setting {
         path: DEFRAG,
@@ -354,7 +354,7 @@ fn word_of_config(config: &str) -> Option<&'static str> {
     })
 }
 
-/// Returns the word in brackets, or the whole text if there are none.
+/// Returns the word in brackets, or the whole text if it has no brackets.
 fn selected_word(text: &str) -> &str {
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     word.map_or(text.trim(), |(word, _)| word)

@@ -3,7 +3,7 @@
 //! PM is online movable and serves only programs. Programs fill DRAM first. Without a limit, they
 //! would leave the kernel no DRAM for page tables, slabs and the page descriptors of PM. Linux can
 //! keep a reserve in a zone free from allocations that a higher zone of the same node could serve
-//! (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So the division gives boot memory a
+//! (mm/page_alloc.c, setup_per_zone_lowmem_reserve). Therefore, the division gives boot memory a
 //! ZONE_MOVABLE of the reserve's size (docs/design/decisions/0022).
 //!
 //! The VMM passes the division on the kernel's command line, and the simulator models it.
@@ -158,7 +158,7 @@ mod tests {
         // ZONE_NORMAL is the highest kernel zone.
         assert_eq!(division(8192, 0, 65_536), (1664, [256, 1]));
         // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve. The reserves are 480,
-        // 768, 1280 and 1920 MiB. Of the third reserve, only 960 MiB can be kept.
+        // 768, 1280 and 1920 MiB. Only 960 MiB of the third reserve can be kept.
         assert_eq!(division(3584, 0, 16_384), (284, [1, 1]));
         assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
         assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));

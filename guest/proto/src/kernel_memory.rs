@@ -62,8 +62,8 @@ impl KernelMemory {
 /// Growth rate of kernel memory, and the part of kernel memory that Linux reclaims on demand.
 ///
 /// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A
-/// fixed threshold of free memory would react too late. So the governor and the agent add the
-/// expected growth in the time that they need to provide memory.
+/// fixed threshold of free memory would react too late. Therefore, the governor and the agent add
+/// the expected growth in the time that they need to provide memory.
 ///
 /// A program that walks a file system (`updatedb`) fills the kernel zones with dentries and inodes.
 /// kswapd drops those on an LRU list as fast as other allocations need the memory, so they count as
@@ -146,8 +146,8 @@ impl KernelGrowth {
 /// them for its own allocations.
 ///
 /// Linux counts free pages on per-CPU lists as used (mm/page_alloc.c, free_unref_page), and
-/// programs that free memory move pages to and from these lists. So the rate is an average over at
-/// least a second.
+/// programs that free memory move pages to and from these lists. Therefore, the rate is an average
+/// over at least a second.
 #[derive(Clone, Debug, Default)]
 pub struct ZoneGrowth {
     samples: VecDeque<Sample>,
@@ -211,8 +211,8 @@ impl KernelUse {
     ///
     /// Linux keeps both numbers per CPU and adds them up when they are read. A dentry that is used
     /// again remains on its list until reclaim finds it, so some counted dentries may be in use.
-    /// Linux puts an inode on its list when the inode's last dentry is dropped. So after a walk of
-    /// a file system, only the dentries are counted.
+    /// Linux puts an inode on its list when the inode's last dentry is dropped. Therefore, after a
+    /// walk of a file system, only the dentries are counted.
     pub fn caches_bytes(&self) -> u64 {
         let of = |count: Option<u64>, bytes| count.unwrap_or(0).saturating_mul(bytes);
         of(self.unused_dentries, DENTRY_BYTES)

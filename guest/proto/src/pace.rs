@@ -4,8 +4,8 @@
 //! guests use the same code, so their timing is the same.
 //!
 //! For a report, the guest has to format four files in /proc. A check costs only one cheap system
-//! call. So at rest, the agent reports once per second and checks more often. The less memory is
-//! left, the more often it checks. If a check finds a large decrease, the agent reports
+//! call. Therefore, at rest, the agent reports once per second and checks more often. The less
+//! memory is left, the more often it checks. If a check finds a large decrease, the agent reports
 //! immediately.
 //!
 //! A check compares the kind of memory that the VMM's settings select ([`Settings::watermark_of`]),
@@ -202,8 +202,8 @@ impl Pace {
     }
 
     /// Amount that relative thresholds refer to. In a guest that has run for a while, page cache
-    /// leaves little free memory, and every file read changes it by a large part. So thresholds for
-    /// free memory refer to at least the watermark.
+    /// leaves little free memory, and every file read changes it by a large part. Therefore,
+    /// thresholds for free memory refer to at least the watermark.
     fn base_bytes(&self, measured_bytes: u64) -> u64 {
         match self.measure() {
             Measure::Free => measured_bytes.max(self.settings.watermark_bytes),
@@ -256,8 +256,8 @@ impl Pace {
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
-            // Guests are kept near their watermark, so being near it is no reason for frequent
-            // reports. Checks continue.
+            // The governor keeps guests near their watermark, so the agent does not report more
+            // frequently near it. Checks continue.
             rest_ms
         };
         self.reported_ms.saturating_add(interval_ms)

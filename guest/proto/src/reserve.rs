@@ -75,8 +75,8 @@ impl NodeMemory {
     ///
     /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that
     /// it checks: `mark + z->lowmem_reserve[highest_zoneidx]` (mm/page_alloc.c,
-    /// zone_watermark_fast). So user pages stop at that distance above `low`. The kernel can use
-    /// the whole reserve before free memory falls to `low` and kswapd is woken.
+    /// zone_watermark_fast). Therefore, user pages stop at that distance above `low`. The kernel
+    /// can use the whole reserve before free memory falls to `low` and kswapd is woken.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
         self.lower_to_reserve(
             ratios,
@@ -103,9 +103,9 @@ impl NodeMemory {
     ///
     /// The reserve of a zone is the memory of all higher zones of the node, divided by the zone's
     /// ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The reserve of a lower zone also
-    /// keeps out kernel allocations meant for a higher zone. So the highest zone is used first, and
-    /// only movable memory is considered. Zones of size 0 are skipped. ZONE_DMA is skipped as well,
-    /// because only drivers use it.
+    /// keeps out kernel allocations meant for a higher zone. Therefore, the highest zone is used
+    /// first, and only movable memory is considered. Zones of size 0 are skipped. ZONE_DMA is
+    /// skipped as well, because only drivers use it.
     ///
     /// If `is_whole` is set, the whole highest zone may be reserved when a ratio that reserves a
     /// part of it is not enough.
@@ -165,7 +165,7 @@ impl NodeMemory {
 /// its value in `least`.
 ///
 /// Linux allocates page descriptors for nodes without kernel zones from the nodes that have them.
-/// So each node with kernel zones reserves its share of all descriptors.
+/// Therefore, each node with kernel zones reserves its share of all descriptors.
 pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
     let mut ratios = least.to_vec();
     let kernel_zones = zones.iter().filter(|zone| KERNEL_ZONES.contains(&zone.kind));

@@ -460,7 +460,7 @@ fn open_envelope<'a>(
 /// Decodes a line from the agent. Checks its shape and version, but not its values.
 pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
     // The enum is not decoded directly, because serde would buffer the whole object to find its
-    // tag. That takes twice the time of all other decoding.
+    // tag. The buffering would take twice the time of all other decoding.
     let message = match open_envelope(line, &["hello", "report"])? {
         ("hello", text) => serde_json::from_str(text).map(RawAgentMessage::Hello),
         (_, text) => serde_json::from_str(text).map(RawAgentMessage::Report),

@@ -3,8 +3,8 @@
 //!
 //! Each node has a monitor with two schemes that only count bytes. One counts bytes without an
 //! access during the span, and the other counts all bytes. Both are totals over all aggregations
-//! since the monitor was started. So the ratio of their increases is the idle share, however many
-//! aggregations there were between two calls.
+//! since the monitor was started. Therefore, the ratio of their increases is the idle share,
+//! however many aggregations there were between two calls.
 
 use std::fs;
 use std::io;

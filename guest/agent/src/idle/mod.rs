@@ -149,7 +149,8 @@ impl Source {
 /// Source of idle memory that may be busy.
 ///
 /// Linux accepts only one write to DAMON's files at a time, and fails others as busy. A write may
-/// take until the next sample. So an agent that was killed during a write blocks its successor.
+/// take until the next sample. Therefore, an agent that was killed during a write blocks its
+/// successor.
 struct RetryingSource<O> {
     open: O,
     source: Option<Source>,

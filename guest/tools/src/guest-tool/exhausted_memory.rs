@@ -43,10 +43,10 @@ const KILLED: &str = "Killed process";
 /// nor moved, and are never allocated from a movable zone (fs/pipe.c). User pages are allocated
 /// from the movable zone first, so a guest with such a zone continues to run.
 ///
-/// The kernel thread that adds memory allocates pages for descriptors until there are none left,
-/// and then gives up. Any other task that needs a page at that moment would invoke the OOM killer,
-/// and memory of the killed process would then be used for descriptors. So all other tasks may use
-/// a reserve below the watermark. The kernel worker that adds memory may not.
+/// The kernel thread that adds memory allocates pages for descriptors until no page is left, and
+/// then gives up. Any other task that needs a page at that moment would invoke the OOM killer, and
+/// memory of the killed process would then be used for descriptors. Therefore, all other tasks may
+/// use a reserve below the watermark. The kernel worker that adds memory may not.
 pub(crate) fn exhaust(left_kib: u64) -> Result<()> {
     guest_tools::oom::exempt()?;
     // SAFETY: the call takes no pointers.

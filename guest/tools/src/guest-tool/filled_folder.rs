@@ -11,8 +11,8 @@ use guest_tools::content::Bytes;
 /// Maximum file size.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Returns the content of a file. Sizes are distributed logarithmically: each halving is equally
-/// frequent, down to a few bytes.
+/// Returns the content of a file. Sizes are distributed logarithmically: the maximum is
+/// `MAX_BYTES`, halved a random number of times between 0 and 11.
 fn content(seed: u64, number: u64) -> Vec<u8> {
     let mut bytes = Bytes::new(seed.rotate_left(32) ^ number);
     let longest = MAX_BYTES >> bytes.below(12);

@@ -42,8 +42,8 @@ pub(crate) fn look_up_missing_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Queues `mib` of data in sockets that no one reads from. Prints `held MIB`, and keeps the sockets
-/// open until killed.
+/// Queues `mib` of data in sockets without a reader. Prints `held MIB`, and keeps the sockets open
+/// until killed.
 pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
     guest_tools::oom::prefer_as_victim()?;
     limits::allow_open_files(1 << 20)?;

@@ -51,7 +51,7 @@ pub(crate) fn touch(mib: u64) -> Result<()> {
 /// Default capacity of a pipe in pages. An unprivileged process may not be allowed to increase it.
 const PIPE_PAGES: usize = 16;
 
-/// Fills memory and lends one page of every 2 MiB to a pipe that no one reads. The page cannot be
+/// Fills memory and lends one page of every 2 MiB to a pipe without a reader. The page cannot be
 /// moved until the pipe is closed. The rest of the memory is freed, so that almost no memory is in
 /// use but no range of 2 MiB can be unplugged. Prints `pinned`, and keeps the memory until killed.
 pub(crate) fn pin(mib: u64) -> Result<()> {

@@ -41,8 +41,9 @@ impl Target {
 /// direct I/O, so that sectors are in flight most of the time.
 ///
 /// A thread writes a stretch of its sectors with a new version, in one or several pieces, flushes,
-/// and reports it. It does not write these sectors again before the flush has completed. So no page
-/// in the page cache is modified during its write-back, and the guest itself cannot tear a sector.
+/// and reports it. It does not write these sectors again before the flush has completed. Therefore,
+/// no page in the page cache is modified during its write-back, and the guest itself cannot tear a
+/// sector.
 pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {

@@ -2,8 +2,8 @@
 //!
 //! Each cache line of a sector begins with the version and the sector's number. Words that depend
 //! only on their position follow, and the last word of the sector is a checksum of all others. A
-//! new version changes one word of each line, and the checksum. So a writer spends most of its time
-//! writing, and each line shows which write it belongs to.
+//! new version changes one word of each line, and the checksum. Therefore, a writer spends most of
+//! its time writing, and each line shows which write it belongs to.
 
 use std::fmt;
 
