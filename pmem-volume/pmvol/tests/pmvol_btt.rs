@@ -158,7 +158,7 @@ fn imported_image_is_exported_unchanged_and_sparse() {
     );
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["not a regular file"]);
-    // A pool is not replaced even with --force, because there is no other copy of it.
+    // Even with --force, a pool is not replaced, because it may be the only copy.
     let pool = fs::read(folder.path("pool")).unwrap();
     fs::write(folder.path("other"), &pool).unwrap();
     folder.fail(

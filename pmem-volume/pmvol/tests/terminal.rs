@@ -44,7 +44,7 @@ fn pmvol(arguments: &[&str], folder: &Path) -> Command {
     command
 }
 
-/// Runs `pmvol` with stderr on a terminal, and returns its output and the screen. stdout is no
+/// Runs `pmvol` with stderr on a terminal, and returns its output and the screen. stdout is not a
 /// terminal.
 fn run_on_terminal(arguments: &[&str], folder: &Path) -> (Output, String) {
     let (mut ours, theirs) = terminal();

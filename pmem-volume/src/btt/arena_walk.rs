@@ -141,8 +141,9 @@ fn start_of_arena_ending_at(
 }
 
 /// Returns the end of a missing arena: the start of the next known arena, or the end of the volume.
-/// Returns `None` if the space may have contained several arenas. That is the case if an earlier
-/// end of the volume, where an arena could end, is unreadable or has traces of an info block.
+/// Returns `None` if the space may have contained several arenas. Several arenas are possible if an
+/// earlier end of the volume, where an arena could end, is unreadable or has traces of an info
+/// block.
 fn end_of_missing(space: &impl Media, start: u64, next_start: Option<u64>) -> Option<u64> {
     let end = next_start.or_else(|| last_end(space, start))?;
     let has_no_trace = |at: u64| {

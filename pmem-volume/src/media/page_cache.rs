@@ -1,10 +1,10 @@
 //! Flushes of single ranges of a file.
 //!
-//! fdatasync() would also write back guest memory that is lent from the same file. That is
-//! unnecessary, and its duration has no bound. An msync() of a range ends in an fsync of that
-//! range: it writes the range's dirty pages, commits the metadata of the inode once, and issues one
-//! barrier to the device. For several ranges, sync_file_range() therefore writes the data in
-//! parallel without a barrier. A single msync() at the end covers all of them.
+//! fdatasync() would also write back guest memory that is lent from the same file. Writing back
+//! lent memory is unnecessary, and can take any length of time. An msync() of a range ends in an
+//! fsync of that range: it writes the range's dirty pages, commits the metadata of the inode once,
+//! and issues one barrier to the device. For several ranges, sync_file_range() therefore writes the
+//! data in parallel without a barrier. A single msync() at the end covers all of them.
 
 use std::fs::File;
 use std::io;

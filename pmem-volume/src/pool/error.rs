@@ -16,7 +16,7 @@ use foreshore_types::size::Size;
 
 /// Error of a pool operation.
 ///
-/// [`PoolError::Media`] may leave a partial change. So may [`PoolError::Latched`] if another
+/// [`PoolError::Media`] may leave a partial change, and so may [`PoolError::Latched`] if another
 /// operation failed during the change. Other errors leave the pool unchanged.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]

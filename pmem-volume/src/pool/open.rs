@@ -89,7 +89,7 @@ impl<M: Media> Pool<M> {
     /// Completes the opening of a pool, based on its media and superblock.
     ///
     /// 1. Examine all metadata as it will be after a committed transaction is redone. Stop if it is
-    ///    not trustworthy. So far, nothing has been stored.
+    ///    not trustworthy. The pool has not been changed up to this step.
     /// 2. Make all metadata durable, because the following steps depend on it.
     /// 3. Redo the transaction.
     /// 4. Correct copies and wear words, mark chunks for erasing, and finish splits and growth.

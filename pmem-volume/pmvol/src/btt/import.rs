@@ -161,7 +161,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Unpacks a qcow2 image to a raw file in the same folder. That file has no name, and
+    /// Unpacks a qcow2 image to a raw file in the same folder. The raw file has no name, and
     /// disappears when it is closed.
     pub(crate) fn unpacked(self) -> anyhow::Result<Self> {
         let Self { path, input: Input::File { file, len_bytes }, format: ImageFormat::Qcow2 } =

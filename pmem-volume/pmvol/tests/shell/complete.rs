@@ -4,8 +4,8 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
-/// Completes the last of `words`, the first of which is the name of the program. `program` prints
-/// the completion script for `script_args`, and bash finds `program` in PATH.
+/// Completes the last of `words`. The first word is the name of the program. `program` prints the
+/// completion script for `script_args`, and bash finds `program` in PATH.
 pub(crate) fn completions(
     program: &str,
     script_args: &[&str],

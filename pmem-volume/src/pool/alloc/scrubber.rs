@@ -23,8 +23,8 @@ const DISK_BATCH_BYTES: u64 = 64 << 20;
 
 /// Erases the waiting chunks of a pool in the background. Dropping it ends the thread after its
 /// current batch, and the next user of the pool erases the remaining chunks. If erasing punches
-/// holes, the remaining chunks are erased before the drop returns. That is cheap and returns memory
-/// to the host.
+/// holes, the remaining chunks are erased before the drop returns. Punching holes is cheap and
+/// returns memory to the host.
 pub struct Scrubber<M: Media = FileMedia> {
     pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,

@@ -244,8 +244,8 @@ pub(in crate::pool) fn lock_with_timeout(
     retry_while_in_use(timeout, || try_lock(file, kind))
 }
 
-/// Repeats `attempt` for up to `timeout` while its inner result is an error. That error means that
-/// the file is in use.
+/// Repeats `attempt` for up to `timeout` while its inner result is an error, which means that the
+/// file is in use.
 pub(in crate::pool) fn retry_while_in_use<T, E>(
     timeout: Duration,
     mut attempt: impl FnMut() -> io::Result<Result<T, E>>,

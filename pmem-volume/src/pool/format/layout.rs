@@ -188,8 +188,8 @@ pub struct LogHeaderBytes {
     pub entries: U64,
     /// CRC-32 (IEEE 802.3) of the magic, the number of entries, and all entries.
     pub checksum: U64,
-    /// 0 if there is no transaction. [`LOG_COMMITTED`] plus the checksum if the transaction is
-    /// committed. In that case, opening the pool redoes it.
+    /// 0 without a transaction, or [`LOG_COMMITTED`] plus the checksum of a committed transaction,
+    /// which the next open redoes.
     pub commit: U64,
     /// Reserved, zero.
     pub reserved: [u8; 32],

@@ -144,7 +144,7 @@ impl<M: Media> Pool<M> {
         let mut pool = Vec::new();
         let mut free;
         {
-            // Nothing changes while the state is locked.
+            // The state is locked, so the pool does not change during the check.
             let state = self.lock_state();
             if self.mode != crate::pool::OpenMode::ReadWrite {
                 // The superblocks and the log were examined when the pool was opened, and have not

@@ -131,8 +131,8 @@ const RECOVERIES: usize = 16;
 const RECOVERY_BOUND: usize = 8;
 
 /// Opens up to `bound` images of each crash point. Returns the number of images that are distinct
-/// within their points. An error contains the numbers of the point and the image. The same `random`
-/// always produces the same images.
+/// within their points. An error contains the numbers of the point and the image. Equal `random`
+/// generators produce equal images.
 pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,

@@ -344,7 +344,7 @@ const RECORD_SEALED: Expected = &[
     // split.
     ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
-    // The same values occur before a growth or after shrinking.
+    // These values are also valid before a growth or after a shrink.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),

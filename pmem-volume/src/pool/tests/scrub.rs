@@ -270,7 +270,7 @@ fn erasures_on_demand_count_towards_the_limit() {
     let rate = NonZeroU64::new(2 * MIB);
     return_without_scrub(&pool, 20 * MIB);
     assert_eq!(next_wait(&pool, &mut pacer, rate, Duration::ZERO), Duration::ZERO);
-    // Of these chunks, 16 MiB are clean, and the others are erased on demand.
+    // 16 MiB of these chunks are clean, and the others are erased on demand.
     pool.alloc_memory(22 * MIB).unwrap();
     assert_eq!(pool.scrubbed_bytes(), 6 * MIB);
     let s = Duration::from_secs;

@@ -419,8 +419,8 @@ impl<'a> Script<'a> {
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
 
-    /// Performs the next step of a writer's exchange. Does nothing if there is no exchange or if
-    /// the step would block.
+    /// Performs the next step of a writer's exchange. Does nothing if the writer has no exchange in
+    /// progress or if the step would block.
     pub(super) fn step(&mut self, writer: usize) {
         let Some(active) = &self.active[writer] else { return };
         if active.exchange.is_some() && active.steps == 1 && self.is_locked(&active.sectors) {

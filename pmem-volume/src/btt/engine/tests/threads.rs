@@ -29,8 +29,8 @@ fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     (bytes == content(sector, version, 4096)).then_some(version)
 }
 
-/// Uses two arenas, of which the first has few lanes. The boundary between them is within the range
-/// of sectors.
+/// Uses two arenas. The first has few lanes. The boundary between them is within the range of
+/// sectors.
 #[test]
 fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     const SECTORS: u64 = 18;
