@@ -108,7 +108,7 @@ reasons! {
     Paused => "paused",
     /// No report has arrived yet.
     NoReport => "no_report",
-    /// Nothing has happened since the last plan.
+    /// No event has occurred since the last plan.
     Quiet => "quiet",
     /// It is too soon to take memory back.
     CoolDown => "cool_down",

@@ -103,7 +103,7 @@ fn empty_plot(scenario: &Scenario, setup: &VmSetup) -> Plot {
 /// factor, both policies request all PM immediately on current kernels.
 const WATERMARK_SHARE: u64 = 375;
 
-/// Policies from the command line, or all policies if there are none. In that case, `fixed` keeps
+/// Policies from the command line, or all policies by default. In the latter case, `fixed` keeps
 /// the largest size that the guest can have, so its row shows a guest with all memory for the whole
 /// run.
 fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {

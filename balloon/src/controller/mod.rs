@@ -340,8 +340,8 @@ impl Controller {
         )
     }
 
-    /// Share of each zone that may be lent to a guest with this online policy. `None` if there is
-    /// no limit.
+    /// Share of each zone that may be lent to a guest with this online policy. `None` means no
+    /// limit.
     fn unmovable_permille(&self, online_policy: OnlinePolicy) -> Option<u64> {
         let movable = matches!(online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         (!movable).then_some(self.rules.unmovable_permille)

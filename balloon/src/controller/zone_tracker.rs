@@ -68,7 +68,7 @@ pub struct ZoneChanges {
 /// Limit for requests after the guest or the host has failed to follow one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct RequestLimit {
-    /// Maximum size of an outstanding request. `None` if there is no limit.
+    /// Maximum size of an outstanding request. `None` means no limit.
     cap_bytes: Option<u64>,
     /// Time before which no request may be made.
     retry_at: Option<TimeMs>,

@@ -4,8 +4,8 @@
 //! other, and are then part of the total (mm/memory_hotplug.c, online_pages_range). However, free
 //! pages of an isolated pageblock do not count as free (mm/page_alloc.c, account_freepages) until
 //! the whole block is online (undo_isolate_page_range). In a report made in between, the block
-//! seems to be used up. The same happens if some values of a report were read before that time and
-//! others after it.
+//! seems to be used up. Memory also seems to be used up if some values of a report were read before
+//! that time and others after it.
 
 use crate::TimeMs;
 

@@ -18,7 +18,7 @@ pub(super) enum Mark {
 /// Factor by which watermarks in a table are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Factor {
-    /// The same factor for all nodes, as in the papers.
+    /// A single factor for all nodes, as in the papers.
     Times(u64),
     /// A separate factor for each node. It makes the node's scaled high watermark equal to this
     /// share of its DRAM, in thousandths.

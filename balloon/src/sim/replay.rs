@@ -110,8 +110,8 @@ impl Files {
 
     /// Updates the values from a report. Each page that was added to the page cache is still there,
     /// or was evicted. It was either read for the first time, or had been evicted before. A report
-    /// does not show pages that are dropped because their file is deleted. The same amount of later
-    /// reads counts as their replacement.
+    /// does not show pages that are dropped because their file is deleted. Later reads of the same
+    /// amount count as their replacement.
     fn update(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
             // The counters restart at 0 if the kernel boots again.

@@ -122,7 +122,8 @@ impl Series {
 impl Observer for Series {
     fn advanced(&mut self, guest: &Guest, _: &Segment) {
         let latest = Point::of(guest, guest.now());
-        // Nothing has changed since the last state, so it also applies to the intervals since then.
+        // The VM has not changed since the last state, so that state also applies to the intervals
+        // since then.
         let before = self.last.unwrap_or(latest);
         let interval = guest.now().0 / self.interval_ms;
         while (self.points.len() as u64) <= interval {

@@ -233,8 +233,7 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
             touches_per_s: 1,
             ..Segment::default()
         };
-        // Files for which there is no room are read again endlessly, so memory does not move
-        // evenly.
+        // Files that do not fit are read again endlessly, so memory does not move evenly.
         let rest = Segment { file_bytes, ..rest };
         let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
         let setup = VmSetup {

@@ -171,7 +171,7 @@ fn host_sleep_makes_reports_neither_invalid_nor_late() {
     world.report_free(0);
     let before = world.state.host.requested_bytes();
     world.suspended_ms = 8 * 3_600_000;
-    // The same is true for a pause, in which no time passes.
+    // A pause has the same effect, because no time passes in it.
     (0..180).for_each(|_| world.tick(0));
     assert_eq!(world.state.host.requested_bytes(), before);
     world.report_free(0);

@@ -21,7 +21,7 @@ pub(super) enum Fault {
     NeverDoubles,
     /// Shrinks in steps of an eighth of the plugged memory, even if the rules set another share.
     FixedShare,
-    /// Grows the guest again after a shrink, although there is no pressure.
+    /// After a shrink, grows the guest again without pressure.
     GrowsWithoutPressure,
     /// Grows the guest again after a shrink because of a fill that did not happen.
     GrowsWithoutFill,

@@ -108,9 +108,9 @@ struct World {
     waits: [Wait; ZONES],
     /// Number of times that a dry run has shown plans of rules 3 and 5 for the present sizes.
     shown_plans: usize,
-    /// True if memory of the zone was plugged temporarily. Whether this counts as progress depends
-    /// on the times at which the controller observed it. They also determine when the controller
-    /// withdraws the request, and how much a dry run counts as withdrawn.
+    /// True if memory of the zone was plugged temporarily. Its effect on progress depends on the
+    /// times at which the controller observed it. They also determine when the controller withdraws
+    /// the request, and how much a dry run counts as withdrawn.
     has_uncertain_progress: [bool; ZONES],
     fault: Option<Fault>,
 }

@@ -101,7 +101,7 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    /// Returns a plan that moves `moved_bytes`, or a plan that changes nothing if there are none.
+    /// Returns a plan that moves `moved_bytes`, or a plan that changes nothing if they are 0.
     fn plan_move(
         &self,
         direction: Direction,

@@ -84,7 +84,7 @@ fn psi_doubles_only_steps_that_were_requested_from_guest() {
     assert_eq!(requested_after(bounded, no_bound), fresh);
 }
 
-/// Size that the first plan requests if there is no such delay.
+/// Size that the first plan requests without such a delay.
 fn requested_without_change() -> u64 {
     let mut rig = Rig::new(Policy::default());
     rig.report(50, 30);

@@ -195,7 +195,8 @@ impl Sample {
         // Memory that was swapped out in the meantime was also filled.
         let swapped = self.swapped_out_since(older);
         // Part of the memory plugged in the meantime did not become available, because page
-        // descriptors, watermarks and the kernel's reserve occupy it. That part is not fill.
+        // descriptors, watermarks and the kernel's reserve occupy it. This part does not count as
+        // fill.
         let unavailable_bytes =
             self.total_bytes.saturating_sub(older.total_bytes) / UNAVAILABLE_PART;
         // Memory that was being onlined counts as used in the older report. The part that the

@@ -427,8 +427,8 @@ impl State {
     }
 
     /// Rule 6: returns true if more memory would prevent the eviction of page cache. If plenty of
-    /// memory besides page cache is available, a cgroup limit causes the eviction. The same is
-    /// assumed after several consecutive grows that did not help.
+    /// memory besides page cache is available, a cgroup limit causes the eviction. A cgroup limit
+    /// is also assumed after several consecutive grows that did not help.
     fn is_page_cache_needed(
         &self,
         params: &Params,

@@ -212,8 +212,8 @@ impl Guest {
         self.totals.swapped_in_bytes += bytes;
     }
 
-    /// Reads files into the page cache. If there is no room, each page replaces another page of
-    /// these files, which has to be read again later.
+    /// Reads files into the page cache. In a full cache, each page replaces another page of these
+    /// files, which has to be read again later.
     fn read_in(&mut self, bytes: u64, segment: &Segment) {
         let bytes = bytes.min(self.missing_file_bytes(segment));
         let high = self.marks_bytes(|marks| marks.high);
