@@ -30,8 +30,8 @@ pub fn completion_script(shell: Shell, program: &str, completer: &str) -> io::Re
     Ok(script)
 }
 
-/// Answers a completion request and exits. Returns if there is no request. `describe` returns the
-/// clap description of the program with the given name.
+/// Answers a completion request and exits. Returns if the program was started normally. `describe`
+/// returns the clap description of the program with the given name.
 pub fn answer_completion(describe: impl Fn(&str) -> Command) {
     let words = words();
     let program = words.first().and_then(|program| Path::new(program).file_name());

@@ -33,8 +33,8 @@ pub struct Manual {
 }
 
 impl Manual {
-    /// Creates the manual of `command`. There is no page for `help` subcommands, because they show
-    /// the same text.
+    /// Creates the manual of `command`. `help` subcommands have no page, because they show the same
+    /// text.
     pub fn new(command: Command, exit_status: &'static str) -> Self {
         let mut command = without_help(command).long_version(Resettable::Reset);
         // Gives subcommands their full names.

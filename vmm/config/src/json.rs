@@ -185,7 +185,7 @@ impl Walk {
         }
     }
 
-    /// Returns all warnings. Those about unknown fields are first.
+    /// Returns all warnings, first those about unknown fields.
     pub fn into_warnings(self) -> Vec<String> {
         self.unknown.warning().into_iter().chain(self.warnings).collect()
     }

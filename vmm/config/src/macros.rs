@@ -16,9 +16,9 @@
 ///
 /// `words` lists keys of the flag that have no value. `refused` lists tables of refused keys.
 /// `strict true` refuses unknown keys in JSON. `defaults true` implements `Default` with the
-/// defaults of the table. Use `parse own` for a section that parses its flag itself, and `parse
-/// none` for a section that is only part of other sections. If the text after the flag is omitted,
-/// there is no flag, and the object exists only in JSON.
+/// defaults of the table. Use `parse own` for a section that parses its flag itself, and
+/// `parse none` for a section that is only part of other sections. Without the text after the flag,
+/// the section has no flag, and exists only as a JSON object.
 ///
 /// A key without a default is required, unless its type has a value for absent keys, such as
 /// `Option`. A section with a required key has no `Default`. A default may refer to keys above it.

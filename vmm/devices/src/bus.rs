@@ -126,7 +126,7 @@ impl Bus {
         Ok(())
     }
 
-    /// Removes the range that starts at `base`. Returns false if there is none.
+    /// Removes the range that starts at `base`. Returns false if no range starts there.
     pub fn remove(&self, base: u64) -> bool {
         let removed = self.ranges.write().remove(&base);
         // Drops the removed device after the lock is released, because dropping it may wait for
@@ -154,8 +154,8 @@ impl Bus {
         (end <= entry.len).then(|| (offset, Arc::clone(&entry.device)))
     }
 
-    /// Reads at `address`. If there is no device, fills `data` with ones, as on a PCI bus, and
-    /// returns false.
+    /// Reads at `address`. If no device has this address, fills `data` with ones, as on a PCI bus,
+    /// and returns false.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         match self.find(address, data.len()) {
             Some((offset, device)) => {
@@ -170,7 +170,7 @@ impl Bus {
         }
     }
 
-    /// Writes at `address`. Returns false if there is no device.
+    /// Writes at `address`. Returns false if no device has this address.
     pub fn write(&self, address: u64, data: &[u8]) -> bool {
         match self.find(address, data.len()) {
             Some((offset, device)) => {

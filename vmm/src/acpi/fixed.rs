@@ -24,7 +24,7 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
     };
     // A set button flag means that the button is not a fixed-hardware button. The power button is a
-    // device in the DSDT, and there is no sleep button.
+    // device in the DSDT. The VM has no sleep button.
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION)
         .dsdt_64(dsdt)
         .preferred_pm_profile(PmProfile::EnterpriseServer)

@@ -51,7 +51,7 @@ pub(crate) struct CpuRegisters {
 
 impl CpuRegisters {
     /// `gone` is called after each ejection of a vCPU. It runs on the thread of the vCPU that
-    /// writes the register. That vCPU may be the ejected one.
+    /// writes the register, which may be the ejected vCPU.
     pub(crate) fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }

@@ -107,7 +107,7 @@ impl Plug {
         }
     }
 
-    /// Notifies the guest of the leaving vCPUs again. Returns false if there are none.
+    /// Notifies the guest of the leaving vCPUs again. Returns false if no vCPU is leaving.
     pub(crate) fn ask_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()

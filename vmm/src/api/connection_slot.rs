@@ -80,7 +80,7 @@ pub(super) enum Room {
     Instead(Arc<ConnectionSlot>),
     /// No connection can be closed before this time.
     From(Instant),
-    /// There is no room until a call is answered or a connection ends.
+    /// The server accepts no further connection until a call is answered or a connection ends.
     None,
 }
 

@@ -52,7 +52,7 @@ impl From<JsonError> for ApiError {
 }
 
 impl ApiError {
-    /// HTTP status as in Cloud Hypervisor: 404 if there is no VM or disk, 405 if the state forbids
+    /// HTTP status as in Cloud Hypervisor: 404 for a missing VM or disk, 405 if the state forbids
     /// the call.
     pub fn status(&self) -> StatusCode {
         match self {

@@ -66,8 +66,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Limits of the API. There is no idle limit, because clients like Kata Containers keep one
-    /// connection for the lifetime of a VM.
+    /// Limits of the API. Idle connections have no limit, because clients like Kata Containers keep
+    /// one connection for the lifetime of a VM.
     pub const API: Self = Self {
         connections: 256,
         silent: 128,

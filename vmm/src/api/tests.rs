@@ -50,7 +50,7 @@ struct Fixture {
 }
 
 /// VM task with a running VM. It refuses `vm.boot` because of the state, fails `vm.reboot`, and
-/// reports for `vm.shutdown` that there is no VM.
+/// answers `vm.shutdown` as if it had no VM.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();

@@ -82,7 +82,7 @@ pub(crate) struct Segment {
 }
 
 /// State of the boot vCPU at the kernel's first instruction. All other registers are 0, interrupts
-/// are off, and there is no GDT or IDT, because the kernel sets up its own.
+/// are off, and the vCPU has no GDT or IDT, because the kernel sets up its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PvhEntry {
     pub rip: u64,

@@ -34,7 +34,7 @@ pub enum Command {
 /// VM to run, and settings of the VMM process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Validated VM. If there is none, the VMM waits for `vm.create`.
+    /// Validated VM. Without a VM, the VMM waits for `vm.create`.
     pub config: Option<VmConfig>,
     pub at_guest_shutdown: AtGuestShutdown,
     pub api_socket: Option<ApiSocket>,

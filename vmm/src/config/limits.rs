@@ -1,7 +1,7 @@
 //! Upper limits on the number of sections in a configuration.
 //!
-//! These limits are checked first, because other checks compare each section with all others. Those
-//! checks would take hours for as many sections as fit into a request body.
+//! These limits are checked first, because other checks compare each section with all others. The
+//! comparisons would take hours for as many sections as fit into a request body.
 
 use foreshore_config::ConfigError;
 use foreshore_devices::memory::layout::PCI_SLOTS;

@@ -49,8 +49,8 @@ fn is_off(name: &str, section: &Value) -> bool {
     mode.is_some_and(|mode| mode.eq_ignore_ascii_case("off"))
 }
 
-/// Removes sections that only Cloud Hypervisor has from a configuration. Refuses a section that
-/// requests a feature, with the reason given for its flag.
+/// Removes sections from a configuration that only Cloud Hypervisor supports. Refuses a section
+/// that requests a feature, with the reason given for its flag.
 pub(super) fn take_sections(config: &mut Map<String, Value>) -> Result<(), ConfigError> {
     for (flag, sections, why) in FLAGS {
         for name in *sections {

@@ -5,7 +5,7 @@
 
 use super::config::CpuTopology;
 
-/// Largest APIC ID. Of the values with 8 bits, 255 addresses all vCPUs.
+/// Largest APIC ID. An APIC ID has 8 bits, and 255 addresses all vCPUs.
 const MAX_APIC_ID: u32 = 254;
 /// For AMD's first Zen, Linux assumes one last-level cache for every 8 APIC IDs, regardless of
 /// CPUID (arch/x86/kernel/cpu/cacheinfo.c). If packages had fewer than 8 IDs, several packages

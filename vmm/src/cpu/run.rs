@@ -423,8 +423,8 @@ impl Runner {
     /// Resets the vCPU to its initial state.
     ///
     /// The next KVM_RUN would complete the instruction of the last exit, whatever the new register
-    /// values are. That instruction is therefore completed first, without entering the guest. With
-    /// `immediate_exit` set, KVM_RUN does nothing else.
+    /// values are. The pending instruction is therefore completed first, without entering the
+    /// guest. With `immediate_exit` set, KVM_RUN does nothing else.
     fn begin_afresh(&mut self) {
         self.shared.set_immediate_exit(1);
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());

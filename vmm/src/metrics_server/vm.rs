@@ -7,11 +7,11 @@ use prometheus_client::registry::Unit;
 
 use crate::vm::request::{VmState, VmStatus};
 
-/// State of the VM, or `None` if there is no VM.
+/// State of the VM, or `None` without a VM.
 #[derive(Debug, Default)]
 pub(super) struct VmMetrics(pub Option<VmStatus>);
 
-/// Value of the label `state` if there is no VM.
+/// Value of the label `state` without a VM.
 const ABSENT: &str = "absent";
 
 fn label(state: VmState) -> &'static str {

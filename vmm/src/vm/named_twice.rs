@@ -166,7 +166,7 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
 }
 
 /// Ports of `vsock` whose socket has the same name as another use. If a program in the guest
-/// connects to port N of the host, it reaches the socket PATH_N (virtio/vsock/host.rs). That must
+/// connects to port N of the host, it reaches the socket PATH_N (virtio/vsock/host.rs). PATH_N must
 /// not be a socket of the VMM.
 fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     let of_port = |name: &OsStr| -> Option<Use> {

@@ -14,7 +14,7 @@ const DRAM_PERFORMANCE: Performance =
 /// SLIT distance for which the DRAM latencies are valid.
 const LOCAL_DISTANCE: u32 = 10;
 
-/// Node of volumes: the node of the first PM zone, or node 0 if there is no PM.
+/// Node of volumes: the node of the first PM zone, or node 0 in a VM without PM.
 pub(crate) fn volume_node(zones: &[ZoneSpec]) -> u32 {
     zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }

@@ -45,7 +45,7 @@ impl VmState {
 #[derive(Clone, Copy, Debug)]
 pub struct VmStatus {
     pub state: VmState,
-    /// Last boot or reboot. `None` if there is no machine.
+    /// Last boot or reboot. `None` while the VM has no machine.
     pub started: Option<SystemTime>,
 }
 
@@ -166,8 +166,8 @@ impl fmt::Display for ResizeRequest {
     }
 }
 
-/// Size of a zone's hotplugged part as a configuration stores it, or `None` if there is no such
-/// part.
+/// Size of a zone's hotplugged part as a configuration stores it, or `None` for a zone without a
+/// hotplugged part.
 pub(in crate::vm) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
     size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
@@ -585,8 +585,8 @@ impl VmHandle {
     }
 
     /// Answers `vm.info`. The VM task may be busy for seconds. During that time, the answer
-    /// contains the state before the work in progress. That state remains valid until the work is
-    /// done.
+    /// contains the state before the work in progress. The previous state remains valid until the
+    /// work is done.
     pub async fn info(&self) -> Result<VmInfo, VmError> {
         let mut busy = self.busy.clone();
         tokio::select! {

@@ -20,7 +20,7 @@ pub(crate) fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<
     })
 }
 
-/// Parses `DEFAULT | OTHER`, in which `-` means that there is no default.
+/// Parses `DEFAULT | OTHER`, in which `-` means that the key has no default.
 pub(crate) fn samples(text: &'static str) -> Samples {
     let (default, other) =
         text.split_once(" | ").unwrap_or_else(|| panic!("{text:?} is not DEFAULT | OTHER"));

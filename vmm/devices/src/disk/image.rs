@@ -266,8 +266,8 @@ impl RawImage {
         self.write_out_zeroes(range.offset_bytes()..end)
     }
 
-    /// Largest part of a range that a block device accepts in `fallocate`. If there is none,
-    /// returns an empty range at the start of `range`.
+    /// Largest part of a range that a block device accepts in `fallocate`. If no part is large
+    /// enough, returns an empty range at the start of `range`.
     fn whole_units(&self, range: DiskRange) -> Range<u64> {
         let (start, end) = (range.offset_bytes(), range.offset_bytes() + range.len_bytes());
         let (first, last) =

@@ -81,8 +81,8 @@ impl RangeLocks {
         self.state.lock().waiters > 0
     }
 
-    /// Locks `range` if there is no conflict. Otherwise returns `None`, and raises `event` when any
-    /// range is released.
+    /// Locks `range` unless another lock conflicts. Otherwise returns `None`, and raises `event`
+    /// when any range is released.
     pub(super) fn try_lock(
         self: &Arc<Self>,
         range: Range<u64>,

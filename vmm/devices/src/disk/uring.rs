@@ -257,7 +257,7 @@ impl Uring {
         completed
     }
 
-    /// Processes completions. Returns false if there are none.
+    /// Processes completions. Returns false if no step has completed.
     fn reap(&mut self) -> bool {
         let completed = self.completed();
         let any = !completed.is_empty();

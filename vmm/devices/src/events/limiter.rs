@@ -2,9 +2,8 @@
 //!
 //! A guest may restart, reset its devices, and plug and unplug memory at any rate. Each event may
 //! end up in a file on the host. Each source (a device, a zone, or the VM itself) therefore has an
-//! allowance. A restart of the VM does not renew it. Of the events that exceed the allowance, only
-//! the last is kept, because it shows the current state. It is sent as soon as the allowance
-//! permits.
+//! allowance. A restart of the VM does not renew it. Only the last event that exceeds the allowance
+//! is kept, because it shows the current state. It is sent as soon as the allowance permits.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -278,7 +278,7 @@ fn has_mark(file: &File) -> bool {
 }
 
 /// Checks that the file at `path` is the output of a VMM or the file `known`, so that it may be
-/// replaced. Returns its size, or 0 if there is no file.
+/// replaced. Returns its size, or 0 for a missing file.
 fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError> {
     let named = match fs::symlink_metadata(path) {
         Ok(named) => named,

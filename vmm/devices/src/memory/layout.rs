@@ -201,7 +201,7 @@ impl BootMemory {
         self.low_bytes
     }
 
-    /// End of the part above the hole, or the end of the hole if there is no such part.
+    /// End of the part above the hole, or the end of the hole if all memory is below it.
     pub fn high_end(&self) -> u64 {
         HIGH_RAM_START.saturating_add(self.high_bytes)
     }

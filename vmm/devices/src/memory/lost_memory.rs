@@ -83,7 +83,7 @@ pub enum Loss {
 #[derive(Debug)]
 pub struct GuestRange {
     name: String,
-    /// Length that the file must at least have. 0 if there is no file.
+    /// Length that the file must at least have. 0 for memory without a file.
     mapped_bytes: u64,
     /// Length to which the file was truncated, or [`WHOLE`].
     cut_to_bytes: AtomicU64,

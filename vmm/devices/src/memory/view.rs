@@ -155,7 +155,7 @@ impl MappedMemory {
     /// Removes a complete region that [`Self::add_region`] added.
     ///
     /// # Panics
-    /// If there is no such region.
+    /// If no region with this range was added.
     pub fn remove_region(&mut self, start: GuestAddress, len: u64, reservation: &Arc<Reservation>) {
         let removed = self.regions.remove_region(start, len);
         (self.regions, _) = removed.expect("an added region");

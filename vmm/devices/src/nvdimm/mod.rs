@@ -1,8 +1,8 @@
 //! NVDIMMs that the ACPI NFIT describes (ACPI 6.5, 5.2.26). The guest's drivers map them and
 //! translate sectors.
 //!
-//! The guest flushes by a store to a flush hint address (5.2.26.9). There is no memory at this
-//! address, so the store causes an exit of the vCPU. The backing is durable before the guest
+//! The guest flushes by a store to a flush hint address (5.2.26.9). The address is not backed by
+//! memory, so the store causes an exit of the vCPU. The backing is durable before the guest
 //! executes its next instruction. If a fence is enough, because the backing is volatile or mapped
 //! with MAP_SYNC, the NFIT declares no hint, and no exits occur.
 

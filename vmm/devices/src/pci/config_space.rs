@@ -105,7 +105,7 @@ impl ConfigSpace {
     /// is a mask of the bits in `body` that the guest may change.
     ///
     /// # Panics
-    /// If there is no room left.
+    /// If the configuration space has no room left.
     pub fn add_capability(&mut self, id: u8, body: &[u8], writable: &[u8]) -> u16 {
         let at = self.free;
         assert!(at + 2 + body.len() <= SIZE, "no room for capability {id:#x}");

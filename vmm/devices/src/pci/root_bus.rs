@@ -111,7 +111,7 @@ impl RootBus {
     }
 
     /// Adds `device` in `slot`, or in the first free slot, and returns the slot. Assigns addresses
-    /// to its BARs, because there is no firmware to do this.
+    /// to its BARs, because no firmware does so.
     pub fn add(&self, slot: Option<u8>, device: Arc<dyn PciDevice>) -> Result<u8, PciError> {
         let mut slots = self.slots.lock();
         let slot = match slot {

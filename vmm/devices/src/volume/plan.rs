@@ -286,7 +286,7 @@ mod tests {
         let rest = "name=rest,size=remaining,create=on";
         assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![Step::Create(508 * MIB)]));
         assert_eq!(planned(&[rest], &[], 0), Ok(vec![Step::Create(1020 * MIB)]));
-        // On the second boot, the volume exists, and there is no space to grow it.
+        // On the second boot, the volume exists, and the pool has no space to grow it.
         let found = [stored("rest", VolumeFormat::Btt, 508 * MIB)];
         for rest in [rest, "name=rest,size=remaining"] {
             assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Open]));

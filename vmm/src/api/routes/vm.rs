@@ -25,7 +25,7 @@ pub(super) async fn create(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Shuts down a running VM first. Succeeds also if there is no VM.
+/// Shuts down a running VM first. Also succeeds without a VM.
 pub(super) async fn delete(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Delete).await?;
     Ok(StatusCode::NO_CONTENT)

@@ -65,7 +65,7 @@ impl Resident {
         }
     }
 
-    /// Takes all waiting requests. If there are none, the next request starts a new thread.
+    /// Takes all waiting requests. If no request is waiting, the next one starts a new thread.
     fn take_waiting(&self) -> Option<Vec<Request>> {
         let mut asked = self.asked.lock();
         let waiting = std::mem::take(&mut asked.waiting);

@@ -134,7 +134,7 @@ impl KvmMachine {
     }
 
     /// Target for the balloon zone: the memory that remains for the guest with a balloon of
-    /// `size_bytes`. `None` if there is no balloon.
+    /// `size_bytes`. `None` for a VM without a balloon.
     fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
         let refuse =
             |reason| VmError::BadRequest(format!("balloon {}: {reason}", Size(size_bytes)));

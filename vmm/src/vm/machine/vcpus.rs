@@ -177,7 +177,7 @@ impl<P: Processor> Vcpus<P> {
 
     /// Adds the vCPUs in `come` to the guest: all of them or none.
     ///
-    /// 1. The vCPUs are created if necessary. Those that were in the guest before are reset. A
+    /// 1. The vCPUs are created if necessary. vCPUs that were in the guest before are reset. A
     ///    reset drops a latched INIT and SIPI.
     /// 2. The vCPUs may run. They then wait until the guest starts them.
     /// 3. The guest is notified, and sends INIT and SIPI. This must follow step 1, because a reset

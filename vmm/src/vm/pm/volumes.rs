@@ -155,8 +155,8 @@ fn open(
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }
 
-/// Grows a volume that has `size=remaining`. If it cannot grow, its size does not change. That is
-/// an error only if the pool has failed.
+/// Grows a volume that has `size=remaining`. If it cannot grow, its size does not change, and an
+/// error is returned only if the pool has failed.
 fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Result<(), PoolError> {
     let PmVolumeConfig { name, pool: path, .. } = volume;
     let (path, size) = (path.display(), Size(size_bytes));

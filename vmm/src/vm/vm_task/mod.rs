@@ -342,7 +342,7 @@ impl Vm {
     }
 }
 
-/// Task that owns a VM. Initially there is no VM.
+/// Task that owns a VM. It starts without a VM.
 pub struct VmTask<F> {
     factory: F,
     vm: Option<Vm>,
@@ -446,7 +446,7 @@ impl<F: MachineFactory> VmTask<F> {
     }
 
     /// Ends the VM in any state, and closes its files, so that the next VM does not inherit them.
-    /// Has no effect if there is no VM.
+    /// Has no effect without a VM.
     fn delete(&mut self) {
         let Some(vm) = self.vm.take() else { return };
         let ran = vm.machine.is_some();
@@ -502,8 +502,8 @@ impl<F: MachineFactory> VmTask<F> {
         self.emitter.emit(Event::VmShutdown);
     }
 
-    /// Resizes the machine. If there is no machine, changes the configuration, and the size takes
-    /// effect at the next boot. Emits events only if the request has passed all checks.
+    /// Resizes the machine. Without a machine, changes the configuration, and the size takes effect
+    /// at the next boot. Emits events only if the request has passed all checks.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         let emitter = self.emitter.clone();
         let vm = self.vm()?;
@@ -583,7 +583,7 @@ impl<F: MachineFactory> VmTask<F> {
             return Flow::Continue;
         };
         // After a pause, the guest may still be ended by an exit in progress or by the watchdog.
-        // The client was informed that the guest is stopped, so the VM remains paused.
+        // The answer to the client reported that the guest is stopped, so the VM remains paused.
         if vm.state == VmState::Paused && event.ends_the_guest() {
             info!(?event, "The guest has ended during a pause; this is handled at resume");
             vm.kept.get_or_insert(event);

@@ -63,8 +63,8 @@ impl Ring {
         kept.bytes.drain(..len).collect()
     }
 
-    /// Puts back bytes that were taken but not delivered. Drops the oldest of them if there is no
-    /// room.
+    /// Puts back bytes that were taken but not delivered. Drops the oldest of them if the buffer is
+    /// full.
     pub(super) fn put_back(&self, taken: &[u8]) {
         let mut kept = self.kept.lock();
         let room = LEN_MAX - kept.bytes.len();

@@ -8,7 +8,7 @@ fn end_of_paused_guest_takes_effect_on_resume() {
         for event in [MachineEvent::GuestReset, triple_fault()] {
             let vm = start(None).await;
             vm.handle.ask(VmRequest::Pause).await.unwrap();
-            // If the guest ends again, there is no further effect.
+            // If the guest ends again, the VM does not change.
             for _ in 0..2 {
                 vm.send(0, event.clone());
                 assert_eq!(vm.state().await, VmState::Paused);
@@ -127,7 +127,7 @@ fn boot_of_paused_vm_is_a_resume() {
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "pause", "resume"]);
-        // The same holds for a VM that must not be resumed.
+        // A boot does not resume a VM that must not be resumed.
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
         assert_eq!(
