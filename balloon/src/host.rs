@@ -122,8 +122,8 @@ impl ZoneSizes {
         self.shortfall.map(|shortfall| shortfall.reason).or(driver)
     }
 
-    /// Returns the upper limit of the requested size. This is the size of the device's region, or
-    /// the present request if the driver is unsupported.
+    /// Returns the upper limit of the requested size: the size of the device's region, or the
+    /// present request if the driver is unsupported.
     pub fn requestable_bytes(&self) -> u64 {
         match self.driver {
             DriverState::Unsupported => self.requested_bytes.min(self.max_bytes),

@@ -234,7 +234,7 @@ pub enum ParamError {
         unit: Unit,
     },
     /// No parameter has this name.
-    #[error("parameter {name:?} is unknown; those of {of} are {known}")]
+    #[error("parameter {name:?} is unknown; parameters of {of}: {known}")]
     Unknown {
         /// Name that the user entered.
         name: String,
@@ -463,7 +463,7 @@ mod tests {
             (
                 "moon",
                 "1",
-                r#"parameter "moon" is unknown; those of tides are high, low, period, count"#,
+                r#"parameter "moon" is unknown; parameters of tides: high, low, period, count"#,
             ),
         ];
         for (name, text, message) in wrong {

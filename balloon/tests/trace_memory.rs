@@ -1,5 +1,5 @@
-//! Tests how much memory is needed to process a long trace. This is a separate test program,
-//! because all allocations of the program are counted.
+//! Tests how much memory is needed to process a long trace. The test has a program of its own,
+//! because it counts all allocations of its program.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufReader, Read};

@@ -299,7 +299,7 @@ impl Row {
                 [Content::Pool, Content::PoolCopy].contains(&content)
             }
             "everything else" => content != Content::SocketLeftBehind,
-            // These are not files, so they have no content.
+            // The following are not files, so they have no content.
             "block devices" | "devices" | "pipes and character devices are written" => false,
             phrase => panic!("{phrase:?}: a phrase of the table without a test"),
         })

@@ -265,7 +265,7 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
         return Err("size= is missing".to_owned());
     }
     let policy = policy.with(params).map_err(|error| match error {
-        ParamError::Unknown { .. } => format!("{error}; those of the rules are {}", rule_names()),
+        ParamError::Unknown { .. } => format!("{error}; parameters of the rules: {}", rule_names()),
         error => error.to_string(),
     })?;
     let rules = Rules::default().with(rules).map_err(|error| error.to_string())?;

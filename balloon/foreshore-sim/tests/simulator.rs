@@ -46,15 +46,15 @@ fn bad_input_is_refused_with_value_and_bound() {
         ),
         (
             &["--workload", "ramp,depth=1"],
-            "parameter \"depth\" is unknown; those of ramp are low, high",
+            "parameter \"depth\" is unknown; parameters of ramp: low, high",
         ),
         (
             &["--workload", "leak,period=1m"],
-            "\"period\" is unknown; those of leak are low, high, touches, hot, files, stream",
+            "\"period\" is unknown; parameters of leak: low, high, touches, hot, files, stream",
         ),
         (
             &["--workload", "steady,depth=1"],
-            "those of steady are low, high, rate, touches, hot, files, stream, kernel\n",
+            "parameters of steady: low, high, rate, touches, hot, files, stream, kernel\n",
         ),
         (&["--plot", "day.jpg"], "'day.jpg' for '--plot <FILE>': day.jpg must end in .svg or .png"),
         (&["--policy", "magic"], "unknown policy \"magic\"; existing policies: psi, amf"),
@@ -70,7 +70,7 @@ fn bad_input_is_refused_with_value_and_bound() {
             &["--policy", "psi,cool_down=2m"],
             "max_cool_down is 1m, must be at least cool_down, which is 2m",
         ),
-        (&["--policy", "psi,depth=1"], "; those of the rules are floor, ceiling, cool_down"),
+        (&["--policy", "psi,depth=1"], "; parameters of the rules: floor, ceiling, cool_down"),
         (&["--policy", "psi,lost=2s,lost=3s"], "lost is specified twice"),
         (
             &["--policy", "fixed"],
@@ -140,7 +140,7 @@ fn unknown_parameter_is_reported_with_parameters_of_its_policy() {
         let given = if name == "fixed" { given } else { given.replace(",size=64M", "") };
         let error = String::from_utf8(sim(&["--policy", &given]).stderr).expect("text");
         let expected = format!(
-            "parameter \"depth\" is unknown; those of {name} are {known}; those of the rules are floor,"
+            "parameter \"depth\" is unknown; parameters of {name}: {known}; parameters of the rules: floor,"
         );
         assert!(error.contains(&expected), "{error}\nlacks {expected}");
     }

@@ -59,8 +59,8 @@ pub struct ZoneChanges {
     /// True if the guest's driver has become ready. The time to follow the request then starts
     /// again.
     pub driver_became_ready: bool,
-    /// True if the requested size was reached and has remained plugged for some time. This is
-    /// reported once for each requested size, because a guest may return memory and plug it again
+    /// True if the requested size was reached and has remained plugged for some time. The tracker
+    /// reports it once for each requested size, because a guest may return memory and plug it again
     /// at any rate.
     pub is_reached: bool,
 }

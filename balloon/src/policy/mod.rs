@@ -101,7 +101,7 @@ impl Decision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "policy", rename_all = "snake_case")]
 pub enum Policy {
-    /// Sizes the guest by its available memory and by signs of pressure. This is the default.
+    /// Sizes the guest by its available memory and by signs of pressure. The default policy.
     Psi(psi::Params),
     /// Adds memory if free memory is below scaled watermarks, and removes it if page descriptors
     /// take too much DRAM.
@@ -270,8 +270,8 @@ impl Policy {
     }
 
     /// Returns how long reports must have been the same before time alone no longer changes a
-    /// decision. This is the longest time that the policy compares with a duration. `state` may
-    /// require more time.
+    /// decision: the longest time that the policy compares with a duration. `state` may require
+    /// more time.
     pub fn quiesce_ms(&self) -> u64 {
         // Longest period over which rates are computed, and after which sizes count as stable.
         const WINDOWS_MS: u64 = 5_000;
@@ -372,7 +372,7 @@ mod tests {
         let error = policy.with([("unit", &unit), ("calm", &"1ms".into())]).expect_err("too short");
         assert_eq!(error.to_string(), "calm is 1ms, must be 100ms to 24h");
         let error = Policy::Off.with([("calm", &calm)]).expect_err("off has none");
-        assert_eq!(error.to_string(), r#"parameter "calm" is unknown; those of off are none"#);
+        assert_eq!(error.to_string(), r#"parameter "calm" is unknown; parameters of off: none"#);
     }
 
     #[test]

@@ -122,7 +122,7 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     }
 }
 
-/// DRAM pages in a zone. These are all of its pages, unless PM is also plugged into its node.
+/// DRAM pages in a zone: all of its pages, unless PM is also plugged into its node.
 fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
     let node_zones = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
     if zone.kind != ZoneKind::Movable || node_zones().all(|sizes| sizes.tier == Tier::Dram) {
@@ -511,7 +511,7 @@ mod tests {
     #[test]
     fn free_part_of_a_grow_causes_no_second_shortage() {
         for (mut rig, granted_bytes, _) in short().into_iter().take(2) {
-            // 35 MiB are free. This is in the same row as 33 MiB.
+            // 35 MiB are free, which is in the same row as 33 MiB.
             request_and_online(&mut rig, granted_bytes, 2 * MIB, 2 * MIB);
             for _ in 0..20 {
                 assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());

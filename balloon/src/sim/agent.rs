@@ -12,7 +12,7 @@ use super::kernel_blocks::KernelBlocks;
 use crate::TimeMs;
 use crate::units::SECTION_BYTES;
 
-/// Size of a memory block in the guest's Linux. This is the smallest size on x86-64.
+/// Size of a memory block in the guest's Linux, the smallest on x86-64.
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
 /// Number of reports after which the pace has forgotten a fall of memory. Each report without
 /// another fall halves the remembered value.
@@ -141,9 +141,9 @@ impl Agent {
         TimeMs(self.pace.check_due_ms() - BOOTED_MS).since(self.checked_at)
     }
 
-    /// Returns the next check after `now` that may require a report. This is the first check at
-    /// `at` or later, or the check before it if that has not been made, because the agent compares
-    /// successive checks.
+    /// Returns the next check after `now` that may require a report: the first check at `at` or
+    /// later, or the check before it if it has not been made, because the agent compares successive
+    /// checks.
     pub(super) fn check_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let check_ms = self.check_ms();
         let due =

@@ -88,8 +88,8 @@ struct Files {
     /// Pages that were evicted and have not been read again. Negative if pages were read again that
     /// had been evicted before the first report.
     evicted_total_bytes: i128,
-    /// Pages that were read again recently. This is a lower bound for the size of files that are
-    /// read repeatedly.
+    /// Pages that were read again recently: a lower bound for the size of files that are read
+    /// repeatedly.
     reread_bytes: u64,
     /// Pages that were read again within the last second.
     thrashing_bytes: u64,

@@ -161,8 +161,8 @@ impl<R: BufRead> Reader<R> {
         self.line
     }
 
-    /// Returns true if the last line was skipped because it is incomplete. This happens if the
-    /// recorder is killed while it writes a line.
+    /// Returns true if the last line was skipped because it is incomplete, as
+    /// after the recorder was killed during a write.
     pub fn is_cut_off(&self) -> bool {
         self.cut_off
     }
@@ -208,8 +208,8 @@ pub struct Trace {
     pub header: Header,
     /// Entries, in the order of their lines.
     pub entries: Vec<Entry>,
-    /// True if the last line was skipped because it is incomplete. This happens if the recorder is
-    /// killed while it writes a line.
+    /// True if the last line was skipped because it is incomplete, as after the
+    /// recorder was killed during a write.
     pub cut_off: bool,
 }
 
@@ -330,7 +330,7 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
     Ok(sizes)
 }
 
-/// Checks that a requested size consists of whole blocks. This also applies to a balloon.
+/// Checks that a requested size consists of whole blocks. The check also applies to a balloon zone.
 fn check_requested(value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
     in_range("requested_bytes", value, 0, zone.max_bytes)?;
     in_range("requested_bytes modulo block_bytes", value % zone.block_bytes, 0, 0)

@@ -185,8 +185,8 @@ impl Disk {
 pub struct HeldWriteback(String);
 
 impl HeldWriteback {
-    /// Holds back write-back. This is done only on the emulated host, because the setting affects
-    /// the whole machine.
+    /// Holds back write-back, only on the emulated host, because the setting affects the whole
+    /// machine.
     pub fn hold() -> Result<Self> {
         if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
             return skip("holding write-back would change a machine that is not ours");

@@ -38,8 +38,8 @@ fn filter() -> Vec<libc::sock_filter> {
     };
     let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, number) in (0u8..).zip(FLUSHES) {
-        // Number of statements to skip to reach the last one. These are the remaining comparisons
-        // and the statement that allows the call.
+        // Number of statements to skip to reach the last one: the remaining comparisons and the
+        // statement that allows the call.
         let over = FLUSHES.len() as u8 - index;
         filter.push(statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, over, number as u32));
     }

@@ -181,7 +181,7 @@ pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Sends as many bytes as the socket accepts without blocking. This may be none.
+/// Sends as many bytes as the socket accepts without blocking, possibly none.
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
     transferred(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))
 }

@@ -584,8 +584,8 @@ mod tests {
                 hardly <= 3 * 10,
                 "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
             );
-            // While memory changes, each check reads available memory. This happens ten to twenty
-            // times per second.
+            // While memory changes, each check reads available memory, ten to twenty times per
+            // second.
             let moving =
                 reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
             assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");

@@ -4,8 +4,8 @@
 //! address is not a multiple of eight (arch/x86/lib/usercopy_64.c, __memcpy_flushcache). On many
 //! CPUs, memcpy() is `rep movsb` (arch/x86/lib/memcpy_64.S). An interrupt may occur between any two
 //! of the bytes. If the VMM is killed during that interrupt, the first bytes belong to the new
-//! entry, and the rest belong to the old one. This was observed once in 390 kills of emulated
-//! guests.
+//! entry, and the rest belong to the old one. One of 390 kills of emulated guests left such an
+//! entry.
 //!
 //! Recovery in Linux checks if the map contains the old entry (drivers/nvdimm/btt.c,
 //! btt_freelist_init). A torn entry is neither the old nor the new one, so Linux does not correct

@@ -5,8 +5,8 @@ use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
 use crate::error::ConfigError;
 
-/// Largest size in a flag: x86-64 has at most 52 physical address bits. A guest may have fewer.
-/// This is checked when the VM is built.
+/// Largest size in a flag: x86-64 has at most 52 physical address bits. A guest may have fewer,
+/// which is checked when the VM is built.
 pub const MAX_BYTES: u64 = 1 << 52;
 
 /// Checks a memory size: a multiple of [`UNIT_BYTES`], greater than 0, and at most [`MAX_BYTES`].

@@ -4,8 +4,8 @@
 //! are gzip's own trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst,
 //! payload_length; scripts/Makefile.lib, size_append). Because the size is known in advance, every
 //! decoder writes into one buffer of that size. The buffer can be guest memory. The decoders of
-//! zstd and lz4 also use that buffer as their window. This saves a second copy and a separate
-//! window of 128 MiB.
+//! zstd and lz4 also use that buffer as their window. Sharing the buffer saves a second copy and a
+//! separate window of 128 MiB.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};

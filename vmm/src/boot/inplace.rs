@@ -172,8 +172,8 @@ impl Plan {
         if !ascending(&sources, image) || !ascending(&destinations, &(0..window_bytes)) {
             return None;
         }
-        // A move must not overwrite a part that has yet to be moved. This holds because the order
-        // of parts is the same in the image and in their places:
+        // A move must not overwrite a part that has yet to be moved. The moves respect this rule
+        // because the order of parts is the same in the image and in their places:
         //
         // 1. Parts that move down, in ascending order. Part i moves to d_i < s_i. Parts above it
         //    start after the end of s_i, and so after the end of d_i. Parts below it that have yet

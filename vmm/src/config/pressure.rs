@@ -203,7 +203,7 @@ pub const FIXED_SIZE: &str = "size";
 pub fn rules_as_well(error: ParamError) -> ParamError {
     let ParamError::Unknown { name, of, known } = error else { return error };
     let rules = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
-    ParamError::Unknown { name, of, known: format!("{known}; those of the rules are {rules}") }
+    ParamError::Unknown { name, of, known: format!("{known}; parameters of the rules: {rules}") }
 }
 
 /// Checks that the policy exists. Errors mention `flag`.
@@ -319,11 +319,11 @@ mod tests {
             assert_eq!(error(text), message);
         }
         for (text, its) in [
-            ("policy=amf,idle=3s", "those of amf are watermark-scale, watermark-share, reclaim"),
-            ("policy=off,idle=3s", "those of off are none"),
+            ("policy=amf,idle=3s", "parameters of amf: watermark-scale, watermark-share, reclaim"),
+            ("policy=off,idle=3s", "parameters of off: none"),
         ] {
             let known = format!(
-                r#"--pressure: parameter "idle" is unknown; {its}; those of the rules are floor, ceiling, cool_down, "#
+                r#"--pressure: parameter "idle" is unknown; {its}; parameters of the rules: floor, ceiling, cool_down, "#
             );
             assert!(error(text).starts_with(&known), "{}", error(text));
         }

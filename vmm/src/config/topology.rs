@@ -136,7 +136,7 @@ impl Topology {
                 let (said, least) = (self.distance(near, node), self.distance(nearest, node));
                 if said > least {
                     let reason = format!(
-                        "near={near} of node {node}: node {nearest} is nearer, at a distance of {least} and not {said}"
+                        "near={near} of node {node}: node {nearest} is nearer, at a distance of {least} instead of {said}"
                     );
                     return Err(ConfigError::Conflict { flag: PM_FLAG, reason });
                 }
@@ -408,7 +408,7 @@ fn given_distances(
             }
             if given.insert((from, to), entry.distance).is_some() {
                 return conflict(format!(
-                    "distances of node {from}: that to node {to} is given twice"
+                    "the distance from node {from} to node {to} is given twice"
                 ));
             }
         }

@@ -269,7 +269,7 @@ fn invalid_distances_are_refused() {
         ),
         (
             &["--pm-memory ", "--numa guest_numa_id=2,distances=0@20:0@20"],
-            "--numa: distances of node 2: that to node 0 is given twice",
+            "--numa: the distance from node 2 to node 0 is given twice",
         ),
         (
             &[
@@ -284,7 +284,7 @@ fn invalid_distances_are_refused() {
         (&["--pm-memory ,near=9"], "--pm-memory: near=9 of node 2: node 9 has no vCPUs"),
         (
             &["--pm-memory ,near=1", "--numa guest_numa_id=2,distances=0@17:1@28"],
-            "--pm-memory: near=1 of node 2: node 0 is nearer, at a distance of 17 and not 28",
+            "--pm-memory: near=1 of node 2: node 0 is nearer, at a distance of 17 instead of 28",
         ),
     ] {
         assert_eq!(error(&two_nodes(more)), expected);

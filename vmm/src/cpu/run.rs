@@ -430,7 +430,7 @@ impl Runner {
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
         let Some(fresh) = &self.fresh else { return };
         if let Err(err) = fresh.restore(&self.fd, self.index) {
-            // The guest can put a vCPU into a state that KVM cannot reset. This is acceptable: the
+            // The guest can put a vCPU into a state that KVM cannot reset, which is acceptable: the
             // guest must start the vCPU again, and its INIT clears most of the remaining state.
             warn!(vcpu = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
         }

@@ -226,7 +226,7 @@ fn change_of_parameters_is_atomic() {
         ),
         (
             json!({"policy": "amf", "rules": {"moon": 1}}),
-            r#"parameter "moon" is unknown; those of the rules are floor"#,
+            r#"parameter "moon" is unknown; parameters of the rules: floor"#,
         ),
         (
             json!({"policy": "magic"}),

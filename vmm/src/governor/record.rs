@@ -93,7 +93,8 @@ fn name_of(path: &Path, nth: u64) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Makes writes to the file blocking. This is safe because the recording has a thread of its own.
+/// Makes writes to the file blocking. Blocking is safe because the recording has a thread of its
+/// own.
 fn wait_in_writes(file: &File) -> io::Result<()> {
     use std::os::fd::AsRawFd;
     // SAFETY: the call uses no pointers, and the descriptor is open.
@@ -270,7 +271,7 @@ impl Recorder {
                 return;
             }
             self.writer.get_mut().behind = 0;
-            // This cannot fail, because the queue either accepts or counts each line.
+            // The call cannot fail, because the queue either accepts or counts each line.
             let _ = self.writer.host_after_loss(now, host, behind);
         }
         let _ = line(&mut self.writer);

@@ -304,7 +304,7 @@ fn call_on<R: Send + 'static>(
     // The caller may be a task on a runtime, which must not block on a channel of that runtime.
     let (reply, result) = std::sync::mpsc::sync_channel(1);
     let call = move |core: &mut Core, now| {
-        // This cannot fail, because the caller waits for the reply.
+        // The send cannot fail, because the caller waits for the reply.
         let _ = reply.send(call(core, now));
     };
     calls.send(Box::new(call)).ok()?;

@@ -99,9 +99,9 @@ impl ZoneTracker {
         became_ready
     }
 
-    /// Returns true if the resize has just ended. This means that the requested size is plugged and
-    /// has remained plugged, and that the host has not lowered it. `has_unplugged` is true if
-    /// memory was unplugged, either on request or after its size had been reached.
+    /// Returns true if the resize has just ended: the requested size is plugged and has remained
+    /// plugged, and the host has not lowered it. `has_unplugged` is true if memory was unplugged,
+    /// either on request or after its size had been reached.
     pub(super) fn observe_resize(
         &mut self,
         before: &ZoneSizes,

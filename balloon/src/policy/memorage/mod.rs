@@ -83,8 +83,8 @@ pub(super) fn decide(
 /// Memory that storage can lend, and memory that must be returned to storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Storage {
-    /// Memory that can be added to the guest. This is the unrequested DRAM, and the pool's free
-    /// memory above its floor for storage.
+    /// Memory that can be added to the guest: the unrequested DRAM, and the pool's free memory
+    /// above its floor for storage.
     lendable_bytes: u64,
     /// True if zones of PM can still grow.
     has_room: bool,

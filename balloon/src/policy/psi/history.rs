@@ -51,8 +51,8 @@ struct Sample {
 pub(super) struct Rates {
     /// True if the window includes a period in which signs of shortage count.
     pub has_signs: bool,
-    /// Growth of used memory per second. This is the highest rate of all periods that end with the
-    /// newest report.
+    /// Growth of used memory per second: the highest rate of all periods that end with the newest
+    /// report.
     pub fill_rate_bytes_per_s: u64,
     /// Memory that was swapped out within the window.
     pub swapped_out_bytes: u64,

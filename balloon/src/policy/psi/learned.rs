@@ -419,9 +419,9 @@ impl SwappedMemory {
         self.swapped_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
-    /// Returns the swapped memory that counts as needed. This is all of it until no page has been
-    /// swapped for a minute. The minute also starts with the first report, because the guest may be
-    /// about to need the memory.
+    /// Returns the swapped memory that counts as needed: all of it, until no page has been swapped
+    /// for a minute. The minute also starts with the first report, because the guest may be about
+    /// to need the memory.
     pub(super) fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);

@@ -164,8 +164,8 @@ impl Guest {
         self.kernel.killed_bytes
     }
 
-    /// Returns the memory in the kernel's zones that user pages cannot use. This is the allocated
-    /// kernel memory and the page descriptors of plugged memory.
+    /// Returns the memory in the kernel's zones that user pages cannot use: the allocated kernel
+    /// memory and the page descriptors of plugged memory.
     pub(in crate::sim) fn kernel_used_bytes(&self) -> u64 {
         self.descriptor_bytes() + self.kernel.held_bytes
     }

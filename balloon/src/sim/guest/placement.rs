@@ -289,10 +289,10 @@ impl Guest {
 
     /// Returns the places of all user pages.
     ///
-    /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM.
-    /// This is the order of the zone lists in Linux. Placed pages remain where they are until they
-    /// are freed, or until their memory is unplugged or converted to kernel memory. Linux does not
-    /// move pages when memory is onlined.
+    /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM,
+    /// in the order of Linux's zone lists. Placed pages remain where they are until they are freed,
+    /// or until their memory is unplugged or converted to kernel memory. Linux does not move pages
+    /// when memory is onlined.
     pub(super) fn placement(&self) -> Placement {
         let (remaining, user_bytes) = (self.remaining_pages(), self.user_bytes());
         let dram_bytes = self.movable_dram_bytes();

@@ -177,8 +177,8 @@ impl fmt::Display for Moment {
 pub struct Life {
     pub moment: Moment,
     pub seen: Seen,
-    /// Set if the emulation broke the guest's kernel (docs/design/testing.md). This is an
-    /// additional crash at an uncontrolled time.
+    /// Set if the emulation broke the guest's kernel (docs/design/testing.md). The guest then has
+    /// an additional crash at an uncontrolled time.
     pub broken: bool,
 }
 
@@ -363,8 +363,8 @@ impl Victim {
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
     }
 
-    /// Waits until it is time for the kill. This is soon after the last stop. If a stop finds a
-    /// fault, it is immediately, so that the fault is preserved.
+    /// Waits until it is time for the kill, soon after the last stop. If a stop finds a fault, it
+    /// is immediately, so that the fault is preserved.
     fn watch(
         &mut self,
         guest: &Guest,

@@ -31,7 +31,7 @@ const NO_OPERATION: [u8; 6] = [0x66, 0x0f, 0x1f, 0x44, 0x00, 0x00];
 const CONTEXT: &str = "c7 83 .. .. .. .. 00 00 00 00 48 c7 83 .. .. .. .. ff ff ff ff f6 05 .. .. .. .. 02 \
                        0f 85 .. .. .. .. ba 01 00 00 00 48 89 df e8";
 
-/// Returns the QEMU for emulated hosts. This is a patched copy, or this machine's own QEMU if the
+/// Returns the QEMU for emulated hosts: a patched copy, or this machine's own QEMU if the
 /// instruction is not found exactly once.
 pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
     speak_as("nested", || {

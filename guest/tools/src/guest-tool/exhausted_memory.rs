@@ -266,9 +266,9 @@ impl KernelMemory {
     }
 }
 
-/// Returns how many pages a kernel allocation can get from DMA, DMA32 and Normal. These are free
-/// pages above the `min` watermark and above the pages that the zone protects from allocations for
-/// Normal (mm/page_alloc.c, __zone_watermark_ok).
+/// Returns how many pages a kernel allocation can get from DMA, DMA32 and Normal: the free pages
+/// above the `min` watermark and above the pages that the zone protects from allocations for Normal
+/// (mm/page_alloc.c, __zone_watermark_ok).
 fn usable_pages(zoneinfo: &str) -> Result<u64> {
     /// Index of Normal in the `protection` list of a zone.
     const NORMAL: usize = 2;

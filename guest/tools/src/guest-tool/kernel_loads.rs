@@ -96,7 +96,7 @@ pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     park();
 }
 
-/// Returns true if a child has ended. This happens only if the child was killed.
+/// Returns true if a child has ended, which happens only if it was killed.
 fn is_child_dead() -> bool {
     // SAFETY: a null pointer makes waitpid return no status.
     unsafe { libc::waitpid(-1, null_mut(), libc::WNOHANG) > 0 }

@@ -29,7 +29,7 @@
 //!   the map, the map would name neither block of the later one. Therefore, step 2 persists the
 //!   words of its sectors.
 //!
-//! The lane's next data may overwrite the old block before the map is durable. This is harmless.
+//! The lane's next data may overwrite the old block before the map is durable, which is harmless.
 //! Until the lane's next entry is committed, recovery redoes the map, which then no longer names
 //! the old block.
 //!

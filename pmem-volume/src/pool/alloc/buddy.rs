@@ -165,8 +165,9 @@ impl Buddy {
         Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
-    /// Allocates like [`Self::allocate_long_term`], but at `start` if the chunks there are free.
-    /// This avoids an additional piece if a volume can grow directly behind its last chunk.
+    /// Allocates at `start` if the chunks there are free, or otherwise as
+    /// [`Self::allocate_long_term`] does. A volume that grows directly behind its last chunk thus
+    /// gets no additional piece.
     pub(crate) fn allocate_long_term_at(
         &mut self,
         start: ChunkId,

@@ -51,7 +51,7 @@ pub fn image_format(head: &[u8]) -> Option<&'static str> {
     find_at_start(IMAGES, head).map(Format::name)
 }
 
-/// Describes a file or device based on its first bytes. These are not the superblock of a pool.
+/// Describes a file or device based on its first bytes, which are not a pool's superblock.
 pub(in crate::pool) fn describe_head(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
         return format!("it has {len_bytes} bytes");

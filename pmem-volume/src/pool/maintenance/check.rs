@@ -19,7 +19,7 @@ use crate::pool::volume::{Space, VolumeInfo, volume_extents};
 use crate::pool::{Pool, PoolError, bytes};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
-/// Number of chunks that are read while the state is locked. This takes about 10 ms.
+/// Number of chunks that are read while the state is locked, for about 10 ms.
 const LOCKED_CHUNKS: u32 = 32;
 
 /// Number of repeated checks of a volume in use if a check finds defects.

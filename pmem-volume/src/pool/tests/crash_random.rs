@@ -196,7 +196,7 @@ impl World {
         "grow"
     }
 
-    /// Writes content to new chunks of volumes. This is not part of the crash.
+    /// Writes content to new chunks of volumes. These writes are not part of the crash.
     fn fill_new(&mut self) {
         let mut marked = Marks::new();
         for volume in self.pool.volumes() {

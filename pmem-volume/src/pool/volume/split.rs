@@ -151,7 +151,7 @@ impl<M: Media> Pool<M> {
         Ok(slots)
     }
 
-    /// 3. Erase the chunks of parts with a BTT, durably. This takes long, so the state is not
+    /// 3. Erase the chunks of parts with a BTT, durably. Erasing takes long, so the state is not
     ///    locked during this step.
     fn erase_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
         let runs = unformatted_runs(&self.lock_state().volumes, slots);

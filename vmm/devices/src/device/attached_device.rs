@@ -122,7 +122,7 @@ impl AttachedDevice {
         self.mapping = None;
     }
 
-    /// Stops the device's threads. This may wait for a disk.
+    /// Stops the device's threads. The call may wait for a disk.
     pub fn stop(&self) {
         self.device.stop();
     }

@@ -164,8 +164,8 @@ impl RawImage {
         &self.file
     }
 
-    /// Returns true if a range may be zeroed by freeing its blocks. This is not allowed if the
-    /// image must remain allocated.
+    /// Returns true if a range may be zeroed by freeing its blocks, which is forbidden if the image
+    /// must remain allocated.
     pub(super) fn unmaps(&self, unmap: Unmap) -> bool {
         self.geometry.unmap && unmap == Unmap::Allowed
     }

@@ -66,9 +66,8 @@ pub struct Uring {
     /// Set if completions currently raise the event.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps to be executed by blocking calls, one on each call of `begin`. These are unaligned
-    /// steps, steps whose range another step is changing, and all steps after the ring was
-    /// abandoned.
+    /// Steps to be executed by blocking calls, one on each call of `begin`: unaligned steps, steps
+    /// whose range another step is changing, and all steps after the ring was abandoned.
     deferred: VecDeque<(usize, Step)>,
     /// Buffer of zeros to write, allocated on first use.
     zeros: Option<Buffer>,

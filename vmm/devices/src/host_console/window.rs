@@ -27,8 +27,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// Window of the VMM's own terminal, if it has one. This is standard output, or otherwise
-    /// standard input, for example in `foreshore | tee log`.
+    /// Window of the VMM's own terminal, if it has one: standard output, or otherwise standard
+    /// input, for example in `foreshore | tee log`.
     pub(super) fn of_the_vmm() -> io::Result<Option<Self>> {
         let terminal = if io::stdout().is_terminal() {
             io::stdout().as_fd().try_clone_to_owned()?

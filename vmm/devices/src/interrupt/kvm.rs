@@ -37,7 +37,7 @@ impl MsiController for VmFd {
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
         let (address_lo, address_hi) = halves(message.address);
         let msi = kvm_msi { address_lo, address_hi, data: message.data, ..Default::default() };
-        // A result of 0 means that the guest blocks the interrupt. This is not an error.
+        // A result of 0 means that the guest blocks the interrupt, which is not an error.
         VmFd::signal_msi(self, msi)?;
         Ok(())
     }

@@ -309,9 +309,9 @@ impl HotplugSlots {
     /// Adds the next slot before a request needs it, if the existing slots have no room for another
     /// `wanted_bytes`. Returns true if it added a slot.
     ///
-    /// Adding a slot waits until no vCPU uses the old set of slots. This takes longer than the rest
-    /// of a plug, and adding the slot early saves the driver from waiting. A slot alone gives the
-    /// guest no access, because unplugged memory is PROT_NONE. A sweep removes the slot if no
+    /// Adding a slot waits until no vCPU uses the old set of slots. The wait takes longer than the
+    /// rest of a plug, so the slot is added early, before the driver needs it. A slot alone gives
+    /// the guest no access, because unplugged memory is PROT_NONE. A sweep removes the slot if no
     /// blocks have been plugged into it by then.
     pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
         let room = |part: &Part| {

@@ -52,7 +52,7 @@ struct Slot {
     /// Initial addresses of the BARs. They remain allocated until the slot is removed, even if the
     /// guest moves the BARs.
     given: Vec<RangeInclusive>,
-    /// Locked while BARs move. This can take long, because a device may have to finish a flush
+    /// Locked while BARs move, which can take long, because a device may have to finish a flush
     /// first, and KVM is slow to move each ioeventfd. Other slots are not blocked meanwhile.
     mapped: Mutex<Mapped>,
     /// Set if a BAR of the slot may wait for an address that another BAR uses. The flag is set

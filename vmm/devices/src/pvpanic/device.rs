@@ -20,7 +20,7 @@ const IDS: FunctionIds = FunctionIds {
 
 /// Index of the BAR. It contains a single register of one byte.
 const BAR: u8 = 0;
-/// Length of the BAR. This is the minimum for a memory BAR (PCI Local Bus 3.0, 6.2.5.1).
+/// Length of the BAR, the minimum for a memory BAR (PCI Local Bus 3.0, 6.2.5.1).
 const BAR_LEN: u32 = 16;
 
 /// Bit for a panic that the host should handle.

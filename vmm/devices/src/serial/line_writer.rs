@@ -15,8 +15,8 @@ use crate::log::rate_limited;
 
 /// Maximum length of a line that is buffered. Longer lines are written in parts.
 const LINE_LEN_MAX: usize = 512;
-/// Delay after which an unfinished line is written, because prompts end without a newline. This is
-/// also the interval of retries for a slow reader.
+/// Delay after which an unfinished line is written, because prompts end without a newline. Output
+/// to a slow reader is retried at the same interval.
 const PART_DELAY: Duration = Duration::from_millis(10);
 
 /// Writer that delays an unfinished line until the line ends or a short timeout expires. Writing

@@ -184,7 +184,8 @@ pub fn check_ids<'a>(
     Ok(())
 }
 
-/// Refuses an interface that is unsafe on the pool. This is known only after the pool was opened.
+/// Refuses an interface that is unsafe on the pool. The pool's durability is known only after it
+/// was opened.
 ///
 /// The BTT driver and file systems flush through flush hints. But Linux treats every NVDIMM in the
 /// NFIT as memory that is durable after a fence. It lets programs map a raw NVDIMM with MAP_SYNC,

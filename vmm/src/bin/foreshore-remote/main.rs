@@ -289,7 +289,7 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
 fn hint(error: &clap::Error) -> &'static str {
     match error.get(ContextKind::InvalidSubcommand) {
         Some(ContextValue::String(verb)) if verb.contains('=') => {
-            "; what is to be changed goes behind `pressure set`"
+            "; to change a setting, use `pressure set`"
         }
         _ => "",
     }
@@ -470,8 +470,8 @@ mod tests {
                         "{name}: {why}"
                     );
                 }
-                (Call::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
-                (_, Some(_)) => panic!("{name} is not refused any more"),
+                (Call::Refused(_), None) => panic!("{name} is refused without a reason"),
+                (_, Some(_)) => panic!("{name} is in the list of refusals, but is not refused"),
                 (_, None) => assert!(has_row(&format!("`{path}`"), " | implemented |"), "{name}"),
             }
         }

@@ -300,13 +300,13 @@ fn outcome(outcome: &Outcome) -> String {
         Outcome::Partly { moved_bytes, after_ms, by, lack } => {
             let why = match (by, lack) {
                 (_, Some(lack)) => format!("the host lacks the rest: {lack}"),
-                (Some(by), None) => format!("{by} took the rest back"),
+                (Some(by), None) => format!("{by} withdrew the rest"),
                 (None, None) => "no more".to_owned(),
             };
             format!("{} after {}, {why}", bytes(moved_bytes), span(*after_ms))
         }
         Outcome::Withdrawn { after_ms, by } => {
-            format!("none of it after {}, {by} took it back", span(*after_ms))
+            format!("nothing after {}, withdrawn by {by}", span(*after_ms))
         }
         Outcome::Superseded { moved_bytes, after_ms, by } => {
             format!("{} after {}, then superseded by {by}", bytes(moved_bytes), span(*after_ms))
@@ -528,7 +528,7 @@ lost             rules     3s       3s  Time without a report after which report
             (Outcome::Stuck { moved_bytes }, "stuck, 64 MiB so far"),
             (
                 Outcome::Partly { moved_bytes, after_ms, by: Some(9), lack: None },
-                "64 MiB after 5.0 s, 9 took the rest back",
+                "64 MiB after 5.0 s, 9 withdrew the rest",
             ),
             (
                 Outcome::Partly {
@@ -539,7 +539,7 @@ lost             rules     3s       3s  Time without a report after which report
                 },
                 "64 MiB after 5.0 s, the host lacks the rest: pool-full",
             ),
-            (Outcome::Withdrawn { after_ms, by: 9 }, "none of it after 5.0 s, 9 took it back"),
+            (Outcome::Withdrawn { after_ms, by: 9 }, "nothing after 5.0 s, withdrawn by 9"),
             (
                 Outcome::Superseded { moved_bytes, after_ms, by: 9 },
                 "64 MiB after 5.0 s, then superseded by 9",

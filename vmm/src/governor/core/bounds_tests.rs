@@ -31,7 +31,7 @@ fn error_of_unknown_parameter_lists_known_ones() {
     let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
     let expected = |name| {
         format!(
-            "parameter {name:?} is unknown; those of amf are watermark-scale, watermark-share, reclaim; those of the rules are {names}"
+            "parameter {name:?} is unknown; parameters of amf: watermark-scale, watermark-share, reclaim; parameters of the rules: {names}"
         )
     };
     // A misspelled parameter, a parameter of another policy, and a rule in the wrong place.
@@ -48,7 +48,7 @@ fn size_can_be_set_alone_with_policy_fixed() {
     let mut f = fixture("psi", true);
     let refused = f.change(json!({"size": 64 * MIB})).unwrap_err();
     assert!(
-        refused.starts_with("parameter \"size\" is unknown; those of psi are burst, "),
+        refused.starts_with("parameter \"size\" is unknown; parameters of psi: burst, "),
         "{refused}"
     );
     let mut config = PressureConfig::default();

@@ -12,7 +12,7 @@ use crate::vm::request::{Reply, ZoneInfo};
 use crate::vm::vm_task::cached_value::CachedValue;
 
 /// Minimum time between reads while the plugged sizes do not change. For each read, the kernel
-/// walks the page tables of all mappings. This takes milliseconds.
+/// walks the page tables of all mappings for milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 pub(crate) struct Resident {

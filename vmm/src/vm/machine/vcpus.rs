@@ -180,8 +180,8 @@ impl<P: Processor> Vcpus<P> {
     /// 1. The vCPUs are created if necessary. vCPUs that were in the guest before are reset. A
     ///    reset drops a latched INIT and SIPI.
     /// 2. The vCPUs may run. They then wait until the guest starts them.
-    /// 3. The guest is notified, and sends INIT and SIPI. This must follow step 1, because a reset
-    ///    would drop both.
+    /// 3. The guest is notified, and sends INIT and SIPI. The notification must follow step 1,
+    ///    because a reset would drop both.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);

@@ -29,8 +29,8 @@ const REST_REPORTS: u64 = 8;
 /// reports once. 20 sleeps would be too many.
 const MOST_SLEEPS: f64 = 13.0;
 /// Maximum CPU use, to detect an agent that spins. On an emulated host, the agent uses 1 to 2 %.
-/// This includes vCPU time that other programs on the machine take without being noticed by the
-/// guest's kernel. `ci/bench --only agent` measures instructions and compares them with the target.
+/// The share includes vCPU time that other programs on the machine take unnoticed by the guest's
+/// kernel. `ci/bench --only agent` measures instructions and compares them with the target.
 const MOST_CPU: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 

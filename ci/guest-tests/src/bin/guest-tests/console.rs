@@ -102,7 +102,7 @@ fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
     let path = path_of(&guest, "serial")?;
     ensure!(path.starts_with("/dev/pts"), "The path of the terminal is {}", path.display());
     let mut visitor = sit_down(&path)?;
-    // This was printed before the terminal was opened.
+    // The text was printed before the terminal was opened.
     visitor.hear("foreshore-guest: ready")?;
     visitor.ask_the_shell(40, 2)?;
     drop(visitor);

@@ -20,8 +20,8 @@ const GARBAGE_POLLS: u32 = 20_000;
 /// Frames may never arrive, and the device may forever retry a frame from invalid memory.
 const FRAME_POLLS: u32 = 20_000;
 const MAX_BUFFER_BYTES: u64 = 256 << 10;
-/// A well-formed request should be answered wherever its buffers are. This takes longer than any
-/// answer.
+/// A well-formed request should be answered wherever its buffers are. The limit is longer than any
+/// answer takes.
 const ANSWER_POLLS: u32 = 100_000_000;
 /// Number of requests between checks for the file. A check takes longer than a request.
 const REQUESTS_PER_CHECK: u64 = 16;

@@ -4,7 +4,7 @@
 //! Before Linux unplugs a block, it isolates the block's pages (alloc_contig_range). With
 //! init_on_alloc, which distribution kernels enable, it writes zeros to each of these pages. If the
 //! guest has never used the block, each write faults, and the host must allocate and zero a page.
-//! This takes more than half of the time of the unplug, all of it on the vCPU. However, Linux
+//! The faults take more than half of the time of the unplug, all of it on the vCPU. However, Linux
 //! unplugs from the highest memory block downward, so the next run is known. Another CPU can
 //! populate its pages in the meantime.
 //!

@@ -282,7 +282,7 @@ impl Executor {
         let addr = self.shared.state.lock().address(offset);
         // 1. Update the view. This waits for accesses in progress and prevents new ones.
         self.view.exclusive().set_plugged(addr, len, false);
-        // 2. Unmap the memory. This also removes the pages from KVM's page tables.
+        // 2. Unmap the memory, which also removes the pages from KVM's page tables.
         if let Err(err) = self.backing.detach(offset, len) {
             self.view.exclusive().set_plugged(addr, len, true);
             return Err(err.into());

@@ -127,8 +127,8 @@ impl Flusher {
     /// Answers the flushes in the queue. Returns true if the guest wants an interrupt.
     ///
     /// One pass suffices, because notifications are never disabled and the driver therefore
-    /// notifies the device of later flushes. No guard is held while the backing is made durable.
-    /// This may take long, and a plug waits for all guards and blocks new ones.
+    /// notifies the device of later flushes. No guard is held while the backing is made durable,
+    /// because it may take long, and a plug waits for all guards and blocks new ones.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Activation { queues, view, interrupt, .. } = active;
         let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };

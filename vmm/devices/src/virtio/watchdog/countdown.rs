@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Interval between ticks. While a VM is paused, no ticks are counted. After it resumes, the whole
 /// pause counts as one tick.
 pub(super) const TICK: Duration = Duration::from_secs(5);
-/// Number of ticks without a ping after which the guest is restarted. This is one more than the
-/// timeout requires, because the first tick may follow a ping immediately.
+/// Number of ticks without a ping after which the guest is restarted: one more than the timeout
+/// requires, because the first tick may follow a ping immediately.
 const TICKS: u32 = 5;
 /// Minimum time without a ping after which a guest is restarted. It is the same as in Cloud
 /// Hypervisor.

@@ -39,8 +39,8 @@ fn write_that_ends_during_the_flush_of_the_switch_has_its_own_flush() {
     let is_switched = AtomicBool::new(false);
     fake.set_hook(move |call| {
         if call == Call::Flush && !is_switched.swap(true, Ordering::Relaxed) {
-            // The write ends during the flush of the mode switch. This is the device's last chance
-            // to notice that the write must be flushed.
+            // The write ends during the flush of the mode switch. The end of the write is the
+            // device's last chance to notice that the write must be flushed.
             at_ring.end(&written, 0, Ok(()));
             at_ring.wait_for(1);
             at_ring.end(&written, 0, Ok(()));

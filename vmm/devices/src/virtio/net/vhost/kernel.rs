@@ -123,9 +123,9 @@ impl Rings for KernelRings {
     }
 }
 
-/// Returns the reservations that must exist while the kernel's table contains `new`. These are all
-/// of `new` and the ones of `old` in which a part of a ring begins. The kernel accesses rings by
-/// their original addresses.
+/// Returns the reservations that must exist while the kernel's table contains `new`: all of `new`,
+/// and those of `old` in which a part of a ring begins. The kernel accesses rings by their original
+/// addresses.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],

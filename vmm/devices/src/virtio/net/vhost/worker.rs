@@ -69,9 +69,9 @@ impl Worker {
         })
     }
 
-    /// Passes the queues to the kernel. This must not be done on a vCPU's thread, which may be
-    /// pinned. Since Linux 6.4 the kernel's thread belongs to this process and inherits the CPU
-    /// affinity of its creator.
+    /// Passes the queues to the kernel. Must not be called on a vCPU's thread, which may be pinned.
+    /// Since Linux 6.4 the kernel's thread belongs to this process and inherits the CPU affinity of
+    /// its creator.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
         let (tap, kicks) =
