@@ -434,7 +434,7 @@ mod tests {
         assert_eq!((tides.get("period"), tides.get("phase")), (Some(2_000), None));
         tides
             .set("tides", "period", &Setting::Number(500))
-            .expect("a number is in the parameter's own unit");
+            .expect("a number has the parameter's unit");
         assert_eq!(tides.period_ms, 500);
         assert_eq!(Tides::TABLE[0].about, " How high, at the most.");
     }

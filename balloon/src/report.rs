@@ -298,7 +298,7 @@ mod tests {
         greet(&mut intake, TimeMs(DAY_MS));
         assert!(
             intake.accept_line(&report_line(1, 10), TimeMs(DAY_MS)).is_ok(),
-            "far behind, or a new kernel"
+            "the report is far behind, or from a new kernel"
         );
         greet(&mut intake, TimeMs(DAY_MS));
         assert!(intake.accept_line(&report_line(1, DAY_MS), TimeMs(DAY_MS)).is_ok());

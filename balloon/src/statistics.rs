@@ -590,7 +590,7 @@ mod tests {
             assert_eq!(
                 label(MIB * (60 - at_s), at_s, 1),
                 Some("out_of_order"),
-                "each counts less: {at_s} s"
+                "later reports count less: {at_s} s"
             );
         }
         // The sequence ends when a set is consistent with the last accepted one, or when another
@@ -629,7 +629,7 @@ mod tests {
                 .with(Tag::SwapIn, pages * PAGE_BYTES)
         };
         let first = estimator.report(&old(0), facts(), TimeMs(0)).unwrap();
-        assert_eq!(first.memory().available_bytes, MIB, "free, without better data");
+        assert_eq!(first.memory().available_bytes, MIB, "assumed free without better data");
         let report = estimator.report(&old(500), facts(), TimeMs(1000)).unwrap();
         assert_eq!(report.stall().some_us, 50_000);
     }

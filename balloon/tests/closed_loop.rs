@@ -101,7 +101,7 @@ fn unneeded_memory_is_returned_pm_first_without_swapping() {
             assert!(dram == 128 * MIB || pm_had_left, "DRAM stays while PM is there");
         }
     }
-    assert_eq!(psi.guest().plugged_bytes(), 0, "all of it inside a minute");
+    assert_eq!(psi.guest().plugged_bytes(), 0, "all memory is unplugged within a minute");
     assert_eq!(psi.totals().swapped_out_bytes, 0);
 }
 
@@ -390,7 +390,7 @@ fn swapped_memory_that_is_not_used_holds_nothing() {
     let mut psi = swapped();
     psi.vm.set_policy(Policy::default()).expect("in range");
     psi.run(120_000, 0);
-    assert!(psi.guest().swapped_bytes() > 200 * MIB, "it stays swapped out");
+    assert!(psi.guest().swapped_bytes() > 200 * MIB, "the memory stays swapped out");
     let over_bytes = psi.guest().total_bytes() - psi.guest().resident_bytes();
     assert!(over_bytes < may_hold_over_bytes(&psi, 0), "{} MiB", over_bytes / MIB);
 }
@@ -408,7 +408,7 @@ fn sawtooth_does_not_swap_or_resize_at_each_tooth() {
         }
     }
     assert_eq!(psi.totals().swapped_out_bytes, 0);
-    assert!(shrinks <= 10, "{shrinks} shrinks in 60 teeth");
+    assert!(shrinks <= 10, "{shrinks} shrinks in 60 periods of the sawtooth");
     assert!(psi.guest().wanted_bytes() > IDLE_BYTES);
 }
 

@@ -378,7 +378,7 @@ mod tests {
         assert_eq!(
             grown_mib(Some(1), 6),
             [2, 4, 0, 0],
-            "the other socket's DRAM before one's own PM"
+            "DRAM of the other socket precedes PM of this socket"
         );
         assert_eq!(grown_mib(Some(1), 10), [4, 4, 0, 2]);
     }

@@ -517,7 +517,7 @@ fn memory_that_a_recorded_guest_unplugged_is_not_wanted() {
     let segments = again.demand.segments();
     let rises =
         segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
-    assert!(rises.max() <= Some(3), "MiB from one report to the next");
+    assert!(rises.max() <= Some(3), "change in MiB between reports");
     // After a process has freed memory, the guest returns it slowly.
     assert!(
         segments.iter().all(|segment| (31..=100).contains(&(segment.anon_bytes / MIB))),

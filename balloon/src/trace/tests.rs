@@ -371,7 +371,7 @@ fn invalid_utf8_and_endless_line_are_refused() {
     assert_eq!(error, "Line 8 of the trace: it is longer than 66560 bytes");
     let longest = format!("{}{}\n", " ".repeat(MAX_LINE_BYTES - 5), r#"{"a":"#);
     let error = read(format!("{GOLDEN}{longest}")).expect_err("no entry").to_string();
-    assert!(error.contains("(byte 6"), "a line of the greatest length is read: {error}");
+    assert!(error.contains("(byte 6"), "a line of maximum length is accepted: {error}");
 }
 
 #[test]
@@ -381,7 +381,7 @@ fn reader_ends_after_an_error() {
     assert_eq!(reader.header(), &header());
     assert!(matches!(reader.next(), Some(Ok(Entry::Host { .. }))));
     assert!(matches!(reader.next(), Some(Err(TraceError::Line { line: 3, .. }))));
-    assert!(reader.next().is_none(), "lines that follow may belong to another moment");
+    assert!(reader.next().is_none(), "following lines may describe another time");
 }
 
 #[test]

@@ -30,7 +30,7 @@ use vmm::Vmm;
 
 const USAGE: &str = "\
 usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
-  FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
+  FORESHORE_TEST_BENCH_VMM=NAME   also measure a VMM with Cloud Hypervisor's flags and API";
 
 /// Maximum number of attempts to measure a group under one VMM.
 const TRIES: usize = 3;

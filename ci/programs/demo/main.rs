@@ -30,8 +30,8 @@ use guest_tests::{Guest, Image, Pool, scale_limits};
 
 use crate::shrink::Spent;
 
-const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, metrics of the VM \
-     policy-off, time limit)";
+const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics endpoints of the VMs governed and \
+     policy-off, and the time limit)";
 
 /// Exit code after the time limit. timeout(1) uses the same code.
 const CUT_OFF: i32 = 124;

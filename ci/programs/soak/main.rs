@@ -11,12 +11,14 @@ use anyhow::{Result, bail};
 
 const USAGE: &str = "\
 usage:
-  soak kills INTERFACE KERNEL ROUNDS SEED [raw]  kill so many guests, two at a time; raw: until a sector is torn
-  soak power TASK SEED HEARD                     write until the power is cut, after a look at what the last boot has left.
-                                                 HEARD: what the boots before have said. TASK: write, write-and-lie
-                                                 (flushes do nothing), look, look-for-losses (what lies have left)
+  soak kills INTERFACE KERNEL ROUNDS SEED [raw]
+      kill ROUNDS guests, two at a time. With raw, stop when a sector is torn
+  soak power TASK SEED HEARD
+      check the content that the last boot has left, and write until the power is cut. HEARD is a
+      file with the output of the previous boots. TASK is write, write-and-lie (flushes do nothing), look (only
+      check), or look-for-losses (check after write-and-lie)
   soak pressure [--workload NAME,...] [--config NAME,...] [--dram PERCENT,...] [--rounds N]
-                                                 workloads in guests with less DRAM than they need, by turns";
+      run workloads in turn, in guests with less DRAM than they need";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

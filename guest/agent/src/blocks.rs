@@ -461,7 +461,7 @@ mod tests {
             let due_ms = |hints| reader.due_ms(hints) - 1_000 - cost_ms;
             assert_eq!(due_ms(HINTS), idle_ms);
             assert_eq!(due_ms(CHANGED), change_ms, "at most a twentieth of the time");
-            assert_eq!(due_ms(PLUGGED), change_ms, "also one that is offline");
+            assert_eq!(due_ms(PLUGGED), change_ms, "an offline block is reported too");
         }
     }
 
@@ -491,11 +491,15 @@ mod tests {
         assert!(!start_onlining, "passed on");
         assert!(!watch.busy);
         assert_eq!(watch.poll(7, 30_999, &mut start_onlining), None);
-        assert!(!watch.busy, "nothing has moved: the thread sleeps");
+        assert!(!watch.busy, "no block has changed, so the thread sleeps");
         watch.poll(7, 31_000, &mut start_onlining);
         assert!(watch.busy);
         let later = Answer { blocks: None, next_request_ms: 31_000 };
-        assert_eq!(watch.answers.recv(), Ok(later), "it was not due by the thread's clock");
+        assert_eq!(
+            watch.answers.recv(),
+            Ok(later),
+            "the reading was not due by the thread's clock"
+        );
         watch.busy = false;
         watch.poll(8, 2_000, &mut start_onlining);
         assert!(watch.busy, "the total has changed");

@@ -369,7 +369,7 @@ mod tests {
         let mut kernel_blocks = started(&tree);
         let turned = (0..).map(|_| kernel_blocks.poll(&report, 0, 1_000)).position(|turned| turned);
         assert!(turned.is_some_and(|polls| polls > 0));
-        assert!(!kernel_blocks.is_busy, "reports show first what it has brought");
+        assert!(!kernel_blocks.is_busy, "reports first show the effect of the block");
         kernel_blocks.poll(&report, 0, 1_500);
         assert!(kernel_blocks.is_busy);
     }

@@ -316,11 +316,11 @@ mod tests {
         assert_eq!(zones_at(2_000), by_zoneinfo, "a second later");
         assert_eq!(zones_at(2_050), by_buddyinfo);
         put_meminfo(&tree, 1_000_004, 335_488);
-        assert_eq!(zones_at(2_100), by_zoneinfo, "memory has come");
+        assert_eq!(zones_at(2_100), by_zoneinfo, "memory was plugged");
         // Blocks that are being unplugged are on the free lists, which have 2 MiB more than free
         // memory.
         put_meminfo(&tree, 1_000_004, 335_488 - 2_048);
-        assert_eq!(zones_at(2_150), by_zoneinfo, "what is free does not fit");
+        assert_eq!(zones_at(2_150), by_zoneinfo, "free memory exceeds total memory");
         put_meminfo(&tree, 1_000_004, 335_488 + 2_047);
         assert_eq!(zones_at(2_200), by_buddyinfo);
         // A zone has been added.

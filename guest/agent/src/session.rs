@@ -405,7 +405,7 @@ mod tests {
             .map(|_| session.handle_event().expect("goes on"))
             .count();
         assert!(turns < 1000 && session.is_pending());
-        assert_eq!(session.agent.report.seq, 0, "nothing was reported meanwhile");
+        assert_eq!(session.agent.report.seq, 0, "the agent sent no report in the meantime");
     }
 
     #[test]

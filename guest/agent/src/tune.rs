@@ -497,7 +497,7 @@ mod tests {
         tuning.adapt(&zones(&[0, 0, 1]), GIB).expect("adapts");
         assert_eq!(guest.settings(), VALUES_WITH_PM);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), DEFAULTS, "it has gone");
+        assert_eq!(guest.settings(), DEFAULTS, "the PM node has disappeared");
         tuning.adapt(&zones(&[0, 2]), GIB).expect("adapts");
         tuning.restore().expect("restores");
         assert_eq!(guest.settings(), DEFAULTS, "the agent ends");
@@ -727,10 +727,10 @@ mod tests {
         guest.0.make(COLLAPSE_DEFRAG);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect_err("a directory");
-        tuning.adapt(&zones(&[0, 1]), GIB).expect("not again while nothing changes");
+        tuning.adapt(&zones(&[0, 1]), GIB).expect("a setting is written only once");
         let others = || [guest.get(DEFRAG), guest.get(BOOST_FACTOR)];
         assert_eq!(others(), ["always", "0"]);
-        tuning.restore().expect("the one that failed was not changed");
+        tuning.restore().expect("the setting whose write failed is unchanged");
         assert_eq!(others(), ["madvise", "15000"]);
     }
 

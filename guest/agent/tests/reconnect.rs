@@ -60,7 +60,7 @@ impl Agent {
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.0), signal).expect("it has not been waited for");
+        kill_process(Pid::from_child(&self.0), signal).expect("the child has not been reaped");
     }
 
     fn end(mut self) -> ExitStatus {
@@ -225,7 +225,7 @@ fn stopped_agent_continues_its_connection() {
         agent.stop();
         while !vmm.0.buffer().is_empty() || queued_bytes(vmm.0.get_ref()) > 0 {
             let seq = vmm.report_seq();
-            assert_eq!(seq, last + 1, "what it had sent before");
+            assert_eq!(seq, last + 1, "reports from before the reconnect are not repeated");
             last = seq;
         }
         agent.signal(Signal::CONT);
@@ -263,7 +263,7 @@ fn agent_at_rest_wakes_up_ten_times_per_second_and_once_to_report() {
         let wakes = agent.wakes() - before;
         (until_ms - since_ms >= REPORTS * 1_000).then_some((wakes, until_ms - since_ms))
     });
-    let (wakes, elapsed_ms) = at_rest.expect("it comes to rest");
+    let (wakes, elapsed_ms) = at_rest.expect("the agent becomes idle");
     let most = elapsed_ms.div_ceil(1_000) * (10 + 1) + REPORTS;
     assert!(wakes > 0 && wakes <= most, "{wakes} times in {elapsed_ms} ms");
     assert!(agent.end().success());

@@ -451,14 +451,14 @@ mod tests {
     #[test]
     fn rate_of_a_fall_needs_two_reports_and_decays_by_halves() {
         let mut pace = pace(8_000, 1_000);
-        assert_eq!(pace.fall_per_s, 0, "one report shows none");
+        assert_eq!(pace.fall_per_s, 0, "a single report shows no fall");
         pace.record_report(&memory(900 * MIB, 900 * MIB), 1_500);
         assert_eq!(pace.fall_per_s, 200 * MIB);
         assert_eq!(pace.report_due_ms(), 1_500 + 840);
         pace.record_report(&memory(900 * MIB, 950 * MIB), 2_000);
         assert_eq!(pace.fall_per_s, 100 * MIB, "a rise does not end it at once");
         pace.record_report(&memory(900 * MIB, 900 * MIB), 2_000);
-        assert_eq!(pace.fall_per_s, 50_000 * MIB, "no time between two is a millisecond");
+        assert_eq!(pace.fall_per_s, 50_000 * MIB, "reports at the same time count as 1 ms apart");
         assert_eq!(fall_rate(0, u64::MAX, 0, 0), u64::MAX);
     }
 
@@ -597,7 +597,7 @@ mod tests {
         let mut pace = pace(20, 280);
         assert!(!pace.needs_read(20 * MIB, 1_499) && pace.needs_read(20 * MIB, 1_500));
         pace.record_read(20 * MIB, 1_500);
-        assert_eq!(pace.check_due_ms(), 1_568, "it was a check as well");
+        assert_eq!(pace.check_due_ms(), 1_568, "a report is also a check");
         assert!(!pace.needs_read(20 * MIB, 1_999) && pace.needs_read(20 * MIB, 2_000));
         assert!(pace.needs_read(19 * MIB, 1_550));
     }
@@ -675,7 +675,7 @@ mod tests {
         }
         let mut pace = free_pace(8_000, 8_000);
         pace.record_report(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
-        assert_eq!(pace.fall_per_s, 7_000 * MIB, "what falls is what is free");
+        assert_eq!(pace.fall_per_s, 7_000 * MIB, "free memory falls");
     }
 
     #[test]
@@ -705,6 +705,6 @@ mod tests {
         pace.record_report(&memory(8_000 * MIB, 1_000 * MIB), 1_100);
         assert_eq!(pace.report_due_ms(), 1_150, "available memory falls");
         pace.set(Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) });
-        assert_eq!(pace.report_due_ms(), 2_100, "what is free does not");
+        assert_eq!(pace.report_due_ms(), 2_100, "free memory does not fall");
     }
 }

@@ -272,7 +272,11 @@ mod tests {
             (&ratios[..], kept_mib(&ratios)),
             (&[256, 2, 2, 0, 0][..], [14, 384, 256, 0, 0, 0])
         );
-        assert_eq!(kept_mib(&[0, 0, 1]), [0, 0, 256, 0, 0, 0], "no zone keeps more than it has");
+        assert_eq!(
+            kept_mib(&[0, 0, 1]),
+            [0, 0, 256, 0, 0, 0],
+            "no zone can keep more memory than it has"
+        );
         assert_eq!(kept_mib(&[]), [0; 6]);
     }
 

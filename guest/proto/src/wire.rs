@@ -478,8 +478,7 @@ pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
 /// grow.
 pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.clear();
-    serde_json::to_writer(&mut *out, message)
-        .expect("a message is plain data, and a Vec takes every write");
+    serde_json::to_writer(&mut *out, message).expect("serializing plain data to a Vec cannot fail");
     out.push(b'\n');
 }
 
@@ -632,11 +631,11 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        assert_eq!(settings(""), Settings::with_watermark(5), "a VMM that does not say");
+        assert_eq!(settings(""), Settings::with_watermark(5), "a VMM that does not send the field");
         assert_eq!(
             settings(r#""watermark_of":"swapped","#),
             Settings::with_watermark(5),
-            "one of later times"
+            "a newer VMM"
         );
         let of_free = Settings { watermark_of: Measure::Free, ..Settings::with_watermark(5) };
         assert_eq!(settings(r#""watermark_of":"free","#), of_free);

@@ -28,5 +28,5 @@ fn report_is_decoded_without_a_copy_of_its_fields() {
     let (count, decoded) = allocations::count(|| serde_json::from_slice::<RawAgentMessage>(&line));
     assert!(decoded.is_ok() && count > 10, "{count}");
     let (count, ()) = allocations::count(|| encode_report(&report, &mut line));
-    assert_eq!(count, 0, "and a report is made without any");
+    assert_eq!(count, 0, "building a report allocates nothing");
 }

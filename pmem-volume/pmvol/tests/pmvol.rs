@@ -62,7 +62,7 @@ fn pool_is_created_filled_listed_and_checked() {
     );
     let waits = || folder.json(&["info", "pool", "--json"])["scrubbing_bytes"].as_u64();
     folder.succeed(&["volume", "resize", "pool", "dax", "--size", "4M", "--shrink"]);
-    assert_eq!(waits(), Some(0), "what it lost is erased when the command ends");
+    assert_eq!(waits(), Some(0), "removed chunks are erased when the command ends");
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
     folder.succeed(&["volume", "delete", "pool", "tail"]);
@@ -520,7 +520,7 @@ fn manual_pages_match_the_help() {
     }
     assert!(read("pmvol-volume-resize.1").contains("shrink"));
     assert!(read("pmvol-scrub.1").contains("\n.SH EXAMPLES\n"));
-    assert_eq!(read("pmvolume.1"), other, "pages of others stay as they are");
+    assert_eq!(read("pmvolume.1"), other, "pages of other volumes are unchanged");
     std::fs::write(folder.path("file"), "").unwrap();
     folder.fail(&["man", "file"], &["manual pages", "file"]);
 }

@@ -675,7 +675,7 @@ fn missing_or_failing_qemu_img_is_reported() {
     let export = ["btt", "export", "pool", "v", "--to", "out.qcow2", "--format", "qcow2"];
     let text = run("/nowhere", &export);
     assert!(text.contains("qemu-img is not installed") && text.contains("qemu-utils"), "{text}");
-    assert_eq!(names_in(&folder), ["pool"], "nothing is begun");
+    assert_eq!(names_in(&folder), ["pool"], "the command starts nothing");
 
     let program = folder.path("qemu-img");
     fs::write(&program, "#!/bin/sh\n[ \"$1\" = --version ]\n").unwrap();

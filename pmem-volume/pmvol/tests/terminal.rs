@@ -156,7 +156,7 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
     for round in 0.. {
         assert!(
             round < 10 * INTERRUPTIONS,
-            "after {ended} interruptions: it is over before it can be"
+            "only {ended} interruptions: the command ends before it can be interrupted"
         );
         {
             // Creates a volume with data, so that its erasure takes a while.
@@ -198,7 +198,7 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
         }
     }
     println!("{ended} interrupted: {undone} before it was deleted, {waited} while it was erased");
-    assert!(waited > 0, "none came as far as to erase anything");
+    assert!(waited > 0, "no interruption came during an erasure");
 }
 
 #[test]

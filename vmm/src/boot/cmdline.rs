@@ -222,7 +222,7 @@ mod tests {
     fn boot_memory_is_divided_for_pm_unless_the_user_divides_it() {
         const SHARE: &str = r#"movablecore=64M sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0""#;
         let zones = [zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 1536)];
-        let share = KernelShare::of(&zones).expect("there is PM");
+        let share = KernelShare::of(&zones).expect("the VM has PM");
         let alone = |user: &str| compose(user, Pluggable::Blocks, Some(share)).unwrap();
         assert_eq!(alone("quiet -- single"), format!("quiet {OURS} {SHARE} -- single"));
         assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);

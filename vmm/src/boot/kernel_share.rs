@@ -99,8 +99,8 @@ pub(super) mod tests {
     /// PM, in MiB.
     fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
         let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
-        let share = KernelShare::of(&zones).expect("there is PM");
-        (share.movablecore().expect("there is PM"), share.lowmem_reserve_ratio())
+        let share = KernelShare::of(&zones).expect("the VM has PM");
+        (share.movablecore().expect("the VM has PM"), share.lowmem_reserve_ratio())
     }
 
     #[test]

@@ -627,7 +627,7 @@ mod tests {
         shared.want(Wanted::Run);
         entries.recv_timeout(LIMIT).unwrap();
         shared.want(Wanted::Pause);
-        assert!(!shared.is_out.load(Ordering::Relaxed), "it is in the guest");
+        assert!(!shared.is_out.load(Ordering::Relaxed), "the vCPU is in the guest");
         thread::scope(|scope| {
             let waiter = scope.spawn(|| shared.wait_until_out());
             leave.send(()).unwrap();
@@ -675,7 +675,7 @@ mod tests {
         assert_eq!([next(), next()], [true, false]);
         pause();
         vcpu.send_nmi();
-        assert!(entries.try_recv().is_err(), "it stays out");
+        assert!(entries.try_recv().is_err(), "the vCPU stays out of the guest");
         vcpu.resume();
         assert_eq!([next(), next()], [true, false]);
         // The reset clears a pending NMI.
@@ -708,18 +708,18 @@ mod tests {
             runner.end();
         });
         let soon = || Instant::now() + LIMIT;
-        assert!(vcpu.wait_until_fresh(Instant::now()), "it was not to");
+        assert!(vcpu.wait_until_fresh(Instant::now()), "no fresh start was requested");
         vcpu.resume();
         assert_eq!(entries.recv_timeout(LIMIT), Ok(false));
         drop(vcpu.pause());
         vcpu.begin_afresh();
-        assert!(!vcpu.wait_until_fresh(Instant::now()), "it is in its exit");
+        assert!(!vcpu.wait_until_fresh(Instant::now()), "the vCPU is still in its exit");
         leave.send(()).unwrap();
         assert_eq!(entries.recv_timeout(LIMIT), Ok(true));
-        assert!(!vcpu.wait_until_fresh(Instant::now()), "it has only begun to");
+        assert!(!vcpu.wait_until_fresh(Instant::now()), "the vCPU has only begun its fresh start");
         leave.send(()).unwrap();
         assert!(vcpu.wait_until_fresh(soon()));
-        assert!(entries.try_recv().is_err(), "it stays out");
+        assert!(entries.try_recv().is_err(), "the vCPU stays out of the guest");
         // While memory is lost, the reset waits until the inhibitor is released.
         shared.inhibitor.set();
         vcpu.begin_afresh();

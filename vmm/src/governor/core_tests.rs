@@ -186,7 +186,7 @@ fn pause_is_idempotent_and_keeps_pins() {
     assert!(pinned(&f).is_empty());
     let error = f.change(json!({"pause": true, "resume": true, "zone": "nvram"})).unwrap_err();
     assert!(error.contains("nvram"), "{error}");
-    assert!(!is_paused(&f), "what is refused changes nothing");
+    assert!(!is_paused(&f), "a refused change has no effect");
 }
 
 #[test]

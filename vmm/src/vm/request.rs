@@ -592,7 +592,7 @@ impl VmHandle {
         tokio::select! {
             biased;
             answer = self.ask(VmRequest::Info) => answer,
-            Ok(info) = busy.wait_for(Option::is_some) => Ok(info.clone().expect("that was waited for")),
+            Ok(info) = busy.wait_for(Option::is_some) => Ok(info.clone().expect("a completed request")),
         }
     }
 }

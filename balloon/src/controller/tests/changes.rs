@@ -22,7 +22,7 @@ fn new_rules_keep_learned_cool_down_within_bounds() {
     assert_eq!(
         cool_down_with(Rules { cool_down_ms: 1_000, ..Rules::default() }),
         1_000,
-        "nothing is learned"
+        "the controller learns nothing"
     );
 }
 

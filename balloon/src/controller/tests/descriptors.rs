@@ -246,5 +246,5 @@ fn dimms_count_towards_the_limit() {
     assert_eq!(room_mib(&rig), 384 - 128);
     rig.controller.add_dimm(256 * MIB, rig.now);
     rig.report(1000, 280);
-    assert_eq!(room_mib(&rig), 0, "two at once");
+    assert_eq!(room_mib(&rig), 0, "two DIMMs without page descriptors");
 }

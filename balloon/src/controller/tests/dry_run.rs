@@ -27,7 +27,7 @@ fn rule_8_dry_run_leaves_no_state_of_skipped_actions() {
     }
     rig.controller.set_dry_run(false);
     assert_eq!(rig.tick(0).reason, Reason::NoProgress);
-    assert_eq!(rig.requested_mib().0, 32, "as if it were the first time");
+    assert_eq!(rig.requested_mib().0, 32, "the dry run does not learn");
 
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 30);
@@ -74,7 +74,7 @@ fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
         assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FixedSize));
         assert_eq!((plan.targets[DRAM].requested_bytes, plan.wanted_bytes), (128 * MIB, 100 * MIB));
     }
-    assert_eq!(rig.requested_mib(), (4, 512), "nothing is requested of the guest");
+    assert_eq!(rig.requested_mib(), (4, 512), "the guest receives no request");
 }
 
 #[test]

@@ -44,7 +44,7 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
     }
     assert_eq!(alone_s, 12, "the requests never pause");
     rig.tick(10);
-    assert_eq!(rig.host.requested_bytes(), 0, "and still is");
+    assert_eq!(rig.host.requested_bytes(), 0, "the zone is still not requested");
     rig.host.zones[0].driver = DriverState::Ready;
     assert_eq!(rig.tick(10).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
@@ -77,7 +77,11 @@ fn rule_5_progress_restores_full_request() {
     assert_eq!(rig.host.requested_bytes(), 32 * MIB);
     rig.host.zones[DRAM].plugged_bytes = 32 * MIB;
     rig.tick(100);
-    assert_eq!(rig.host.requested_bytes(), 32 * MIB, "if it stays");
+    assert_eq!(
+        rig.host.requested_bytes(),
+        32 * MIB,
+        "memory that was plugged late remains requested"
+    );
     rig.tick(1_000);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
 }
@@ -320,7 +324,7 @@ fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
     let mut rig = floor_without_progress(1, 0);
     let reported_count = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
-    assert_eq!(reported_count, 1, "once until something changes");
+    assert_eq!(reported_count, 1, "one request until the sizes change");
     // A guest that is short of memory does not wait for the floor.
     let mut rig = floor_without_progress(2, 0);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
@@ -564,7 +568,7 @@ fn rule_5_host_shortfall_outlasts_grow_to_floor() {
     rig.controller.set_policy(Policy::default()).expect("defaults");
     rig.host_has(DRAM, 212);
     assert_eq!(rig.tick(10).reason, Reason::BelowFloor);
-    assert_eq!(rig.requested_mib(), (212, 300), "12 of 300");
+    assert_eq!(rig.requested_mib(), (212, 300), "12 of 300 requests");
     assert_eq!(rig.tick(10).reason, Reason::HostShort);
     assert_eq!(rig.requested_mib(), (212, 588), "and the others");
     assert_eq!(rig.tick(10).reason, Reason::NoReport, "once");

@@ -400,7 +400,7 @@ mod tests {
     fn memory_plugged_while_the_driver_becomes_ready_is_reached_only_once_it_stays() {
         let mut zone = tracker(sizes(10, 0, false), TimeMs(0));
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(500)));
-        assert!(!zone.reaches(sizes(10, 0, true), TimeMs(510)), "it was unplugged again");
+        assert!(!zone.reaches(sizes(10, 0, true), TimeMs(510)), "the memory was unplugged again");
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(600)));
         assert!(zone.reaches(sizes(10, 10, true), TimeMs(600 + CONFIRM_MS)));
     }
@@ -510,7 +510,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 4, true), TimeMs(60_000)));
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(64_999)), ResizeStatus::Pending);
         assert!(zone.is_late(PATIENCE_MS, TimeMs(65_000)));
-        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(65_000)), "it was already reached");
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(65_000)), "the size was already reached");
     }
 
     #[test]

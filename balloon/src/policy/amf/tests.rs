@@ -174,11 +174,11 @@ fn shortage_is_answered_once_although_reported_again() {
     rig.raw.zones[1].managed_pages = D / 2 / PAGE_BYTES;
     rig.free(0, LOW * 1024);
     let decision = rig.report(50);
-    assert_eq!(rig.added(decision), D, "it may not be used up, but not free yet");
+    assert_eq!(rig.added(decision), D, "the memory may not be online yet");
     rig.host.zones[0].requested_bytes = decision.want_bytes.expect("short");
     assert_eq!(rig.report(50).reason, Reason::InProgress);
     let decision = rig.report(50);
-    assert_eq!(rig.added(decision), D / 2, "it is used up");
+    assert_eq!(rig.added(decision), D / 2, "the memory is used up");
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn node_without_pm_of_its_own_left_counts_pm_of_others() {
     for zone in [0, 2] {
         rig.free(zone, 0);
     }
-    assert_eq!(rig.report(1_000).want_bytes, None, "it gets the other node's memory");
+    assert_eq!(rig.report(1_000).want_bytes, None, "the node gets the other node's memory");
     // If the first node could still add PM of its own, it would add that PM.
     rig.host.zones[0].max_bytes = 2 * GIB;
     let decision = rig.report(3_000);

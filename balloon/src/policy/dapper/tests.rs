@@ -141,7 +141,7 @@ mod table_3 {
             assert_eq!(rig.added(decision), 16 * D);
             served.push(decision.near.expect("for a node"));
         }
-        assert_eq!(served, [0, 2, 0, 2, 0], "the one in between needs nothing");
+        assert_eq!(served, [0, 2, 0, 2, 0], "the node in between needs no memory");
         rig.free(1, 0);
         assert_eq!(rig.report(50).near, Some(1));
     }
@@ -344,7 +344,7 @@ mod table_4 {
             rig.free(0, 0);
         }
         let kept = 2 * HIGH * PAGE_BYTES + D;
-        assert!(rig.host.requested_bytes() >= kept, "a whole D above the first border stays");
+        assert!(rig.host.requested_bytes() >= kept, "an amount D above the first border remains");
         assert!(rig.host.requested_bytes() <= kept + P / 8);
     }
 
@@ -403,7 +403,7 @@ mod table_4 {
         rig.plug(0, P);
         rig.plug(1, P);
         rig.free(2, 0);
-        assert_eq!(rig.report(1_000).from, Some(1), "of node 0's PM nothing is free");
+        assert_eq!(rig.report(1_000).from, Some(1), "node 0 has no free PM");
         // All DRAM of node 1 was hotplugged. Now it is unplugged.
         rig.raw.zones[1].managed_pages = 0;
         rig.free(1, 0);

@@ -63,7 +63,7 @@ fn memorage_unit_on_its_way_is_not_lent_again() {
     assert_eq!(rig.report(50).want_bytes, None, "it is plugged");
     rig.free(1, HIGH - 1);
     let decision = rig.report(50);
-    assert_eq!(rig.added(decision), UNIT, "it is used up: the next one");
+    assert_eq!(rig.added(decision), UNIT, "the unit is used up, so the next one is plugged");
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn memorage_returns_memory_first_if_storage_is_short() {
     assert_eq!(
         (decision.want_bytes, decision.reason),
         (None, Reason::StorageShort),
-        "and is not lent again"
+        "memory is not lent again immediately"
     );
     rig.host.zones[0].requested_bytes = GIB;
     rig.host.zones[0].plugged_bytes = GIB;
@@ -153,13 +153,13 @@ fn memorage_returns_memory_after_time_without_pressure() {
     rig.plug(0, UNIT);
     rig.free(0, 0);
     assert_eq!(rig.report(1_000).want_bytes, None);
-    assert_eq!(rig.report(9_900).want_bytes, None, "not at once");
+    assert_eq!(rig.report(9_900).want_bytes, None, "memory is not returned immediately");
     let decision = rig.report(100);
     let kept = 2 * HIGH * PAGE_BYTES;
     assert_eq!(
         (rig.taken(decision), decision.reason),
         (UNIT - kept, Reason::Calm),
-        "and not never"
+        "memory is returned eventually"
     );
     rig.plug(0, kept);
     rig.free(0, 0);

@@ -41,7 +41,7 @@ fn pmb_edge_one_page_below_watermark_adds_one_unit() {
 #[test]
 fn pmb_adds_units_until_free_memory_exceeds_watermark() {
     assert_eq!(units(W - UNIT_PAGES + 1), 1);
-    assert_eq!(units(W - UNIT_PAGES), 2, "over it, not up to it");
+    assert_eq!(units(W - UNIT_PAGES), 2, "free memory has to exceed the watermark");
     assert_eq!(units(W - 10 * UNIT_PAGES + 1), 10);
     assert_eq!(units(0), W / UNIT_PAGES + 1);
 }
@@ -56,7 +56,7 @@ fn pmb_units_on_their_way_count() {
     }
     rig.free(0, W - UNIT_PAGES - 1);
     let decision = rig.report(50);
-    assert_eq!(rig.added(decision), UNIT, "and the next one below the watermark again");
+    assert_eq!(rig.added(decision), UNIT, "the next step follows below the watermark");
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn pmb_memory_that_has_not_been_free_is_no_surplus() {
     rig.report(1_000);
     rig.host.zones[0].requested_bytes = GIB;
     rig.free(0, 0);
-    assert_eq!(rig.report(50).want_bytes, None, "enough is on its way");
+    assert_eq!(rig.report(50).want_bytes, None, "enough memory is pending");
     rig.plug(0, GIB);
     rig.raw.zones[1].largest_free_blocks = Some(16);
     rig.free(1, 16 * UNIT_PAGES);

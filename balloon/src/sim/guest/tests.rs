@@ -61,7 +61,7 @@ fn guest_with_pending_change_is_not_still() {
     assert!(!guest.is_constant(&Segment { anon_bytes: 100 * MIB + PAGE_BYTES, ..segment }));
     assert!(
         !guest.is_constant(&Segment { file_bytes: 0, ..segment }),
-        "files become cache as any other"
+        "these files are cached like others"
     );
     let mut full = guest.clone();
     full.stream_bytes += full.room_bytes();

@@ -313,18 +313,14 @@ pub(super) mod tests {
         assert_eq!(context("targets/0/regions/31/end"), (4224 * MIB).to_string());
         assert_eq!(tree.get("1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
         damon.query(&[range(0, 0, 384)], 2_000).expect("writes");
-        assert_eq!(
-            context("targets/0/regions/nr_regions"),
-            "1",
-            "what is known of the pieces stays"
-        );
+        assert_eq!(context("targets/0/regions/nr_regions"), "1", "pieces keep their known age");
         for (scheme, accesses, age) in [(IDLE, "0", "3"), (ALL, "4294967295", "0")] {
             let scheme = |file: &str| context(&format!("schemes/{scheme}/{file}"));
             assert_eq!(scheme("action"), "stat");
             assert_eq!(scheme("access_pattern/nr_accesses/max"), accesses);
             assert_eq!(scheme("access_pattern/age/min"), age);
         }
-        assert!(!tree.at("2/state").exists(), "nothing there to look at");
+        assert!(!tree.at("2/state").exists(), "no monitor for a node without ranges");
     }
 
     #[test]
@@ -396,7 +392,7 @@ pub(super) mod tests {
         Damon::open(tree.path(), 2).expect_err("the second cannot be prepared");
         assert_eq!(tree.get("nr_kdamonds"), "0");
         tree.remove("1/contexts/0/operations");
-        Damon::open(tree.path(), 2).expect("later it can");
+        Damon::open(tree.path(), 2).expect("a later attempt succeeds");
     }
 
     #[test]

@@ -417,7 +417,8 @@ mod tests {
         };
         let mut retrying = RetryingSource::start(opened_at(1)).expect("opens");
         assert!(matches!(retrying.query(&[], 0), Ok(Some(_))));
-        let mut retrying = RetryingSource::start(opened_at(4)).expect("it may come");
+        let mut retrying =
+            RetryingSource::start(opened_at(4)).expect("the source may become available later");
         for _ in 0..2 {
             assert!(matches!(retrying.query(&[], 0), Ok(None)));
             assert!(retrying.has_logged, "once");
@@ -428,7 +429,7 @@ mod tests {
         let missing = || Err(io::Error::from_raw_os_error(libc::ENOENT));
         assert!(RetryingSource::start(missing).is_err());
         let mut retrying = RetryingSource { open: missing, source: None, has_logged: false };
-        assert!(retrying.query(&[], 0).is_err(), "it has gone meanwhile");
+        assert!(retrying.query(&[], 0).is_err(), "the source has disappeared");
     }
 
     #[test]

@@ -28,72 +28,101 @@ use guest_tools::torn::report::Area;
 
 const USAGE: &str = "\
 usage:
-  guest-tool hog MIB                             hold that much memory, which does not compress
-  guest-tool touch MIB                           hold that much memory and read all of it several times a second
-  guest-tool burst MIB                           touch that much at once, and hold it; when it began and memory was added, in
-                                                 microseconds. 0: only when memory was added
-  guest-tool leak MIB RATE                       take that much at so many MiB/s, and hold it
-  guest-tool load NAME MIB                       a workload of that size: touch, bfs, redis, sqlite, compile; how long its
-                                                 phases took in microseconds, and a sum that is always the same
-  guest-tool watch MILLISECONDS                  what memory there is and is used, a line for each interval
-  guest-tool counters                            one such line
-  guest-tool pin MIB                             fill that much memory and give it back, but for a page of every 2 MiB that
-                                                 cannot be moved
-  guest-tool dry KIB                             take what the guest's kernel has left for itself, but for so much, and what
-                                                 becomes free later; `dried` once there is no more, then `failed` each
-                                                 time that there is none for page descriptors
-  guest-tool make-files DIR COUNT                 make so many empty files
-  guest-tool miss-files DIR COUNT                 look for so many files that are not there
-  guest-tool fill-sockets MIB                     queue so much data in sockets, and hold it
-  guest-tool map-by-processes FILE COUNT          start so many processes that map a file, and hold them
-  guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
-  guest-tool check-files DIR LIST                compare files with such lines
-  guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
-  guest-tool check-filled DIR SEED COUNT         exactly those files are there, and whole
+  guest-tool hog MIB
+      allocate incompressible memory and keep it
+  guest-tool touch MIB
+      allocate memory, and read all of it several times per second
+  guest-tool burst MIB
+      touch memory at once and keep it. Print when the load began and when memory was added, in
+      microseconds. With 0, only print when memory was added
+  guest-tool leak MIB RATE
+      allocate memory at RATE MiB/s and keep it
+  guest-tool load NAME MIB
+      run a workload of this size: touch, bfs, redis, sqlite or compile. Print the duration of
+      its phases in microseconds, and a sum that is equal in each run
+  guest-tool watch MILLISECONDS
+      print a line with the memory use after each interval
+  guest-tool counters
+      print one line of watch
+  guest-tool pin MIB
+      fill memory and free it, except one unmovable page of every 2 MiB
+  guest-tool dry KIB
+      take the kernel's free memory except KIB, and memory that is freed later. Print dried when
+      no memory is left, and then failed whenever page descriptors cannot be allocated
+  guest-tool make-files DIR COUNT
+      create empty files
+  guest-tool miss-files DIR COUNT
+      look up files that do not exist
+  guest-tool fill-sockets MIB
+      queue data in sockets and keep it
+  guest-tool map-by-processes FILE COUNT
+      start processes that map a file, and keep them running
+  guest-tool write-files DIR BYTES
+      write files with fsync until killed. Print a line per file: name hash
+  guest-tool check-files DIR LIST
+      compare files with the lines that write-files printed
+  guest-tool fill-files DIR SEED
+      write files until the file system is full, and print their number
+  guest-tool check-filled DIR SEED COUNT
+      check that exactly the files of fill-files exist and are complete
   guest-tool write-blocks DEVICE direct|buffered FIRST COUNT SEED ROUNDS
-                                                 write and verify 4 KiB blocks, in shuffled order
+      write and verify 4 KiB blocks in shuffled order
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
-                                                 every block is that of the round, or of the one before
+      check that every block is from ROUND or from the next round
   guest-tool write-stamped DEVICE FIRST COUNT THREADS LONGEST SEED
-                                                 write and flush 4 KiB sectors that say what they are until killed:
-                                                 threads with COUNT of them each, LONGEST between two flushes; a line
-                                                 per flush
+      write and flush stamped 4 KiB sectors until killed. Each thread has COUNT sectors and
+      writes up to LONGEST before a flush. Print a line per flush
   guest-tool time-blocks DEVICE read|write COUNT [DEPTH]
-                                                 time direct 4 KiB transfers, so many (1) at a time: microseconds
-  guest-tool net-serve PORT                      the other end of what is timed on a network
+      time direct 4 KiB transfers, DEPTH (1) at a time, in microseconds
+  guest-tool net-serve PORT
+      serve the network transfers of net-time
   guest-tool net-time ADDRESS:PORT send|receive BYTES
-                                                 time a transfer to or from such an end: microseconds
+      time a transfer to or from net-serve, in microseconds
   guest-tool net-time ADDRESS:PORT round-trip COUNT
-                                                 the median of so many bytes there and back
-  guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END];
-                                                 direct:... does not use the page cache, discards:... discards as well
+      print the median time of COUNT round trips of a byte
+  guest-tool write-sectors DEVICE PROGRAM
+      run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END]. With direct: instead of
+      writes:, bypass the page cache. With discards:, discard sectors too
   guest-tool check-sectors DEVICE [HISTORY...]
-                                                 every sector is as those programs leave it, and before them flogs:SHIFT;
-                                                 exit code 78 if one is not
-  guest-tool map-store FILE OFFSET BYTES SEED    map it, store the words SEED, SEED + 1, ..., and keep it until killed
+      check that every sector has the content that the programs of HISTORY leave. The first item
+      may be flogs:SHIFT. Exit with code 78 if a sector differs
+  guest-tool map-store FILE OFFSET BYTES SEED
+      map a file, store the words SEED, SEED + 1, ..., and keep the mapping until killed
   guest-tool map-store-sync FILE OFFSET BYTES SEED
-                                                 the same with MAP_SYNC and a fence, after which they should be durable
-  guest-tool map-transfer FILE BYTES SEED DISK   store such words in it, and write them from there to the start of a disk,
-                                                 again and again until killed: the disk reads what is mapped
-  guest-tool map-check FILE OFFSET BYTES SEED    map it and compare it with such words
-  guest-tool map-wait FILE OFFSET BYTES WORD     map it and look until its first word is that one
-  guest-tool map-sync FILE BYTES                 may a program map it with MAP_SYNC: allowed or refused
-  guest-tool extents FILE                        where it lies: offset in the file, on the device, length
+      do the same with MAP_SYNC and a fence, after which the words should be durable
+  guest-tool map-transfer FILE BYTES SEED DISK
+      store such words in a mapped file, and repeatedly write them from the mapping to the start
+      of a disk until killed
+  guest-tool map-check FILE OFFSET BYTES SEED
+      map a file and compare it with such words
+  guest-tool map-wait FILE OFFSET BYTES WORD
+      map a file and poll until its first word is WORD
+  guest-tool map-sync FILE BYTES
+      print allowed if programs may map the file with MAP_SYNC, or refused
+  guest-tool extents FILE
+      print the extents of a file: offset in the file, offset on the device, length
   guest-tool stream ARRAY_MIB ROUNDS node=N|file=PATH...
-                                                 copy, scale, add and triad over arrays in those places, in turns:
-                                                 kernel, place, microseconds
-  guest-tool write-tree DIR SEED FILES           write a tree like that of a kernel's source
-  guest-tool time COMMAND                        run it in a shell: microseconds
-  guest-tool vsock-send PORT                     send the standard input to the host's port
-  guest-tool vsock-hold PORT COMMAND             connect to the host's port without end; `held COUNT` when the host
-                                                 refuses the first connection, and then run the command in a shell
-  guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
-                                                 until the file is there
-  guest-tool hostile-frames ID FIRST END FILE    frames to and from there, of a network device, until there is such a FILE
-  guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way
-  guest-tool hostile-plugs BLOCKS FILE           plug and unplug the first blocks of the virtio-mem device in a loop, until
-                                                 the file is there
-  guest-tool negotiate-without ID BIT            be refused by it as a driver that lacks one of its features";
+      run copy, scale, add and triad on arrays in each place in turn. Print kernel, place and
+      microseconds
+  guest-tool write-tree DIR SEED FILES
+      write a tree like that of a kernel's source
+  guest-tool time COMMAND
+      run a shell command and print its duration in microseconds
+  guest-tool vsock-send PORT
+      send standard input to a port of the host
+  guest-tool vsock-hold PORT COMMAND
+      open connections to a port of the host endlessly. When the host first refuses one, print
+      held COUNT and run a shell command
+  guest-tool hostile-range ID FIRST END FILE
+      pass buffers in a memory range to the virtio device with PCI device ID until FILE exists
+  guest-tool hostile-frames ID FIRST END FILE
+      send and receive frames in such a range with a network device until FILE exists
+  guest-tool hostile-garbage ID COUNT
+      send COUNT malformed chains to the device
+  guest-tool hostile-plugs BLOCKS FILE
+      plug and unplug the first blocks of the virtio-mem device in a loop until FILE exists
+  guest-tool negotiate-without ID BIT
+      check that the device rejects a driver without the feature BIT";
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -87,7 +87,7 @@ fn first_failure_makes_the_pool_read_only_until_it_is_reopened() {
         assert!(!pool.is_writable());
         assert!(pool.info().latched.is_some_and(|cause| cause.contains("persist")));
         assert!(pool.info().lendable_bytes > 0);
-        assert_eq!(pool.offered_bytes(), 0, "however much is free");
+        assert_eq!(pool.offered_bytes(), 0, "regardless of the free space");
         assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })));
         assert!(matches!(
             pool.create_volume("c", VolumeSize::Remaining, VolumeFormat::Raw),

@@ -41,10 +41,10 @@ fn only_missing_clean_chunks_are_erased_for_a_volume() {
     };
     let (reported, waits) = scrub_for(VolumeSize::Bytes(20 * MIB));
     assert_whole(&reported, Task::Erase, 0);
-    assert_eq!(waits, 40, "so many bytes are clean");
+    assert_eq!(waits, 40, "enough clean bytes exist");
     let (reported, waits) = scrub_for(VolumeSize::Bytes(61 * MIB));
     assert_whole(&reported, Task::Erase, 0);
-    assert_eq!(waits, 40, "so many bytes never exist");
+    assert_eq!(waits, 40, "the pool never has so much free space");
     let (reported, waits) = scrub_for(VolumeSize::Bytes(29 * MIB));
     assert_whole(&reported, Task::Erase, 10 * MIB);
     assert_eq!(waits, 30);

@@ -139,7 +139,7 @@ mod tests {
             format!(r#"Changed a setting of the governor what="{what}" from="{from}" to="{to}""#)
         };
         assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
-        assert_eq!(said(json!({"dry_run": true})), [""; 0], "a repeated setting is no change");
+        assert_eq!(said(json!({"dry_run": true})), [""; 0], "a repeated setting is not a change");
         assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
         assert_eq!(
             said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),

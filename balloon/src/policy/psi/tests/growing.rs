@@ -20,7 +20,11 @@ fn rule_1_available_memory_below_headroom_grows() {
     let decision = rig.report(3000, 43);
     assert_eq!(decision.reason, Reason::LowAvailable);
     assert!(decision.pressure);
-    assert_eq!(want_mib(decision), Some(17), "a margin above the headroom would be 60");
+    assert_eq!(
+        want_mib(decision),
+        Some(17),
+        "with a margin above the headroom, it would be 60 MiB"
+    );
 }
 
 #[test]
@@ -30,16 +34,20 @@ fn rule_1_headroom_absorbs_burst_until_more_memory_is_online() {
     let needs = Needs { total_bytes: 4096 * MIB, reaction_ms: 300, ..Needs::default() };
     assert_eq!(headroom_mib(needs), 76, "256 MiB/s for 0.3 s");
     assert_eq!(headroom_mib(Needs { reaction_ms: 700, ..needs }), 179, "plugging is slow");
-    assert_eq!(headroom_mib(Needs { total_bytes: 608 * MIB, ..needs }), 76, "an eighth of it");
+    assert_eq!(
+        headroom_mib(Needs { total_bytes: 608 * MIB, ..needs }),
+        76,
+        "an eighth of total memory"
+    );
     assert_eq!(
         headroom_mib(Needs { total_bytes: 512 * MIB, ..needs }),
         64,
-        "no more than an eighth"
+        "at most an eighth of total memory"
     );
     assert_eq!(
         headroom_mib(Needs { total_bytes: 128 * MIB, ..needs }),
         32,
-        "but no less than that"
+        "at least the minimum headroom"
     );
     assert_eq!(
         headroom_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }),
@@ -51,7 +59,7 @@ fn rule_1_headroom_absorbs_burst_until_more_memory_is_online() {
 #[test]
 fn rule_1_plug_time_is_learned() {
     let mut rig = Rig::new();
-    assert_eq!(rig.state.plug_time.ms(), 250, "until it is known");
+    assert_eq!(rig.state.plug_time.ms(), 250, "default until a plug was measured");
     rig.report(1000, 43);
     for _ in 0..12 {
         rig.host.zones[1].requested_bytes = 16 * MIB;
@@ -59,7 +67,7 @@ fn rule_1_plug_time_is_learned() {
     }
     rig.plug(16);
     rig.report(50, 59);
-    assert_eq!(rig.state.plug_time.ms(), 650, "a slower one counts at once");
+    assert_eq!(rig.state.plug_time.ms(), 650, "a slower plug counts immediately");
     // Another grow is requested. It is online when the next report arrives one second later.
     rig.report(3000, 40);
     rig.host.zones[1].requested_bytes = 32 * MIB;
@@ -97,11 +105,7 @@ fn rule_2_fill_is_at_most_half_of_guest_memory() {
         (marks.low_bytes - marks.headroom_bytes) / MIB
     };
     assert_eq!(marks(100 * MIB), 150);
-    assert_eq!(
-        (marks(134 * MIB), marks(2048 * MIB)),
-        (200, 200),
-        "a grow provides for twice as much"
-    );
+    assert_eq!((marks(134 * MIB), marks(2048 * MIB)), (200, 200), "a grow covers twice the growth");
 }
 
 #[test]
@@ -404,8 +408,8 @@ fn rule_4_grow_after_a_pause_is_small_again() {
         assert!(more_mib(&mut rig, 900, 43).is_some());
     }
     assert_eq!(more_mib(&mut rig, 500, 50), None);
-    assert!(more_mib(&mut rig, 501, 43) < Some(32), "1,001 ms after the last: up to 60");
-    assert_eq!(more_mib(&mut rig, 1000, 35), Some(32), "1,000 ms after the last");
+    assert!(more_mib(&mut rig, 501, 43) < Some(32), "1,001 ms after the last grow");
+    assert_eq!(more_mib(&mut rig, 1000, 35), Some(32), "1,000 ms after the last grow");
 }
 
 #[test]
@@ -446,7 +450,7 @@ fn rule_5_memory_that_a_cgroup_limit_swaps_out_is_neither_fill_nor_shortage() {
         rig.counters().pgscan_kswapd += looked_at;
         want_mib(rig.report(1000, 120))
     };
-    assert_eq!(grows_by_mib(1), Some(16), "the least step");
+    assert_eq!(grows_by_mib(1), Some(16), "the minimum step");
     assert!(grows_by_mib(10_240) >= Some(80), "{:?}", grows_by_mib(10_240));
 }
 
@@ -455,7 +459,11 @@ fn rule_5_stalls_grow_if_little_memory_is_available() {
     let mut rig = Rig::new();
     rig.report(1000, 120);
     rig.stall().some_us += 99_000;
-    assert_eq!(rig.report(1000, 120).want_bytes, None, "under a tenth of the time");
+    assert_eq!(
+        rig.report(1000, 120).want_bytes,
+        None,
+        "tasks waited less than a tenth of the time"
+    );
     rig.report(3000, 120);
     rig.stall().some_us += 101_000;
     assert_eq!(rig.report(1000, 120).reason, Reason::Stalled);
@@ -475,5 +483,5 @@ fn rule_5_signs_before_a_grow_do_not_count_again() {
         assert_eq!(rig.report(100, 116).want_bytes, None, "has come");
     }
     rig.stall().some_us += 500_000;
-    assert_eq!(rig.report(100, 116).reason, Reason::Stalled, "new ones are");
+    assert_eq!(rig.report(100, 116).reason, Reason::Stalled, "new stalls count");
 }

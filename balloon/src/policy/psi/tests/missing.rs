@@ -24,13 +24,21 @@ fn rule_6_grow_includes_page_cache_that_returns_during_plugging() {
         rig.stall().some_us += 500_000;
         want_mib(rig.report(1000, 250))
     };
-    assert_eq!(want_after(2_047, 130), None, "under 8 MiB/s");
+    assert_eq!(want_after(2_047, 130), None, "less than 8 MiB/s is read again");
     // 120 MiB are left. This is above the headroom, but below the limit for signs of shortage: the
     // headroom plus a quarter of memory, which is 132 MiB.
     assert_eq!(want_after(2_048, 130), Some(32), "12 MiB in 1.5 s");
     assert_eq!(want_after(12_800, 130), Some(75));
-    assert_eq!(want_after(25_600, 130), Some(130), "at most as much again as is cached");
-    assert_eq!(want_after(25_600, 118), None, "132 are left: it is not the guest that evicts");
+    assert_eq!(
+        want_after(25_600, 130),
+        Some(130),
+        "the grow is limited to the size of the page cache"
+    );
+    assert_eq!(
+        want_after(25_600, 118),
+        None,
+        "132 MiB are available, so the guest does not evict for lack of memory"
+    );
 }
 
 /// Reports `cached_mib` of available page cache, for which tasks have waited.
@@ -46,7 +54,7 @@ fn rule_6_missed_page_cache_counts_as_used_until_forgotten() {
     let mut rig = Rig::new();
     rig.report(1000, 250);
     let decision = missed(&mut rig, 220);
-    assert_eq!(decision.reason, Reason::LowAvailable, "250 less 220 are left");
+    assert_eq!(decision.reason, Reason::LowAvailable, "250 - 220 MiB are available");
     for _ in 0..299 {
         assert_eq!(rig.report(1000, 250).reason, Reason::LowAvailable);
     }
@@ -66,7 +74,11 @@ fn rule_6_missed_anonymous_memory_makes_no_page_cache_needed() {
     rig.stall().some_us += 500_000;
     assert_eq!(rig.report(1000, 131).reason, Reason::Thrashing);
     rig.report(1000, 131);
-    assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
+    assert_eq!(
+        rig.report(1000, 131).reason,
+        Reason::Enough,
+        "100 MiB would be less than the required 131 MiB"
+    );
 }
 
 /// Guest with 10 GiB of PM online and mostly free, in which a cgroup of a few hundred MiB exceeds
@@ -155,9 +167,9 @@ fn rule_6_page_cache_that_returns_as_fast_after_three_grows_is_ignored() {
     rig.report(300_000, available_mib);
     rig.counters().workingset_refault_file += 20_000;
     rig.stall().some_us += 500_000;
-    assert!(rig.report(1000, available_mib).pressure, "five minutes later it is tried again");
+    assert!(rig.report(1000, available_mib).pressure, "another attempt follows after five minutes");
     let (_, helped) = grows(|grows| 20_000 * 6u64.pow(grows as u32) / 10u64.pow(grows as u32));
-    assert_eq!(helped, 5, "each has helped, until less than 8 MiB/s was refaulted");
+    assert_eq!(helped, 5, "grows help until less than 8 MiB/s is refaulted");
 }
 
 #[test]

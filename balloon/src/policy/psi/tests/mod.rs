@@ -191,13 +191,9 @@ fn rule_14_memory_near_short_node_comes_first() {
     assert_eq!(near(&[first]), None, "one node alone");
     assert_eq!(near(&[first, second]), Some(1), "4,999 and 10,000 above the watermark");
     assert_eq!(near(&[first, zone(1, ZoneKind::Normal, 6_000)]), None, "half as much is not short");
-    assert_eq!(
-        near(&[first, zone(2, ZoneKind::Movable, 1_000)]),
-        None,
-        "a node of PM has no CPUs to be near"
-    );
+    assert_eq!(near(&[first, zone(2, ZoneKind::Movable, 1_000)]), None, "PM nodes have no CPUs");
     let hotplugged = zone(1, ZoneKind::Movable, 9_000);
-    assert_eq!(near(&[first, second, hotplugged]), None, "it has movable memory as well");
+    assert_eq!(near(&[first, second, hotplugged]), None, "the node also has movable memory");
 }
 
 #[test]

@@ -32,7 +32,7 @@ fn rule_8_minimum_of_surplus_over_idle_time_counts() {
     let want = rig.report(1000, 700).want_bytes.expect("shrinks");
     assert_eq!(want.div_ceil(MIB), 512 - 400 + 93);
     rig.report(1000, 700);
-    assert_eq!(rig.report(1, 700).want_bytes, Some(0), "3,001 ms after it");
+    assert_eq!(rig.report(1, 700).want_bytes, Some(0), "3,001 ms after the minimum");
 }
 
 #[test]
@@ -76,11 +76,15 @@ fn rule_8_memory_that_is_not_available_yet_is_no_surplus() {
         assert_eq!(want_mib(rig.report(50, 10)), None, "it is pending");
     }
     rig.plug(512);
-    assert_eq!(want_mib(rig.report(50, 10)), None, "waiting tasks may have filled it");
+    assert_eq!(want_mib(rig.report(50, 10)), None, "waiting tasks may have filled the memory");
     // The memory is free, but it was not idle before it arrived.
     assert_eq!(want_mib(rig.report(50, 522)), None);
     assert_eq!(want_mib(rig.report(2_950, 522)), None);
-    assert_eq!(rig.report(1, 522).reason, Reason::Surplus, "3,001 ms after it was not there");
+    assert_eq!(
+        rig.report(1, 522).reason,
+        Reason::Surplus,
+        "3,001 ms after the surplus was missing"
+    );
 }
 
 #[test]
@@ -143,9 +147,13 @@ fn rule_8_page_cache_in_use_is_no_surplus() {
     };
     let all = surplus_mib(&[]);
     assert_eq!(all, 407, "500 less the headroom and a margin");
-    assert_eq!(surplus_mib(&[(500, 9_000)]), all, "idle, all of it");
+    assert_eq!(surplus_mib(&[(500, 9_000)]), all, "all memory is idle");
     assert_eq!(surplus_mib(&[(300, 9_000)]), all - 200);
-    assert_eq!(surplus_mib(&[(300, 2_999)]), all, "not known for long enough");
+    assert_eq!(
+        surplus_mib(&[(300, 2_999)]),
+        all,
+        "the idle memory was not observed for long enough"
+    );
     assert_eq!(surplus_mib(&[(50, 9_000)]), 0, "100 MiB is free, and the rest is in use");
 }
 
@@ -161,11 +169,7 @@ fn rule_9_grow_soon_after_shrink_lengthens_patience() {
     rig.report(58_999, 60);
     rig.plug(402);
     rig.report(1, 60);
-    assert_eq!(
-        ms(&rig),
-        30_000,
-        "undone inside a minute, and as long after the last grow as counts"
-    );
+    assert_eq!(ms(&rig), 30_000, "the shrink was undone within a minute");
     for ms in [299_998, 299_999] {
         rig.report(ms, 300);
         rig.report(1, 300);
