@@ -150,8 +150,8 @@ pub(crate) struct Scenario {
     /// Seed of the random times
     #[arg(long, value_name = "NUMBER", default_value = "1")]
     pub(crate) seed: u64,
-    /// Hand every report to the controller, even one that cannot change anything. This is slower,
-    /// and the figures are equal
+    /// Hand every report to the controller, even one that cannot change anything. Slower, with
+    /// equal figures
     #[arg(long)]
     pub(crate) every_report: bool,
     /// Plot the first VM over time under each policy: DRAM, PM, used and available memory, swap and

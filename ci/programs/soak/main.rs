@@ -15,8 +15,8 @@ usage:
       kill ROUNDS guests, two at a time. With raw, stop when a sector is torn
   soak power TASK SEED HEARD
       check the content that the last boot has left, and write until the power is cut. HEARD is a
-      file with the output of the previous boots. TASK is write, write-and-lie (flushes do nothing), look (only
-      check), or look-for-losses (check after write-and-lie)
+      file with the output of the previous boots. TASK is write, write-and-lie (flushes do
+      nothing), look (only check), or look-for-losses (check after write-and-lie)
   soak pressure [--workload NAME,...] [--config NAME,...] [--dram PERCENT,...] [--rounds N]
       run workloads in turn, in guests with less DRAM than they need";
 

@@ -88,7 +88,7 @@ enum Task {
     /// failed. Guest tests that fail leave their logs under target/ci/guest-tests.
     ///
     /// A fault of the emulation may kill the kernel of an emulated host (docs/design/testing.md).
-    /// Tests without a verdict then run in a new boot. A test that has failed stays failed.
+    /// Tests without a verdict then run in a new boot. Failed tests are not run again.
     Test(test::Arguments),
     /// Show the purpose of Foreshore in five phases with a line for each claim, and in a picture
     ///
@@ -104,9 +104,9 @@ enum Task {
     /// kernel and guest
     ///
     /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static
-    /// program). Prints a table, and leaves it with all samples in target/bench. No figure is a
-    /// failure. If the emulation breaks a kernel (docs/design/testing.md), everything runs again,
-    /// at most twice, and the output reports that.
+    /// program). Prints a table, and leaves it with all samples in target/bench. A figure never
+    /// makes the task fail. If the emulation breaks a kernel (docs/design/testing.md), everything
+    /// runs again, at most twice, and the output reports that.
     Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///

@@ -55,9 +55,9 @@ pub(crate) struct Arguments {
 pub(crate) enum Command {
     /// Create a pool in a new file, on a block device or on a devdax device
     ///
-    /// All of a file on a disk file system is allocated; tmpfs allocates memory on use. The part of
-    /// a device that the pool gets is erased first, which takes time; an interruption leaves no
-    /// pool. A device that is mounted or otherwise in use is refused.
+    /// On a disk file system, all blocks of the file are allocated; tmpfs allocates memory on use.
+    /// The part of a device that the pool gets is erased first, which takes time; an interruption
+    /// leaves no pool. A device that is mounted or otherwise in use is refused.
     #[command(after_help = "\
 Examples:
   pmvol create /pm/pool --size 16G --reserve 4G
@@ -74,7 +74,7 @@ Examples:
         /// Part that is reserved for volumes and never lent as memory; cannot be changed
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
         reserve: u64,
-        /// Allocate blocks of a file on a disk on use
+        /// Allocate the blocks of a file on disk on first use
         ///
         /// The file system must not become full: a guest that needs a block of it for its memory or
         /// its volume would stop. A file on tmpfs is always thin.
@@ -82,7 +82,7 @@ Examples:
         thin: bool,
         /// Erase data on the device
         ///
-        /// A pool that has volumes, or may have some, and a device in use are refused all the same.
+        /// Even with this flag, a device in use and a pool that may have volumes are refused.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
@@ -140,8 +140,8 @@ Examples:
     /// Repair a pool from its redundant records
     ///
     /// A record is restored from its copy, by a single bit that corrects its checksum, or from the
-    /// other records. Damage that none of these explains is listed and stays. Run it on a copy of
-    /// the pool if there is space for one.
+    /// other records. Other damage is listed and remains. Run it on a copy of the pool if there is
+    /// space for one.
     ///
     /// Exit code 0: no damage is left (with --dry-run: would be left), 1: damage is left, 2: the
     /// pool cannot be read.
@@ -156,8 +156,8 @@ Examples:
         /// Print the repairs without making them
         #[arg(long)]
         dry_run: bool,
-        /// Delete this volume, whose missing chunks nothing explains, and erase all free space,
-        /// because any of it may be one of them. Copy the pool first if the rest of the volume
+        /// Delete this volume, whose missing chunks cannot be found, and erase all free space,
+        /// because it may contain those chunks. Copy the pool first if the rest of the volume
         /// matters
         #[arg(long, value_name = "NAME")]
         give_up_volume: Option<String>,
@@ -346,8 +346,8 @@ Examples:
     /// file. qemu-img makes qcow2 images and must be installed; it cannot write to a pipe.
     ///
     /// Works with a damaged pool, which it does not change: sectors that cannot be read are named
-    /// and are zeros in the image. The exit code is 1 if there are any, if anything else in the
-    /// volume is damaged, or if the reader of stdout closes it early.
+    /// and are zeros in the image. The exit code is 1 if a sector cannot be read, if anything else
+    /// in the volume is damaged, or if the reader of stdout closes it early.
     #[command(after_help = "\
 Examples:
   pmvol volume export /pm/pool data --to data.img
@@ -388,7 +388,7 @@ Examples:
     /// Delete a volume and erase its content
     ///
     /// A volume that holds data is deleted only with --force. A BTT volume that was never written,
-    /// or whose sectors were all discarded, and a raw volume of zeros hold none. The content is
+    /// or whose sectors were all discarded, and a raw volume of zeros hold no data. The content is
     /// erased before the command returns. A volume in use cannot be deleted, because its pool is
     /// locked.
     #[command(after_help = "\

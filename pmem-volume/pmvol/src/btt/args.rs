@@ -23,7 +23,7 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Check that map and log of each arena name every block exactly once, without changes
+    /// Check without changes that the map and log of each arena reference every block exactly once
     ///
     /// Leftovers of a crash, which the next writer completes, are noted, but are not damage. No
     /// other program may have the pool or the file open for writing; a kernel or QEMU that uses a
@@ -49,9 +49,9 @@ Examples:
     /// read-only, is cleared if no other damage is left. Each step is printed before it is taken.
     ///
     /// Readable sectors keep their content, and no block that may hold data is written. If two
-    /// sectors share a block, or a sector and the log, both stay, and the arena stays read-only.
-    /// Copy the readable sectors with `pmvol btt export`, or mark these sectors as lost with
-    /// --give-up-sectors.
+    /// sectors share a block, or a sector and the log do, the repair changes neither, and the arena
+    /// stays read-only. Copy the readable sectors with `pmvol btt export`, or mark these sectors as
+    /// lost with --give-up-sectors.
     ///
     /// Exit code 0: no damage is left (with --dry-run: would be left), 1: damage is left, 2: the
     /// BTT cannot be read.
@@ -75,7 +75,7 @@ Examples:
     /// Print sectors, as bytes or in hexadecimal
     ///
     /// A terminal always gets hexadecimal. A sector that cannot be read is named, and printed as
-    /// zeros. Then, or if other damage is found in the volume, the exit code is 1.
+    /// zeros. The exit code is 1 in this case, or if other damage is found in the volume.
     #[command(after_help = "\
 Examples:
   pmvol btt read /pm/pool data --sector 0 --hex
@@ -152,7 +152,7 @@ pub(crate) struct ImportOptions {
     /// Format of the image; raw by default, unless the image begins with the header of qcow2
     #[arg(long, value_enum)]
     pub(crate) format: Option<ImageFormat>,
-    /// Replace the data of a volume that holds some, also behind the end of the image
+    /// Replace existing data of the volume, also behind the end of the image
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
