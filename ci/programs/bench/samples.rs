@@ -68,9 +68,9 @@ rows! {
     DiskWrite Open "disk_write_4_kib_depth_1_microseconds"
         "disk on tmpfs: random write of 4 KiB, one at a time";
     DiskReadDeep Open "disk_read_4_kib_depth_32_microseconds"
-        "disk on tmpfs: random read of 4 KiB, each of 32 at a time";
+        "disk on tmpfs: random reads of 4 KiB, 32 in flight, time per read";
     DiskWriteDeep Open "disk_write_4_kib_depth_32_microseconds"
-        "disk on tmpfs: random write of 4 KiB, each of 32 at a time";
+        "disk on tmpfs: random writes of 4 KiB, 32 in flight, time per write";
     NetToGuest Open "net_host_to_guest_64_mib_seconds" "TCP over a tap: 64 MiB to the guest";
     NetFromGuest Open "net_guest_to_host_64_mib_seconds" "TCP over a tap: 64 MiB from the guest";
     NetRoundTrip Open "net_round_trip_microseconds" "TCP over a tap: a byte to the guest and back";
@@ -114,12 +114,12 @@ rows! {
         "F2FS on BTT, virtio-blk on tmpfs: untar a tree";
     EngineTar Open "virtio_blk_btt_tar_seconds" "F2FS on BTT, virtio-blk on tmpfs: tar it";
     ReportToPlan AtMost(0.001) "report_to_plan_median_seconds"
-        "report to plan, median, no more than";
+        "report to plan, upper bound of the median";
     ReportToPlanP99 AtMost(0.001) "report_to_plan_p99_seconds"
-        "report to plan, 99th percentile, no more than";
+        "report to plan, upper bound of the 99th percentile";
     IdleWake Open "idle_thread_wake_median_seconds"
-        "idle thread of the host in the bursts: until it runs, median";
-    IdleWakeP99 Open "idle_thread_wake_p99_seconds" "idle thread: until it runs, 99th percentile";
+        "idle thread of the host during bursts: wake-up, median";
+    IdleWakeP99 Open "idle_thread_wake_p99_seconds" "idle thread: wake-up, 99th percentile";
     IdleDecide Open "idle_thread_decide_median_seconds"
         "idle thread: to read a report and decide, median";
     IdleDecideP99 Open "idle_thread_decide_p99_seconds"
@@ -128,19 +128,19 @@ rows! {
     BurstToPlan Open "burst_to_plan_seconds" "burst of allocation to plan";
     BurstToOnline Open "burst_to_online_seconds" "burst of allocation to memory online";
     RequestToOnline Open "request_to_online_seconds"
-        "request of as much by the API to memory online";
+        "API request of the same size to memory online";
     BurstOverRequest AtMost(0.1) "burst_over_request_seconds"
-        "the burst's median less the request's";
-    AgentCpu AtMost(0.2) "agent_at_rest_cpu_percent" "agent at rest, of a CPU";
-    MonitorsCpu Open "agent_at_rest_damon_cpu_percent" "DAMON on its behalf, of a CPU";
-    AgentRss AtMost(3.0) "agent_at_rest_resident_mebibytes" "agent at rest, resident";
+        "median of the burst minus median of the request";
+    AgentCpu AtMost(0.2) "agent_at_rest_cpu_percent" "idle agent, share of a CPU";
+    MonitorsCpu Open "agent_at_rest_damon_cpu_percent" "DAMON for the idle agent, share of a CPU";
+    AgentRss AtMost(3.0) "agent_at_rest_resident_mebibytes" "idle agent, resident memory";
     StreamCopy AtMost(1.01) "stream_copy_devdax_ratio"
-        "STREAM copy, raw volume by devdax: time of that in the pool's memory";
+        "STREAM copy: time on a raw devdax volume, relative to pool memory";
     StreamScale AtMost(1.01) "stream_scale_devdax_ratio" "STREAM scale, the same";
     StreamAdd AtMost(1.01) "stream_add_devdax_ratio" "STREAM add, the same";
     StreamTriad AtMost(1.01) "stream_triad_devdax_ratio" "STREAM triad, the same";
-    StreamFsdax Open "stream_triad_fsdax_ratio" "STREAM triad, raw volume by ext4 with DAX";
-    StreamNoise Open "stream_triad_noise_ratio" "STREAM triad, the pool's memory beside itself";
+    StreamFsdax Open "stream_triad_fsdax_ratio" "STREAM triad, raw volume with ext4 and DAX";
+    StreamNoise Open "stream_triad_noise_ratio" "STREAM triad, pool memory relative to itself";
 }
 
 impl Row {
