@@ -70,7 +70,7 @@ impl Vm {
 /// Waits until the guest is up. Before that, its drivers do not respond to requests.
 pub type UntilUp<'a> = &'a dyn Fn() -> Result<()>;
 
-/// Time limit for a reaction of the guest. It is only exceeded if the guest hangs.
+/// Time limit for a reaction of the guest. The time limit is only exceeded if the guest hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Interval between checks.
 pub const LOOK: Duration = Duration::from_millis(20);

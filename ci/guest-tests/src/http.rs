@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::tap;
 
-/// Time limit for a response. It is only exceeded if something hangs.
+/// Time limit for a response. The time limit is only exceeded if something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,5 +1,5 @@
-//! Memory that a test borrows from a pool, as a VMM does. It consists of chunks that are mapped
-//! from the pool's file or device.
+//! Memory that a test borrows from a pool, as a VMM does. The memory consists of chunks that are
+//! mapped from the pool's file or device.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -1,4 +1,4 @@
-//! Parser for OpenMetrics text. It is strict, so that malformed text fails a test.
+//! Parser for OpenMetrics text. The parser is strict, so that malformed text fails a test.
 
 use std::collections::BTreeMap;
 

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 
 use crate::guest::Kernel;
 
-/// Row of the table of tests. It is one test for each of its variants.
+/// Row of the table of tests. The row is one test for each of its variants.
 #[derive(Clone, Copy)]
 pub struct Row {
     /// Name of the program, the topic and the test, separated by `::`.
@@ -168,7 +168,7 @@ macro_rules! tests {
     };
 }
 
-/// Test that this process runs. It is not set in other programs that boot guests.
+/// Test that this process runs. The test is not set in other programs that boot guests.
 static THIS_TEST: OnceLock<Test> = OnceLock::new();
 
 /// Makes `test` the one that this process runs.

@@ -6,7 +6,8 @@ use guest_tests::Guest;
 use crate::samples::{Row, Samples};
 use crate::vmm::FORESHORE;
 
-/// Duration of a measurement. It covers thirty reports, and more than one check of idle memory.
+/// Duration of a measurement. The duration covers thirty reports, and more than one check of idle
+/// memory.
 const SPAN_S: u64 = 30;
 /// Maximum number of reports during a measurement. At rest, the agent sends one report per second.
 /// With more reports the guest is not at rest, but one or two may be early.

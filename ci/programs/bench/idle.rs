@@ -27,7 +27,7 @@ const INTERVAL: Duration = Duration::from_millis(20);
 /// Nice value of the governor's thread (vmm/src/governor/task.rs).
 const NICE: libc::c_int = -10;
 const PAGE: u64 = 4096;
-/// Interval between reports. It is long enough that no report is too early.
+/// Interval between reports. The interval is long enough that no report is too early.
 const REPORT_MS: u64 = 50;
 
 /// Measured times of a wakeup.

@@ -17,10 +17,10 @@ use crate::vmm::{FORESHORE, MIB};
 const FILL_MIB: u64 = 640;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Memory that the guest uses permanently in the test with bursts. It exceeds the DRAM, so that the
-/// policy determines the guest's size.
+/// Memory that the guest uses permanently in the test with bursts. The memory exceeds the DRAM, so
+/// that the policy determines the guest's size.
 const BASE_MIB: u64 = 300;
-/// Size of a burst. It exceeds the free memory at rest.
+/// Size of a burst. The size exceeds the free memory at rest.
 const BURST_MIB: u64 = 192;
 const BURSTS: usize = 16;
 /// Time without a change of size after which a guest is at rest. Any surplus would have been

@@ -33,7 +33,7 @@ macro_rules! rows {
         impl Row {
             pub(crate) const ALL: &[Self] = &[$(Self::$row,)*];
 
-            /// Name for use by programs. It ends with the unit.
+            /// Name for use by programs. The name ends with the unit.
             pub(crate) fn key(self) -> &'static str {
                 match self {
                     $(Self::$row => $key,)*

@@ -7,7 +7,7 @@ use crate::samples::{Row, Samples};
 use crate::vmm::{Disk, Extras, Vmm};
 use crate::volume::{VOLUME_BYTES, make_pool, write_btt_file};
 
-/// Number of files. It is a fiftieth of the number in the kernel's source.
+/// Number of files. The number is a fiftieth of the number in the kernel's source.
 const FILES: u32 = 1700;
 const REPEATS: usize = 3;
 

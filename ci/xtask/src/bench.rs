@@ -30,8 +30,8 @@ const COUNTABLE: &str = "agent";
 /// Variable with the path of another VMM to measure.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
 const PEERS: &str = "FORESHORE_PEERS";
-/// Shell script that runs on the host. It keeps logs of guests and VMMs, because they may show why
-/// a run failed.
+/// Shell script that runs on the host. The shell script keeps logs of guests and VMMs, because they
+/// may show why a run failed.
 const SCRIPT: &str =
     r#"bench "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 

@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use crate::vm::{UntilUp, Vm};
 
-/// Replay of a client's calls. It leaves the VMM without a VM.
+/// Replay of a client's calls. The replay leaves the VMM without a VM.
 pub type Replay = fn(&Vm, UntilUp) -> Result<()>;
 
 pub const ALL: &[(&str, Replay)] = &[

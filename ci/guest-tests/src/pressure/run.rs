@@ -26,7 +26,7 @@ pub const MOST_OVER_NEED: u64 = 10;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Point {
-    /// Time since the workload started. It is negative before the start.
+    /// Time since the workload started. The time is negative before the start.
     pub at_s: f64,
     /// Memory of the VM: boot memory plus plugged memory.
     pub held_bytes: u64,

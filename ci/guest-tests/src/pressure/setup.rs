@@ -14,7 +14,7 @@ use crate::{Guest, Image, Pool};
 pub const MIB: u64 = 1 << 20;
 /// Time limit for the guest's drivers to find a disk.
 const DEVICE_LIMIT: Duration = Duration::from_secs(60);
-/// Amount of additional memory. It is more than any guest lacks.
+/// Amount of additional memory. The amount is more than any guest lacks.
 const MORE_MIB: u64 = 768;
 /// Size of swap for the case that a policy reacts too late. Using it violates a condition.
 const FALLBACK_ZRAM_MIB: u64 = 256;

@@ -38,7 +38,8 @@ const POOL_SIZE: &str = "32M";
 const SKIPPED_MODULES: &str =
     "virtio_console,virtio_mem,virtio_balloon,virtio_rng,dax_pmem,lzo-rle,zram,button,evdev";
 
-/// Estimated duration of a start on an idle machine. It is used until a start has been measured.
+/// Estimated duration of a start on an idle machine. The estimated duration is used until a start
+/// has been measured.
 const FIRST_START: Duration = Duration::from_secs(3);
 
 /// Maximum time in microseconds between two stops of a writing guest.

@@ -43,8 +43,8 @@ const COUNTS: [u64; 2] = [1000, 3000];
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 /// Key in cargo's configuration for the same command as a list.
 const RUNNER_KEY: &str = "target.x86_64-unknown-linux-gnu.runner";
-/// Command that counts instructions only while device workers serve requests. It does not name the
-/// event handler of virtio-mem, which is inlined into its caller.
+/// Command that counts instructions only while device workers serve requests. The command does not
+/// name the event handler of virtio-mem, which is inlined into its caller.
 const VALGRIND: [&str; 4] = [
     "valgrind",
     "--tool=callgrind",

@@ -109,7 +109,7 @@ struct Demo<'run> {
     listen: &'static str,
     /// Folder for pools and logs on the host.
     pools: PathBuf,
-    /// Folder for pools and logs if the host is this machine. It is removed at the end.
+    /// Folder for pools and logs if the host is this machine. The folder is removed at the end.
     _scratch: Option<Scratch>,
 }
 

@@ -13,8 +13,8 @@ const BATCH: u32 = 25;
 /// Number of guests in a batch that run concurrently. Each guest has its own seed.
 const SEEDS_OF_BATCH: u32 = 2;
 pub(super) const HOST_MIB: u32 = 3072;
-/// Time limit for a kill on an emulated host. It usually takes 7 to 12 s. With 15 processes on 2
-/// CPUs it took 37 s.
+/// Time limit for a kill on an emulated host. A kill usually takes 7 to 12 s. With 15 processes on
+/// 2 CPUs it took 37 s.
 const KILL_S: u32 = 90;
 const BOOT_S: u32 = 120;
 /// Maximum number of kills until a sector should be torn.

@@ -32,8 +32,8 @@ const MAX_BOOTS: usize = 5;
 /// progress, so such a guest runs only once.
 const COUNTED_SWAP_S: u32 = 3600;
 const SWAPS: [&str; 2] = ["zram", "swap-"];
-/// Shell script that runs on the host. It keeps logs of guests and VMMs, because they may show why
-/// a run failed.
+/// Shell script that runs on the host. The shell script keeps logs of guests and VMMs, because they
+/// may show why a run failed.
 const SCRIPT: &str =
     r#"soak pressure "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 const TABLE: &str = "table.md";

@@ -18,7 +18,7 @@ use crate::messages::Lines;
 /// the host died is repeated.
 const MAX_BOOTS: usize = 5;
 
-/// Prefix of the first line of the runner. It shows that the host has booted.
+/// Prefix of the first line of the runner. The prefix shows that the host has booted.
 const FIRST_LINE: &str = "running ";
 
 /// Log of a lane. Its lines are also printed, prefixed with the lane's number.

@@ -14,8 +14,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::images::{builder, kernel_lock};
 use super::tree::{BUILT, PROMETHEUS, Tree, is_skipped, missing_tool};
 
-/// Limit of each wait. It is reached only on failure, and is long because build machines are slow
-/// and busy.
+/// Limit of each wait. The limit is reached only on failure, and is long because build machines are
+/// slow and busy.
 const LIMIT: Duration = Duration::from_secs(300);
 /// Starts a process that runs until a signal ends it, and writes its process ID to `$STARTED`.
 const LASTING: &str =

@@ -79,7 +79,7 @@ fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     Ok(found)
 }
 
-/// Checksum of a file's first `bytes`. It depends on the position of each byte.
+/// Checksum of a file's first `bytes`. The checksum depends on the position of each byte.
 fn sum(path: &Path, bytes: u64) -> Result<u64> {
     let mut file = File::open(path)?.take(bytes);
     let mut piece = vec![0; PIECE_BYTES];
@@ -98,7 +98,7 @@ fn sum(path: &Path, bytes: u64) -> Result<u64> {
 }
 
 const PIECE_BYTES: usize = 1 << 20;
-/// Prime of the 64-bit FNV hash. It is odd, so that multiplying by it loses no bits.
+/// Prime of the 64-bit FNV hash. The prime is odd, so that multiplying by it loses no bits.
 const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 fn memory_beyond_the_address_space_is_refused() -> Result<()> {

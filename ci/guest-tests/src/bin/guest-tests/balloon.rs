@@ -120,8 +120,8 @@ fn reported_free_pages_return_to_the_host() -> Result<()> {
             .pressure("off")
             .boot()
     };
-    // The guest that does not report frees its memory first. It has then had enough time when the
-    // other guest's memory has been returned.
+    // The guest that does not report frees its memory first. The guest has then had enough time
+    // when the other guest's memory has been returned.
     let (silent, reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
         let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;

@@ -24,8 +24,8 @@ guest_tests::tests![
     pause_of_a_minute_causes_no_lockup: 400 (extended) x 2,
 ];
 
-/// Time limit for starting or releasing a vCPU. It is long because up to four vCPUs share the
-/// emulated host's CPU.
+/// Time limit for starting or releasing a vCPU. The time limit is long because up to four vCPUs
+/// share the emulated host's CPU.
 const LIMIT: Duration = Duration::from_secs(100);
 /// File that ends the load once it exists.
 const STOP: &str = "/run/load-is-over";

@@ -34,10 +34,10 @@ const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
 #[derive(Clone, Copy)]
 struct Interface {
     name: &'static str,
-    /// Pattern of the disk's path in /sys. It matches only disks of this interface.
+    /// Pattern of the disk's path in /sys. The pattern matches only disks of this interface.
     path: &'static str,
-    /// Space to fill with files. It is small because each sector takes time. The rest is allocated
-    /// in advance.
+    /// Space to fill with files. The space is small because each sector takes time. The rest is
+    /// allocated in advance.
     room_mib: u64,
 }
 

@@ -17,8 +17,8 @@ guest_tests::tests![
     a_users_firmware_boots_debian_from_a_disk: 600 on [V6_12 & V6_1],
 ];
 
-/// Time limit for a boot. It is long because firmware scans every slot and the guest decompresses
-/// its own kernel.
+/// Time limit for a boot. The time limit is long because firmware scans every slot and the guest
+/// decompresses its own kernel.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const END_LIMIT: Duration = Duration::from_secs(60);
 

@@ -36,7 +36,7 @@ guest_tests::tests![
 const LIMIT: Duration = Duration::from_secs(60);
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Writable mapping of at least `least_bytes` in the VMM. It is guest memory.
+/// Writable mapping of at least `least_bytes` in the VMM. The writable mapping is guest memory.
 struct Mapping {
     name: String,
     flags: Vec<String>,
@@ -147,7 +147,8 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
         rss >= 350 * MIB && rss == pss,
         "Rss {rss} differs from Pss {pss}: pages are mapped twice"
     );
-    // The rest is the VMM's own memory. It should not include a second copy of guest memory.
+    // The rest is the VMM's own memory. The rest should not include a second copy of guest
+    // memory.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;

@@ -176,7 +176,7 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
 const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
 
 /// Code that writes [`STARTED`] to COM1 with a single string instruction, and then writes to the
-/// reset register. It is entered in 32-bit protected mode.
+/// reset register. The code is entered in 32-bit protected mode.
 fn resets_at_once() -> Vec<u8> {
     const CODE_BYTES: u32 = 29;
     let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();

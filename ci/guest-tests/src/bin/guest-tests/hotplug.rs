@@ -142,8 +142,8 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
         guest.metric("foreshore_pci_devices", &[])? == devices,
         "The metrics still count the device"
     );
-    // The disk is added again, and should contain the written data. It now has the API's default
-    // name.
+    // The disk is added again, and should contain the written data. The disk now has the API's
+    // default name.
     let again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
     ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, before: {added}");

@@ -236,8 +236,8 @@ fn signs_of_shortage(guest: &Guest) -> Result<Vec<(&'static str, u64)>> {
 fn kernel_reserve_prevents_shortages_beside_pm() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).boot()?;
-    // The load is twice as large as DRAM. It would leave no DRAM for page tables, page descriptors,
-    // stacks and slabs.
+    // The load is twice as large as DRAM. The load would leave no DRAM for page tables, page
+    // descriptors, stacks and slabs.
     ensure!(write_to_memory(&guest, 700)?, "The guest did not write all data");
     let pm = zone(&guest, "pm")?;
     ensure!(pm.plugged_bytes >= 384 * MIB, "The data fit with {} bytes of PM", pm.plugged_bytes);

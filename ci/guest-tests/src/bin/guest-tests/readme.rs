@@ -64,8 +64,8 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The VMM is a child of the shell, and a call of its API has ended it. It does not exist if
-        // the shell failed earlier.
+        // The VMM is a child of the shell, and a call of its API has ended it. The VMM does not
+        // exist if the shell failed earlier.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

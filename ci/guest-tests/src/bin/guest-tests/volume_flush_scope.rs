@@ -14,7 +14,7 @@ use crate::zones::{MIB, mem_total_mib};
 
 guest_tests::tests![a_flush_leaves_lent_memory_alone: 300];
 
-/// Size of the volume of [`pool_on_disk`]. It distinguishes the volume's mapping from memory
+/// Size of the volume of [`pool_on_disk`]. The size distinguishes the volume's mapping from memory
 /// mappings.
 const VOLUME_BYTES: u64 = 96 * MIB;
 /// Boot memory of [`guest_with`]. MemTotal is below this until the guest has been lent memory.

@@ -119,8 +119,8 @@ fn holder_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// The pool is too small at first. It grows, and then the volume grows. A VM that expects the
-/// volume's old size should be refused.
+/// The pool is too small at first. The pool grows, and then the volume grows. A VM that expects
+/// the volume's old size should be refused.
 fn grow(pool: &Pool) -> Result<()> {
     let resize = ["volume", "resize", &pool.name(), "data", "--size", "96M"];
     refused(&resize, &["full", "64 MiB"])?;
