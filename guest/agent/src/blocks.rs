@@ -53,8 +53,9 @@ const IDLE_COST_PART: u64 = 1_000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChangeHints {
     pub total_bytes: u64,
-    /// Number of links to the directory of blocks. It is the number of blocks plus a constant. It
-    /// also reveals plugged blocks that are still offline and so missing from the total.
+    /// Number of links to the directory of blocks. The number is that of the blocks plus a
+    /// constant. It also reveals plugged blocks that are still offline and so missing from the
+    /// total.
     pub links: u64,
 }
 
@@ -245,14 +246,15 @@ pub(crate) fn parse_number(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> 
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
-/// Stack size of the agent's threads. It is small, because the whole stack is locked in memory.
+/// Stack size of the agent's threads. The stack size is small, because the whole stack is locked in
+/// memory.
 pub(crate) const STACK_BYTES: usize = 64 * 1024;
 
 /// Runs a [`BlockReader`] in a separate thread.
 #[derive(Debug)]
 pub(crate) struct BlockWatch {
-    /// Directory of all blocks. It is kept open, because looking up its path takes the kernel many
-    /// times as long.
+    /// Directory of all blocks. The directory is kept open, because looking up its path takes the
+    /// kernel many times as long.
     root: Option<File>,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,

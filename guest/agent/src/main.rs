@@ -49,7 +49,7 @@ const IOMEM: &str = "/proc/iomem";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
 const CMDLINE: &str = "/proc/cmdline";
-/// Folder for records that the next agent reads. It exists until the guest reboots.
+/// Folder for records that the next agent reads. The folder exists until the guest reboots.
 const RUN: &str = "/run/foreshore-agent";
 
 /// Exit code for an invalid command line.

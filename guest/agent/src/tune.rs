@@ -65,8 +65,8 @@ struct Setting {
     needs_free_pm: bool,
 }
 
-/// Name of the record. It contains a line for each changed setting, with its path and its previous
-/// value.
+/// Name of the record. The record contains a line for each changed setting, with its path and its
+/// previous value.
 const NAME: &str = "settings";
 
 /// Adapts kernel settings to the guest's memory.

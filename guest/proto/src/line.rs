@@ -17,7 +17,7 @@ pub struct LineReader {
 pub enum NextLine<'a> {
     /// Complete line without its newline.
     Line(&'a [u8]),
-    /// Line that was too long. It has been dropped.
+    /// Line that was too long. The line has been dropped.
     Refused(Refusal),
 }
 

@@ -34,8 +34,8 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
 
-/// Reserve of a node. It is limited to half of `kernel_bytes`, the memory in the node's kernel
-/// zones.
+/// Reserve of a node. The reserve is limited to half of `kernel_bytes`, the memory in the node's
+/// kernel zones.
 fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
     kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
 }
@@ -144,8 +144,8 @@ impl NodeMemory {
         sum(zones.map(share))
     }
 
-    /// Memory in each zone that Linux keeps free of user pages under `ratios`. It is the memory of
-    /// all higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
+    /// Memory in each zone that Linux keeps free of user pages under `ratios`. The memory is the
+    /// memory of all higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
     /// setup_per_zone_lowmem_reserve).
     pub fn reserved_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
         let mut reserved_bytes = [0; KERNEL_ZONES.len()];

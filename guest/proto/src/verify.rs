@@ -119,7 +119,8 @@ impl Hello {
         &self.0.kernel_release
     }
 
-    /// Build description of the guest's kernel. It may be empty and may contain spaces.
+    /// Build description of the guest's kernel. The build description may be empty and may contain
+    /// spaces.
     pub fn kernel_version(&self) -> &str {
         &self.0.kernel_version
     }

@@ -30,8 +30,8 @@ pub struct RawHello {
     pub agent_version: String,
     /// Release of the running kernel, as `uname -r` prints it.
     pub kernel_release: String,
-    /// Build of the kernel, as `uname -v` prints it. It is needed because distributions keep a
-    /// release's name when they fix a kernel. Empty from older agents.
+    /// Build of the kernel, as `uname -v` prints it. The build is needed because distributions keep
+    /// a release's name when they fix a kernel. Empty from older agents.
     #[serde(default)]
     pub kernel_version: String,
     /// Preemption model of the kernel: `none`, `voluntary`, `full`, `lazy` or `rt`. If the kernel

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// Interval between checks of a condition. It is short compared with all waits, and long enough not
-/// to slow down the awaited operation.
+/// Interval between checks of a condition. The interval is short compared with all waits, and long
+/// enough not to slow down the awaited operation.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static LIMIT_FACTOR: OnceLock<f64> = OnceLock::new();

@@ -15,7 +15,7 @@ use crate::limits;
 const PAGE: usize = 4096;
 /// Bytes per step. It must be less than the memory that is left.
 const STEP: usize = 64 << 10;
-/// Capacity of each pipe. It is Linux' default maximum (fs.pipe-max-size).
+/// Capacity of each pipe. The capacity is Linux' default maximum (fs.pipe-max-size).
 const PIPE: usize = 1 << 20;
 /// Interval between checks for freed memory. Memory found is taken as well.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
@@ -24,7 +24,8 @@ const QUIET_CHECKS: u32 = 25;
 /// Value of vm.min_free_kbytes. Real-time tasks may use half of it (mm/page_alloc.c,
 /// gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
-/// Number of empty slabs of each kind that the kernel keeps. It is higher than any actual number.
+/// Number of empty slabs of each kind that the kernel keeps. The number is higher than any actual
+/// number.
 const EMPTY_SLABS: &str = "1000";
 /// Kernel thread that starts all other kernel threads.
 const KTHREADD: libc::pid_t = 2;

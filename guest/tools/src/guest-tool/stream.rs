@@ -34,7 +34,7 @@ impl Place {
     }
 }
 
-/// Memory of a place. It is never unmapped.
+/// Memory of a place. The memory is never unmapped.
 enum Memory {
     Anonymous(*mut f64),
     Mapped(Mapping),

@@ -1,6 +1,6 @@
-//! Breadth-first search in a Kronecker graph, like Graph500's reference code. It generates a list
-//! of edges, builds a graph in compressed sparse rows, searches it from several roots, and
-//! validates the resulting trees against the list.
+//! Breadth-first search in a Kronecker graph, like Graph500's reference code. The breadth-first
+//! search generates a list of edges, builds a graph in compressed sparse rows, searches it from
+//! several roots, and validates the resulting trees against the list.
 
 use anyhow::{Result, ensure};
 use guest_tools::content::Bytes;
@@ -70,8 +70,8 @@ fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
     (0..edges).map(|_| edge()).collect()
 }
 
-/// Bijection on numbers of `scale` bits. It multiplies by an odd number and mixes the upper half
-/// into the lower half.
+/// Bijection on numbers of `scale` bits. The bijection multiplies by an odd number and mixes the
+/// upper half into the lower half.
 fn renamed(vertex: u64, scale: u32) -> u64 {
     let mask = (1 << scale) - 1;
     let mut name = vertex;

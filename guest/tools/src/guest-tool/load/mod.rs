@@ -24,7 +24,7 @@ pub(crate) use leak::leak;
 pub(crate) use watch::{print_counters, watch};
 
 const MIB: u64 = 1 << 20;
-/// Directory for the files of a workload. It is a tmpfs, so its files count as memory.
+/// Directory for the files of a workload. The directory is a tmpfs, so its files count as memory.
 const DIR: &str = "/run/load";
 
 /// Runs a workload with a working set of about `mib` MiB.
