@@ -17,8 +17,8 @@ pub enum Task {
     Convert,
 }
 
-/// Progress of a task. It starts at 0, never decreases, and ends at the total. One call may report
-/// several tasks in succession.
+/// Progress of a task. The progress starts at 0, never decreases, and ends at the total. One call
+/// may report several tasks in succession.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Task in progress.

@@ -48,8 +48,8 @@ fn report(text: &str) {
     out.flush().unwrap();
 }
 
-/// Origin of the marks in the chunks of a raw volume. It is the volume itself, or the split volume
-/// if the volume is a part.
+/// Origin of the marks in the chunks of a raw volume. The origin is the volume itself, or the split
+/// volume if the volume is a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
     base: u64,

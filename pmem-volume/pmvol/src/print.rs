@@ -33,8 +33,8 @@ pub(crate) fn print_stderr(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "pmvol: {text}");
 }
 
-/// Version of all JSON documents. It is incremented if a field is removed or changes its meaning.
-/// New fields do not change it.
+/// Version of all JSON documents. The version is incremented if a field is removed or changes its
+/// meaning. New fields do not change it.
 const SCHEMA: u32 = 1;
 
 /// JSON document: an object with the fields of `content`.

@@ -448,7 +448,7 @@ fn btt_written_by_linux_is_clean_and_readable() {
     }
 }
 
-/// Media whose zeroed pages are holes. It counts the bytes that are read from it.
+/// Media whose zeroed pages are holes. The media counts the bytes that are read from it.
 struct Sparse<'a> {
     media: &'a MemoryMedia,
     read_bytes: AtomicU64,

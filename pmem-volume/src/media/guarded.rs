@@ -152,7 +152,8 @@ global_asm!(
     "ret",
     ".globl foreshore_guarded_end",
     "foreshore_guarded_end:",
-    // Landing pad of all routines. It orders the non-temporal stores that preceded the fault.
+    // Landing pad of all routines. The landing pad orders the non-temporal stores that preceded the
+    // fault.
     ".globl foreshore_guarded_lost",
     "foreshore_guarded_lost:",
     "sfence",

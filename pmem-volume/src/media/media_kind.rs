@@ -16,7 +16,7 @@ use crate::CHUNK_BYTES;
 /// Kind of file or device that contains the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MediaKind {
-    /// File on tmpfs, ramfs or hugetlbfs. It is sparse, and is lost when the host shuts down.
+    /// File on tmpfs, ramfs or hugetlbfs. The file is sparse, and is lost when the host shuts down.
     Memory,
     /// File on any other file system, with or without DAX.
     Disk,

@@ -87,9 +87,9 @@ impl Durability {
     }
 }
 
-/// Stores of a thread that are not persisted yet. They are recorded only if the media needs them,
-/// so not if stores become durable line by line or automatically. The value belongs to one thread,
-/// because a fence orders only stores of its own thread.
+/// Stores of a thread that are not persisted yet. The stores are recorded only if the media needs
+/// them, so not if stores become durable line by line or automatically. The value belongs to one
+/// thread, because a fence orders only stores of its own thread.
 #[derive(Debug, Default)]
 #[must_use = "stores are durable only after `end_persist`"]
 pub struct Pending {

@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Number of draws per sample. It is larger than 1 because some draws repeat earlier samples.
+/// Number of draws per sample. The number is larger than 1 because some draws repeat earlier
+/// samples.
 const DRAWS: usize = 4;
 
 /// Simulated sparse media. Words that are not stored are zero.

@@ -131,7 +131,7 @@ struct State {
     findings: Vec<Finding>,
 }
 
-/// Lock guard of the state. It publishes the levels when it unlocks.
+/// Lock guard of the state. The lock guard publishes the levels when it unlocks.
 struct StateGuard<'a> {
     /// `None` only during [`Self::wait`].
     state: Option<MutexGuard<'a, State>>,
@@ -193,7 +193,7 @@ struct Counts {
     volume: u32,
     scrubbing: u32,
     retired: u32,
-    /// Chunks with an unknown owner. They occur only in a pool that is open for reading.
+    /// Chunks with an unknown owner. The chunks occur only in a pool that is open for reading.
     damaged: u32,
 }
 
@@ -220,13 +220,13 @@ pub struct PoolInfo {
     pub memory_bytes: u64,
     /// Bytes waiting to be erased.
     pub scrubbing_bytes: u64,
-    /// Bytes whose owner is unknown because of damage. They are neither used nor erased.
+    /// Bytes whose owner is unknown because of damage. The bytes are neither used nor erased.
     pub damaged_bytes: u64,
     /// Bytes that are permanently unused because of bad media.
     pub retired_bytes: u64,
     /// Free bytes.
     pub free_bytes: u64,
-    /// Bytes that can be lent as memory. They include bytes that must be erased first, but not the
+    /// Bytes that can be lent as memory. Bytes that must be erased first are included, but not the
     /// bytes that are reserved for volumes (STRG).
     pub lendable_bytes: u64,
     /// Number of volumes.

@@ -1,5 +1,5 @@
-//! Opening of a pool. It finds the superblock, redoes a committed transaction, and marks unfinished
-//! changes for erasing.
+//! Opening of a pool. The opening finds the superblock, redoes a committed transaction, and marks
+//! unfinished changes for erasing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -98,8 +98,8 @@ fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result
     Ok(matches!(owner, Ok(Owner::Volume { .. })) && !superblock.is_metadata(chunk))
 }
 
-/// Media as it will be after a committed transaction has been redone. It is read-only, because the
-/// pool is verified before any store.
+/// Media as it will be after a committed transaction has been redone. The media is read-only,
+/// because the pool is verified before any store.
 pub(crate) struct Redone<'a> {
     media: &'a dyn Media,
     words: Cow<'a, BTreeMap<u64, u64>>,

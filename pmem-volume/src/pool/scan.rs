@@ -1,4 +1,5 @@
-//! Read-only scan of a pool's tables. It finds the owner of each chunk, and all inconsistencies.
+//! Read-only scan of a pool's tables. The read-only scan finds the owner of each chunk, and all
+//! inconsistencies.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -19,7 +19,7 @@ pub(crate) fn holds_data(media: &Media, progress: OnProgress<'_>) -> Result<bool
 
 pub(crate) enum Media {
     Volume(Volume),
-    /// Volume of a pool that is open for reading. It may lack chunks.
+    /// Volume of a pool that is open for reading. The volume may lack chunks.
     Damaged(DamagedVolume),
     File(BttFile),
 }

@@ -51,8 +51,8 @@ pub(super) fn fence_after_locked() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Full barrier after a locked instruction of a writer. It has its own function, so that tests can
-/// omit it and keep the other barriers.
+/// Full barrier after a locked instruction of a writer. The barrier has its own function, so that
+/// tests can omit it and keep the other barriers.
 #[inline]
 pub(super) fn writer_fence_after_locked() {
     fence_after_locked();

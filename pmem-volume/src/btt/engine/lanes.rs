@@ -10,8 +10,8 @@ use super::readers::Readers;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::Lane;
 
-/// Distance between the lanes that different threads try first. It is the largest number of lanes
-/// that a thread takes at a time.
+/// Distance between the lanes that different threads try first. The distance is the largest number
+/// of lanes that a thread takes at a time.
 const LANE_DISTANCE: usize = 64;
 
 /// Maximum number of lanes that are used. An arena may claim 65536, but untrusted media must not

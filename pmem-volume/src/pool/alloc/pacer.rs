@@ -1,4 +1,4 @@
-//! Rate limit for erasing. It does not read a clock. Callers pass the current time.
+//! Rate limit for erasing. The rate limit does not read a clock. Callers pass the current time.
 
 use std::num::NonZeroU64;
 use std::time::Duration;

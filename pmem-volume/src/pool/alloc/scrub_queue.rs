@@ -1,4 +1,4 @@
-//! Queue of chunks that wait to be erased. It never accesses the media.
+//! Queue of chunks that wait to be erased. The queue never accesses the media.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! Background thread that erases waiting chunks. It belongs to a long-lived process.
+//! Background thread that erases waiting chunks. The background thread belongs to a long-lived
+//! process.
 
 use std::num::NonZeroU64;
 use std::sync::{Arc, Condvar, Mutex, Weak};

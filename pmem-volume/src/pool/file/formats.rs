@@ -593,7 +593,7 @@ impl Format {
     }
 }
 
-/// Length of test content. It includes the positions of all formats.
+/// Length of test content. The length includes the positions of all formats.
 #[cfg(test)]
 pub(in crate::pool) const SAMPLE_BYTES: u64 = 4 * crate::CHUNK_BYTES;
 

@@ -50,7 +50,7 @@ pub const CHUNK_TABLE_OFFSET: u64 = CHUNK_BYTES;
 /// Size of a chunk's entry in bytes: an owner word and a wear word.
 pub const CHUNK_ENTRY_BYTES: u64 = 16;
 
-/// Number of chunks that an owner word can address. It limits pools and volumes to 512 TiB.
+/// Number of chunks that an owner word can address. The number limits pools and volumes to 512 TiB.
 pub const MAX_CHUNKS: u64 = 1 << 28;
 /// Maximum length of a volume name in bytes of UTF-8.
 pub const MAX_NAME_BYTES: usize = 64;
@@ -202,8 +202,8 @@ pub const LOG_COMMITTED: u64 = 0x434f_4d4d << 32;
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct LogEntryBytes {
-    /// Offset of the word, a multiple of 8. It must be in the chunk table, a volume table, or a
-    /// chunk of a volume.
+    /// Offset of the word, a multiple of 8. The offset must be in the chunk table, a volume table,
+    /// or a chunk of a volume.
     pub offset: U64,
     /// Value of the word.
     pub word: U64,

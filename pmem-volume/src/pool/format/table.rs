@@ -130,8 +130,8 @@ const CRC16_OF_INITIAL: u16 = {
     crc
 };
 
-/// Kind of a word. It is included in the checksum, so that the two words of an entry cannot be
-/// confused.
+/// Kind of a word. The kind is included in the checksum, so that the two words of an entry cannot
+/// be confused.
 const KIND_OWNER: u8 = 0;
 const KIND_WEAR: u8 = 1;
 

@@ -15,7 +15,7 @@ use crate::CHUNK_BYTES;
 use crate::btt::MIN_VOLUME_BYTES;
 use crate::pool::format::mirrored;
 
-/// Name of a volume. It has 1 to 64 bytes, and needs no quoting in a flag or a shell.
+/// Name of a volume. The name has 1 to 64 bytes, and needs no quoting in a flag or a shell.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VolumeName(String);
 

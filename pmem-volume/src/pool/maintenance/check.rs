@@ -1,5 +1,5 @@
-//! Complete check of a pool and its volumes, based only on the media. It changes nothing. A failed
-//! read does not make the pool read-only, because it does not affect durability.
+//! Complete check of a pool and its volumes, based only on the media. The check changes nothing. A
+//! failed read does not make the pool read-only, because it does not affect durability.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Repair of a pool that does not open, or that opens with damage. It uses only information on the
-//! media.
+//! Repair of a pool that does not open, or that opens with damage. The repair uses only information
+//! on the media.
 //!
 //! There are three sources of information: the other copy of a record, a damaged word that passes
 //! its checksum after one bit is flipped, and elimination after all other chunks are accounted for.

@@ -1,5 +1,5 @@
-//! Support for tests that open hundreds of thousands of crash images. It counts images, and can
-//! replay a single image by its numbers.
+//! Support for tests that open hundreds of thousands of crash images. The support counts images,
+//! and can replay a single image by its numbers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};

@@ -52,7 +52,8 @@ pub struct VolumeInfo {
     pub extents: u32,
 }
 
-/// Piece of a volume that is contiguous in the pool's file. It may have any number of chunks.
+/// Piece of a volume that is contiguous in the pool's file. The piece may have any number of
+/// chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VolumeExtent {
     /// Index of the piece's first chunk, counted from the start of the volume.

@@ -277,8 +277,8 @@ fn error_flag_set_in_both_blocks_at_once_is_detected() {
     assert!(error.contains("neither info block is intact"), "{error}");
 }
 
-/// Media on which changes fail after the first `left` have succeeded. It also has ranges that can
-/// neither be read nor written, like lost pages.
+/// Media on which changes fail after the first `left` have succeeded. The media also has ranges
+/// that can neither be read nor written, like lost pages.
 pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,

@@ -15,8 +15,8 @@ enum Operation {
     Reopen,
 }
 
-/// Number of sectors on each side of the boundary between two arenas. It is small, so that each
-/// sector is written often.
+/// Number of sectors on each side of the boundary between two arenas. The number is small, so that
+/// each sector is written often.
 const AROUND: u64 = 40;
 
 fn operations() -> impl Strategy<Value = Operation> {
