@@ -23,8 +23,8 @@ pub struct PlugFilter {
     /// Part of the plugged size that has been confirmed and has not been unplugged since. It is
     /// less than `confirmed_peak_bytes` after an unplug without a request.
     confirmed_bytes: u64,
-    /// Time for which memory must remain plugged to be confirmed. It doubles whenever confirmed
-    /// memory is unplugged without a request.
+    /// Time for which memory must remain plugged to be confirmed. The time doubles whenever
+    /// confirmed memory is unplugged without a request.
     confirm_ms: u64,
     /// Plugged sizes above `confirmed_bytes`, smallest and oldest first. Each one has the time
     /// since which at least that much has been plugged.

@@ -440,8 +440,8 @@ pub fn exclude_ballooned(report: Report, facts: GuestFacts) -> Report {
         .max(memory.cached_bytes);
     memory.total_bytes =
         memory.total_bytes.saturating_sub(facts.ballooned_bytes).max(min_total_bytes);
-    // The zones of the memory in the balloon are unknown. It is therefore divided among the zones
-    // in proportion to their used memory.
+    // The zones of the memory in the balloon are unknown. The memory is therefore divided among the
+    // zones in proportion to their used memory.
     let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
     let all_used = raw.zones.iter().fold(0u64, |sum, zone| sum.saturating_add(used(zone)));
     let ballooned_pages = (facts.ballooned_bytes / PAGE_BYTES).min(all_used);

@@ -118,8 +118,8 @@ fn guest_with_constant_need_comes_to_rest() {
     }
 }
 
-/// Upper limit for memory above the need after a minute at rest. It is the headroom, plus a tenth
-/// of the sum of need and headroom.
+/// Upper limit for memory above the need after a minute at rest. The upper limit is the headroom,
+/// plus a tenth of the sum of need and headroom.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     let headroom_bytes = headroom_bytes(rig, report_delay_ms);
     headroom_bytes + (rig.need_bytes() + headroom_bytes) / 10

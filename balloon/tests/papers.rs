@@ -1,4 +1,4 @@
-//! Tests of the papers' policies with a simulated guest. They check that each policy provides
+//! Tests of the papers' policies with a simulated guest. The tests check that each policy provides
 //! memory, stops changing sizes, and returns memory.
 
 #[allow(dead_code, reason = "more than these policies need")]

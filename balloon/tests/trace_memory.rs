@@ -45,7 +45,7 @@ fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
 const HEADER: &str =
     r#"{"type":"trace","version":1,"vm":"long","boot_bytes":402653184,"zones":[]}"#;
 
-/// A trace with a report every 50 ms. It is generated while it is read.
+/// A trace with a report every 50 ms. The trace is generated while it is read.
 struct Long {
     reports: u64,
     next: u64,

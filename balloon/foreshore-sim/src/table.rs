@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::run::Row;
 
-/// Unit of a column. It is the unit that the key in JSON and CSV contains, so a figure has the same
-/// meaning in every run and format.
+/// Unit of a column. The key in JSON and CSV contains the unit, so a figure has the same meaning in
+/// every run and format.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
     Second,

@@ -19,7 +19,8 @@ pub(super) struct Share {
     /// Size to request.
     pub requested_bytes: u64,
     ceiling_bytes: u64,
-    /// Reason for the ceiling. It is [`Reason::AtCeiling`] if the zone's own size is the limit.
+    /// Reason for the ceiling. The reason is [`Reason::AtCeiling`] if the zone's own size is the
+    /// limit.
     ceiling_reason: Reason,
     shrink_cap_bytes: u64,
     pinned: bool,

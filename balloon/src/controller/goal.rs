@@ -15,7 +15,7 @@ pub(crate) struct GoalStep {
     pub zone: ZoneId,
     /// Size to request now.
     pub requested_bytes: u64,
-    /// Size that the client requested. It is less than `requested_bytes` only for a shrink.
+    /// Size that the client requested. The size is less than `requested_bytes` only for a shrink.
     pub goal_bytes: u64,
 }
 

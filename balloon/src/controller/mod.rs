@@ -367,14 +367,14 @@ impl Controller {
             .any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
-    /// Floor of all zones in total. It is limited to the sum of the zones' limits, because a zone
-    /// with an unsupported driver cannot grow.
+    /// Floor of all zones in total. The floor is limited to the sum of the zones' limits, because a
+    /// zone with an unsupported driver cannot grow.
     fn floor_bytes(&self, host: &HostView) -> u64 {
         self.rules.floor_bytes.min(host.max_bytes())
     }
 
-    /// Replacement for a report, so that `fixed` works without an agent. It assumes that the guest
-    /// is idle.
+    /// Replacement for a report, so that `fixed` works without an agent. The replacement assumes
+    /// that the guest is idle.
     fn unreported(&self, decision: Decision, now: TimeMs) -> LastReport {
         LastReport {
             at: now,

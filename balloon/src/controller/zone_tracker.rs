@@ -279,7 +279,8 @@ impl ZoneTracker {
     }
 }
 
-/// Fallback request after a timeout. It is the plugged size, plus `more_bytes` for a grow.
+/// Fallback request after a timeout. The fallback is the plugged size, plus `more_bytes` for a
+/// grow.
 pub(super) fn fallback_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     let left = match zone.requested_bytes > zone.plugged_bytes {
         true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),

@@ -7,9 +7,9 @@ use super::{Effects, Request};
 use crate::statistics::{Estimator, GuestFacts, exclude_ballooned};
 use crate::{HostView, TimeMs};
 
-/// Time since the agent's last report after which the governor uses statistics instead. It gives an
-/// agent time to restart. A new connection does not extend this time, because a program may connect
-/// and crash in a loop.
+/// Time since the agent's last report after which the governor uses statistics instead. The time
+/// gives an agent time to restart. A new connection does not extend this time, because a program
+/// may connect and crash in a loop.
 ///
 /// If no agent has reported under the present kernel, the governor uses statistics immediately,
 /// because a guest may run short of memory as soon as it has booted. However, if the agent decides

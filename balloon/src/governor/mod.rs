@@ -1,4 +1,4 @@
-//! Governor of one VM. It is a state machine without a clock, devices or sockets.
+//! Governor of one VM. The governor is a state machine without a clock, devices or sockets.
 //!
 //! ```text
 //!   Event: message of the agent, resize, time ──┐              ┌─► requests to devices

@@ -10,8 +10,8 @@ use crate::{HostView, Tier};
 /// from the sizes that the host knows, and from the order in which Linux fills memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ZoneSplit {
-    /// Boot memory that the guest's kernel reserves for itself. It was missing from the guest's
-    /// total while no PM was plugged.
+    /// Boot memory that the guest's kernel reserves for itself. The memory was missing from the
+    /// guest's total while no PM was plugged.
     kernel_reserved_bytes: Option<u64>,
 }
 

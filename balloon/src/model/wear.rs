@@ -65,7 +65,7 @@ mod tests {
         Ratios { capacity: storage_gib / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
     }
 
-    /// Value in tenths. It is rounded down, because the paper has 6.9 for 6.96.
+    /// Value in tenths. The value is rounded down, because the paper has 6.9 for 6.96.
     fn tenths(value: f64) -> u64 {
         (value * 10.0) as u64
     }

@@ -35,7 +35,7 @@ pub(super) struct Agent {
     /// Reclaimed memory when the agent last read the available memory.
     reclaimed_at_read_bytes: u64,
     trigger: (TimeMs, u64),
-    /// Buffer of the last report. It is reused so that a report does not allocate memory.
+    /// Buffer of the last report. The buffer is reused so that a report does not allocate memory.
     report: Option<RawReport>,
     seq: u64,
     free: Vec<u64>,

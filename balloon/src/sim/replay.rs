@@ -140,8 +140,8 @@ impl Files {
     }
 }
 
-/// Memory that the guest is about to unplug. It seems to be in use, but it is not part of the
-/// demand.
+/// Memory that the guest is about to unplug. The memory seems to be in use, but it is not part of
+/// the demand.
 struct UnpluggingMemory {
     host: HostView,
     boot_memory: BootMemory,
@@ -384,8 +384,8 @@ pub fn replay(
 
 /// Memory that the guest uses, according to one report.
 struct UsedMemory {
-    /// Used memory without page cache and the kernel's own memory, plus swapped memory. It includes
-    /// kernel memory if the report does not contain that.
+    /// Used memory without page cache and the kernel's own memory, plus swapped memory. The used
+    /// memory includes kernel memory if the report does not contain that.
     anon_bytes: u64,
     /// Kernel memory. `None` if the report does not contain it.
     kernel: Option<KernelUsage>,

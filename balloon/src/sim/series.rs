@@ -33,7 +33,7 @@ impl From<u64> for Extremes {
 pub struct Point {
     /// Start of the interval.
     pub at: TimeMs,
-    /// Memory in use. It includes kernel memory but not page cache.
+    /// Memory in use. The memory includes kernel memory but not page cache.
     pub used_bytes: Extremes,
     /// DRAM of the guest, including boot memory.
     pub dram_bytes: Extremes,

@@ -103,7 +103,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     Ok(())
 }
 
-/// Observer that checks the invariants after each step. It contains the first violation.
+/// Observer that checks the invariants after each step. The observer contains the first violation.
 #[derive(Default)]
 struct Lawful(Option<String>);
 

@@ -41,8 +41,8 @@ pub enum Workload {
     Steady,
     /// The demand rises at `rate`, remains at `high` for `period`, and ends.
     Ramp,
-    /// The demand is at `low`. It rises once in each period at a random time, for a tenth of the
-    /// period.
+    /// The demand is at `low`. The demand rises once in each period at a random time, for a
+    /// tenth of the period.
     Burst,
     /// The demand repeatedly rises at `rate` and drops immediately.
     Sawtooth,
@@ -181,8 +181,8 @@ impl Workload {
     }
 }
 
-/// Mean demand at a time of day. It consists of one parabola for the day and one for the night. It
-/// needs no floating point, and differs from a cosine by less than 6 %.
+/// Mean demand at a time of day. The mean demand consists of one parabola for the day and one for
+/// the night. It needs no floating point, and differs from a cosine by less than 6 %.
 fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
     let half = (period_ms / 2).max(1);
     // The first and last quarter of the period are night, so the time is shifted by a quarter.

@@ -21,7 +21,7 @@ use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 /// Version of the format. This crate only writes and reads this version.
 pub const TRACE_VERSION: u32 = 1;
 
-/// Length of the longest line without its newline. It is the length of the protocol's longest
+/// Length of the longest line without its newline. The length is that of the protocol's longest
 /// report plus the fields around it.
 pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 

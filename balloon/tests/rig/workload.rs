@@ -84,8 +84,8 @@ impl Figures {
     }
 }
 
-/// Headroom of `psi` in this guest. It is the memory that a burst of 256 MiB/s needs until more
-/// memory is online.
+/// Headroom of `psi` in this guest. The headroom is the memory that a burst of 256 MiB/s needs
+/// until more memory is online.
 pub(crate) fn headroom_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     // The agent notices a burst within 0.1 s, and reports 20 times per second.
     256 * MIB * (100 + rig.guest().config().plug_delay_ms + 50 + report_delay_ms) / 1000

@@ -17,8 +17,8 @@ use crate::{HostView, TimeMs, ZoneSizes};
 /// Returns a plan, or leaves the decision to the next rule.
 type Rule = fn(&Context<'_>) -> Verdict;
 
-/// Rules in order of precedence. They precede the policy. The first plan that a rule returns is
-/// used.
+/// Rules in order of precedence. The rules precede the policy. The first plan that a rule returns
+/// is used.
 const RULES: [Rule; 5] = [
     paused_or_off,        // 7
     no_progress,          // 5

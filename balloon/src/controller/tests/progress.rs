@@ -307,7 +307,8 @@ fn rule_5_zone_without_driver_is_used_normally_if_no_other_has_room() {
     assert!(sum(&most) <= sum(&as_ever), "{most:?}");
 }
 
-/// Controller with a floor of 64 MiB. It has requested the floor, and the guest does not follow.
+/// Controller with a floor of 64 MiB. The controller has requested the floor, and the guest does
+/// not follow.
 fn floor_without_progress(zones: usize, pool_mib: u64) -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones.truncate(zones);

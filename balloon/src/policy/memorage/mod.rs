@@ -53,8 +53,8 @@ pub(super) fn decide(
     let free_bytes = input.report.memory().free_bytes;
     let expected_free_bytes = free_bytes.saturating_add(state.outstanding.bytes());
     let requested_bytes = host.requested_bytes();
-    // Memory that has not arrived yet reduces a shortage. It is not surplus, because tasks that
-    // wait for it may fill it as soon as it arrives.
+    // Memory that has not arrived yet reduces a shortage. The memory is not surplus, because tasks
+    // that wait for it may fill it as soon as it arrives.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {

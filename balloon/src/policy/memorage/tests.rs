@@ -166,8 +166,8 @@ fn memorage_returns_memory_after_time_without_pressure() {
     assert_eq!(rig.report(1_000).want_bytes, None, "it settles");
 }
 
-/// A guest without free memory waits for a unit. It fills the first part as soon as that part is in
-/// its total.
+/// A guest without free memory waits for a unit. The guest fills the first part as soon as that
+/// part is in its total.
 #[test]
 fn memorage_memory_that_has_not_been_free_is_not_returned() {
     let mut rig = with(rig(), "calm", "5s");

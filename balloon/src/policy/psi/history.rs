@@ -6,14 +6,15 @@ use super::Params;
 use crate::report::is_by_agent;
 use crate::units::PAGE_BYTES;
 
-/// Number of reports that are kept. It covers more than the window at 20 reports per second.
+/// Number of reports that are kept. The number covers more than the window at 20 reports per
+/// second.
 const LENGTH: usize = 40;
 
 /// Period over which rates are computed. Older reports no longer show the guest's present state.
 const WINDOW_MS: u64 = 1_600;
 
-/// Longer period that is used if the agent reports at its slow rate of 1 Hz. It includes the report
-/// before the last one.
+/// Longer period that is used if the agent reports at its slow rate of 1 Hz. The longer period
+/// includes the report before the last one.
 const SLOW_WINDOW_MS: u64 = 2_500;
 
 /// Shortest time between two reports that are compared. The difference of closer reports is mostly

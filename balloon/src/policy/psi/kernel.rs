@@ -20,8 +20,8 @@ const SHORT_PERMILLE: u64 = 750;
 /// watermarks.
 const ROOM_PERMILLE: u64 = 1250;
 
-/// Time from a report until the kernel has another block. It includes the agent's report, plugging,
-/// and moving the block's pages.
+/// Time from a report until the kernel has another block. The time includes the agent's report,
+/// plugging, and moving the block's pages.
 const LEAD_MS: u64 = 1_000;
 /// Upper limit of the kernel's growth in that time, as a fraction of DRAM: a quarter.
 const MAX_GROWTH_PART: u64 = 4;

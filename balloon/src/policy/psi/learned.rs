@@ -1,5 +1,5 @@
 //! State that `psi` learns about a guest: its plug time, memory that it does not return, and
-//! shrinks that were too early. It also learns the page cache and swapped memory that the guest
+//! shrinks that were too early. `psi` also learns the page cache and swapped memory that the guest
 //! needs.
 
 use std::collections::VecDeque;
@@ -19,8 +19,8 @@ const REPORT_MS: u64 = 50;
 /// Bounds of the plug time. They limit the error that a late report causes.
 const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
-/// Time for which refused memory is not requested again. It starts at the first value, and doubles
-/// up to the second value.
+/// Time for which refused memory is not requested again. The time starts at the first value,
+/// and doubles up to the second value.
 const REFUSAL_MS: (u64, u64) = (10_000, 600_000);
 
 /// Time after a shrink within which a grow shows that the shrink was too early.
@@ -29,8 +29,8 @@ const EARLY_SHRINK_MS: u64 = 60_000;
 /// Time without an early shrink after which the learned patience is halved.
 const PATIENCE_DECAY_MS: u64 = 300_000;
 
-/// Time for which page cache counts as needed after it was last missed. It starts at the first
-/// value, and doubles up to the second value.
+/// Time for which page cache counts as needed after it was last missed. The time starts at the
+/// first value, and doubles up to the second value.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
 /// Number of consecutive grows without effect after which page cache is ignored. If data is read in

@@ -1,4 +1,5 @@
-//! Memory of the guest's kernel. It occupies the kernel's zones, and cannot be moved or swapped.
+//! Memory of the guest's kernel. The memory occupies the kernel's zones, and cannot be moved or
+//! swapped.
 
 use foreshore_proto::{CONVERSION_MS, OFFLINE_LIMIT_MS, full_pm_pages};
 

@@ -28,8 +28,8 @@ const BUSY_STEP_MS: u64 = 10;
 /// Length of a step while pages move and no memory is being plugged or waited for.
 const PAGING_STEP_MS: u64 = 50;
 
-/// Speed at which processes fill memory. It includes the time in which the kernel zeroes the
-/// memory.
+/// Speed at which processes fill memory. The speed includes the time in which the kernel zeroes
+/// the memory.
 const FILL_BYTES_PER_MS: u64 = 2 * MIB;
 
 /// Amount of memory that Linux removes from free memory at a time before unplugging it.

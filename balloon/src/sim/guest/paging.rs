@@ -8,12 +8,12 @@ use crate::sim::swap::SwapDevice;
 /// Speed at which the kernel drops clean page cache.
 const DROP_BYTES_PER_MS: u64 = 4 * MIB;
 
-/// Time without any free memory after which the OOM killer runs. It stands for 16 rounds of direct
-/// reclaim without a result.
+/// Time without any free memory after which the OOM killer runs. The time stands for 16 rounds of
+/// direct reclaim without a result.
 pub(super) const OOM_MS: u64 = 300;
 
-/// Time to read a file page from disk if it is not in the page cache. It takes read-ahead into
-/// account.
+/// Time to read a file page from disk if it is not in the page cache. The time takes read-ahead
+/// into account.
 const FILE_READ_US: u64 = 180;
 const READ_AHEAD_PAGES: u64 = 8;
 

@@ -68,7 +68,8 @@ fn rule_1_plug_time_is_learned() {
     rig.plug(16);
     rig.report(50, 59);
     assert_eq!(rig.state.plug_time.ms(), 650, "a slower plug counts immediately");
-    // Another grow is requested. It is online when the next report arrives one second later.
+    // Another grow is requested. The grow is online when the next report arrives one second
+    // later.
     rig.report(3000, 40);
     rig.host.zones[1].requested_bytes = 32 * MIB;
     rig.plug(32);
