@@ -18,7 +18,7 @@ use foreshore_devices::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;
 
-/// VMM process without a VM. It is ended when this value is dropped.
+/// VMM process without a VM. The VMM process is ended when this value is dropped.
 struct Vmm(Child);
 
 impl Vmm {

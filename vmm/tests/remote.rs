@@ -22,7 +22,7 @@ fn run(args: &[&str], api_socket: Option<&Path>) -> (Option<i32>, String, String
     (status.code(), text(stdout), text(stderr))
 }
 
-/// VMM process without a VM. It is ended when this value is dropped.
+/// VMM process without a VM. The VMM process is ended when this value is dropped.
 struct Vmm(Child);
 
 impl Vmm {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue};
 
-/// Exit code for a refused command line. It is the same in clap and Cloud Hypervisor.
+/// Exit code for a refused command line. The exit code is the same in clap and Cloud Hypervisor.
 pub const WRONG_COMMAND_LINE: u8 = 2;
 
 /// Prefix of an error that clap renders.

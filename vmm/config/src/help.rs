@@ -1,4 +1,4 @@
-//! Help for a flag. It is generated from the table of the flag's keys.
+//! Help for a flag. The help is generated from the table of the flag's keys.
 
 use std::fmt::Write;
 

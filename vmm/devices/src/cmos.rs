@@ -16,8 +16,8 @@ pub const CMOS_PORT: u64 = 0x70;
 /// Number of ports: one for the register number and one for data.
 pub const CMOS_LEN: u64 = 2;
 
-/// Mask of the register number. It excludes bit 7, which masks non-maskable interrupts on real
-/// hardware.
+/// Mask of the register number. The mask excludes bit 7, which masks non-maskable interrupts on
+/// real hardware.
 const REGISTER: u8 = 0x7f;
 /// Time base of 32,768 Hz. Bit 7 would report an update in progress.
 const STATUS_A: u8 = 0x26;

@@ -148,8 +148,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Thread that simulates a running guest by a system call that only a signal ends. It sends a
-    /// message before each such call.
+    /// Thread that simulates a running guest by a system call that only a signal ends. The thread
+    /// sends a message before each such call.
     pub(crate) fn vcpu(
         inhibitor: &Arc<EntryInhibitor>,
         index: u8,

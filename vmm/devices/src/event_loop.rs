@@ -43,8 +43,8 @@ pub struct EventLoop {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Handle to an event loop. It adds and removes subscribers, and holds the loop. Any thread except
-/// the loop's own may use it.
+/// Handle to an event loop. The handle adds and removes subscribers, and holds the loop. Any thread
+/// except the loop's own may use it.
 #[derive(Clone)]
 pub struct EventLoopHandle {
     endpoint: RemoteEndpoint<Subscriber>,

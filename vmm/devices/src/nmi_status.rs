@@ -13,7 +13,7 @@ pub const NMI_STATUS_LEN: u64 = 1;
 
 const TIMER_2_OUTPUT: u8 = 1 << 5;
 
-/// Device on the port. It has no state.
+/// Device on the port. The device has no state.
 #[derive(Debug)]
 pub struct NmiStatus;
 

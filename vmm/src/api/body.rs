@@ -52,9 +52,9 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
     }
 }
 
-/// Request body that the call ignores. It is read nevertheless, so that the client can send another
-/// request on the connection. If part of the body stayed unread, the connection would have to be
-/// closed.
+/// Request body that the call ignores. The request body is read nevertheless, so that the client
+/// can send another request on the connection. If part of the body stayed unread, the connection
+/// would have to be closed.
 pub(super) struct PassedOver;
 
 impl<S: Send + Sync> FromRequest<S> for PassedOver {

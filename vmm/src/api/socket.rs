@@ -1,5 +1,5 @@
-//! Listening sockets of the API and of metrics. They are bound before the VM is built, and removed
-//! at exit.
+//! Listening sockets of the API and of metrics. The listening sockets are bound before the VM is
+//! built, and removed at exit.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};

@@ -49,8 +49,8 @@ struct Fixture {
     _dir: TempDir,
 }
 
-/// VM task with a running VM. It refuses `vm.boot` because of the state, fails `vm.reboot`, and
-/// answers `vm.shutdown` as if it had no VM.
+/// VM task with a running VM. The VM task refuses `vm.boot` because of the state, fails
+/// `vm.reboot`, and answers `vm.shutdown` as if it had no VM.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();

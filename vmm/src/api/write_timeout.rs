@@ -1,4 +1,5 @@
-//! Stream with a time limit for writes. It also reports received bytes to the connection's slot.
+//! Stream with a time limit for writes. The stream also reports received bytes to the connection's
+//! slot.
 
 use std::future::Future;
 use std::io::{self, IoSlice};

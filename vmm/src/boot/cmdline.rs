@@ -30,7 +30,8 @@ const MOVABLE_DRAM: &str = "movablecore";
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
 /// Parameter that divides DRAM in another way.
 const KERNEL_DRAM: &str = "kernelcore";
-/// Parameter that also divides DRAM. It has no value, because the division comes from the firmware.
+/// Parameter that also divides DRAM. The parameter has no value, because the division comes from
+/// the firmware.
 const MOVABLE_NODE: &str = "movable_node";
 
 /// Memory that can be added after boot.

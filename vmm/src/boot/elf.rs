@@ -174,8 +174,8 @@ impl ProgramHeader {
     }
 }
 
-/// Loadable segment of a verified image. It is inside the file, and inside usable memory above the
-/// boot data.
+/// Loadable segment of a verified image. The loadable segment is inside the file, and inside usable
+/// memory above the boot data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
     /// Offset in the file.

@@ -71,7 +71,7 @@ mod tests {
         assert!(!write(&ports, COM1, TEXT, TEXT.len()));
     }
 
-    /// Device that counts reads. It accepts only accesses of 2 bytes.
+    /// Device that counts reads. The device accepts only accesses of 2 bytes.
     struct Counter(parking_lot::Mutex<u16>);
 
     impl BusDevice for Counter {

@@ -47,7 +47,7 @@ pub enum VcpuEvent {
     Failed { index: u8, what: String },
 }
 
-/// Receiver of vCPU events. It is called on vCPU threads.
+/// Receiver of vCPU events. The receiver is called on vCPU threads.
 pub(crate) type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
 /// Maximum number of KVM_RUN calls to complete the instruction at which a vCPU stopped. KVM returns

@@ -105,8 +105,8 @@ pub(crate) fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<()
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
 }
 
-/// State of a vCPU before the guest ran it for the first time. It is restored when the vCPU is
-/// added again, because KVM cannot delete and recreate a vCPU.
+/// State of a vCPU before the guest ran it for the first time. The state is restored when the vCPU
+/// is added again, because KVM cannot delete and recreate a vCPU.
 pub(crate) struct Fresh {
     sregs: kvm_sregs,
     regs: kvm_regs,

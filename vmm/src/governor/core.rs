@@ -177,7 +177,7 @@ impl Core {
         self.step(Event::Tick, now);
     }
 
-    /// Zones that the governor sizes. They also validate targets for [`Core::resize`] and
+    /// Zones that the governor sizes. The zones also validate targets for [`Core::resize`] and
     /// [`Core::boot_with`].
     pub fn zones(&self) -> &GovernedZones {
         &self.devices.zones

@@ -103,8 +103,8 @@ pub struct UnmanagedMemory {
     /// Total memory of added DIMMs. DIMMs are never removed, and the guest treats them like boot
     /// memory.
     pub dimm_bytes: Arc<AtomicU64>,
-    /// Total size of volumes and files that are mapped into the guest. It may use any of them as
-    /// memory (devdax with the kmem driver).
+    /// Total size of volumes and files that are mapped into the guest. The guest may use any of
+    /// them as memory (devdax with the kmem driver).
     pub mapped_bytes: Arc<AtomicU64>,
 }
 

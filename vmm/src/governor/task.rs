@@ -184,8 +184,8 @@ impl Drop for Thread {
 enum AgentInput {
     Connected,
     Gone,
-    /// The sender is notified once the message has led to a decision. It is closed if the message's
-    /// connection has ended.
+    /// The sender is notified once the message has led to a decision. The sender is closed if
+    /// the message's connection has ended.
     Message(Box<Heard>, oneshot::Sender<()>),
 }
 

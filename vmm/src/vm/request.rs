@@ -52,14 +52,14 @@ pub struct VmStatus {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// Configuration that the next boot uses. It includes changes by `vm.pressure`, added and
-    /// removed devices, and resizes of vCPUs, DRAM and the balloon.
+    /// Configuration that the next boot uses. The configuration includes changes by `vm.pressure`,
+    /// added and removed devices, and resizes of vCPUs, DRAM and the balloon.
     pub config: VmConfig,
     pub state: VmState,
     /// Boot memory and plugged DRAM and PM, without the memory in the balloon, in bytes.
     pub memory_actual_size: u64,
-    /// Failure that caused the VM to be paused. It cannot be reported to the guest, so the VM
-    /// cannot be resumed.
+    /// Failure that caused the VM to be paused. The failure cannot be reported to the guest, so the
+    /// VM cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
     /// State of the balloon, if the VM has one.
@@ -152,8 +152,8 @@ pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), V
     Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
 }
 
-/// Text of the request in errors. It mentions neither API fields nor flags, because clients use
-/// both.
+/// Text of the request in errors. The text mentions neither API fields nor flags, because clients
+/// use both.
 impl fmt::Display for ResizeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { desired_vcpus, desired_ram, desired_balloon } = *self;

@@ -146,7 +146,7 @@ fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) 
     (whole, is_whole)
 }
 
-/// Size in bytes. It is displayed in the largest unit that divides it, for example `512 MiB`.
+/// Size in bytes. The size is displayed in the largest unit that divides it, for example `512 MiB`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Size(pub u64);
 

@@ -1,4 +1,4 @@
-//! Devices of a machine. They register and unregister themselves.
+//! Devices of a machine. The devices register and unregister themselves.
 //!
 //! The folder of each device contains a function `build`, which vmm/src/vm/devices calls. It takes
 //! the device's configuration and a [`DeviceContext`], and returns an [`AttachedDevice`], which the

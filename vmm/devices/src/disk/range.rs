@@ -3,7 +3,7 @@
 /// Unit of request addresses and of the capacity, independent of the block size (5.2.6).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// Range of the disk. It consists of whole blocks within the capacity.
+/// Range of the disk. The range consists of whole blocks within the capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRange {
     offset_bytes: u64,

@@ -47,7 +47,7 @@ struct Running {
     /// Method of zeroing, for a step that writes zeros.
     way: Way,
     retries: u32,
-    /// Lock of the range that the step changes. It excludes unaligned steps.
+    /// Lock of the range that the step changes. The lock excludes unaligned steps.
     guard: Option<RangeGuard>,
 }
 

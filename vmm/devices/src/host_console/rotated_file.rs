@@ -109,8 +109,8 @@ struct Current {
     /// Path with symbolic links resolved, if it is known.
     path: Option<PathBuf>,
     max_bytes: Option<u64>,
-    /// The file that was last renamed, if it has no mark. It is kept open so that its inode number
-    /// is not reused.
+    /// The file that was last renamed, if it has no mark. The file is kept open so that its
+    /// inode number is not reused.
     older: Option<File>,
     length: Length,
 }

@@ -146,8 +146,8 @@ impl Dimms {
         &self.plan
     }
 
-    /// Counter of the bytes in all DIMMs. It includes a new DIMM before the guest is notified of
-    /// the DIMM.
+    /// Counter of the bytes in all DIMMs. The counter includes a new DIMM before the guest is
+    /// notified of the DIMM.
     pub fn came_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.came_bytes)
     }

@@ -98,7 +98,7 @@ const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 /// map them.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
-/// Alignment of the DIMMs' range. It suits every block size of the guest.
+/// Alignment of the DIMMs' range. The alignment suits every block size of the guest.
 pub const DIMM_ALIGN: u64 = LINUX_LARGEST_BLOCK_BYTES;
 
 /// Smallest boot memory. A kernel does not fit into less.
@@ -238,8 +238,8 @@ pub struct ZonePlacement {
     pub hotplug: Option<GuestRange>,
 }
 
-/// Guest-physical map of one VM. It is computed from the VM's zones, and then allocates additional
-/// ranges.
+/// Guest-physical map of one VM. The guest-physical map is computed from the VM's zones, and then
+/// allocates additional ranges.
 #[derive(Clone, Debug)]
 pub struct MemoryMap {
     zones: Vec<ZonePlacement>,

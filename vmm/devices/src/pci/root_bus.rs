@@ -1,5 +1,5 @@
-//! Root bus with its slots. It gives access to configuration space, and maps BARs at the addresses
-//! that the guest sets.
+//! Root bus with its slots. The root bus gives access to configuration space, and maps BARs at the
+//! addresses that the guest sets.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -375,8 +375,8 @@ fn function_that_does_not_fit_allocates_nothing() {
     machine.root.add(None, large(&[0x1000_0000, 0x1000_0000])).unwrap();
 }
 
-/// Function with several BARs, which read as the function's number. It records the addresses of its
-/// BARs.
+/// Function with several BARs, which read as the function's number. The function records the
+/// addresses of its BARs.
 struct Tagged {
     number: u8,
     config: Mutex<ConfigSpace>,

@@ -1,5 +1,5 @@
-//! Pool in a temporary file, for tests of the pool's users. It checks that they follow the contract
-//! of [`PmPool`].
+//! Pool in a temporary file, for tests of the pool's users. The pool checks that they follow the
+//! contract of [`PmPool`].
 
 use std::fs::File;
 use std::io;

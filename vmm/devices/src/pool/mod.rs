@@ -1,4 +1,5 @@
-//! Interface of PM pools. It is a trait, so that tests of the pool's users need no real pool.
+//! Interface of PM pools. The interface is a trait, so that tests of the pool's users need no real
+//! pool.
 
 mod block_device;
 pub mod btt_loss;
@@ -38,7 +39,7 @@ pub trait PoolVolume: Persist {
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError>;
 }
 
-/// Volume as the content of a disk. It keeps the volume open.
+/// Volume as the content of a disk. The volume keeps the volume open.
 pub struct VolumeDisk {
     /// Device with the sectors of the BTT, or with the raw bytes of the volume.
     pub device: Arc<dyn BlockDevice>,

@@ -18,7 +18,7 @@ const IDS: FunctionIds = FunctionIds {
     subsystem: 0,
 };
 
-/// Index of the BAR. It contains a single register of one byte.
+/// Index of the BAR. The BAR contains a single register of one byte.
 const BAR: u8 = 0;
 /// Length of the BAR, the minimum for a memory BAR (PCI Local Bus 3.0, 6.2.5.1).
 const BAR_LEN: u32 = 16;
@@ -41,7 +41,7 @@ pub enum GuestPanic {
 impl GuestPanic {
     pub const ALL: [Self; 3] = [Self::Panicked, Self::CrashLoaded, Self::Unknown];
 
-    /// Name in events and metrics. It is the same as in Cloud Hypervisor.
+    /// Name in events and metrics. The name is the same as in Cloud Hypervisor.
     pub fn label(self) -> &'static str {
         match self {
             Self::Panicked => "panic",
@@ -59,8 +59,8 @@ impl GuestPanic {
     }
 }
 
-/// Function that receives reports. It is called on the vCPU's thread, and a guest can cause calls
-/// at any rate.
+/// Function that receives reports. The function is called on the vCPU's thread, and a guest can
+/// cause calls at any rate.
 type OnPanic = Box<dyn Fn(GuestPanic) + Send + Sync>;
 
 pub struct PvPanic {

@@ -1,5 +1,5 @@
-//! Worker of the serial port on the event loop. It writes unfinished lines, and passes input to the
-//! guest as fast as the guest reads it.
+//! Worker of the serial port on the event loop. The worker writes unfinished lines, and passes
+//! input to the guest as fast as the guest reads it.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;

@@ -27,8 +27,8 @@ words! {
 pub enum VolumeSize {
     Existing,
     Bytes(u64),
-    /// All of the pool that the other volumes and the VM's `--pm-memory` leave. It is computed at
-    /// each boot.
+    /// All of the pool that the other volumes and the VM's `--pm-memory` leave. The size is
+    /// computed at each boot.
     Remaining,
 }
 

@@ -1,4 +1,4 @@
-//! Factory of machines. It owns the resources that outlive a machine.
+//! Factory of machines. The factory owns the resources that outlive a machine.
 
 use crate::config::{DeviceConfig, VmConfig};
 use crate::vm::build::builder;

@@ -99,9 +99,9 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room for page descriptors may have been used since the plan was made. It is checked
-        // before the DIMM is populated, which may take a long time, and again when the DIMM is
-        // accounted for.
+        // The room for page descriptors may have been used since the plan was made. The room is
+        // checked before the DIMM is populated, which may take a long time, and again when the DIMM
+        // is accounted for.
         let governor = &self.governor;
         let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);

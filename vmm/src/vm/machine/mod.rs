@@ -64,8 +64,8 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) hotplug: Hotplug,
     /// One event loop for devices without threads of their own, and one for memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
-    /// Event loop that watches for lost memory. It checks file lengths only if the machine had
-    /// files when the loop started.
+    /// Event loop that watches for lost memory. The event loop checks file lengths only if the
+    /// machine had files when the loop started.
     pub(in crate::vm) lost_loop: EventLoop,
     pub(in crate::vm) events: EventSender,
     /// Accepts connections of agents, including those through a vsock device that is added later.

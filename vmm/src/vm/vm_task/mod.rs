@@ -1,5 +1,5 @@
-//! Task that owns the VM. It takes requests and events from queues and handles them one at a time,
-//! so the VM needs no locks.
+//! Task that owns the VM. The task takes requests and events from queues and handles them one at a
+//! time, so the VM needs no locks.
 //!
 //! ```text
 //!  API, signals ──► VmRequest ──┐
@@ -342,7 +342,7 @@ impl Vm {
     }
 }
 
-/// Task that owns a VM. It starts without a VM.
+/// Task that owns a VM. The task starts without a VM.
 pub struct VmTask<F> {
     factory: F,
     vm: Option<Vm>,
@@ -357,7 +357,7 @@ pub struct VmTask<F> {
     pauses_over: u64,
     /// Pauses in progress, each with the value of `pauses_over` at its start, and its reply.
     pauses: JoinSet<(u64, Reply<()>)>,
-    /// State of the VM while requests have to wait. It is used to answer `vm.info`.
+    /// State of the VM while requests have to wait. The state is used to answer `vm.info`.
     busy: watch::Sender<Option<VmInfo>>,
 }
 

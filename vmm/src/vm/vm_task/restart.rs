@@ -12,7 +12,7 @@ use super::{Flow, MachineEvent, MachineFactory, RunError, VmError, VmState, VmTa
 use crate::cpu::run::VcpuEvent;
 use crate::vm::vm_task::state::{self, Restart, RestartGuard, Verb};
 
-/// Counters of delayed restarts. They continue across restarts.
+/// Counters of delayed restarts. The counters continue across restarts.
 #[derive(Debug, Default)]
 pub struct RestartMetrics {
     delayed: AtomicU64,

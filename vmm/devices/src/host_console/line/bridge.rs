@@ -66,8 +66,8 @@ pub(super) struct Bridge {
     end: End,
     listening: Interest,
     again: TimerFd,
-    /// Window size of a pseudo terminal. It is checked on each event, because a client that changes
-    /// the size also sends or receives data soon.
+    /// Window size of a pseudo terminal. The window size is checked on each event, because a client
+    /// that changes the size also sends or receives data soon.
     window: Option<Arc<Window>>,
 }
 

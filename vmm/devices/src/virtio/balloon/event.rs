@@ -1,4 +1,5 @@
-//! The worker of the balloon device. It returns pages to the host and receives statistics.
+//! The worker of the balloon device. The worker returns pages to the host and receives
+//! statistics.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -17,8 +17,8 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::rate_limited;
 use crate::virtio::zone_device::ZoneDevice;
 
-/// Callback after a change of sizes or statistics. It is called on threads of vCPUs and of the
-/// device, so it must return quickly and must not take a guard of guest memory.
+/// Callback after a change of sizes or statistics. The callback is called on threads of vCPUs and
+/// of the device, so it must return quickly and must not take a guard of guest memory.
 pub type BalloonObserver = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,8 +112,8 @@ impl Shared {
     }
 }
 
-/// Handle to a virtio balloon that any thread can use. It is cheap to clone and does not keep guest
-/// memory mapped.
+/// Handle to a virtio balloon that any thread can use. The handle is cheap to clone and does not
+/// keep guest memory mapped.
 #[derive(Clone)]
 pub struct BalloonHandle {
     pub(super) shared: Arc<Shared>,

@@ -1,4 +1,4 @@
-//! Tests with a simulated driver. They check which pages remain allocated on the host.
+//! Tests with a simulated driver. The tests check which pages remain allocated on the host.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

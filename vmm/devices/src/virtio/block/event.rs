@@ -1,5 +1,5 @@
-//! The worker of one queue, on its own thread. It takes requests from the queue, executes them, and
-//! answers them.
+//! The worker of one queue, on its own thread. The worker takes requests from the queue,
+//! executes them, and answers them.
 //!
 //! Requests are executed by blocking calls ([`super::calls`]) or by an io_uring ([`super::ring`]).
 //! The worker holds one guard of guest memory while it takes requests and copies data to write. It

@@ -102,7 +102,7 @@ impl DurationRange {
     }
 }
 
-/// Counters of one disk. They never decrease.
+/// Counters of one disk. The counters never decrease.
 #[derive(Debug, Default)]
 pub struct BlockMetrics {
     done: [AtomicU64; Kind::ALL.len()],

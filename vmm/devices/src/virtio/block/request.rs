@@ -32,8 +32,8 @@ const RANGE_LEN: u64 = 16;
 pub struct Limits {
     /// Size of the disk, in whole blocks.
     pub capacity_bytes: u64,
-    /// Required alignment of every address and length on the disk. It is a multiple of
-    /// [`SECTOR_BYTES`].
+    /// Required alignment of every address and length on the disk. The required alignment is a
+    /// multiple of [`SECTOR_BYTES`].
     pub block_bytes: u32,
     pub read_only: bool,
     /// DISCARD was negotiated.

@@ -233,8 +233,8 @@ impl Disk {
         }
     }
 
-    /// Result of a successful flush, after all flushes that overlapped with it have ended. It is an
-    /// error if one of them has failed.
+    /// Result of a successful flush, after all flushes that overlapped with it have ended. The
+    /// result is an error if one of them has failed.
     pub(super) fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
             true => Err(std::io::Error::other("a concurrent flush failed")),

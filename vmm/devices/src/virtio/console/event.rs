@@ -1,5 +1,5 @@
-//! The worker of the console. It forwards the guest's output, and forwards input while the guest
-//! provides buffers.
+//! The worker of the console. The worker forwards the guest's output, and forwards input while
+//! the guest provides buffers.
 
 use std::io::{Read as _, Write as _};
 use std::sync::Arc;

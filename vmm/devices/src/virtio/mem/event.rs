@@ -1,4 +1,4 @@
-//! The worker of the device. It executes requests one at a time.
+//! The worker of the device. The worker executes requests one at a time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -44,7 +44,7 @@ pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 /// A chain that was taken from the queue.
 enum Popped {
     Request(Pending),
-    /// A chain without a valid request. It must be returned to the driver.
+    /// A chain without a valid request. The chain must be returned to the driver.
     Malformed {
         head: u16,
     },

@@ -1,5 +1,5 @@
-//! Interface of a virtio-mem device for the rest of the VMM. It sets requested sizes and reports
-//! events.
+//! Interface of a virtio-mem device for the rest of the VMM. The interface sets requested sizes and
+//! reports events.
 
 use std::sync::Arc;
 
@@ -55,8 +55,8 @@ pub enum MemEvent {
     },
 }
 
-/// Callback for events. It receives the zone's id and runs on threads of the device, so it must
-/// return quickly and must not take a guard of guest memory.
+/// Callback for events. The callback receives the zone's id and runs on threads of the device, so
+/// it must return quickly and must not take a guard of guest memory.
 pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
 
 /// Reason to reject a requested size.
@@ -136,8 +136,8 @@ impl Shared {
     }
 }
 
-/// Handle to a virtio-mem device that any thread can use. It is cheap to clone and does not keep
-/// guest memory mapped.
+/// Handle to a virtio-mem device that any thread can use. The handle is cheap to clone and does not
+/// keep guest memory mapped.
 #[derive(Clone)]
 pub struct MemHandle {
     pub(super) shared: Arc<Shared>,

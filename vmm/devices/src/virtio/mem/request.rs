@@ -84,8 +84,8 @@ impl Response {
     }
 }
 
-/// Error in a descriptor chain without a valid request. It is returned without an answer, because
-/// only a broken driver sends one.
+/// Error in a descriptor chain without a valid request. The error is returned without an answer,
+/// because only a broken driver sends one.
 #[derive(Debug, Error)]
 pub(super) enum ChainError {
     #[error("descriptor points outside of plugged memory")]

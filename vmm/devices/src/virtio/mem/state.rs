@@ -19,7 +19,7 @@ const USABLE_SLACK_BLOCKS: u64 = 2;
 /// Reason to refuse a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// The request is invalid. It is answered with ERROR.
+    /// The request is invalid. The request is answered with ERROR.
     Error,
     /// The request would exceed the requested size. It is answered with NACK.
     Nack,

@@ -125,7 +125,7 @@ fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<R
     (!goes_on).then_some(request)
 }
 
-/// Worker of the control queue. It executes commands on the thread of the first queue pair.
+/// Worker of the control queue. The worker executes commands on the thread of the first queue pair.
 pub(super) struct Control {
     net: Arc<Interface>,
     view: GuestView,

@@ -1,5 +1,5 @@
-//! The worker of one queue pair. It runs on its own thread and transfers frames between the guest
-//! and the host's interface.
+//! The worker of one queue pair. The worker runs on its own thread and transfers frames between
+//! the guest and the host's interface.
 //!
 //! It holds a guard of guest memory while it copies frames, but never during a system call that
 //! sends or receives a frame.

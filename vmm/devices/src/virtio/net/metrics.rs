@@ -83,7 +83,7 @@ struct Elsewhere {
     start: Option<[Traffic; 2]>,
 }
 
-/// Counters of one interface. They never decrease.
+/// Counters of one interface. The counters never decrease.
 #[derive(Default)]
 pub struct NetMetrics {
     elsewhere: OnceLock<Elsewhere>,

@@ -101,7 +101,7 @@ pub struct TapOptions {
     pub name: Option<String>,
     /// Number of queue pairs. A pair consists of a receive and a transmit queue.
     pub pairs: u16,
-    /// IP address of the host. It is set only if the interface is created.
+    /// IP address of the host. The IP address is set only if the interface is created.
     pub address: Option<HostAddress>,
     /// Ethernet address of the host.
     pub host_mac: Option<[u8; 6]>,

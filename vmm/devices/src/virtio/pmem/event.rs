@@ -1,4 +1,4 @@
-//! The worker of a raw device. It answers flushes on the device's own thread.
+//! The worker of a raw device. The worker answers flushes on the device's own thread.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ const KICK: u32 = 0;
 
 pub(super) struct Worker {
     flusher: Arc<Flusher>,
-    /// Activation of the device. It must contain the flush queue.
+    /// Activation of the device. The activation must contain the flush queue.
     active: Activation,
 }
 

@@ -1,4 +1,5 @@
-//! The worker of the entropy device. It fills the driver's buffers with bytes from the source.
+//! The worker of the entropy device. The worker fills the driver's buffers with bytes from the
+//! source.
 
 use std::io::{self, Write};
 use std::sync::Arc;

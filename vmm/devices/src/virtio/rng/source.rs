@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
-/// Devices of the kernel's generator. They are replaced by getrandom(2), which needs no file.
+/// Devices of the kernel's generator. The devices are replaced by getrandom(2), which needs no
+/// file.
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
 #[derive(Debug, Error)]

@@ -11,8 +11,8 @@ use thiserror::Error;
 
 use super::packet::{Credit, Ended, Op};
 
-/// Size of the VMM's receive buffer for each connection. It has room for two of Linux's largest
-/// packets, so that one can be in flight while the host has not read the other yet.
+/// Size of the VMM's receive buffer for each connection. The buffer has room for two of Linux's
+/// largest packets, so that one can be in flight while the host has not read the other yet.
 pub(super) const BUFFER_BYTES: u32 = 128 * 1024;
 
 /// Number of freed bytes at which a credit update is sent to the guest. A guest without credit

@@ -351,8 +351,8 @@ fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHea
     Some((RawHeader::read_from_bytes(&header).expect("an array of the header's size"), reader))
 }
 
-/// A buffer from the guest for one packet. It has room for a header and at least one byte of
-/// payload.
+/// A buffer from the guest for one packet. The buffer has room for a header and at least one byte
+/// of payload.
 struct PacketBuffer<'a> {
     header: Writer<'a>,
     payload: Writer<'a>,

@@ -1,5 +1,5 @@
-//! Multiplexer between the queues and the sockets. It maps connections to sockets and lets the
-//! sockets send to the guest in turn.
+//! Multiplexer between the queues and the sockets. The multiplexer maps connections to sockets and
+//! lets the sockets send to the guest in turn.
 //!
 //! Sockets are watched edge-triggered. A socket is `readable` from the time when epoll reports it
 //! until a read finds no data. Payload from the host remains in the socket until the guest has both
@@ -196,7 +196,7 @@ pub(super) struct Muxer {
     metrics: Arc<VsockMetrics>,
     sockets: HashMap<Token, Socket>,
     links: HashMap<Link, Token>,
-    /// Sockets that have packets for the guest, each at most once. They are served in turn.
+    /// Sockets that have packets for the guest, each at most once. The sockets are served in turn.
     ready: VecDeque<Token>,
     resets: VecDeque<Link>,
     /// The guest's request to connect that is being handled.

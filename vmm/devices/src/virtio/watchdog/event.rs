@@ -1,5 +1,5 @@
-//! The worker of the watchdog. It receives pings from the queue, and ticks from a timer that is
-//! started at the first ping.
+//! The worker of the watchdog. The worker receives pings from the queue, and ticks from a timer
+//! that is started at the first ping.
 
 use std::io::{self, Write};
 use std::sync::Arc;

@@ -29,7 +29,7 @@ use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Initial value of status bytes. It shows that the device has not written one.
+/// Initial value of status bytes. The initial value shows that the device has not written one.
 const UNTOUCHED: u8 = 0xee;
 
 fn shape() -> DiskShape {

@@ -43,8 +43,8 @@ struct KernelRings {
     /// Start addresses of the rings in this process. The kernel uses these addresses even if the
     /// table changes.
     ring_starts: Vec<u64>,
-    /// Address space of the table and the rings. It must not be unmapped while the kernel may
-    /// access it, because other memory of this process could then be placed there.
+    /// Address space of the table and the rings. The address space must not be unmapped while the
+    /// kernel may access it, because other memory of this process could then be placed there.
     reservations: Vec<Arc<Reservation>>,
 }
 

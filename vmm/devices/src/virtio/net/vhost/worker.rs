@@ -1,5 +1,5 @@
-//! The worker of a queue pair that the kernel serves. It handles interrupts that the guest has
-//! masked, and errors.
+//! The worker of a queue pair that the kernel serves. The worker handles interrupts that the
+//! guest has masked, and errors.
 
 use std::fs::File;
 use std::io;
