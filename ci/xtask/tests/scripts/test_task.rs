@@ -19,7 +19,7 @@ echo "$@" >"$OUT/arguments"
 printf "$VERDICTS"
 exit "$CODE"
 "#;
-/// Output of unit tests, one of which skips itself.
+/// Output of unit tests. One of them skips itself.
 const UNIT_TESTS: &str = r"case $* in
     *--no-run*) ;;
     test*)

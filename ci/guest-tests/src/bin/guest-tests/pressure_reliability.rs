@@ -224,7 +224,7 @@ fn dry(guest: &Guest) -> Result<Script> {
 }
 
 fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
-    /// Number of reports, each of which would otherwise lead to a request.
+    /// Number of reports. Each one would otherwise lead to a request.
     const REPORTS: f64 = 20.0;
     let pool = Pool::create("1G")?;
     // The VMM makes a part of DRAM movable, for programs. Page descriptors come from the rest,
