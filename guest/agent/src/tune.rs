@@ -71,9 +71,9 @@ const NAME: &str = "settings";
 
 /// Adapts kernel settings to the guest's memory.
 ///
-/// A killed agent leaves settings changed, and its values could also have been set by the owner. So
-/// the previous values are kept in a record until the guest reboots. The record is written before a
-/// setting.
+/// A killed agent leaves settings changed, and its values could also have been set by the owner.
+/// Therefore, a record contains the previous values until the guest reboots. The record is written
+/// before a setting.
 #[derive(Debug)]
 pub(crate) struct Tuning {
     root: PathBuf,

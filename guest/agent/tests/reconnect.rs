@@ -152,7 +152,8 @@ fn late_or_restarted_vmm_receives_hello_and_reports_from_the_first() {
     let socket = socket_in(&dir);
     let mut agent = Agent::start(&socket);
     for _ in 0..2 {
-        // First there is no socket, then connections are refused, and finally there is a VMM.
+        // At first, the socket does not exist. Then connections are refused, and finally a VMM
+        // listens.
         agent.wait_for_line("No such file");
         drop(UnixListener::bind(&socket).expect("binds"));
         agent.wait_for_line("Connection refused");

@@ -22,7 +22,7 @@ fn report_is_decoded_without_a_copy_of_its_fields() {
     assert_eq!(decoded, Ok(RawAgentMessage::Report(report.clone())));
     assert_eq!(
         count, 4,
-        "one for each list, and what serde_json passes over it counts the levels of"
+        "one for each list, and one for serde_json to count nested levels"
     );
     // Decoding the enum directly allocates far more often.
     let (count, decoded) = allocations::count(|| serde_json::from_slice::<RawAgentMessage>(&line));
