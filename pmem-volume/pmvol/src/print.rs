@@ -28,7 +28,7 @@ pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Resu
     }
 }
 
-/// Prints a line on stderr. Errors are ignored, because there is no other place to report them.
+/// Prints a line on stderr. Errors are ignored, because they cannot be reported elsewhere.
 pub(crate) fn print_stderr(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "pmvol: {text}");
 }
