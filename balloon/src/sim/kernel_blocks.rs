@@ -81,7 +81,7 @@ mod tests {
         guest_with(0)
     }
 
-    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of which `other_bytes` can
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone in which `other_bytes` can
     /// be plugged. Its kernel is short of memory.
     fn guest_with(other_bytes: u64) -> Guest {
         let dram = ZoneSizes {
