@@ -1,7 +1,7 @@
 //! Requests to a disk.
 //!
-//! The bytes from the fuzzer become descriptor chains, most of which are almost valid. The result
-//! of the parser should match that of a slow but simple model, which walks the same descriptors.
+//! The bytes from the fuzzer become descriptor chains. Most chains are almost valid. The result of
+//! the parser should match that of a slow but simple model, which walks the same descriptors.
 
 use foreshore_devices::disk::buffer::Buffers;
 use foreshore_devices::virtio::block::job::{Job, Next};

@@ -1,8 +1,8 @@
 //! Descriptor chains of a network interface.
 //!
-//! The bytes from the fuzzer become descriptor chains, most of which are almost valid. Each chain
-//! is used twice: as a frame that the guest sends, and as a buffer for a received frame. The
-//! results should match those of a model that walks the same descriptors byte by byte.
+//! The bytes from the fuzzer become descriptor chains. Most chains are almost valid. Each chain is
+//! used twice: as a frame that the guest sends, and as a buffer for a received frame. The results
+//! should match those of a model that walks the same descriptors byte by byte.
 
 use foreshore_devices::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
 use foreshore_devices::virtio::net::header::{HEADER_LEN, Offloads};

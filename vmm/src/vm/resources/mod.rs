@@ -275,7 +275,7 @@ impl PmemFiles {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the files that are not in `config`. Must be called while there is no machine.
+    /// Closes the files that are not in `config`. Must be called while no machine exists.
     fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }

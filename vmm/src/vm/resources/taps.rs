@@ -58,7 +58,7 @@ impl Taps {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the interfaces that are not in `config`. Must be called while there is no machine.
+    /// Closes the interfaces that are not in `config`. Must be called while no machine exists.
     pub(crate) fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }

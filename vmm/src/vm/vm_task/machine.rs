@@ -75,7 +75,7 @@ pub trait MachineFactory {
     /// device is built.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
     /// Closes resources that stayed open for the next machine, but that `config` does not use. Must
-    /// be called while there is no machine.
+    /// be called while no machine exists.
     fn keep(&mut self, config: &VmConfig);
     /// After the VM is deleted, closes all resources that outlive machines.
     fn release(&mut self);

@@ -1,5 +1,5 @@
-//! Tests of two overlapping flushes, one of which fails, on a disk with two queues. The tests run
-//! with and without rings.
+//! Tests of two overlapping flushes on a disk with two queues. One of the flushes fails. The tests
+//! run with and without rings.
 
 use std::io;
 use std::sync::Arc;
