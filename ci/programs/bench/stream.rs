@@ -3,9 +3,9 @@
 //!
 //! A single process accesses all places in turn during one boot. The result is the ratio of their
 //! shortest times. STREAM itself also uses the shortest times, because other load on the machine
-//! can only make runs longer. Guest memory from the pool (`--pm-memory`) is a fair peer: it has the
-//! same file, the same tmpfs, the same huge pages on the host, and huge pages in the guest. A
-//! second array in guest memory shows how noisy the ratios are.
+//! can only make runs longer. Guest memory from the pool (`--pm-memory`) is a fair comparison,
+//! because it also uses the pool's file on tmpfs, huge pages on the host, and huge pages in the
+//! guest. A second array in guest memory shows how noisy the ratios are.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Runs cargo and reports its progress. On a terminal, cargo shows its own progress. Elsewhere it
-//! would print a line per crate, so a progress line at intervals replaces them.
+//! Runs cargo and reports its progress. On a terminal, cargo shows its own progress. Otherwise,
+//! cargo would print a line per crate, so this module prints a progress line at intervals instead.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal};

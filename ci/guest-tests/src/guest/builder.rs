@@ -33,7 +33,7 @@ const WRONG_COMMAND_LINE: i32 = 2;
 pub enum Kernel {
     V6_12,
     V6_1,
-    /// Generic flavor of 6.12. It has drivers that the cloud flavor lacks.
+    /// Generic flavor of 6.12, with drivers that the cloud flavor lacks.
     V6_12Generic,
 }
 
@@ -355,7 +355,8 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Returns an address that was free a moment ago. Another process may use it before the VMM does.
+/// Returns an address that was free a moment ago. Another process may bind the address before the
+/// VMM does.
 fn free_address() -> Result<String> {
     let listener =
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;

@@ -136,7 +136,7 @@ impl Arguments {
         if self.counted && self.cpus != 1 {
             refuse!("--counted requires --cpus 1");
         }
-        // QEMU's q35 puts memory above 4 GiB only once 2816 MiB are below it.
+        // QEMU's q35 machine has memory above 4 GiB only if its size exceeds 2816 MiB.
         for (option, is_given) in
             [("--nvdimm", self.nvdimm_mib.is_some()), ("--nvdimm-file", self.nvdimm_file.is_some())]
         {

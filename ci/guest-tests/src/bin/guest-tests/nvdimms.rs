@@ -145,7 +145,7 @@ fn maximum_number_of_nvdimms_is_found() -> Result<()> {
 }
 
 /// A failed flush of an NVDIMM would pause the VM. A failed flush of a virtio-pmem device on the
-/// same pool does not, but the NVDIMM then reports critical health.
+/// same pool does not pause it, but the NVDIMM then reports critical health.
 fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;

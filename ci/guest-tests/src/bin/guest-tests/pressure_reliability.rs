@@ -144,9 +144,9 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     guest.wait_until("the grow has ended", LIMIT, || {
         Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
     })?;
-    // 4. False reports claim that the guest has no available memory. They lead to requests for all
-    //    memory of the zones, but not for more. A report of more memory than possible is refused
-    //    and counted.
+    // 4. False reports claim that the guest has no available memory. These reports lead to requests
+    //    for all memory of the zones, but not for more. A report of more memory than possible is
+    //    refused and counted.
     let requested = requested_bytes(&guest)?;
     let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
     let (uptime_ms, total_bytes) = (uptime_ms(&guest)?, total_bytes(&guest)?);

@@ -25,7 +25,8 @@ pub(crate) fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
-/// Returns true if the guest's driver has flush hints. Without them, its flush is just a fence.
+/// Returns true if the guest's driver has flush hints. Without flush hints, its flush is only a
+/// fence.
 pub(crate) fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
