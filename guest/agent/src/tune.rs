@@ -222,8 +222,8 @@ impl Tuning {
     }
 
     /// Returns the kernel's build configuration, if available. /boot may be mounted later or never.
-    /// If the file is missing, it is tried again when the guest's size changes, and otherwise after
-    /// one, two, four times as many reports.
+    /// A missing file is tried again when the guest's size changes, and otherwise after a number of
+    /// reports that doubles with each attempt.
     fn config(&mut self, total_bytes: u64) -> Option<String> {
         let (at_bytes, times) = self.missing_config;
         let times = if total_bytes == at_bytes { times + 1 } else { 1 };

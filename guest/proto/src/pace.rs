@@ -76,8 +76,8 @@ pub struct Pace {
     /// Time when the measured memory was last read, and the free memory at that time.
     read_ms: u64,
     read_free_bytes: u64,
-    /// Last free memory and last measured memory that checks have found. `is_falling` is true if
-    /// the last check found a decrease.
+    /// Free memory and measured memory at the last check. `is_falling` is true if the last check
+    /// found a decrease.
     checked_free_bytes: u64,
     checked_measured_bytes: u64,
     is_falling: bool,

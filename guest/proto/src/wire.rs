@@ -296,8 +296,8 @@ pub enum OnlinePolicy {
     Online,
     /// Plugged memory goes to ZONE_NORMAL, from which it may be impossible to unplug.
     OnlineKernel,
-    /// Plugged memory goes to ZONE_MOVABLE, from which it can be unplugged. Only under this policy
-    /// is memory lent without a limit.
+    /// Plugged memory goes to ZONE_MOVABLE, from which it can be unplugged. Memory is lent without
+    /// a limit only under this policy.
     OnlineMovable,
     /// Unknown policy.
     #[default]

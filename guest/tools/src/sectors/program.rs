@@ -113,7 +113,7 @@ pub trait Storage: Sync {
 
 impl Program {
     /// Returns the text of a program with up to four threads on 256 sectors. The range includes
-    /// `border`, but two threads do not meet there.
+    /// `border`, which lies inside the sectors of one thread.
     pub fn around(border: u64, mix: &str, seed: u64, operations: u64, threads: u32) -> String {
         let first = (border - STRIPE_SECTORS * 3 / 2) / PAGE_SECTORS * PAGE_SECTORS;
         format!("{mix}:{seed}:{operations}:{threads}:{first}-{}", first + STRIPE_SECTORS * 4)
