@@ -67,7 +67,7 @@ impl Origin {
     }
 }
 
-/// Offset in a chunk. In BTT volumes of the sizes used here, only blocks are located there.
+/// Offset in a chunk at which BTT volumes of these sizes have only blocks.
 const BLOCKS_AT: u64 = CHUNK_BYTES / 2;
 
 /// Returns the offsets of a volume's chunks in the file.

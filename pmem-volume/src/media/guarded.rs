@@ -258,8 +258,8 @@ impl Guard {
         to_result(unsafe { foreshore_guarded_store(to, word) })
     }
 
-    /// Zeroes memory with non-temporal stores. They need no write-back and evict nothing from the
-    /// cache. They are ordered before later stores.
+    /// Zeroes memory with non-temporal stores, which need no write-back and evict nothing from the
+    /// cache. The stores are ordered before later stores.
     ///
     /// # Safety
     /// `length` bytes at `to` are in a writable mapping and unused. Both are multiples of a cache

@@ -131,8 +131,8 @@ mod tests {
     #[test]
     fn holder_is_found_during_other_locks_and_unlocks() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-        // Other locks surround this one, so that its line is sometimes at the boundary of two
-        // pieces.
+        // Other locks precede and follow the pool's lock in /proc/locks, so that its line is
+        // sometimes at the boundary of two pieces.
         let others: Vec<_> = (0..120).map(|_| tempfile::tempfile_in("/dev/shm").unwrap()).collect();
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

@@ -268,8 +268,8 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Writes whole sectors. After a crash, each sector is old or new. If the call succeeds, all of
-    /// them are new. After an error, some may be new.
+    /// Writes whole sectors. After a crash, each sector is old or new. If the call succeeds, all
+    /// sectors are new. After an error, some sectors may be new.
     pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {

@@ -17,8 +17,8 @@ const STATE_SHIFT: u32 = 44;
 const CHECK_SHIFT: u32 = 48;
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
 
-// Zero is not a valid state. If the table is lost and reads as zeros, that is damage instead of a
-// pool full of free chunks.
+// Zero is not a valid state. Therefore, a lost table that reads as zeros is detected as damage, and
+// not taken for a table of free chunks.
 const STATE_FREE: u64 = 1;
 const STATE_METADATA: u64 = 2;
 const STATE_VOLUME: u64 = 3;
