@@ -232,7 +232,7 @@ impl ZoneTracker {
         let half = round_down(missing / 2, zone.block_bytes);
         let limit = if growing { &mut self.grow } else { &mut self.shrink };
         limit.record_failure(half, zone, rules, now, growing);
-        // If memory that was plugged earlier is confirmed now, that does not undo the failure.
+        // Confirming memory that was plugged earlier does not undo the failure.
         self.plug_filter.confirm_all();
         self.progress_at = now;
         self.is_retained = false;

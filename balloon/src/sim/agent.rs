@@ -29,8 +29,8 @@ pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
-    /// Time of the last check of memory or of the last report. The time of the next one is counted
-    /// from it.
+    /// Time of the last check of memory or of the last report. The time of the next check is
+    /// relative to it.
     checked_at: TimeMs,
     /// Reclaimed memory when the agent last read the available memory.
     reclaimed_at_read_bytes: u64,

@@ -639,10 +639,10 @@ mod tests {
             ])
         };
         assert_eq!(shrinking(Plan(4_000, 384, false), [384, 384]), [0; 5]);
-        // Broken variant: the guest was not requested to unplug the memory.
+        // Broken variant: the host did not request the unplug.
         assert_eq!(shrinking(Plan(4_000, 384, true), [512, 512]), [0, 0, 128, 128, 0]);
         assert_eq!(shrinking(Plan(4_000, 512, false), [512, 512]), [0, 0, 128, 128, 0]);
-        // Broken variant: the guest was requested to unplug only part of the memory.
+        // Broken variant: the host requested the unplug of only a part of the memory.
         assert_eq!(shrinking(Plan(4_000, 448, false), [448, 384]), [0, 0, 64, 64, 0]);
     }
 

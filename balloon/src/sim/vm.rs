@@ -326,8 +326,8 @@ impl Vm {
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
     }
 
-    /// Skips the reports of the rest that cannot matter any more. The last ones before its end are
-    /// processed.
+    /// Skips reports during an idle period that can no longer have an effect. The last reports
+    /// before the end of the period are processed.
     fn skip_idle_reports(
         &mut self,
         segment: &Segment,

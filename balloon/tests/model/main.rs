@@ -658,7 +658,7 @@ impl World {
     fn check_stabilizes(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
         self.apply(&VmEvent::Resume { zone: None });
         self.apply(&VmEvent::DryRun { on: false });
-        // With other rules, this could take days.
+        // With other rules, the sizes might take days to stabilize.
         let Rules { floor_bytes, ceiling_bytes, .. } = *self.controller.rules();
         self.set_rules(Rules { floor_bytes, ceiling_bytes, ..Rules::default() });
         self.movable = true;

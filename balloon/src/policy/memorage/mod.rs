@@ -99,8 +99,8 @@ impl Storage {
             zones.fold(0u64, |sum, zone| sum.saturating_add(size(zone)))
         };
         let room = |zone: &ZoneSizes| zone.requestable_bytes().saturating_sub(zone.requested_bytes);
-        // Outstanding requests are treated as completed. Grows have already left the pool, and
-        // shrinks have already returned to it.
+        // Outstanding requests are treated as completed: the pool's free memory excludes requested
+        // grows and includes requested shrinks.
         let free_bytes = host
             .pool_free_bytes
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))

@@ -343,8 +343,8 @@ impl PageCacheNeed {
         self.is_expired(now) && !self.is_ignored(now)
     }
 
-    /// Checks if the last grow for page cache has helped. It has helped if the rate at which
-    /// evicted pages are read back has fallen by a quarter.
+    /// Checks if the last grow for page cache has helped, that is, if the rate at which evicted
+    /// pages are read back has fallen by a quarter.
     pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
         let Some(grow) = self.last_grow.filter(|_| rates.has_signs) else { return };
         if rates.file_refault_bytes_per_s < grow.refault_bytes_per_s / 4 * 3 {
