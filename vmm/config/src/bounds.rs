@@ -29,7 +29,7 @@ macro_rules! numeric {
 
 numeric!(u8 u16 u32 u64);
 
-/// Checks that a value is within its bounds. Accepts a key that is not given.
+/// Checks that a value is within its bounds. Accepts a missing key.
 pub fn check_range<T: FlagValue + Copy + Into<u64>>(
     flag: &'static str,
     key: &'static str,

@@ -190,8 +190,8 @@ impl Plan {
     }
 
     /// Extends the cleared range from the end of the image to the end of its huge page on the host.
-    /// The whole page can then be returned. The added bytes are already zero, unless a part moves
-    /// there. In that case the page is in use, and the range is not extended.
+    /// The whole page can then be returned to the host. The added bytes are already zero. The range
+    /// is not extended if a part of the image moves to that page.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
             .next_multiple_of(HUGE_PAGE_BYTES as u64)

@@ -76,9 +76,9 @@ impl Clock {
         Self { read, started, started_with_sleep, held: Arc::default() }
     }
 
-    /// Current time, without the time during which the host slept or the VM was paused. In that
-    /// time, the guest could neither report nor follow requests. Excluding it prevents late reports
-    /// and timeouts.
+    /// Current time, without the time during which the host slept or the VM was paused. A stopped
+    /// guest can neither report nor follow requests, so its reports would appear late and its
+    /// requests would time out.
     pub fn now(&self) -> TimeMs {
         let held = self.held.lock();
         let now = held.since.unwrap_or_else(|| (self.read)(libc::CLOCK_MONOTONIC));

@@ -253,8 +253,8 @@ fn every_implemented_field_is_documented() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// An ignored field would have no effect without any notice. Therefore, every field of Cloud
-/// Hypervisor is either implemented or refused.
+/// A client would not notice that a field is ignored. Therefore, every field of Cloud Hypervisor is
+/// either implemented or refused.
 #[test]
 fn no_field_is_ignored() {
     let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));

@@ -367,7 +367,7 @@ fn late_write_to_a_removed_function_maps_no_bar() {
 fn function_that_does_not_fit_allocates_nothing() {
     let machine = Machine::new();
     let large = |bars: &[u32]| Arc::new(Tagged::new(9, bars));
-    // Two of the three BARs fit. Their addresses are freed again.
+    // Two of the three BARs fit. The addresses of these BARs are freed after the failure.
     for _ in 0..3 {
         let error = machine.root.add(None, large(&[0x1000_0000, 0x1000_0000, 0x1000])).unwrap_err();
         assert!(matches!(error, PciError::NoAddress { len: 0x1000, .. }), "{error}");

@@ -353,8 +353,8 @@ mod tests {
         let file = File::open(path).unwrap();
         let len = file.metadata().unwrap().len() as usize;
         let mut resident = vec![0u8; len.div_ceil(4096)];
-        // SAFETY: the mapping is new and of the test's own file. It is passed only to mincore(),
-        // with a byte for each page, and then unmapped.
+        // SAFETY: the mapping is new and of the test's own file. Only mincore() uses the mapping,
+        // with a byte for each page, before it is unmapped.
         unsafe {
             let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
             let at =

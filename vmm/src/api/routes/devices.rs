@@ -13,8 +13,8 @@ use crate::api::wire::RemoveDeviceBody;
 use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Adds a device. The answer contains its PCI address. It is empty if the VM does not run; the VM
-/// then gets the device at its next boot.
+/// Adds a device. The answer contains its PCI address. If the VM does not run, the answer is empty,
+/// and the VM gets the device at its next boot.
 async fn add(
     vm: VmHandle,
     (device, warnings): (DeviceConfig, Vec<String>),
