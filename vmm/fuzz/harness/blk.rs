@@ -88,7 +88,8 @@ fn queue() -> Queue {
     queue
 }
 
-/// Fills each slot with a header and a range, so that a buffer in any slot starts with one of them.
+/// Fills each slot with a header and, 16 bytes later, a range. A buffer at either offset starts
+/// with one of them.
 fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
     for slot in 0..8 {
         let kind = cursor.pick(&[0u32, 0, 1, 1, 4, 8, 11, 13, 14, 2, u32::MAX]);
