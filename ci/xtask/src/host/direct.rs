@@ -44,7 +44,7 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
     command.env(MEASURED_ON, measured_on(checkout, Place::Direct)?);
     let started = Instant::now();
     let status = jobs::spawn_killable(&mut command)?.wait()?;
-    // If timeout uses SIGKILL, it is killed by that signal as well.
+    // If timeout(1) has to use SIGKILL, it ends by SIGKILL itself.
     let may_be_cut_off =
         status.code() == Some(CUT_OFF.into()) || status.signal() == Some(Signal::KILL.as_raw());
     if may_be_cut_off && started.elapsed() >= host.timeout() {

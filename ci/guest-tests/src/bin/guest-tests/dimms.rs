@@ -1,5 +1,5 @@
-//! Tests of DRAM that grows by ACPI DIMMs. It cannot be removed from a running guest, and becomes
-//! boot memory when the guest reboots.
+//! Tests of DRAM that grows by ACPI DIMMs. A DIMM cannot be removed from a running guest, and
+//! becomes boot memory when the guest reboots.
 
 use std::time::Duration;
 
