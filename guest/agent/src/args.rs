@@ -110,7 +110,7 @@ pub(crate) enum ArgsError {
     WrongValue { option: String, value: String, expected: String },
 }
 
-/// Parses the arguments. They do not include the program's name.
+/// Parses the arguments, which do not include the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
     let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
     let args: Vec<String> = args.collect::<Result<_, _>>()?;

@@ -141,7 +141,7 @@ impl Tuning {
     }
 
     /// Adapts the settings to the guest's zones and size. Does nothing while both are unchanged.
-    /// After an error, the next attempt is made when they change.
+    /// After an error, the next attempt is made when the zones or the size change.
     pub(crate) fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.enable_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);

@@ -21,8 +21,8 @@
 
 use crate::{Measure, Memory, Settings, scale};
 
-/// Upper bound of the rate at which a guest fills memory for a sustained time. The time of the next
-/// check follows from it.
+/// Upper bound of the rate at which a guest fills memory for a sustained time. The bound determines
+/// the time of the next check.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
 /// Longest time between checks. It limits how late the agent notices a shortage in a guest that had

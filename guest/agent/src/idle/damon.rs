@@ -70,7 +70,7 @@ impl Damon {
         let nodes = nodes.clamp(1, MAX_NODES);
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
-            // The kind is not ResourceBusy, because that would mean a temporary state.
+            // The kind is not ResourceBusy, which callers take for a temporary error.
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 "another program uses DAMON",
