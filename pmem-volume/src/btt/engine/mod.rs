@@ -20,9 +20,9 @@
 //! An arena whose flog or map is inconsistent is read-only. Its info blocks record this, as the
 //! format requires. All other arenas remain writable.
 //!
-//! If neither info block of an arena is whole, none of its sectors can be read. Their number
-//! follows from the size of the arena. If that size is unknown ([`arena_walk`]), the volume cannot
-//! be opened.
+//! If neither info block of an arena is whole, none of its sectors can be read. The number of these
+//! sectors follows from the size of the arena. If that size is unknown ([`arena_walk`]), the volume
+//! cannot be opened.
 //!
 //! An arena whose flog cannot be read at open refuses reads and writes. If the map entry of a
 //! lane's last write is unreadable, the arena refuses writes, and reads of that sector.
