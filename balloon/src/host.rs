@@ -238,8 +238,8 @@ impl HostView {
         sizes.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Sum, over all zones, of the largest size that may be requested. For a zone with an
-    /// unsupported driver, this is its present request.
+    /// Sum, over all zones, of the largest size that may be requested. A zone with an unsupported
+    /// driver counts with its present request.
     pub fn max_bytes(&self) -> u64 {
         self.sum(ZoneSizes::requestable_bytes)
     }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The caller reads the host's state and calls [`Governor::run`]. [`Devices`] carry out the
-//! requests. After that, the host's state may be read again, because a device may have lowered a
+//! requests. The caller may then read the host's state again, because a device may have lowered a
 //! request. The caller writes the notes last, because the guest waits for the requests.
 
 mod agent;
@@ -285,7 +285,7 @@ impl Governor {
     }
 
     /// Requests the next steps towards sizes that clients requested. If `then_decide` is set, the
-    /// decision of the tick follows those steps. If no step is needed, it is made immediately.
+    /// tick's decision is made after those steps, or immediately if no step is needed.
     fn request_goals(
         &mut self,
         then_decide: bool,

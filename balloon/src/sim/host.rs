@@ -66,7 +66,7 @@ pub fn run_host(
         Vm::new(setup.guest, setup.host, setup.demand, policy, rules, governed.skip)
     };
     let mut vms = setups.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
-    // The VM with the earliest time runs next, so that each VM finds the pool as it is at that
+    // The VM with the earliest time runs next, so that each VM sees the pool's state at its own
     // time.
     while let Some((index, _)) = vms
         .iter()

@@ -141,7 +141,7 @@ fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     world.report_free(500);
     (0..4).for_each(|_| world.apply(&VmEvent::RefusedLine, 1));
     world.apply(&VmEvent::StaleReport, 1);
-    // A VM of this size cannot have that much memory.
+    // A VM of this size cannot have 1 TiB of memory.
     world.report_with(500, |raw| raw.memory.total_bytes = 1 << 40);
     assert_eq!(world.refused(), [("not_utf8", 4), ("out_of_order", 1), ("out_of_range", 1)]);
     let noted = world.state.notes.iter().filter_map(|note| match note {

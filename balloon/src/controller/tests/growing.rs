@@ -40,8 +40,8 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
     rig.follow();
     assert_eq!(rig.tick(100).reason, Reason::Enough);
-    // A client's request does not count as the controller's. Memory that is kept for the floor is
-    // not waited for.
+    // A client's request does not count as the controller's. The controller does not wait for
+    // memory that is kept for the floor.
     rig.pin(ZoneId(1));
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);

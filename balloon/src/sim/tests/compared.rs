@@ -56,7 +56,7 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let swaps_more =
             ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
         let holds_more = match name {
-            // Under the other policy, tasks wait longer instead.
+            // The other policy holds less memory only because tasks wait longer.
             _ if theirs.stall_s > ours.stall_s => false,
             // With its units of 4 MiB, `pmb` follows each tooth up and down. `psi` keeps memory for
             // the next tooth (rule 8). `pmb` therefore holds less memory, but resizes the guest
