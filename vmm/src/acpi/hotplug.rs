@@ -61,7 +61,7 @@ impl PciSlots {
         self.leaving & bit(slot) != 0
     }
 
-    /// Reads a register for the guest. Reading clears the notifications in it.
+    /// Reads a register for the guest, and clears the notifications that the register contains.
     pub(crate) fn read(&mut self, offset: u64) -> u32 {
         match offset {
             PCI_UP => std::mem::take(&mut self.up),

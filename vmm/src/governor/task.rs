@@ -91,7 +91,7 @@ impl Clock {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
-    /// Stops this clock while the VM is paused.
+    /// Stops this clock at the start of a pause of the VM.
     pub fn hold(&self) {
         let mut held = self.held.lock();
         held.since.get_or_insert_with(|| (self.read)(libc::CLOCK_MONOTONIC));

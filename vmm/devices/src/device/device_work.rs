@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::event_loop::EventLoopHandle;
 
-/// Event loops on whose threads devices work. They are held while the VM is paused.
+/// Event loops on whose threads devices work. The loops are held while the VM is paused.
 pub struct DeviceWork {
     state: Mutex<State>,
 }

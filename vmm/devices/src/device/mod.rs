@@ -1,9 +1,9 @@
 //! Devices of a machine. The devices register and unregister themselves.
 //!
-//! The folder of each device contains a function `build`, which vmm/src/vm/devices calls. It takes
-//! the device's configuration and a [`DeviceContext`], and returns an [`AttachedDevice`], which the
-//! guest finds on the PCI bus. Dropping the [`AttachedDevice`] removes the device and everything
-//! that was registered for it.
+//! The folder of each device contains a function `build`, which vmm/src/vm/devices calls. The
+//! function takes the device's configuration and a [`DeviceContext`], and returns an
+//! [`AttachedDevice`], which the guest finds on the PCI bus. Dropping the [`AttachedDevice`]
+//! removes the device and everything that was registered for it.
 
 mod attached_device;
 mod context;

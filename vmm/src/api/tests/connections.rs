@@ -109,8 +109,7 @@ fn incomplete_bodies_do_not_block_other_clients() {
         }
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
-        // The connections were closed to make room. None of them got an error for a body that took
-        // too long.
+        // The connections were closed to make room, so no connection got the error for a slow body.
         let last = stalled.split_off(stalled.len() - limits.silent);
         for client in &mut stalled {
             assert_eq!(client.receive().await, None);

@@ -1,5 +1,5 @@
-//! Builds a machine from its configuration. This is the only place of composition: devices depend
-//! neither on each other nor on the machine.
+//! Builds a machine from its configuration. Devices depend neither on each other nor on the
+//! machine, so only this module combines them.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -13,7 +13,7 @@ pub(super) enum ActualChange {
     /// The driver moves toward the target or has reached it.
     Following,
     /// The guest was out of memory and deflated this many bytes without a request. The device does
-    /// not request them again.
+    /// not request these bytes again.
     TakenBack(u64),
 }
 
