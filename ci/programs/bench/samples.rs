@@ -154,8 +154,9 @@ impl Row {
         }
     }
 
-    /// Row with the QEMU values to compare with. QEMU's NVDIMM has no flush hints. It is what users
-    /// have as an alternative to a BTT. QEMU's disks are images, and their sectors may be torn.
+    /// Row with the QEMU values to compare with. QEMU's NVDIMM has no flush hints. It is the
+    /// alternative to a BTT for users of QEMU. QEMU's disks are images, and their sectors may be
+    /// torn.
     pub(crate) fn peer_row(self) -> Self {
         match self {
             Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,

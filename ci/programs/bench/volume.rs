@@ -114,7 +114,7 @@ fn make_image() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes a BTT to a plain file. It is the same BTT as in a volume.
+/// Writes a BTT to a plain file, the same BTT as in a volume.
 pub(crate) fn write_btt_file(path: &Path) -> Result<()> {
     let media = MemoryMedia::new(VOLUME_BYTES);
     Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;

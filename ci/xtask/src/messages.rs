@@ -74,7 +74,7 @@ pub(crate) fn write_errors(bytes: &[u8]) {
 pub(crate) struct Lines(Vec<u8>);
 
 impl Lines {
-    /// Adds output, and returns the lines that it completes. They include their newlines.
+    /// Adds output, and returns the lines that it completes, including their newlines.
     pub(crate) fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         self.0.extend_from_slice(bytes);
         let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Vec::new() };

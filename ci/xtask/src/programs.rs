@@ -14,7 +14,7 @@ use crate::root::IS_JOB;
 
 /// Folders with the distribution's programs. Only these programs build images.
 pub(crate) const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
-/// Missing file. It makes mke2fs use its own defaults instead of those in /etc/mke2fs.conf.
+/// Missing file, with which mke2fs uses its own defaults instead of those in /etc/mke2fs.conf.
 const MKE2FS_CONFIG: &str = "/nonexistent/mke2fs.conf";
 /// Variables of the user or of cargo that could change images, other cargo runs or output of
 /// programs.

@@ -87,7 +87,7 @@ fn missing_packages() -> Result<Vec<&'static str>> {
     Ok(packages)
 }
 
-/// Returns false if another package installed busybox. It may be linked dynamically and would then
+/// Returns false if another package installed busybox, because a dynamically linked busybox would
 /// not run in an initramfs.
 fn has_static_busybox() -> Result<bool> {
     let mut query = programs::system("dpkg-query");

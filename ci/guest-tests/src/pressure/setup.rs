@@ -186,7 +186,8 @@ pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand
         }
         Config::Policy(policy) => {
             let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
-            // `fixed` has no default size. It gets as much as any policy could provide.
+            // `fixed` has no default size, so it gets the size that any policy could provide at
+            // most.
             let size =
                 if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
             let policy = format!("{policy}{size},record={}", trace_file().display());

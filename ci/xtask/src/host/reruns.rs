@@ -26,8 +26,7 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Reports the number of repeated runs. It is printed at the end of a task so that it is
-    /// noticed.
+    /// Reports the number of repeated runs, at the end of a task so that it is noticed.
     pub(crate) fn note(&self) {
         if self.broken > 0 {
             say!(
