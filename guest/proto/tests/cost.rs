@@ -20,10 +20,7 @@ fn report_is_decoded_without_a_copy_of_its_fields() {
     encode_report(&report, &mut line);
     let (count, decoded) = allocations::count(|| decode_agent_message(&line));
     assert_eq!(decoded, Ok(RawAgentMessage::Report(report.clone())));
-    assert_eq!(
-        count, 4,
-        "one for each list, and one for serde_json to count nested levels"
-    );
+    assert_eq!(count, 4, "one for each list, and one for serde_json to count nested levels");
     // Decoding the enum directly allocates far more often.
     let (count, decoded) = allocations::count(|| serde_json::from_slice::<RawAgentMessage>(&line));
     assert!(decoded.is_ok() && count > 10, "{count}");
