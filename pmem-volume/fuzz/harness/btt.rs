@@ -78,8 +78,8 @@ struct Base {
     content: BTreeMap<u64, Vec<u8>>,
 }
 
-/// Number of sectors with content. They are swapped in pairs, so that each is in its neighbor's
-/// block.
+/// Number of sectors with content. The sectors are swapped in pairs, so that each is in its
+/// neighbor's block.
 const WRITTEN: u64 = 64;
 /// Number of sectors at each end of a volume that are compared.
 const COMPARED_SECTORS: u64 = 80;

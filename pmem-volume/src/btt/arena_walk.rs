@@ -102,8 +102,8 @@ fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_ranges_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
-/// Returns the start of the first arena behind a missing one. It is found by following second info
-/// blocks backwards from the end.
+/// Returns the start of the first arena behind a missing one, found by following second info blocks
+/// backwards from the end.
 fn arena_after(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;
     let mut found = None;

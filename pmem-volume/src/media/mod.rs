@@ -198,8 +198,8 @@ pub trait Media: Send + Sync {
         self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
 
-    /// Begins to persist earlier stores to a range. They are durable after [`Media::end_persist`]
-    /// has returned.
+    /// Begins to persist earlier stores to a range. The stores are durable after
+    /// [`Media::end_persist`] has returned.
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         pending.add(range);
         Ok(())
@@ -210,8 +210,8 @@ pub trait Media: Send + Sync {
         self.persist(pending.ranges())
     }
 
-    /// Makes all earlier stores to `ranges` durable. They may have been made by any thread or
-    /// process, through any mapping of the media. Other stores may become durable too.
+    /// Makes all earlier stores to `ranges` durable, by any thread or process and through any
+    /// mapping of the media. Other stores may become durable too.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }

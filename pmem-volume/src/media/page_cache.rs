@@ -52,10 +52,10 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
 ///
 /// If the write-back of a page fails, the kernel marks the page as clean but keeps it in the cache
 /// (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"). Reads then return
-/// data that never reached the disk. Dirty pages are not dropped, so no store is lost. They are
-/// written first, so that few of them remain. Errors of this write are ignored, and so are pages
-/// that cannot be dropped because another process has mapped them. The caller makes the content
-/// durable after reading it, which reports such errors.
+/// data that never reached the disk. Dirty pages are not dropped, so no store is lost. Dirty pages
+/// are written first, so that few of them remain. Errors of this write are ignored, and so are
+/// pages that cannot be dropped because another process has mapped them. The caller makes the
+/// content durable after reading it, which reports such errors.
 pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
     let _ = write_pages(file, ranges);
     drop_clean_pages(file, ranges);
@@ -80,7 +80,7 @@ mod tests {
 
     const PAGE_BYTES: usize = 4096;
 
-    /// Returns the number of cached pages of a file. It maps the pages without reading any.
+    /// Returns the number of cached pages of a file. Maps the pages without reading any.
     fn resident_pages(file: &File, pages: usize) -> usize {
         let mut resident = vec![0u8; pages];
         let length = pages * PAGE_BYTES;

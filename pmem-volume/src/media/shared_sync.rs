@@ -63,8 +63,8 @@ impl SharedSync {
         }
         drop(ticket);
         result?;
-        // 2. Wait for flushes that may have received the error of this one. They began before the
-        //    kernel returned.
+        // 2. Wait for flushes that may have received the error of this one, because they began
+        //    before the kernel returned.
         let state = self.locked();
         let latest = state.next;
         let is_awaited =

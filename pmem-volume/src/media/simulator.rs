@@ -134,8 +134,8 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
-    /// Returns the current values of words in a range that are not durable. They are the content of
-    /// a cache line that is written back now. Later stores are not part of it.
+    /// Returns the current values of words in a range that are not durable: the content of a cache
+    /// line that is written back now. Later stores are not part of it.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
         assert!(

@@ -272,8 +272,8 @@ impl Pool {
         self.media.file()
     }
 
-    /// Returns the process that has the pool open for writing, or else one of its readers. It may
-    /// be this process.
+    /// Returns the process that has the pool open for writing, or else one of its readers, which
+    /// may be this process.
     pub fn holder(&self) -> Option<Holder> {
         lock::holder(self.file())
     }

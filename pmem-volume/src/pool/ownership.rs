@@ -87,7 +87,7 @@ fn set_blocking(file: &File) -> io::Result<()> {
 pub enum PoolContent {
     /// The file does not contain a pool.
     NoPool,
-    /// The file contains a pool. It may be damaged, and `pmvol repair` may be able to repair it.
+    /// The file contains a pool, possibly a damaged one that `pmvol repair` can repair.
     Pool,
     /// The file cannot be read, for example because its device has vanished.
     Unreadable,

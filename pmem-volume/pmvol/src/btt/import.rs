@@ -445,7 +445,7 @@ impl Copy<'_, '_> {
         Ok(bytes.len() as u64)
     }
 
-    /// Skips a range of zeros. They are written only if the volume may hold other data there.
+    /// Skips a range of zeros. Zeros are written only if the volume may hold other data there.
     fn skip(&mut self, range: Range<u64>) -> anyhow::Result<()> {
         if self.holds_data && !range.is_empty() { self.target.zero(range) } else { Ok(()) }
     }

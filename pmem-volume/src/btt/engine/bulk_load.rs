@@ -81,7 +81,7 @@ impl<S: Media> BulkLoad<S> {
         &self.engine
     }
 
-    /// Stores whole sectors. They are durable when [`BulkLoad::finish`] has returned. After a
+    /// Stores whole sectors, which are durable when [`BulkLoad::finish`] has returned. After a
     /// crash, each sector reads as zeros or as the data that was stored last.
     ///
     /// # Panics

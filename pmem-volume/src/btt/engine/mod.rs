@@ -318,7 +318,7 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably. It discards them, because that is the fastest way.
+    /// Makes sectors read as zeros, durably, by discarding them, which is the fastest way.
     pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         self.discard(sectors)
     }

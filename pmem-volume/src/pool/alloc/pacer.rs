@@ -57,8 +57,8 @@ impl Pacer {
 
 /// Maximum delay of a batch that is caused by `owe`.
 pub(in crate::pool) const MAX_DEBT: Duration = Duration::from_secs(10);
-/// Minimum number of batches per second. It ensures that a low limit applies to each second instead
-/// of each minute.
+/// Minimum number of batches per second, so that a low limit applies to each second instead of each
+/// minute.
 const BATCHES_PER_S: u64 = 16;
 
 #[cfg(test)]

@@ -92,9 +92,9 @@ impl<M: Media> Pool<M> {
         self.scrub_wake.notify_queued();
     }
 
-    /// Makes progress for a caller that needs `missing` more clean chunks. It erases a batch, or
-    /// waits for erasures in progress. At least `missing` chunks must be pending. The state is
-    /// unlocked in the meantime, so the caller must check again.
+    /// Erases a batch, or waits for erasures in progress, for a caller that needs `missing` more
+    /// clean chunks. At least `missing` chunks must be pending. The state is unlocked in the
+    /// meantime, so the caller must check again.
     pub(in crate::pool) fn erase_some<'a>(
         &'a self,
         mut state: StateGuard<'a>,

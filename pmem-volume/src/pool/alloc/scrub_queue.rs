@@ -54,7 +54,7 @@ impl ScrubQueue {
         self.runs.insert(start, end - start);
     }
 
-    /// Removes up to `chunks` chunks for erasing. They are counted as in flight until
+    /// Removes up to `chunks` chunks for erasing. The chunks count as in flight until
     /// [`ScrubQueue::finish`].
     pub(crate) fn take(&mut self, chunks: u32) -> Vec<Run> {
         let mut batch = Vec::new();

@@ -84,7 +84,7 @@ impl<M: Media> Drop for Scrubber<M> {
     }
 }
 
-/// Signals between a pool and its scrubber. They are not part of the pool. Otherwise, the waiting
+/// Signals between a pool and its scrubber, which are not part of the pool. Otherwise, the waiting
 /// thread would keep the pool open.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct ScrubWake {

@@ -93,7 +93,7 @@ impl Mark {
         Ok(Some(find_mark(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
     }
 
-    /// Marks a file. It replaces an existing mark unless that is unknown.
+    /// Marks a file. Replaces an existing mark unless that mark is unknown.
     pub fn set(self, file: &File) -> Result<(), MarkError> {
         let (_, value) =
             Self::VALUES.into_iter().find(|(mark, _)| *mark == self).expect("a known mark is set");

@@ -267,8 +267,8 @@ fn device_in_use(path: &Path, device: u64) -> PoolError {
     }
 }
 
-/// Returns the user of a device that the kernel refuses to open. It is the holder of a pool's lock,
-/// a mount, or another device.
+/// Returns the user of a device that the kernel refuses to open: the holder of a pool's lock, a
+/// mount, or another device.
 pub(in crate::pool) fn device_user(path: &Path, device: u64) -> Result<Holder, String> {
     let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {

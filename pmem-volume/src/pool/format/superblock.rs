@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(sector[440..446], [1, 2, 3, 4, 0, 0]);
         assert!(sector[446..510].iter().all(|byte| *byte == 0));
         assert_eq!(sector[510..], [0x55, 0xaa]);
-        // Pools of older programs contain zeros there. They get the MBR when they grow.
+        // Pools of older programs contain zeros there, and get the MBR when they grow.
         let old = SuperblockBytes { mbr_id: [0; 4], mbr_signature: [0; 2], ..bytes.clone() };
         assert_eq!(Superblock::parse(&old), Ok(superblock.clone()));
         assert!(superblock.to_bytes_over(old).as_bytes() == bytes.as_bytes());

@@ -298,8 +298,8 @@ impl ChunkTable {
         Ok(decode_entries(run, &bytes))
     }
 
-    /// Copies a chunk's words to another table without decoding them. They are not durable when the
-    /// call returns.
+    /// Copies a chunk's words to another table without decoding them. The copies are not durable
+    /// when the call returns.
     pub(crate) fn copy_entry(
         self,
         media: &dyn Media,
@@ -315,7 +315,7 @@ impl ChunkTable {
         Ok(())
     }
 
-    /// Stores the owner. It is not durable when the call returns.
+    /// Stores the owner, which is not durable when the call returns.
     pub(crate) fn set_owner(
         self,
         media: &dyn Media,
@@ -325,7 +325,7 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
     }
 
-    /// Stores the wear count. It is not durable when the call returns.
+    /// Stores the wear count, which is not durable when the call returns.
     pub(crate) fn set_wear(
         self,
         media: &dyn Media,

@@ -307,8 +307,8 @@ pub(in crate::pool) fn fix_metadata(
 }
 
 /// Repairs a log without a transaction if a single bit of its magic or commit word is wrong. A
-/// transaction that may have been committed is not changed. It may be an old one, and redoing it
-/// would undo later changes.
+/// transaction that may have been committed is not changed. Redoing an old transaction would undo
+/// later changes.
 fn fix_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, MediaError> {
     let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
     if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {

@@ -55,8 +55,8 @@ impl World {
             .then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
     }
 
-    /// Performs one random operation, and returns its name. It may be refused, for example because
-    /// the pool is full or a name is in use.
+    /// Performs one random operation, and returns its name. The pool may refuse the operation, for
+    /// example because it is full or a name is in use.
     fn step(&mut self, random: &mut Random) -> &'static str {
         match random.below(16) {
             0..=2 => self.lend(random),

@@ -303,8 +303,8 @@ impl<M: Media> Pool<M> {
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 
-    /// Returns the sequence number for the next record in a slot. It follows the last one on the
-    /// media, even if the slot is empty.
+    /// Returns the sequence number for the next record in a slot: the last one on the media plus
+    /// one, even if the slot is empty.
     pub(in crate::pool) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
         let offset = self.superblock.volume_record_offsets(slot)[0];
         let at = offset

@@ -168,7 +168,7 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// Returns the words of the transaction. They link the new arenas of a BTT and update both
+    /// Returns the words of the transaction, which link the new arenas of a BTT and update both
     /// copies of the record.
     pub(in crate::pool) fn growth_words(
         &self,
