@@ -29,8 +29,8 @@ Examples:
 
 Times have the unit ms, s, m or h.";
 
-/// Bursts to three times the DRAM, once in two minutes. They are so fast that stalls also differ
-/// between the policies. A single ramp causes no stalls, except under `off`.
+/// Bursts to three times the DRAM, once in two minutes, so fast that stalls also differ between the
+/// policies. A single ramp causes no stalls, except under `off`.
 const DEFAULT_WORKLOAD: &str = "burst,high=3000,rate=2G,period=2m";
 
 /// Version, and the commit and date of the build.

@@ -304,7 +304,7 @@ fn time_step(duration_ms: u64) -> u64 {
     TIME_STEPS.into_iter().find(fits).unwrap_or_else(|| duration_ms.div_ceil(8))
 }
 
-/// Returns a step of the memory axis. It is a power of two that results in at most five tick marks.
+/// Returns a step of the memory axis: a power of two that results in at most five tick marks.
 fn size_step(most_bytes: u64) -> u64 {
     (most_bytes / 4).max(1).next_power_of_two()
 }

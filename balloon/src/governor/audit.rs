@@ -30,8 +30,8 @@ const DRY_RUN_MS: u64 = 1_000;
 /// Recent decisions.
 #[derive(Clone, Debug, Default)]
 pub struct Audit {
-    /// Recent decisions, oldest first. They are shared with readers, because reading takes longer
-    /// than a step of the governor.
+    /// Recent decisions, oldest first. Readers share the list, because reading takes longer than a
+    /// step of the governor.
     ring: VecDeque<Arc<Entry>>,
     /// Number of decisions so far, which is also the number of the newest one.
     total: u64,

@@ -114,7 +114,7 @@ impl Effects {
 /// Request to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Request a size in bytes. It is a multiple of the zone's block size and within the zone's
+    /// Request a size in bytes, which is a multiple of the zone's block size and within the zone's
     /// bounds.
     Size(ZoneId, u64),
     /// Request a size that is a step towards the size that a client requested.
@@ -189,7 +189,7 @@ pub struct PlanNote {
     pub plan: Plan,
     /// Name of the policy.
     pub policy: &'static str,
-    /// True if a report caused the plan. It is the governor's last report.
+    /// True if the governor's last report caused the plan.
     pub is_from_report: bool,
     /// Number of the decision. `None` if the plan repeats an earlier decision.
     pub number: Option<u64>,

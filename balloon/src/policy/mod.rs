@@ -88,9 +88,9 @@ impl Decision {
         Decision { watermark_bytes, watermark_of: Measure::Free, ..self }
     }
 
-    /// Requests fast reports for a policy with a single watermark. They start below 1.5 times the
-    /// watermark, before the watermark itself is reached, but at most below half of the guest's
-    /// memory.
+    /// Requests fast reports for a policy with a single watermark. Fast reports start below 1.5
+    /// times the watermark, before the watermark itself is reached, but at most below half of the
+    /// guest's memory.
     fn watching_one(self, watermark_bytes: u64, input: Input<'_>) -> Self {
         let watch_bytes = watermark_bytes.saturating_add(watermark_bytes / 2);
         self.watching_free(watch_bytes.min(input.report.memory().total_bytes / 2))

@@ -20,8 +20,8 @@ pub(super) enum Mark {
 pub(super) enum Factor {
     /// A single factor for all nodes, as in the papers.
     Times(u64),
-    /// A separate factor for each node. It makes the node's scaled high watermark equal to this
-    /// share of its DRAM, in thousandths.
+    /// A separate factor for each node, with which the node's scaled high watermark is this share
+    /// of its DRAM, in thousandths.
     ShareOfDram(u64),
 }
 

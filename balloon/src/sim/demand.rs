@@ -84,8 +84,8 @@ pub enum DemandError {
 /// Demand of a guest's processes from its start to the end of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
-    /// Segments in order. They are shared, because a recorded guest may have a million of them and
-    /// many guests may have the same demand.
+    /// Segments in order. The list is shared, because a recorded guest may have a million segments
+    /// and many guests may have the same demand.
     segments: Arc<Vec<Segment>>,
     end: TimeMs,
 }

@@ -143,8 +143,8 @@ impl Outcome {
         self.account_equations(guest, touches);
     }
 
-    /// Computes equations 1 and 2 of Memorage. It uses the run's writes to memory, and the writes
-    /// to PM by volumes and as swap.
+    /// Computes equations 1 and 2 of Memorage from the run's writes to memory, and the writes to PM
+    /// by volumes and as swap.
     fn account_equations(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
         let days = self.run_s / 86_400.0;

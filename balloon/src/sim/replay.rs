@@ -24,8 +24,8 @@ const MAX_SAMPLES: usize = 1 << 20;
 
 /// Time for which files count as read repeatedly after their evicted pages were read again.
 const REREAD_MS: u64 = 3_600_000;
-/// Period over which pages that are read again are counted in addition to the page cache. They
-/// belong to files for which the page cache has no room.
+/// Period over which pages that are read again are counted in addition to the page cache. Such
+/// pages belong to files that do not fit into the page cache.
 const THRASH_MS: u64 = 1_000;
 
 /// Reason why a trace cannot be replayed.

@@ -96,7 +96,7 @@ pub struct Vm {
     decision_counts: DecisionCounts,
 }
 
-/// Zones of the simulated guest. It has no balloon, and its drivers do not need reminders.
+/// Zones of the simulated guest, which has no balloon and whose drivers need no reminders.
 struct GuestDevices<'a> {
     guest: &'a mut Guest,
     host: &'a mut HostView,

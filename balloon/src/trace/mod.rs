@@ -25,7 +25,7 @@ pub const TRACE_VERSION: u32 = 1;
 /// report plus the fields around it.
 pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 
-/// First line of a trace. It describes the VM.
+/// First line of a trace, which describes the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Name of the VM: up to 128 bytes of printable ASCII, or an empty name.

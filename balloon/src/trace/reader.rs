@@ -244,7 +244,7 @@ fn read_line(
 
 fn parse(line: &[u8]) -> Result<Raw, Fault> {
     let text = std::str::from_utf8(line).map_err(|_| Fault::Shape("it is not UTF-8".to_owned()))?;
-    // The parser's message may quote the trace. It also contains a line number, which is always 1.
+    // The parser's message may quote the trace. Its line number, which is always 1, is cut off.
     serde_json::from_str(text).map_err(|error| {
         let column = error.column();
         let reason = error.to_string();

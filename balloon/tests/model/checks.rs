@@ -191,7 +191,7 @@ impl World {
             return Ok(());
         };
         let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
-        // A late report shows earlier changes as new. They are then missing from the next report.
+        // A late report shows earlier changes as new. The next report then lacks these changes.
         if plan.reason != Reason::Surplus || !is_known || self.is_misled {
             return Ok(());
         }

@@ -114,8 +114,8 @@ fn missed_page_cache_is_not_available() {
     run_from(1, &events);
 }
 
-/// The test delivered a report after newer ones. Such a report is refused. It contained less memory
-/// than was plugged, so the next report seemed to add memory.
+/// The test delivered a report after newer ones. Such a report is refused. Otherwise, it would show
+/// less memory than was plugged, and the next report would seem to add memory.
 #[test]
 fn overtaken_report_misleads_no_policy() {
     let late = report(Report { late: true, ..Report::default() });

@@ -201,7 +201,7 @@ impl Sample {
         let unavailable_bytes =
             self.total_bytes.saturating_sub(older.total_bytes) / UNAVAILABLE_PART;
         // Memory that was being onlined counts as used in the older report. The part that the
-        // kernel keeps remains used in the newer report. It is fill in neither of them.
+        // kernel keeps remains used in the newer report. It counts as fill in neither report.
         let used_bytes = self.used_bytes.saturating_sub(self.onlining_bytes);
         let increase_bytes = used_bytes
             .saturating_add(swapped)

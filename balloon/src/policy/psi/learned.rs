@@ -16,7 +16,7 @@ const DEFAULT_PLUG_MS: u64 = 250;
 /// Time between two reports while the guest is short of memory.
 const REPORT_MS: u64 = 50;
 
-/// Bounds of the plug time. They limit the error that a late report causes.
+/// Bounds of the plug time, which limit the error that a late report causes.
 const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
 /// Time for which refused memory is not requested again. The time starts at the first value,

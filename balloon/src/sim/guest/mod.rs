@@ -133,8 +133,8 @@ struct Plug {
     done_us: u64,
     /// Largest plugged size so far.
     peak_bytes: u64,
-    /// Total size of the memory blocks that were converted to kernel memory. They are the first
-    /// blocks of the zone, and the last of them may be partly plugged.
+    /// Total size of the memory blocks that were converted to kernel memory: the first blocks of
+    /// the zone. The last of these blocks may be partly plugged.
     kernel_blocks_bytes: u64,
     marks: Marks,
 }

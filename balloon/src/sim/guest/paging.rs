@@ -226,8 +226,8 @@ impl Guest {
         self.totals.replaced_bytes += streamed + bytes - added;
     }
 
-    /// Reads files that are read once. They fill free memory down to the high watermark. After
-    /// that, each page replaces an older one.
+    /// Reads files that are read once. Their pages fill free memory down to the high watermark.
+    /// After that, each page replaces an older one.
     pub(super) fn read_files(&mut self, ms: u64, segment: &Segment) {
         // Files that are no longer read repeatedly become other page cache.
         let left = self.file_bytes.saturating_sub(segment.file_bytes);

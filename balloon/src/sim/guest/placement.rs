@@ -158,8 +158,8 @@ impl BootZones {
         zones.map(|zone| (zone.reserved_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
-    /// Sets the total size of the DRAM blocks that were converted to kernel memory. They are above
-    /// 4 GiB, in ZONE_NORMAL.
+    /// Sets the total size of the DRAM blocks that were converted to kernel memory. Such blocks are
+    /// above 4 GiB, in ZONE_NORMAL.
     fn set_kernel_blocks(&mut self, block_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.block_bytes, block_bytes);
         self.kernel_zones[1].bytes = self.kernel_zones[1].bytes - before_bytes + block_bytes;
