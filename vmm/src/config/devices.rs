@@ -245,7 +245,7 @@ impl VmConfig {
     }
 
     /// Adds a device and returns its ID. `in_use` contains the IDs of devices that the guest has
-    /// not released. They are not reused. After an error, the configuration is unchanged.
+    /// not released. Such IDs are not reused. After an error, the configuration is unchanged.
     pub fn add_device(
         &mut self,
         mut device: DeviceConfig,

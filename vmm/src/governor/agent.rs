@@ -85,8 +85,8 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    /// Queues `settings` if they have changed. They replace a queued line, unless part of that line
-    /// has already been written.
+    /// Queues `settings` if they have changed. The new line replaces a queued line, unless part of
+    /// that line has already been written.
     fn send(&mut self, settings: Settings) {
         let is_begun = self.is_waiting() && self.written > 0;
         if is_begun || self.sent == Some(settings) {

@@ -68,7 +68,7 @@ pub trait PressureSource: fmt::Debug + Send + Sync {
     fn sample(&self) -> Option<PressureSample>;
 }
 
-/// Metrics of a governor. They are no longer exposed once the governor has ended.
+/// Metrics of a governor, which are exposed until the governor has ended.
 #[derive(Debug)]
 pub struct PressureMetrics(pub Weak<dyn PressureSource>);
 

@@ -117,7 +117,7 @@ fn lines_of_agent_that_does_not_read_are_handled() {
     let settings = Cell::new(Settings::with_watermark(0));
     let [agent, vmm] = {
         let (agent, vmm) = connection();
-        // Smallest buffer that Linux permits. It has room for a few lines.
+        // Smallest buffer that Linux permits, with room for a few lines.
         let bytes: libc::c_int = 1;
         // SAFETY: the socket is open, and `bytes` is an int that outlives the call.
         let result = unsafe {

@@ -24,7 +24,7 @@ impl Core {
         Ok(())
     }
 
-    /// Validates a complete change. It is then applied as a whole or not at all.
+    /// Validates a complete change. The change is then applied as a whole or not at all.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
         let zone = change.zone.as_deref().map(|id| self.zones().find(id)).transpose()?;
         let controller = self.governor.controller();
@@ -179,8 +179,8 @@ mod tests {
             f.report(20 + plugged_bytes / MIB);
             f.core.tick(TimeMs(1_300));
         });
-        // Rate-limited lines contain `times=`. They are counted over all tests, so they may not
-        // appear in this test.
+        // Rate-limited lines contain `times=`. The limit counts lines of all tests, so such lines
+        // may be missing in this test.
         let said = lines.iter().map(|line| line.split_once(": ").unwrap().1);
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");

@@ -177,8 +177,8 @@ impl Backing for PmBacking {
 }
 
 impl Drop for PmBacking {
-    /// Returns the chunks to the pool. They would otherwise remain allocated until the pool is
-    /// opened again.
+    /// Returns the chunks to the pool, because they would otherwise remain allocated until the pool
+    /// is opened again.
     fn drop(&mut self) {
         let result =
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());

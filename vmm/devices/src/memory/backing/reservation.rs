@@ -243,7 +243,7 @@ impl Reservation {
         }
     }
 
-    /// Passes advice to the kernel. It must not change the content of memory.
+    /// Passes advice to the kernel. The advice must not change the content of memory.
     fn advise(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // SAFETY: advice about a range inside the reservation (checked above). The callers pass

@@ -24,7 +24,7 @@ impl Segment {
 /// status, and two are for data that crosses a page boundary.
 const USUAL: usize = 3;
 
-/// A sequence of buffers. They may be outside of memory, so each access checks them.
+/// A sequence of buffers, which may be outside of memory, so each access checks them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segments(SmallVec<[Segment; USUAL]>);
 

@@ -37,7 +37,7 @@ impl HostError {
     }
 }
 
-/// Executes requests. It exists as long as the device and is not affected by resets.
+/// Executor of requests, which exists as long as the device and is not affected by resets.
 pub(super) struct Executor {
     backing: Box<dyn Backing>,
     slots: HotplugSlots,

@@ -14,7 +14,7 @@ const REQUEST_BYTES: usize = 24;
 /// Length of each answer.
 const RESPONSE_BYTES: usize = 10;
 
-/// Consecutive blocks that a request names. They are not checked yet.
+/// Consecutive blocks that a request names, before any check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockRun {
     /// Guest-physical address of the first block.

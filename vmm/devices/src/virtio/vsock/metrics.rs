@@ -37,7 +37,7 @@ impl Gauge {
     }
 }
 
-/// Metrics of one device. They are retained across resets.
+/// Metrics of one device, which are retained across resets.
 #[derive(Debug, Default)]
 pub struct VsockMetrics {
     /// Sockets that are open on the host, in any state.

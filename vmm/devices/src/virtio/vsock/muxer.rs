@@ -514,8 +514,8 @@ impl Muxer {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// Returns the next packet for the guest. It has at most `capacity` bytes of payload.
-    /// `capacity` must not be zero, because no payload could be sent then.
+    /// Returns the next packet for the guest, with at most `capacity` bytes of payload. `capacity`
+    /// must not be zero, because no payload could be sent then.
     pub(super) fn next_packet(
         &mut self,
         capacity: usize,
