@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock};
 
-use pmem_volume::btt::{self, Engine, EngineError};
+use pmem_volume::btt::{self, BttError, Engine};
 use pmem_volume::media::{Durability, Media, MediaError};
 use uuid::Uuid;
 
@@ -220,7 +220,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
         Ok(engine) => engine,
         Err(error) => {
             assert!(
-                !is_clean || matches!(error, EngineError::SectorSize { .. }),
+                !is_clean || matches!(error, BttError::SectorSize { .. }),
                 "clean, but {error}"
             );
             return;
@@ -242,7 +242,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
             _ => engine.write(first, &bytes),
         };
         // Sectors that were not written may be in error.
-        let is_refused = matches!(result, Err(EngineError::Sector { .. })) && operation == 0;
+        let is_refused = matches!(result, Err(BttError::Sector { .. })) && operation == 0;
         assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, but {result:?}");
         if operation > 0 {
             touched.push(sectors.clone());

@@ -2,7 +2,7 @@
 //! neither commands nor flags.
 
 use pmem_volume::PoolError;
-use pmem_volume::btt::EngineError;
+use pmem_volume::btt::BttError;
 use pmem_volume::btt_file::BttFileError;
 use pmem_volume::pool::SplitError;
 
@@ -20,7 +20,7 @@ pub(crate) fn for_error(error: &anyhow::Error) -> Option<&'static str> {
         return Some("name one of its volumes, without --file");
     }
     match error.downcast_ref()? {
-        EngineError::Ambiguous { .. } => Some("`pmvol btt export` copies all readable sectors"),
+        BttError::Ambiguous { .. } => Some("`pmvol btt export` copies all readable sectors"),
         _ => None,
     }
 }

@@ -30,7 +30,7 @@ pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use arena_walk::{ArenaResult, MissingArena, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::{holds_data, usable_bytes};
-pub use engine::{ArenaStatus, BulkLoad, Engine, EngineError, Fault};
+pub use engine::{ArenaStatus, BttError, BulkLoad, Engine, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,

@@ -9,7 +9,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::failed_blocks::FailedBlocks;
 use super::lanes::Lanes;
 use super::map::{self, LINE_SECTORS, Map};
-use super::{Common, EngineError, Fault};
+use super::{BttError, Common, Fault};
 use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
 use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
@@ -48,7 +48,7 @@ impl Arena {
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
         (info, source): (ArenaInfo, InfoSource),
-    ) -> Result<Self, EngineError> {
+    ) -> Result<Self, BttError> {
         let space = &common.space;
         let mut recovery = recover(space, &info);
         let map = Map::new(&info);
@@ -59,7 +59,7 @@ impl Arena {
         let fault = unreadable.clone().map(Fault::Unreadable);
         let fault = fault.or(info.has_error.then_some(Fault::ErrorFlag));
         if damage.is_none() && fault.is_none() {
-            redo(common, &info, &map, &recovery).map_err(EngineError::Media)?;
+            redo(common, &info, &map, &recovery).map_err(BttError::Media)?;
             recovery.redo.clear();
         }
         let arena = Self {
@@ -79,7 +79,7 @@ impl Arena {
             // Without the flag, the next program that opens the damaged arena would write to it.
             (Some(finding), _) => {
                 let error = arena.mark_damaged(space, finding);
-                if matches!(error, EngineError::Media(_)) {
+                if matches!(error, BttError::Media(_)) {
                     return Err(error);
                 }
             }
@@ -95,17 +95,17 @@ impl Arena {
     }
 
     #[inline]
-    pub(super) fn check_writable(&self) -> Result<(), EngineError> {
+    pub(super) fn check_writable(&self) -> Result<(), BttError> {
         match self.fault.get() {
-            Some(fault) => Err(EngineError::ReadOnly { arena: self.number, reason: fault.clone() }),
+            Some(fault) => Err(BttError::ReadOnly { arena: self.number, reason: fault.clone() }),
             None => Ok(()),
         }
     }
 
     /// Fails if recovery was impossible or incomplete.
-    pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
+    pub(super) fn check_recovered(&self) -> Result<(), BttError> {
         match self.unreadable.clone().map(Fault::Unreadable) {
-            Some(reason) => Err(EngineError::NotRecovered { arena: self.number, reason }),
+            Some(reason) => Err(BttError::NotRecovered { arena: self.number, reason }),
             None => Ok(()),
         }
     }
@@ -114,7 +114,7 @@ impl Arena {
     /// map. The map entries of their sectors then name blocks that may contain data of other
     /// sectors.
     #[inline]
-    fn check_readable(&self) -> Result<(), EngineError> {
+    fn check_readable(&self) -> Result<(), BttError> {
         match self.unreadable {
             Some(Finding::FlogUnreadable(_)) => self.check_recovered(),
             _ => Ok(()),
@@ -125,24 +125,24 @@ impl Arena {
     /// writes is unknown from then on. Do not pass the results of reads, because they do not affect
     /// durability.
     #[inline]
-    pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
+    pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, BttError> {
         result.map_err(|error| {
             // Only the first fault is recorded.
             let _ = self.fault.set(Fault::Media(foreshore_types::chain(&error)));
-            EngineError::Media(error)
+            BttError::Media(error)
         })
     }
 
     /// Makes the arena read-only because its metadata is impossible. The error flag is stored
     /// durably.
-    pub(super) fn mark_damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
+    pub(super) fn mark_damaged(&self, space: &impl Media, finding: Finding) -> BttError {
         let reason = Fault::Damaged(finding);
         if self.fault.set(reason.clone()).is_ok()
             && let Err(error) = set_error_flag(space, &self.info, self.source)
         {
-            return EngineError::Media(error);
+            return BttError::Media(error);
         }
-        EngineError::ReadOnly { arena: self.number, reason }
+        BttError::ReadOnly { arena: self.number, reason }
     }
 
     /// Returns true if the sector is lost because the media of its block failed.
@@ -162,7 +162,7 @@ impl Arena {
         common: &Common<impl Media>,
         sector: u32,
         into: &mut [u8],
-    ) -> Result<(), EngineError> {
+    ) -> Result<(), BttError> {
         self.check_readable()?;
         let space = &common.space;
         let mut is_unwritten = false;
@@ -191,29 +191,29 @@ impl Arena {
         let read = if is_unwritten { space.read(at, into) } else { space.load(at, into) };
         read.map_err(|source| {
             self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
-            EngineError::Unreadable { sector: self.first_sector + u64::from(sector), source }
+            BttError::Unreadable { sector: self.first_sector + u64::from(sector), source }
         })
     }
 
-    fn sector_error(&self, sector: u32) -> EngineError {
-        EngineError::Sector { sector: self.first_sector + u64::from(sector) }
+    fn sector_error(&self, sector: u32) -> BttError {
+        BttError::Sector { sector: self.first_sector + u64::from(sector) }
     }
 
-    fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, EngineError> {
+    fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, BttError> {
         match self.pending.get(&sector) {
             Some(Some(block)) => Ok(map::written_entry(*block)),
             Some(None) => {
                 let sector = self.first_sector + u64::from(sector);
-                Err(EngineError::SectorNotRecovered { sector })
+                Err(BttError::SectorNotRecovered { sector })
             }
-            None => self.map.entry(space, sector).map_err(EngineError::Media),
+            None => self.map.entry(space, sector).map_err(BttError::Media),
         }
     }
 
     /// Makes those words of the map durable that the lanes changed last. Another program that uses
     /// the lanes without recovery would not redo them. All other words are already durable, or
     /// become durable before a later exchange that depends on them is committed.
-    pub(super) fn quiesce(&self, space: &impl Media) -> Result<(), EngineError> {
+    pub(super) fn quiesce(&self, space: &impl Media) -> Result<(), BttError> {
         let changed = self
             .lanes
             .sectors()
@@ -229,7 +229,7 @@ impl Arena {
         &self,
         common: &Common<impl Media>,
         sectors: Range<u32>,
-    ) -> Result<Vec<u32>, EngineError> {
+    ) -> Result<Vec<u32>, BttError> {
         let failed = self.store_discarded(common, sectors.clone())?;
         self.persist_discarded(&common.space, &sectors)?;
         Ok(failed)
@@ -240,7 +240,7 @@ impl Arena {
         &self,
         common: &Common<impl Media>,
         sectors: Range<u32>,
-    ) -> Result<Vec<u32>, EngineError> {
+    ) -> Result<Vec<u32>, BttError> {
         self.check_writable()?;
         let space = &common.space;
         let mut failed = Vec::new();
@@ -252,7 +252,7 @@ impl Arena {
             let before = failed.len();
             for sector in first..end {
                 // No entry in the line has been stored yet.
-                let entry = self.map.entry(space, sector).map_err(EngineError::Media)?;
+                let entry = self.map.entry(space, sector).map_err(BttError::Media)?;
                 failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
             }
             let discarded = |sector, entry| match failed[before..].contains(&sector) {
@@ -271,7 +271,7 @@ impl Arena {
         &self,
         space: &impl Media,
         sectors: &Range<u32>,
-    ) -> Result<(), EngineError> {
+    ) -> Result<(), BttError> {
         self.latch(space.persist(std::slice::from_ref(&self.map.word_range(sectors))))?;
         self.check_writable()
     }

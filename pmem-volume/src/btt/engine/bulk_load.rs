@@ -24,7 +24,7 @@ use std::ops::Range;
 
 use super::arena::Arena;
 use super::map::{self, LINE_SECTORS};
-use super::{ArenaSlot, Common, Engine, EngineError};
+use super::{ArenaSlot, BttError, Common, Engine};
 use crate::btt::check;
 use crate::btt::content::holds_data;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
@@ -87,7 +87,7 @@ impl<S: Media> BulkLoad<S> {
     /// # Panics
     ///
     /// Panics if the sectors precede the current window.
-    pub fn write(&mut self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
+    pub fn write(&mut self, first_sector: u64, bytes: &[u8]) -> Result<(), BttError> {
         let sectors = self.engine.whole_sectors(first_sector, bytes.len())?;
         let sector_bytes = self.engine.sector_bytes as usize;
         let mut parts = Vec::new();
@@ -107,7 +107,7 @@ impl<S: Media> BulkLoad<S> {
     }
 
     /// Performs steps 2 and 3 for the last window, and returns the engine.
-    pub fn finish(mut self) -> Result<Engine<S>, EngineError> {
+    pub fn finish(mut self) -> Result<Engine<S>, BttError> {
         if let Some((arena, words)) = self.leave_window()? {
             let arena = self.engine.arena_slots[arena].arena()?;
             arena.latch(self.engine.common.space.persist_range(words))?;
@@ -117,7 +117,7 @@ impl<S: Media> BulkLoad<S> {
 
     /// Performs step 1 for the window that contains a sector, unless it is the current window.
     /// Returns the end of the window.
-    fn enter_window(&mut self, arena: usize, sector: u32) -> Result<u32, EngineError> {
+    fn enter_window(&mut self, arena: usize, sector: u32) -> Result<u32, BttError> {
         if let Some(window) = &self.window
             && window.arena == arena
             && window.sectors.contains(&sector)
@@ -144,14 +144,14 @@ impl<S: Media> BulkLoad<S> {
 
     /// Performs the first half of step 2 for sectors of the current window. Sectors with contiguous
     /// blocks are stored together.
-    fn store(&mut self, sectors: Range<u32>, bytes: &[u8]) -> Result<(), EngineError> {
+    fn store(&mut self, sectors: Range<u32>, bytes: &[u8]) -> Result<(), BttError> {
         let Engine { arena_slots, common, sector_bytes, .. } = &self.engine;
         let window = self.window.as_mut().expect("it was entered");
         let arena = arena_slots[window.arena].arena()?;
         let sector_bytes = u64::from(*sector_bytes);
         let mut block_offsets = Vec::with_capacity(sectors.len());
         for sector in sectors.clone() {
-            let entry = arena.map.entry(&common.space, sector).map_err(EngineError::Media)?;
+            let entry = arena.map.entry(&common.space, sector).map_err(BttError::Media)?;
             block_offsets.push(arena.info.block_at(entry & MAP_BLOCK));
         }
         let mut rest = bytes;
@@ -166,7 +166,7 @@ impl<S: Media> BulkLoad<S> {
 
     /// Performs the second half of step 2, and step 3 without its persist. Returns the arena and
     /// the map words that must be persisted.
-    fn leave_window(&mut self) -> Result<Option<(usize, Range<u64>)>, EngineError> {
+    fn leave_window(&mut self) -> Result<Option<(usize, Range<u64>)>, BttError> {
         let Some(window) = self.window.take() else { return Ok(None) };
         let common = &self.engine.common;
         let arena = self.engine.arena_slots[window.arena].arena()?;

@@ -44,7 +44,7 @@ use std::ops::Range;
 use super::arena::Arena;
 use super::lanes::{LaneGuard, LaneGuards};
 use super::map::{self, LockedLines};
-use super::{Common, EngineError};
+use super::{BttError, Common};
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
@@ -74,7 +74,7 @@ pub(super) fn exchange(
     arena: &Arena,
     first: u32,
     bytes: &[u8],
-) -> Result<usize, EngineError> {
+) -> Result<usize, BttError> {
     // A damaged arena may have no lanes.
     arena.check_writable()?;
     if bytes.len() == arena.info.sector_bytes as usize {
@@ -110,7 +110,7 @@ impl<'a, S: Media> Exchange<'a, S, LaneGuards<'a>> {
 impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<'a, S, L> {
     /// Performs steps 2 to 4. Returns the number of sectors.
     #[inline]
-    fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {
+    fn run(mut self, bytes: &[u8]) -> Result<usize, BttError> {
         let sectors = self.sectors().len();
         self.log(bytes)?;
         self.commit()?;
@@ -125,7 +125,7 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
 
     /// Performs step 2. `bytes` must contain at least the sectors of the exchange.
     #[inline]
-    pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
+    pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), BttError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
         // Checked after the lanes are taken, because a lane that a failed exchange has released
         // still contains the entry of that exchange.
@@ -144,11 +144,11 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
     /// failure (Linux then clears the error). If an entry is unreadable, nothing changes, because
     /// nothing has been stored yet.
     #[inline]
-    fn read_old_blocks(&mut self) -> Result<(), EngineError> {
+    fn read_old_blocks(&mut self) -> Result<(), BttError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         let bound = arena.info.blocks;
         for (sector, guard) in (self.first..).zip(self.lanes.as_mut()) {
-            let entry = arena.map.entry(space, sector).map_err(EngineError::Media)?;
+            let entry = arena.map.entry(space, sector).map_err(BttError::Media)?;
             let block = decode_map(sector, entry).block;
             if block >= bound {
                 return Err(arena.mark_damaged(space, Finding::MapRange { sector, block, bound }));
@@ -184,7 +184,7 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
 
     /// Performs step 3.
     #[inline]
-    pub(super) fn commit(&mut self) -> Result<(), EngineError> {
+    pub(super) fn commit(&mut self) -> Result<(), BttError> {
         // After a failure, nothing may be committed.
         self.arena.check_writable()?;
         self.arena.latch(self.store_commit())
@@ -205,7 +205,7 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
 
     /// Performs step 4.
     #[inline]
-    pub(super) fn publish(mut self) -> Result<(), EngineError> {
+    pub(super) fn publish(mut self) -> Result<(), BttError> {
         let locked = self.locked.take().expect("it was logged before");
         let (first, lanes) = (self.first, self.lanes.as_ref());
         let new = |sector: u32, _| map::written_entry(lanes[(sector - first) as usize].block);

@@ -103,7 +103,7 @@ pub enum Fault {
 /// Error of an engine operation. Arenas are numbered from 0.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum EngineError {
+pub enum BttError {
     /// The volume has no BTT, or its first arena is lost. In both cases, the sector size is
     /// unknown.
     #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({reason})")]
@@ -173,7 +173,7 @@ pub struct ArenaStatus {
 impl<S: Media> Engine<S> {
     /// Opens the BTT in `space`, which must not be open elsewhere, and recovers it. Damage is
     /// reported by [`Engine::arenas`], and by operations that it affects.
-    pub fn open(space: S) -> Result<Self, EngineError> {
+    pub fn open(space: S) -> Result<Self, BttError> {
         let common = Common { space, locks: LineLocks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, arena_slots: Vec::new() };
         let found = arenas(&engine.common.space);
@@ -183,37 +183,34 @@ impl<S: Media> Engine<S> {
     }
 
     /// Checks that [`Engine::open`] finds a usable BTT. Stores nothing.
-    pub fn check_servable(space: &S) -> Result<(), EngineError> {
+    pub fn check_servable(space: &S) -> Result<(), BttError> {
         Self::check(&arenas(space)).map(drop)
     }
 
     /// Checks that the arenas are usable, before anything is stored. Returns the sector size.
-    fn check(found: &[arena_walk::ArenaResult]) -> Result<u32, EngineError> {
+    fn check(found: &[arena_walk::ArenaResult]) -> Result<u32, BttError> {
         if found.len() > MAX_ARENAS {
-            return Err(EngineError::Arenas);
+            return Err(BttError::Arenas);
         }
         let sector_bytes = match &found[0] {
             Err(MissingArena { start_bytes, reason, .. }) => {
-                return Err(EngineError::NoBtt {
-                    start_bytes: *start_bytes,
-                    reason: reason.clone(),
-                });
+                return Err(BttError::NoBtt { start_bytes: *start_bytes, reason: reason.clone() });
             }
             Ok((info, _)) => info.sector_bytes,
         };
         if ![512, 4096].contains(&sector_bytes) {
-            return Err(EngineError::SectorSize { sector_bytes });
+            return Err(BttError::SectorSize { sector_bytes });
         }
         for (arena, result) in found.iter().enumerate() {
             if let Err(MissingArena { start_bytes, end_bytes: None, reason }) = result {
                 let (start_bytes, reason) = (*start_bytes, reason.clone());
-                return Err(EngineError::Ambiguous { arena, start_bytes, reason });
+                return Err(BttError::Ambiguous { arena, start_bytes, reason });
             }
         }
         Ok(sector_bytes)
     }
 
-    fn open_next(&mut self, result: arena_walk::ArenaResult) -> Result<(), EngineError> {
+    fn open_next(&mut self, result: arena_walk::ArenaResult) -> Result<(), BttError> {
         let (arena, first_sector) = (self.arena_slots.len(), self.sectors);
         let slot = match result {
             Ok((info, source)) => ArenaSlot::Arena(Box::new(Arena::open(
@@ -255,7 +252,7 @@ impl<S: Media> Engine<S> {
     }
 
     /// Reads whole sectors. Each contains the data of a write that has returned or is in progress.
-    pub fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), EngineError> {
+    pub fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), BttError> {
         let mut rest = into;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
             let arena = arena?;
@@ -270,7 +267,7 @@ impl<S: Media> Engine<S> {
 
     /// Writes whole sectors. After a crash, each sector is old or new. If the call succeeds, all
     /// sectors are new. After an error, some sectors may be new.
-    pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
+    pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), BttError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
             let arena = arena?;
@@ -293,7 +290,7 @@ impl<S: Media> Engine<S> {
     /// Sectors smaller than a page are written instead. The Linux driver reads several of them into
     /// one page. At an entry for zeros, it stops and reports success (drivers/nvdimm/btt.c,
     /// btt_read_pg), so it would skip the following sectors.
-    pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+    pub fn discard(&self, sectors: Range<u64>) -> Result<(), BttError> {
         if u64::from(self.sector_bytes) < PAGE_BYTES {
             return self.write_zero_bytes(sectors);
         }
@@ -306,7 +303,7 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    fn write_zero_bytes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+    fn write_zero_bytes(&self, sectors: Range<u64>) -> Result<(), BttError> {
         let zeros = [0; exchange::MAX_SECTORS * 512];
         let mut rest = self.inside(sectors)?;
         while !rest.is_empty() {
@@ -319,7 +316,7 @@ impl<S: Media> Engine<S> {
     }
 
     /// Makes sectors read as zeros, durably, by discarding them, which is the fastest way.
-    pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+    pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), BttError> {
         self.discard(sectors)
     }
 
@@ -327,22 +324,22 @@ impl<S: Media> Engine<S> {
     /// already durable when it returned. An arena in which a write has failed returns an error. An
     /// arena that could not be read at open accepts no writes, so it does not prevent a flush of
     /// the others.
-    pub fn flush(&self) -> Result<(), EngineError> {
+    pub fn flush(&self) -> Result<(), BttError> {
         for slot in &self.arena_slots {
             if let ArenaSlot::Arena(arena) = slot
                 && let Some(reason @ Fault::Media(_)) = arena.fault()
             {
-                return Err(EngineError::ReadOnly { arena: arena.number, reason: reason.clone() });
+                return Err(BttError::ReadOnly { arena: arena.number, reason: reason.clone() });
             }
         }
-        self.common.space.persist(&[]).map_err(EngineError::Media)
+        self.common.space.persist(&[]).map_err(BttError::Media)
     }
 
     /// Flushes like [`Engine::flush`], and also makes the map durable, so that a recovery has
     /// nothing to redo. Call it before a driver uses the media that assumes a durable map, such as
     /// the Linux driver. If an arena fails, or could not be read at open, the others are still
     /// quiesced.
-    pub fn quiesce(&self) -> Result<(), EngineError> {
+    pub fn quiesce(&self) -> Result<(), BttError> {
         let mut refused = Ok(());
         for slot in &self.arena_slots {
             if let ArenaSlot::Arena(arena) = slot {
@@ -355,21 +352,21 @@ impl<S: Media> Engine<S> {
     }
 
     #[inline]
-    fn whole_sectors(&self, first: u64, length_bytes: usize) -> Result<Range<u64>, EngineError> {
+    fn whole_sectors(&self, first: u64, length_bytes: usize) -> Result<Range<u64>, BttError> {
         let sector_bytes = self.sector_bytes;
         if !length_bytes.is_multiple_of(sector_bytes as usize) {
-            return Err(EngineError::Length { length_bytes, sector_bytes });
+            return Err(BttError::Length { length_bytes, sector_bytes });
         }
         let end = first.saturating_add(length_bytes as u64 / u64::from(sector_bytes));
         self.inside(first..end)
     }
 
     #[inline]
-    fn inside(&self, sectors: Range<u64>) -> Result<Range<u64>, EngineError> {
+    fn inside(&self, sectors: Range<u64>) -> Result<Range<u64>, BttError> {
         if sectors.start <= sectors.end && sectors.end <= self.sectors {
             return Ok(sectors);
         }
-        Err(EngineError::Outside { first: sectors.start, end: sectors.end, sectors: self.sectors })
+        Err(BttError::Outside { first: sectors.start, end: sectors.end, sectors: self.sectors })
     }
 
     /// Divides a range of sectors in the volume into ranges in its arenas.
@@ -377,7 +374,7 @@ impl<S: Media> Engine<S> {
     fn parts(
         &self,
         mut rest: Range<u64>,
-    ) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
+    ) -> impl Iterator<Item = (Result<&Arena, BttError>, Range<u32>)> {
         std::iter::from_fn(move || {
             if rest.is_empty() {
                 return None;
@@ -414,11 +411,11 @@ impl ArenaSlot {
     }
 
     #[inline]
-    fn arena(&self) -> Result<&Arena, EngineError> {
+    fn arena(&self) -> Result<&Arena, BttError> {
         match self {
             ArenaSlot::Arena(arena) => Ok(arena),
             ArenaSlot::Missing { arena, reason, .. } => {
-                Err(EngineError::Missing { arena: *arena, reason: reason.clone() })
+                Err(BttError::Missing { arena: *arena, reason: reason.clone() })
             }
         }
     }

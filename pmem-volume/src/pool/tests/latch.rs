@@ -10,7 +10,7 @@ use super::crash;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, TIMEOUT};
 use super::*;
-use crate::btt::{Engine, EngineError, arenas};
+use crate::btt::{BttError, Engine, arenas};
 use crate::media::simulator::Random;
 use crate::media::{Media, MediaError, Pending};
 
@@ -114,19 +114,17 @@ fn first_failure_makes_the_pool_read_only_until_it_is_reopened() {
 fn assert_read_only<M: Media>(
     pool: &Pool<M>,
     engine: &Engine<Volume<M>>,
-    result: Result<(), EngineError>,
+    result: Result<(), BttError>,
     cause: &str,
 ) {
-    let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else {
-        panic!("{result:?}")
-    };
+    let Err(BttError::Media(error @ MediaError::Io { .. })) = &result else { panic!("{result:?}") };
     assert!(foreshore_types::chain(&error).contains(cause), "{error:?}");
     let arena = engine.arenas()[0].read_only.clone().expect("the arena is read-only");
     let latched = pool.info().latched.expect("and so is the pool");
     assert!(arena.contains(cause) && latched.contains(cause), "{arena}; {latched}");
     assert!(!pool.is_writable());
     for result in [engine.write(100, &[1; 4096]), engine.discard(100..101), engine.flush()] {
-        assert!(matches!(result, Err(EngineError::ReadOnly { arena: 0, .. })), "{result:?}");
+        assert!(matches!(result, Err(BttError::ReadOnly { arena: 0, .. })), "{result:?}");
     }
     assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })));
 }
@@ -351,7 +349,7 @@ fn read_errors_do_not_latch_the_pool() {
     let block = media.find_words(MARK)[0];
     media.set_bad(Some(block..block + 64));
     let result = engine.read(7, &mut vec![0; 4096]);
-    assert!(matches!(result, Err(EngineError::Unreadable { sector: 7, .. })), "{result:?}");
+    assert!(matches!(result, Err(BttError::Unreadable { sector: 7, .. })), "{result:?}");
     engine.write(8, &[1; 4096]).unwrap();
     engine.space().flush_guest_stores(0..18 * MIB).unwrap();
 

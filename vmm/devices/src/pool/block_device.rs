@@ -4,7 +4,7 @@
 use std::io;
 use std::ops::Range;
 
-use pmem_volume::btt::{Engine, EngineError};
+use pmem_volume::btt::{BttError, Engine};
 use pmem_volume::media::Media;
 use pmem_volume::{Durability, Volume};
 
@@ -25,9 +25,9 @@ fn sectors_of(engine: &Engine<Volume>, range: DiskRange) -> Range<u64> {
 }
 
 #[cold]
-fn io_error(err: EngineError) -> io::Error {
+fn io_error(err: BttError) -> io::Error {
     match err {
-        EngineError::ReadOnly { .. } => io::Error::new(io::ErrorKind::ReadOnlyFilesystem, err),
+        BttError::ReadOnly { .. } => io::Error::new(io::ErrorKind::ReadOnlyFilesystem, err),
         err => io::Error::other(err),
     }
 }

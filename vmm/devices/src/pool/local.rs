@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use foreshore_types::size::Size;
 use pmem_volume::btt::{
-    ArenaResult, ArenaStatus, Engine, EngineError, InfoError, InfoSource, arenas, is_replaced,
+    ArenaResult, ArenaStatus, BttError, Engine, InfoError, InfoSource, arenas, is_replaced,
 };
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeSize};
@@ -152,7 +152,7 @@ impl PoolVolume for Volume {
     /// their log entries (`pmem_volume::btt`). A guest's driver does neither, and overwrites log
     /// entries. After a power cut, two sectors would then share a block. Recovery, which persists
     /// the map, must therefore run before the guest's driver.
-    fn settle(&self) -> Result<(), EngineError> {
+    fn settle(&self) -> Result<(), BttError> {
         let name = &self.info().name;
         // If the guest has replaced the BTT, the engine would use the backup copy of the old info
         // block and overwrite the guest's new content. The guest's driver finds no BTT, so recovery
@@ -173,8 +173,7 @@ impl PoolVolume for Volume {
                 engine.quiesce()
             }
             Err(
-                err @ (EngineError::Media(_)
-                | EngineError::NoBtt { reason: InfoError::Media(_), .. }),
+                err @ (BttError::Media(_) | BttError::NoBtt { reason: InfoError::Media(_), .. }),
             ) => Err(err),
             Err(err) => {
                 // The guest may be about to write a new BTT.
@@ -190,7 +189,7 @@ impl PoolVolume for Volume {
         }
     }
 
-    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError> {
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, BttError> {
         let name = self.info().name.clone();
         if let Some(loss) = btt_loss(&self) {
             warn_of_loss(&name, &loss);
@@ -210,7 +209,7 @@ fn btt_loss(volume: &Volume) -> Option<BttLoss> {
     match Engine::check_servable(&volume) {
         Err(err) if is_of_media(&err) => None,
         // If the first info block is intact, the BTT still exists.
-        Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
+        Err(err @ BttError::Ambiguous { .. }) if !is_replaced(volume) => {
             let remedy = "`pmvol btt export` copies the readable sectors";
             Some(BttLoss::Damaged { reason: format!("{err}; {remedy}") })
         }
@@ -238,12 +237,12 @@ fn warn_of_loss(volume: &str, loss: &BttLoss) {
     }
 }
 
-fn is_of_media(err: &EngineError) -> bool {
+fn is_of_media(err: &BttError) -> bool {
     matches!(
         err,
-        EngineError::Media(_)
-            | EngineError::NoBtt { reason: InfoError::Media(_), .. }
-            | EngineError::Ambiguous { reason: InfoError::Media(_), .. }
+        BttError::Media(_)
+            | BttError::NoBtt { reason: InfoError::Media(_), .. }
+            | BttError::Ambiguous { reason: InfoError::Media(_), .. }
     )
 }
 
@@ -522,7 +521,7 @@ mod tests {
         OpenOptions::new().write(true).open(&path).unwrap().set_len(second).unwrap();
         let err = volume.into_disk().err().unwrap();
         assert!(
-            matches!(err, EngineError::Ambiguous { arena: 1, reason: InfoError::Media(_), .. }),
+            matches!(err, BttError::Ambiguous { arena: 1, reason: InfoError::Media(_), .. }),
             "{err:?}"
         );
     }

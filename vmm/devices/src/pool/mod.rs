@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 pub use local::LocalPool;
 pub use metrics::PoolMetrics;
-use pmem_volume::btt::EngineError;
+use pmem_volume::btt::BttError;
 pub use pmem_volume::{CHUNK_BYTES, Durability, PoolError, PoolInfo, VolumeFormat, VolumeInfo};
 
 use crate::disk::BlockDevice;
@@ -33,10 +33,10 @@ pub trait PoolVolume: Persist {
 
     /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the
     /// result durable. Call this before the guest can access the media.
-    fn settle(&self) -> Result<(), EngineError>;
+    fn settle(&self) -> Result<(), BttError>;
 
     /// Converts the volume to a disk, for a guest without direct access to the media.
-    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError>;
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, BttError>;
 }
 
 /// Volume as the content of a disk. The volume keeps the volume open.

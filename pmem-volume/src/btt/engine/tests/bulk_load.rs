@@ -80,7 +80,7 @@ fn loaded_btt_contains_the_data_and_is_served() {
     load.write(3, &content(3, 1, 4096)).unwrap();
     load.write(3, &content(3, 2, 4096)).unwrap();
     load.write(sectors.start, &bytes).unwrap();
-    assert!(matches!(load.write(u64::MAX, &bytes), Err(EngineError::Outside { .. })));
+    assert!(matches!(load.write(u64::MAX, &bytes), Err(BttError::Outside { .. })));
     let engine = load.finish().unwrap();
     let mut back = vec![0; bytes.len()];
     engine.read(sectors.start, &mut back).unwrap();

@@ -59,7 +59,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     let refused =
         [engine.write(border, &content(border, 7, 4096)), engine.discard(border..border + 1)];
     for result in refused {
-        let Err(EngineError::ReadOnly { arena: 1, reason: fault }) = result else {
+        let Err(BttError::ReadOnly { arena: 1, reason: fault }) = result else {
             panic!("{result:?}")
         };
         assert_eq!(fault.to_string(), reason);
@@ -67,7 +67,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     // A write across the boundary still writes the sectors of the first arena.
     assert!(matches!(
         engine.write(border - 1, &vec![1; 8192]),
-        Err(EngineError::ReadOnly { arena: 1, .. })
+        Err(BttError::ReadOnly { arena: 1, .. })
     ));
     engine.flush().unwrap();
     let info = second_of(media);
@@ -129,10 +129,10 @@ fn map_entry_out_of_range_is_detected_on_use() {
             false => engine.read(border + 9, &mut vec![0; 4096]).unwrap_err(),
         };
         match error {
-            EngineError::ReadOnly { arena: 1, reason } if by_write => {
+            BttError::ReadOnly { arena: 1, reason } if by_write => {
                 assert!(matches!(reason, Fault::Damaged(Finding::MapRange { sector: 9, .. })));
             }
-            EngineError::Sector { sector } if !by_write => assert_eq!(sector, border + 9),
+            BttError::Sector { sector } if !by_write => assert_eq!(sector, border + 9),
             other => panic!("{other}"),
         }
         let reason = only_the_second_is_read_only(&media, &engine);
@@ -172,7 +172,7 @@ fn sector_in_error_is_unreadable_but_writable() {
     }
     let engine = Engine::open(&media).unwrap();
     let error = engine.read(5, &mut vec![0; 3 * 4096]).unwrap_err();
-    assert!(matches!(error, EngineError::Sector { sector: 6 }), "{error}");
+    assert!(matches!(error, BttError::Sector { sector: 6 }), "{error}");
     engine.write(6, &content(6, 1, 4096)).unwrap();
     assert_eq!(read(&engine, 6), content(6, 1, 4096));
     engine.discard(7..8).unwrap();
@@ -211,7 +211,7 @@ fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
         engine.discard(border..sectors),
     ];
     for result in results {
-        assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
+        assert!(matches!(result, Err(BttError::Missing { arena: 1, .. })), "{result:?}");
     }
     corrupt(&media, START_BYTES);
     corrupt(&media, info_at_copy(&media));
@@ -241,7 +241,7 @@ fn unsupported_sector_sizes_are_refused() {
             });
         }
         let error = Engine::open(&media).unwrap_err();
-        assert!(matches!(error, EngineError::SectorSize { sector_bytes: s } if s == sector_bytes));
+        assert!(matches!(error, BttError::SectorSize { sector_bytes: s } if s == sector_bytes));
     }
 }
 
@@ -397,7 +397,7 @@ fn unreadable_sector_does_not_affect_other_sectors() {
         engine.space().set_bad(&bad);
         let unreadable = |sector: u64| {
             let result = engine.read(sector, &mut vec![0; 4096]);
-            matches!(result, Err(EngineError::Unreadable { sector: s, .. }) if s == sector)
+            matches!(result, Err(BttError::Unreadable { sector: s, .. }) if s == sector)
         };
         assert!(unreadable(3) && unreadable(4));
         assert_eq!(engine.arenas()[0].read_only, None);
@@ -441,7 +441,7 @@ fn unreadable_map_entry_does_not_latch_the_arena() {
         engine.discard(2..3),
     ];
     for result in results {
-        assert!(matches!(result, Err(EngineError::Media(_))), "{result:?}");
+        assert!(matches!(result, Err(BttError::Media(_))), "{result:?}");
     }
     assert_eq!(engine.arenas()[0].read_only, None);
     engine.write(0, &content(0, 2, 4096)).unwrap();
@@ -467,11 +467,11 @@ fn first_failure_makes_the_arena_read_only_until_it_is_reopened() {
             assert!(failure > 8, "a write and a discard do more");
             break;
         }
-        assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");
+        assert!(matches!(result, Err(BttError::Media(_))), "{failure}: {result:?}");
         // Only reads succeed from here on.
         let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
         let is_latched = |result| {
-            matches!(result, Err(EngineError::ReadOnly { arena: 0, reason: Fault::Media(_) }))
+            matches!(result, Err(BttError::ReadOnly { arena: 0, reason: Fault::Media(_) }))
         };
         assert!(is_latched(engine.write(9, &content(9, 1, 4096))));
         assert!(is_latched(engine.discard(9..10)));

@@ -44,7 +44,7 @@ fn arenas_behind_a_missing_one_keep_their_sectors() {
     assert_eq!(read(&engine, third), content(third, 1, 4096));
     engine.write(third, &content(third, 2, 4096)).unwrap();
     let result = engine.write(third - 1, &vec![1; 4096]);
-    assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
+    assert!(matches!(result, Err(BttError::Missing { arena: 1, .. })), "{result:?}");
     let sectors = engine.sectors();
     drop(engine);
     // The reader and the check find the same arenas as the engine.
@@ -68,7 +68,7 @@ fn arenas_behind_a_missing_one_keep_their_sectors() {
 fn assert_refused(media: &MemoryMedia) {
     let before = media.to_bytes();
     let error = Engine::open(media).unwrap_err();
-    assert!(matches!(error, EngineError::Ambiguous { arena: 1, .. }), "{error}");
+    assert!(matches!(error, BttError::Ambiguous { arena: 1, .. }), "{error}");
     assert!(media.to_bytes() == before);
     let repair = plan_repair(media, GiveUp::Sectors, &mut |_| {}).unwrap();
     assert!(repair.fixes.is_empty(), "{:?}", repair.fixes);
@@ -188,16 +188,13 @@ fn unreadable_metadata_affects_only_its_arena() {
             Some(reason) => {
                 assert!(reason.contains("os error 5"), "{reason}");
                 let result = engine.write(border, &content(border, 2, 4096));
-                assert!(
-                    matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })),
-                    "{result:?}"
-                );
+                assert!(matches!(result, Err(BttError::ReadOnly { arena: 1, .. })), "{result:?}");
                 let result = engine.read(border, &mut vec![0; 4096]);
                 let is_refused = match case {
-                    "flog" => matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })),
+                    "flog" => matches!(result, Err(BttError::NotRecovered { arena: 1, .. })),
                     _ => {
                         assert_eq!(read(&engine, border + 2000), vec![0; 4096]);
-                        matches!(result, Err(EngineError::SectorNotRecovered { sector }) if sector == border)
+                        matches!(result, Err(BttError::SectorNotRecovered { sector }) if sector == border)
                     }
                 };
                 assert!(is_refused, "{case}: {result:?}");
@@ -291,11 +288,11 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         assert_eq!(read(&engine, first), content(first, 2, 4096));
         let result = engine.read(first + 1, &mut vec![0; 4096]);
         assert!(
-            matches!(result, Err(EngineError::SectorNotRecovered { sector }) if sector == first + 1),
+            matches!(result, Err(BttError::SectorNotRecovered { sector }) if sector == first + 1),
             "{result:?}"
         );
         let result = engine.write(first, &content(first, 3, 4096));
-        assert!(matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })), "{result:?}");
+        assert!(matches!(result, Err(BttError::ReadOnly { arena: 1, .. })), "{result:?}");
 
         let mut sectors = vec![7; 2 * 4096];
         let mut lost = Vec::new();
@@ -310,7 +307,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
     }
     engine.flush().unwrap();
     let result = engine.quiesce();
-    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
+    assert!(matches!(result, Err(BttError::NotRecovered { arena: 1, .. })), "{result:?}");
     assert!(failing.media.to_bytes() == before, "the media changed");
 
     let engine = Engine::open(&failing).unwrap();
@@ -331,7 +328,7 @@ fn quiesce_refuses_a_damaged_arena_with_an_unreadable_entry() {
     let reason = engine.arenas()[1].read_only.clone().unwrap();
     assert!(reason.contains("sequence numbers 9 and 0"), "{reason}");
     let result = engine.quiesce();
-    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
+    assert!(matches!(result, Err(BttError::NotRecovered { arena: 1, .. })), "{result:?}");
 }
 
 #[test]
@@ -347,7 +344,7 @@ fn quiesce_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
 
     let result = engine.quiesce();
 
-    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 0, .. })), "{result:?}");
+    assert!(matches!(result, Err(BttError::NotRecovered { arena: 0, .. })), "{result:?}");
     let entry_at = second.map_at + 4 * 3;
     let persisted = failing.persisted.lock().unwrap();
     assert!(persisted.iter().any(|range| range.contains(&entry_at)), "{persisted:?}");
@@ -368,7 +365,7 @@ fn quiesce_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
 
     let result = engine.quiesce();
 
-    assert!(matches!(result, Err(EngineError::Media(_))), "{result:?}");
+    assert!(matches!(result, Err(BttError::Media(_))), "{result:?}");
     let entry_at = second.map_at + 4 * 3;
     let persisted = failing.persisted.lock().unwrap();
     assert!(persisted.iter().any(|range| range.contains(&entry_at)), "{persisted:?}");
@@ -383,7 +380,7 @@ fn failed_store_of_the_error_flag_is_an_error() {
     for left in 0..4 {
         failing.left.store(left, Ordering::SeqCst);
         let error = Engine::open(&failing).unwrap_err();
-        assert!(matches!(error, EngineError::Media(_)), "{left}: {error}");
+        assert!(matches!(error, BttError::Media(_)), "{left}: {error}");
     }
     failing.left.store(4, Ordering::SeqCst);
     assert!(Engine::open(&failing).unwrap().arenas()[0].read_only.is_some());

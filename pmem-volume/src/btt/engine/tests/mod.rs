@@ -160,15 +160,15 @@ fn impossible_requests_are_refused_with_the_reason() {
     let engine = Engine::open(formatted(4096)).unwrap();
     let end = engine.sectors();
     let mut two = vec![0; 8192];
-    assert!(matches!(engine.read(end - 1, &mut two), Err(EngineError::Outside { .. })));
-    assert!(matches!(engine.write(end, &two), Err(EngineError::Outside { .. })));
-    assert!(matches!(engine.write(u64::MAX, &two), Err(EngineError::Outside { .. })));
-    assert!(matches!(engine.discard(end - 1..end + 1), Err(EngineError::Outside { .. })));
+    assert!(matches!(engine.read(end - 1, &mut two), Err(BttError::Outside { .. })));
+    assert!(matches!(engine.write(end, &two), Err(BttError::Outside { .. })));
+    assert!(matches!(engine.write(u64::MAX, &two), Err(BttError::Outside { .. })));
+    assert!(matches!(engine.discard(end - 1..end + 1), Err(BttError::Outside { .. })));
     #[expect(clippy::reversed_empty_ranges, reason = "expected a refusal")]
     let reversed = 5..4;
-    assert!(matches!(engine.write_zeroes(reversed), Err(EngineError::Outside { .. })));
-    assert!(matches!(engine.write(0, &two[..100]), Err(EngineError::Length { .. })));
-    assert!(matches!(engine.read(0, &mut two[..4097]), Err(EngineError::Length { .. })));
+    assert!(matches!(engine.write_zeroes(reversed), Err(BttError::Outside { .. })));
+    assert!(matches!(engine.write(0, &two[..100]), Err(BttError::Length { .. })));
+    assert!(matches!(engine.read(0, &mut two[..4097]), Err(BttError::Length { .. })));
     engine.discard(end..end).unwrap();
     engine.write(end, &[]).unwrap();
     engine.read(end - 2, &mut two).unwrap();

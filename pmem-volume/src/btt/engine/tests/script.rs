@@ -335,21 +335,21 @@ impl<'a> OneOrMore<'a> {
         exchange
     }
 
-    fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
+    fn log(&mut self, bytes: &[u8]) -> Result<(), BttError> {
         match self {
             OneOrMore::One(exchange) => exchange.log(bytes),
             OneOrMore::More(exchange) => exchange.log(bytes),
         }
     }
 
-    fn commit(&mut self) -> Result<(), EngineError> {
+    fn commit(&mut self) -> Result<(), BttError> {
         match self {
             OneOrMore::One(exchange) => exchange.commit(),
             OneOrMore::More(exchange) => exchange.commit(),
         }
     }
 
-    fn publish(self) -> Result<(), EngineError> {
+    fn publish(self) -> Result<(), BttError> {
         match self {
             OneOrMore::One(exchange) => exchange.publish(),
             OneOrMore::More(exchange) => exchange.publish(),

@@ -71,10 +71,7 @@ fn read_of_suspect_fails_if_its_other_owner_is_unreadable() {
 
     let engine = Engine::open(&failing).unwrap();
     let result = engine.read(SECTOR, &mut vec![0; 4096]);
-    assert!(
-        matches!(result, Err(EngineError::SectorNotRecovered { sector: SECTOR })),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(BttError::SectorNotRecovered { sector: SECTOR })), "{result:?}");
     assert_eq!(read(&engine, 0), vec![0; 4096]);
     let (reader, damage) = Reader::open_damaged(&failing);
     assert!(matches!(damage[..], [(0, Finding::MapUnreadable(_))]), "{damage:?}");
