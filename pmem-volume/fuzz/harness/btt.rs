@@ -124,7 +124,7 @@ fn bases() -> &'static [Base] {
     static BASES: OnceLock<Vec<Base>> = OnceLock::new();
     BASES.get_or_init(|| {
         let two = formatted(18 * MIB, 4096);
-        let extension = btt::extend(&two, 36 * MIB).unwrap().unwrap();
+        let extension = btt::extend(&two, 36 * MIB).unwrap();
         two.0.lock().unwrap().set_len(36 * MIB);
         extension.format(&two).unwrap();
         extension
@@ -333,7 +333,7 @@ pub(crate) fn btt_check(data: &[u8]) {
         format!("{:?}", giving_up.report_after),
         "no refusal if sectors are discarded"
     );
-    if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
+    if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB) {
         let mut image = space.0.into_inner().unwrap();
         image.set_len(image.len_bytes + 18 * MIB);
         let grown = Space(Mutex::new(image));

@@ -267,7 +267,6 @@ pub(crate) fn add_flag_context(error: anyhow::Error) -> anyhow::Error {
         | PoolError::DeviceTooSmall { .. }
         | PoolError::SizeNeeded { .. }
         | PoolError::DeviceNotGrown { .. }
-        | PoolError::BttGrowth(_)
         | PoolError::Btt(_) => Some("--size"),
         PoolError::ThinDevice { .. } => Some("--thin"),
         PoolError::Split { reason: SplitError::HoldsData, .. } => None,

@@ -4,38 +4,20 @@
 //! info blocks of the last one. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and
 //! adds up the sectors of the arenas. Existing sectors therefore keep their numbers.
 
-use thiserror::Error;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::arena::{InfoError, InfoSource, read_arena};
 use super::engine::MAX_ARENAS;
+use super::error::BttError;
 use super::layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, PAGE_BYTES, START_BYTES,
     arena_ranges_from, checksum, write_arenas,
 };
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
-use foreshore_types::size::Size;
 
 /// Number of zero bytes that are written at a time.
 const PIECE_BYTES: u64 = 1 << 20;
-
-/// Reason why a BTT cannot grow.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum ExtendError {
-    #[error("arena {arena} of the BTT is damaged ({reason})")]
-    Damaged { arena: usize, reason: String },
-    #[error(
-        "cannot extend the BTT: it already has {limit} arenas, the maximum; copy the volume to a new one"
-    )]
-    TooMany { limit: usize },
-    #[error(
-        "volume size {size_bytes} ({}) leaves less than the 16 MiB that another arena of the BTT needs; the minimum size is {} ({})",
-        Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
-    )]
-    TooLittle { size_bytes: u64, least_bytes: u64 },
-}
 
 /// Plan for additional arenas.
 #[derive(Debug)]
@@ -49,13 +31,10 @@ pub struct Extension {
 }
 
 /// Plans additional arenas for the volume `space`, which will have `size_bytes`.
-pub fn extend(
-    space: &impl Media,
-    size_bytes: u64,
-) -> Result<Result<Extension, ExtendError>, MediaError> {
+pub fn extend(space: &impl Media, size_bytes: u64) -> Result<Extension, BttError> {
     let (mut start, mut number) = (START_BYTES, 0);
     loop {
-        let damaged = |reason| Ok(Err(ExtendError::Damaged { arena: number, reason }));
+        let damaged = |reason| Err(BttError::Damaged { arena: number, reason });
         let room = space.len_bytes().saturating_sub(start);
         if room < ARENA_MIN_BYTES {
             return damaged(InfoError::Signature.to_string());
@@ -73,7 +52,7 @@ pub fn extend(
             continue;
         }
         if number + 1 >= MAX_ARENAS {
-            return Ok(Err(ExtendError::TooMany { limit: MAX_ARENAS }));
+            return Err(BttError::NoArenaLeft { limit: MAX_ARENAS });
         }
         // Another implementation may have created a small last arena. Even so, the distance to the
         // next arena must not be less than the minimum size.
@@ -81,16 +60,16 @@ pub fn extend(
         let arenas = arena_ranges_from(from, size_bytes);
         if arenas.is_empty() {
             let least_bytes = (from + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
-            return Ok(Err(ExtendError::TooLittle { size_bytes, least_bytes }));
+            return Err(BttError::TooLittleGrowth { size_bytes, least_bytes });
         }
         let mut last = InfoBytes::new_zeroed();
-        space.read(start, last.as_mut_bytes())?;
-        return Ok(Ok(Extension {
+        space.read(start, last.as_mut_bytes()).map_err(BttError::Media)?;
+        return Ok(Extension {
             arenas: ArenaLayout::all(&arenas, info.sector_bytes),
             last,
             last_start: start,
             old_bytes: space.len_bytes(),
-        }));
+        });
     }
 }
 

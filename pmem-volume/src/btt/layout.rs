@@ -3,15 +3,13 @@
 
 use std::mem::{offset_of, size_of};
 
-use thiserror::Error;
 use uuid::Uuid;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::error::BttError;
 use crate::CHUNK_BYTES;
 use crate::media::{MAX_MAPPED_BYTES, Media, MediaError};
-
-use foreshore_types::size::Size;
 
 /// First bytes of an info block.
 pub(super) const SIGNATURE: [u8; 16] = *b"BTT_ARENA_INFO\0\0";
@@ -106,20 +104,6 @@ const _: () = {
     assert!(MIN_VOLUME_BYTES == 18 << 20);
 };
 
-/// Reason why a volume cannot have a BTT.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum GeometryError {
-    #[error(
-        "volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}",
-        Size(*size_bytes).rounded(), Size(MIN_VOLUME_BYTES).rounded()
-    )]
-    TooSmall { size_bytes: u64 },
-    /// The sector size is not supported by this module or by Linux.
-    #[error("sector size {sector_bytes} is neither 512 nor 4096")]
-    SectorSize { sector_bytes: u32 },
-}
-
 /// Computes the 64-bit Fletcher checksum of 32-bit words, with the checksum field set to zero.
 pub(super) fn checksum(info: &InfoBytes) -> u64 {
     let (mut low, mut high) = (0u32, 0u32);
@@ -189,13 +173,13 @@ pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
 
 impl Layout {
     /// Calculates the layout of a volume, as Linux would.
-    pub fn new(volume_bytes: u64, sector_bytes: u32, uuid: Uuid) -> Result<Self, GeometryError> {
+    pub fn new(volume_bytes: u64, sector_bytes: u32, uuid: Uuid) -> Result<Self, BttError> {
         if ![512, 4096].contains(&sector_bytes) {
-            return Err(GeometryError::SectorSize { sector_bytes });
+            return Err(BttError::SectorSize { sector_bytes });
         }
         let ranges = arena_ranges(volume_bytes);
         if ranges.is_empty() {
-            return Err(GeometryError::TooSmall { size_bytes: volume_bytes });
+            return Err(BttError::TooSmall { size_bytes: volume_bytes });
         }
         Ok(Self { sector_bytes, uuid, arenas: ArenaLayout::all(&ranges, sector_bytes) })
     }
@@ -372,8 +356,9 @@ mod tests {
     #[test]
     fn sizes_that_do_not_fit_are_refused() {
         let refused = |size, sector| Layout::new(size, sector, Uuid::nil()).unwrap_err();
-        assert_eq!(refused(16 << 20, 4096), GeometryError::TooSmall { size_bytes: 16 << 20 });
-        assert_eq!(refused(18 << 20, 520), GeometryError::SectorSize { sector_bytes: 520 });
+        let error = refused(16 << 20, 4096);
+        assert!(matches!(error, BttError::TooSmall { size_bytes } if size_bytes == 16 << 20));
+        assert!(matches!(refused(18 << 20, 520), BttError::SectorSize { sector_bytes: 520 }));
         assert!(Layout::new(MIN_VOLUME_BYTES, 4096, Uuid::nil()).is_ok());
     }
 }

@@ -17,6 +17,7 @@ mod arena_walk;
 mod check;
 mod content;
 mod engine;
+mod error;
 mod extend;
 mod flog;
 mod layout;
@@ -30,11 +31,12 @@ pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use arena_walk::{ArenaResult, MissingArena, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::{holds_data, usable_bytes};
-pub use engine::{ArenaStatus, BttError, BulkLoad, Engine, Fault};
-pub use extend::{ExtendError, Extension, extend};
+pub use engine::{ArenaStatus, BulkLoad, Engine, Fault};
+pub use error::BttError;
+pub use extend::{Extension, extend};
 pub use layout::{
-    ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,
-    SECTOR_BYTES, START_BYTES, volume_bytes_for,
+    ARENA_MAX_BYTES, ARENA_MIN_BYTES, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
+    START_BYTES, volume_bytes_for,
 };
 pub use reader::{ReadFailure, Reader, Sector};
 pub use repair::{Fix, GiveUp, Repair, plan_repair};

@@ -10,7 +10,7 @@ use super::format::chunk::Extent;
 use super::format::superblock::SuperblockError;
 use super::format::volume_record::NameError;
 use super::lock::Holder;
-use crate::btt;
+use crate::btt::BttError;
 use crate::media::MediaError;
 use foreshore_types::size::Size;
 
@@ -213,12 +213,9 @@ pub enum PoolError {
         "the pool's log has {log_bytes} bytes, but the operation needs {needed_bytes}; create a new volume instead"
     )]
     LogTooSmall { log_bytes: u64, needed_bytes: u64 },
-    /// The volume's BTT cannot grow to the requested size.
+    /// The volume's BTT cannot be created with its size, or cannot grow to the requested size.
     #[error(transparent)]
-    BttGrowth(btt::ExtendError),
-    /// A BTT cannot be created with the volume's size or the requested sector size.
-    #[error(transparent)]
-    Btt(#[from] btt::GeometryError),
+    Btt(BttError),
 }
 
 /// Reason why a volume cannot be split.

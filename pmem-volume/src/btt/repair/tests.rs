@@ -392,7 +392,7 @@ fn second_arena_is_repaired_independently() {
         .unwrap()
         .format(&media)
         .unwrap();
-    let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap().unwrap();
+    let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap();
     extension.format(&media).unwrap();
     extension
         .link_words()

@@ -109,9 +109,8 @@ fn grow_wrongly(
     let extents = volume_extents(&all);
     let space = Space { media: &media, extents: &extents };
     let before = volume_extents(&[old]);
-    let extension = btt::extend(&Space { media: &media, extents: &before }, record.size_bytes())
-        .unwrap()
-        .unwrap();
+    let extension =
+        btt::extend(&Space { media: &media, extents: &before }, record.size_bytes()).unwrap();
     media.record();
     pool.mark(&[added], |place| table::Owner::Volume { slot, index: OLD + place }).unwrap();
     extension.format(&space).unwrap();

@@ -72,12 +72,9 @@ fn outcome_of<T>(result: &Result<T, PoolError>) -> Outcome {
         Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => Outcome::Exists,
         Err(PoolError::NoSuchVolume { .. }) => Outcome::NoSuchVolume,
         Err(PoolError::NoVolumeSlot { .. }) => Outcome::NoSlot,
-        Err(
-            PoolError::Size { .. }
-            | PoolError::ShrinkRefused { .. }
-            | PoolError::Btt(_)
-            | PoolError::BttGrowth(_),
-        ) => Outcome::Refused,
+        Err(PoolError::Size { .. } | PoolError::ShrinkRefused { .. } | PoolError::Btt(_)) => {
+            Outcome::Refused
+        }
         Err(error) => panic!("{error}"),
     }
 }

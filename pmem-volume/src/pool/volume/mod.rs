@@ -202,7 +202,9 @@ impl<M: Media> Pool<M> {
         let chunks =
             chunk_count("volume size", size_bytes)?.ok_or_else(|| state.pool_full(size_bytes))?;
         let layout = match format {
-            VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
+            VolumeFormat::Btt => Some(
+                btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid).map_err(PoolError::Btt)?,
+            ),
             VolumeFormat::Raw => None,
         };
         if chunks > state.available_chunks() {

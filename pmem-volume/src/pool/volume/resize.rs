@@ -2,7 +2,7 @@
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
 use crate::CHUNK_BYTES;
-use crate::btt;
+use crate::btt::{self, BttError};
 use crate::media::Media;
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::runs;
@@ -114,8 +114,15 @@ impl<M: Media> Pool<M> {
                 redo_log::check_capacity(&self.superblock, MAX_GROWTH_WORDS)?;
                 let old = runs(entry.chunk_ids());
                 let space = Space { media: self.media(), extents: &volume_extents(&old) };
-                let planned = self.latch(btt::extend(&space, record.size_bytes()))?;
-                Some(planned.map_err(|source| refused(record.name.as_str(), source))?)
+                let extension = btt::extend(&space, record.size_bytes());
+                Some(extension.or_else(|error| match error {
+                    BttError::Media(error) => self.latch(Err(error)),
+                    BttError::Damaged { .. } => Err(PoolError::VolumeUnusable {
+                        name: record.name.to_string(),
+                        reason: error.to_string(),
+                    }),
+                    error => Err(PoolError::Btt(error)),
+                })?)
             }
         };
         if added_chunks > state.available_chunks() {
@@ -210,14 +217,3 @@ impl<M: Media> Pool<M> {
 /// Largest number of words that the growth of a BTT volume changes: two words in each of two info
 /// blocks, and all words of both copies of the record.
 const MAX_GROWTH_WORDS: u64 = 4 + 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
-
-fn refused(name: &str, source: btt::ExtendError) -> PoolError {
-    match source {
-        btt::ExtendError::Damaged { .. } => {
-            PoolError::VolumeUnusable { name: name.to_owned(), reason: source.to_string() }
-        }
-        btt::ExtendError::TooLittle { .. } | btt::ExtendError::TooMany { .. } => {
-            PoolError::BttGrowth(source)
-        }
-    }
-}

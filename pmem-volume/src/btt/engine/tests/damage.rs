@@ -11,7 +11,7 @@ use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
 use crate::btt::layout::{FLAG_ERROR, MAP_BLOCK, MAP_ERROR, MAP_ZERO};
 use crate::media::simulator::{Random, Simulator};
-use crate::media::{Durability, Media, Pending};
+use crate::media::{Durability, Media, MediaError, Pending};
 
 pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
     read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().0

@@ -37,7 +37,7 @@ pub(super) fn format_two_arenas(sector_bytes: u32) -> MemoryMedia {
 
 /// Returns the BTT with an additional arena, which ends at the new end of the volume.
 pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
-    let extension = crate::btt::extend(media, size_bytes).unwrap().unwrap();
+    let extension = crate::btt::extend(media, size_bytes).unwrap();
     let mut bytes = media.to_bytes();
     bytes.resize(size_bytes as usize, 0);
     let media = MemoryMedia::from_bytes(&bytes);

@@ -20,7 +20,7 @@ use super::cpu::{self, OmittedStep};
 use super::lock::Lock;
 use super::map::{LineLocks, Map};
 use super::readers::Readers;
-use crate::media::{Durability, Media};
+use crate::media::{Durability, Media, MediaError};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
 

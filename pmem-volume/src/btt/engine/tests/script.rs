@@ -14,7 +14,7 @@ use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
 use crate::media::simulator::{CrashPoint, Random, Simulator};
-use crate::media::{Durability, Media, Pending};
+use crate::media::{Durability, Media, MediaError, Pending};
 
 pub(super) const SECTORS: u32 = 48;
 pub(super) const LANES: u32 = 4;

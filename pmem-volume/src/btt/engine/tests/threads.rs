@@ -7,7 +7,7 @@ use std::thread;
 
 use super::*;
 use crate::btt::flog::read_map;
-use crate::media::{Durability, Media, simulator::Random};
+use crate::media::{Durability, Media, MediaError, simulator::Random};
 
 fn small(sectors: u32, lanes: u32) -> MemoryMedia {
     let media = MemoryMedia::new(VOLUME_BYTES);
