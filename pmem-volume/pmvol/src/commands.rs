@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::media::{Durability, MediaError};
-use pmem_volume::pool::{SplitContent, SplitError};
+use pmem_volume::pool::SplitContent;
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeSize};
 use thiserror::Error;
@@ -269,7 +269,6 @@ pub(crate) fn add_flag_context(error: anyhow::Error) -> anyhow::Error {
         | PoolError::DeviceNotGrown { .. }
         | PoolError::Btt(_) => Some("--size"),
         PoolError::ThinDevice { .. } => Some("--thin"),
-        PoolError::Split { reason: SplitError::HoldsData, .. } => None,
         PoolError::Split { .. } => Some("--into"),
         _ => None,
     };

@@ -4,7 +4,6 @@
 use pmem_volume::PoolError;
 use pmem_volume::btt::BttError;
 use pmem_volume::btt_file::BttFileError;
-use pmem_volume::pool::SplitError;
 
 use super::commands::HoldsData;
 
@@ -41,9 +40,7 @@ fn for_pool_error(error: &PoolError) -> Option<&'static str> {
         PoolError::NoSuchVolume { .. } => "`pmvol volume create` creates one",
         PoolError::VolumeComplete { .. } => "`pmvol volume delete` deletes it",
         PoolError::ShrinkRefused { .. } => "--shrink allows it",
-        PoolError::Split { reason: SplitError::HoldsData, .. } => {
-            "--force splits it anyway and erases its content"
-        }
+        PoolError::SplitHoldsData { .. } => "--force splits it anyway and erases its content",
         _ => return None,
     })
 }

@@ -196,6 +196,10 @@ pub enum PoolError {
     VolumeUnfinished { name: String },
     #[error("cannot split volume {name:?}: {reason}")]
     Split { name: String, reason: SplitError },
+    #[error(
+        "cannot split volume {name:?}: the volume holds data, and a BTT cannot be cut: its parts would be empty"
+    )]
+    SplitHoldsData { name: String },
     #[error("volume {name:?} has all of its chunks, so it is not discarded")]
     VolumeComplete { name: String },
     #[error("the pool already has {limit} volumes, the maximum; delete one first")]
@@ -219,8 +223,7 @@ pub enum PoolError {
 }
 
 /// Reason why a volume cannot be split.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the messages describe variants and fields")]
+#[derive(Debug, Error)]
 pub enum SplitError {
     #[error("a split needs at least 2 parts, not {count}")]
     TooFew { count: usize },
@@ -237,8 +240,6 @@ pub enum SplitError {
     NoRest { name: String, parts_bytes: u64 },
     #[error("part {name:?}: {reason}")]
     Size { name: String, reason: String },
-    #[error("the volume holds data, and a BTT cannot be cut: its parts would be empty")]
-    HoldsData,
 }
 
 fn version_advice(version: u32, supported: u32) -> &'static str {

@@ -44,13 +44,12 @@ use uuid::Uuid;
 
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::CreateOptions;
-pub use error::{PoolError, SplitError};
+pub use error::PoolError;
 pub use file::{formats, mark, signature};
 pub use findings::{Finding, Severity};
 pub use foreshore_types::VolumeFormat;
 pub use format::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use format::layout;
-pub use format::superblock::SuperblockError;
 pub use format::volume_record::{NameError, VolumeName};
 pub use lock::Holder;
 pub(crate) use lock::{LockKind, try_lock};

@@ -10,11 +10,11 @@ use super::*;
 use crate::btt::{self, Engine};
 use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::SplitContent;
 use crate::pool::format::table::Slot;
 use crate::pool::volume::split::{
     batches, finish, finish_records, format_parts, store_part_owners, unformatted_runs,
 };
-use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
 
 const CHUNKS: u32 = 30;
@@ -245,7 +245,7 @@ fn split_of_a_btt_volume_is_atomic_and_parts_are_empty() {
     let before = volumes_of(&pool);
     let parts = [part("a", 9), rest("b")];
     let refused = pool.split_volume("v", &parts, SplitContent::Refuse).unwrap_err();
-    assert!(matches!(refused, PoolError::Split { reason: SplitError::HoldsData, .. }), "{refused}");
+    assert!(matches!(refused, PoolError::SplitHoldsData { .. }), "{refused}");
     assert_eq!(volumes_of(&pool), before);
     media.record();
     pool.split_volume("v", &parts, SplitContent::Discard).unwrap();

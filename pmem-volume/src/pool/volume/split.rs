@@ -21,6 +21,7 @@ use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
+use crate::pool::error::SplitError;
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
@@ -28,7 +29,7 @@ use crate::pool::format::table::{ChunkTable, Owner, Slot};
 use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord};
 use crate::pool::redo_log;
 use crate::pool::scan::VolumeEntry;
-use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};
+use crate::pool::{Pool, PoolError, State, unix_now_s};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 /// Permission to discard the content of a BTT volume. A raw volume keeps its bytes, divided among
@@ -77,7 +78,7 @@ impl<M: Media> Pool<M> {
             let space =
                 Space { media: self.media(), extents: &volume_extents(&runs(entry.chunk_ids())) };
             if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
-                return Err(split(SplitError::HoldsData));
+                return Err(PoolError::SplitHoldsData { name: name.to_owned() });
             }
             self.check_split_space(&chunks)?;
         }
