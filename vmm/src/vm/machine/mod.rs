@@ -26,7 +26,6 @@ use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
-use foreshore_devices::volume::kernel_gate::GuestKernel;
 use tracing::warn;
 
 use crate::acpi::ged::Event;
@@ -44,7 +43,7 @@ use crate::vm::pm::PmStorage;
 use crate::vm::pm::attached_volumes::AttachedVolume;
 use crate::vm::request::{
     BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
-    VmError, VolumeInfo, ZoneInfo,
+    VmError, VmInfo, VolumeInfo, ZoneInfo, device_tree,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::vm::resources::OpenFiles;
@@ -136,31 +135,23 @@ impl Machine for KvmMachine {
         Arc::clone(&self.resident).answer(zones, reply);
     }
 
-    fn memory_bytes(&self) -> u64 {
-        let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
-        let plugged_bytes: u64 =
-            self.devices.handles::<MemHandle>().map(|handle| handle.sizes().plugged_bytes).sum();
-        let ballooned_bytes =
-            self.balloon_handle().map_or(0, |balloon| balloon.sizes().actual_bytes);
-        let dimm_bytes = self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
-        (boot_bytes + plugged_bytes + dimm_bytes).saturating_sub(ballooned_bytes)
+    fn complete(&self, info: &mut VmInfo) {
+        info.memory_actual_size = self.memory_bytes();
+        info.balloon = self.balloon_info();
+        info.guest_kernel = self.pm.guest_btt.kernel();
+        info.device_tree = Some(device_tree(self.devices()));
+        let VmConfig { serial, console, .. } = &mut info.config;
+        for (port, console) in [(Port::Serial, serial), (Port::Console, console)] {
+            if console.mode == ConsoleMode::Pty {
+                console.file = self.open_files.lines.path(port);
+            }
+        }
     }
 
     fn counters(&self) -> Counters {
         let counters =
             |attached: &AttachedDevice| Some((attached.id.clone(), attached.counters()?));
         self.devices.iter().filter_map(counters).collect()
-    }
-
-    fn balloon(&self) -> Option<BalloonInfo> {
-        let balloon = self.balloon_handle()?;
-        let sizes = balloon.sizes();
-        Some(BalloonInfo {
-            target_bytes: sizes.target_bytes,
-            actual_bytes: sizes.actual_bytes,
-            max_bytes: sizes.max_bytes,
-            driver_ready: balloon.driver_present(),
-        })
     }
 
     fn volumes(&self) -> Vec<VolumeInfo> {
@@ -171,20 +162,6 @@ impl Machine for KvmMachine {
 
     fn pools(&self) -> Vec<PoolInfo> {
         self.pm.pools.iter().map(OpenPool::info).collect()
-    }
-
-    fn complete(&self, config: &mut VmConfig) {
-        for (port, console) in
-            [(Port::Serial, &mut config.serial), (Port::Console, &mut config.console)]
-        {
-            if console.mode == ConsoleMode::Pty {
-                console.file = self.open_files.lines.path(port);
-            }
-        }
-    }
-
-    fn guest_kernel(&self) -> Option<GuestKernel> {
-        self.pm.guest_btt.kernel()
     }
 
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
@@ -246,6 +223,28 @@ impl Machine for KvmMachine {
 impl KvmMachine {
     pub(in crate::vm) fn balloon_handle(&self) -> Option<&BalloonHandle> {
         self.devices.handles().next()
+    }
+
+    /// Boot memory and plugged memory of all zones, without the memory in the balloon.
+    fn memory_bytes(&self) -> u64 {
+        let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
+        let plugged_bytes: u64 =
+            self.devices.handles::<MemHandle>().map(|handle| handle.sizes().plugged_bytes).sum();
+        let ballooned_bytes =
+            self.balloon_handle().map_or(0, |balloon| balloon.sizes().actual_bytes);
+        let dimm_bytes = self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
+        (boot_bytes + plugged_bytes + dimm_bytes).saturating_sub(ballooned_bytes)
+    }
+
+    fn balloon_info(&self) -> Option<BalloonInfo> {
+        let balloon = self.balloon_handle()?;
+        let sizes = balloon.sizes();
+        Some(BalloonInfo {
+            target_bytes: sizes.target_bytes,
+            actual_bytes: sizes.actual_bytes,
+            max_bytes: sizes.max_bytes,
+            driver_ready: balloon.driver_present(),
+        })
     }
 
     fn dimms_of(&self, spec: &ZoneSpec) -> Option<&Dimms> {

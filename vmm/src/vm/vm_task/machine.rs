@@ -1,12 +1,10 @@
 //! Interface between a machine and the VM task.
 
-use foreshore_devices::volume::kernel_gate::GuestKernel;
-
 use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError,
+    Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError, VmInfo,
     VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
@@ -23,28 +21,23 @@ pub trait Machine {
     fn press_power_button(&mut self);
     /// Sends a non-maskable interrupt to every vCPU.
     fn send_nmi(&mut self);
-    /// Boot memory and plugged memory of all zones, without the memory in the balloon.
-    fn memory_bytes(&self) -> u64;
     /// Answers with the sizes of all zones, possibly after this call returns. Resident sizes may be
     /// up to 1 s old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     fn volumes(&self) -> Vec<VolumeInfo>;
     /// Pools that the machine uses.
     fn pools(&self) -> Vec<PoolInfo>;
-    /// Kernel of the guest, according to its agent.
-    fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Checks a resize request as a whole. [`ResizePlan`] lists the reasons for which a step can
     /// still fail.
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
     /// Executes one step of a plan. All steps of a plan must be executed or dropped before the next
     /// plan is made.
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
-    /// Fills in those parts of the configuration that only the machine knows, such as the path of a
-    /// pseudo terminal.
-    fn complete(&self, _config: &mut VmConfig) {}
+    /// Fills in those parts of `vm.info` that only the machine knows, such as its devices and the
+    /// paths of its pseudo terminals.
+    fn complete(&self, info: &mut VmInfo);
     /// Counters of the devices.
     fn counters(&self) -> Counters;
-    fn balloon(&self) -> Option<BalloonInfo>;
     /// Resizes a disk, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// All devices, including removed devices that the guest has not released yet.

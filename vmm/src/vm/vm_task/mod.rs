@@ -33,7 +33,7 @@ use crate::governor::info::PressureChange;
 use crate::vm::named_twice;
 use crate::vm::request::{
     PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
-    VmRequest, VmState, VmStatus, check_vcpus, device_tree,
+    VmRequest, VmState, VmStatus, check_vcpus,
 };
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
@@ -226,25 +226,17 @@ impl Vm {
     }
 
     fn info(&self) -> VmInfo {
-        let memory_actual_size = match &self.machine {
-            Some(machine) => machine.memory_bytes(),
-            None => self.config.memory.boot_bytes(),
+        let mut info = VmInfo {
+            config: self.config.clone(),
+            state: self.state,
+            memory_actual_size: self.config.memory.boot_bytes(),
+            pause_reason: self.failure.clone(),
+            balloon: None,
+            guest_kernel: None,
+            device_tree: None,
         };
-        let (mut config, pause_reason) = (self.config.clone(), self.failure.clone());
-        self.machine.iter().for_each(|machine| machine.complete(&mut config));
-        let guest_kernel = self.machine.as_ref().and_then(|machine| machine.guest_kernel());
-        let balloon = self.machine.as_ref().and_then(|machine| machine.balloon());
-        let device_tree = self.machine.as_ref().map(|machine| device_tree(machine.devices()));
-        let state = self.state;
-        VmInfo {
-            config,
-            state,
-            memory_actual_size,
-            pause_reason,
-            balloon,
-            guest_kernel,
-            device_tree,
-        }
+        self.machine.iter().for_each(|machine| machine.complete(&mut info));
+        info
     }
 
     /// Changes the governor, and stores the settings for the machine that the next reboot builds.

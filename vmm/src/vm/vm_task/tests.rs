@@ -11,7 +11,6 @@ use std::sync::{Arc, mpsc};
 
 use foreshore_devices::events::{Seen, Watcher};
 use foreshore_devices::memory::zone::ZoneSpec;
-use foreshore_devices::volume::kernel_gate::GuestKernel;
 use parking_lot::Mutex;
 
 use balloon::params::Setting;
@@ -21,7 +20,7 @@ use crate::config::{ParamSettings, PressureConfig, Topology, test_config};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::VmHandle;
 use crate::vm::request::{
-    BalloonInfo, Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo,
+    Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo, device_tree,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
@@ -85,17 +84,15 @@ impl Machine for FakeMachine {
         self.log.lock().push("zones");
         answer(reply, Ok(Vec::new()));
     }
-    fn memory_bytes(&self) -> u64 {
-        3 << 30
+    fn complete(&self, info: &mut VmInfo) {
+        info.memory_actual_size = 3 << 30;
+        info.device_tree = Some(device_tree(self.devices()));
     }
     fn volumes(&self) -> Vec<VolumeInfo> {
         Vec::new()
     }
     fn pools(&self) -> Vec<PoolInfo> {
         Vec::new()
-    }
-    fn guest_kernel(&self) -> Option<GuestKernel> {
-        None
     }
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let is_odd = |size: Option<u64>| size.is_some_and(|size_bytes| size_bytes % 2 == 1);
@@ -118,9 +115,6 @@ impl Machine for FakeMachine {
             Some(label) if label == step.label() => Err(VmError::Failed("no memory".to_owned())),
             _ => Ok(()),
         }
-    }
-    fn balloon(&self) -> Option<BalloonInfo> {
-        None
     }
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
         self.log.lock().push("resize disk");
