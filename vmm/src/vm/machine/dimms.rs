@@ -133,7 +133,7 @@ mod tests {
     use crate::acpi::dimms::NONE;
     use crate::vm::machine::tests::machine;
     use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};
-    use crate::vm::vm_task::Machine;
+    use crate::vm::vm_task::MachineResize;
 
     const MIB: u64 = 1 << 20;
 

@@ -47,6 +47,7 @@ use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::lost_memory;
 use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::vm::resources::{self, taps};
+use crate::vm::vm_task::DeviceHotplug;
 
 /// Maximum time that an addition waits until removed devices of the same kind have ended. A disk
 /// may wait for its host forever.
@@ -135,13 +136,17 @@ impl Leaving {
     }
 }
 
-impl KvmMachine {
+impl DeviceHotplug for KvmMachine {
+    fn devices(&self) -> Vec<PciDeviceInfo> {
+        let info = |attached: &AttachedDevice| PciDeviceInfo {
+            id: attached.id.clone(),
+            bdf: bdf(attached.slot),
+        };
+        self.devices.iter().map(info).collect()
+    }
+
     /// Executes steps 2 to 5 of adding a device.
-    pub(in crate::vm) fn add(
-        &mut self,
-        id: &str,
-        device: &DeviceConfig,
-    ) -> Result<PciDeviceInfo, VmError> {
+    fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
         if self.devices.iter().any(|attached| attached.id == id) {
             // The guest was requested to eject the device with this ID, but has not ejected it yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
@@ -170,6 +175,50 @@ impl KvmMachine {
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
+    /// Executes step 1 of removing a device.
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
+        let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
+            return Err(VmError::NoSuchDevice { id: id.to_owned() });
+        };
+        let Some(kind) = attached.removable else {
+            return Err(VmError::Failed(format!("device {id} cannot be removed")));
+        };
+        if !std::mem::replace(&mut attached.is_leaving, true) {
+            self.hotplug.metrics.count(kind, "remove", "asked");
+            self.hotplug.metrics.pending.fetch_add(1, Ordering::Relaxed);
+        }
+        let slot = attached.slot;
+        if !attached.is_on_bus() {
+            // Step 3 is done, and step 4 will follow soon. The slot may already contain another
+            // device.
+            return Ok(());
+        }
+        self.hotplug.page.slots(|slots| slots.ask(slot));
+        self.notify_slots(slot);
+        Ok(())
+    }
+
+    /// Executes steps 4 and 5 of removing a device.
+    fn ejected(&mut self, slot: u8) {
+        // The slot may already contain another device, and its removal may have been requested as
+        // well.
+        let gone = self.devices.extract_if(.., |attached| {
+            attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
+        });
+        for mut attached in gone.collect::<Vec<_>>() {
+            let kind = attached.removable.unwrap_or("device");
+            self.hotplug.metrics.count(kind, "remove", "ok");
+            self.hotplug.metrics.pending.fetch_sub(1, Ordering::Relaxed);
+            attached.eject();
+            self.open_files.taps.remove(&attached.id);
+            self.open_files.pmem.remove(&attached.id);
+            self.hotplug.leaving.end(kind, attached, self.context.machine.events.clone());
+        }
+        self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
+    }
+}
+
+impl KvmMachine {
     /// IDs of devices of a kind that the guest was requested to eject and has not ejected yet.
     /// Empty if there are no such devices.
     fn being_asked(&self, kind: &str) -> String {
@@ -235,48 +284,6 @@ impl KvmMachine {
                 devices::build_vsock(config, &self.agents, &self.context)
             }
         }
-    }
-
-    /// Executes step 1 of removing a device.
-    pub(in crate::vm) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
-        let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
-            return Err(VmError::NoSuchDevice { id: id.to_owned() });
-        };
-        let Some(kind) = attached.removable else {
-            return Err(VmError::Failed(format!("device {id} cannot be removed")));
-        };
-        if !std::mem::replace(&mut attached.is_leaving, true) {
-            self.hotplug.metrics.count(kind, "remove", "asked");
-            self.hotplug.metrics.pending.fetch_add(1, Ordering::Relaxed);
-        }
-        let slot = attached.slot;
-        if !attached.is_on_bus() {
-            // Step 3 is done, and step 4 will follow soon. The slot may already contain another
-            // device.
-            return Ok(());
-        }
-        self.hotplug.page.slots(|slots| slots.ask(slot));
-        self.notify_slots(slot);
-        Ok(())
-    }
-
-    /// Executes steps 4 and 5 of removing a device.
-    pub(in crate::vm) fn let_go(&mut self, slot: u8) {
-        // The slot may already contain another device, and its removal may have been requested as
-        // well.
-        let gone = self.devices.extract_if(.., |attached| {
-            attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
-        });
-        for mut attached in gone.collect::<Vec<_>>() {
-            let kind = attached.removable.unwrap_or("device");
-            self.hotplug.metrics.count(kind, "remove", "ok");
-            self.hotplug.metrics.pending.fetch_sub(1, Ordering::Relaxed);
-            attached.eject();
-            self.open_files.taps.remove(&attached.id);
-            self.open_files.pmem.remove(&attached.id);
-            self.hotplug.leaving.end(kind, attached, self.context.machine.events.clone());
-        }
-        self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
     }
 
     /// Notifies the guest of a change in `slot`. The guest then reads the changes of all slots.
@@ -402,7 +409,7 @@ mod tests {
 
         fn add(&mut self, name: &str) -> Result<PciDeviceInfo, VmError> {
             let disk = self.disk(name);
-            self.machine.add(name, &disk)
+            self.machine.add_device(name, &disk)
         }
 
         /// Expected footprint after device `id` from [`Self::kinds`] was added, before the guest
@@ -483,7 +490,7 @@ mod tests {
         /// Ejects the device in a slot as a guest would.
         fn eject(&mut self, slot: u8) {
             drop(self.machine.context.pci.remove(slot));
-            self.machine.let_go(slot);
+            self.machine.ejected(slot);
         }
 
         fn register(&self, offset: u64) -> u32 {
@@ -507,9 +514,9 @@ mod tests {
         let added = rig.add("a").unwrap();
         assert_eq!(added, PciDeviceInfo { id: "a".to_owned(), bdf: "0000:00:01.0".to_owned() });
         assert_eq!((rig.register(PCI_UP), rig.counts()), (1 << 1, (1, 1, 0)));
-        assert!(matches!(rig.machine.ask_to_let_go("b"), Err(VmError::NoSuchDevice { .. })));
+        assert!(matches!(rig.machine.remove_device("b"), Err(VmError::NoSuchDevice { .. })));
         for _ in 0..2 {
-            rig.machine.ask_to_let_go("a").unwrap();
+            rig.machine.remove_device("a").unwrap();
             assert_eq!((rig.register(PCI_DOWN), rig.counts()), (1 << 1, (1, 1, 1)));
         }
         // The ID and the file of the device are in use until its ejection.
@@ -531,15 +538,15 @@ mod tests {
             DeviceConfig::Vsock(config)
         };
         let (first, second) = (vsock("first"), vsock("second"));
-        rig.machine.add("first", &first).unwrap();
-        rig.machine.ask_to_let_go("first").unwrap();
-        let error = rig.machine.add("second", &second).unwrap_err();
+        rig.machine.add_device("first", &first).unwrap();
+        rig.machine.remove_device("first").unwrap();
+        let error = rig.machine.add_device("second", &second).unwrap_err();
         let is_named =
             matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
         assert!(is_named && error.to_string().starts_with("a VM has one vsock device;"), "{error}");
         assert_eq!(rig.machine.context.pci.used() - 1, 1, "the guest has not seen it");
         rig.eject(1);
-        rig.machine.add("second", &second).unwrap();
+        rig.machine.add_device("second", &second).unwrap();
         let metrics = rig.machine.context.machine.metrics.encode(&ZoneMetrics::default()).unwrap();
         assert!(metrics.contains("foreshore_vsock_"), "{metrics}");
     }
@@ -548,18 +555,18 @@ mod tests {
     fn late_ejection_leaves_the_next_device_in_the_slot() {
         let mut rig = Rig::new();
         rig.add("a").unwrap();
-        rig.machine.ask_to_let_go("a").unwrap();
+        rig.machine.remove_device("a").unwrap();
         // The slot is empty, but the VM task has not been notified yet.
         drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
         // A repeated request to remove `a` does not affect `b`, which is now in the slot.
-        rig.machine.ask_to_let_go("a").unwrap();
+        rig.machine.remove_device("a").unwrap();
         assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
         assert!(!rig.machine.hotplug.page.slots(|slots| slots.is_leaving(1)));
         // The removal of `b` is requested too, but the guest has not ejected it.
-        rig.machine.ask_to_let_go("b").unwrap();
-        rig.machine.let_go(1);
-        rig.machine.let_go(1);
+        rig.machine.remove_device("b").unwrap();
+        rig.machine.ejected(1);
+        rig.machine.ejected(1);
         assert_eq!(rig.disks(), ["b"]);
         assert_eq!(rig.counts(), (1, 1, 1));
         rig.eject(1);
@@ -574,21 +581,21 @@ mod tests {
         let DeviceConfig::Disk(disk) = &mut other_id else { unreachable!("a disk") };
         disk.id = Some("other".to_owned());
         for _ in 0..5 {
-            rig.machine.add("image", &image).unwrap();
+            rig.machine.add_device("image", &image).unwrap();
             // No removal is pending, so the file will not become free soon.
-            assert!(matches!(rig.machine.add("other", &other_id), Err(VmError::Failed(_))));
-            rig.machine.ask_to_let_go("image").unwrap();
-            let error = rig.machine.add("other", &other_id).unwrap_err();
+            assert!(matches!(rig.machine.add_device("other", &other_id), Err(VmError::Failed(_))));
+            rig.machine.remove_device("image").unwrap();
+            let error = rig.machine.add_device("other", &other_id).unwrap_err();
             let is_named =
                 matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "image");
             assert!(is_named && error.to_string().contains("is in use"), "{error}");
             rig.eject(1);
-            rig.machine.add("other", &other_id).unwrap();
-            rig.machine.ask_to_let_go("other").unwrap();
+            rig.machine.add_device("other", &other_id).unwrap();
+            rig.machine.remove_device("other").unwrap();
             // While a removal is pending, an addition that fails for another reason reports that
             // reason.
             let missing = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
-            assert!(matches!(rig.machine.add("a", &missing), Err(VmError::Failed(_))));
+            assert!(matches!(rig.machine.add_device("a", &missing), Err(VmError::Failed(_))));
             rig.eject(1);
         }
     }
@@ -597,7 +604,7 @@ mod tests {
     fn device_that_cannot_be_added_leaves_nothing() {
         let mut rig = Rig::new();
         let disk = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
-        assert!(matches!(rig.machine.add("a", &disk), Err(VmError::Failed(_))));
+        assert!(matches!(rig.machine.add_device("a", &disk), Err(VmError::Failed(_))));
         for nth in 0..31 {
             rig.add(&format!("disk{nth}")).unwrap();
         }
@@ -605,7 +612,7 @@ mod tests {
         let error = rig.add("one-more").unwrap_err().to_string();
         assert!(error.contains("31 slots"), "{error}");
         assert_eq!((rig.counts(), rig.machine.context.work.count()), ((31, 31, 0), before));
-        rig.machine.ask_to_let_go("disk7").unwrap();
+        rig.machine.remove_device("disk7").unwrap();
         rig.eject(8);
         assert_eq!(rig.machine.context.work.count(), before - 1);
         // The file and the slot of the failed device are free.
@@ -620,13 +627,13 @@ mod tests {
         // The file is missing, or a directory exists at the path of the socket.
         rig.folder = TempDir::new().unwrap();
         for (id, device, _) in &kinds {
-            assert!(rig.machine.add(id, device).is_err(), "{id}");
+            assert!(rig.machine.add_device(id, device).is_err(), "{id}");
             assert_eq!(rig.footprint(), before, "{id}");
         }
         let kinds = rig.kinds();
         // KVM refuses a memory slot.
         *rig.fake.slots.calls_left.lock() = Some(0);
-        assert!(rig.machine.add("pmem", &kinds[1].1).is_err());
+        assert!(rig.machine.add_device("pmem", &kinds[1].1).is_err());
         *rig.fake.slots.calls_left.lock() = None;
         assert!(rig.footprint() == before && kinds[1].2());
         // The PCI bus is full.
@@ -635,7 +642,7 @@ mod tests {
         }
         let before = rig.footprint();
         for (id, device, is_free) in &kinds {
-            let error = rig.machine.add(id, device).unwrap_err().to_string();
+            let error = rig.machine.add_device(id, device).unwrap_err().to_string();
             assert!(error.contains("31 slots"), "{error}");
             assert!(is_free(), "{id}");
             assert_eq!(rig.footprint(), before, "{id}");
@@ -647,7 +654,7 @@ mod tests {
         let mut rig = Rig::new();
         let before = rig.footprint();
         for (id, device, is_free) in rig.kinds().iter().cycle().take(30) {
-            rig.machine.add(id, device).unwrap();
+            rig.machine.add_device(id, device).unwrap();
             assert_eq!(rig.footprint(), rig.expected(id, &before));
             assert!(!is_free(), "{id}");
             assert_eq!(rig.machine.devices[0].removable, Some(device.kind()));
@@ -657,7 +664,7 @@ mod tests {
                 let of_bar = (mmio_ranges - before.mmio_ranges, io_events, irqfds, routes);
                 assert_eq!(of_bar, (1, 1, 1, 1));
             }
-            rig.machine.ask_to_let_go(id).unwrap();
+            rig.machine.remove_device(id).unwrap();
             rig.eject(1);
             rig.machine.hotplug.leaving.wait();
             assert!(is_free(), "{id}");
@@ -670,7 +677,7 @@ mod tests {
         let mut rig = Rig::new();
         let (before, kinds) = (rig.footprint(), rig.kinds());
         let (id, device, _) = &kinds[1];
-        rig.machine.add(id, device).unwrap();
+        rig.machine.add_device(id, device).unwrap();
         rig.flush_pmem();
         let mut ejected = rig.machine.devices.pop().unwrap();
         ejected.eject();
@@ -692,7 +699,7 @@ mod tests {
         let metrics = rig.footprint().metrics;
         let kinds = rig.kinds();
         for (id, device, _) in &kinds {
-            rig.machine.add(id, device).unwrap();
+            rig.machine.add_device(id, device).unwrap();
         }
         let files = rig.machine.open_files.pmem.clone();
         assert!(rig.fake.slots.covers(4 << 30));
@@ -708,8 +715,8 @@ mod tests {
         let mut rig = Rig::new();
         let disk = rig.disk("a");
         for _ in 0..20 {
-            rig.machine.add("a", &disk).unwrap();
-            rig.machine.ask_to_let_go("a").unwrap();
+            rig.machine.add_device("a", &disk).unwrap();
+            rig.machine.remove_device("a").unwrap();
             rig.eject(1);
             rig.machine = machine();
         }

@@ -15,7 +15,6 @@ use std::sync::Arc;
 
 use balloon::proto::descriptor_bytes;
 use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
-use foreshore_devices::disk::ResizeError;
 use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::host_console::Port;
 use foreshore_devices::memory::Memory;
@@ -23,32 +22,30 @@ use foreshore_devices::memory::dimms::Dimms;
 use foreshore_devices::memory::zone::ZoneSpec;
 use foreshore_devices::metrics::Registration;
 use foreshore_devices::virtio::balloon::BalloonHandle;
-use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 use tracing::warn;
 
 use crate::acpi::ged::Event;
-use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
+use crate::config::{ConsoleMode, VmConfig};
 use crate::cpu::run::Pausing;
 use crate::governor::core::{ZoneQuery, ZoneResize, ZoneState};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
 use crate::vm::devices::SerialPort;
 use crate::vm::machine::clock::GuestClock;
-use crate::vm::machine::hotplug::{Hotplug, bdf};
+use crate::vm::machine::hotplug::Hotplug;
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::Vcpus;
 use crate::vm::pm::PmStorage;
 use crate::vm::pm::attached_volumes::AttachedVolume;
 use crate::vm::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
-    VmError, VmInfo, VolumeInfo, ZoneInfo, device_tree,
+    BalloonInfo, Counters, PoolInfo, Reply, ResizeStatus, VmError, VmInfo, VolumeInfo, ZoneInfo,
+    device_tree,
 };
-use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::vm::resources::OpenFiles;
 use crate::vm::resources::pools::OpenPool;
-use crate::vm::vm_task::{EventSender, Machine, Standstill};
+use crate::vm::vm_task::{DeviceHotplug, EventSender, Machine, Standstill};
 
 /// Machine that runs on KVM. The fields are dropped in the order of their declaration.
 pub(crate) struct KvmMachine {
@@ -162,52 +159,6 @@ impl Machine for KvmMachine {
 
     fn pools(&self) -> Vec<PoolInfo> {
         self.pm.pools.iter().map(OpenPool::info).collect()
-    }
-
-    fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
-        self.plan(resize)
-    }
-
-    fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
-        self.carry_out(step)
-    }
-
-    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
-        let ResizeDiskRequest { id, desired_size } = resize;
-        let disks = || self.devices.handles::<BlockHandle>();
-        let Some(disk) = disks().find(|disk| disk.id() == id) else {
-            let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
-            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-            return Err(VmError::NoSuchDisk { id: id.clone(), known });
-        };
-        disk.resize(*desired_size).map_err(|err| match err {
-            ResizeError::Io { .. } => VmError::Failed(format!("disk {id}: {err}")),
-            _ => VmError::BadRequest(format!("disk {id}: {err}")),
-        })
-    }
-
-    fn devices(&self) -> Vec<PciDeviceInfo> {
-        let info = |attached: &AttachedDevice| PciDeviceInfo {
-            id: attached.id.clone(),
-            bdf: bdf(attached.slot),
-        };
-        self.devices.iter().map(info).collect()
-    }
-
-    fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
-        self.add(id, device)
-    }
-
-    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
-        self.ask_to_let_go(id)
-    }
-
-    fn ejected(&mut self, slot: u8) {
-        self.let_go(slot);
-    }
-
-    fn vcpu_ejected(&mut self, index: u8) {
-        self.park_vcpu(index);
     }
 
     fn pressure(&self, decisions: usize) -> PressureInfo {

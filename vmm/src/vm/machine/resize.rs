@@ -2,21 +2,24 @@
 //! steps.
 
 use balloon::governor::{ResizeTarget, ResizeTargetError};
+use foreshore_devices::disk::ResizeError;
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
+use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_types::size::Size;
 
 use crate::config::{BALLOON_ZONE, DRAM_ZONE};
 use crate::governor::GovernorError;
 use crate::vm::machine::KvmMachine;
-use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest, VmError};
+use crate::vm::request::{Resize, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError};
 use crate::vm::resize_plan::{
     NextBoot, ResizePlan, ResizeStep, StepAction, ZoneAction, id_of, zone,
 };
+use crate::vm::vm_task::MachineResize;
 
-impl KvmMachine {
+impl MachineResize for KvmMachine {
     /// Checks a resize request as a whole. The caller has already checked that `desired_vcpus` is
     /// between 1 and the maximum.
-    pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
+    fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let mut steps = Vec::new();
         match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => {
@@ -40,7 +43,7 @@ impl KvmMachine {
 
     /// Carries out one step of a resize. A resized zone or balloon is pinned until the governor is
     /// resumed.
-    pub(super) fn carry_out(&mut self, step: ResizeStep) -> Result<(), VmError> {
+    fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
         match step.action {
             StepAction::Vcpus { desired, plug_step } => self.change_vcpus(desired, plug_step),
             StepAction::Zone { id, action } => match action {
@@ -57,6 +60,26 @@ impl KvmMachine {
         }
     }
 
+    fn vcpu_ejected(&mut self, index: u8) {
+        self.park_vcpu(index);
+    }
+
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
+        let ResizeDiskRequest { id, desired_size } = resize;
+        let disks = || self.devices.handles::<BlockHandle>();
+        let Some(disk) = disks().find(|disk| disk.id() == id) else {
+            let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            return Err(VmError::NoSuchDisk { id: id.clone(), known });
+        };
+        disk.resize(*desired_size).map_err(|err| match err {
+            ResizeError::Io { .. } => VmError::Failed(format!("disk {id}: {err}")),
+            _ => VmError::BadRequest(format!("disk {id}: {err}")),
+        })
+    }
+}
+
+impl KvmMachine {
     fn request(&self, target: ResizeTarget) -> Result<(), VmError> {
         Ok(self.governor.call(move |core, now| core.resize(target, now))?)
     }

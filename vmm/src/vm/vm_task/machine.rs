@@ -10,7 +10,7 @@ use crate::vm::request::{
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
 /// Machine of a VM. When it is dropped, vCPUs and devices are stopped, and memory is returned.
-pub trait Machine {
+pub trait Machine: MachineResize + DeviceHotplug {
     /// Starts the vCPUs, initially or after a pause.
     fn resume(&mut self);
     /// Stops the vCPUs, then the devices. Returns a handle that blocks until all of them have
@@ -27,19 +27,32 @@ pub trait Machine {
     fn volumes(&self) -> Vec<VolumeInfo>;
     /// Pools that the machine uses.
     fn pools(&self) -> Vec<PoolInfo>;
+    /// Fills in those parts of `vm.info` that only the machine knows, such as its devices and the
+    /// paths of its pseudo terminals.
+    fn complete(&self, info: &mut VmInfo);
+    /// Counters of the devices.
+    fn counters(&self) -> Counters;
+    /// State of the governor, with at most `decisions` of its latest decisions.
+    fn pressure(&self, decisions: usize) -> PressureInfo;
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
+}
+
+/// Resizes of a machine.
+pub trait MachineResize {
     /// Checks a resize request as a whole. [`ResizePlan`] lists the reasons for which a step can
     /// still fail.
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
     /// Executes one step of a plan. All steps of a plan must be executed or dropped before the next
     /// plan is made.
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
-    /// Fills in those parts of `vm.info` that only the machine knows, such as its devices and the
-    /// paths of its pseudo terminals.
-    fn complete(&self, info: &mut VmInfo);
-    /// Counters of the devices.
-    fn counters(&self) -> Counters;
+    /// Parks a vCPU after the guest has ejected it.
+    fn vcpu_ejected(&mut self, index: u8);
     /// Resizes a disk, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
+}
+
+/// Addition and removal of devices.
+pub trait DeviceHotplug {
     /// All devices, including removed devices that the guest has not released yet.
     fn devices(&self) -> Vec<PciDeviceInfo>;
     /// Adds a device, whose ID must be unused, and notifies the guest.
@@ -49,11 +62,6 @@ pub trait Machine {
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
     /// Removes the device in a PCI slot after the guest has ejected it.
     fn ejected(&mut self, slot: u8);
-    /// Parks a vCPU after the guest has ejected it.
-    fn vcpu_ejected(&mut self, index: u8);
-    /// State of the governor, with at most `decisions` of its latest decisions.
-    fn pressure(&self, decisions: usize) -> PressureInfo;
-    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
 }
 
 /// Builds a machine for each boot and each reboot.

@@ -24,7 +24,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{error, info};
 
-pub use self::machine::{Machine, MachineFactory};
+pub use self::machine::{DeviceHotplug, Machine, MachineFactory, MachineResize};
 pub use self::restart::RestartMetrics;
 use self::state::{RestartGuard, Verb};
 use crate::config::{AtGuestShutdown, DeviceConfig, VmConfig};

@@ -94,6 +94,18 @@ impl Machine for FakeMachine {
     fn pools(&self) -> Vec<PoolInfo> {
         Vec::new()
     }
+    fn pressure(&self, _: usize) -> PressureInfo {
+        PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
+    }
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        match change.policy.as_deref() {
+            Some("magic") => Err(VmError::BadRequest("magic".to_owned())),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl MachineResize for FakeMachine {
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let is_odd = |size: Option<u64>| size.is_some_and(|size_bytes| size_bytes % 2 == 1);
         match resize {
@@ -116,11 +128,17 @@ impl Machine for FakeMachine {
             _ => Ok(()),
         }
     }
+    fn vcpu_ejected(&mut self, _: u8) {
+        self.log.lock().push("vcpu ejected");
+    }
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
         self.log.lock().push("resize disk");
         self.delays.wait("resize disk");
         Ok(())
     }
+}
+
+impl DeviceHotplug for FakeMachine {
     fn devices(&self) -> Vec<PciDeviceInfo> {
         vec![PciDeviceInfo { id: "_disk1".to_owned(), bdf: "0000:00:04.0".to_owned() }]
     }
@@ -140,18 +158,6 @@ impl Machine for FakeMachine {
     }
     fn ejected(&mut self, _: u8) {
         self.log.lock().push("ejected");
-    }
-    fn vcpu_ejected(&mut self, _: u8) {
-        self.log.lock().push("vcpu ejected");
-    }
-    fn pressure(&self, _: usize) -> PressureInfo {
-        PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
-    }
-    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
-        match change.policy.as_deref() {
-            Some("magic") => Err(VmError::BadRequest("magic".to_owned())),
-            _ => Ok(()),
-        }
     }
 }
 
