@@ -6,6 +6,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
+use io_uring::register::Restriction;
+use io_uring::types::Fixed;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -23,6 +25,13 @@ use crate::disk::range::DiskRange;
 const BATCH: usize = 64;
 /// Bytes of zeros in one write, if zeros must be written.
 const ZEROS_BYTES: usize = 1 << 20;
+/// Operations of a ring.
+const OPERATIONS: [u8; 4] =
+    [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
+/// The image is the only registered file of its ring.
+const IMAGE: Fixed = Fixed(0);
+/// `IORING_UNREGISTER_FILES` of linux/io_uring.h.
+const UNREGISTER_FILES: u8 = 3;
 /// Number of consecutive submissions that the kernel may refuse before the ring is abandoned.
 const SUBMITS_MAX: u32 = 1000;
 /// Maximum number of retries of one step that the kernel defers.
@@ -81,16 +90,15 @@ pub struct Uring {
 impl Uring {
     /// Creates a ring for up to `depth` steps in flight.
     pub fn new(image: Arc<RawImage>, depth: u16) -> io::Result<Self> {
-        let mut ring = IoUring::builder().build(u32::from(depth))?;
+        let mut ring = IoUring::builder().setup_r_disabled().build(u32::from(depth))?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        let needed =
-            [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
-        if !needed.into_iter().all(|code| probe.is_supported(code)) {
+        if !OPERATIONS.into_iter().all(|code| probe.is_supported(code)) {
             return Err(io::Error::other("the kernel's io_uring lacks a required operation"));
         }
         let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         ring.submitter().register_eventfd(event.as_raw_fd())?;
+        restrict(&ring, &image)?;
         let running = (0..depth).map(|_| None).collect();
         ring.completion().disable_eventfd();
         Ok(Self {
@@ -144,25 +152,24 @@ impl Uring {
 
     /// Ring entry for the rest of a step. `None` if the step is complete.
     fn entry(&mut self, running: &mut Running) -> Option<squeue::Entry> {
-        let file = types::Fd(self.image.file().as_raw_fd());
         let done = running.done;
         let allocate = |range: &DiskRange, mode: FallocateFlags| {
-            let entry = opcode::Fallocate::new(file, range.len_bytes());
+            let entry = opcode::Fallocate::new(IMAGE, range.len_bytes());
             Some(entry.offset(range.offset_bytes()).mode(mode.bits() as i32).build())
         };
         match &mut running.step {
             Step::Read(offset, buffer) if !buffer.is_empty() => {
                 let rest = &mut buffer.bytes_mut()[done..];
-                let entry = opcode::Read::new(file, rest.as_mut_ptr(), rest.len() as u32);
+                let entry = opcode::Read::new(IMAGE, rest.as_mut_ptr(), rest.len() as u32);
                 Some(entry.offset(*offset + done as u64).build())
             }
             Step::Write(offset, buffer) if !buffer.is_empty() => {
                 let rest = &buffer.bytes()[done..];
-                let entry = opcode::Write::new(file, rest.as_ptr(), rest.len() as u32);
+                let entry = opcode::Write::new(IMAGE, rest.as_ptr(), rest.len() as u32);
                 Some(entry.offset(*offset + done as u64).build())
             }
             Step::Flush => {
-                Some(opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build())
+                Some(opcode::Fsync::new(IMAGE).flags(types::FsyncFlags::DATASYNC).build())
             }
             Step::Discard(range) if range.len_bytes() > 0 => allocate(range, PUNCH),
             Step::WriteZeroes(range, _) if range.len_bytes() > 0 => match running.way {
@@ -173,7 +180,7 @@ impl Uring {
                     let zeros =
                         self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
                     let len = (range.len_bytes() - done as u64).min(ZEROS_BYTES as u64);
-                    let entry = opcode::Write::new(file, zeros.bytes().as_ptr(), len as u32);
+                    let entry = opcode::Write::new(IMAGE, zeros.bytes().as_ptr(), len as u32);
                     Some(entry.offset(range.offset_bytes() + done as u64).build())
                 }
             },
@@ -273,6 +280,19 @@ impl Uring {
         }
         any
     }
+}
+
+/// Limits a disabled ring to [`OPERATIONS`] on the image, and enables it. Seccomp filters do not
+/// see the operations of a ring (io_uring_register(2), `IORING_REGISTER_RESTRICTIONS`).
+fn restrict(ring: &IoUring, image: &RawImage) -> io::Result<()> {
+    ring.submitter().register_files(&[image.file().as_raw_fd()])?;
+    let mut restrictions = vec![
+        Restriction::sqe_flags_required(squeue::Flags::FIXED_FILE.bits()),
+        Restriction::register_op(UNREGISTER_FILES),
+    ];
+    restrictions.extend(OPERATIONS.map(Restriction::sqe_op));
+    ring.submitter().register_restrictions(&mut restrictions)?;
+    ring.submitter().register_enable_rings()
 }
 
 impl Running {
@@ -415,6 +435,9 @@ impl Executor for Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         self.drain();
+        // The kernel frees a closed ring in the background, and the image would stay open and
+        // locked until then. An error means that the image is released a moment later.
+        let _ = self.ring.submitter().unregister_files();
     }
 }
 

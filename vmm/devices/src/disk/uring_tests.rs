@@ -3,7 +3,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::fs::{FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, flock, memfd_create};
 
 use super::*;
 use crate::disk::image::ImageOptions;
@@ -306,4 +306,45 @@ fn ring_does_not_wait_for_a_range_that_another_step_changes() {
     let done = ring.next_done().expect("a completed step");
     assert!(done.token == 0 && done.result.is_ok());
     assert_eq!(std::fs::read(&path).unwrap()[4096..8192], [7; 4096]);
+}
+
+#[test]
+fn ring_accepts_only_transfers_of_its_image() {
+    let (_file, image) = image();
+    let Some(mut uring) = ring(&image) else { return };
+    let mut bytes = [0_u8; 16];
+    let other = File::open("/proc/self/status").unwrap();
+    let (at, len) = (bytes.as_mut_ptr(), bytes.len() as u32);
+    let entries = [
+        opcode::Nop::new().build(),
+        opcode::Close::new(types::Fd(other.as_raw_fd())).build(),
+        opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), c"/etc/passwd".as_ptr()).build(),
+        opcode::Read::new(types::Fd(other.as_raw_fd()), at, len).build(),
+        opcode::Read::new(IMAGE, at, len).build().flags(squeue::Flags::ASYNC),
+    ];
+    for entry in entries {
+        let name = format!("{entry:?}");
+        // SAFETY: the buffer and the path outlive the entry, because its completion is awaited.
+        unsafe { uring.ring.submission().push(&entry) }.unwrap();
+        uring.ring.submit_and_wait(1).unwrap();
+        let completion = uring.ring.completion().next().unwrap();
+        assert_eq!(completion.result(), -libc::EACCES, "{name}");
+    }
+    let entry = opcode::Read::new(IMAGE, at, len).build();
+    // SAFETY: as above.
+    unsafe { uring.ring.submission().push(&entry) }.unwrap();
+    uring.ring.submit_and_wait(1).unwrap();
+    assert_eq!(uring.ring.completion().next().unwrap().result(), 16);
+    drop(other);
+}
+
+#[test]
+fn dropped_ring_has_released_its_image() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    carry_out(&mut ring, vec![Step::Flush]);
+    drop((ring, image));
+    let flags = FlockOperation::NonBlockingLockExclusive;
+    // The kernel grants a lock that conflicts with the image's only after its last close.
+    flock(File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap(), flags).unwrap();
 }
