@@ -10,7 +10,6 @@ mod acpi;
 pub mod api;
 mod boot;
 pub mod config;
-pub mod core_dumps;
 mod cpu;
 pub mod governor;
 pub mod inherited;

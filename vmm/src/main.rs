@@ -6,13 +6,16 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
+use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
+use foreshore_confinement::process;
 use foreshore_devices::log::LogFormat;
 use foreshore_types::chain;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
-    let launch = match parse_command_line(std::env::args_os()) {
+    let args: Vec<_> = std::env::args_os().collect();
+    let launch = match parse_command_line(args.iter().cloned()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {
             // The reader, for example `head`, may have closed the pipe.
@@ -24,7 +27,7 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
     };
-    if let Err(error) = foreshore::inherited::check(&launch) {
+    if let Err(error) = foreshore::inherited::take(&launch, &args) {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
     }
@@ -45,16 +48,14 @@ fn main() -> ExitCode {
     if is_json && !has_file { ExitCode::FAILURE } else { fail(&error) }
 }
 
-fn run(launch: Launch) -> Result<(), foreshore::run::RunError> {
+fn run(launch: Launch) -> Result<(), RunError> {
     if let Some(error) = launch.seccomp_error() {
         tracing::error!("{error}");
     }
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
-    if let Err(error) = foreshore::core_dumps::disable() {
-        tracing::warn!(%error, "Cannot disable core dumps of the VMM");
-    }
+    process::harden().map_err(RunError::Harden)?;
     if let Err(error) = foreshore_devices::open_files::raise_limit() {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }

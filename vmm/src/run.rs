@@ -22,6 +22,8 @@ use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 /// Error that ends the VMM.
 #[derive(Debug, Error)]
 pub enum RunError {
+    #[error("cannot give up privileges")]
+    Harden(#[source] io::Error),
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error(transparent)]

@@ -1,0 +1,30 @@
+//! Descriptors that the VMM inherits from the process that starts it.
+
+use std::io;
+use std::os::fd::RawFd;
+
+/// First descriptor after standard input, output and error.
+const FIRST: u32 = 3;
+
+/// Closes all inherited descriptors but the standard streams and `kept`.
+///
+/// Must be called before the VMM opens any file.
+pub fn close_others(mut kept: Vec<RawFd>) -> io::Result<()> {
+    kept.sort_unstable();
+    let mut first = FIRST;
+    for fd in kept.into_iter().filter_map(|fd| u32::try_from(fd).ok()) {
+        if fd > first {
+            close_range(first, fd - 1)?;
+        }
+        first = first.max(fd + 1);
+    }
+    close_range(first, u32::MAX)
+}
+
+fn close_range(first: u32, last: u32) -> io::Result<()> {
+    // SAFETY: no code of this process uses these descriptors (see `close_others`).
+    match unsafe { libc::close_range(first, last, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

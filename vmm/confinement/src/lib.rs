@@ -1,0 +1,5 @@
+//! Confinement of the VMM. A guest that breaks out of its VM runs code in the VMM's process. This
+//! crate limits what the code finds there.
+
+pub mod descriptors;
+pub mod process;

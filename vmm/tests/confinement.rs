@@ -1,0 +1,94 @@
+//! Tests of what a VMM process keeps after its start. KVM is not needed.
+
+use std::fs;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tempfile::TempDir;
+
+/// Number of the descriptor that a VMM inherits.
+const INHERITED: RawFd = 9;
+/// A VMM starts within milliseconds. The limit only ends a test that has failed.
+const LIMIT: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+
+/// VMM process without a VM. It is ended when this value is dropped.
+struct Vmm(Child);
+
+impl Vmm {
+    /// Starts a VMM that inherits `file`, and waits until it answers.
+    fn start(api_socket: &Path, arguments: &[&str], file: &impl AsRawFd) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        command.arg("--api-socket").arg(api_socket).args(arguments);
+        let fd = file.as_raw_fd();
+        // SAFETY: the child process only makes a system call.
+        unsafe {
+            command.pre_exec(move || match libc::dup2(fd, INHERITED) {
+                INHERITED => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            })
+        };
+        let vmm = Self(command.spawn().unwrap());
+        let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
+        let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
+        assert!(ping.unwrap().status.success());
+        vmm
+    }
+
+    fn status(&self, key: &str) -> String {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        let value = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
+        value.unwrap_or_else(|| panic!("no {key} in {status}")).to_owned()
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until a read from the pipe does not block. Returns the bytes of the read.
+fn read(pipe: &mut io::PipeReader) -> Vec<u8> {
+    let ready = poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&LIMIT)).unwrap();
+    assert_eq!(ready, 1, "the VMM has neither closed the pipe nor written to it");
+    let mut bytes = vec![0; 4096];
+    let len = pipe.read(&mut bytes).unwrap();
+    bytes.truncate(len);
+    bytes
+}
+
+#[test]
+fn inherited_descriptor_that_no_argument_names_is_closed() {
+    let folder = TempDir::new().unwrap();
+    let (mut reader, writer) = io::pipe().unwrap();
+    let _vmm = Vmm::start(&folder.path().join("api"), &[], &writer);
+    drop(writer);
+    // The VMM is still running, and no one can write to the pipe.
+    assert_eq!(read(&mut reader), b"");
+}
+
+#[test]
+fn inherited_descriptor_that_an_argument_names_stays_open() {
+    for argument in ["fd=9", "path=/dev/fd/9", "path=/proc/self/fd/9"] {
+        let folder = TempDir::new().unwrap();
+        let (mut reader, writer) = io::pipe().unwrap();
+        let arguments = ["--event-monitor", argument];
+        let _vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+        drop(writer);
+        let events = String::from_utf8(read(&mut reader)).unwrap();
+        assert!(events.contains("\"starting\""), "{argument}: {events}");
+    }
+}
+
+#[test]
+fn process_cannot_gain_privileges() {
+    let folder = TempDir::new().unwrap();
+    let (_reader, writer) = io::pipe().unwrap();
+    let vmm = Vmm::start(&folder.path().join("api"), &[], &writer);
+    assert_eq!(vmm.status("NoNewPrivs"), "1");
+}
