@@ -23,7 +23,7 @@ use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::events::{Event, EventCounters, Events};
 use foreshore_devices::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use foreshore_devices::memory::backing::{MappingBudget, Reservation};
-use foreshore_devices::memory::lost_memory::{LossFlag, LostMemory};
+use foreshore_devices::memory::lost_memory::{LossFlag, LostMemory, RangeSource};
 use foreshore_devices::memory::view::GuestView;
 use foreshore_devices::metrics::Registration;
 use foreshore_devices::nvdimm::FlushHintMetrics;
@@ -196,9 +196,9 @@ fn hotplug() -> Arc<HotplugMetrics> {
 /// Lost memory with two ranges of boot memory, one of them lost, and a range of a file.
 fn lost_memory() -> LostMemory {
     let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
-    for name in ["--memory", "--memory", "--pmem file=/img"] {
+    for (flag, key) in [("--memory", ""), ("--memory", ""), ("--pmem", "file=/img")] {
         let reservation = Reservation::new(4096, 4096).unwrap();
-        lost.watch(name.to_owned(), &reservation).unwrap();
+        lost.watch(RangeSource { flag, key: key.to_owned() }, &reservation).unwrap();
     }
     lost.ranges()[1].page_lost();
     lost

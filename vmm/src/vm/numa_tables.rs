@@ -1,6 +1,7 @@
 //! NUMA nodes for the firmware tables, and names of zones for errors, without I/O.
 
 use foreshore_devices::memory::layout::{GuestRange, MIB, MemoryMap};
+use foreshore_devices::memory::lost_memory::RangeSource;
 use foreshore_devices::memory::zone::{Tier, ZoneSpec};
 
 use crate::acpi::{NodeMemory, NumaNode, Performance};
@@ -19,11 +20,11 @@ pub(crate) fn volume_node(zones: &[ZoneSpec]) -> u32 {
     zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }
 
-/// Name of a zone in error messages, which is the flag that defines it.
-pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
-    match zone.tier {
-        Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
-        Tier::Dram => format!("--memory-zone id={}", zone.id),
+/// Source of a zone in errors and metrics, which is the flag that defines it.
+pub(crate) fn source(zone: &ZoneSpec, config: &VmConfig) -> RangeSource {
+    let (flag, key) = match zone.tier {
+        Tier::Dram if config.memory.zones.is_empty() => ("--memory", String::new()),
+        Tier::Dram => ("--memory-zone", format!("id={}", zone.id)),
         Tier::Pm => {
             let pool = config
                 .pm_memory
@@ -32,9 +33,10 @@ pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
                 .unwrap_or_default();
             let id =
                 if config.pm_memory.len() > 1 { format!(",id={}", zone.id) } else { String::new() };
-            format!("--pm-memory pool={pool}{id}")
+            ("--pm-memory", format!("pool={pool}{id}"))
         }
-    }
+    };
+    RangeSource { flag, key }
 }
 
 /// Returns the NUMA nodes for the firmware tables. Hotplug ranges are included from the start,
@@ -154,7 +156,7 @@ mod tests {
     fn zones_are_named_by_their_flags() {
         let flags = |config: &VmConfig| {
             let topology = Topology::of(config).unwrap();
-            topology.zones().iter().map(|zone| flag(zone, config)).collect::<Vec<_>>()
+            topology.zones().iter().map(|zone| source(zone, config).to_string()).collect::<Vec<_>>()
         };
         assert_eq!(flags(&hybrid()), ["--memory", "--pm-memory pool=/pm/pool"]);
         let expected = [

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use super::{DeviceContext, SetupResult};
 use crate::memory::backing::Access;
 use crate::memory::layout::GuestRange;
-use crate::memory::lost_memory::WatchedRange;
+use crate::memory::lost_memory::{RangeSource, WatchedRange};
 use crate::memory::{MappedRange, Memory};
 
 /// File, or part of a file, that is mapped into guest memory. Dropping it removes the file from
@@ -19,9 +19,9 @@ pub struct MappedFile {
 
 impl MappedFile {
     /// Maps `extents` of `file` next to each other and watches the file for truncation. Reports of
-    /// lost memory identify the range by `name`.
+    /// lost memory identify the range by `source`.
     pub fn new(
-        name: &str,
+        source: RangeSource,
         (file, extents): (BorrowedFd<'_>, &[Range<u64>]),
         access: Access,
         memory: &mut Memory,
@@ -30,7 +30,7 @@ impl MappedFile {
         let range = memory.add_file_range(file, extents, access)?;
         // Losing bytes after the last extent does not affect the device.
         let end = extents.iter().map(|extent| extent.end).max().unwrap_or(0);
-        let _watched = context.lost.watch_mapped(name, &range.reservation, file, end)?;
+        let _watched = context.lost.watch_mapped(source, &range.reservation, file, end)?;
         Ok(Self { _watched, range })
     }
 

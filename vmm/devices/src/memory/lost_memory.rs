@@ -20,10 +20,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::{fmt, io};
 
 use foreshore_types::size::Size;
 use parking_lot::Mutex;
@@ -79,11 +79,28 @@ pub enum Loss {
     Page,
 }
 
+/// Command-line flag that created a range of guest memory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RangeSource {
+    /// Flag with its hyphens: `--pmem`.
+    pub flag: &'static str,
+    /// Keys that identify the range among those of the flag: `file=/img`. Empty if there is only
+    /// one.
+    pub key: String,
+}
+
+impl fmt::Display for RangeSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { flag, key } = self;
+        if key.is_empty() { f.write_str(flag) } else { write!(f, "{flag} {key}") }
+    }
+}
+
 /// Watched range of guest memory, with a record of its loss.
 #[derive(Debug)]
 pub struct GuestRange {
-    name: String,
-    /// Length that the file must at least have. 0 for memory without a file.
+    source: RangeSource,
+    /// Length that the file must at least have. 0 if there is no file.
     mapped_bytes: u64,
     /// Length to which the file was truncated, or [`WHOLE`].
     cut_to_bytes: AtomicU64,
@@ -116,11 +133,6 @@ impl Alarm {
 }
 
 impl GuestRange {
-    /// Name of the range: the command-line flag that created it.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Loss of the range, if one was detected.
     pub fn loss(&self) -> Option<Loss> {
         match self.cut_to_bytes.load(Ordering::Acquire) {
@@ -159,14 +171,13 @@ impl Drop for WatchedRange {
 
 impl Expose for LostMemory {
     fn expose(&self, out: &mut Exposition) {
-        // Several ranges of one zone have the same name.
+        // Several ranges of one zone have the same source.
         let mut lost = BTreeMap::new();
         for (range, _) in &*self.ranges.lock() {
-            *lost.entry(range.name().to_owned()).or_insert(false) |= range.loss().is_some();
+            *lost.entry(range.source.clone()).or_insert(false) |= range.loss().is_some();
         }
-        let lost = lost.into_iter().map(|(name, is_lost)| {
-            let (flag, key) = name.split_once(' ').unwrap_or((&name, ""));
-            (and(&one("source", flag.trim_start_matches('-')), "key", key), is_lost)
+        let lost = lost.into_iter().map(|(RangeSource { flag, key }, is_lost)| {
+            (and(&one("source", flag.trim_start_matches('-')), "key", &key), is_lost)
         });
         out.flags(Family("memory_lost", "1 when memory of the guest is lost.", None), lost);
     }
@@ -182,44 +193,44 @@ impl LostMemory {
     }
 
     /// Watches anonymous memory. It is lost only if the hardware reports it as bad.
-    pub fn watch(&self, name: String, reservation: &Reservation) -> Result<(), WatchError> {
-        self.add(name, reservation, None).map(drop)
+    pub fn watch(&self, source: RangeSource, reservation: &Reservation) -> Result<(), WatchError> {
+        self.add(source, reservation, None).map(drop)
     }
 
     /// Watches memory that is mapped from a file or device. The first `mapped_bytes` of the file
     /// must exist.
     pub fn watch_file(
         &self,
-        name: String,
+        source: RangeSource,
         reservation: &Reservation,
         file: BorrowedFd<'_>,
         mapped_bytes: u64,
     ) -> Result<Arc<GuestRange>, WatchError> {
         let file = File::from(file.try_clone_to_owned().map_err(WatchError::File)?);
-        self.add(name, reservation, Some((file, mapped_bytes)))
+        self.add(source, reservation, Some((file, mapped_bytes)))
     }
 
     /// Watches a mapped file until the result is dropped.
     pub fn watch_mapped(
         self: &Arc<Self>,
-        name: &str,
+        source: RangeSource,
         reservation: &Reservation,
         file: BorrowedFd<'_>,
         mapped_bytes: u64,
     ) -> Result<WatchedRange, WatchError> {
-        let range = self.watch_file(name.to_owned(), reservation, file, mapped_bytes)?;
+        let range = self.watch_file(source, reservation, file, mapped_bytes)?;
         Ok(WatchedRange { lost: Arc::clone(self), range })
     }
 
     fn add(
         &self,
-        name: String,
+        source: RangeSource,
         reservation: &Reservation,
         file: Option<(File, u64)>,
     ) -> Result<Arc<GuestRange>, WatchError> {
         let (file, mapped_bytes) = file.unzip();
         let range = Arc::new(GuestRange {
-            name,
+            source,
             mapped_bytes: mapped_bytes.unwrap_or(0),
             cut_to_bytes: AtomicU64::new(WHOLE),
             page_lost: AtomicBool::new(false),
@@ -264,7 +275,7 @@ impl LostMemory {
                 );
             }
         }
-        let reason = reason(ranges.iter().map(|(range, _)| (range.name(), range.loss())));
+        let reason = reason(ranges.iter().map(|(range, _)| (&range.source, range.loss())));
         if reason.is_some() {
             self.alarm.loss.raise();
             self.alarm.inhibitor.stop();
@@ -296,10 +307,10 @@ pub fn cut_to_bytes(file: &File, mapped_bytes: u64) -> Option<u64> {
 }
 
 /// Reason for pausing the VM, if memory is lost.
-fn reason<'a>(ranges: impl Iterator<Item = (&'a str, Option<Loss>)>) -> Option<String> {
+fn reason<'a>(ranges: impl Iterator<Item = (&'a RangeSource, Option<Loss>)>) -> Option<String> {
     let mut lost: Vec<_> =
-        ranges.filter_map(|(name, loss)| loss.map(|loss| format!("{name}: {loss}"))).collect();
-    // Several parts of one zone have the same name.
+        ranges.filter_map(|(source, loss)| loss.map(|loss| format!("{source}: {loss}"))).collect();
+    // Several parts of one zone have the same source.
     lost.dedup();
     (!lost.is_empty()).then(|| format!("guest memory is lost: {}", lost.join("; ")))
 }
@@ -312,8 +323,13 @@ mod tests {
     use super::*;
     use crate::entry_inhibitor::tests::vcpu;
     use crate::memory::backing::Access;
+    use crate::metrics::Metrics;
 
     const MIB: u64 = 1 << 20;
+
+    fn source(flag: &'static str) -> RangeSource {
+        RangeSource { flag, key: String::new() }
+    }
 
     /// Mapped file on tmpfs.
     fn mapped() -> (File, Reservation) {
@@ -340,7 +356,7 @@ mod tests {
         let (lost, inhibitor, flag) = lost_memory();
         // `mapped_bytes` is the length after truncation, so only an access to the page detects the
         // loss.
-        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), MIB).unwrap();
+        lost.watch_file(source("data"), &reservation, file.as_fd(), MIB).unwrap();
         // SAFETY: mapped, and used by this test only.
         unsafe { byte(&reservation, MIB).write_volatile(7) };
         assert_eq!(lost.look(), None);
@@ -361,7 +377,7 @@ mod tests {
         let (file, reservation) = mapped();
         let inhibitor = Arc::new(EntryInhibitor::new(1));
         let lost = LostMemory::new(Arc::clone(&inhibitor), LossFlag::default()).unwrap();
-        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 0).unwrap();
+        lost.watch_file(source("data"), &reservation, file.as_fd(), 0).unwrap();
         let (vcpu, entered) = vcpu(&inhibitor, 0);
         entered.recv_timeout(Duration::from_secs(20)).unwrap();
         file.set_len(0).unwrap();
@@ -377,8 +393,8 @@ mod tests {
     fn truncated_file_is_detected_without_access_and_stays_lost() {
         let ((file, reservation), (other_file, other)) = (mapped(), mapped());
         let (lost, inhibitor, flag) = lost_memory();
-        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 2 * MIB).unwrap();
-        lost.watch_file("other".to_owned(), &other, other_file.as_fd(), 2 * MIB).unwrap();
+        lost.watch_file(source("data"), &reservation, file.as_fd(), 2 * MIB).unwrap();
+        lost.watch_file(source("other"), &other, other_file.as_fd(), 2 * MIB).unwrap();
         assert!(lost.has_files() && !lost.explains_a_fault());
         assert!(!inhibitor.is_set(), "memory without a loss inhibits entries");
         file.set_len(MIB).unwrap();
@@ -403,7 +419,7 @@ mod tests {
         let reservation = Reservation::new(2 * MIB, 4096).unwrap();
         reservation.map_anonymous(0, 2 * MIB).unwrap();
         let (lost, inhibitor, _) = lost_memory();
-        lost.watch("--memory".to_owned(), &reservation).unwrap();
+        lost.watch(source("--memory"), &reservation).unwrap();
         assert!(!lost.has_files());
         assert_eq!(lost.look(), None);
         lost.ranges()[0].page_lost();
@@ -415,9 +431,22 @@ mod tests {
         let cut = Loss::CutShort { file_bytes: 0, mapped_bytes: 4 * MIB };
         let ranges =
             [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];
-        let text = reason(ranges.into_iter()).unwrap();
+        let ranges = ranges.map(|(flag, loss)| (source(flag), loss));
+        let text = reason(ranges.iter().map(|(source, loss)| (source, *loss))).unwrap();
         assert_eq!(text.matches("b: ").count(), 1, "{text}");
         assert!(text.contains("c: its file was truncated to 0") && !text.contains("a: "), "{text}");
-        assert_eq!(reason([("a", None)].into_iter()), None);
+        assert_eq!(reason([(&source("a"), None)].into_iter()), None);
+    }
+
+    #[test]
+    fn metric_of_a_path_with_spaces_has_the_whole_key() {
+        let (lost, _, _) = lost_memory();
+        let reservation = Reservation::new(4096, 4096).unwrap();
+        let source = RangeSource { flag: "--pmem", key: "file=/my images/a b".to_owned() };
+        assert_eq!(source.to_string(), "--pmem file=/my images/a b");
+        lost.watch(source, &reservation).unwrap();
+        let text = Metrics::new("a").encode(&lost).unwrap();
+        let series = r#"foreshore_memory_lost{vm="a",source="pmem",key="file=/my images/a b"} 0.0"#;
+        assert!(text.lines().any(|line| line == series), "{text}");
     }
 }

@@ -39,9 +39,8 @@ pub fn build_file(
     context: &DeviceContext,
 ) -> SetupResult {
     let whole = 0..file.len_bytes();
-    let name = config.flag();
-    let mapped =
-        MappedFile::new(&name, (file.file(), from_ref(&whole)), file.access(), memory, context)?;
+    let (source, extents) = (config.source(), (file.file(), from_ref(&whole)));
+    let mapped = MappedFile::new(source, extents, file.access(), memory, context)?;
     let id = config.id.as_deref().expect("a VM's devices have ids");
     let (guest, backing) = (mapped.guest(), Arc::clone(file) as Arc<dyn Persist>);
     let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
@@ -131,7 +130,7 @@ impl<'a> MappedVolume<'a> {
         let (access, flushes) = mapping(config.readonly, pool.durability());
         let extents = volume.extents();
         let mapped =
-            MappedFile::new(&config.flag(), (pool.file(), &extents), access, memory, context)?;
+            MappedFile::new(config.source(), (pool.file(), &extents), access, memory, context)?;
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
         let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
         Ok(Self { config, volume, watched, mapped, flushes })

@@ -8,6 +8,8 @@ use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+use crate::memory::lost_memory::RangeSource;
+
 words! {
     /// Interface through which the guest accesses a volume.
     pub enum VolumeInterface {
@@ -108,7 +110,13 @@ section! {
 impl PmVolumeConfig {
     /// Flag with the properties that identify the volume in errors.
     pub fn flag(&self) -> String {
-        format!("{} pool={},name={}", Self::FLAG, self.pool.display(), self.name)
+        self.source().to_string()
+    }
+
+    /// Source of the volume's range of guest memory.
+    pub fn source(&self) -> RangeSource {
+        let key = format!("pool={},name={}", self.pool.display(), self.name);
+        RangeSource { flag: Self::FLAG, key }
     }
 
     /// Checks that the name is valid in a pool, that the size is within its limits, and that no

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, name, section, size};
 
+use crate::memory::lost_memory::RangeSource;
+
 section! {
     /// File or device that the guest uses as persistent memory.
     pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
@@ -22,7 +24,12 @@ impl PmemConfig {
 
     /// Flag with the properties that identify the device in errors.
     pub fn flag(&self) -> String {
-        format!("{} file={}", Self::FLAG, self.file.display())
+        self.source().to_string()
+    }
+
+    /// Source of the device's range of guest memory.
+    pub fn source(&self) -> RangeSource {
+        RangeSource { flag: Self::FLAG, key: format!("file={}", self.file.display()) }
     }
 
     /// Checks that the size is a multiple of the huge page size, and that the id is valid.

@@ -9,7 +9,7 @@ use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::Memory;
 use foreshore_devices::memory::backing::Reservation;
-use foreshore_devices::memory::lost_memory::LostMemory;
+use foreshore_devices::memory::lost_memory::{LostMemory, RangeSource};
 use foreshore_devices::memory::zone::Tier;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -35,14 +35,15 @@ pub(in crate::vm) fn watch_zones(
     lost: &LostMemory,
 ) -> Result<(), BuildError> {
     for (zone, reservation) in memory.parts() {
-        let name = numa_tables::flag(zone, config);
+        let source = numa_tables::source(zone, config);
         match (zone.tier, config.pm_memory.first()) {
             (Tier::Pm, Some(pm)) => {
                 let pool = resources.pool(&pm.pool);
-                lost.watch_file(name.clone(), reservation, pool.file(), pool.info().total_bytes)
-                    .map_err(BuildError::device(name))?;
+                let error = BuildError::device(source.to_string());
+                lost.watch_file(source, reservation, pool.file(), pool.info().total_bytes)
+                    .map_err(error)?;
             }
-            _ => watch_dram(memory, reservation, name, lost)?,
+            _ => watch_dram(memory, reservation, source, lost)?,
         }
     }
     Ok(())
@@ -53,16 +54,19 @@ pub(in crate::vm) fn watch_zones(
 fn watch_dram(
     memory: &Memory,
     reservation: &Reservation,
-    name: String,
+    source: RangeSource,
     lost: &LostMemory,
 ) -> Result<(), BuildError> {
-    let error = BuildError::device(name.clone());
+    let error = BuildError::device(source.to_string());
     match memory.file_of(reservation) {
         Some(file) => {
-            let mapped_bytes = file.metadata().map_err(BuildError::device(name.clone()))?.len();
-            lost.watch_file(name, reservation, file.as_fd(), mapped_bytes).map(drop).map_err(error)
+            let mapped_bytes =
+                file.metadata().map_err(BuildError::device(source.to_string()))?.len();
+            lost.watch_file(source, reservation, file.as_fd(), mapped_bytes)
+                .map(drop)
+                .map_err(error)
         }
-        None => lost.watch(name, reservation).map_err(error),
+        None => lost.watch(source, reservation).map_err(error),
     }
 }
 
