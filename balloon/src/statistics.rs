@@ -38,19 +38,8 @@ const OVERRIDE_MS: u64 = 3_000;
 /// Averaging period of `avg10`.
 const AVERAGE_MS: u64 = 10_000;
 
-/// Unit of a statistic.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TagUnit {
-    /// Amount of memory that can grow and shrink.
-    Bytes,
-    /// Amount of memory that only grows until the guest reboots.
-    BytesSinceBoot,
-    /// Number of events, which only grows until the guest reboots.
-    EventsSinceBoot,
-}
-
 macro_rules! tags {
-    ($($(#[$doc:meta])* $name:ident => $label:literal $unit:ident,)*) => {
+    ($($(#[$doc:meta])* $name:ident => $label:literal,)*) => {
         /// Tag of a statistic. The order is that of the tag numbers in the specification.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Tag {
@@ -61,14 +50,9 @@ macro_rules! tags {
             /// All tags, in the order of their numbers.
             pub const ALL: [Tag; 16] = [$(Tag::$name,)*];
 
-            /// Returns the statistic's name in metrics.
+            /// Returns the statistic's name in errors and metrics.
             pub fn label(self) -> &'static str {
                 match self { $(Tag::$name => $label,)* }
-            }
-
-            /// Returns the unit of the value.
-            pub fn unit(self) -> TagUnit {
-                match self { $(Tag::$name => TagUnit::$unit,)* }
             }
         }
     };
@@ -76,37 +60,37 @@ macro_rules! tags {
 
 tags! {
     /// Memory swapped in since boot.
-    SwapIn => "swap-in" BytesSinceBoot,
+    SwapIn => "swap-in",
     /// Memory swapped out since boot.
-    SwapOut => "swap-out" BytesSinceBoot,
+    SwapOut => "swap-out",
     /// Faults that waited for I/O.
-    MajorFaults => "major-faults" EventsSinceBoot,
+    MajorFaults => "major-faults",
     /// Faults that did not wait for I/O.
-    MinorFaults => "minor-faults" EventsSinceBoot,
+    MinorFaults => "minor-faults",
     /// MemFree.
-    Free => "free" Bytes,
+    Free => "free",
     /// MemTotal.
-    Total => "total" Bytes,
+    Total => "total",
     /// MemAvailable.
-    Available => "available" Bytes,
+    Available => "available",
     /// Page cache, including swap cache and shared memory.
-    Caches => "caches" Bytes,
+    Caches => "caches",
     /// Huge pages allocated from the pool of hugetlbfs.
-    HugetlbAllocations => "hugetlb-allocations" EventsSinceBoot,
+    HugetlbAllocations => "hugetlb-allocations",
     /// Failed allocations of huge pages.
-    HugetlbFailures => "hugetlb-failures" EventsSinceBoot,
+    HugetlbFailures => "hugetlb-failures",
     /// Processes killed for lack of memory (this and the following: Linux 6.10 and later).
-    OomKills => "oom-kills" EventsSinceBoot,
+    OomKills => "oom-kills",
     /// Allocations that entered direct reclaim.
-    AllocStalls => "alloc-stalls" EventsSinceBoot,
+    AllocStalls => "alloc-stalls",
     /// Memory scanned by kswapd.
-    AsyncScan => "async-scan" BytesSinceBoot,
+    AsyncScan => "async-scan",
     /// Memory scanned by allocating tasks.
-    DirectScan => "direct-scan" BytesSinceBoot,
+    DirectScan => "direct-scan",
     /// Memory reclaimed by kswapd.
-    AsyncReclaim => "async-reclaim" BytesSinceBoot,
+    AsyncReclaim => "async-reclaim",
     /// Memory reclaimed by allocating tasks.
-    DirectReclaim => "direct-reclaim" BytesSinceBoot,
+    DirectReclaim => "direct-reclaim",
 }
 
 /// One set of statistics that the device has received.

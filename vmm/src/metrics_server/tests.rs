@@ -284,7 +284,7 @@ fn everything() -> Everything {
     vsock.bytes_to_guest_total.add(9);
     let balloon = BalloonMetrics::default();
     balloon.actual_bytes.store(64 << 20, Ordering::Relaxed);
-    for tag in [Tag::Caches, Tag::OomKills, Tag::SwapIn] {
+    for tag in Tag::ALL {
         balloon.set_statistic(tag, 11);
     }
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
@@ -552,10 +552,10 @@ fn scrape_shows_the_values_of_all_sources() {
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
         format!(r#"foreshore_console_file_throttled_seconds_total{{{vm},device="serial"}} 1.5"#),
         format!(r#"foreshore_balloon_actual_bytes{{{vm}}} 67108864"#),
-        format!(r#"foreshore_balloon_guest_memory_bytes{{{vm},statistic="caches"}} 11"#),
-        format!(r#"foreshore_balloon_guest_events_total{{{vm},statistic="oom-kills"}} 11"#),
-        format!(r#"foreshore_balloon_guest_reclaim_bytes_total{{{vm},statistic="swap-in"}} 11"#),
-        format!(r#"foreshore_balloon_refused_total{{{vm},reason="unplugged"}} 0"#),
+        format!(r#"foreshore_balloon_guest_memory_bytes{{{vm},state="caches"}} 11"#),
+        format!(r#"foreshore_balloon_guest_oom_kills_total{{{vm}}} 11"#),
+        format!(r#"foreshore_balloon_guest_swapped_bytes_total{{{vm},direction="in"}} 11"#),
+        format!(r#"foreshore_balloon_refused_pages_total{{{vm},reason="unplugged"}} 0"#),
         format!(
             r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#
         ),

@@ -292,7 +292,8 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     guest.wait_until("64 MiB are in the balloon", LIMIT, || {
         Ok(mem_total_mib(&guest)? == before - 64)
     })?;
-    let parts = metrics()?.value("foreshore_balloon_refused_total", &[("reason", "huge-page")])?;
+    let parts =
+        metrics()?.value("foreshore_balloon_refused_pages_total", &[("reason", "huge-page")])?;
     ensure!(parts >= 8192.0, "{parts} pages of huge pages stay with the VM");
     resize(0)?;
     guest.wait_until("the balloon is empty", LIMIT, || Ok(mem_total_mib(&guest)? == before))?;

@@ -2,11 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use balloon::statistics::{Tag, TagUnit};
-
+use balloon::statistics::Tag;
 use prometheus_client::registry::Unit;
 
-use crate::metrics::{Expose, Exposition, Family, get, one};
+use crate::metrics::{Expose, Exposition, Family, Labels, get, one};
 
 /// Reason to refuse pages or chains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,6 +25,10 @@ pub enum Refusal {
 }
 
 impl Refusal {
+    /// Reasons that are counted in pages.
+    const OF_PAGES: [Self; 4] = [Self::Pm, Self::Unplugged, Self::NoMemory, Self::HugePage];
+    /// Reasons that are counted in requests.
+    const OF_REQUESTS: [Self; 2] = [Self::Malformed, Self::TooLong];
     pub const ALL: [Self; 6] =
         [Self::Pm, Self::Unplugged, Self::NoMemory, Self::HugePage, Self::Malformed, Self::TooLong];
 
@@ -143,9 +146,14 @@ impl Expose for BalloonMetrics {
             ),
             [(vec![], get(&self.oom_deflated_bytes))],
         );
+        let refused = |reason: Refusal| (one("reason", reason.as_str()), self.refused(reason));
         out.counters(
-            Family("balloon_refused", "Refused pages and requests.", None),
-            Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
+            Family("balloon_refused_pages", "Pages not returned to the host.", None),
+            Refusal::OF_PAGES.map(refused),
+        );
+        out.counters(
+            Family("balloon_refused_requests", "Requests that are not valid.", None),
+            Refusal::OF_REQUESTS.map(refused),
         );
         out.counters(
             Family(
@@ -159,37 +167,81 @@ impl Expose for BalloonMetrics {
             Family("balloon_statistics", "Sets of statistics received from the guest.", None),
             [(vec![], get(&self.statistics))],
         );
-        let reported = |unit: TagUnit| {
-            let tags = Tag::ALL.into_iter().filter(move |tag| tag.unit() == unit);
-            tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
-        };
+        self.expose_guest_memory(out);
+        self.expose_guest_counters(out);
+    }
+}
+
+/// Families of the driver's statistics. Each quantity has its own family, so that the sum of a
+/// family is meaningful.
+impl BalloonMetrics {
+    /// Samples of the statistics that the driver has sent, with one label for each.
+    fn reported<'a, const N: usize>(
+        &'a self,
+        label: &'static str,
+        tags: [(Tag, &'a str); N],
+    ) -> impl Iterator<Item = (Labels, u64)> + 'a {
+        tags.into_iter()
+            .filter_map(move |(tag, value)| Some((one(label, value), self.statistic(tag)?)))
+    }
+
+    fn expose_guest_memory(&self, out: &mut Exposition) {
         out.bytes(
             "balloon_guest_memory",
             "Memory of the guest according to its kernel.",
-            reported(TagUnit::Bytes),
-        );
-        out.counters(
-            Family(
-                "balloon_guest_reclaim",
-                "Memory swapped, scanned and reclaimed by the guest's kernel since its boot.",
-                Some(Unit::Bytes),
+            self.reported(
+                "state",
+                [Tag::Free, Tag::Total, Tag::Available, Tag::Caches].map(|tag| (tag, tag.label())),
             ),
-            reported(TagUnit::BytesSinceBoot),
         );
+        let mut reclaim = |name, help, label, tags: [_; 2]| {
+            out.counters(Family(name, help, Some(Unit::Bytes)), self.reported(label, tags));
+        };
+        reclaim(
+            "balloon_guest_swapped",
+            "Memory swapped by the guest's kernel since its boot.",
+            "direction",
+            [(Tag::SwapIn, "in"), (Tag::SwapOut, "out")],
+        );
+        reclaim(
+            "balloon_guest_scanned",
+            "Memory scanned for reclaim by the guest's kernel since its boot.",
+            "by",
+            [(Tag::AsyncScan, "kswapd"), (Tag::DirectScan, "task")],
+        );
+        reclaim(
+            "balloon_guest_reclaimed",
+            "Memory reclaimed by the guest's kernel since its boot.",
+            "by",
+            [(Tag::AsyncReclaim, "kswapd"), (Tag::DirectReclaim, "task")],
+        );
+    }
+
+    fn expose_guest_counters(&self, out: &mut Exposition) {
         out.counters(
-            Family(
-                "balloon_guest_events",
-                "Events counted by the guest's kernel since its boot.",
-                None,
-            ),
-            reported(TagUnit::EventsSinceBoot),
+            Family("balloon_guest_page_faults", "Page faults since the guest's boot.", None),
+            self.reported("kind", [(Tag::MajorFaults, "major"), (Tag::MinorFaults, "minor")]),
         );
+        let help = "Allocations of hugetlbfs pages since the guest's boot.";
+        out.counters(
+            Family("balloon_guest_hugetlb_allocations", help, None),
+            self.reported(
+                "result",
+                [(Tag::HugetlbAllocations, "ok"), (Tag::HugetlbFailures, "error")],
+            ),
+        );
+        let only = |tag| self.statistic(tag).map(|count| (vec![], count));
+        let help = "Processes killed by the OOM killer since the guest's boot.";
+        out.counters(Family("balloon_guest_oom_kills", help, None), only(Tag::OomKills));
+        let help = "Allocations that had to reclaim memory first, since the guest's boot.";
+        out.counters(Family("balloon_guest_allocation_stalls", help, None), only(Tag::AllocStalls));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Metrics;
 
     #[test]
     fn each_reason_has_its_own_counter() {
@@ -198,6 +250,17 @@ mod tests {
             metrics.refuse(reason, index as u64 + 1);
         }
         assert_eq!(Refusal::ALL.map(|reason| metrics.refused(reason)), [1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn each_refusal_and_statistic_has_one_series() {
+        let metrics = BalloonMetrics::default();
+        Tag::ALL.into_iter().for_each(|tag| metrics.set_statistic(tag, 987_654));
+        Refusal::ALL.into_iter().for_each(|reason| metrics.refuse(reason, 987_654));
+        let registry = Metrics::new("a");
+        let text = registry.encode(&metrics).unwrap();
+        let series = text.lines().filter(|line| line.ends_with(" 987654")).count();
+        assert_eq!(series, Tag::ALL.len() + Refusal::ALL.len(), "{text}");
     }
 
     #[test]
