@@ -301,9 +301,9 @@ fn everything() -> Everything {
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
     let device: Arc<dyn BlockDevice> = Arc::new(Damaged);
-    disk.finished(Kind::Discard, true);
+    disk.finished(Kind::Discard, true, Duration::from_millis(2));
     disk.transferred(Kind::Write, 4096);
-    disk.took(Kind::Write, Duration::from_micros(1500));
+    disk.finished(Kind::Write, true, Duration::from_micros(1500));
     let on_disk = |loss| VolumeCounters::VirtioBlk {
         disk: Arc::clone(&disk),
         device: Arc::downgrade(&device),
@@ -504,10 +504,10 @@ fn scrape_shows_the_values_of_all_sources() {
         ),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
         format!(
-            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="write"}} 0.0015"#
+            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="write",result="ok"}} 0.0015"#
         ),
         format!(
-            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="read"}} 0.0"#
+            r#"foreshore_disk_operation_seconds_total{{{vm},disk="_disk0",operation="read",result="error"}} 0.0"#
         ),
         format!(r#"foreshore_disk_broken_queues_total{{{vm},disk="_disk0"}} 0"#),
         format!(r#"foreshore_disk_io_uring{{{vm},disk="_disk0"}} 0.0"#),

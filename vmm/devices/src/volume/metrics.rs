@@ -132,9 +132,8 @@ impl Expose for VolumeMetrics {
         out.counters(bad, self.bad_requests().map(|count| (labels.clone(), count)));
         self.expose_translation(out, &labels);
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
-            disk.expose_operations(out, "volume_operations", &labels);
+            disk.expose_operations(out, "volume_operations", "volume_operation", &labels);
             disk.expose_bytes(out, "volume", &labels);
-            disk.expose_seconds(out, "volume_operation", &labels);
         }
     }
 }

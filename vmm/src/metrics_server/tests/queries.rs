@@ -151,6 +151,9 @@ fn problems(expression: &str, scrape: &str) -> Vec<String> {
             problems.push(format!("{keyword} {labels:?} mixes VMs"));
         }
     }
+    if groupings.is_empty() {
+        problems.extend(unmatched_quotients(expression, &exposed));
+    }
     // Prometheus makes this metric.
     for (name, matchers) in metrics.iter().filter(|(name, _)| *name != "up") {
         let Some((_, labels)) = exposed.get(*name) else {
@@ -175,6 +178,23 @@ fn problems(expression: &str, scrape: &str) -> Vec<String> {
         }
     }
     problems
+}
+
+/// Quotients of metrics with different labels. Without `on` or `ignoring`, Prometheus divides only
+/// series whose labels are all equal.
+fn unmatched_quotients(
+    expression: &str,
+    exposed: &BTreeMap<String, (String, BTreeSet<String>)>,
+) -> Vec<String> {
+    let labels_of = |part: &str| {
+        let metrics = Expression::parse(&tokens(part)).metrics;
+        metrics.iter().filter_map(|(name, _)| Some(&exposed.get(*name)?.1)).collect::<Vec<_>>()
+    };
+    let quotients = expression.split_once('/').into_iter();
+    quotients
+        .filter(|(dividend, divisor)| labels_of(dividend) != labels_of(divisor))
+        .map(|(dividend, divisor)| format!("{dividend}and{divisor} differ in their labels"))
+        .collect()
 }
 
 #[test]
@@ -212,6 +232,10 @@ fn wrong_expressions_are_detected() {
         (
             "foreshore_pool_failed * on (pool) group_left (state) foreshore_pool_bytes",
             "on [\"pool\"] mixes VMs",
+        ),
+        (
+            "foreshore_disk_bytes_total / foreshore_disk_operations_total",
+            "foreshore_disk_bytes_total and foreshore_disk_operations_total differ in their labels",
         ),
     ] {
         let found = problems(expression, &scrape);

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::debug;
@@ -200,19 +201,19 @@ impl Worker {
     /// Begins a request and returns its first step. Returns `None` if the request was answered
     /// immediately.
     fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(Job, Step)> {
-        let kind = Kind::from(&request.operation);
+        let (kind, taken) = (Kind::from(&request.operation), Instant::now());
         if let Operation::GetId(segments) = &request.operation {
             let serial = self.disk.serial();
             let len = segments.len_bytes();
             let result =
                 segments.write(memory, 0, &serial[..len as usize]).map_err(io::Error::other);
-            self.end(memory, &request, kind, result.map(|()| len));
+            self.end(memory, &request, kind, taken, result.map(|()| len));
             return None;
         }
         // After a failed flush, no later write may be reported as durable.
         let changes = !matches!(kind, Kind::Read | Kind::GetId);
         if changes && self.disk.has_failed() {
-            self.end(memory, &request, kind, Err(io::ErrorKind::ReadOnlyFilesystem.into()));
+            self.end(memory, &request, kind, taken, Err(io::ErrorKind::ReadOnlyFilesystem.into()));
             return None;
         }
         self.open += 1;
@@ -288,23 +289,21 @@ impl Worker {
         self.open -= 1;
         self.held_bytes -= held_bytes(job.request());
         let kind = Kind::from(&job.request().operation);
-        if result.is_ok() {
-            self.disk.metrics().took(kind, job.taken().elapsed());
-        }
-        self.end(memory, job.request(), kind, result);
+        self.end(memory, job.request(), kind, job.taken(), result);
     }
 
-    /// Answers a request and updates the metrics. `result` is an error or the number of bytes
-    /// written to the request's buffers.
+    /// Answers a request that was taken from the ring at `taken`, and updates the metrics. `result`
+    /// is an error or the number of bytes written to the request's buffers.
     fn end(
         &mut self,
         memory: &MappedMemory,
         request: &Request,
         kind: Kind,
+        taken: Instant,
         result: io::Result<u64>,
     ) {
         let metrics = self.disk.metrics();
-        metrics.finished(kind, result.is_ok());
+        metrics.finished(kind, result.is_ok(), taken.elapsed());
         let (status, len) = match result {
             Ok(len) => {
                 metrics.transferred(kind, transferred_bytes(request));

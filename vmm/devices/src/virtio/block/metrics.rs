@@ -74,7 +74,7 @@ impl Default for DurationRange {
 
 impl DurationRange {
     fn observe(&self, duration: Duration) {
-        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let ns = saturating_ns(duration);
         let us = ns / 1000;
         self.least_us.fetch_min(us, Ordering::Relaxed);
         self.most_us.fetch_max(us, Ordering::Relaxed);
@@ -95,18 +95,39 @@ impl DurationRange {
             sum_us / count,
         ]
     }
+}
 
-    /// Returns the sum of all durations.
-    pub fn sum(&self) -> Duration {
-        Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed))
+/// Number of requests with one result, and the sum of their durations.
+#[derive(Debug, Default)]
+struct RequestTotals {
+    count: AtomicU64,
+    sum_ns: AtomicU64,
+}
+
+impl RequestTotals {
+    fn add(&self, duration: Duration) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.sum_ns.fetch_add(saturating_ns(duration), Ordering::Relaxed);
     }
+
+    fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    fn seconds(&self) -> f64 {
+        Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed)).as_secs_f64()
+    }
+}
+
+fn saturating_ns(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Counters of one disk. The counters never decrease.
 #[derive(Debug, Default)]
 pub struct BlockMetrics {
-    done: [AtomicU64; Kind::ALL.len()],
-    failed: [AtomicU64; Kind::ALL.len()],
+    done: [RequestTotals; Kind::ALL.len()],
+    failed: [RequestTotals; Kind::ALL.len()],
     pub size_bytes: AtomicU64,
     /// Bytes read by the guest.
     pub read_bytes: AtomicU64,
@@ -134,17 +155,15 @@ pub struct BlockMetrics {
 }
 
 impl BlockMetrics {
-    /// Counts an executed request and its result.
-    pub fn finished(&self, kind: Kind, ok: bool) {
-        let counters = if ok { &self.done } else { &self.failed };
-        counters[kind as usize].fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub fn took(&self, kind: Kind, duration: Duration) {
+    /// Counts an executed request, its result, and the time from taking it from the ring to its
+    /// answer.
+    pub fn finished(&self, kind: Kind, ok: bool, duration: Duration) {
+        let totals = if ok { &self.done } else { &self.failed };
+        totals[kind as usize].add(duration);
         match kind {
-            Kind::Read => self.reads.observe(duration),
-            Kind::Write => self.writes.observe(duration),
-            Kind::Flush | Kind::Discard | Kind::WriteZeroes | Kind::GetId => {}
+            Kind::Read if ok => self.reads.observe(duration),
+            Kind::Write if ok => self.writes.observe(duration),
+            _ => {}
         }
     }
 
@@ -158,12 +177,12 @@ impl BlockMetrics {
 
     /// Requests answered with success.
     pub fn done(&self, kind: Kind) -> u64 {
-        self.done[kind as usize].load(Ordering::Relaxed)
+        self.done[kind as usize].count()
     }
 
     /// Requests answered with an error because memory or the media failed.
     pub fn failed(&self, kind: Kind) -> u64 {
-        self.failed[kind as usize].load(Ordering::Relaxed)
+        self.failed[kind as usize].count()
     }
 }
 
@@ -180,9 +199,8 @@ impl Expose for DiskMetrics {
         let get = |counter: &AtomicU64| [(labels.clone(), counter.load(Ordering::Relaxed))];
         let is_set = |flag: &AtomicBool| [(labels.clone(), flag.load(Ordering::Relaxed))];
         out.bytes("disk_size", "Size of the disk as the guest sees it.", get(&counters.size_bytes));
-        counters.expose_operations(out, "disk_operations", &labels);
+        counters.expose_operations(out, "disk_operations", "disk_operation", &labels);
         counters.expose_bytes(out, "disk", &labels);
-        counters.expose_seconds(out, "disk_operation", &labels);
         out.latencies(
             "disk_flush_duration",
             "Time to make the disk durable.",
@@ -229,14 +247,30 @@ impl BlockMetrics {
         signed(counters)
     }
 
-    /// Adds the numbers of requests, by operation and result, to the family `name`.
-    pub fn expose_operations(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
-        let samples = Kind::ALL.into_iter().flat_map(|kind| {
-            let labels = and(labels, "operation", kind.as_str());
-            [("ok", self.done(kind)), ("error", self.failed(kind))]
-                .map(|(result, count)| (and(&labels, "result", result), count))
-        });
-        out.counters(Family(name, "Completed and failed requests of the guest.", None), samples);
+    /// Adds the numbers of requests to the family `count_name`, and their durations to the family
+    /// `seconds_name`. Both have the same labels, so that a query for the mean can divide one by
+    /// the other.
+    pub fn expose_operations(
+        &self,
+        out: &mut Exposition,
+        count_name: &'static str,
+        seconds_name: &'static str,
+        labels: &Labels,
+    ) {
+        let totals: Vec<_> = Kind::ALL
+            .into_iter()
+            .flat_map(|kind| {
+                let labels = and(labels, "operation", kind.as_str());
+                [("ok", &self.done), ("error", &self.failed)].map(|(result, totals)| {
+                    (and(&labels, "result", result), &totals[kind as usize])
+                })
+            })
+            .collect();
+        let counts = totals.iter().map(|(labels, totals)| (labels.clone(), totals.count()));
+        let help = "Completed and failed requests of the guest.";
+        out.counters(Family(count_name, help, None), counts);
+        let seconds = totals.iter().map(|(labels, totals)| (labels.clone(), totals.seconds()));
+        out.seconds_total(seconds_name, "Sum of the durations of the guest's requests.", seconds);
     }
 
     /// Adds the bytes read and written to the family `name`.
@@ -251,15 +285,6 @@ impl BlockMetrics {
             samples,
         );
     }
-
-    /// Adds the durations of successful reads and writes to the family `name`.
-    pub fn expose_seconds(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
-        let samples =
-            [("read", &self.reads), ("write", &self.writes)].map(|(operation, durations)| {
-                (and(labels, "operation", operation), durations.sum().as_secs_f64())
-            });
-        out.seconds_total(name, "Sum of the durations of successful requests.", samples);
-    }
 }
 
 #[cfg(test)]
@@ -271,11 +296,11 @@ mod tests {
         let metrics = BlockMetrics::default();
         assert_eq!(metrics.reads.least_most_mean_us(), [0; 3]);
         for us in [30, 10, 50] {
-            metrics.took(Kind::Read, Duration::from_micros(us));
+            metrics.finished(Kind::Read, true, Duration::from_micros(us));
         }
-        metrics.took(Kind::Flush, Duration::from_secs(1));
+        metrics.finished(Kind::Read, false, Duration::from_secs(1));
+        metrics.finished(Kind::Flush, true, Duration::from_secs(1));
         assert_eq!(metrics.reads.least_most_mean_us(), [10, 50, 30]);
-        assert_eq!(metrics.reads.sum(), Duration::from_micros(90));
         assert_eq!(metrics.writes.least_most_mean_us(), [0; 3]);
     }
 
@@ -283,9 +308,8 @@ mod tests {
     fn disk_has_ten_counters_that_fit_a_signed_number() {
         let metrics = BlockMetrics::default();
         assert!(metrics.counters().values().all(|value| *value == 0));
-        metrics.finished(Kind::Write, true);
+        metrics.finished(Kind::Write, true, Duration::from_micros(7));
         metrics.transferred(Kind::Write, u64::MAX);
-        metrics.took(Kind::Write, Duration::from_micros(7));
         let counters = metrics.counters();
         assert_eq!(counters.len(), 10);
         assert_eq!(
