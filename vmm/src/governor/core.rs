@@ -26,7 +26,7 @@ use foreshore_devices::metrics::LatencyHistogram;
 pub use self::show::{ZoneQuery, ZoneResize, ZoneState};
 use super::GovernorError;
 use super::error::{AboveZones, DescriptorLack};
-use super::metrics::GuestSoftware;
+use super::metrics::GuestSoftwareHistory;
 use super::record::{Recorder, Target};
 use super::{BalloonSource, GovernedZone, GovernedZones, PoolFree, UnmanagedMemory};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
@@ -42,8 +42,8 @@ pub struct Core {
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
     on_hello: Option<OnHello>,
-    /// Software of the guest, according to the last hello of its agent.
-    guest: Option<GuestSoftware>,
+    /// Software of the guest, according to the hellos of its agent.
+    guest: GuestSoftwareHistory,
     recorder: Option<Recorder>,
 }
 
@@ -92,7 +92,7 @@ impl Core {
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
             on_hello: None,
-            guest: None,
+            guest: GuestSoftwareHistory::default(),
             recorder: None,
         })
     }

@@ -49,12 +49,56 @@ pub struct PressureSample {
     pub report_to_online: LatencySample,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestSoftware {
     /// `uname -r`.
     pub kernel: String,
     /// Version of the agent.
     pub agent: String,
+}
+
+impl GuestSoftware {
+    /// Longest label value, as long as the longest release of a Linux kernel.
+    const MAX_CHARS: usize = 64;
+
+    /// Creates label values from the texts of a guest, which is not trusted. Texts are cut, and
+    /// characters that a version does not need are replaced.
+    pub fn new(kernel: &str, agent: &str) -> Self {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "._+~-".contains(c);
+        let value = |text: &str| {
+            let plain = text.chars().map(|c| if is_plain(c) { c } else { '_' });
+            plain.take(Self::MAX_CHARS).collect()
+        };
+        Self { kernel: value(kernel), agent: value(agent) }
+    }
+}
+
+/// Software of a guest since its boot. Each change creates a series, so their number is limited.
+#[derive(Debug, Default)]
+pub struct GuestSoftwareHistory {
+    last: Option<GuestSoftware>,
+    changes: u32,
+}
+
+impl GuestSoftwareHistory {
+    /// Number of changes that are followed: updates of the agent, and kernels started by kexec.
+    const MAX_CHANGES: u32 = 4;
+
+    /// Stores `software`, unless it has changed too often since the guest's boot.
+    pub fn update(&mut self, software: GuestSoftware) {
+        if self.last.as_ref() == Some(&software) {
+            return;
+        }
+        let is_first = self.last.is_none();
+        if is_first || self.changes < Self::MAX_CHANGES {
+            self.changes += u32::from(!is_first);
+            self.last = Some(software);
+        }
+    }
+
+    pub fn last(&self) -> Option<&GuestSoftware> {
+        self.last.as_ref()
+    }
 }
 
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! Tests with invalid reports, floods, and agents that do not read.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::atomic::Ordering;
 
@@ -10,8 +10,9 @@ use serde_json::json;
 use super::*;
 use crate::governor::agent::{self, Heard, LineBudget};
 use crate::governor::fake::{
-    BOOT_BYTES, Fixture, MIB, connection, fixture, logged, report, runtime, serve,
+    BOOT_BYTES, Fixture, MIB, connection, fixture, hello, logged, report, runtime, serve,
 };
+use crate::governor::metrics::GuestSoftware;
 use crate::governor::task::Clock;
 
 #[test]
@@ -45,6 +46,33 @@ fn online_bytes_are_limited_to_plugged_bytes() {
     f.line(&line);
     let online = ["dram", "pm"].map(|id| f.core.zone_state(id, TimeMs(0)).online_bytes);
     assert_eq!(online, [Some(0), Some(64 * MIB)]);
+}
+
+/// Sends a hello with these texts over a new connection, and returns the software in the metrics.
+fn software_after(f: &mut Fixture, kernel: &str, agent: &str) -> GuestSoftware {
+    f.core.agent_gone(TimeMs(0));
+    f.core.agent_connected(TimeMs(0));
+    let mut line = hello();
+    (line["kernel_release"], line["agent_version"]) = (json!(kernel), json!(agent));
+    f.line(&line);
+    f.core.sample(TimeMs(0)).guest.expect("an agent is connected")
+}
+
+#[test]
+fn reconnecting_agent_cannot_create_series_without_limit() {
+    let mut f = fixture("psi", true);
+    let series: BTreeSet<_> = (0..1000)
+        .map(|nth| software_after(&mut f, &format!("6.12.{nth}"), "0.1.0").kernel)
+        .collect();
+    assert_eq!(series, BTreeSet::from(["0", "1", "2", "3", "4"].map(|nth| format!("6.12.{nth}"))));
+}
+
+#[test]
+fn guest_software_has_short_plain_label_values() {
+    let mut f = fixture("psi", true);
+    let software = software_after(&mut f, "6.1{\"a\\b\"}", &"7".repeat(100));
+    assert_eq!(software.kernel, "6.1__a_b__");
+    assert_eq!(software.agent, "7".repeat(64));
 }
 
 #[test]

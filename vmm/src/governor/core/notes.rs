@@ -39,10 +39,8 @@ impl Core {
                     preemption = hello.preemption(),
                     "The guest's agent has sent its hello"
                 );
-                self.guest = Some(GuestSoftware {
-                    kernel: hello.kernel_release().to_owned(),
-                    agent: hello.agent_version().to_owned(),
-                });
+                self.guest
+                    .update(GuestSoftware::new(hello.kernel_release(), hello.agent_version()));
                 if let Some(listener) = &self.on_hello {
                     listener(&hello);
                 }
