@@ -24,15 +24,14 @@ use foreshore_devices::metrics::{Expose, Exposition, Family, Metrics};
 use self::format::Format;
 use self::host_check::check_host;
 use self::process::{MissingSeccomp, ProcessMetrics};
-use self::vm::VmMetrics;
-use crate::vm::machine::zone_metrics::ZoneMetrics;
-use crate::vm::request::{VmHandle, VmRequest};
+use self::vm::VmSource;
+use crate::vm::request::VmHandle;
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
-/// Creates a router that serves `metrics`. For each scrape, the zone sizes are requested from the
-/// VM task. If `host_names` is given, a request is refused unless its host is one of these
-/// names, `localhost` or an IP address.
+/// Creates a router that serves `metrics`. For each scrape, the state and the zone sizes are
+/// requested from the VM task, unless it is busy. If `host_names` is given, a request is refused
+/// unless its host is one of these names, `localhost` or an IP address.
 pub(crate) fn router(
     metrics: Arc<Metrics>,
     vm: VmHandle,
@@ -42,7 +41,7 @@ pub(crate) fn router(
         .route("/", get(async || Html(INDEX)))
         .route("/metrics", get(scrape))
         .fallback(async || (StatusCode::NOT_FOUND, "No such page; the metrics are at /metrics.\n"))
-        .with_state((Arc::clone(&metrics), vm));
+        .with_state((Arc::clone(&metrics), Arc::new(VmSource::new(vm))));
     let refused_hosts = Arc::<RefusedHosts>::default();
     metrics.add(Arc::clone(&refused_hosts) as _);
     let Some(names) = host_names else { return router };
@@ -65,15 +64,13 @@ async fn check_request(
 }
 
 async fn scrape(
-    State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>,
+    State((metrics, vm)): State<(Arc<Metrics>, Arc<VmSource>)>,
     headers: HeaderMap,
 ) -> Response {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // If the VM is shut down, it has no zones. The VMM's own metrics are still served.
-    let status = vm.ask(VmRequest::Status).await.ok();
-    let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
-    let of_vm = (VmMetrics(status), ZoneMetrics(zones));
+    let of_vm = vm.read().await;
     // The metrics of a machine may block, for example on the governor's thread, and compression
     // takes CPU time. Other requests to this server and to the API are not delayed.
     let answer = move || match metrics.encode(&of_vm) {

@@ -47,6 +47,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use vm_memory::GuestMemoryMmap;
 
+use super::vm::VmMetrics;
 use super::*;
 use crate::api::{CallMetrics, Limits, Server, ServerMetrics, Socket};
 use crate::config::{MetricsAddress, SWITCHES};
@@ -367,7 +368,7 @@ fn text() -> String {
     let zones = vec![zone("dram", Some(32 << 20)), zone("pm", None)];
     let started = Some(UNIX_EPOCH + Duration::from_millis(1_800_000_000_500));
     let status = VmStatus { state: VmState::Paused, started };
-    everything.metrics.encode(&(VmMetrics(Some(status)), ZoneMetrics(zones))).unwrap()
+    everything.metrics.encode(&(VmMetrics::Known(status), ZoneMetrics(zones))).unwrap()
 }
 
 /// Type and label names of each exposed metric, by its name.

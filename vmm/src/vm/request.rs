@@ -49,6 +49,13 @@ pub struct VmStatus {
     pub started: Option<SystemTime>,
 }
 
+/// VM before the work that the VM task is busy with.
+#[derive(Clone, Debug)]
+pub struct BusyVm {
+    pub info: VmInfo,
+    pub status: VmStatus,
+}
+
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
@@ -547,14 +554,14 @@ pub enum VmRequest {
 #[derive(Clone, Debug)]
 pub struct VmHandle {
     requests: mpsc::Sender<VmRequest>,
-    busy: watch::Receiver<Option<VmInfo>>,
+    busy: watch::Receiver<Option<BusyVm>>,
 }
 
 /// VM task's end of a [`VmHandle`].
 #[derive(Debug)]
 pub struct Requests {
     queue: mpsc::Receiver<VmRequest>,
-    busy: watch::Sender<Option<VmInfo>>,
+    busy: watch::Sender<Option<BusyVm>>,
 }
 
 impl Requests {
@@ -564,7 +571,7 @@ impl Requests {
     }
 
     /// Channel for the state of the VM while its owner cannot serve requests.
-    pub(in crate::vm) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
+    pub(crate) fn busy(&self) -> watch::Sender<Option<BusyVm>> {
         self.busy.clone()
     }
 }
@@ -584,15 +591,36 @@ impl VmHandle {
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// Answers `vm.info`. The VM task may be busy for seconds. During that time, the answer
-    /// contains the state before the work in progress. The previous state remains valid until the
-    /// work is done.
-    pub async fn info(&self) -> Result<VmInfo, VmError> {
+    /// Sends a request, and waits for the answer. If the VM task is busy, for up to seconds, returns
+    /// the VM before the work in progress instead.
+    async fn ask_unless_busy<T>(
+        &self,
+        request: impl FnOnce(Reply<T>) -> VmRequest,
+    ) -> Result<Result<T, VmError>, BusyVm> {
         let mut busy = self.busy.clone();
         tokio::select! {
             biased;
-            answer = self.ask(VmRequest::Info) => answer,
-            Ok(info) = busy.wait_for(Option::is_some) => Ok(info.clone().expect("a completed request")),
+            answer = self.ask(request) => Ok(answer),
+            Ok(vm) = busy.wait_for(Option::is_some) => {
+                Err(vm.clone().expect("that was waited for"))
+            }
         }
+    }
+
+    /// Answers `vm.info`. While the VM task is busy, the answer contains the state before the work
+    /// in progress. That state remains valid until the work is done.
+    pub async fn info(&self) -> Result<VmInfo, VmError> {
+        self.ask_unless_busy(VmRequest::Info).await.unwrap_or_else(|busy| Ok(busy.info))
+    }
+
+    /// State for the metrics. While the VM task is busy, it is the state before the work in
+    /// progress.
+    pub async fn status(&self) -> Result<VmStatus, VmError> {
+        self.ask_unless_busy(VmRequest::Status).await.unwrap_or_else(|busy| Ok(busy.status))
+    }
+
+    /// Answers `vm.memory`. Returns `None` while the VM task is busy.
+    pub async fn zones_unless_busy(&self) -> Option<Result<Vec<ZoneInfo>, VmError>> {
+        self.ask_unless_busy(VmRequest::Memory).await.ok()
     }
 }

@@ -1,7 +1,8 @@
 //! Tests of metrics over HTTP.
 
 use super::*;
-use crate::vm::request::VmError;
+use crate::config::test_config;
+use crate::vm::request::{BusyVm, Requests, VmError, VmInfo};
 
 /// Sends `request` over a unix socket, and returns the response.
 async fn get(socket: &std::path::Path, request: &str) -> String {
@@ -112,6 +113,89 @@ fn other_requests_are_served_while_a_source_waits() {
     });
 }
 
+fn running() -> VmStatus {
+    VmStatus { state: VmState::Running, started: Some(UNIX_EPOCH) }
+}
+
+/// Answers the requests of one read of the metrics with `status` and, if there is a machine, with
+/// the zone `dram`. Returns the scrape.
+async fn read(
+    source: &VmSource,
+    requests: &mut Requests,
+    status: Result<VmStatus, VmError>,
+) -> String {
+    let mut status = Some(status);
+    let serve = async {
+        while let Some(request) = requests.recv().await {
+            match request {
+                VmRequest::Status(reply) => reply.send(status.take().unwrap()).unwrap(),
+                VmRequest::Memory(reply) => reply.send(Ok(vec![zone("dram", None)])).unwrap(),
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    tokio::select! {
+        metrics = source.read() => Metrics::new("a").encode(&metrics).unwrap(),
+        () = serve => unreachable!("the source has a handle"),
+    }
+}
+
+#[test]
+fn vm_is_absent_only_if_it_is_not_created() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let (vm, mut requests) = VmHandle::channel();
+        let source = VmSource::new(vm);
+        let text = read(&source, &mut requests, Err(VmError::NotCreated)).await;
+        assert!(text.contains(r#"foreshore_vm_state{vm="a",state="absent"} 1.0"#), "{text}");
+        for refusal in [VmError::Ending, VmError::AlreadyCreated] {
+            let text = read(&source, &mut requests, Err(refusal)).await;
+            assert!(!text.contains("foreshore_vm_state{"), "{text}");
+        }
+        drop(requests);
+        let text = Metrics::new("a").encode(&source.read().await).unwrap();
+        assert!(!text.contains("foreshore_vm_state{"), "{text}");
+    });
+}
+
+/// Nobody answers the requests while the VM task is busy.
+#[test]
+fn busy_vm_task_does_not_delay_a_scrape() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let (vm, mut requests) = VmHandle::channel();
+        let source = VmSource::new(vm);
+        let has = |text: &str, line: &str| text.lines().any(|shown| shown.starts_with(line));
+        let state = r#"foreshore_vm_state{vm="a",state="running"} 1.0"#;
+        let zone = r#"foreshore_memory_boot_bytes{vm="a",zone="dram""#;
+        let text = read(&source, &mut requests, Ok(running())).await;
+        assert!(has(&text, state) && has(&text, zone), "{text}");
+        let busy = requests.busy();
+        let scrape_of = async |status: VmStatus| {
+            let info = VmInfo {
+                config: test_config(),
+                state: status.state,
+                memory_actual_size: 0,
+                pause_reason: None,
+                balloon: None,
+                guest_kernel: None,
+                device_tree: None,
+            };
+            busy.send_replace(Some(BusyVm { info, status }));
+            Metrics::new("a").encode(&source.read().await).unwrap()
+        };
+        let text = scrape_of(running()).await;
+        assert!(has(&text, state) && has(&text, zone), "{text}");
+        // The zones of another machine are not shown.
+        let later = Some(UNIX_EPOCH + Duration::from_secs(1));
+        let text = scrape_of(VmStatus { started: later, ..running() }).await;
+        assert!(has(&text, state) && !has(&text, zone), "{text}");
+        let created = VmStatus { state: VmState::Created, started: None };
+        let text = scrape_of(created).await;
+        assert!(!has(&text, state) && !has(&text, zone), "{text}");
+    });
+}
+
 #[test]
 fn metrics_are_served_over_http() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -123,7 +207,7 @@ fn metrics_are_served_over_http() {
             while let Some(request) = requests.recv().await {
                 match request {
                     VmRequest::Memory(reply) => reply.send(Ok(vec![zone("dram", None)])).unwrap(),
-                    VmRequest::Status(reply) => reply.send(Err(VmError::NotCreated)).unwrap(),
+                    VmRequest::Status(reply) => reply.send(Ok(running())).unwrap(),
                     other => panic!("{other:?}"),
                 }
             }
@@ -162,7 +246,7 @@ fn metrics_are_served_over_http() {
         std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(body), &mut text).unwrap();
         assert!(text.contains("foreshore_memory_boot_bytes{"), "{text}");
         assert!(
-            text.contains("foreshore_vm_state{vm=\"vm \\\"1\\\"\",state=\"absent\"} 1.0"),
+            text.contains("foreshore_vm_state{vm=\"vm \\\"1\\\"\",state=\"running\"} 1.0"),
             "{text}"
         );
         assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));

@@ -32,8 +32,8 @@ use crate::cpu::run::VcpuEvent;
 use crate::governor::info::PressureChange;
 use crate::vm::named_twice;
 use crate::vm::request::{
-    PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
-    VmRequest, VmState, VmStatus, check_vcpus,
+    BusyVm, PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError,
+    VmInfo, VmRequest, VmState, VmStatus, check_vcpus, device_tree,
 };
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
@@ -349,8 +349,8 @@ pub struct VmTask<F> {
     pauses_over: u64,
     /// Pauses in progress, each with the value of `pauses_over` at its start, and its reply.
     pauses: JoinSet<(u64, Reply<()>)>,
-    /// State of the VM while requests have to wait. The state is used to answer `vm.info`.
-    busy: watch::Sender<Option<VmInfo>>,
+    /// VM while requests have to wait. It is used to answer `vm.info` and scrapes of the metrics.
+    busy: watch::Sender<Option<BusyVm>>,
 }
 
 impl<F: MachineFactory> VmTask<F> {
@@ -415,9 +415,10 @@ impl<F: MachineFactory> VmTask<F> {
     }
 
     /// Runs work that may block: building or ending a machine, or waiting for memory, a file or a
-    /// removed device. `vm.info` is answered in the meantime.
+    /// removed device. `vm.info` and scrapes are answered in the meantime.
     fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        self.busy.send_replace(self.vm.as_ref().map(Vm::info));
+        let busy = |vm: &Vm| BusyVm { info: vm.info(), status: vm.status() };
+        self.busy.send_replace(self.vm.as_ref().map(busy));
         let result = work(self);
         self.busy.send_replace(None);
         result

@@ -41,6 +41,8 @@ impl Elsewhere {
         }
         for _ in 0..3 {
             assert_eq!(self.handle.info().await.unwrap().state, meanwhile, "{what}");
+            assert_eq!(self.handle.status().await.unwrap().state, meanwhile, "{what}");
+            assert!(self.handle.zones_unless_busy().await.is_none(), "{what}");
         }
         drop(delay);
         // An answer means that the work is done. An error means that the VMM has ended.
