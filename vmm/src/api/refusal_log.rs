@@ -1,7 +1,9 @@
 //! Log lines of refused calls and connections.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
@@ -16,19 +18,85 @@ use super::server::Limits;
 #[derive(Clone, Debug)]
 pub(super) struct RefusalReason(pub String);
 
-/// Number of refusals of each kind. A client that repeats a refused call must not fill the disk of
-/// the host, and must not hide the first refusal of another kind either.
+/// Refusals of each call that were logged or counted. A client that repeats a refused call must not
+/// fill the disk of the host, and must not hide a refusal for another reason either.
 #[derive(Default)]
-pub(super) struct RefusalLog(Mutex<BTreeMap<Kind, Occasions>>);
+pub(super) struct RefusalLog(Mutex<BTreeMap<Kind, Refusals>>);
 
-/// Path of the call and status of the answer. All unknown calls have the same path, so that the
-/// number of kinds is limited.
-type Kind = (Option<String>, u16);
+/// Path of the call, and whether the VMM has failed (5xx) or the client (4xx). All unknown calls
+/// have the same path, so that the number of kinds is limited.
+type Kind = (Option<String>, bool);
+
+/// Number of reasons that are told apart for each kind.
+const MOST_REASONS: usize = 32;
+/// Number of new reasons of a kind that are logged without a pause.
+const NEW_REASONS: u32 = 8;
+/// Time until another new reason may be logged.
+const NEW_REASON_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Refusals of one kind.
+struct Refusals {
+    /// Count for each status and hash of a reason, in the order of the last refusal.
+    reasons: VecDeque<((u16, u64), Occasions)>,
+    /// Number of new reasons that may be logged, as of `since`.
+    budget: u32,
+    since: Instant,
+}
+
+impl Refusals {
+    fn new(now: Instant) -> Self {
+        Self { reasons: VecDeque::new(), budget: NEW_REASONS, since: now }
+    }
+
+    /// Counts a refusal at `now`. Returns the count if a log line is due: for a new reason while the
+    /// budget lasts, and for a known reason at powers of two.
+    fn another(&mut self, reason: (u16, u64), now: Instant) -> Option<u64> {
+        if let Some(at) = self.reasons.iter().position(|(known, _)| *known == reason) {
+            let known = self.reasons.remove(at)?;
+            self.reasons.push_back(known);
+            return self.reasons.back()?.1.another();
+        }
+        if !self.spend(now) {
+            return None;
+        }
+        if self.reasons.len() == MOST_REASONS {
+            self.reasons.pop_front();
+        }
+        self.reasons.push_back((reason, Occasions::new()));
+        self.reasons.back()?.1.another()
+    }
+
+    fn spend(&mut self, now: Instant) -> bool {
+        let elapsed = now.saturating_duration_since(self.since);
+        let intervals = elapsed.as_nanos() / NEW_REASON_INTERVAL.as_nanos();
+        let earned = u32::try_from(intervals).unwrap_or(u32::MAX);
+        if self.budget.saturating_add(earned) >= NEW_REASONS {
+            (self.budget, self.since) = (NEW_REASONS, now);
+        } else {
+            self.budget += earned;
+            self.since += NEW_REASON_INTERVAL * earned;
+        }
+        let may_log = self.budget > 0;
+        self.budget = self.budget.saturating_sub(1);
+        may_log
+    }
+}
 
 impl RefusalLog {
-    /// Counts a refusal. Returns the count if the refusal is due to be logged as a warning.
-    fn another(&self, kind: Kind) -> Option<u64> {
-        self.0.lock().entry(kind).or_default().another()
+    /// Counts a refusal at `now`. Returns the count if the refusal is due to be logged as a
+    /// warning.
+    fn another(
+        &self,
+        route: Option<String>,
+        status: u16,
+        reason: Option<&str>,
+        now: Instant,
+    ) -> Option<u64> {
+        let mut hasher = DefaultHasher::new();
+        reason.hash(&mut hasher);
+        let mut kinds = self.0.lock();
+        let refusals = kinds.entry((route, status >= 500)).or_insert_with(|| Refusals::new(now));
+        refusals.another((status, hasher.finish()), now)
     }
 }
 
@@ -44,7 +112,7 @@ pub(super) async fn log_refusals(
     let status = answer.status().as_u16();
     if status >= 400 {
         let reason = answer.extensions().get().map(|RefusalReason(reason)| &**reason);
-        match log.another((route, status)) {
+        match log.another(route, status, reason, Instant::now()) {
             Some(times) => warn!(times, %method, path, status, reason, "Refused an API call"),
             None => debug!(%method, path, status, reason, "Refused an API call"),
         }
@@ -111,5 +179,62 @@ impl ConnectionWarnings {
             }
             None => debug!(flag, %error, "A connection has ended"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Counts a refusal of `vm.boot` `at_s` seconds after `start`.
+    fn refuse(
+        log: &RefusalLog,
+        start: Instant,
+        at_s: u64,
+        status: u16,
+        reason: &str,
+    ) -> Option<u64> {
+        let now = start + Duration::from_secs(at_s);
+        log.another(Some("/api/v1/vm.boot".to_owned()), status, Some(reason), now)
+    }
+
+    #[test]
+    fn new_reason_is_logged_although_the_call_was_refused_before() {
+        let (log, start) = (RefusalLog::default(), Instant::now());
+        let counts: Vec<_> = (0..5).map(|_| refuse(&log, start, 0, 405, "paused")).collect();
+        assert_eq!(counts, [Some(1), Some(2), None, Some(4), None]);
+        assert_eq!(refuse(&log, start, 0, 405, "not created"), Some(1));
+        assert_eq!(refuse(&log, start, 0, 404, "not created"), Some(1));
+        assert_eq!(refuse(&log, start, 0, 405, "paused"), None);
+    }
+
+    #[test]
+    fn ever_new_reasons_cause_few_lines_and_memory() {
+        let (log, start) = (RefusalLog::default(), Instant::now());
+        let logged = |at_s: u64, count: usize| {
+            let new = |nth| refuse(&log, start, at_s, 400, &format!("{at_s}: no zone {nth}"));
+            (0..count).filter_map(new).count()
+        };
+        assert_eq!(logged(0, 1000), 8);
+        assert_eq!(logged(59, 1000), 0);
+        assert_eq!(logged(60, 1000), 1);
+        assert_eq!(logged(119, 1000), 0);
+        assert_eq!(logged(240, 1000), 3);
+        assert_eq!(logged(86_400, 1000), 8);
+        for minute in 2000..2100 {
+            assert_eq!(logged(60 * minute, 2).min(1), 1);
+        }
+        let most = log.0.lock().values().map(|kind| kind.reasons.len()).max();
+        assert_eq!(most, Some(MOST_REASONS));
+    }
+
+    #[test]
+    fn refusals_of_clients_do_not_use_the_budget_of_failures() {
+        let (log, start) = (RefusalLog::default(), Instant::now());
+        for nth in 0..1000 {
+            refuse(&log, start, 0, 400, &nth.to_string());
+        }
+        assert_eq!(refuse(&log, start, 0, 400, "another"), None);
+        assert_eq!(refuse(&log, start, 0, 500, "no space left"), Some(1));
     }
 }
