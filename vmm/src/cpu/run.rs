@@ -20,6 +20,7 @@ use foreshore_devices::log::rate_limited;
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
+use rustix::thread::gettid;
 use thiserror::Error;
 use tracing::{debug, error, warn};
 use vmm_sys_util::signal::{Killable, SIGRTMIN};
@@ -240,6 +241,7 @@ impl Pausing {
 pub(crate) struct Vcpu {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+    thread_id: i32,
 }
 
 /// Thread for a vCPU that does not exist yet. Dropping it ends the thread.
@@ -249,6 +251,7 @@ pub(crate) struct Vcpu {
 pub(crate) struct VcpuThread {
     index: u8,
     thread: JoinHandle<()>,
+    thread_id: i32,
     runner: mpsc::Sender<Runner>,
 }
 
@@ -257,17 +260,21 @@ impl VcpuThread {
         entry_inhibitor::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
+        let (started, start) = mpsc::channel();
         // libvirt searches for vCPU threads by this name when it pins them.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
             .spawn(move || {
+                // Fails if pinning has failed.
+                let _ = started.send(gettid().as_raw_nonzero().get());
                 cores.claim(index);
                 // If creating the vCPU failed, the channel is closed without a vCPU.
                 given.into_iter().for_each(Runner::run);
             })
             .map_err(|source| CpuError::Thread { index, source })?;
         placement::pin(thread.as_pthread_t(), index, &host_cpus)?;
-        Ok(Self { index, thread, runner })
+        let thread_id = start.recv().expect("the thread sends its ID first");
+        Ok(Self { index, thread, thread_id, runner })
     }
 
     /// Passes the vCPU to its thread. It is paused until [`Vcpu::resume`].
@@ -275,18 +282,22 @@ impl VcpuThread {
     /// `fresh` is the initial state for [`Vcpu::begin_afresh`], or `None` for a vCPU that cannot be
     /// reset.
     pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
-        let Self { index, thread, runner } = self;
+        let Self { index, thread, thread_id, runner } = self;
         let Surroundings { ports, mmio, events, inhibitor, memory_is_lost } = surroundings;
         let shared = Arc::new(Shared::new(inhibitor));
         let shared_too = Arc::clone(&shared);
         let vcpu =
             Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
         assert!(runner.send(vcpu).is_ok(), "the thread waits for it");
-        Vcpu { shared, thread: Some(thread) }
+        Vcpu { shared, thread: Some(thread), thread_id }
     }
 }
 
 impl Vcpu {
+    pub(crate) fn thread_id(&self) -> i32 {
+        self.thread_id
+    }
+
     fn set(&self, wanted: Wanted) {
         self.shared.want(wanted);
         if wanted != Wanted::Run {
@@ -557,7 +568,9 @@ mod tests {
     fn thread_without_a_vcpu_ends() {
         let start =
             |host_cpus| VcpuThread::start(3, Placement { host_cpus, cores: Cores::Anybody });
-        let VcpuThread { thread, runner, .. } = start(Vec::new()).unwrap();
+        let VcpuThread { thread, thread_id, runner, .. } = start(Vec::new()).unwrap();
+        let comm = std::fs::read_to_string(format!("/proc/self/task/{thread_id}/comm")).unwrap();
+        assert_eq!(comm, "vcpu3\n");
         assert_eq!(thread.thread().name(), Some("vcpu3"));
         drop(runner);
         thread.join().unwrap();
@@ -649,7 +662,7 @@ mod tests {
     #[test]
     fn nmi_of_paused_vcpu_is_delivered_once_on_resume() {
         let shared = Arc::new(Shared::new(Arc::new(EntryInhibitor::default())));
-        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
+        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None, thread_id: 0 };
         let (entered, entries) = mpsc::sync_channel(0);
         let runner = Arc::clone(&shared);
         let thread = thread::spawn(move || {
@@ -693,7 +706,7 @@ mod tests {
     #[test]
     fn paused_vcpu_is_reset_when_its_exit_completes() {
         let shared = Arc::new(Shared::new(Arc::new(EntryInhibitor::default())));
-        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
+        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None, thread_id: 0 };
         let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
         let runner = Arc::clone(&shared);
         let thread = thread::spawn(move || {

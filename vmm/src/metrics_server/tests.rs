@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, UNIX_EPOCH};
 
 use balloon::DriverState;
@@ -43,6 +43,7 @@ use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::metrics::{VolumeCounters, VolumeMetrics};
 use pmem_volume::media::OnPageLost;
+use rustix::thread::gettid;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use vm_memory::GuestMemoryMmap;
@@ -181,6 +182,7 @@ fn vcpus() -> Arc<VcpuMetrics> {
     let vcpus = VcpuMetrics::default();
     vcpus.present.store(3, Ordering::Relaxed);
     vcpus.leaving.store(1, Ordering::Relaxed);
+    vcpus.threads.lock().insert(7, gettid().as_raw_nonzero().get());
     Arc::new(vcpus)
 }
 
@@ -215,35 +217,6 @@ struct Everything {
     switches: (EventLoop, Vec<AttachedDevice>),
     pool: Arc<dyn PmPool>,
     others: Others,
-    /// Thread that is named as a vCPU.
-    _vcpu: NamedThread,
-}
-
-/// Thread that ends when this is dropped.
-struct NamedThread {
-    /// The thread ends when this is closed.
-    end: Option<mpsc::Sender<()>>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-impl NamedThread {
-    fn start(name: &str) -> Self {
-        let (end, ended) = mpsc::channel();
-        let (started, start) = mpsc::channel();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            started.send(()).unwrap();
-            assert_eq!(ended.recv(), Err(mpsc::RecvError));
-        });
-        start.recv().unwrap();
-        Self { end: Some(end), thread: Some(thread.unwrap()) }
-    }
-}
-
-impl Drop for NamedThread {
-    fn drop(&mut self) {
-        self.end = None;
-        self.thread.take().unwrap().join().unwrap();
-    }
 }
 
 /// Counters after a call, and after a call that does not exist.
@@ -350,8 +323,7 @@ fn everything() -> Everything {
     ];
     let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
     let switches = switches(&metrics);
-    let _vcpu = NamedThread::start("vcpu7");
-    Everything { metrics, registrations, switches, pool, others: (governor, device), _vcpu }
+    Everything { metrics, registrations, switches, pool, others: (governor, device) }
 }
 
 fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
@@ -606,7 +578,7 @@ fn scrape_shows_the_values_of_all_sources() {
 
 #[test]
 fn sources_of_an_ended_vm_are_not_exposed() {
-    let Everything { metrics, registrations, switches, pool, others, _vcpu } = everything();
+    let Everything { metrics, registrations, switches, pool, others } = everything();
     let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
     drop((pool, others));
     let text = encode();

@@ -1,5 +1,7 @@
 //! Tests of metrics over HTTP.
 
+use std::sync::mpsc;
+
 use super::*;
 use crate::config::test_config;
 use crate::vm::request::{BusyVm, Requests, VmError, VmInfo};

@@ -33,6 +33,8 @@ pub(in crate::vm) trait Processor {
     /// vCPU as KVM created it, before it is completed.
     type Created;
 
+    /// ID of the thread in /proc.
+    fn thread_id(&self) -> i32;
     fn resume(&self);
     fn pause(&self) -> Pausing;
     fn send_nmi(&self);
@@ -42,6 +44,10 @@ pub(in crate::vm) trait Processor {
 
 impl Processor for Vcpu {
     type Created = VcpuFd;
+
+    fn thread_id(&self) -> i32 {
+        Self::thread_id(self)
+    }
 
     fn resume(&self) {
         Self::resume(self);
@@ -126,6 +132,7 @@ impl<P: Processor> Vcpus<P> {
         };
         match self.maker.finish(index, created) {
             Ok(processor) => {
+                self.metrics.threads.lock().insert(index, processor.thread_id());
                 drop(self.made.insert(index, Made { processor, is_parked: true, is_used: false }))
             }
             Err((created, err)) => {
@@ -321,6 +328,10 @@ mod tests {
     impl Processor for Fake {
         type Created = u8;
 
+        fn thread_id(&self) -> i32 {
+            1000 + i32::from(self.index)
+        }
+
         fn resume(&self) {
             self.record("resume");
         }
@@ -433,6 +444,8 @@ mod tests {
         rig.vcpus.give(2..3).unwrap();
         assert_eq!(rig.calls(), [(2, "afresh"), (2, "wait"), (2, "resume")]);
         assert_eq!(rig.counts(), [3, 0, 0]);
+        let threads = rig.vcpus.metrics.threads.lock().clone();
+        assert_eq!(threads, BTreeMap::from([(0, 1000), (1, 1001), (2, 1002)]));
     }
 
     #[test]
