@@ -48,8 +48,8 @@ impl Refusals {
         Self { reasons: VecDeque::new(), budget: NEW_REASONS, since: now }
     }
 
-    /// Counts a refusal at `now`. Returns the count if a log line is due: for a new reason while the
-    /// budget lasts, and for a known reason at powers of two.
+    /// Counts a refusal at `now`. Returns the count if a log line is due: for a new reason while
+    /// the budget lasts, and for a known reason at powers of two.
     fn another(&mut self, reason: (u16, u64), now: Instant) -> Option<u64> {
         if let Some(at) = self.reasons.iter().position(|(known, _)| *known == reason) {
             let known = self.reasons.remove(at)?;

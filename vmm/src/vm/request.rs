@@ -591,8 +591,8 @@ impl VmHandle {
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// Sends a request, and waits for the answer. If the VM task is busy, for up to seconds, returns
-    /// the VM before the work in progress instead.
+    /// Sends a request, and waits for the answer. While the VM task is busy, for up to seconds,
+    /// returns the VM before the work in progress instead.
     async fn ask_unless_busy<T>(
         &self,
         request: impl FnOnce(Reply<T>) -> VmRequest,
