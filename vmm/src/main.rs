@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     if let Err(error) = foreshore_devices::log::start(&launch.log) {
         return fail(&error);
     }
+    foreshore_devices::log::log_panics();
     let (has_file, format) = (launch.log.file.is_some(), launch.log.format);
     let Err(error) = run(launch) else { return ExitCode::SUCCESS };
     let is_json = format == LogFormat::Json;

@@ -1,5 +1,6 @@
 //! Output of log lines.
 
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, stderr};
 use std::os::unix::fs::OpenOptionsExt;
@@ -82,6 +83,31 @@ pub fn start(config: &LogConfig) -> Result<(), LogError> {
         }
     }
     Ok(())
+}
+
+/// Logs panics instead of printing them, so that they reach the log file and have its format. The
+/// line is complete before the process aborts, because lines are written without a buffer. Call
+/// this after [`start`].
+pub fn log_panics() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        // A panic while a line is logged cannot be logged.
+        if !tracing::enabled!(tracing::Level::ERROR) {
+            return print(panic);
+        }
+        let thread = std::thread::current();
+        let location = panic.location().map(ToString::to_string);
+        let backtrace = Backtrace::capture();
+        let backtrace =
+            (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
+        tracing::error!(
+            thread = thread.name(),
+            location,
+            panic = panic.payload_as_str(),
+            backtrace,
+            "Panic: please report this as a bug"
+        );
+    }));
 }
 
 fn subscriber<W>(config: &LogConfig, with_colors: bool, writer: W) -> Dispatch
@@ -211,6 +237,63 @@ mod tests {
             "id": "_disk0", "bytes": 4096, "error": "no \"room\"\n",
         });
         assert_eq!(line, expected);
+    }
+
+    /// Environment variable of a child process that panics: format and file of its log.
+    const CHILD: &str = "FORESHORE_TEST_OF_PANICS";
+
+    /// Panics as a program with `panic = "abort"`.
+    fn panic_and_abort(log: &str) {
+        let (format, file) = log.split_once(' ').unwrap();
+        let format = LogFormat::ALL.into_iter().find(|known| known.name() == format).unwrap();
+        let file = (!file.is_empty()).then(|| PathBuf::from(file));
+        start(&LogConfig { file, format, verbosity: 0 }).unwrap();
+        log_panics();
+        let log = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            log(panic);
+            std::process::abort();
+        }));
+        let thread = std::thread::Builder::new().name("_disk".to_owned());
+        thread.spawn(|| panic!("two\n\"lines\"")).unwrap().join().unwrap_err();
+    }
+
+    #[test]
+    fn panic_is_one_line_of_the_log() {
+        const NAME: &str = "log::tests::panic_is_one_line_of_the_log";
+        if let Ok(log) = std::env::var(CHILD) {
+            return panic_and_abort(&log);
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let log = |format: &str, file: Option<&str>| {
+            let path = file.map(|name| dir.path().join(name));
+            let shown = path.iter().map(|path| path.display().to_string()).collect::<String>();
+            let child = std::process::Command::new(std::env::current_exe().unwrap())
+                .args([NAME, "--exact", "--nocapture"])
+                .env(CHILD, format!("{format} {shown}"))
+                .env("RUST_BACKTRACE", "0")
+                .output()
+                .unwrap();
+            assert!(!child.status.success());
+            let printed = String::from_utf8(child.stderr).unwrap();
+            let Some(path) = path else { return printed };
+            assert_eq!(printed, "", "the panic was printed, too");
+            std::fs::read_to_string(path).unwrap()
+        };
+        let text = log("text", Some("text"));
+        assert_eq!(text.lines().count(), 1, "{text}");
+        for field in ["ERROR", "thread=\"_disk\"", "location=\"", "panic=\"two\\n\\\"lines\\\"\""] {
+            assert!(text.contains(field), "{field} in {text}");
+        }
+        for file in [Some("json"), None] {
+            let text = log("json", file);
+            assert_eq!(text.lines().count(), 1, "{text}");
+            let line: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(line["level"], "ERROR");
+            assert_eq!(line["thread"], "_disk");
+            assert_eq!(line["panic"], "two\n\"lines\"");
+            assert!(line["location"].as_str().unwrap().contains("log.rs:"), "{line}");
+        }
     }
 
     #[derive(Clone, Default)]
