@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
+use axum::http::StatusCode;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use foreshore_devices::metrics::{Expose, Exposition, Family, and, get, one};
 use parking_lot::Mutex;
 
 use super::ConnectionCounters;
-use super::routes::PREFIX;
+use super::routes::{PREFIX, successes};
 
 #[derive(Debug)]
 pub struct ServerMetrics {
@@ -29,13 +30,36 @@ impl ServerMetrics {
 #[derive(Debug, Default)]
 pub struct CallMetrics(Mutex<BTreeMap<(String, u16), u64>>);
 
+/// Status codes of refusals and failures whose series exist from the start.
+const USUAL_ERRORS: [StatusCode; 4] = [
+    StatusCode::BAD_REQUEST,
+    StatusCode::NOT_FOUND,
+    StatusCode::METHOD_NOT_ALLOWED,
+    StatusCode::INTERNAL_SERVER_ERROR,
+];
+
 /// Value of the label `call` for calls that do not exist. Their paths would be unlimited.
 const UNKNOWN: &str = "unknown";
 
 impl CallMetrics {
-    /// Counts each answer of `router` by its call and status.
+    /// Counts each answer of `router` by its call and status. The server makes the answer even if
+    /// the client has disconnected (`half_close` in server.rs).
     pub fn count_calls(self: &Arc<Self>, router: Router) -> Router {
+        self.create_series();
         router.layer(from_fn_with_state(Arc::clone(self), count))
+    }
+
+    /// Creates the usual series of each call with the value 0, because `increase()` would miss the
+    /// first answer otherwise.
+    fn create_series(&self) {
+        let mut answers = self.0.lock();
+        let mut create = |call: &str, code: StatusCode| {
+            answers.entry((call.to_owned(), code.as_u16())).or_default();
+        };
+        for (call, successes) in successes() {
+            successes.iter().chain(&USUAL_ERRORS).for_each(|code| create(call, *code));
+        }
+        create(UNKNOWN, StatusCode::NOT_FOUND);
     }
 
     /// Counts an answer.

@@ -27,6 +27,7 @@ use crate::vm::request::{
     ZoneInfo,
 };
 
+mod call_metrics;
 mod campaign;
 mod connections;
 mod devices;

@@ -19,7 +19,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, FromRequest, Request};
-use axum::http::{Method, Uri};
+use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state, map_response};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, put};
@@ -73,6 +73,42 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
     ]
 }
 
+/// Status codes of successful answers to each implemented call.
+pub(super) fn successes() -> Vec<(&'static str, &'static [StatusCode])> {
+    const READ: &[StatusCode] = &[StatusCode::OK];
+    const DONE: &[StatusCode] = &[StatusCode::NO_CONTENT];
+    const BOTH: &[StatusCode] = &[StatusCode::OK, StatusCode::NO_CONTENT];
+    vec![
+        ("vmm.ping", READ),
+        ("vmm.shutdown", DONE),
+        ("vmm.events", READ),
+        ("vm.create", DONE),
+        ("vm.delete", DONE),
+        ("vm.info", READ),
+        ("vm.counters", READ),
+        ("vm.boot", DONE),
+        ("vm.pause", DONE),
+        ("vm.resume", DONE),
+        ("vm.shutdown", DONE),
+        ("vm.reboot", DONE),
+        ("vm.power-button", DONE),
+        ("vm.nmi", DONE),
+        ("vmm.nmi", DONE),
+        ("vm.resize", DONE),
+        ("vm.resize-zone", DONE),
+        ("vm.add-disk", BOTH),
+        ("vm.add-net", BOTH),
+        ("vm.add-pmem", BOTH),
+        ("vm.add-vsock", BOTH),
+        ("vm.remove-device", DONE),
+        ("vm.resize-disk", DONE),
+        ("vm.memory", READ),
+        ("vm.volumes", READ),
+        ("pool.info", READ),
+        ("vm.pressure", BOTH),
+    ]
+}
+
 /// Wraps a call that takes no body, so that any body is ignored.
 fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
     methods.layer(from_fn(async |request: Request, next: Next| {
@@ -118,4 +154,16 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
 async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_implemented_call_has_successes() {
+        let calls = calls(Events::start(), QUIET);
+        let names: Vec<_> = calls.into_iter().map(|(call, _)| call).collect();
+        assert_eq!(successes().into_iter().map(|(call, _)| call).collect::<Vec<_>>(), names);
+    }
 }
