@@ -111,7 +111,8 @@ impl Pending {
     }
 }
 
-/// Failure of a media operation. Afterwards, the durability of all earlier stores is unknown.
+/// Failure of a media operation. Afterwards, the durability of all earlier stores is unknown. A
+/// type of its own, because other crates implement [`Media`].
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {

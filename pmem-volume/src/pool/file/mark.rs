@@ -23,7 +23,8 @@ const ATTRIBUTES: [Attribute; 2] = [
     Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },
 ];
 
-/// Reason why a file cannot be marked.
+/// Reason why a file cannot be marked. A type of its own, because a mark is optional and its
+/// failure is at most logged.
 #[derive(Debug, Error)]
 pub enum MarkError {
     /// The file system has no attributes that this user may set.

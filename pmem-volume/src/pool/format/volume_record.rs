@@ -19,7 +19,8 @@ use crate::pool::format::mirrored;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VolumeName(String);
 
-/// Reason why a volume name is invalid.
+/// Reason why a volume name is invalid. A type of its own, because configurations are parsed before
+/// a pool is open.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
