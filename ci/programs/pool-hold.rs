@@ -8,7 +8,7 @@ use std::path::Path;
 use std::thread;
 
 use anyhow::{Context, Result};
-use guest_tests::lent::Lent;
+use guest_tests::lent_memory::LentMemory;
 use pmem_volume::{OpenMode, Pool};
 
 fn main() -> Result<()> {
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let [path, bytes] = arguments.as_slice() else { anyhow::bail!("usage: pool-hold POOL BYTES") };
     let bytes = bytes.parse().with_context(|| format!("Not a number: {bytes:?}"))?;
     let pool = Pool::open(Path::new(path), OpenMode::ReadWrite)?;
-    let mut lent = Lent::take(&pool, bytes)?;
+    let mut lent = LentMemory::take(&pool, bytes)?;
     lent.fill()?;
     println!("held");
     loop {

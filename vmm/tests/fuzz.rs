@@ -82,27 +82,27 @@ fn any_balloon_chain_is_parsed_or_refused() {
 #[test]
 fn broken_balloon_places_are_detected() {
     use foreshore_devices::memory::zone::Tier;
-    use foreshore_devices::virtio::balloon::request::Place;
-    all_are_found_out::<Vec<Place>>(
+    use foreshore_devices::virtio::balloon::request::MemoryPart;
+    all_are_found_out::<Vec<MemoryPart>>(
         10_000,
         harness::balloon_request_by,
         &[
-            ("PM", |mut places| {
-                places[2].tier = Tier::Dram;
-                places
+            ("PM", |mut parts| {
+                parts[2].tier = Tier::Dram;
+                parts
             }),
-            ("the end", |mut places| {
-                places[0].range.len += 4096;
-                places
+            ("the end", |mut parts| {
+                parts[0].range.len += 4096;
+                parts
             }),
-            ("the start", |mut places| {
-                places[1].range.start += 4096;
-                places[1].range.len -= 4096;
-                places
+            ("the start", |mut parts| {
+                parts[1].range.start += 4096;
+                parts[1].range.len -= 4096;
+                parts
             }),
-            ("parts of huge pages", |mut places| {
-                places.iter_mut().for_each(|place| place.unit_bytes = 4096);
-                places
+            ("parts of huge pages", |mut parts| {
+                parts.iter_mut().for_each(|part| part.unit_bytes = 4096);
+                parts
             }),
         ],
     );

@@ -13,7 +13,7 @@ use cloud_hypervisor_client::models::{
 };
 use cloud_hypervisor_client::{SocketBasedApiClient, socket_based_api_client};
 
-use crate::vm::{LOOK, PATIENCE, UntilUp, Vm};
+use crate::vm::{POLL_INTERVAL, TIMEOUT, UntilUp, Vm};
 
 const MIB: i64 = 1 << 20;
 const BOOT_BYTES: i64 = 512 * MIB;
@@ -81,21 +81,21 @@ impl Calls {
 
     async fn until<F: Future<Output = Result<bool>>>(
         &self,
-        what: &str,
-        is_so: impl Fn() -> F,
+        description: &str,
+        is_met: impl Fn() -> F,
     ) -> Result<()> {
-        let looks = async {
-            while !is_so().await? {
-                tokio::time::sleep(LOOK).await;
+        let polls = async {
+            while !is_met().await? {
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
             Ok(())
         };
-        tokio::time::timeout(PATIENCE, looks)
+        tokio::time::timeout(TIMEOUT, polls)
             .await
-            .with_context(|| format!("Timed out waiting until {what}"))?
+            .with_context(|| format!("Timed out waiting until {description}"))?
     }
 
-    async fn until_it_has(&self, bytes: i64) -> Result<()> {
+    async fn wait_until_size(&self, bytes: i64) -> Result<()> {
         self.until(&format!("the VM has {bytes} bytes"), async || {
             Ok(self.api.vm_info_get().await?.memory_actual_size == Some(bytes))
         })
@@ -136,9 +136,9 @@ fn config(vm: &Vm) -> VmConfig {
     }
 }
 
-fn disk(vm: &Vm, which: usize) -> DiskConfig {
+fn disk(vm: &Vm, index: usize) -> DiskConfig {
     DiskConfig {
-        path: Some(Vm::text(&vm.disks[which])),
+        path: Some(Vm::text(&vm.disks[index])),
         readonly: Some(false),
         direct: Some(false),
         iommu: Some(false),
@@ -148,7 +148,7 @@ fn disk(vm: &Vm, which: usize) -> DiskConfig {
         pci_segment: Some(0),
         sparse: Some(true),
         image_type: Some(ImageType::Raw),
-        id: Some(format!("disk{which}")),
+        id: Some(format!("disk{index}")),
         ..DiskConfig::new()
     }
 }
@@ -159,7 +159,7 @@ pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
     let ping = calls.ok("vmm.ping", calls.api.vmm_ping_get()).await?;
     ensure!(ping.pid.is_some() && !ping.version.is_empty(), "{ping:?}");
     calls.refused("vm.info", 404, calls.api.vm_info_get()).await?;
-    without_a_place_here(&mut calls).await?;
+    unsupported_calls(&mut calls).await?;
     created(&mut calls, vm).await?;
     calls.ok("vm.boot", calls.api.boot_vm()).await?;
     until_up()?;
@@ -172,7 +172,7 @@ pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
 }
 
 /// Makes calls that fail in any state of the VM.
-async fn without_a_place_here(calls: &mut Calls) -> Result<()> {
+async fn unsupported_calls(calls: &mut Calls) -> Result<()> {
     let path = || "/nonexistent".to_owned();
     calls
         .refused("vm.add-device", 501, calls.api.vm_add_device_put(DeviceConfig::default()))
@@ -216,10 +216,10 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
 
     let resize = VmResize { desired_ram: Some(BOOT_BYTES + HOTPLUG_BYTES), ..Default::default() };
     calls.ok("vm.resize", calls.api.vm_resize_put(resize)).await?;
-    calls.until_it_has(BOOT_BYTES + HOTPLUG_BYTES).await?;
+    calls.wait_until_size(BOOT_BYTES + HOTPLUG_BYTES).await?;
     let zone = VmResizeZone { id: Some("dram".to_owned()), desired_ram: Some(BOOT_BYTES) };
     calls.ok("vm.resize-zone", calls.api.vm_resize_zone_put(zone)).await?;
-    calls.until_it_has(BOOT_BYTES).await?;
+    calls.wait_until_size(BOOT_BYTES).await?;
     let resize = VmResizeDisk { id: Some("disk0".to_owned()), desired_size: Some(128 * MIB) };
     calls.ok("vm.resize-disk", calls.api.vm_resize_disk_put(resize)).await?;
 

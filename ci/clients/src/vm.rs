@@ -71,6 +71,6 @@ impl Vm {
 pub type UntilUp<'a> = &'a dyn Fn() -> Result<()>;
 
 /// Time limit for a reaction of the guest. The time limit is only exceeded if the guest hangs.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between checks.
-pub const LOOK: Duration = Duration::from_millis(20);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(20);

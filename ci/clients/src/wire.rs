@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::http::Response;
 use guest_tests::tap;
 
-use crate::vm::PATIENCE;
+use crate::vm::TIMEOUT;
 
 /// Connection that a client uses for all of its requests.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ impl Connection {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         Ok(Self(stream))
     }
 
@@ -94,7 +94,7 @@ pub(crate) struct Style {
     /// Additional headers of requests with a body.
     pub with_body: &'static str,
     /// True if the client sends `Content-Length: 0` with a PUT without a body.
-    pub says_empty: bool,
+    pub sends_zero_length: bool,
 }
 
 /// Format of Go clients that write their requests themselves.
@@ -102,7 +102,7 @@ pub(crate) const GO: Style = Style {
     base: "",
     headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",
     with_body: "Content-Type: application/json\r\n",
-    says_empty: true,
+    sends_zero_length: true,
 };
 
 impl Style {
@@ -111,7 +111,7 @@ impl Style {
             format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
         if !body.is_empty() {
             request += &format!("{}Content-Length: {}\r\n", self.with_body, body.len());
-        } else if self.says_empty && method == "PUT" {
+        } else if self.sends_zero_length && method == "PUT" {
             request += "Content-Length: 0\r\n";
         }
         request + "\r\n" + body
@@ -140,8 +140,12 @@ mod tests {
 
     #[test]
     fn requests_have_the_format_of_their_client() {
-        let style =
-            Style { base: "", headers: "Host: a\r\n", with_body: "Type: b\r\n", says_empty: true };
+        let style = Style {
+            base: "",
+            headers: "Host: a\r\n",
+            with_body: "Type: b\r\n",
+            sends_zero_length: true,
+        };
         assert_eq!(style.get("vm.info"), "GET /api/v1/vm.info HTTP/1.1\r\nHost: a\r\n\r\n");
         assert_eq!(
             style.put("vm.boot", ""),

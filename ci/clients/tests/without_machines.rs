@@ -26,12 +26,12 @@ struct CreatedVm {
     devices: usize,
 }
 
-struct Owner {
+struct FakeVmTask {
     vm: Option<CreatedVm>,
     events: Events,
 }
 
-impl Owner {
+impl FakeVmTask {
     fn created(&mut self) -> Result<&mut CreatedVm, VmError> {
         self.vm.as_mut().ok_or(VmError::NotCreated)
     }
@@ -130,11 +130,11 @@ impl Owner {
                 );
             }
             VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
-                let told = self.created().and_then(|created| match created.state {
+                let result = self.created().and_then(|created| match created.state {
                     Running | Paused => Ok(()),
                     state => Err(VmError::WrongState { verb: "a change", state, needs: "running" }),
                 });
-                answer(reply, told);
+                answer(reply, result);
             }
             VmRequest::Resize(Resize::Vm(resize), reply) => answer(reply, self.resize(&resize)),
             VmRequest::Resize(Resize::Zone(resize), reply) => {
@@ -161,9 +161,9 @@ impl Owner {
     }
 }
 
-async fn own(mut requests: Requests, mut owner: Owner) {
+async fn run_vm_task(mut requests: Requests, mut vm_task: FakeVmTask) {
     while let Some(request) = requests.recv().await {
-        if !owner.serve(request) {
+        if !vm_task.serve(request) {
             break;
         }
     }
@@ -198,18 +198,18 @@ fn against<T: Send + 'static>(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
-        let mut owner = Owner { vm: None, events: events.clone() };
+        let mut vm_task = FakeVmTask { vm: None, events: events.clone() };
         if let Some(config) = started_with {
-            owner.create(Box::new(config)).unwrap();
-            owner.created().unwrap().state = VmState::Running;
+            vm_task.create(Box::new(config)).unwrap();
+            vm_task.created().unwrap().state = VmState::Running;
         }
-        let owner = tokio::spawn(own(requests, owner));
+        let vm_task = tokio::spawn(run_vm_task(requests, vm_task));
         let socket =
             Socket::for_api(&ApiSocket::Path(vm.api_socket.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(handle, events), Limits::API).unwrap();
         let done = tokio::task::spawn_blocking(move || client(&vm)).await;
         server.stop().await;
-        owner.abort();
+        vm_task.abort();
         done.expect("the client")
     })
 }

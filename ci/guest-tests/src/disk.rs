@@ -91,9 +91,9 @@ pub fn need_dax() -> Result<&'static Path> {
 /// tmpfs of a test that can be filled up. When it is full, each operation that needs a new block
 /// for an image on it fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
-pub struct Room(PathBuf);
+pub struct LimitedTmpfs(PathBuf);
 
-impl Room {
+impl LimitedTmpfs {
     /// Mounts a tmpfs of `size_mib` for this process and its children, until all of them have
     /// ended. Skips the test if mounting is not allowed.
     pub fn create(size_mib: u64) -> Result<Self> {
@@ -116,7 +116,7 @@ impl Room {
         fill_up(&self.filler())
     }
 
-    pub fn make_room(&self) -> Result<()> {
+    pub fn delete_filler(&self) -> Result<()> {
         fs::remove_file(self.filler()).context("Cannot remove the file that fills the disk")
     }
 }
@@ -128,23 +128,23 @@ impl Room {
 /// that needs a new block in the image fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Disk {
-    room: Room,
+    tmpfs: LimitedTmpfs,
     mounted: PathBuf,
 }
 
 impl Disk {
-    /// Creates an ext4 file system of `disk_mib`. Its image has space for `room_mib` of content.
+    /// Creates an ext4 file system of `disk_mib`. Its image has space for `tmpfs_mib` of content.
     /// Skips the test if mounting is not allowed.
     ///
     /// The mount is visible only to this process and its children, and disappears when they have
     /// ended.
-    pub fn create(disk_mib: u64, room_mib: u64) -> Result<Self> {
-        Self::create_with(FileSystem::Ext4, disk_mib, room_mib)
+    pub fn create(disk_mib: u64, tmpfs_mib: u64) -> Result<Self> {
+        Self::create_with(FileSystem::Ext4, disk_mib, tmpfs_mib)
     }
 
-    pub fn create_with(file_system: FileSystem, disk_mib: u64, room_mib: u64) -> Result<Self> {
-        let room = Room::create(room_mib)?;
-        let disk = Self { room, mounted: this_tests_dir().join("disk") };
+    pub fn create_with(file_system: FileSystem, disk_mib: u64, tmpfs_mib: u64) -> Result<Self> {
+        let tmpfs = LimitedTmpfs::create(tmpfs_mib)?;
+        let disk = Self { tmpfs, mounted: this_tests_dir().join("disk") };
         File::create(disk.image())?.set_len(disk_mib << 20)?;
         file_system.make(&disk.image())?;
         mount(&disk.image(), &disk.mounted, file_system, "loop")?;
@@ -156,11 +156,11 @@ impl Disk {
     }
 
     fn image(&self) -> PathBuf {
-        self.room.dir().join("image")
+        self.tmpfs.dir().join("image")
     }
 
     pub fn fill_up(&self) -> Result<()> {
-        self.room.fill_up()
+        self.tmpfs.fill_up()
     }
 
     /// Simulates a power cut: mounts a copy of the disk's current content. There must be no
@@ -171,7 +171,7 @@ impl Disk {
         let marker = "written without a flush";
         fs::write(self.mounted.join("unflushed"), marker)?;
         let (image, mounted) =
-            (self.room.dir().join("image-after"), self.mounted.with_file_name("disk-after"));
+            (self.tmpfs.dir().join("image-after"), self.mounted.with_file_name("disk-after"));
         fs::copy(self.image(), &image).context("Cannot copy the disk")?;
         mount(&image, &mounted, FileSystem::Ext4, "loop")?;
         let found = fs::read_to_string(mounted.join("unflushed")).unwrap_or_default();
@@ -270,12 +270,12 @@ impl Drop for LoopDevice {
 
 /// Mounts a file system that is visible only to this process and its children
 /// ([`need_private_mounts`]).
-pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> Result<()> {
+pub fn mount(source: &Path, at: &Path, file_system: FileSystem, options: &str) -> Result<()> {
     if file_system == FileSystem::Xfs {
         run("modprobe", &["xfs"])?;
     }
     fs::create_dir_all(at).with_context(|| format!("Cannot create {}", at.display()))?;
-    run("mount", &["-t", file_system.name(), "-o", options, text(what)?, text(at)?])
+    run("mount", &["-t", file_system.name(), "-o", options, text(source)?, text(at)?])
 }
 
 pub fn unmount(at: &Path) -> Result<()> {

@@ -6,13 +6,13 @@ use rustix::process::{Resource, getrlimit, setpriority_process};
 
 /// Returns the reason why a VMM cannot open `count` files, if any. The VMM itself raises its soft
 /// limit to the hard limit.
-pub fn lack_of_open_files(count: u64) -> Option<String> {
+pub fn open_files_shortage(count: u64) -> Option<String> {
     let hard = getrlimit(Resource::Nofile).maximum.filter(|hard| *hard < count)?;
     Some(format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)"))
 }
 
 /// Returns the reason why a VMM's thread cannot have the nice value `nice`, if any.
-pub fn lack_of_priority(nice: i32) -> Option<String> {
+pub fn priority_shortage(nice: i32) -> Option<String> {
     // A short-lived thread is used, because the nice value belongs to a thread.
     let result = thread::spawn(move || setpriority_process(None, nice));
     let err = result.join().expect("does not panic").err()?;
@@ -31,24 +31,27 @@ mod tests {
 
     #[test]
     fn open_files_above_the_hard_limit_are_reported() {
-        assert_eq!(lack_of_open_files(1), None);
+        assert_eq!(open_files_shortage(1), None);
         // The kernel accepts no limit above fs.nr_open, which has at most 31 bits.
-        let lack = lack_of_open_files(1 << 31).expect("a lack");
-        assert!(lack.contains("and 2147483648 are needed"), "{lack}");
+        let shortage = open_files_shortage(1 << 31).expect("a lack");
+        assert!(shortage.contains("and 2147483648 are needed"), "{shortage}");
     }
 
     #[test]
     fn refused_priority_is_reported() {
         let priority = || getpriority_process(None).unwrap();
         let before = priority();
-        assert_eq!(lack_of_priority(19), None);
+        assert_eq!(priority_shortage(19), None);
         assert_eq!(priority(), before, "the calling thread keeps its priority");
-        let lack = thread::spawn(|| {
+        let shortage = thread::spawn(|| {
             give_up_priority();
-            lack_of_priority(-10)
+            priority_shortage(-10)
         });
-        let lack = lack.join().unwrap().expect("a lack");
-        assert!(lack.contains("nice value -10") && lack.contains("CAP_SYS_NICE"), "{lack}");
+        let shortage = shortage.join().unwrap().expect("a lack");
+        assert!(
+            shortage.contains("nice value -10") && shortage.contains("CAP_SYS_NICE"),
+            "{shortage}"
+        );
     }
 
     /// Drops all capabilities of the calling thread, and the permission that RLIMIT_NICE gives the

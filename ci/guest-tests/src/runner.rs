@@ -123,7 +123,7 @@ pub fn main(rows: &[Row]) -> Result<i32> {
     if let Some(name) = options.one {
         let test = tests.into_iter().find(|test| test.name == name);
         let test = test.with_context(|| format!("no such test: {name}"))?;
-        return Ok(run_here(begin_test(test)));
+        return Ok(run_in_this_process(begin_test(test)));
     }
     let chosen = options.choose(&tests)?;
     if options.list || options.names {
@@ -138,8 +138,9 @@ pub fn main(rows: &[Row]) -> Result<i32> {
     let mut suspects = 0;
     let run = |test| run_and_report(test, deadline, &mut suspects);
     let verdicts: Vec<_> = chosen.iter().map(run).collect();
-    let count =
-        |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
+    let count = |predicate: fn(&Verdict) -> bool| {
+        verdicts.iter().filter(|verdict| predicate(verdict)).count()
+    };
     let failed = count(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::FailedForGood(_)));
     println!(
         "guest tests: {} passed, {failed} failed, {} skipped",
@@ -149,7 +150,7 @@ pub fn main(rows: &[Row]) -> Result<i32> {
     Ok(i32::from(failed > 0))
 }
 
-fn run_here(test: &Test) -> i32 {
+fn run_in_this_process(test: &Test) -> i32 {
     match (test.row.run)() {
         Ok(()) => 0,
         Err(error) => match error.downcast_ref::<Skipped>() {
@@ -275,7 +276,7 @@ fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
 
 /// Returns true on an emulated host. ci/nested/host sets the variable for this.
 pub fn emulated() -> bool {
-    std::env::var_os("FORESHORE_HOST").is_some_and(|way| way == "nested")
+    std::env::var_os("FORESHORE_HOST").is_some_and(|host| host == "nested")
 }
 
 /// Returns the name of a guest console in the test's directory that shows signs of the emulation
@@ -334,11 +335,11 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     end_group(&mut child);
     let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();
     let mut verdict = verdict_of(status, output);
-    if let Verdict::Failed(why) | Verdict::FailedForGood(why) = &mut verdict {
-        why.push_str(&last_words(&dir));
+    if let Verdict::Failed(reason) | Verdict::FailedForGood(reason) = &mut verdict {
+        reason.push_str(&last_words(&dir));
     }
     match &verdict {
-        Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(&test.name, &dir),
+        Verdict::Failed(_) | Verdict::FailedForGood(_) => store_evidence(&test.name, &dir),
         // Pools and images are large, and not needed after a test has passed.
         _ => fs::remove_dir_all(&dir)?,
     }
@@ -387,10 +388,10 @@ fn end_group(child: &mut Child) {
 }
 
 /// Copies the logs of a failed test from the emulated host to $OUT, if that is set.
-fn keep_evidence(name: &str, dir: &Path) {
+fn store_evidence(name: &str, dir: &Path) {
     let Some(out) = std::env::var_os("OUT") else { return };
     let target = Path::new(&out).join(name.replace("::", "-"));
-    let kept = fs::create_dir_all(&target).and_then(|()| {
+    let stored = fs::create_dir_all(&target).and_then(|()| {
         for entry in fs::read_dir(dir)? {
             let entry = entry?;
             let small = entry.metadata()?.is_file() && entry.metadata()?.len() < 16 << 20;
@@ -400,7 +401,7 @@ fn keep_evidence(name: &str, dir: &Path) {
         }
         Ok(())
     });
-    if let Err(error) = kept {
+    if let Err(error) = stored {
         println!("Cannot keep the logs of {name}: {error}");
     }
 }
@@ -491,7 +492,7 @@ mod tests {
     #[test]
     fn test_without_time_left_fails() {
         let verdict = run_and_report(&tests()[0], Some(Instant::now()), &mut 0);
-        assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
+        assert!(matches!(verdict, Verdict::Failed(reason) if reason.starts_with("Not run")));
     }
 
     #[test]
@@ -500,7 +501,7 @@ mod tests {
         assert_eq!(with_the_reason(failed(), Duration::from_secs(1)), failed());
         let cut = with_the_reason(failed(), Duration::ZERO);
         assert!(
-            matches!(cut, Verdict::Failed(why) if why.starts_with("Cut off") && why.ends_with("waited"))
+            matches!(cut, Verdict::Failed(reason) if reason.starts_with("Cut off") && reason.ends_with("waited"))
         );
         assert_eq!(with_the_reason(Verdict::Passed, Duration::ZERO), Verdict::Passed);
     }
@@ -513,8 +514,8 @@ mod tests {
         fn else_wrong() -> Result<()> {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
-        assert_eq!(run_here(&runs(stored_wrong)), CorruptData::CODE);
-        assert_eq!(run_here(&runs(else_wrong)), 1);
+        assert_eq!(run_in_this_process(&runs(stored_wrong)), CorruptData::CODE);
+        assert_eq!(run_in_this_process(&runs(else_wrong)), 1);
     }
 
     #[test]

@@ -11,9 +11,9 @@ use crate::vmm::FORESHORE;
 const SPAN_S: u64 = 30;
 /// Maximum number of reports during a measurement. At rest, the agent sends one report per second.
 /// With more reports the guest is not at rest, but one or two may be early.
-const MOST_REPORTS: u64 = SPAN_S + 3;
+const MAX_REPORTS: u64 = SPAN_S + 3;
 /// Maximum number of measurements before the guest should have come to rest after boot.
-const MOST_SPANS: usize = 10;
+const MAX_SPANS: usize = 10;
 
 /// CPU time used so far, in nanoseconds.
 struct Spent {
@@ -57,11 +57,11 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
             .as_u64()
             .with_context(|| format!("vm.pressure has no number of reports: {info}"))
     };
-    for _ in 0..MOST_SPANS {
+    for _ in 0..MAX_SPANS {
         let (before, reports_before) = (Spent::read(&guest)?, reports()?);
         guest.run(&format!("sleep {SPAN_S}"))?;
         let (reported, after) = (reports()? - reports_before, Spent::read(&guest)?);
-        if reported > MOST_REPORTS {
+        if reported > MAX_REPORTS {
             eprintln!("bench:     {reported} reports in {SPAN_S} s: the agent is not at rest yet");
             continue;
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use crate::samples::{Row, Samples, median, p99};
-use crate::usage::wait_for_rest;
+use crate::usage::wait_until_idle;
 use crate::vmm::{Extras, Vm, Vmm};
 
 const CALLS: usize = 2000;
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// Measures calls while the guest is idle.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras::default())?;
-    wait_for_rest(vm.pid())?;
+    wait_until_idle(vm.pid())?;
     let times_us = match &vm {
         Vm::Cli(guest) => rest(&guest.api_socket())?,
         Vm::Qemu(guest) => qmp(guest.qmp_socket())?,

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 
 use crate::samples::{Row, Samples};
-use crate::usage::{beside_guest, wait_for_rest};
+use crate::usage::{vmm_memory, wait_until_idle};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
 use guest_tests::{BOOT_LIMIT, host_memory};
 
 /// First line that guest/image/init prints.
 const INIT_LINE: &str = "foreshore-guest: init";
 /// Resolution of the measured times.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
@@ -23,8 +23,8 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let booted = wait_for_init(&vm, started)?;
     samples.add(Row::Boot, vmm.name(), booted.as_secs_f64());
     vm.wait_for_shell(BOOT_LIMIT)?;
-    wait_for_rest(vm.pid())?;
-    let memory = beside_guest(vm.pid(), BOOT_MIB * MIB)?;
+    wait_until_idle(vm.pid())?;
+    let memory = vmm_memory(vm.pid(), BOOT_MIB * MIB)?;
     samples.add(Row::VmmMemory, vmm.name(), memory.pss as f64 / MIB as f64);
     eprintln!("bench:     of it anonymous: {} KiB", memory.anonymous / 1024);
     Ok(())
@@ -40,6 +40,6 @@ fn wait_for_init(vm: &Vm, started: Instant) -> Result<Duration> {
             started.elapsed() < BOOT_LIMIT,
             "The guest did not start its init within {BOOT_LIMIT:?}"
         );
-        thread::sleep(LOOK_INTERVAL);
+        thread::sleep(POLL_INTERVAL);
     }
 }

@@ -11,7 +11,7 @@ use crate::vmm::{Disk, Extras, MIB, Vmm};
 const IMAGE_BYTES: u64 = 64 * MIB;
 const TRANSFERS: u32 = 2000;
 const REPEATS: usize = 3;
-const DEEP: u32 = 32;
+const QUEUE_DEPTH: u32 = 32;
 
 /// Adds a value for each row: the median of several runs in one guest. The first run is discarded,
 /// because it touches all memory for the first time.
@@ -21,13 +21,13 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     fs::write(&image, vec![0; IMAGE_BYTES as usize]).context("Cannot write the image")?;
     let vm = vmm.boot(&Extras { disk: Disk::Image(image.clone()), ..Extras::default() })?;
     vm.wait_for_path("/dev/vda")?;
-    for (row, what, depth) in [
+    for (row, operation, depth) in [
         (Row::DiskWrite, "write", 1),
         (Row::DiskRead, "read", 1),
-        (Row::DiskWriteDeep, "write", DEEP),
-        (Row::DiskReadDeep, "read", DEEP),
+        (Row::DiskWriteDeep, "write", QUEUE_DEPTH),
+        (Row::DiskReadDeep, "read", QUEUE_DEPTH),
     ] {
-        let command = format!("guest-tool time-blocks /dev/vda {what} {TRANSFERS} {depth}");
+        let command = format!("guest-tool time-blocks /dev/vda {operation} {TRANSFERS} {depth}");
         samples.add_medians([row], vmm.name(), REPEATS, || {
             Ok([vm.number(&command)? / f64::from(TRANSFERS)])
         })?;

@@ -32,7 +32,7 @@ const REPORT_MS: u64 = 50;
 
 /// Measured times of a wakeup.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Woken {
+pub(crate) struct WakeTimes {
     /// Time from the write to the pipe until the thread ran.
     pub wake_s: f64,
     /// Time to read a report and decide on it.
@@ -42,18 +42,18 @@ pub(crate) struct Woken {
 /// Thread that is idle until another thread wakes it during a measurement.
 pub(crate) struct IdleThread {
     started: Instant,
-    tell: PipeWriter,
+    wake_writer: PipeWriter,
     answered: Receiver<Answer>,
-    pub times: Vec<Woken>,
+    pub times: Vec<WakeTimes>,
 }
 
 impl IdleThread {
     pub(crate) fn start() -> Result<Self> {
-        let (told, tell) = io::pipe().context("Cannot create a pipe")?;
+        let (wake_reader, wake_writer) = io::pipe().context("Cannot create a pipe")?;
         let (answers, answered) = mpsc::sync_channel(1);
         let started = Instant::now();
-        thread::spawn(move || answers.send(idle(told, started, &answers)));
-        Ok(Self { started, tell, answered, times: Vec::new() })
+        thread::spawn(move || answers.send(idle(wake_reader, started, &answers)));
+        Ok(Self { started, wake_writer, answered, times: Vec::new() })
     }
 
     /// Wakes the thread repeatedly while `work` is running.
@@ -78,32 +78,32 @@ impl IdleThread {
     /// Wakes the thread and waits for its answer, so that it is idle before the next wakeup.
     fn wake(&mut self) -> Result<()> {
         let now_ns = u64::try_from(self.started.elapsed().as_nanos())?;
-        self.tell.write_all(&now_ns.to_ne_bytes())?;
+        self.wake_writer.write_all(&now_ns.to_ne_bytes())?;
         self.times.extend(self.answered.recv().context("The idle thread has ended")??);
         Ok(())
     }
 }
 
 /// Times of a wakeup, or the reason why the thread ended.
-type Answer = Result<Option<Woken>>;
+type Answer = Result<Option<WakeTimes>>;
 
 /// Runs until the other end of the pipe has been closed.
-fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
+fn idle(mut wake_reader: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
     // SAFETY: the call takes no pointers. On Linux, 0 means the calling thread. Without the
     // privilege, the thread keeps its priority, as in the governor.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     let mut governor = Governor::new()?;
     let mut line = governor.next_line();
-    let mut told_ns = [0; 8];
-    while told.read(&mut told_ns)? == told_ns.len() {
+    let mut sent_ns = [0; 8];
+    while wake_reader.read(&mut sent_ns)? == sent_ns.len() {
         let woken = started.elapsed();
         governor.decide(&line)?;
         let decided = started.elapsed();
         let wake_s =
-            woken.saturating_sub(Duration::from_nanos(u64::from_ne_bytes(told_ns))).as_secs_f64();
+            woken.saturating_sub(Duration::from_nanos(u64::from_ne_bytes(sent_ns))).as_secs_f64();
         let decide_s = (decided - woken).as_secs_f64();
         line = governor.next_line();
-        if answers.send(Ok(Some(Woken { wake_s, decide_s }))).is_err() {
+        if answers.send(Ok(Some(WakeTimes { wake_s, decide_s }))).is_err() {
             break;
         }
     }

@@ -68,8 +68,8 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     bring_up(&to, ADDRESSES[1])?;
     serve(&to)?;
     let server = SocketAddrV4::new(ADDRESSES[1], PORT);
-    let time = |what: &str, count: usize| -> Result<Duration> {
-        let took_us = from.number(&format!("guest-tool net-time {server} {what} {count}"))?;
+    let time = |operation: &str, count: usize| -> Result<Duration> {
+        let took_us = from.number(&format!("guest-tool net-time {server} {operation} {count}"))?;
         Ok(Duration::from_micros(took_us as u64))
     };
     wait_for("the other guest answers", LIMIT, || Ok(time("round-trip", 1).ok()))?;
@@ -108,6 +108,6 @@ fn add(
 /// Stops the VMs, and waits until their taps have disappeared. The next VMM creates them again.
 fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
-    let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
-    wait_until("the taps are removed", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
+    let exists = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
+    wait_until("the taps are removed", LIMIT, || Ok(!TAPS.iter().any(&exists)))
 }

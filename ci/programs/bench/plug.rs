@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use guest_tests::wait_until;
 
 use crate::samples::{Row, Samples};
-use crate::usage::wait_for_rest;
+use crate::usage::wait_until_idle;
 use crate::vmm::{Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
@@ -15,7 +15,7 @@ const PLUG_MIB: u64 = 1024;
 /// memory.
 const USED_MIB: u64 = 700;
 /// Resolution of the measured times. Each check is a request to the VMM.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Plugs 1 GiB into a fresh guest, and unplugs it unused. Then repeats this, with most of the
@@ -23,18 +23,18 @@ const LIMIT: Duration = Duration::from_secs(120);
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     let before = mem_total_mib(&vm)?;
-    wait_for_rest(vm.pid())?;
+    wait_until_idle(vm.pid())?;
     samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
     // After plugging the last block, the driver still has to add it and bring it online.
     wait_until("all memory is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
-    wait_for_rest(vm.pid())?;
+    wait_until_idle(vm.pid())?;
     samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
     resize(&vm, PLUG_MIB * MIB)?;
     wait_until("all memory is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     vm.run(&format!(
         "mount -o remount,size=100% /dev/shm; dd if=/dev/zero of=/dev/shm/used bs=1M count={USED_MIB}; rm /dev/shm/used"
     ))?;
-    wait_for_rest(vm.pid())?;
+    wait_until_idle(vm.pid())?;
     samples.add(Row::UnplugUsed, vmm.name(), resize(&vm, 0)?.as_secs_f64());
     Ok(())
 }
@@ -49,7 +49,7 @@ fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
             "{} bytes are plugged instead of {bytes}",
             vm.plugged_bytes()?
         );
-        thread::sleep(LOOK_INTERVAL);
+        thread::sleep(POLL_INTERVAL);
     }
     Ok(started.elapsed())
 }

@@ -10,7 +10,7 @@ use guest_tests::{Guest, Pool, host_memory, wait_for};
 use serde_json::{Value, json};
 
 use crate::forget;
-use crate::idle::{IdleThread, Woken};
+use crate::idle::{IdleThread, WakeTimes};
 use crate::samples::{Row, Samples, median, p99};
 use crate::vmm::{FORESHORE, MIB};
 
@@ -25,7 +25,7 @@ const BURST_MIB: u64 = 192;
 const BURSTS: usize = 16;
 /// Time without a change of size after which a guest is at rest. Any surplus would have been
 /// unplugged within this time.
-const REST: Duration = Duration::from_secs(4);
+const IDLE_TIME: Duration = Duration::from_secs(4);
 /// Wait after a burst got its memory. Without a grow in this time, the burst was too small.
 const ENOUGH: Duration = Duration::from_secs(3);
 /// Number of lines used to compare the clocks of host and guest.
@@ -80,19 +80,19 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;
     while bursts.len() < BURSTS {
-        let before_bytes = wait_for_rest(&guest)?;
+        let before_bytes = wait_until_idle(&guest)?;
         let Some(burst) = idle.during(|| burst_to_online(&guest))? else {
             enough += 1;
             ensure!(enough < BURSTS, "The guest had enough memory for {BURSTS} bursts");
             continue;
         };
         resize(&guest, before_bytes)?;
-        let request = request_to_online(&guest, before_bytes + burst.asked_bytes)?;
+        let request = request_to_online(&guest, before_bytes + burst.requested_bytes)?;
         resize(&guest, before_bytes)?;
         guest.put("vm.pressure", json!({ "resume": true, "zone": "pm" }))?;
         eprintln!(
             "bench:     {} MiB requested on top of {}",
-            burst.asked_bytes / MIB,
+            burst.requested_bytes / MIB,
             before_bytes / MIB
         );
         samples.add(Row::BurstToPlan, FORESHORE, burst.to_plan.as_secs_f64());
@@ -119,7 +119,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
 
 /// Adds the times of an idle thread at the same time. They are the host's share of the time from a
 /// report to a plan.
-fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
+fn add_idle(samples: &mut Samples, times: &[WakeTimes]) -> Result<()> {
     eprintln!("bench:     an idle thread was woken {} times", times.len());
     let wake: Vec<f64> = times.iter().map(|time| time.wake_s).collect();
     let decide: Vec<f64> = times.iter().map(|time| time.decide_s).collect();
@@ -144,14 +144,14 @@ fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
 }
 
 /// Waits until the policy makes no more changes, and returns the plugged size.
-fn wait_for_rest(guest: &Guest) -> Result<u64> {
+fn wait_until_idle(guest: &Guest) -> Result<u64> {
     let mut since = (Instant::now(), 0);
     wait_for("the guest has its size", LIMIT, || {
         let (plugged, requested) = plugged_and_requested(guest)?;
         if plugged != requested || plugged != since.1 {
             since = (Instant::now(), plugged);
         }
-        Ok((since.0.elapsed() >= REST).then_some(plugged))
+        Ok((since.0.elapsed() >= IDLE_TIME).then_some(plugged))
     })
 }
 
@@ -168,7 +168,7 @@ fn resize(guest: &Guest, bytes: u64) -> Result<()> {
 struct Burst {
     to_plan: Duration,
     to_online: Duration,
-    asked_bytes: u64,
+    requested_bytes: u64,
 }
 
 /// Measures a burst until the first memory is online, with the guest's clock. The plan is the first
@@ -179,24 +179,26 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let last = last.context("vm.pressure counts no decisions")?;
     let mut clocks = Clocks::new();
     let mut script = guest.start_script(LIMIT, &format!("exec guest-tool burst {BURST_MIB}"))?;
-    let (mut begun, mut held) = (None, None);
+    let (mut started_at, mut held_at) = (None, None);
     let online = loop {
         match clocks.next(&mut script).context("During the burst")? {
-            (Line::Begin, at) => begun = Some(at),
+            (Line::Begin, at) => started_at = Some(at),
             (Line::Total, at) => break at,
-            (Line::Held, at) => held = Some(at),
-            (Line::Tick, at) if held.is_some_and(|held| at > held + ENOUGH) => return Ok(None),
+            (Line::Held, at) => held_at = Some(at),
+            (Line::Tick, at) if held_at.is_some_and(|held_at| at > held_at + ENOUGH) => {
+                return Ok(None);
+            }
             (Line::Tick, at) => ensure!(at < LIMIT, "The burst did not end within {at:?}"),
         }
     };
-    let begun = begun.context("Memory came online before the burst")?;
+    let started_at = started_at.context("Memory came online before the burst")?;
     let info = guest.get("vm.pressure?decisions=1000")?;
-    let asked_at = clocks.started.elapsed();
+    let requested_at = clocks.started.elapsed();
     let decisions = info["decisions"].as_array().context("vm.pressure has no decisions")?;
     let is_grow = |decision: &&Value| {
         decision["direction"] == "grow"
             && decision["seq"].as_u64() > Some(last)
-            && asked(decision) > 0
+            && requested_growth(decision) > 0
     };
     // The list starts with the newest decision.
     let grow = decisions.iter().rev().find(is_grow);
@@ -206,14 +208,14 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     drop(script);
     guest.wait_until_run("the burst's memory is free", LIMIT, "! pgrep -f '^guest-tool burst'")?;
     Ok(Some(Burst {
-        to_plan: asked_at.saturating_sub(age).saturating_sub(begun + clocks.offset),
-        to_online: online - begun,
-        asked_bytes: asked(grow),
+        to_plan: requested_at.saturating_sub(age).saturating_sub(started_at + clocks.offset),
+        to_online: online - started_at,
+        requested_bytes: requested_growth(grow),
     }))
 }
 
-fn asked(decision: &Value) -> u64 {
-    decision["asked_bytes"].as_u64().unwrap_or(0)
+fn requested_growth(decision: &Value) -> u64 {
+    decision["requested_bytes"].as_u64().unwrap_or(0)
 }
 
 /// Measures the time from a request until the first memory is online, in an idle guest.
@@ -272,14 +274,14 @@ enum Line {
 impl Line {
     /// Parses a line and its time, which is relative to the program's start.
     fn parse(line: &str) -> Result<(Self, Duration)> {
-        let (what, at) = match line.split(' ').collect::<Vec<_>>()[..] {
+        let (name, at) = match line.split(' ').collect::<Vec<_>>()[..] {
             ["begin", at] => (Self::Begin, at),
             ["held", at] => (Self::Held, at),
             ["total", at, _] => (Self::Total, at),
             ["tick", at] => (Self::Tick, at),
             _ => bail!("Unexpected line of guest-tool burst: {line:?}"),
         };
-        Ok((what, Duration::from_micros(at.parse()?)))
+        Ok((name, Duration::from_micros(at.parse()?)))
     }
 }
 

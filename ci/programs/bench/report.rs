@@ -71,15 +71,16 @@ fn ratio(samples: &Samples, row: Row) -> Option<f64> {
 
 /// Returns the text of the target, and whether the target was met.
 fn verdict(samples: &Samples, row: Row) -> (String, &'static str) {
-    let judged = |met: Option<bool>| met.map_or("", |met| if met { "yes" } else { "no" });
+    let yes_or_no = |met: Option<bool>| met.map_or("", |met| if met { "yes" } else { "no" });
     match row.target() {
         Target::Open => (String::new(), ""),
-        Target::TimesQemu(limit) => {
-            (format!("{limit:.2} x QEMU"), judged(ratio(samples, row).map(|ratio| ratio <= limit)))
-        }
+        Target::TimesQemu(limit) => (
+            format!("{limit:.2} x QEMU"),
+            yes_or_no(ratio(samples, row).map(|ratio| ratio <= limit)),
+        ),
         Target::AtMost(limit) => {
-            let ours = median(samples.of(row, FORESHORE));
-            (row.unit().show(limit), judged(ours.map(|ours| ours <= limit)))
+            let foreshore = median(samples.of(row, FORESHORE));
+            (row.unit().show(limit), yes_or_no(foreshore.map(|foreshore| foreshore <= limit)))
         }
     }
 }

@@ -29,7 +29,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const DEVDAX: &str = "/dev/dax0.0";
 const FSDAX: &str = "/mnt/fsdax/arrays";
 /// Places of the arrays: the peer twice, and both ways to map a volume.
-const PLACES: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
+const MEDIA: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
 
 /// Boots a guest, and runs all four kernels in all places.
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
@@ -37,11 +37,11 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     let guest = start()?;
     make_devdax(&guest)?;
     make_fsdax(&guest)?;
-    let command = format!("guest-tool stream {ARRAY_MIB} {ROUNDS} {}", PLACES.join(" "));
+    let command = format!("guest-tool stream {ARRAY_MIB} {ROUNDS} {}", MEDIA.join(" "));
     let times = best(&guest.run_within(LIMIT, &command)?)?;
-    let ratio = |kernel: &str, place: usize| -> Result<f64> {
-        let of = |place| times.get(&(kernel.to_owned(), place)).context("A kernel has no time");
-        Ok(of(place)? / of(0)?)
+    let ratio = |kernel: &str, medium: usize| -> Result<f64> {
+        let of = |medium| times.get(&(kernel.to_owned(), medium)).context("A kernel has no time");
+        Ok(of(medium)? / of(0)?)
     };
     for (row, kernel) in [
         (Row::StreamCopy, "copy"),
@@ -104,10 +104,10 @@ fn make_fsdax(guest: &Guest) -> Result<()> {
 fn best(text: &str) -> Result<BTreeMap<(String, usize), f64>> {
     let mut times: BTreeMap<(String, usize), f64> = BTreeMap::new();
     for line in text.lines() {
-        let [kernel, place, time_us] = line.split(' ').collect::<Vec<_>>()[..] else {
+        let [kernel, medium, time_us] = line.split(' ').collect::<Vec<_>>()[..] else {
             anyhow::bail!("Not a kernel, a place and a time: {line:?}");
         };
-        let best = times.entry((kernel.to_owned(), place.parse()?)).or_insert(f64::INFINITY);
+        let best = times.entry((kernel.to_owned(), medium.parse()?)).or_insert(f64::INFINITY);
         *best = best.min(time_us.parse()?);
     }
     ensure!(!times.is_empty(), "guest-tool stream printed nothing");

@@ -7,24 +7,24 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::wait_until;
 
 /// Duration of the measurement that shows whether a VMM is at rest.
-const REST_WINDOW: Duration = Duration::from_secs(1);
+const IDLE_WINDOW: Duration = Duration::from_secs(1);
 /// CPU share below which a process counts as being at rest. In an emulated guest, the clock and
 /// agents use a few percent.
-const REST_SHARE: f64 = 0.1;
-const REST_LIMIT: Duration = Duration::from_secs(120);
+const IDLE_SHARE: f64 = 0.1;
+const IDLE_LIMIT: Duration = Duration::from_secs(120);
 
 /// Waits until the process, including its guest, is nearly idle.
-pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
+pub(crate) fn wait_until_idle(pid: u32) -> Result<()> {
     let mut since = (Instant::now(), cpu_time(pid)?);
-    wait_until("the guest is at rest", REST_LIMIT, || {
-        let watched = since.0.elapsed();
-        if watched < REST_WINDOW {
+    wait_until("the guest is at rest", IDLE_LIMIT, || {
+        let elapsed = since.0.elapsed();
+        if elapsed < IDLE_WINDOW {
             return Ok(false);
         }
         let now = cpu_time(pid)?;
-        let share = (now - since.1).as_secs_f64() / watched.as_secs_f64();
+        let share = (now - since.1).as_secs_f64() / elapsed.as_secs_f64();
         since = (Instant::now(), now);
-        Ok(share < REST_SHARE)
+        Ok(share < IDLE_SHARE)
     })
 }
 
@@ -45,7 +45,7 @@ fn cpu_time(pid: u32) -> Result<Duration> {
 
 /// Memory of a VMM process in bytes, without the memory of its guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct BesideGuest {
+pub(crate) struct VmmMemory {
     /// Proportional set size. Shared pages count in proportion to the number of their users.
     pub pss: u64,
     /// Anonymous memory: heap, stacks and modified private data.
@@ -54,14 +54,14 @@ pub(crate) struct BesideGuest {
 
 /// Adds up the mappings of a process, except the guest's boot memory. The boot memory is recognized
 /// by its size, so no other guest memory may be plugged.
-pub(crate) fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
+pub(crate) fn vmm_memory(pid: u32, guest_bytes: u64) -> Result<VmmMemory> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
-    sum_beside_guest(&text, guest_bytes)
+    sum_vmm_memory(&text, guest_bytes)
 }
 
-fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
-    let mut sum = BesideGuest { pss: 0, anonymous: 0 };
+fn sum_vmm_memory(smaps: &str, guest_bytes: u64) -> Result<VmmMemory> {
+    let mut sum = VmmMemory { pss: 0, anonymous: 0 };
     let (mut is_guest, mut guests) = (false, 0);
     for line in smaps.lines() {
         let Some((field, value)) = line.split_once(':') else { continue };
@@ -111,9 +111,9 @@ VmFlags: rd wr mr mw me ac sd
 
     #[test]
     fn guest_memory_is_excluded() {
-        let sum = sum_beside_guest(SMAPS, 512 << 20).unwrap();
-        assert_eq!(sum, BesideGuest { pss: 1000 << 10, anonymous: 300 << 10 });
-        assert!(sum_beside_guest(SMAPS, 256 << 20).is_err(), "the guest's memory was not found");
+        let sum = sum_vmm_memory(SMAPS, 512 << 20).unwrap();
+        assert_eq!(sum, VmmMemory { pss: 1000 << 10, anonymous: 300 << 10 });
+        assert!(sum_vmm_memory(SMAPS, 256 << 20).is_err(), "the guest's memory was not found");
     }
 
     #[test]

@@ -199,8 +199,11 @@ impl Deref for Vm {
 
 impl Vm {
     pub(crate) fn number(&self, command: &str) -> Result<f64> {
-        let said = self.run(command)?;
-        said.trim().parse().with_context(|| format!("Unexpected output of `{command}`: {said:?}"))
+        let output = self.run(command)?;
+        output
+            .trim()
+            .parse()
+            .with_context(|| format!("Unexpected output of `{command}`: {output:?}"))
     }
 
     pub(crate) fn wait_for_path(&self, path: &str) -> Result<()> {

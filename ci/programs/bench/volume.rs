@@ -87,8 +87,8 @@ fn time(
     let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
     wait_until("the disk exists", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
-    let time_us = |what| {
-        vm.number(&format!("guest-tool time-blocks {device} {what} {transfers}"))
+    let time_us = |operation| {
+        vm.number(&format!("guest-tool time-blocks {device} {operation} {transfers}"))
             .map(|total| total / f64::from(transfers))
     };
     samples.add_medians(rows, vmm.name(), repeats, || Ok([time_us("write")?, time_us("read")?]))

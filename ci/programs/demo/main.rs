@@ -37,7 +37,7 @@ const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics endp
 const CUT_OFF: i32 = 124;
 /// Duration of the demo for which the time limits of single steps were chosen. On an emulated host
 /// without other load, the demo takes about this long.
-const USUAL: Duration = Duration::from_secs(240);
+const DEFAULT_LIMIT: Duration = Duration::from_secs(240);
 /// Number of lines of each log to print, because the complete logs may not be accessible.
 const LAST_LINES: usize = 12;
 
@@ -51,11 +51,11 @@ fn main() -> ExitCode {
         println!("  NOT SEEN: {}", without_logs(error));
         print_causes();
     }
-    let kept = keep_logs();
-    if let Err(error) = &kept {
+    let stored = store_logs();
+    if let Err(error) = &stored {
         println!("  cannot keep the logs: {error:#}");
     }
-    if shown.and(kept).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if shown.and(stored).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn demo() -> Result<()> {
@@ -77,7 +77,7 @@ fn demo() -> Result<()> {
 /// Returns a factor for the time limits of single steps. If the demo's time limit is longer, each
 /// step also gets more time.
 fn stretch(limit: Duration) -> f64 {
-    limit.div_duration_f64(USUAL).max(1.0)
+    limit.div_duration_f64(DEFAULT_LIMIT).max(1.0)
 }
 
 /// Ends the demo after the time limit, unless the returned sender has been dropped. If another
@@ -93,7 +93,7 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
             limit.as_secs()
         );
         print_causes();
-        if let Err(error) = keep_logs() {
+        if let Err(error) = store_logs() {
             println!("  cannot keep the logs: {error:#}");
         }
         exit(CUT_OFF);
@@ -132,20 +132,20 @@ fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
     }
 }
 
-fn claim(holds: bool, what: &str) -> Result<()> {
+fn claim(holds: bool, text: &str) -> Result<()> {
     if !holds {
-        bail!("{what}");
+        bail!("{text}");
     }
-    println!("  ok: {what}");
+    println!("  ok: {text}");
     Ok(())
 }
 
-fn event(what: &str) {
-    println!("* {what}");
+fn event(text: &str) {
+    println!("* {text}");
 }
 
-fn phase(number: u32, what: &str) {
-    println!("== {number}/5 {what}");
+fn phase(number: u32, text: &str) {
+    println!("== {number}/5 {text}");
 }
 
 /// Returns the consoles, the logs of the VMMs and the list of acknowledged files, and the names
@@ -165,7 +165,7 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
 }
 
 /// Copies the logs to the folder that ci/nested/host saves.
-fn keep_logs() -> Result<()> {
+fn store_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
         fs::copy(&path, out.join(name))

@@ -8,7 +8,7 @@ use crate::sizes::{MIB, Sizes, vmstat};
 use crate::{claim, event, phase};
 
 const DRAM_BYTES: u64 = 512 * MIB;
-const LEAST_PM_BYTES: u64 = 400 * MIB;
+const MIN_PM_BYTES: u64 = 400 * MIB;
 
 /// Result of a fill, with counters of the guest's kernel.
 struct Run {
@@ -54,7 +54,7 @@ fn check_governed(guest: &Guest, run: &Run, dataset_bytes: u64) -> Result<()> {
         ),
     )?;
     let sizes = Sizes::of(guest)?;
-    claim(sizes.pm.plugged_bytes >= LEAST_PM_BYTES, &format!("the guest has grown to {sizes}"))?;
+    claim(sizes.pm.plugged_bytes >= MIN_PM_BYTES, &format!("the guest has grown to {sizes}"))?;
     claim(sizes.dram.plugged_bytes == 128 * MIB, "all hotpluggable DRAM is plugged")?;
     claim(run.swapped_out_pages == 0, "no page was swapped out")?;
     claim(run.killed == 0, "no process was killed")?;
@@ -65,7 +65,7 @@ fn check_governed(guest: &Guest, run: &Run, dataset_bytes: u64) -> Result<()> {
 fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
     let mut watch = watch;
     let fill = redis::fill(guest, |keys| match &mut watch {
-        Some(watch) => watch.look(keys),
+        Some(watch) => watch.check(keys),
         None => Ok(()),
     })?;
     Ok(Run {
@@ -78,19 +78,19 @@ fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
 /// Checks the zones while they grow. DRAM should be plugged before PM.
 struct Watch<'a> {
     guest: &'a Guest,
-    pm_seen: bool,
+    is_pm_requested: bool,
 }
 
 impl<'a> Watch<'a> {
     fn new(guest: &'a Guest) -> Self {
-        Self { guest, pm_seen: false }
+        Self { guest, is_pm_requested: false }
     }
 
-    fn look(&mut self, keys: u64) -> Result<()> {
+    fn check(&mut self, keys: u64) -> Result<()> {
         let sizes = Sizes::of(self.guest)?;
         println!("  {keys:6} keys, the guest has {sizes}");
-        if sizes.pm.requested_bytes > 0 && !self.pm_seen {
-            self.pm_seen = true;
+        if sizes.pm.requested_bytes > 0 && !self.is_pm_requested {
+            self.is_pm_requested = true;
             claim(sizes.dram.requested_bytes == 128 * MIB, "PM is requested only after all DRAM")?;
         }
         Ok(())
@@ -114,8 +114,8 @@ fn print_latency(guest: &Guest) -> Result<()> {
 }
 
 fn print_side_by_side(governed: &Run, ungoverned: &Run) {
-    let row = |what: &str, value: &dyn Fn(&Run) -> String| {
-        println!("    {what:26} {:>14} {:>14}", value(governed), value(ungoverned));
+    let row = |label: &str, value: &dyn Fn(&Run) -> String| {
+        println!("    {label:26} {:>14} {:>14}", value(governed), value(ungoverned));
     };
     println!(
         "    {:26} {:>14} {:>14}",

@@ -56,8 +56,8 @@ pub(crate) fn start(guest: &Guest) -> Result<()> {
     )
 }
 
-/// Fills Redis. Calls `seen` after every round.
-pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
+/// Fills Redis. Calls `on_progress` after every round.
+pub(crate) fn fill(guest: &Guest, mut on_progress: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
     let started = Instant::now();
     let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
     let mut keys = 0;
@@ -66,7 +66,7 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
             .trim()
             .parse()
             .with_context(|| format!("Unexpected output of redis-cli dbsize: {line:?}"))?;
-        seen(keys)?;
+        on_progress(keys)?;
     }
     let ended = script.finish();
     let took = started.elapsed();
@@ -100,11 +100,11 @@ fn fill_script() -> String {
 
 /// Returns diagnostics from the guest about a fill that was cut off.
 fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
-    let said = guest.try_run(
+    let ping = guest.try_run(
         SILENCE_LIMIT,
         "tr '\\r' '\\n' </run/benchmark.log | tail -n 3; tail -n 3 /run/redis.log; dmesg | tail -n 5",
     )?;
-    Ok(format!("{ended:?}\n{}", said.stdout))
+    Ok(format!("{ended:?}\n{}", ping.stdout))
 }
 
 /// Returns the size of the values and keys in Redis.

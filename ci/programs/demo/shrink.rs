@@ -91,10 +91,10 @@ fn in_mib(sizes_bytes: &[u64]) -> String {
     sizes_bytes.iter().map(|bytes| (bytes / MIB).to_string()).collect::<Vec<_>>().join(", ")
 }
 
-fn print_table(moments: &[&Spent; 3]) {
-    let row = |what: &str, bytes: fn(&Spent) -> u64| {
-        let [boot, full, after] = moments.map(|spent| bytes(spent) / MIB);
-        println!("    {what:26} {boot:>8} {full:>17} {after:>8}");
+fn print_table(states: &[&Spent; 3]) {
+    let row = |label: &str, bytes: fn(&Spent) -> u64| {
+        let [boot, full, after] = states.map(|spent| bytes(spent) / MIB);
+        println!("    {label:26} {boot:>8} {full:>17} {after:>8}");
     };
     println!("    {:26} {:>8} {:>17} {:>8}", "MiB", "at boot", "before the flush", "after");
     row("VMM's resident memory", |spent| spent.rss_bytes);

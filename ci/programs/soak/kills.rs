@@ -16,8 +16,8 @@ pub(crate) fn run(
     raw: bool,
 ) -> Result<()> {
     let (format, until) = if raw { (Format::Raw, Until::Torn) } else { (Format::Btt, Until::Done) };
-    let looks = if raw { 60 } else { 10 };
-    let setup = Setup { kernel, format, looks, ..Setup::new(interface) };
+    let checks = if raw { 60 } else { 10 };
+    let setup = Setup { kernel, format, checks, ..Setup::new(interface) };
     let dir = this_tests_dir();
     std::fs::create_dir_all(&dir)?;
     let victim =

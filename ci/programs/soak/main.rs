@@ -35,8 +35,8 @@ fn main() -> Result<()> {
                 !raw.is_empty(),
             )
         }
-        ["power", task, seed, heard] => {
-            match power::run(power::task(task)?, seed.parse()?, heard.as_ref())? {}
+        ["power", task, seed, earlier_lines] => {
+            match power::run(power::task(task)?, seed.parse()?, earlier_lines.as_ref())? {}
         }
         ["pressure", options @ ..] => pressure::run(options),
         _ => bail!("{USAGE}"),

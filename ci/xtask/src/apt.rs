@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::checkout::{Checkout, create_folder, list, remove_folder, rename};
 use crate::jobs;
-use crate::messages::say;
+use crate::messages::report;
 use crate::programs;
 use crate::root::Root;
 
@@ -28,7 +28,7 @@ impl<'checkout> Apt<'checkout> {
     }
 
     pub(crate) fn install(&mut self, packages: &[&str]) -> Result<()> {
-        say!("installing by apt: {}", packages.join(" "));
+        report!("installing by apt: {}", packages.join(" "));
         // Checked here, because errors of the first attempt below are discarded.
         self.root.require(&["apt-get", "install"])?;
         let command: Vec<_> = INSTALL.split(' ').chain(packages.iter().copied()).collect();
@@ -47,7 +47,7 @@ impl<'checkout> Apt<'checkout> {
         if self.has_fresh_lists {
             return Ok(());
         }
-        say!("refreshing the package lists (apt-get update)");
+        report!("refreshing the package lists (apt-get update)");
         if !self.root.run(&["apt-get", "update", "-qq"], false)?.success() {
             bail!("apt-get update failed{}", self.root.advice());
         }
@@ -84,7 +84,7 @@ impl<'checkout> Apt<'checkout> {
         let cached = match self.newest_cached(package)? {
             Some(cached) => cached,
             None => {
-                say!("fetching {package}");
+                report!("fetching {package}");
                 if !self.download(package)? {
                     bail!("the mirror has no package {package}");
                 }

@@ -12,11 +12,11 @@ use clap::{Args, ValueEnum};
 
 use crate::cargo;
 use crate::checkout::{Checkout, create_folder, remove_folder};
-use crate::host::place::load;
+use crate::host::host_kind::load;
 use crate::host::{ends, reruns};
 use crate::images;
 use crate::jobs;
-use crate::messages::{print, refuse, say, speak_as};
+use crate::messages::{print, refuse, report, with_task_name};
 use crate::programs::{self, user_path};
 use crate::setup;
 
@@ -90,7 +90,7 @@ impl Arguments {
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
-    speak_as("bench", || {
+    with_task_name("bench", || {
         if arguments.requests {
             return requests::run(checkout).map(|()| 0);
         }
@@ -117,11 +117,11 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         end.note();
         if end.code == 0 {
             let after = load()?;
-            say!(
+            report!(
                 "load of this machine before: {before}, after: {after} (valid only if nothing else ran)"
             );
         } else {
-            say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(end.code));
+            report!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(end.code));
         }
         Ok(end.code)
     })

@@ -12,7 +12,7 @@ use anyhow::{Result, ensure};
 
 use crate::checkout::Checkout;
 use crate::jobs;
-use crate::messages::say;
+use crate::messages::report;
 use crate::programs;
 
 /// Interval between progress lines during a long build.
@@ -20,9 +20,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Builds the programs in release mode.
 pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
-    say!("building the programs (cargo build --release)");
+    report!("building the programs (cargo build --release)");
     if !checkout.programs().join("foreshore").exists() {
-        say!("the first build takes 5 to 8 minutes on two idle cores");
+        report!("the first build takes 5 to 8 minutes on two idle cores");
     }
     build(checkout, &["--bins"])
 }
@@ -30,7 +30,7 @@ pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
 /// Builds the API clients for tests. They need a separate build: cargo merges the features of all
 /// crates in one build, and the clients need more features of hyper than the VMM.
 pub(crate) fn build_clients(checkout: &Checkout) -> Result<()> {
-    say!("building the API clients of the tests");
+    report!("building the API clients of the tests");
     build(checkout, &["-p", "client-tests"])
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
     let status = thread::scope(|scope| {
         scope.spawn(move || {
             while is_over.recv_timeout(REPORT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                say!("cargo has been running for {} s", started.elapsed().as_secs());
+                report!("cargo has been running for {} s", started.elapsed().as_secs());
             }
         });
         let status = jobs::status(&mut cargo);
@@ -72,7 +72,7 @@ pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
         status
     })?;
     if started.elapsed() >= REPORT_INTERVAL {
-        say!("cargo finished after {} s", started.elapsed().as_secs());
+        report!("cargo finished after {} s", started.elapsed().as_secs());
     }
     Ok(status)
 }

@@ -26,12 +26,12 @@ pub(crate) fn lost(repository: &Repository, base: &str) -> Result<Vec<String>> {
     let documents = facts_of(changes.iter().filter(|change| is_document(&change.path)));
     let mut lost = Vec::new();
     for change in &changes {
-        let own = facts_of([change]);
-        let kept = if is_document(&change.path) { &documents } else { &own };
+        let own_facts = facts_of([change]);
+        let remaining = if is_document(&change.path) { &documents } else { &own_facts };
         for (line, text) in &change.removed {
             let text = prose(&change.path, text);
             let mut missing = facts(&text);
-            missing.retain(|fact| !kept.contains(fact) && !dropped.contains(fact));
+            missing.retain(|fact| !remaining.contains(fact) && !dropped.contains(fact));
             lost.extend(missing.iter().map(|fact| format!("{}:{line}: {fact}", change.path)));
         }
     }

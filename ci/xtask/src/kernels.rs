@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::apt::{Apt, sha256, unpack};
 use crate::checkout::{Checkout, read, write};
 use crate::jobs;
-use crate::messages::say;
+use crate::messages::report;
 use crate::programs;
 
 /// Path of the pins in the checkout.
@@ -109,7 +109,7 @@ pub(crate) fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result
     }
     let deb = checkout.debs().join(pin.file_name());
     if !deb.is_file() {
-        say!("fetching kernel {name}: {package} {version}");
+        report!("fetching kernel {name}: {package} {version}");
         if !apt.download(&format!("{package}={version}"))? {
             bail!(
                 "the mirror no longer carries {package} {version}.
@@ -127,7 +127,7 @@ pub(crate) fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result
         deb.display(),
         pin.sha256
     );
-    say!("unpacking kernel {name}");
+    report!("unpacking kernel {name}");
     unpack(&deb, &tree)?;
     let release = pin.release(checkout)?;
     jobs::run(programs::system("depmod").args(["-C", "/dev/null", "-b"]).arg(&tree).arg(release))?;
@@ -149,7 +149,7 @@ pub(crate) fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
         if !apt.download(&format!("{package}={version}"))? {
             bail!("could not download {package} {version}");
         }
-        say!("kernel {name}: {} -> {version}", old.version);
+        report!("kernel {name}: {} -> {version}", old.version);
         pin.sha256 = sha256(&checkout.debs().join(pin.file_name()))?;
         new += &format!("{} {} {} {}\n", pin.name, pin.package, pin.version, pin.sha256);
     }

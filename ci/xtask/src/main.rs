@@ -32,7 +32,7 @@ use rustix::fs::Mode;
 use rustix::process::umask;
 
 use crate::checkout::Checkout;
-use crate::messages::{Refused, say};
+use crate::messages::{Refused, report};
 use crate::repository::Repository;
 
 /// Exit code for an invalid command line. clap uses the same code.
@@ -154,12 +154,12 @@ fn main() -> ExitCode {
     umask(Mode::from(0o022));
     let result = jobs::end_on_signals().and_then(|()| {
         checkout::enter_caller_folder()?;
-        messages::speak_as("xtask", || run(Arguments::parse().task))
+        messages::with_task_name("xtask", || run(Arguments::parse().task))
     });
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            say!("{error:#}");
+            report!("{error:#}");
             ExitCode::from(if error.is::<Refused>() { BAD_COMMAND_LINE } else { 1 })
         }
     }

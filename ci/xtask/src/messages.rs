@@ -10,10 +10,10 @@ use anyhow::{Error, Result};
 static NAME: Mutex<String> = Mutex::new(String::new());
 
 /// Prints a message like `println!`, prefixed with the task's name.
-macro_rules! say {
+macro_rules! report {
     ($($text:tt)*) => { $crate::messages::print(&format!($($text)*)) };
 }
-pub(crate) use say;
+pub(crate) use report;
 
 /// Error for an invalid command line. The exit code is 2.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ pub(crate) fn print(message: &str) {
 
 /// Runs `work` as the task `name`. The name is kept after an error, so that the error message can
 /// use it.
-pub(crate) fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn with_task_name<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let previous = replace(name);
     let result = work()?;
     replace(&previous);

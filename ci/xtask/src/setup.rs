@@ -10,7 +10,7 @@ use crate::apt::Apt;
 use crate::checkout::{Checkout, create_folder, lock};
 use crate::jobs;
 use crate::kernels;
-use crate::messages::{say, speak_as};
+use crate::messages::{report, with_task_name};
 use crate::programs::{self, SYSTEM_PATH, user_path};
 
 /// Name of a tool and of its Debian package.
@@ -48,7 +48,7 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
-    speak_as("setup", || {
+    with_task_name("setup", || {
         create_folder(&checkout.ci(""))?;
         // Two concurrent runs would overwrite each other's unpacked files.
         let _lock = lock(&checkout.ci("setup.lock"))?;
@@ -107,7 +107,7 @@ fn add_components() -> Result<()> {
     if works("fmt")? && works("clippy")? {
         return Ok(());
     }
-    say!("adding rustfmt and clippy");
+    report!("adding rustfmt and clippy");
     if programs::find("rustup", user_path()).is_none() {
         bail!("cargo fmt and cargo clippy are missing; install them, or rustup, which adds them");
     }

@@ -8,9 +8,9 @@ use anyhow::Result;
 use crate::repository::Repository;
 
 /// Maximum number of lines in a Rust file.
-const MOST_LINES: usize = 800;
+const MAX_LINES: usize = 800;
 /// Maximum number of columns in a comment line. rustfmt.toml has the same limit for code.
-const MOST_COLUMNS: usize = 100;
+const MAX_COLUMNS: usize = 100;
 
 /// First lines of tables in which each comment is data and must fit on one line.
 const TABLES: [&str; 2] = ["params! {", "reasons! {"];
@@ -43,16 +43,15 @@ fn sources(repository: &Repository) -> Result<Vec<(String, String)>> {
 
 fn in_text(file: &str, text: &str) -> Vec<String> {
     let lines = text.lines().count();
-    let too_long = (lines > MOST_LINES)
-        .then(|| format!("{file}:{lines}: {lines} lines, and {MOST_LINES} is the limit"));
+    let too_long = (lines > MAX_LINES)
+        .then(|| format!("{file}:{lines}: {lines} lines, and {MAX_LINES} is the limit"));
     let mut is_table = false;
     let too_wide = text.lines().zip(1..).filter_map(|(text, line)| {
         is_table = if is_table { text != "}" } else { TABLES.contains(&text) };
         let columns = text.chars().count();
-        let is_too_wide = columns > MOST_COLUMNS && is_prose(text) && !is_table;
-        is_too_wide.then(|| {
-            format!("{file}:{line}: {columns} characters, and {MOST_COLUMNS} is the limit")
-        })
+        let is_too_wide = columns > MAX_COLUMNS && is_prose(text) && !is_table;
+        is_too_wide
+            .then(|| format!("{file}:{line}: {columns} characters, and {MAX_COLUMNS} is the limit"))
     });
     too_long.into_iter().chain(too_wide).collect()
 }

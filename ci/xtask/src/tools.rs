@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use crate::cargo;
 use crate::checkout::Checkout;
 use crate::jobs;
-use crate::messages::say;
+use crate::messages::report;
 use crate::programs;
 
 pub(crate) struct Tool {
@@ -55,7 +55,7 @@ impl Tool {
 
     fn install(&self, checkout: &Checkout) -> Result<()> {
         let Self { name, version, build_minutes, .. } = self;
-        say!("building {name} {version}, which takes {build_minutes} minutes once");
+        report!("building {name} {version}, which takes {build_minutes} minutes once");
         let mut cargo = cargo::command(checkout, ["install", "--quiet", "--locked", name]);
         cargo.args(self.install_options);
         cargo.args(["--version", version, "--force", "--root"]).arg(checkout.ci("tools"));

@@ -10,8 +10,8 @@ use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 /// Number and interval of the checks with which [`EntryInhibitor::stop`] waits until vCPUs have
 /// left the guest: one second in total. A vCPU that spends more time in the host's kernel, for
 /// example to wait for a disk, does not run the guest meanwhile.
-const LOOKS: usize = 10_000;
-const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
+const MAX_POLLS: usize = 10_000;
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
 
 extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
@@ -68,7 +68,7 @@ impl EntryInhibitor {
     pub fn stop(&self) {
         self.set();
         let this = this_thread();
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             let mut are_out = true;
             for vcpu_state in
                 self.vcpus.iter().filter(|vcpu_state| vcpu_state.in_guest.load(Ordering::SeqCst))
@@ -86,7 +86,7 @@ impl EntryInhibitor {
             }
             // This call is allowed in a signal handler, because rustix enters the kernel directly,
             // without libc, and does not change errno.
-            let _ = nanosleep(&LOOK_INTERVAL);
+            let _ = nanosleep(&POLL_INTERVAL);
         }
     }
 

@@ -56,9 +56,9 @@ pub struct EventLoopHandle {
 /// thread.
 pub trait Helper: Send + Sync {
     /// Stops the helper. When this returns, the helper is idle.
-    fn stand_still(&self);
+    fn quiesce(&self);
     /// Resumes the helper.
-    fn go_on(&self);
+    fn resume(&self);
 }
 
 /// Gate at which a loop's thread stops, between two events, while the loop is held.
@@ -123,14 +123,14 @@ impl Gate {
     /// Waits while the gate is closed, unless the loop is busy or about to end.
     fn pass(&self, stop: &AtomicBool) {
         let mut is_held = self.is_held.lock();
-        let mut standing = Vec::new();
+        let mut quiesced = Vec::new();
         while self.is_closed()
             && !self.is_busy.load(Ordering::Relaxed)
             && !stop.load(Ordering::Acquire)
         {
             if !*is_held {
-                standing = self.helpers();
-                standing.iter().for_each(|helper| helper.stand_still());
+                quiesced = self.helpers();
+                quiesced.iter().for_each(|helper| helper.quiesce());
             }
             *is_held = true;
             self.changed.notify_all();
@@ -138,16 +138,16 @@ impl Gate {
         }
         // If the loop ends, its helpers remain stopped.
         if !self.is_over(stop) {
-            standing.iter().for_each(|helper| helper.go_on());
+            quiesced.iter().for_each(|helper| helper.resume());
         }
         *is_held = false;
     }
 }
 
 /// Marks the loop as held when its thread ends, so that no thread waits for it.
-struct HeldForGood(Arc<Gate>);
+struct HoldOnExit(Arc<Gate>);
 
-impl Drop for HeldForGood {
+impl Drop for HoldOnExit {
     fn drop(&mut self) {
         *self.0.is_held.lock() = true;
         self.0.changed.notify_all();
@@ -165,7 +165,7 @@ impl EventLoop {
         let thread = Builder::new()
             .name(name.to_owned())
             .spawn(move || {
-                let _held = HeldForGood(Arc::clone(&gate));
+                let _held = HoldOnExit(Arc::clone(&gate));
                 while !stopped.load(Ordering::Acquire) {
                     gate.pass(&stopped);
                     if let Err(err) = manager.run() {
@@ -266,7 +266,7 @@ impl EventLoopHandle {
 /// File that a subscriber waits for only at times. If it always waited, a ready file would keep the
 /// loop busy.
 pub struct Interest {
-    what: &'static str,
+    name: &'static str,
     data: u32,
     set: EventSet,
     /// Set if the file is registered.
@@ -275,9 +275,9 @@ pub struct Interest {
 
 impl Interest {
     /// Creates an unregistered interest in the events `set`, which are reported with `data`. Log
-    /// lines refer to the file as `what`.
-    pub fn new(what: &'static str, data: u32, set: EventSet) -> Self {
-        Self { what, data, set, on: false }
+    /// lines refer to the file as `name`.
+    pub fn new(name: &'static str, data: u32, set: EventSet) -> Self {
+        Self { name, data, set, on: false }
     }
 
     pub fn is_on(&self) -> bool {
@@ -297,13 +297,13 @@ impl Interest {
             match ops.add(event) {
                 Ok(()) => self.on = true,
                 Err(err) => {
-                    rate_limited!(warn, ?err, file = self.what, "Cannot watch a file for events")
+                    rate_limited!(warn, ?err, file = self.name, "Cannot watch a file for events")
                 }
             }
         } else {
             self.on = false;
             if let Err(err) = ops.remove(event) {
-                rate_limited!(error, ?err, file = self.what, "Cannot stop watching a file");
+                rate_limited!(error, ?err, file = self.name, "Cannot stop watching a file");
             }
         }
     }
@@ -321,7 +321,7 @@ mod tests {
 
     struct Counter {
         fd: EventFd,
-        seen: mpsc::Sender<u64>,
+        events: mpsc::Sender<u64>,
     }
 
     impl MutEventSubscriber for Counter {
@@ -329,7 +329,7 @@ mod tests {
             ops.add(Events::new(&self.fd, EventSet::IN)).unwrap();
         }
         fn process(&mut self, _: Events, _: &mut EventOps) {
-            self.seen.send(self.fd.read().unwrap()).unwrap();
+            self.events.send(self.fd.read().unwrap()).unwrap();
         }
     }
 
@@ -349,19 +349,19 @@ mod tests {
         let never_added = EventFd::new(EFD_NONBLOCK).unwrap();
         let regular = tempfile::tempfile().unwrap();
         let mut interest = Interest::new("a test's file", 1, EventSet::IN);
-        let mut seen = Vec::new();
+        let mut events = Vec::new();
         let mut manager = EventManager::new().unwrap();
         manager.add_subscriber(Once(|ops: &mut EventOps| {
             // epoll does not accept regular files.
             interest.set(true, &regular, ops);
-            seen.push(interest.is_on());
+            events.push(interest.is_on());
             interest.set(true, &fd, ops);
-            seen.push(interest.is_on());
+            events.push(interest.is_on());
             interest.set(false, &never_added, ops);
-            seen.push(interest.is_on());
+            events.push(interest.is_on());
         }));
         drop(manager);
-        assert_eq!(seen, [false, true, false]);
+        assert_eq!(events, [false, true, false]);
     }
 
     /// Slow subscriber. It reports each event, and then waits for permission to continue.
@@ -392,27 +392,27 @@ mod tests {
     fn loop_is_held_after_its_event_and_operation_end() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (handle, fd) = (event_loop.handle(), EventFd::new(EFD_NONBLOCK).unwrap());
-        let (steps, seen) = mpsc::sync_channel(0);
+        let (steps, events) = mpsc::sync_channel(0);
         let slow = Slow { fd: fd.try_clone().unwrap(), gate: handle.gate(), steps };
         handle.add(Box::new(slow)).unwrap();
         // 1. Hold the loop while it handles an event.
         fd.write(2).unwrap();
-        seen.recv().unwrap();
+        events.recv().unwrap();
         handle.hold();
         assert!(!is_held(&handle));
-        seen.recv().unwrap();
+        events.recv().unwrap();
         // 2. The event has started an operation, which another event ends.
         fd.write(1).unwrap();
-        seen.recv().unwrap();
+        events.recv().unwrap();
         assert!(!is_held(&handle));
-        seen.recv().unwrap();
+        events.recv().unwrap();
         handle.wait_until_held();
         // 3. Later events wait.
         fd.write(1).unwrap();
-        assert!(is_held(&handle) && seen.try_recv().is_err());
+        assert!(is_held(&handle) && events.try_recv().is_err());
         handle.release();
-        seen.recv().unwrap();
-        seen.recv().unwrap();
+        events.recv().unwrap();
+        events.recv().unwrap();
         assert!(!is_held(&handle));
         // 4. A wait returns immediately if the loop is not held or has ended.
         handle.wait_until_held();
@@ -425,10 +425,10 @@ mod tests {
     struct Watched(Mutex<Vec<&'static str>>);
 
     impl Helper for Watched {
-        fn stand_still(&self) {
+        fn quiesce(&self) {
             self.0.lock().push("stopped");
         }
-        fn go_on(&self) {
+        fn resume(&self) {
             self.0.lock().push("continued");
         }
     }
@@ -464,9 +464,9 @@ mod tests {
         let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
         let weak: Weak<Watched> = Arc::downgrade(&helper);
         handle.gate().add_helper(weak);
-        let (seen, _) = mpsc::channel();
+        let (events, _) = mpsc::channel();
         let id = handle
-            .add(Box::new(Counter { fd: EventFd::new(EFD_NONBLOCK).unwrap(), seen }))
+            .add(Box::new(Counter { fd: EventFd::new(EFD_NONBLOCK).unwrap(), events }))
             .unwrap();
         handle.hold();
         handle.wait_until_held();
@@ -480,8 +480,8 @@ mod tests {
     fn subscriber_is_served_until_removed() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let fd = EventFd::new(EFD_NONBLOCK).unwrap();
-        let (seen, counts) = mpsc::channel();
-        let subscriber = Counter { fd: fd.try_clone().unwrap(), seen };
+        let (events, counts) = mpsc::channel();
+        let subscriber = Counter { fd: fd.try_clone().unwrap(), events };
         let id = event_loop.handle().add(Box::new(subscriber)).unwrap();
         fd.write(3).unwrap();
         assert_eq!(counts.recv().unwrap(), 3);

@@ -13,7 +13,7 @@ use foreshore_devices::memory::view::{GuestView, MappedMemory};
 use foreshore_devices::memory::zone::Tier;
 use foreshore_devices::virtio::balloon::Refusal;
 use foreshore_devices::virtio::balloon::request::{
-    Listed, MAX_PAGES, MAX_RANGES, Place, cut, read_free, read_pages, read_statistics,
+    Listed, MAX_PAGES, MAX_RANGES, MemoryPart, cut, read_free, read_pages, read_statistics,
 };
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
@@ -38,12 +38,15 @@ const WRITE: u16 = 2;
 
 /// Parses the request that `bytes` describe, and panics if the result differs from the model.
 pub(crate) fn balloon_request(bytes: &[u8]) {
-    balloon_request_by(bytes, |places| places);
+    balloon_request_by(bytes, |parts| parts);
 }
 
 /// Works like [`balloon_request`], but the parser uses the places that `wrong` returns. The model
 /// uses the original places, so the checks should detect the difference.
-pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Place>) {
+pub(crate) fn balloon_request_by(
+    bytes: &[u8],
+    wrong: impl FnOnce(Vec<MemoryPart>) -> Vec<MemoryPart>,
+) {
     let mut cursor = Cursor::new(bytes);
     let region =
         |range: Range<u64>| (GuestAddress(range.start), (range.end - range.start) as usize);
@@ -64,12 +67,12 @@ pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) ->
         |page: u64| BOOT.contains(&page) || plugged >> ((page - DRAM.start) / BLOCK_BYTES) & 1 == 1;
     // Small or huge pages.
     let unit_bytes = if plugged >> 7 == 1 { BLOCK_BYTES } else { PAGE };
-    let place = |range: Range<u64>, tier| Place {
+    let part = |range: Range<u64>, tier| MemoryPart {
         range: GuestRange { start: range.start, len: range.end - range.start },
         tier,
         unit_bytes,
     };
-    let places = wrong(vec![place(BOOT, Tier::Dram), place(DRAM, Tier::Dram), place(PM, Tier::Pm)]);
+    let parts = wrong(vec![part(BOOT, Tier::Dram), part(DRAM, Tier::Dram), part(PM, Tier::Pm)]);
 
     let kind = cursor.number(1) % 3;
     let chain = write_chain(&memory, &mut cursor, kind == 1);
@@ -103,7 +106,7 @@ pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) ->
         }
     };
     for range in listed.into_iter().flat_map(|listed| listed.ranges) {
-        check_cut(&range, &places, mapped, unit_bytes, is_plugged);
+        check_cut(&range, &parts, mapped, unit_bytes, is_plugged);
     }
 }
 
@@ -265,7 +268,7 @@ fn check_ranges(listed: &Listed, pages: &BTreeSet<u64>) {
 
 fn check_cut(
     range: &Range<u64>,
-    places: &[Place],
+    parts: &[MemoryPart],
     memory: &MappedMemory,
     unit_bytes: u64,
     is_plugged: impl Fn(u64) -> bool,
@@ -276,7 +279,7 @@ fn check_cut(
         range.start <= start && start + unit_bytes <= range.end
     };
     let mut next = range.start;
-    for piece in cut(range, places, memory) {
+    for piece in cut(range, parts, memory) {
         assert!(piece.range.start == next && piece.range.end > next, "{piece:x?}");
         next = piece.range.end;
         // A piece crosses no border, so it is sufficient to check its first and its last page.

@@ -6,7 +6,7 @@
 
 use foreshore_devices::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
 use foreshore_devices::virtio::net::header::{HEADER_LEN, Offloads};
-use foreshore_devices::virtio::net::request::{Fit, Hand, Limits, read_packet};
+use foreshore_devices::virtio::net::request::{ChainBuffer, FitResult, Limits, read_packet};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -76,21 +76,21 @@ pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits)
     // 2. The chain is a buffer for a frame that the guest receives.
     let mut ring = queue(&memory);
     let mut popped = ring.pop_descriptor_chain(&memory).expect("one chain is available");
-    let mut hand = Hand::default();
-    let is_taken = hand.take(&mut popped, parsed_by.max_descriptors).is_ok();
+    let mut chain_buffer = ChainBuffer::default();
+    let is_taken = chain_buffer.take(&mut popped, parsed_by.max_descriptors).is_ok();
     let room_len = seen.as_ref().and_then(|seen| model_room(seen));
     assert_eq!(is_taken, room_len.is_some(), "{chain:x?} with {limits:?}");
     let (Some(seen), Some(room_len)) = (seen, room_len) else { return };
     let packet_len = (HEADER_LEN + FRAME_LEN_MIN + cursor.number(2) as usize).min(PACKET_LEN_MAX);
     let fits = packet_len <= room_len;
-    let fit = if fits { Fit::Chains(1) } else { Fit::Never };
+    let fit = if fits { FitResult::Chains(1) } else { FitResult::Never };
     assert_eq!(
-        hand.fit(packet_len, 1, cursor.pick(&[true, false])),
+        chain_buffer.fit(packet_len, 1, cursor.pick(&[true, false])),
         fit,
         "{room_len} bytes for {packet_len}"
     );
     if fits {
-        check_written(&memory, &seen, &mut hand, packet_len);
+        check_written(&memory, &seen, &mut chain_buffer, packet_len);
     }
 }
 
@@ -230,14 +230,14 @@ fn model_room(seen: &[Descriptor]) -> Option<usize> {
 fn check_written(
     memory: &GuestMemoryMmap<()>,
     seen: &[Descriptor],
-    hand: &mut Hand,
+    chain_buffer: &mut ChainBuffer,
     packet_len: usize,
 ) {
     let mut packet: Vec<u8> = (0..packet_len).map(|nth| (nth % 251) as u8 + 1).collect();
     let mut expected = vec![0; MEMORY_LEN as usize];
     memory.read_slice(&mut expected, GuestAddress(0)).unwrap();
     let mut used = Vec::new();
-    let result = hand.write(memory, &mut packet, 1, &mut used);
+    let result = chain_buffer.write(memory, &mut packet, 1, &mut used);
     assert_eq!(packet[10..12], [1, 0]);
     let places = seen
         .iter()

@@ -65,7 +65,7 @@ pub use crate::cpu::config::{
 };
 pub use crate::cpu::cpu_topology::{Level, Shape, VcpuPlace};
 pub use foreshore_devices::host_console::config::{
-    ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE,
+    ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, MIN_MAX_RATE,
 };
 pub use foreshore_devices::virtio::balloon::config::BalloonConfig;
 pub use foreshore_devices::virtio::block::config::{DiskConfig, ImageType};

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 use foreshore_devices::events::EventMonitor;
 use foreshore_devices::file_id::{FileId, folder_of, link_target};
-use foreshore_devices::host_console::names_beside;
+use foreshore_devices::host_console::rotation_paths;
 use foreshore_devices::standard_stream;
 use thiserror::Error;
 
@@ -273,7 +273,7 @@ fn uses_of_console(flag: &str, console: &ConsoleConfig) -> Vec<Use> {
         (ConsoleMode::File, Some(path), _) => {
             let file = Use::new(&format!("{flag} file"), path, Kind::Console);
             let is_limited = console.file_limits().max_bytes.is_some();
-            let beside = names_beside(path).into_iter().filter(|_| is_limited).map(|path| Use {
+            let beside = rotation_paths(path).into_iter().filter(|_| is_limited).map(|path| Use {
                 name: format!("{} (limited by max_size, with {})", file.name, path.display()),
                 path,
                 kind: Kind::Rotated,

@@ -217,7 +217,9 @@ fn events_match_their_description() {
     events.emit(Event::VmBooted);
     let seen =
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
-    let Some(foreshore_devices::events::Seen::Event(event)) = seen else { panic!("{seen:?}") };
+    let Some(foreshore_devices::events::WatcherItem::Event(event)) = seen else {
+        panic!("{seen:?}")
+    };
     let event = serde_json::to_value(&*event).unwrap();
     assert_eq!(names(&event), names(&described));
     assert_eq!(names(&event["timestamp"]), names(&described["timestamp"]));

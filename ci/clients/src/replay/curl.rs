@@ -11,7 +11,7 @@ const STYLE: Style = Style {
     headers: "Host: localhost\r\nUser-Agent: curl/7.88.1\r\nAccept: */*\r\n",
     // Default content type of a body given with `-d`.
     with_body: "Content-Type: application/x-www-form-urlencoded\r\n",
-    says_empty: false,
+    sends_zero_length: false,
 };
 
 pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {

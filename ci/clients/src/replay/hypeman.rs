@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
-use crate::vm::{LOOK, PATIENCE, UntilUp, Vm};
+use crate::vm::{POLL_INTERVAL, TIMEOUT, UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
 /// Number of equal consecutive sizes after which the size counts as stable.
@@ -29,14 +29,14 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     connection.expect(204, &GO.put("vm.boot", ""))?;
     until_up()?;
 
-    let wanted = 640u64 << 20;
-    let resize = json!({ "desired_ram": wanted });
+    let expected = 640u64 << 20;
+    let resize = json!({ "desired_ram": expected });
     connection.expect(204, &GO.put("vm.resize", &resize.to_string()))?;
     let start = Instant::now();
     let (mut last, mut same) = (Value::Null, 0);
-    while same < SAME || last != wanted {
-        ensure!(start.elapsed() < PATIENCE, "The memory size stays at {last}");
-        std::thread::sleep(LOOK);
+    while same < SAME || last != expected {
+        ensure!(start.elapsed() < TIMEOUT, "The memory size stays at {last}");
+        std::thread::sleep(POLL_INTERVAL);
         let now = actual_size(&mut connection)?;
         same = if now == last { same + 1 } else { 0 };
         last = now;

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::wait_until;
 use serde_json::{Value, json};
 
-use crate::vm::{Nic, PATIENCE, UntilUp, Vm};
+use crate::vm::{Nic, TIMEOUT, UntilUp, Vm};
 use crate::wire::{Connection, Style};
 
 const STYLE: Style = Style {
@@ -13,7 +13,7 @@ const STYLE: Style = Style {
     headers: "Host: localhost\r\nUser-Agent: OpenAPI-Generator/1.0.0/go\r\nAccept: application/json\r\n",
     with_body: "Content-Type: application/json\r\n",
     // net/http sends this header for a PUT without a body.
-    says_empty: true,
+    sends_zero_length: true,
 };
 
 /// Client that does not use compression and reuses one connection.
@@ -96,14 +96,14 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
 
     let boot_bytes =
         kata.info()?["config"]["memory"]["size"].as_u64().context("vm.info has no memory size")?;
-    let wanted = boot_bytes + (128 << 20);
-    kata.put("vm.resize", &json!({"desired_ram": wanted}).to_string())?;
-    let has_come = wait_until("the guest has more memory", PATIENCE, || {
-        Ok(kata.info()?["memory_actual_size"] == wanted)
+    let expected = boot_bytes + (128 << 20);
+    kata.put("vm.resize", &json!({"desired_ram": expected}).to_string())?;
+    let has_grown = wait_until("the guest has more memory", TIMEOUT, || {
+        Ok(kata.info()?["memory_actual_size"] == expected)
     });
-    has_come.with_context(|| format!("{wanted} bytes: {:?}", kata.info()))?;
+    has_grown.with_context(|| format!("{expected} bytes: {:?}", kata.info()))?;
     // When the next container starts, the runtime uses this value as the current size.
-    ensure!(kata.info()?["config"]["memory"]["size"] == wanted, "{:?}", kata.info());
+    ensure!(kata.info()?["config"]["memory"]["size"] == expected, "{:?}", kata.info());
     kata.put("vm.resize", &json!({"desired_vcpus": 2}).to_string())?;
     kata.put("vmm.shutdown", "")?;
     Ok(())

@@ -11,7 +11,7 @@ use std::thread;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use crate::vm::{Nic, PATIENCE, UntilUp, Vm};
+use crate::vm::{Nic, TIMEOUT, UntilUp, Vm};
 use crate::wire::{Connection, Style};
 
 /// Format of libcurl's requests. A PUT without a body is sent as an empty upload.
@@ -19,10 +19,10 @@ const STYLE: Style = Style {
     base: "",
     headers: "Host: localhost\r\nAccept: application/json\r\n",
     with_body: "Content-Type: application/json\r\n",
-    says_empty: true,
+    sends_zero_length: true,
 };
 /// Format of queries. They have a content type but no body.
-const ASKING: Style = Style {
+const QUERY_STYLE: Style = Style {
     headers: "Host: localhost\r\nAccept: application/json\r\nContent-Type: application/json\r\n",
     ..STYLE
 };
@@ -40,7 +40,7 @@ impl Curl {
     }
 
     fn info(&mut self) -> Result<Value> {
-        self.0.expect(200, &ASKING.get("vm.info"))?.json()
+        self.0.expect(200, &QUERY_STYLE.get("vm.info"))?.json()
     }
 }
 
@@ -88,12 +88,12 @@ impl Events {
     }
 
     /// Waits for an event. Returns the events that preceded it.
-    fn until(&self, wanted: &str) -> Result<Vec<String>> {
+    fn until(&self, expected: &str) -> Result<Vec<String>> {
         let mut before = Vec::new();
         loop {
-            let waited = self.0.recv_timeout(PATIENCE);
-            match waited.with_context(|| format!("No event {wanted} after {before:?}"))?? {
-                name if name == wanted => return Ok(before),
+            let waited = self.0.recv_timeout(TIMEOUT);
+            match waited.with_context(|| format!("No event {expected} after {before:?}"))?? {
+                name if name == expected => return Ok(before),
                 name => before.push(name),
             }
         }
@@ -113,26 +113,26 @@ fn name(document: &[u8]) -> Result<String> {
 /// Splits data at braces, including braces in strings.
 #[derive(Default)]
 struct Documents {
-    begun: Vec<u8>,
+    partial: Vec<u8>,
     open: usize,
 }
 
 impl Documents {
     fn take(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
-        let mut whole = Vec::new();
+        let mut complete = Vec::new();
         for &byte in bytes {
             self.open += usize::from(byte == b'{');
             if self.open > 0 {
-                self.begun.push(byte);
+                self.partial.push(byte);
             }
             if byte == b'}' && self.open > 0 {
                 self.open -= 1;
                 if self.open == 0 {
-                    whole.push(std::mem::take(&mut self.begun));
+                    complete.push(std::mem::take(&mut self.partial));
                 }
             }
         }
-        whole
+        complete
     }
 }
 
@@ -140,10 +140,10 @@ impl Documents {
 /// the terminal (`virsh console`) keeps reading.
 fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()> {
     ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
-    let said = &info["config"]["serial"];
-    ensure!(said["mode"] == "Pty", "The serial console is not a Pty: {said}");
+    let serial = &info["config"]["serial"];
+    ensure!(serial["mode"] == "Pty", "The serial console is not a Pty: {serial}");
     // The fake owner without machines has no terminal.
-    let path = said["file"].as_str().map(str::to_owned);
+    let path = serial["file"].as_str().map(str::to_owned);
     if path.is_some() && path != *followed {
         let mut terminal = File::open(path.as_deref().unwrap_or_default())?;
         let mut log = File::options().create(true).append(true).open(log)?;

@@ -16,7 +16,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use super::{
     BOOT_LIMIT, Endpoint, Guest, Machine, Paths, VmmProcess, console, process, program, unpacked,
 };
-use crate::lie;
+use crate::flush_noop;
 use crate::runner::this_tests_dir;
 use crate::table::{is_in_this_tests_row, this_tests_kernel, this_tests_vcpus};
 
@@ -27,7 +27,7 @@ const CANNOT: [&str; 4] =
     ["foreshore: cannot ", "foreshore: Cannot ", " is in use", "cannot listen"];
 /// Exit codes for a VM that cannot boot, and for an invalid command line.
 const FAILURE: i32 = 1;
-const WRONG_COMMAND_LINE: i32 = 2;
+const INVALID_COMMAND_LINE_CODE: i32 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -115,7 +115,7 @@ pub struct GuestBuilder {
     arguments: Vec<String>,
     without: Vec<&'static str>,
     boot_limit: Duration,
-    flushes_lie: bool,
+    has_noop_flushes: bool,
     terminal: Option<PathBuf>,
     api_by_descriptor: bool,
 }
@@ -138,7 +138,7 @@ impl GuestBuilder {
             arguments: Vec::new(),
             without: Vec::new(),
             boot_limit: BOOT_LIMIT,
-            flushes_lie: false,
+            has_noop_flushes: false,
             terminal: None,
             api_by_descriptor: false,
         }
@@ -253,8 +253,8 @@ impl GuestBuilder {
     }
 
     /// Makes the VMM's flushes succeed without any effect, so that data is not durable.
-    pub fn with_flushes_that_lie(mut self) -> Self {
-        self.flushes_lie = true;
+    pub fn with_noop_flushes(mut self) -> Self {
+        self.has_noop_flushes = true;
         self
     }
 
@@ -288,8 +288,8 @@ impl GuestBuilder {
         let kernel =
             if self.is_packed { self.kernel.path() } else { unpacked::path_of(self.kernel)? };
         command.args(with_api.vmm_arguments(&paths, &metrics, &kernel));
-        if self.flushes_lie {
-            lie::about_flushes(&mut command);
+        if self.has_noop_flushes {
+            flush_noop::disable_flushes(&mut command);
         }
         if let Some(terminal) = &self.terminal {
             process::at_terminal(&mut command, terminal)?;
@@ -309,7 +309,7 @@ impl GuestBuilder {
             guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM accepted its command line")?;
         let message = console::read(&log)?;
         let is_understood = CANNOT.iter().any(|words| message.contains(words));
-        let code = if is_understood { FAILURE } else { WRONG_COMMAND_LINE };
+        let code = if is_understood { FAILURE } else { INVALID_COMMAND_LINE_CODE };
         ensure!(
             status.code() == Some(code),
             "The VMM ended with {status} instead of {code}: {message}"
@@ -320,7 +320,7 @@ impl GuestBuilder {
     fn vmm_arguments(&self, paths: &Paths, metrics: &str, kernel: &Path) -> Vec<String> {
         let text = |path: &Path| path.display().to_string();
         let max_cpus = self.max_cpus.unwrap_or(self.cpus);
-        let ours: [(&'static str, Option<String>); 11] = [
+        let defaults: [(&'static str, Option<String>); 11] = [
             ("--kernel", Some(text(kernel))),
             ("--initramfs", Some(text(&self.image.path(self.kernel)))),
             ("--cmdline", Some(self.cmdline.clone())),
@@ -335,7 +335,8 @@ impl GuestBuilder {
         ];
         let pressure =
             ("--pressure", self.pressure.as_ref().map(|policy| format!("policy={policy}")));
-        ours.into_iter()
+        defaults
+            .into_iter()
             .chain([pressure])
             .filter(|(flag, _)| {
                 !self.without.contains(flag) && !self.arguments.iter().any(|other| other == flag)

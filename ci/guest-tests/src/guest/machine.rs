@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use super::console::{self, LogTails, complaints};
 use super::{Endpoint, Output, Script, VmmProcess};
 use crate::boots;
-use crate::holdings::Holdings;
+use crate::resource_counts::ResourceCounts;
 
 /// Time limit for a boot until init accepts commands. On an emulated host without other load, a
 /// boot takes 3 s.
@@ -23,7 +23,7 @@ const RUN_LIMIT: Duration = Duration::from_secs(60);
 const END_LIMIT: Duration = Duration::from_secs(20);
 
 /// Time limit for threads and connections that are about to end.
-const LEFT_LIMIT: Duration = Duration::from_secs(20);
+const FREE_LIMIT: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
 pub struct Machine {
@@ -63,18 +63,18 @@ impl Machine {
     }
 
     /// Repeats a command in the guest until it exits with 0.
-    pub fn wait_until_run(&self, what: &str, limit: Duration, command: &str) -> Result<()> {
-        self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
+    pub fn wait_until_run(&self, description: &str, limit: Duration, command: &str) -> Result<()> {
+        self.wait_until(description, limit, || Ok(self.try_run(limit, command)?.code == 0))
     }
 
     /// Waits until the condition is true. Fails if the VMM ends first.
     pub fn wait_until(
         &self,
-        what: &str,
+        description: &str,
         limit: Duration,
         mut condition: impl FnMut() -> Result<bool>,
     ) -> Result<()> {
-        wait_until(what, limit, || {
+        wait_until(description, limit, || {
             self.process.still_running()?;
             condition()
         })
@@ -113,18 +113,18 @@ impl Machine {
         self.process.smaps_rollup_bytes("Rss")
     }
 
-    pub fn holdings(&self) -> Result<Holdings> {
-        Holdings::of(self.pid())
+    pub fn resource_counts(&self) -> Result<ResourceCounts> {
+        ResourceCounts::of(self.pid())
     }
 
     /// Waits until the VMM uses no more resources than before.
-    pub fn wait_until_nothing_is_left(&self, before: &Holdings) -> Result<()> {
+    pub fn wait_until_resources_are_freed(&self, before: &ResourceCounts) -> Result<()> {
         let waited =
-            self.wait_until("the VMM holds the same resources as before", LEFT_LIMIT, || {
-                Ok(self.holdings()?.are_those_of(before))
+            self.wait_until("the VMM holds the same resources as before", FREE_LIMIT, || {
+                Ok(self.resource_counts()?.has_no_more_than(before))
             });
-        waited.with_context(|| format!("{:?}, before: {before:?}", self.holdings()))?;
-        self.holdings()?.check_memory(before)
+        waited.with_context(|| format!("{:?}, before: {before:?}", self.resource_counts()))?;
+        self.resource_counts()?.check_memory(before)
     }
 
     /// Kills the VMM without waiting until it has ended.
@@ -139,7 +139,7 @@ impl Machine {
     }
 
     /// Resumes a stopped VMM.
-    pub fn go_on(&self) -> Result<()> {
+    pub fn resume(&self) -> Result<()> {
         self.process.signal(Signal::CONT)
     }
 

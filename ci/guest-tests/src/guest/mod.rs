@@ -42,8 +42,8 @@ struct Paths {
 }
 
 impl Paths {
-    fn file(&self, what: &str) -> PathBuf {
-        self.dir.join(format!("{}.{what}", self.name))
+    fn file(&self, description: &str) -> PathBuf {
+        self.dir.join(format!("{}.{description}", self.name))
     }
     fn api(&self) -> PathBuf {
         self.file("api")

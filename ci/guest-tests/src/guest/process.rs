@@ -32,12 +32,12 @@ pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> 
     let begin_session = move || {
         // SAFETY: the calls are async-signal-safe, and the path is a C string that outlives them. A
         // terminal that a session leader opens becomes its controlling terminal.
-        let is_there = unsafe {
+        let is_terminal = unsafe {
             libc::setsid();
             let fd = libc::open(terminal.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
             fd >= 0 && libc::dup2(fd, 0) == 0 && libc::dup2(fd, 1) == 1
         };
-        if is_there { Ok(()) } else { Err(io::Error::last_os_error()) }
+        if is_terminal { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
     // SAFETY: the closure only makes system calls that are async-signal-safe, and does not
     // allocate.

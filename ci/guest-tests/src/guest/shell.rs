@@ -83,10 +83,10 @@ impl Script {
     }
 
     /// Waits for a line. Fails if the script ends first.
-    pub fn wait_for_line(&mut self, wanted: &str) -> Result<()> {
+    pub fn wait_for_line(&mut self, expected: &str) -> Result<()> {
         let mut lines = std::iter::from_fn(|| self.next_line());
-        let found = lines.any(|line| line == wanted);
-        ensure!(found, "The script has ended without the line {wanted:?}");
+        let found = lines.any(|line| line == expected);
+        ensure!(found, "The script has ended without the line {expected:?}");
         Ok(())
     }
 

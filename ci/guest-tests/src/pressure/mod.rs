@@ -6,5 +6,5 @@
 pub mod run;
 mod setup;
 
-pub use run::{About, Condition, Outcome, Watched};
+pub use run::{Condition, ConditionKind, Outcome, WatchEnd};
 pub use setup::{Config, GuestSize, MIB, WORKLOADS, Workload};

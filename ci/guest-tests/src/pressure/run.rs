@@ -18,11 +18,11 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 const WATCH_LIMIT: Duration = Duration::from_secs(600);
 const WATCH_INTERVAL_MS: u64 = 250;
 /// Number of samples after the end of the workload that may still show an earlier state.
-const STALE_LOOKS: usize = 2;
+const STALE_SAMPLES: usize = 2;
 /// Time limit for memory to be returned after the end of the workload.
-pub const BACK_LIMIT: Duration = Duration::from_secs(60);
+pub const RETURN_LIMIT: Duration = Duration::from_secs(60);
 /// Percentage by which the held memory may exceed the needed memory.
-pub const MOST_OVER_NEED: u64 = 10;
+pub const MAX_OVER_NEED_PERCENT: u64 = 10;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Point {
@@ -38,37 +38,37 @@ impl Point {
     /// Returns the needed memory: the used memory, but at least the boot memory, which cannot be
     /// removed.
     fn need_bytes(&self, boot_bytes: u64) -> u64 {
-        self.in_use_bytes().max(boot_bytes)
+        self.used_bytes().max(boot_bytes)
     }
 
-    fn in_use_bytes(&self) -> u64 {
+    fn used_bytes(&self) -> u64 {
         self.held_bytes.saturating_sub(self.guest.available_bytes)
     }
 }
 
 /// Returns the maximum memory that a VM may hold for a given need.
-fn most_for(need_bytes: u64) -> u64 {
-    need_bytes * (100 + MOST_OVER_NEED) / 100
+fn max_held_bytes(need_bytes: u64) -> u64 {
+    need_bytes * (100 + MAX_OVER_NEED_PERCENT) / 100
 }
 
 /// When to stop watching a guest with a policy after its workload has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Watched {
-    /// When all memory has been returned, or after [`BACK_LIMIT`].
-    UntilAllIsBack,
-    /// When the VM holds no more than the allowed memory, or after [`BACK_LIMIT`].
-    UntilEnoughIsBack,
+pub enum WatchEnd {
+    /// When all memory has been returned, or after [`RETURN_LIMIT`].
+    AllReturned,
+    /// When the VM holds no more than the allowed memory, or after [`RETURN_LIMIT`].
+    WithinLimit,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
     pub met: bool,
-    pub about: About,
-    pub what: String,
+    pub kind: ConditionKind,
+    pub description: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum About {
+pub enum ConditionKind {
     /// The workload ran to its end.
     End,
     /// The result is the same as with DRAM alone.
@@ -77,7 +77,7 @@ pub enum About {
     SwapIns,
     Kills,
     /// Held memory was returned in time.
-    Back,
+    Return,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -86,7 +86,7 @@ pub struct Outcome {
     /// Result printed by the workload. `None` if it was killed or cut off.
     pub sum: Option<String>,
     /// Reason why the run has no result.
-    pub broken: Option<String>,
+    pub failure: Option<String>,
     pub run_s: f64,
     pub swapped_in_bytes: u64,
     pub swapped_out_bytes: u64,
@@ -104,7 +104,7 @@ pub struct Outcome {
     pub last_need_bytes: u64,
     /// Time from the end of the workload until the VM held no more than the allowed memory. `None`
     /// if that did not happen.
-    pub back_s: Option<f64>,
+    pub return_s: Option<f64>,
     /// Upper bound of the time from a report to its plan in 99 of 100 cases. `None` if the policy
     /// does not use reports.
     pub report_to_plan_s: Option<f64>,
@@ -118,15 +118,15 @@ pub fn run(
     config: &Config,
     size: GuestSize,
     name: &str,
-    watched: Watched,
+    watch_end: WatchEnd,
 ) -> Result<Outcome> {
-    let stand = boot(config, name, size)?;
-    let watch = Watch::new(&stand.guest)?;
+    let testbed = boot(config, name, size)?;
+    let watch = Watch::new(&testbed.guest)?;
     let mut outcome = std::thread::scope(|scope| {
-        let watching = scope.spawn(|| watch.follow(&stand.guest));
-        let outcome = load(&stand.guest, workload).and_then(|mut outcome| {
-            if config.is_policy() && outcome.broken.is_none() {
-                watch.until_back(stand.boot_bytes, watched)?;
+        let watching = scope.spawn(|| watch.follow(&testbed.guest));
+        let outcome = load(&testbed.guest, workload).and_then(|mut outcome| {
+            if config.is_policy() && outcome.failure.is_none() {
+                watch.wait_until_returned(testbed.boot_bytes, watch_end)?;
             }
             outcome.points = watch.points();
             Ok(outcome)
@@ -135,22 +135,22 @@ pub fn run(
         let ended = watching.join().expect("the watch does not panic");
         let outcome = outcome?;
         // If the guest was cut off, it may not even be able to end the watch.
-        if outcome.broken.is_none() {
+        if outcome.failure.is_none() {
             ended?;
         }
         Ok::<_, anyhow::Error>(outcome)
     })?;
-    if outcome.broken.is_none() {
-        stand.guest.no_kernel_complaints()?;
+    if outcome.failure.is_none() {
+        testbed.guest.no_kernel_complaints()?;
         if config.is_policy() {
-            let metrics = stand.guest.metrics()?;
+            let metrics = testbed.guest.metrics()?;
             // The policy `fixed` acts without reports.
             outcome.report_to_plan_s =
                 metrics.quantile("foreshore_pressure_report_to_plan_seconds", 0.99).ok();
         }
     }
-    outcome.sum_up(stand.boot_bytes);
-    outcome.trace = stand.tear_down()?;
+    outcome.sum_up(testbed.boot_bytes);
+    outcome.trace = testbed.tear_down()?;
     Ok(outcome)
 }
 
@@ -177,7 +177,7 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
     }
     outcome.run_s = outcome.phases.iter().map(|(_, seconds)| seconds).sum();
     // There was no further line, so the workload has ended or has been silent for too long.
-    outcome.broken = if last_line.elapsed() >= SILENCE_LIMIT {
+    outcome.failure = if last_line.elapsed() >= SILENCE_LIMIT {
         Some(format!("reached its time limit of {:.0} s", started.elapsed().as_secs_f64()))
     } else {
         match script.finish() {
@@ -186,7 +186,7 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
             Err(error) => Some(format!("connection lost: {error:#}")),
         }
     };
-    if outcome.broken.is_some() {
+    if outcome.failure.is_some() {
         outcome.sum = None;
         return Ok(outcome);
     }
@@ -202,14 +202,14 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
 
 impl Outcome {
     fn sum_up(&mut self, boot_bytes: u64) {
-        self.peak_need_bytes = self.points.iter().map(Point::in_use_bytes).max().unwrap_or(0);
+        self.peak_need_bytes = self.points.iter().map(Point::used_bytes).max().unwrap_or(0);
         self.peak_held_bytes = self.points.iter().map(|point| point.held_bytes).max().unwrap_or(0);
         let Some(last) = self.points.last() else { return };
         self.last_held_bytes = last.held_bytes;
         self.last_need_bytes = last.need_bytes(boot_bytes);
-        let enough = most_for(self.last_need_bytes);
+        let enough = max_held_bytes(self.last_need_bytes);
         let over = self.points.iter().rposition(|point| point.held_bytes > enough);
-        self.back_s = match over {
+        self.return_s = match over {
             None => Some(0.0),
             Some(index) => {
                 self.points.get(index + 1).map(|point| (point.at_s - self.run_s).max(0.0))
@@ -220,29 +220,33 @@ impl Outcome {
     /// Returns the conditions for a run under `psi`, compared with a run with DRAM alone. Times are
     /// not part of them.
     pub fn conditions(&self, alone: &Outcome) -> Vec<Condition> {
-        let condition = |about: About, met: bool, what: String| Condition { met, about, what };
+        let condition = |kind: ConditionKind, met: bool, description: String| Condition {
+            met,
+            kind,
+            description,
+        };
         let swapped = self.swapped_in_bytes / 4096;
-        let (over, limit_s) = (MOST_OVER_NEED, BACK_LIMIT.as_secs_f64());
+        let (over, limit_s) = (MAX_OVER_NEED_PERCENT, RETURN_LIMIT.as_secs_f64());
         vec![
             condition(
-                About::End,
-                self.broken.is_none(),
-                format!("runs to its end {}", self.broken.as_deref().unwrap_or_default()),
+                ConditionKind::End,
+                self.failure.is_none(),
+                format!("runs to its end {}", self.failure.as_deref().unwrap_or_default()),
             ),
             condition(
-                About::Result,
+                ConditionKind::Result,
                 !self.contradicts(alone),
                 "the same result as with DRAM alone".to_owned(),
             ),
-            condition(About::SwapIns, swapped == 0, format!("{swapped} pages swapped in")),
+            condition(ConditionKind::SwapIns, swapped == 0, format!("{swapped} pages swapped in")),
             condition(
-                About::Kills,
+                ConditionKind::Kills,
                 self.oom_kills == 0,
                 format!("{} processes killed for memory", self.oom_kills),
             ),
             condition(
-                About::Back,
-                self.back_s.is_some_and(|back_s| back_s <= limit_s),
+                ConditionKind::Return,
+                self.return_s.is_some_and(|return_s| return_s <= limit_s),
                 format!("memory held is within {over} % of need {limit_s:.0} s after the end"),
             ),
         ]
@@ -299,12 +303,12 @@ impl Watch {
             ended: AtomicBool::new(false),
             started: Instant::now(),
         };
-        ensure!(watch.look(guest)?, "guest-tool watch ended at once");
+        ensure!(watch.read_sample(guest)?, "guest-tool watch ended at once");
         Ok(watch)
     }
 
     /// Reads the next line of the watch. Returns false at the end of the watch.
-    fn look(&self, guest: &Guest) -> Result<bool> {
+    fn read_sample(&self, guest: &Guest) -> Result<bool> {
         let Some(line) = self.script.lock().expect("no holder panics").next_line() else {
             return Ok(false);
         };
@@ -319,23 +323,23 @@ impl Watch {
 
     fn follow(&self, guest: &Guest) -> Result<()> {
         while !self.ended.load(Ordering::Relaxed) {
-            ensure!(self.look(guest)?, "guest-tool watch has ended");
+            ensure!(self.read_sample(guest)?, "guest-tool watch has ended");
         }
         Ok(())
     }
 
     /// Waits until memory has been returned. The recorded points show whether this happened in
     /// time.
-    fn until_back(&self, boot_bytes: u64, watched: Watched) -> Result<()> {
-        let fresh = self.points().len() + STALE_LOOKS;
-        let _in_vain = guest_tools::wait::wait_until("memory is back", BACK_LIMIT, || {
+    fn wait_until_returned(&self, boot_bytes: u64, watch_end: WatchEnd) -> Result<()> {
+        let stale_len = self.points().len() + STALE_SAMPLES;
+        let _timed_out = guest_tools::wait::wait_until("memory is back", RETURN_LIMIT, || {
             let points = self.points.lock().expect("no holder panics");
-            Ok(points.last().filter(|_| points.len() > fresh).is_some_and(|point| {
-                let most = match watched {
-                    Watched::UntilAllIsBack => boot_bytes,
-                    Watched::UntilEnoughIsBack => most_for(point.need_bytes(boot_bytes)),
+            Ok(points.last().filter(|_| points.len() > stale_len).is_some_and(|point| {
+                let max_bytes = match watch_end {
+                    WatchEnd::AllReturned => boot_bytes,
+                    WatchEnd::WithinLimit => max_held_bytes(point.need_bytes(boot_bytes)),
                 };
-                point.held_bytes <= most
+                point.held_bytes <= max_bytes
             }))
         });
         Ok(())
@@ -354,13 +358,13 @@ impl Watch {
 mod tests {
     use super::*;
 
-    fn unmet(outcome: &Outcome) -> Vec<About> {
+    fn unmet(outcome: &Outcome) -> Vec<ConditionKind> {
         let alone = Outcome { sum: Some("1".to_owned()), ..Outcome::default() };
         outcome
             .conditions(&alone)
             .iter()
             .filter(|found| !found.met)
-            .map(|found| found.about)
+            .map(|found| found.kind)
             .collect()
     }
 
@@ -368,24 +372,24 @@ mod tests {
     fn each_condition_can_fail_alone() {
         let good = Outcome {
             sum: Some("1".to_owned()),
-            back_s: Some(1.0),
+            return_s: Some(1.0),
             run_s: 1e6,
             ..Outcome::default()
         };
         assert!(unmet(&good).is_empty());
-        type Spoil = fn(&mut Outcome);
-        let spoilt: [(About, Spoil); 6] = [
-            (About::End, |outcome| outcome.broken = Some("cut off".to_owned())),
-            (About::Result, |outcome| outcome.sum = Some("2".to_owned())),
-            (About::SwapIns, |outcome| outcome.swapped_in_bytes = 4096),
-            (About::Kills, |outcome| outcome.oom_kills = 1),
-            (About::Back, |outcome| outcome.back_s = Some(61.0)),
-            (About::Back, |outcome| outcome.back_s = None),
+        type Violation = fn(&mut Outcome);
+        let violations: [(ConditionKind, Violation); 6] = [
+            (ConditionKind::End, |outcome| outcome.failure = Some("cut off".to_owned())),
+            (ConditionKind::Result, |outcome| outcome.sum = Some("2".to_owned())),
+            (ConditionKind::SwapIns, |outcome| outcome.swapped_in_bytes = 4096),
+            (ConditionKind::Kills, |outcome| outcome.oom_kills = 1),
+            (ConditionKind::Return, |outcome| outcome.return_s = Some(61.0)),
+            (ConditionKind::Return, |outcome| outcome.return_s = None),
         ];
-        for (about, spoil) in spoilt {
+        for (kind, violate) in violations {
             let mut outcome = good.clone();
-            spoil(&mut outcome);
-            assert_eq!(unmet(&outcome), [about]);
+            violate(&mut outcome);
+            assert_eq!(unmet(&outcome), [kind]);
         }
     }
 
@@ -403,7 +407,7 @@ mod tests {
         };
         let back = outcome(vec![point(5.0, 600, 0), point(11.0, 600, 500), point(14.0, 330, 200)]);
         assert_eq!((back.peak_need_bytes, back.last_need_bytes), (600 * MIB, 300 * MIB));
-        assert_eq!(back.back_s, Some(4.0));
-        assert_eq!(outcome(vec![point(5.0, 600, 0), point(14.0, 331, 200)]).back_s, None);
+        assert_eq!(back.return_s, Some(4.0));
+        assert_eq!(outcome(vec![point(5.0, 600, 0), point(14.0, 331, 200)]).return_s, None);
     }
 }

@@ -113,13 +113,13 @@ impl FromStr for Config {
     }
 }
 
-pub(super) struct Stand {
+pub(super) struct Testbed {
     pub guest: Guest,
     pub boot_bytes: u64,
     pool: Option<Pool>,
 }
 
-impl Stand {
+impl Testbed {
     /// Removes the files on tmpfs, because the next guest needs their memory. Returns the trace of
     /// a guest with a policy.
     pub(super) fn tear_down(self) -> Result<Option<Vec<u8>>> {
@@ -156,7 +156,7 @@ pub struct GuestSize {
     pub dram_mib: u64,
 }
 
-pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
+pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Testbed> {
     let GuestSize { cpus, dram_mib } = size;
     std::fs::create_dir_all(this_tests_dir())?;
     let guest = Guest::builder()
@@ -206,7 +206,7 @@ pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand
         )?;
         guest.run(&format!("mkswap {device} && swapon {device}"))?;
     }
-    Ok(Stand { guest, boot_bytes: dram_mib * MIB, pool })
+    Ok(Testbed { guest, boot_bytes: dram_mib * MIB, pool })
 }
 
 #[cfg(test)]

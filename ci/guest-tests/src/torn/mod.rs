@@ -9,6 +9,6 @@ mod oracle;
 mod rounds;
 pub mod victim;
 
-pub use oracle::{Fault, Judgement};
+pub use oracle::{Classification, Fault};
 pub use rounds::{Tally, Until, run_rounds, seed};
-pub use victim::{Format, Interface, Moment, Setup, Victim};
+pub use victim::{Format, Interface, KillTime, Setup, Victim};

@@ -38,7 +38,7 @@ impl fmt::Display for Fault {
 
 /// Result of comparing the sectors found after a crash with the acknowledgments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Judgement {
+pub struct Classification {
     /// Version of each sector, by index. `None` for a sector that is not whole.
     pub versions: Vec<Option<u64>>,
     pub faults: Vec<Fault>,
@@ -47,7 +47,7 @@ pub struct Judgement {
     pub newer: usize,
 }
 
-impl Judgement {
+impl Classification {
     pub fn torn(&self) -> usize {
         self.faults.iter().filter(|fault| matches!(fault, Fault::Torn { .. })).count()
     }
@@ -56,7 +56,7 @@ impl Judgement {
         self.faults.iter().filter(|fault| matches!(fault, Fault::Lost { .. })).count()
     }
 
-    pub fn all_is_well(&self) -> Result<()> {
+    pub fn ensure_no_faults(&self) -> Result<()> {
         let shown: Vec<String> =
             self.faults.iter().take(SHOWN_FAULTS).map(Fault::to_string).collect();
         ensure!(
@@ -78,23 +78,23 @@ impl Oracle {
     }
 
     /// Records a flush that has been acknowledged to the guest.
-    pub(super) fn acknowledge(&mut self, stretch: FlushedRange) -> Result<()> {
-        for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
+    pub(super) fn acknowledge(&mut self, flushed: FlushedRange) -> Result<()> {
+        for sector in flushed.first..flushed.first.saturating_add(flushed.count) {
             let index = self
                 .area
                 .index(sector)
                 .with_context(|| format!("Sector {sector} has no writer"))?;
             let version = &mut self.acknowledged[index];
-            *version = stretch.version.max(*version);
+            *version = flushed.version.max(*version);
         }
         Ok(())
     }
 
-    pub(super) fn judge(
+    pub(super) fn classify(
         &self,
         mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
-    ) -> Result<Judgement> {
-        let mut judgement = Judgement::default();
+    ) -> Result<Classification> {
+        let mut classification = Classification::default();
         let mut bytes = vec![0; SECTOR_BYTES];
         for (index, &acknowledged) in self.acknowledged.iter().enumerate() {
             let sector = self.area.sector(index);
@@ -109,11 +109,11 @@ impl Oracle {
                 }
                 Content::Torn(lines) => (None, Some(Fault::Torn { sector, lines })),
             };
-            judgement.newer += usize::from(version > Some(acknowledged));
-            judgement.versions.push(version);
-            judgement.faults.extend(fault);
+            classification.newer += usize::from(version > Some(acknowledged));
+            classification.versions.push(version);
+            classification.faults.extend(fault);
         }
-        Ok(judgement)
+        Ok(classification)
     }
 }
 
@@ -132,13 +132,13 @@ mod tests {
 
     /// Checks sectors in which the version is the sector number minus 250, except for the sector
     /// `exception`.
-    fn judged(exception: u64, content: &[u8]) -> Judgement {
+    fn classified(exception: u64, content: &[u8]) -> Classification {
         let mut oracle = Oracle::new(AREA);
         for first in 256..264 {
             oracle.acknowledge(FlushedRange { first, count: 1, version: first - 250 }).unwrap();
         }
         oracle
-            .judge(|number, bytes| {
+            .classify(|number, bytes| {
                 let found = if number == exception {
                     content.to_vec()
                 } else {
@@ -152,25 +152,25 @@ mod tests {
 
     #[test]
     fn acknowledged_and_newer_versions_are_accepted() {
-        let well = judged(258, &sector(258, 8));
-        assert!(well.all_is_well().is_ok() && well.newer == 0);
-        let newer = judged(258, &sector(258, 9));
-        assert!(newer.all_is_well().is_ok() && newer.newer == 1);
+        let unchanged = classified(258, &sector(258, 8));
+        assert!(unchanged.ensure_no_faults().is_ok() && unchanged.newer == 0);
+        let newer = classified(258, &sector(258, 9));
+        assert!(newer.ensure_no_faults().is_ok() && newer.newer == 1);
         assert_eq!(newer.versions[2], Some(9));
     }
 
     #[test]
     fn older_torn_and_misplaced_sectors_are_found() {
-        let older = judged(258, &sector(258, 7));
+        let older = classified(258, &sector(258, 7));
         assert_eq!(older.faults, [Fault::Lost { sector: 258, found: 7, acknowledged: 8 }]);
         assert_eq!((older.lost(), older.torn()), (1, 0));
-        assert!(older.all_is_well().unwrap_err().to_string().contains("1 of 8 sectors"));
-        assert_eq!(judged(258, &[0; SECTOR_BYTES]).lost(), 1);
+        assert!(older.ensure_no_faults().unwrap_err().to_string().contains("1 of 8 sectors"));
+        assert_eq!(classified(258, &[0; SECTOR_BYTES]).lost(), 1);
         let mut torn = sector(258, 8);
         torn[..512].copy_from_slice(&sector(258, 9)[..512]);
-        assert_eq!(judged(258, &torn).torn(), 1);
+        assert_eq!(classified(258, &torn).torn(), 1);
         assert_eq!(
-            judged(258, &sector(257, 8)).faults,
+            classified(258, &sector(257, 8)).faults,
             [Fault::Misplaced { sector: 258, found: 257 }]
         );
     }

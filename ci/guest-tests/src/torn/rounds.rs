@@ -13,7 +13,7 @@ use super::victim::Victim;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
     pub rounds: u32,
-    pub looks: u32,
+    pub checks: u32,
     /// Number of guests that the emulation broke. They do not count as rounds.
     pub broken: u32,
     pub flushes: usize,
@@ -29,7 +29,7 @@ pub struct Tally {
 impl Tally {
     fn add(&mut self, other: Self) {
         self.rounds += other.rounds;
-        self.looks += other.looks;
+        self.checks += other.checks;
         self.broken += other.broken;
         self.flushes += other.flushes;
         self.newer += other.newer;
@@ -41,10 +41,10 @@ impl Tally {
 
 impl fmt::Display for Tally {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rounds, looks, broken, flushes, newer, redo, torn, lost } = self;
+        let Self { rounds, checks, broken, flushes, newer, redo, torn, lost } = self;
         write!(
             formatter,
-            "{rounds} kills, {looks} looks, {flushes} flushes acknowledged, {newer} sectors caught before their answer, {redo} before \
+            "{rounds} kills, {checks} looks, {flushes} flushes acknowledged, {newer} sectors caught before their answer, {redo} before \
              their map entry; {torn} torn, {lost} lost"
         )?;
         if *broken > 0 {
@@ -80,7 +80,7 @@ pub enum Until {
 /// and the next guest should read the same content as the test. Stops at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
     let schedule =
-        Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };
+        Schedule { rounds, until, started_rounds: AtomicU32::new(0), stop: AtomicBool::new(false) };
     thread::scope(|scope| {
         let lane = |(lane, mut victim): (usize, Victim)| {
             let schedule = &schedule;
@@ -97,7 +97,7 @@ pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tal
 struct Schedule {
     rounds: u32,
     until: Until,
-    begun: AtomicU32,
+    started_rounds: AtomicU32,
     stop: AtomicBool,
 }
 
@@ -105,7 +105,7 @@ impl Schedule {
     fn run_lane(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
         let mut sum = Tally::default();
         while !self.stop.load(Ordering::Relaxed) {
-            let round = self.begun.fetch_add(1, Ordering::Relaxed) + 1;
+            let round = self.started_rounds.fetch_add(1, Ordering::Relaxed) + 1;
             if round > self.rounds {
                 break;
             }
@@ -116,31 +116,35 @@ impl Schedule {
             self.stop.fetch_or(end, Ordering::Relaxed);
             let tally = tally?;
             // Rounds without a verdict are repeated.
-            self.begun.fetch_sub(tally.broken, Ordering::Relaxed);
+            self.started_rounds.fetch_sub(tally.broken, Ordering::Relaxed);
             sum.add(tally);
         }
         Ok(sum)
     }
 
     fn one_round(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
-        let life = victim.live_and_die()?;
-        let redo = victim.check().context(CorruptData).with_context(|| life.moment.to_string())?;
-        let judgement = victim.judge().with_context(|| life.moment.to_string())?;
+        let killed_guest = victim.write_until_random_kill()?;
+        let redo = victim
+            .check()
+            .context(CorruptData)
+            .with_context(|| killed_guest.kill_time.to_string())?;
+        let classification =
+            victim.classify().with_context(|| killed_guest.kill_time.to_string())?;
         let tally = Tally {
-            rounds: u32::from(!life.broken),
-            looks: life.seen.looks,
-            broken: u32::from(life.broken),
-            flushes: life.seen.flushes,
-            newer: life.seen.newer + judgement.newer,
-            redo: life.seen.redo + redo,
-            torn: judgement.torn(),
-            lost: judgement.lost(),
+            rounds: u32::from(!killed_guest.broken),
+            checks: killed_guest.counts.checks,
+            broken: u32::from(killed_guest.broken),
+            flushes: killed_guest.counts.flushes,
+            newer: killed_guest.counts.newer + classification.newer,
+            redo: killed_guest.counts.redo + redo,
+            torn: classification.torn(),
+            lost: classification.lost(),
         };
-        println!("lane {lane}: {}: {tally}", life.moment);
-        if self.until == Until::Done || judgement.torn() < judgement.faults.len() {
-            judgement.all_is_well().context(CorruptData)?;
+        println!("lane {lane}: {}: {tally}", killed_guest.kill_time);
+        if self.until == Until::Done || classification.torn() < classification.faults.len() {
+            classification.ensure_no_faults().context(CorruptData)?;
         }
-        judgement.faults.iter().take(1).for_each(|fault| println!("{fault}"));
+        classification.faults.iter().take(1).for_each(|fault| println!("{fault}"));
         Ok(tally)
     }
 }

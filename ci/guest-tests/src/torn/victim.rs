@@ -17,7 +17,7 @@ use pmem_volume::media::Media;
 use pmem_volume::{OpenMode, Volume};
 use serde_json::Value;
 
-use super::oracle::{Judgement, Oracle};
+use super::oracle::{Classification, Oracle};
 use crate::guest::{Script, complaints};
 use crate::pool::pmvol;
 use crate::runner::emulation_broke;
@@ -43,7 +43,7 @@ const SKIPPED_MODULES: &str =
 const FIRST_START: Duration = Duration::from_secs(3);
 
 /// Maximum time in microseconds between two stops of a writing guest.
-const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
+const MAX_CHECK_DELAY_US: u64 = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interface {
@@ -58,7 +58,7 @@ impl Interface {
 
     /// Returns the maximum number of vCPUs. With virtio-pmem, the guest's BTT driver requires a
     /// single vCPU (docs/reference/volumes.md).
-    fn most_cpus(self, format: Format) -> u32 {
+    fn max_cpus(self, format: Format) -> u32 {
         match (self, format) {
             (Self::VirtioPmem, Format::Btt) => 1,
             (Self::Nvdimm | Self::VirtioPmem | Self::VirtioBlk, _) => 2,
@@ -112,11 +112,11 @@ pub struct Setup {
     pub format: Format,
     /// Maximum number of sectors that a thread writes before it flushes. If each flush goes to a
     /// disk, a few are enough.
-    pub longest: u64,
+    pub max_unflushed_sectors: u64,
     /// How often a writing guest is stopped and checked before it is killed.
-    pub looks: u32,
-    /// Makes the VMM's flushes succeed without effect ([`crate::lie`]).
-    pub flushes_lie: bool,
+    pub checks: u32,
+    /// Makes the VMM's flushes succeed without effect ([`crate::flush_noop`]).
+    pub has_noop_flushes: bool,
 }
 
 impl Setup {
@@ -126,9 +126,9 @@ impl Setup {
             interface,
             kernel: Kernel::V6_12,
             format: Format::Btt,
-            longest: 256,
-            looks: 8,
-            flushes_lie: false,
+            max_unflushed_sectors: 256,
+            checks: 8,
+            has_noop_flushes: false,
         }
     }
 }
@@ -141,7 +141,7 @@ impl fmt::Display for Setup {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum KillTime {
     /// Delay after all threads have written and flushed.
     Writing(Duration),
     /// Delay after the start of the VMM, in thousandths of the previous start's duration. At that
@@ -149,7 +149,7 @@ pub enum Moment {
     Starting(u32),
 }
 
-impl Moment {
+impl KillTime {
     /// One guest in six is killed while it starts. The latest time is just before it writes.
     fn choose(random: &mut Bytes) -> Self {
         let (kind, number) = (random.next_u64(), random.next_u64());
@@ -161,7 +161,7 @@ impl Moment {
     }
 }
 
-impl fmt::Display for Moment {
+impl fmt::Display for KillTime {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Writing(delay) => {
@@ -175,18 +175,18 @@ impl fmt::Display for Moment {
 }
 
 #[derive(Debug)]
-pub struct Life {
-    pub moment: Moment,
-    pub seen: Seen,
+pub struct KilledGuest {
+    pub kill_time: KillTime,
+    pub counts: WriterCounts,
     /// Set if the emulation broke the guest's kernel (docs/design/testing.md). The guest then has
     /// an additional crash at an uncontrolled time.
     pub broken: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct WriterCounts {
     pub flushes: usize,
-    pub looks: u32,
+    pub checks: u32,
     /// Number of sectors that were newer than acknowledged, added up over all stops.
     pub newer: usize,
     /// Number of writes between the log and the map, added up over all stops.
@@ -200,7 +200,7 @@ pub struct Victim {
     oracle: Oracle,
     random: Bytes,
     /// Result after the last kill. The next guest should read the same content.
-    last: Option<Judgement>,
+    last: Option<Classification>,
     /// Duration of the last start until all threads had flushed.
     start_took: Duration,
 }
@@ -230,8 +230,8 @@ impl Victim {
     }
 
     /// Records a flush that was acknowledged to an earlier guest.
-    pub fn acknowledge(&mut self, stretch: FlushedRange) -> Result<()> {
-        self.oracle.acknowledge(stretch)
+    pub fn acknowledge(&mut self, flushed: FlushedRange) -> Result<()> {
+        self.oracle.acknowledge(flushed)
     }
 
     pub fn pool(&self) -> &Pool {
@@ -239,42 +239,42 @@ impl Victim {
     }
 
     /// Boots a guest that writes, and kills its VMM at a random time.
-    pub fn live_and_die(&mut self) -> Result<Life> {
-        let moment = Moment::choose(&mut self.random);
-        self.live_until(moment)
+    pub fn write_until_random_kill(&mut self) -> Result<KilledGuest> {
+        let kill_time = KillTime::choose(&mut self.random);
+        self.write_until_kill(kill_time)
     }
 
     /// Boots a guest that writes, and kills its VMM at the given time.
-    pub fn live_until(&mut self, moment: Moment) -> Result<Life> {
+    pub fn write_until_kill(&mut self, kill_time: KillTime) -> Result<KilledGuest> {
         let seed = self.random.next_u64();
         let guest = self.builder().start()?;
-        let (seen, broken) = match moment {
+        let (counts, broken) = match kill_time {
             // Sleeps, because any time is suitable and there is no condition to wait for.
-            Moment::Starting(thousandths) => {
+            KillTime::Starting(thousandths) => {
                 thread::sleep(self.start_took * thousandths / 1000);
                 guest.still_running()?;
-                guest.kill9().map(|()| (Seen::default(), false))?
+                guest.kill9().map(|()| (WriterCounts::default(), false))?
             }
-            Moment::Writing(delay) => match self.write_and_kill(&guest, seed, delay) {
-                Ok(seen) => (seen, self.end(guest)?),
+            KillTime::Writing(delay) => match self.write_and_kill(&guest, seed, delay) {
+                Ok(counts) => (counts, self.end(guest)?),
                 Err(error) => {
                     let console = guest.console_log()?;
                     guest.kill9()?;
                     if !emulation_broke(&console) {
                         return Err(error);
                     }
-                    (Seen::default(), true)
+                    (WriterCounts::default(), true)
                 }
             },
         };
-        Ok(Life { moment, seen, broken })
+        Ok(KilledGuest { kill_time, counts, broken })
     }
 
     fn builder(&mut self) -> GuestBuilder {
-        let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
+        let Setup { interface, kernel, format, has_noop_flushes, .. } = self.setup;
         // A driver has one lane per CPU. It should continue from the state left by a driver with
         // more or fewer CPUs.
-        let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
+        let cpus = 1 + self.random.next_u64() % u64::from(interface.max_cpus(format));
         // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
@@ -285,7 +285,7 @@ impl Victim {
             .pressure("off")
             .cmdline(&format!("foreshore.agent=off foreshore.skip={SKIPPED_MODULES}"))
             .pm_volume(&volume);
-        if flushes_lie { builder.with_flushes_that_lie() } else { builder }
+        if has_noop_flushes { builder.with_noop_flushes() } else { builder }
     }
 
     /// Kills the VMM, and checks the messages of the guest's kernel. Returns true if the emulation
@@ -303,27 +303,32 @@ impl Victim {
         Ok(broken)
     }
 
-    fn write_and_kill(&mut self, guest: &Guest, seed: u64, delay: Duration) -> Result<Seen> {
+    fn write_and_kill(
+        &mut self,
+        guest: &Guest,
+        seed: u64,
+        delay: Duration,
+    ) -> Result<WriterCounts> {
         let started = Instant::now();
         let writer = self.start_writer(guest, seed)?;
-        let (said, heard) = mpsc::channel();
-        let mut seen = Seen::default();
+        let (sender, lines) = mpsc::channel();
+        let mut counts = WriterCounts::default();
         thread::scope(|scope| {
-            let reader = scope.spawn(move || read_lines(writer, &said));
-            let watched = self.watch(guest, &heard, started, delay, &mut seen);
+            let reader = scope.spawn(move || read_lines(writer, &sender));
+            let waited = self.wait_for_kill_time(guest, &lines, started, delay, &mut counts);
             // A guest that ended by itself must not count as killed. The reader of its lines cannot
             // tell these cases apart.
-            let lives = guest.still_running();
-            if lives.is_ok() {
+            let is_running = guest.still_running();
+            if is_running.is_ok() {
                 guest.kill_now()?;
             }
             let read = reader
                 .join()
                 .map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
-            lives.and(read).and(watched)
+            is_running.and(read).and(waited)
         })?;
-        self.hear(&heard, &mut seen)?;
-        Ok(seen)
+        self.take_lines(&lines, &mut counts)?;
+        Ok(counts)
     }
 
     fn start_writer(&self, guest: &Guest, seed: u64) -> Result<Script> {
@@ -336,29 +341,29 @@ impl Victim {
             &format!(
                 "until [ -b {device} ]; do sleep 0.02; done; \
                  exec guest-tool write-stamped {device} {first} {per_thread} {threads} {} {seed}",
-                self.setup.longest
+                self.setup.max_unflushed_sectors
             ),
         )
     }
 
     /// Boots a guest that writes until something else ends it, and returns the reason why it ended.
     /// Calls `hear` with each line, and with true once all threads have flushed.
-    pub fn write_until_it_ends(&mut self, hear: impl FnMut(&Line, bool)) -> Error {
-        self.write_on(hear).err().unwrap_or_else(|| anyhow!("The writer has ended"))
+    pub fn write_until_it_ends(&mut self, on_line: impl FnMut(&Line, bool)) -> Error {
+        self.write_on(on_line).err().unwrap_or_else(|| anyhow!("The writer has ended"))
     }
 
-    fn write_on(&mut self, mut hear: impl FnMut(&Line, bool)) -> Result<()> {
+    fn write_on(&mut self, mut on_line: impl FnMut(&Line, bool)) -> Result<()> {
         let seed = self.random.next_u64();
         let guest = self.builder().start()?;
         let mut writer = self.start_writer(&guest, seed)?;
-        let mut silent = Silent::all();
+        let mut unflushed = UnflushedThreads::all();
         while let Some(text) = writer.next_line() {
             let line = text.parse()?;
             if let Line::Found { thread, versions } = &line {
                 self.compare_found(*thread, versions)?;
             }
-            silent.hear(&line);
-            hear(&line, silent.none());
+            unflushed.record(&line);
+            on_line(&line, unflushed.none());
         }
         let output = writer.finish()?;
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
@@ -366,17 +371,17 @@ impl Victim {
 
     /// Waits until it is time for the kill, soon after the last stop. If a stop finds a fault, it
     /// is immediately, so that the fault is preserved.
-    fn watch(
+    fn wait_for_kill_time(
         &mut self,
         guest: &Guest,
-        heard: &Receiver<Line>,
+        lines: &Receiver<Line>,
         started: Instant,
         delay: Duration,
-        seen: &mut Seen,
+        counts: &mut WriterCounts,
     ) -> Result<()> {
-        let mut silent = Silent::all();
-        while !silent.none() {
-            let line = match heard.recv_timeout(IO_LIMIT) {
+        let mut unflushed = UnflushedThreads::all();
+        while !unflushed.none() {
+            let line = match lines.recv_timeout(IO_LIMIT) {
                 Ok(line) => line,
                 // The writer has ended first. Its reader reports the reason.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -384,18 +389,18 @@ impl Victim {
                     bail!("A thread flushed nothing within {IO_LIMIT:?}")
                 }
             };
-            silent.hear(&line);
-            self.take(&line, seen)?;
+            unflushed.record(&line);
+            self.take(&line, counts)?;
         }
         self.start_took = started.elapsed();
-        for _ in 0..self.setup.looks {
-            thread::sleep(Duration::from_micros(self.random.next_u64() % MOST_MICROS_TO_A_LOOK));
+        for _ in 0..self.setup.checks {
+            thread::sleep(Duration::from_micros(self.random.next_u64() % MAX_CHECK_DELAY_US));
             guest.stop()?;
-            self.hear(heard, seen)?;
-            if !self.look(seen)? {
+            self.take_lines(lines, counts)?;
+            if !self.check_stopped(counts)? {
                 return Ok(());
             }
-            guest.go_on()?;
+            guest.resume()?;
         }
         thread::sleep(delay);
         Ok(())
@@ -403,35 +408,35 @@ impl Victim {
 
     /// Checks the content while the VMM is stopped, which is the same as after a kill. Returns
     /// false if there is a fault.
-    fn look(&self, seen: &mut Seen) -> Result<bool> {
+    fn check_stopped(&self, counts: &mut WriterCounts) -> Result<bool> {
         let pool = pmem_volume::Pool::open(self.pool.path(), OpenMode::Peek)?;
         let volume = pool.open_volume("data")?;
         let report = volume.check_btt();
         if !report.as_ref().is_none_or(btt::Report::is_clean) {
             return Ok(false);
         }
-        let judgement = self.judge_volume(&volume)?;
-        seen.looks += 1;
-        seen.newer += judgement.newer;
-        seen.redo += report
+        let classification = self.classify_volume(&volume)?;
+        counts.checks += 1;
+        counts.newer += classification.newer;
+        counts.redo += report
             .iter()
             .flat_map(|report| &report.arenas)
             .map(|arena| u64::from(arena.redo))
             .sum::<u64>();
-        Ok(judgement.faults.is_empty())
+        Ok(classification.faults.is_empty())
     }
 
     /// Handles all lines that the writer has printed so far.
-    fn hear(&mut self, heard: &Receiver<Line>, seen: &mut Seen) -> Result<()> {
-        heard.try_iter().try_for_each(|line| self.take(&line, seen))
+    fn take_lines(&mut self, lines: &Receiver<Line>, counts: &mut WriterCounts) -> Result<()> {
+        lines.try_iter().try_for_each(|line| self.take(&line, counts))
     }
 
-    fn take(&mut self, line: &Line, seen: &mut Seen) -> Result<()> {
+    fn take(&mut self, line: &Line, counts: &mut WriterCounts) -> Result<()> {
         match line {
             Line::Found { thread, versions } => self.compare_found(*thread, versions),
-            Line::Flushed(stretch) => {
-                seen.flushes += 1;
-                self.oracle.acknowledge(*stretch)
+            Line::Flushed(flushed) => {
+                counts.flushes += 1;
+                self.oracle.acknowledge(*flushed)
             }
         }
     }
@@ -440,16 +445,16 @@ impl Victim {
     fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let per_thread = AREA.per_thread as usize;
-        let ours = last
+        let engine_versions = last
             .versions
             .chunks(per_thread)
             .nth(thread)
             .context("Number of a thread that was not started")?;
-        let theirs: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
+        let driver_versions: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
         let compare = || {
             ensure!(
-                ours == theirs,
-                "The guest's driver and our reader find different sectors:\nours:   {ours:?}\ntheirs: {theirs:?}"
+                engine_versions == driver_versions,
+                "The guest's driver and our reader find different sectors:\nours:   {engine_versions:?}\ntheirs: {driver_versions:?}"
             );
             Ok(())
         };
@@ -457,30 +462,30 @@ impl Victim {
     }
 
     /// Checks the content after the last kill, without changing the volume.
-    pub fn judge(&mut self) -> Result<Judgement> {
-        let judgement = self.judge_at(self.pool.path())?;
-        self.last = Some(judgement.clone());
-        Ok(judgement)
+    pub fn classify(&mut self) -> Result<Classification> {
+        let classification = self.classify_at(self.pool.path())?;
+        self.last = Some(classification.clone());
+        Ok(classification)
     }
 
-    pub fn judge_at(&self, path: &Path) -> Result<Judgement> {
+    pub fn classify_at(&self, path: &Path) -> Result<Classification> {
         let pool = pmem_volume::Pool::open(path, OpenMode::ReadOnly)?;
-        self.judge_volume(&pool.open_volume("data")?)
+        self.classify_volume(&pool.open_volume("data")?)
     }
 
-    fn judge_volume(&self, volume: &Volume) -> Result<Judgement> {
+    fn classify_volume(&self, volume: &Volume) -> Result<Classification> {
         match self.setup.format {
             Format::Raw => self
                 .oracle
-                .judge(|sector, bytes| Ok(volume.read(sector * SECTOR_BYTES as u64, bytes)?)),
-            Format::Btt => self.judge_btt(volume),
+                .classify(|sector, bytes| Ok(volume.read(sector * SECTOR_BYTES as u64, bytes)?)),
+            Format::Btt => self.classify_btt(volume),
         }
     }
 
-    fn judge_btt(&self, volume: &Volume) -> Result<Judgement> {
+    fn classify_btt(&self, volume: &Volume) -> Result<Classification> {
         let reader =
             Reader::open(volume).map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
-        self.oracle.judge(|sector, bytes| match reader.read(sector, bytes)? {
+        self.oracle.classify(|sector, bytes| match reader.read(sector, bytes)? {
             Sector::Data | Sector::Zeros => Ok(()),
             Sector::Error => bail!("Its map entry marks the sector as bad"),
         })
@@ -504,16 +509,16 @@ pub fn check(pool: &Pool) -> Result<u64> {
 }
 
 /// Set of threads that have not flushed yet.
-struct Silent(Vec<bool>);
+struct UnflushedThreads(Vec<bool>);
 
-impl Silent {
+impl UnflushedThreads {
     fn all() -> Self {
         Self(vec![true; AREA.threads as usize])
     }
 
-    fn hear(&mut self, line: &Line) {
-        if let Line::Flushed(stretch) = line
-            && let Some(index) = AREA.index(stretch.first)
+    fn record(&mut self, line: &Line) {
+        if let Line::Flushed(flushed) = line
+            && let Some(index) = AREA.index(flushed.first)
         {
             self.0[AREA.thread(index)] = false;
         }
@@ -524,10 +529,10 @@ impl Silent {
     }
 }
 
-fn read_lines(mut writer: Script, said: &Sender<Line>) -> Result<()> {
+fn read_lines(mut writer: Script, sender: &Sender<Line>) -> Result<()> {
     while let Some(text) = writer.next_line() {
         // An error is ignored, because the receiver is dropped before the kill.
-        let _ = said.send(text.parse()?);
+        let _ = sender.send(text.parse()?);
     }
     // The kill breaks the connection. A writer that ended by itself has an exit code.
     match writer.finish() {

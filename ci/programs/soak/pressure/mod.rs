@@ -9,13 +9,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::host_memory;
-use guest_tests::pressure::run::{self, Outcome, Watched};
+use guest_tests::pressure::run::{self, Outcome, WatchEnd};
 use guest_tests::pressure::{Config, GuestSize, MIB, WORKLOADS, Workload};
 
 use report::Row;
 
 /// DRAM for the guest's kernel and programs, in addition to the workload.
-const ROOM_MIB: u64 = 512;
+const SPARE_MIB: u64 = 512;
 /// Granularity of DRAM sizes. The need varies slightly between boots.
 const DRAM_STEP_MIB: u64 = 8;
 
@@ -73,7 +73,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     for verdict in &verdicts {
         println!("{verdict}");
     }
-    let missed = verdicts.iter().filter(|verdict| verdict.counts && !verdict.met).count();
+    let missed = verdicts.iter().filter(|verdict| verdict.is_condition && !verdict.met).count();
     ensure!(missed == 0, "{missed} conditions were not met");
     Ok(())
 }
@@ -81,7 +81,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
 /// Runs one workload in all configurations. The first run has only DRAM and determines how much the
 /// workload needs. Other runs get a share of that.
 fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Row>> {
-    let keep = |config: &Config, share: u64, outcome: Outcome| {
+    let store = |config: &Config, share: u64, outcome: Outcome| {
         let name = format!("{}-{share}-{config}-{round}", workload.name);
         fs::write(options.out.join(format!("{name}.csv")), outcome.csv())?;
         if let Some(trace) = &outcome.trace {
@@ -96,20 +96,25 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
         host_memory::even_out()?;
         // Instructions can be counted on a single CPU only, and two vCPUs would wait for each other
         // there.
-        run::run(workload, config, GuestSize { cpus: 1, dram_mib }, name, Watched::UntilAllIsBack)
+        run::run(workload, config, GuestSize { cpus: 1, dram_mib }, name, WatchEnd::AllReturned)
     };
-    let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")
+    let dram_only = run(&Config::AllDram, workload.mib + SPARE_MIB, "all")
         .with_context(|| format!("{} with DRAM alone", workload.name))?;
-    ensure!(whole.sum.is_some(), "{} failed with DRAM alone: {:?}", workload.name, whole.broken);
-    let need_mib = whole.peak_need_bytes / MIB;
-    let mut rows = vec![keep(&Config::AllDram, 100, whole)?];
+    ensure!(
+        dram_only.sum.is_some(),
+        "{} failed with DRAM alone: {:?}",
+        workload.name,
+        dram_only.failure
+    );
+    let need_mib = dram_only.peak_need_bytes / MIB;
+    let mut rows = vec![store(&Config::AllDram, 100, dram_only)?];
     for share in &options.shares {
         for config in options.configs.iter().filter(|config| **config != Config::AllDram) {
             let dram_mib = (need_mib * share / 100).next_multiple_of(DRAM_STEP_MIB);
             let outcome = run(config, dram_mib, &config.to_string()).with_context(|| {
                 format!("{} with {share} % of DRAM and {config}", workload.name)
             })?;
-            rows.push(keep(config, *share, outcome)?);
+            rows.push(store(config, *share, outcome)?);
         }
     }
     for share in &options.shares {

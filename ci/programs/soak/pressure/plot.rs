@@ -6,7 +6,7 @@ use super::report::Row;
 
 /// Maximum of the time axis. Guests that swap take much longer. On a longer axis, all other guests
 /// would be a single line at the left edge.
-const MOST_AXIS_S: f64 = 150.0;
+const MAX_AXIS_S: f64 = 150.0;
 
 const PANELS: [(&str, &str, &str); 4] = [
     ("held_mib", "memory of the VM", "MiB"),
@@ -18,7 +18,7 @@ const PANELS: [(&str, &str, &str); 4] = [
 /// Returns a script that draws NAME.svg. gnuplot runs it in the directory with the time series.
 pub(super) fn script(name: &str, rows: &[&Row]) -> String {
     let last_s = |row: &&Row| row.outcome.points.last().map_or(0.0, |point| point.at_s);
-    let axis_s = rows.iter().map(last_s).fold(1.0, f64::max).min(MOST_AXIS_S);
+    let axis_s = rows.iter().map(last_s).fold(1.0, f64::max).min(MAX_AXIS_S);
     let mut text = format!(
         "set datafile separator comma\nset datafile columnheaders\n\
          set terminal svg size 1200, 1200 fixed font 'DejaVu Sans,12' background rgb 'white'\n\

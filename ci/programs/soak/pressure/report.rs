@@ -6,11 +6,11 @@ use guest_tests::pressure::{Condition, MIB, Outcome};
 
 /// Allowed ratios of times under psi to times with only DRAM: for a whole run, and for the two
 /// phases of `touch`.
-const MOST_RUN: f64 = 1.05;
-const MOST_FILL: f64 = 1.3;
-const MOST_TOUCH: f64 = 1.05;
+const MAX_RUN_RATIO: f64 = 1.05;
+const MAX_FILL_RATIO: f64 = 1.3;
+const MAX_TOUCH_RATIO: f64 = 1.05;
 /// Maximum time from a report to a plan, in 99 of 100 cases.
-const MOST_TO_PLAN_S: f64 = 0.001;
+const MAX_REPORT_TO_PLAN_S: f64 = 0.001;
 
 pub(super) struct Row {
     pub workload: &'static str,
@@ -23,23 +23,23 @@ pub(super) struct Row {
 }
 
 pub(super) struct Verdict {
-    pub what: String,
+    pub description: String,
     pub met: bool,
     /// True if this is a condition. Times are only reported.
-    pub counts: bool,
+    pub is_condition: bool,
 }
 
 impl fmt::Display for Verdict {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{}: {}", if self.met { "met" } else { "NOT MET" }, self.what)
+        write!(formatter, "{}: {}", if self.met { "met" } else { "NOT MET" }, self.description)
     }
 }
 
 impl Row {
     /// Returns a progress line, which is printed while more runs follow.
     pub(super) fn line(&self) -> String {
-        let Outcome { run_s, broken, .. } = &self.outcome;
-        let end = broken.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
+        let Outcome { run_s, failure, .. } = &self.outcome;
+        let end = failure.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
         format!("{} at {} % with {}: {end}", self.workload, self.share, self.config)
     }
 
@@ -72,7 +72,7 @@ fn phase(outcome: &Outcome, name: &str) -> f64 {
 }
 
 /// Returns the rounds in which a workload had only DRAM.
-fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
+fn dram_only_rows<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
     rows.iter().filter(|row| row.workload == workload && row.share == 100).collect()
 }
 
@@ -87,11 +87,11 @@ pub(super) fn markdown(rows: &[Row]) -> String {
     for kind in kinds(rows) {
         let of = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value);
         let first = kind[0];
-        let broken = kind.iter().find_map(|row| row.outcome.broken.clone());
+        let failure = kind.iter().find_map(|row| row.outcome.failure.clone());
         let run =
-            broken.clone().unwrap_or_else(|| format!("{:.2} s", of(&|outcome| outcome.run_s)));
-        let dram_s = median(&whole(rows, first.workload), |outcome| outcome.run_s);
-        let ratio = match broken {
+            failure.clone().unwrap_or_else(|| format!("{:.2} s", of(&|outcome| outcome.run_s)));
+        let dram_s = median(&dram_only_rows(rows, first.workload), |outcome| outcome.run_s);
+        let ratio = match failure {
             Some(_) => String::new(),
             None => format!("{:.2}", of(&|outcome| outcome.run_s) / dram_s),
         };
@@ -102,18 +102,18 @@ pub(super) fn markdown(rows: &[Row]) -> String {
             .map(|name| format!("{name} {:.3}", of(&|outcome| phase(outcome, name))))
             .collect();
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
-        let back = match kind.iter().all(|row| row.outcome.back_s.is_some()) {
-            true => format!("{:.0} s", of(&|outcome| outcome.back_s.unwrap_or(f64::NAN))),
+        let back = match kind.iter().all(|row| row.outcome.return_s.is_some()) {
+            true => format!("{:.0} s", of(&|outcome| outcome.return_s.unwrap_or(f64::NAN))),
             false => "not".to_owned(),
         };
-        let to_plan =
+        let report_to_plan =
             kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp);
-        let to_plan =
-            to_plan.map_or_else(String::new, |to_plan_s| format!("{} ms", to_plan_s * 1e3));
+        let report_to_plan = report_to_plan
+            .map_or_else(String::new, |report_to_plan_s| format!("{} ms", report_to_plan_s * 1e3));
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "| {} | {} % | {} | {run} | {ratio} | {} | {:.1}, {:.1} | {:.0} | {:.2}, {:.2} | {:.0}, {:.0} | {:.0} | {back} | {to_plan} |",
+            "| {} | {} % | {} | {run} | {ratio} | {} | {:.1}, {:.1} | {:.0} | {:.2}, {:.2} | {:.0}, {:.0} | {:.0} | {back} | {report_to_plan} |",
             first.workload,
             first.share,
             first.config,
@@ -134,43 +134,48 @@ pub(super) fn markdown(rows: &[Row]) -> String {
 /// Returns verdicts on the conditions for psi, and on whether all runs have the same results.
 pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
-    let mut say =
-        |counts: bool, met: bool, what: String| verdicts.push(Verdict { what, met, counts });
+    let mut add_verdict = |is_condition: bool, met: bool, description: String| {
+        verdicts.push(Verdict { description, met, is_condition })
+    };
     for kind in kinds(rows) {
         let first = kind[0];
-        let dram = whole(rows, first.workload);
+        let dram = dram_only_rows(rows, first.workload);
         let alone = &dram[0].outcome;
-        let what = format!("{} at {} % with {}", first.workload, first.share, first.config);
+        let description = format!("{} at {} % with {}", first.workload, first.share, first.config);
         if first.config != "psi" {
             if kind.iter().any(|row| row.outcome.contradicts(alone)) {
-                say(true, false, format!("{what}: its result differs from that with DRAM alone"));
+                add_verdict(
+                    true,
+                    false,
+                    format!("{description}: its result differs from that with DRAM alone"),
+                );
             }
             continue;
         }
         let ratio = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value) / median(&dram, value);
-        let mut time = |name: &str, ratio: f64, most: f64| {
-            say(
+        let mut time = |name: &str, ratio: f64, max: f64| {
+            add_verdict(
                 false,
-                ratio <= most,
-                format!("{what}: {name} takes {ratio:.2} of DRAM alone, at most {most}"),
+                ratio <= max,
+                format!("{description}: {name} takes {ratio:.2} of DRAM alone, at most {max}"),
             );
         };
         if first.workload == "touch" {
-            time("filling", ratio(&|outcome| phase(outcome, "fill")), MOST_FILL);
-            time("touching", ratio(&|outcome| phase(outcome, "touch")), MOST_TOUCH);
+            time("filling", ratio(&|outcome| phase(outcome, "fill")), MAX_FILL_RATIO);
+            time("touching", ratio(&|outcome| phase(outcome, "touch")), MAX_TOUCH_RATIO);
         } else {
-            time("it", ratio(&|outcome| outcome.run_s), MOST_RUN);
+            time("it", ratio(&|outcome| outcome.run_s), MAX_RUN_RATIO);
         }
-        if let Some(to_plan_s) =
+        if let Some(report_to_plan_s) =
             kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp)
         {
             let ms = |seconds: f64| seconds * 1e3;
             let text = format!(
-                "{what}: from report to plan {} ms in 99 of 100, at most {}",
-                ms(to_plan_s),
-                ms(MOST_TO_PLAN_S)
+                "{description}: from report to plan {} ms in 99 of 100, at most {}",
+                ms(report_to_plan_s),
+                ms(MAX_REPORT_TO_PLAN_S)
             );
-            say(false, to_plan_s <= MOST_TO_PLAN_S, text);
+            add_verdict(false, report_to_plan_s <= MAX_REPORT_TO_PLAN_S, text);
         }
         // Reports a round in which the condition did not hold, if there is one.
         let rounds: Vec<Vec<Condition>> =
@@ -178,8 +183,8 @@ pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
         for index in 0..rounds[0].len() {
             let worst =
                 rounds.iter().map(|round| &round[index]).min_by_key(|condition| condition.met);
-            let Condition { met, what: condition, .. } = worst.expect("a kind has a row");
-            say(true, *met, format!("{what}: {condition}"));
+            let Condition { met, description: condition, .. } = worst.expect("a kind has a row");
+            add_verdict(true, *met, format!("{description}: {condition}"));
         }
     }
     verdicts
@@ -191,13 +196,13 @@ mod tests {
 
     fn row(share: u64, config: &str, run_s: f64) -> Row {
         let outcome =
-            Outcome { run_s, sum: Some("1".to_owned()), back_s: Some(1.0), ..Outcome::default() };
+            Outcome { run_s, sum: Some("1".to_owned()), return_s: Some(1.0), ..Outcome::default() };
         Row { workload: "bfs", share, config: config.to_owned(), csv: String::new(), outcome }
     }
 
     fn missed(rows: &[Row]) -> Vec<(bool, String)> {
         let verdicts = verdicts(rows).into_iter().filter(|verdict| !verdict.met);
-        verdicts.map(|verdict| (verdict.counts, verdict.what)).collect()
+        verdicts.map(|verdict| (verdict.is_condition, verdict.description)).collect()
     }
 
     #[test]
@@ -220,16 +225,18 @@ mod tests {
         assert!(matches!(&slow[..], [(false, _)]), "{slow:?}");
         let mut late = [row(100, "all-dram", 2.0), row(50, "psi", 2.0), row(50, "psi", 2.0)];
         late[2].outcome.report_to_plan_s = Some(0.005);
-        assert!(matches!(&missed(&late)[..], [(false, what)] if what.contains("plan 5 ms")));
+        assert!(
+            matches!(&missed(&late)[..], [(false, description)] if description.contains("plan 5 ms"))
+        );
         late[2].outcome.report_to_plan_s = Some(0.001);
         assert!(missed(&late).is_empty());
         for spoil in [
             (|outcome| outcome.swapped_in_bytes = 4096) as fn(&mut Outcome),
             |outcome| outcome.oom_kills = 1,
-            |outcome| outcome.back_s = None,
-            |outcome| outcome.back_s = Some(61.0),
+            |outcome| outcome.return_s = None,
+            |outcome| outcome.return_s = Some(61.0),
             |outcome| outcome.sum = Some("2".to_owned()),
-            |outcome| outcome.broken = Some("cut off".to_owned()),
+            |outcome| outcome.failure = Some("cut off".to_owned()),
         ] {
             let mut rows = [row(100, "all-dram", 2.0), row(50, "psi", 2.0)];
             spoil(&mut rows[1].outcome);

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::cargo;
 use crate::checkout::Checkout;
 use crate::jobs::{self, Scratch};
-use crate::messages::{refuse, say, write_output};
+use crate::messages::{refuse, report, write_output};
 use crate::programs;
 
 /// Devices, operations, and the tests of `foreshore-devices` that send such requests one at a time.
@@ -57,7 +57,7 @@ pub(super) fn run(checkout: &Checkout) -> Result<()> {
     if programs::find("valgrind", programs::user_path()).is_none() {
         refuse!("--requests requires valgrind (apt install valgrind)");
     }
-    say!("building the tests (cargo test --release)");
+    report!("building the tests (cargo test --release)");
     jobs::run(&mut command(checkout, &["--no-run"]))?;
     // Callgrind replaces its profile file, so that file cannot be /dev/null.
     let scratch = Scratch::new(None, "requests")?;

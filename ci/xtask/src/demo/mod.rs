@@ -18,7 +18,7 @@ use crate::checkout::{Checkout, create_folder, read, remove_folder};
 use crate::host::{self, ends, reruns};
 use crate::images::guests;
 use crate::jobs::{self, Scratch};
-use crate::messages::{attempt, print, say, speak_as};
+use crate::messages::{attempt, print, report, with_task_name};
 use crate::programs::{self, user_path};
 use crate::random;
 use crate::setup;
@@ -45,7 +45,7 @@ const POOLS_MIB: u64 = 2048;
 /// Variable with the folder for pools and logs.
 const TEST_FOLDER: &str = "FORESHORE_TEST_DIR";
 /// Part of the line that reports a claim that does not hold.
-const NOT_SEEN: &str = "NOT SEEN";
+const NOT_SHOWN: &str = "NOT SEEN";
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
@@ -65,20 +65,20 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
-    speak_as("demo", || {
+    with_task_name("demo", || {
         prepare(checkout, arguments)?;
         let folder = checkout.path(FOLDER);
         remove_folder(&folder)?;
         create_folder(&folder)?;
         let demo = Demo::new(checkout, arguments.limit_s, folder)?;
         let prometheus = Prometheus::start(checkout, &demo.folder, demo.metrics_ports)?;
-        say!("Prometheus scrapes both VMs every second");
+        report!("Prometheus scrapes both VMs every second");
         demo.show(&prometheus)
     })
 }
 
 fn prepare(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
-    say!("setting up");
+    report!("setting up");
     setup::ensure_set_up(checkout)?;
     if programs::find("gnuplot", user_path()).is_none() {
         Apt::new(checkout).install(&["gnuplot-nox"])?;
@@ -117,8 +117,8 @@ impl<'run> Demo<'run> {
     fn new(checkout: &'run Checkout, limit_s: u32, folder: PathBuf) -> Result<Self> {
         let metrics_ports = [free_port()?, free_port()?];
         let (listen, pools, scratch) = if host::is_direct()? {
-            let room = rustix::fs::statvfs(POOLS)?;
-            if (room.f_bavail * room.f_frsize) >> 20 < POOLS_MIB {
+            let space = rustix::fs::statvfs(POOLS)?;
+            if (space.f_bavail * space.f_frsize) >> 20 < POOLS_MIB {
                 bail!(
                     "{POOLS} has less than the {POOLS_MIB} MiB of free space that the pools need"
                 );
@@ -176,8 +176,8 @@ impl<'run> Demo<'run> {
         narrator.finish()?;
         let missing = missing?;
         match &missing {
-            None => narrator.add(SEEN.as_bytes())?,
-            Some(claim) => narrator.add(format!("  {NOT_SEEN}: {claim}\n").as_bytes())?,
+            None => narrator.add(SHOWN.as_bytes())?,
+            Some(claim) => narrator.add(format!("  {NOT_SHOWN}: {claim}\n").as_bytes())?,
         }
         Ok(missing.is_none())
     }
@@ -192,20 +192,22 @@ impl<'run> Demo<'run> {
         if zero_s.is_some()
             && attempt(|| picture::draw(self, prometheus, *zero_s, events, false, show)).is_none()
         {
-            say!("cannot draw the picture");
+            report!("cannot draw the picture");
         }
         let log = self.folder.join(narrator::LOG);
-        if log.exists() && read(&log)?.contains(NOT_SEEN) {
-            say!("FAILED: {NOT_SEEN} above marks the claims that failed; the logs are in {FOLDER}");
+        if log.exists() && read(&log)?.contains(NOT_SHOWN) {
+            report!(
+                "FAILED: {NOT_SHOWN} above marks the claims that failed; the logs are in {FOLDER}"
+            );
         } else {
-            say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(code));
+            report!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(code));
         }
         Ok(())
     }
 }
 
 /// Lines that follow the picture if all claims hold.
-const SEEN: &str = "\
+const SHOWN: &str = "\
 == all claims were seen to hold
   picture: target/demo/timeline.svg and timeline.png; its data: timeline.csv
   in the same folder: this log (demo.log), and of each VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)

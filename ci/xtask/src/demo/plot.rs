@@ -27,17 +27,17 @@ pub(super) fn script(range: &Range, events: &[Event]) -> String {
 fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
     let spacing_s = axis_s * NAME_SPACING;
     // 1. Move names to the right, away from their predecessors.
-    let mut places_s = times_s.to_vec();
-    for next in 1..places_s.len() {
-        places_s[next] = places_s[next].max(places_s[next - 1] + spacing_s);
+    let mut positions_s = times_s.to_vec();
+    for next in 1..positions_s.len() {
+        positions_s[next] = positions_s[next].max(positions_s[next - 1] + spacing_s);
     }
     // 2. Move names back from the end of the axis, where several events may be close together.
-    let mut most_s = axis_s;
-    for place_s in places_s.iter_mut().rev() {
-        *place_s = place_s.min(most_s);
-        most_s = *place_s - spacing_s;
+    let mut max_s = axis_s;
+    for position_s in positions_s.iter_mut().rev() {
+        *position_s = position_s.min(max_s);
+        max_s = *position_s - spacing_s;
     }
-    places_s
+    positions_s
 }
 
 /// Draws a line through all panels to the event's name above the top panel. The line passes behind
@@ -47,13 +47,13 @@ fn mark(number: usize, event: &Event, name_at: f64) -> String {
     let [past, lead] = [number + PAST_TITLE_FROM, number + LEADS_FROM];
     // gnuplot interprets quotes and backslashes in a string. Event texts are our own and need
     // neither.
-    let what: String = event.text.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
+    let label: String = event.text.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
     let style = "nohead back lw 1 lc rgb '#999999' dt 3";
     format!(
         "set arrow {number} from {at:.2}, graph 0 to {at:.2}, graph 1 {style}\n\
          set arrow {past} from {at:.2}, graph 1 to {at:.2}, screen top(0) + 0.026 {style}\n\
          set arrow {lead} from {at:.2}, screen top(0) + 0.026 to {name_at:.2}, screen top(0) + 0.036 {style}\n\
-         set label {number} \"{what}\" at {name_at:.2}, screen top(0) + 0.041 rotate by 40 left noenhanced \
+         set label {number} \"{label}\" at {name_at:.2}, screen top(0) + 0.041 rotate by 40 left noenhanced \
          font ',9' tc rgb '#333333'\n"
     )
 }
@@ -75,9 +75,9 @@ mod tests {
         assert_eq!(spread(&[5.0, 50.0], 100.0), [5.0, 50.0]);
         assert_eq!(spread(&[5.0, 5.5, 30.0], 100.0), [5.0, 8.4, 30.0]);
         // Names at the end move left to make room. A name that is far enough away does not move.
-        let places = spread(&[40.0, 98.0, 99.0, 100.0], 100.0);
-        for (place, expected) in places.iter().zip([40.0, 93.2, 96.6, 100.0]) {
-            assert!((place - expected).abs() < 1e-9, "{places:?}");
+        let positions = spread(&[40.0, 98.0, 99.0, 100.0], 100.0);
+        for (position, expected) in positions.iter().zip([40.0, 93.2, 96.6, 100.0]) {
+            assert!((position - expected).abs() < 1e-9, "{positions:?}");
         }
     }
 

@@ -29,11 +29,11 @@ pub(super) const VM: &str = "governed";
 pub(super) const OTHER_VM: &str = "policy-off";
 
 const MIB: f64 = (1u64 << 20) as f64;
-const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
+const MIN_PM_BYTES: f64 = (400u64 << 20) as f64;
 
 /// Minimum share of seconds with a sample, between a VM's first and last sample. It is below 100
 /// because a VM is restarted in between.
-const LEAST_COVERED_PERCENT: usize = 60;
+const MIN_COVERED_PERCENT: usize = 60;
 
 pub(super) struct Table {
     range: Range,
@@ -83,7 +83,7 @@ impl Table {
             let claim = format!(
                 "VM {vm} was scraped in {percent} % of the seconds from its start to its end"
             );
-            (percent >= LEAST_COVERED_PERCENT, claim)
+            (percent >= MIN_COVERED_PERCENT, claim)
         };
         let peaks =
             ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"]
@@ -99,7 +99,7 @@ impl Table {
             covered(VM),
             covered(OTHER_VM),
             (
-                peaks.iter().all(|bytes| *bytes >= LEAST_PM_BYTES),
+                peaks.iter().all(|bytes| *bytes >= MIN_PM_BYTES),
                 format!(
                     "peak PM of VM {VM}: {requested:.0} MiB requested, {plugged:.0} plugged, {resident:.0} \
                      resident, {lent:.0} lent by the pool"
@@ -156,7 +156,7 @@ mod tests {
         let column = |(name, _): (&'static str, &str)| {
             let [governed, other] = match name {
                 "swapped_out_pages" | "oom_kills" => [[0.0; 3], [0.0, 3.0, 7.0]],
-                _ => [[0.0, LEAST_PM_BYTES, 0.0], [0.0; 3]],
+                _ => [[0.0, MIN_PM_BYTES, 0.0], [0.0; 3]],
             };
             let by_vm = [(VM, governed), (OTHER_VM, other)];
             (name, by_vm.map(|(vm, values)| (vm.to_owned(), series(values))).into())

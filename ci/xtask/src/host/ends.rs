@@ -21,7 +21,7 @@ const RESULTS: [&str; 2] = [": Out of memory", ": System is deadlocked"];
 pub(crate) const CAUSE: &str = "host: ";
 pub(crate) const TRIPLE_FAULT: &str = "a CPU triple-faulted";
 pub(crate) const ENDED_BY_SIGNAL: &str = "QEMU was ended by signal";
-pub(crate) const STOOD_STILL: &str = "the host stood still";
+pub(crate) const HOST_HUNG: &str = "the host stood still";
 
 /// Returns true if the emulated host's kernel or QEMU ended the run, rather than the command.
 /// `folder` contains the console log.
@@ -36,7 +36,7 @@ fn is_death(code: u8, console: &str) -> bool {
     };
     let is_cause = |line: &str| {
         let cause = line.strip_prefix(CAUSE);
-        let causes = [TRIPLE_FAULT, ENDED_BY_SIGNAL, STOOD_STILL];
+        let causes = [TRIPLE_FAULT, ENDED_BY_SIGNAL, HOST_HUNG];
         cause.is_some_and(|cause| causes.iter().any(|start| cause.starts_with(start)))
     };
     code == HOST_FAILED

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::Arguments;
-use super::place::{PLACE, Place, measured_on};
+use super::host_kind::{HOST_VARIABLE, HostKind, measured_on};
 use crate::checkout::{Checkout, copy, create_folder, write};
 use crate::jobs;
 use crate::programs;
@@ -33,7 +33,7 @@ pub(super) fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<
     copy_puts(host, &job.join("put"))?;
     write(&job.join("command"), command_line(host))?;
     let counted = if host.counted { "; instructions counted" } else { "" };
-    let measured_on = measured_on(checkout, Place::Nested)? + counted;
+    let measured_on = measured_on(checkout, HostKind::Nested)? + counted;
     write(&job.join("environment"), environment(&measured_on))?;
     for flag in flags(host) {
         write(&job.join(flag), "")?;
@@ -64,7 +64,7 @@ fn environment(measured_on: &str) -> Vec<u8> {
     let fixed = [
         ("GUESTS", "/guests"),
         ("OUT", "/out"),
-        (PLACE, &Place::Nested.to_string()),
+        (HOST_VARIABLE, &HostKind::Nested.to_string()),
         (MEASURED_ON, measured_on),
     ];
     let mut lines: Vec<_> =

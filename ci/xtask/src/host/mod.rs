@@ -1,13 +1,13 @@
 //! Runs a command on a KVM host, which is this machine or a machine that QEMU emulates.
 
-mod beat;
 mod direct;
 pub(crate) mod ends;
+mod heartbeat;
+pub(crate) mod host_kind;
 mod job;
-mod mend;
 mod nested;
-pub(crate) mod place;
 pub(crate) mod qemu;
+mod qemu_patch;
 pub(crate) mod reruns;
 mod tail;
 
@@ -22,9 +22,9 @@ use clap::Args;
 use crate::cargo;
 use crate::checkout::Checkout;
 use crate::images;
-use crate::messages::{refuse, speak_as};
+use crate::messages::{refuse, with_task_name};
 use crate::setup;
-use place::Place;
+use host_kind::HostKind;
 
 /// Exit code if the command exceeded its time limit.
 pub(crate) const CUT_OFF: u8 = 124;
@@ -154,19 +154,19 @@ impl Arguments {
 
 /// Returns true if commands run on this machine itself.
 pub(crate) fn is_direct() -> Result<bool> {
-    Ok(place::choose()?.0 == Place::Direct)
+    Ok(host_kind::choose()?.0 == HostKind::Direct)
 }
 
 /// Returns a line that describes the machine on which measurements are made.
 pub(crate) fn measured_here(checkout: &Checkout) -> Result<String> {
-    place::measured_on(checkout, place::choose()?.0)
+    host_kind::measured_on(checkout, host_kind::choose()?.0)
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
-    speak_as("host", || {
-        let (place, reason) = place::choose()?;
+    with_task_name("host", || {
+        let (host_kind, reason) = host_kind::choose()?;
         if arguments.which {
-            writeln!(io::stdout(), "{place}")?;
+            writeln!(io::stdout(), "{host_kind}")?;
             return Ok(0);
         }
         arguments.check()?;
@@ -175,9 +175,9 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
             cargo::build_programs(checkout)?;
             images::guests::build_all(checkout)?;
         }
-        match place {
-            Place::Direct => direct::run(checkout, arguments, &reason),
-            Place::Nested => nested::run(checkout, arguments, &reason),
+        match host_kind {
+            HostKind::Direct => direct::run(checkout, arguments, &reason),
+            HostKind::Nested => nested::run(checkout, arguments, &reason),
         }
     })
 }

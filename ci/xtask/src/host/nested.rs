@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::process::Signal;
 
-use super::beat::{self, Beat};
 use super::ends;
-use super::mend;
+use super::heartbeat::{self, Heartbeat};
 use super::qemu;
+use super::qemu_patch;
 use super::tail::{LineWatch, Tails};
 use super::{Arguments, CUT_OFF, HOST_FAILED, PowerCut, job};
 use crate::checkout::{Checkout, copy, create_folder, read, remove_file, rename, write};
 use crate::images;
 use crate::jobs::{self, GRACE, Job, Scratch};
 use crate::kernels;
-use crate::messages::{say, write_errors};
+use crate::messages::{report, write_errors};
 use crate::programs;
 
 /// Time that the host has to end a command past its time limit and save its files. QEMU is killed
@@ -38,10 +38,14 @@ const OUTPUTS: [&str; 5] = ["stdout", "stderr", "out", "exit", "console.log"];
 const LAST_CONSOLE_LINES: usize = 25;
 const LAST_QEMU_LINES: usize = 5;
 /// Part of a QEMU warning that every run prints.
-const USUAL_WARNING: &str = "TCG doesn't support";
+const EXPECTED_WARNING: &str = "TCG doesn't support";
 
 pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
-    say!("booting the emulated KVM host ({} CPUs, {} MiB): {reason}", host.cpus, host.memory_mib);
+    report!(
+        "booting the emulated KVM host ({} CPUs, {} MiB): {reason}",
+        host.cpus,
+        host.memory_mib
+    );
     images::host::build(checkout)?;
     if host.peers {
         images::peers::build(checkout)?;
@@ -102,8 +106,8 @@ fn make_lasting(file: &Path, size_mib: u64) -> Result<()> {
 /// Creates the files and pipes that QEMU writes to.
 fn make_outputs(run: &Path) -> Result<()> {
     OUTPUTS.iter().try_for_each(|output| write(&run.join(output), ""))?;
-    beat::make_pipes(run, "monitor")?;
-    beat::make_pipes(run, "beat")
+    heartbeat::make_pipes(run, "monitor")?;
+    heartbeat::make_pipes(run, "beat")
 }
 
 struct Boot<'run> {
@@ -112,7 +116,7 @@ struct Boot<'run> {
     started: Instant,
     qemu: Job,
     tails: Tails,
-    beat: Beat,
+    heartbeat: Heartbeat,
     /// Time that QEMU has to exit after the command's time limit.
     end_limit: Duration,
     cutter: Option<Cutter>,
@@ -135,7 +139,7 @@ impl<'run> Boot<'run> {
         let kernel = kernels::pin(checkout, kernels::DEFAULT)?.image(checkout)?;
         let files = qemu::Files { kernel: &kernel, initrd: &checkout.ci("host/initrd"), run };
         // SIGKILL, because QEMU may ignore other signals.
-        let qemu = mend::mended_qemu(checkout)?;
+        let qemu = qemu_patch::patched_qemu(checkout)?;
         let mut command = programs::ending_with_this_one("KILL", &qemu, programs::user_path())?;
         command.args(qemu::arguments(host, &files));
         if std::env::var_os(qemu::MODULES.0).is_none_or(|folder| folder.is_empty()) {
@@ -147,29 +151,29 @@ impl<'run> Boot<'run> {
     fn start_with(command: &mut Command, host: &'run Arguments, run: &'run Path) -> Result<Self> {
         let log = fs::File::create(run.join("qemu.log"))?;
         command.stdout(log.try_clone()?).stderr(log);
-        let beat = Beat::new(run, beat::MOST_SILENT)?;
+        let heartbeat = Heartbeat::new(run, heartbeat::MAX_UNANSWERED)?;
         let cutter = host.power_cut.as_ref().map(|cut| Cutter::new(run, cut)).transpose()?;
         let mut tails = Tails::new();
         let started = Instant::now();
         let qemu = jobs::spawn_killable(command)?;
         tails.add(&run.join("stdout"), io::stdout())?;
         tails.add(&run.join("stderr"), io::stderr())?;
-        Ok(Self { host, run, started, qemu, tails, beat, end_limit: END_LIMIT, cutter })
+        Ok(Self { host, run, started, qemu, tails, heartbeat, end_limit: END_LIMIT, cutter })
     }
 
     /// Waits for QEMU to exit. Meanwhile serves the heartbeat, and enforces the time limit and the
     /// power cut.
     fn wait(mut self) -> Result<End> {
         let timeout = self.host.timeout();
-        let (mut stood_still, mut is_ended) = (false, false);
+        let (mut has_hung, mut is_ended) = (false, false);
         let status = loop {
-            self.beat.send_request(self.started.elapsed() >= timeout)?;
+            self.heartbeat.send_request(self.started.elapsed() >= timeout)?;
             if let Some(status) = self.wait_for_interval()? {
                 break status;
             }
-            if !self.beat.receive_response()? {
-                stood_still = true;
-                break self.end_standstill()?;
+            if !self.heartbeat.receive_response()? {
+                has_hung = true;
+                break self.end_hung_host()?;
             }
             if self.started.elapsed() >= timeout + self.end_limit {
                 is_ended = true;
@@ -183,8 +187,8 @@ impl<'run> Boot<'run> {
         let has_reported = fs::metadata(self.run.join("exit"))?.len() > 0;
         let cause = if has_reported || is_power_cut || is_late {
             None
-        } else if stood_still {
-            Some(ends::STOOD_STILL.to_owned())
+        } else if has_hung {
+            Some(ends::HOST_HUNG.to_owned())
         } else {
             cause(status, &fs::read_to_string(self.run.join("resets.log")).unwrap_or_default())
         };
@@ -203,7 +207,7 @@ impl<'run> Boot<'run> {
             {
                 self.qemu.signal(Signal::KILL);
             }
-            if started.elapsed() >= beat::INTERVAL {
+            if started.elapsed() >= heartbeat::INTERVAL {
                 return Ok(None);
             }
             thread::sleep(POLL);
@@ -211,8 +215,8 @@ impl<'run> Boot<'run> {
     }
 
     /// Kills a hung host. First saves its registers and its kernel's stack if possible.
-    fn end_standstill(&mut self) -> Result<ExitStatus> {
-        let (registers, status) = beat::examine(self.run, &mut self.qemu)?;
+    fn end_hung_host(&mut self) -> Result<ExitStatus> {
+        let (registers, status) = heartbeat::read_registers(self.run, &mut self.qemu)?;
         write(&self.run.join("registers.log"), registers)?;
         match status {
             Some(status) => Ok(status),
@@ -293,7 +297,7 @@ fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
         let mut tar = programs::system("tar");
         tar.arg("-xf").arg(run.join("out")).args(["--no-overwrite-dir", "-C"]).arg(out);
         if !jobs::status(&mut tar)?.success() {
-            say!("the files that the command left under $OUT were copied incompletely");
+            report!("the files that the command left under $OUT were copied incompletely");
         }
     }
     Ok(())
@@ -302,7 +306,7 @@ fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
 /// Reports how the run ended, and returns its exit code.
 fn report(host: &Arguments, run: &Path, end: &End) -> Result<u8> {
     if let Some(cut) = host.power_cut.as_ref().filter(|_| end.is_power_cut) {
-        say!("the power was cut {} ms after '{}'", cut.delay.as_millis(), cut.line);
+        report!("the power was cut {} ms after '{}'", cut.delay.as_millis(), cut.line);
         return Ok(0);
     }
     // The command itself may return the exit code that means a time-out.
@@ -310,13 +314,13 @@ fn report(host: &Arguments, run: &Path, end: &End) -> Result<u8> {
     match code.filter(|code| *code != CUT_OFF || !end.is_late) {
         Some(code) => return Ok(code),
         None if code.is_some() || end.is_ended => {
-            say!("cut off after {} s", host.timeout_s);
+            report!("cut off after {} s", host.timeout_s);
         }
         None => {
             let code = jobs::exit_code(end.status);
             let cause =
                 end.cause.clone().unwrap_or_else(|| format!("QEMU ended with exit code {code}"));
-            say!("the host ended before the command did: {cause}");
+            report!("the host ended before the command did: {cause}");
         }
     }
     show_last_lines(run)?;
@@ -328,16 +332,16 @@ fn show_last_lines(run: &Path) -> Result<()> {
         let content = fs::read(run.join(name))?;
         io::Result::Ok(String::from_utf8_lossy(&content).replace('\r', ""))
     };
-    say!("the host's last lines:");
-    let show = |prefix: &str, lines: &[&str], most: usize| {
-        for line in &lines[lines.len().saturating_sub(most)..] {
+    report!("the host's last lines:");
+    let show = |prefix: &str, lines: &[&str], max_lines: usize| {
+        for line in &lines[lines.len().saturating_sub(max_lines)..] {
             write_errors(format!("  {prefix}{line}\n").as_bytes());
         }
     };
     let console = read("console.log")?;
     show("| ", &console.lines().collect::<Vec<_>>(), LAST_CONSOLE_LINES);
     let log = read("qemu.log")?;
-    let log: Vec<_> = log.lines().filter(|line| !line.contains(USUAL_WARNING)).collect();
+    let log: Vec<_> = log.lines().filter(|line| !line.contains(EXPECTED_WARNING)).collect();
     show("qemu: ", &log, LAST_QEMU_LINES);
     Ok(())
 }
@@ -416,7 +420,7 @@ mod tests {
         let run = folder.path();
         let host = crate::host::tests::parse("-- a").unwrap();
         let script = "read -r command <monitor.in && echo \"output of $command\" >monitor.out";
-        let end = end(run, &host, script, |boot| boot.beat = Beat::new(run, 1).unwrap());
+        let end = end(run, &host, script, |boot| boot.heartbeat = Heartbeat::new(run, 1).unwrap());
         assert_eq!(end.cause.as_deref(), Some("the host stood still"));
         assert_eq!(report(&host, run, &end).unwrap(), HOST_FAILED);
         let out = run.join("brought-back");

@@ -119,7 +119,9 @@ fn add_disks(list: &mut List, host: &Arguments, in_run: &dyn Fn(&str) -> String)
 }
 
 fn add_network(list: &mut List, host: &Arguments) {
-    let forward = |(here, there): &(u16, u16)| format!(",hostfwd=tcp:127.0.0.1:{here}-:{there}");
+    let forward = |(host_port, guest_port): &(u16, u16)| {
+        format!(",hostfwd=tcp:127.0.0.1:{host_port}-:{guest_port}")
+    };
     let forwards: String = host.forwards.iter().map(forward).collect();
     list.add([
         "-netdev",

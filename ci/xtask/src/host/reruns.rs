@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use super::ends;
 use crate::checkout::{Checkout, create_folder, list, rename};
-use crate::messages::say;
+use crate::messages::report;
 
 const MAX_RUNS: usize = 3;
 /// Signs of the emulation bug in a guest's console: a breakpoint or debug exception that no
@@ -29,7 +29,7 @@ impl End {
     /// Reports the number of repeated runs, at the end of a task so that it is noticed.
     pub(crate) fn note(&self) {
         if self.broken > 0 {
-            say!(
+            report!(
                 "runs without a result, because the emulation broke a kernel (docs/design/testing.md): {}",
                 self.broken
             );
@@ -58,9 +58,9 @@ pub(crate) fn run(
             note(&format!("that was run {broken} of at most {MAX_RUNS}"));
             return Ok(End { code, broken });
         }
-        let kept = folder.join(format!("broken-{broken}"));
-        move_files(folder, &kept)?;
-        let shown = kept.strip_prefix(checkout.root()).unwrap_or(&kept).display();
+        let stored = folder.join(format!("broken-{broken}"));
+        move_files(folder, &stored)?;
+        let shown = stored.strip_prefix(checkout.root()).unwrap_or(&stored).display();
         note(&format!("its logs are in {shown}; run {} of at most {MAX_RUNS} begins", broken + 1));
     }
 }

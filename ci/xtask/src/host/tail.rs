@@ -63,14 +63,18 @@ fn open(path: &Path) -> Result<File> {
 /// Reader that looks for a line in a growing file.
 pub(super) struct LineWatch {
     file: File,
-    wanted: Vec<u8>,
+    expected: Vec<u8>,
     /// Start of a line whose end has not been written yet.
     partial: Vec<u8>,
 }
 
 impl LineWatch {
-    pub(super) fn new(path: &Path, wanted: &str) -> Result<Self> {
-        Ok(Self { file: open(path)?, wanted: wanted.as_bytes().to_owned(), partial: Vec::new() })
+    pub(super) fn new(path: &Path, expected: &str) -> Result<Self> {
+        Ok(Self {
+            file: open(path)?,
+            expected: expected.as_bytes().to_owned(),
+            partial: Vec::new(),
+        })
     }
 
     /// Reads new data. Returns true if it contains the line.
@@ -78,7 +82,7 @@ impl LineWatch {
         self.file.read_to_end(&mut self.partial)?;
         let mut lines: Vec<_> = self.partial.split(|byte| *byte == b'\n').collect();
         let rest = lines.pop().unwrap_or_default().to_owned();
-        let found = lines.contains(&&self.wanted[..]);
+        let found = lines.contains(&&self.expected[..]);
         self.partial = rest;
         Ok(found)
     }

@@ -14,10 +14,10 @@ use crate::apt::Apt;
 use crate::checkout::{Checkout, create_folder, lock, remove_folder, rename};
 use crate::jobs;
 use crate::kernels::{self, Pin};
-use crate::messages::{refuse, say, speak_as};
+use crate::messages::{refuse, report, with_task_name};
 use crate::programs;
 
-const OURS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
+const OWN_PROGRAMS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
 
 const FOLDERS: &[&str] = &[
     "bin", "sbin", "dev", "proc", "sys", "tmp", "run", "root", "mnt", "etc", "usr/bin", "usr/sbin",
@@ -143,7 +143,7 @@ fn images(pins: &[Pin]) -> Vec<Image> {
 }
 
 fn built_programs(checkout: &Checkout) -> Vec<PathBuf> {
-    let paths = OURS.iter().map(|name| checkout.programs().join(name));
+    let paths = OWN_PROGRAMS.iter().map(|name| checkout.programs().join(name));
     paths.filter(|program| programs::is_program(program)).collect()
 }
 
@@ -165,7 +165,7 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     jobs::check(&lz4, status)?;
     rename(&new, image)?;
     let size = image.metadata()?.len();
-    say!(
+    report!(
         "{}: {} KiB",
         image.file_name().context("path without a file name")?.display(),
         size / 1024
@@ -174,7 +174,7 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
 }
 
 pub(crate) fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
-    speak_as("image", || {
+    with_task_name("image", || {
         let mut images = images(&kernels::pins(checkout)?);
         let known: Vec<_> = images.iter().map(Image::name).collect();
         if let Some(unknown) = arguments.images.iter().find(|name| !known.contains(name)) {
@@ -187,13 +187,14 @@ pub(crate) fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
         let _lock = lock(&checkout.ci("guests.lock"))?;
         let mut inputs = common_inputs(checkout)?;
         inputs.push(checkout.path("guest/image"));
-        let ours = built_programs(checkout);
-        for missing in
-            OURS.iter().filter(|name| !ours.iter().any(|program| program.ends_with(name)))
+        let own_programs = built_programs(checkout);
+        for missing in OWN_PROGRAMS
+            .iter()
+            .filter(|name| !own_programs.iter().any(|program| program.ends_with(name)))
         {
-            say!("not built yet, left out: {missing}");
+            report!("not built yet, left out: {missing}");
         }
-        inputs.extend(ours);
+        inputs.extend(own_programs);
         let key = inputs_key(&inputs)?;
         let mut apt = Apt::new(checkout);
         images.iter().try_for_each(|image| image.build(checkout, &mut apt, &key))

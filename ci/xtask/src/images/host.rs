@@ -15,7 +15,7 @@ use crate::apt::Apt;
 use crate::checkout::{Checkout, copy, create_folder, list, lock, remove_folder, rename};
 use crate::jobs;
 use crate::kernels;
-use crate::messages::{say, speak_as};
+use crate::messages::{report, with_task_name};
 use crate::programs;
 
 const FOLDERS: &[&str] = &[
@@ -27,7 +27,7 @@ const MODULES: &str = "\
     vhost_vsock vhost_net xfs tun bridge";
 
 pub(crate) fn build(checkout: &Checkout) -> Result<()> {
-    speak_as("nested", || {
+    with_task_name("nested", || {
         let folder = checkout.ci("host");
         for path in [&checkout.ci("guests"), &checkout.ci("host/extra"), &checkout.programs()] {
             create_folder(path)?;
@@ -52,7 +52,7 @@ fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
 }
 
 fn build_initrd(checkout: &Checkout) -> Result<()> {
-    say!("building the emulated host's initrd");
+    report!("building the emulated host's initrd");
     let folder = checkout.ci("host");
     let stage = Stage::new(folder.join("initrd.stage"), &["bin", "dev", "root"])?;
     stage.install(&programs::find_system("busybox")?, "bin/busybox")?;
@@ -65,7 +65,7 @@ fn build_initrd(checkout: &Checkout) -> Result<()> {
 }
 
 fn build_disk(checkout: &Checkout) -> Result<()> {
-    say!("building the emulated host's disk");
+    report!("building the emulated host's disk");
     let folder = checkout.ci("host");
     let stage = Stage::new(folder.join("root.stage"), FOLDERS)?;
     stage.add_busybox()?;
@@ -98,7 +98,7 @@ fn add_guest_images(checkout: &Checkout, stage: &Stage) -> Result<()> {
     let mut images = list(&checkout.ci("guests"))?;
     images.retain(|path| path.extension().is_some_and(|extension| extension == "img"));
     if images.is_empty() {
-        say!("no guest images yet (guest/image/build builds them)");
+        report!("no guest images yet (guest/image/build builds them)");
     }
     let add = |image: &PathBuf| {
         copy(

@@ -11,7 +11,7 @@ use super::{common_inputs, inputs_key, make_file_system, rebuild};
 use crate::checkout::{Checkout, copy, create_folder, lock};
 use crate::host::qemu;
 use crate::jobs;
-use crate::messages::{say, speak_as};
+use crate::messages::{report, with_task_name};
 use crate::programs;
 
 /// Variable with the paths of the programs, separated by colons.
@@ -33,7 +33,7 @@ exec /peers/lib/ld.so --library-path /peers/lib /peers/qemu/qemu-system-x86_64 -
 );
 
 pub(crate) fn build(checkout: &Checkout) -> Result<()> {
-    speak_as("nested", || {
+    with_task_name("nested", || {
         let folder = checkout.ci("host");
         create_folder(&folder)?;
         let _lock = lock(&folder.join("peers.lock"))?;
@@ -41,7 +41,7 @@ pub(crate) fn build(checkout: &Checkout) -> Result<()> {
         let inputs = inputs(checkout, &qemu)?;
         let stage = folder.join("peers.stage");
         rebuild(&folder.join("peers.key"), &inputs_key(&inputs)?, || {
-            say!("building the disk with the peers");
+            report!("building the disk with the peers");
             let stage = Stage::new(stage, &["bin", "lib", "share", "qemu"])?;
             fill(&stage, &qemu)?;
             make_file_system(stage.folder(), &folder.join("peers.ext4"), |used_kib| {

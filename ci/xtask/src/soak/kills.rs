@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use super::boots::{Boots, in_lanes};
 use super::{FOLDER, Soak};
 use crate::checkout::remove_folder;
-use crate::host::place;
+use crate::host::host_kind;
 
 /// Number of kills during one boot of the host. If the host dies, only these kills are repeated.
 const BATCH: u32 = 25;
@@ -59,7 +59,7 @@ impl Soak<'_> {
         let folder =
             self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
         remove_folder(&folder)?;
-        let hosts = place::hosts_at_once(HOST_MIB.into())?;
+        let hosts = host_kind::hosts_at_once(HOST_MIB.into())?;
         let run = |batch: &Batch| {
             let boots = Boots {
                 checkout: self.checkout,

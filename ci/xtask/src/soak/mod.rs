@@ -18,7 +18,7 @@ use crate::cargo;
 use crate::checkout::{Checkout, create_folder};
 use crate::host;
 use crate::images;
-use crate::messages::{say, speak_as};
+use crate::messages::{report, with_task_name};
 use crate::random;
 use crate::setup;
 pub(crate) use boots::in_lanes;
@@ -114,8 +114,8 @@ enum Clock {
 }
 
 impl Arguments {
-    fn rounds(&self, usual: u32) -> u32 {
-        self.rounds.unwrap_or(usual)
+    fn rounds(&self, default_rounds: u32) -> u32 {
+        self.rounds.unwrap_or(default_rounds)
     }
 }
 
@@ -132,7 +132,7 @@ struct Soak<'run> {
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
-    speak_as("soak", || {
+    with_task_name("soak", || {
         create_folder(&checkout.path(FOLDER))?;
         setup::ensure_set_up(checkout)?;
         if !arguments.no_build {
@@ -141,7 +141,7 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
             images::guests::build_all(checkout)?;
         }
         let seed = arguments.seed.unwrap_or_else(|| random::below(SEEDS));
-        say!("seed {seed}");
+        report!("seed {seed}");
         let measured_on = host::measured_here(checkout)?;
         let table = Table::create(checkout, &checkout.path(FOLDER).join("table"), &measured_on)?;
         let mut soak = Soak { checkout, arguments, seed, measured_on, table };
@@ -157,7 +157,7 @@ impl Soak<'_> {
         let kernels = chosen(arguments.kernel.as_ref(), &KERNELS);
         match part {
             Part::Raw => kernels.iter().try_for_each(|kernel| self.kill_raw(kernel)),
-            Part::Lies => self.cut_power(&power::LIES, 1),
+            Part::Lies => self.cut_power(&power::NOOP_FLUSHES, 1),
             Part::Power => self.cut_power(&power::POWER, arguments.rounds(20)),
             Part::Pressure => self.run_pressure(),
             Part::Kills => kernels.iter().try_for_each(|kernel| {

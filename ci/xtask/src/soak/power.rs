@@ -11,7 +11,7 @@ use super::kills::HOST_MIB;
 use super::{FOLDER, Soak};
 use crate::checkout::{create_folder, list, read, remove_file, remove_folder, rename, write};
 use crate::jobs;
-use crate::messages::{attempt, say};
+use crate::messages::{attempt, report};
 use crate::programs;
 use crate::random;
 
@@ -23,18 +23,18 @@ const TIMEOUT_S: &str = "600";
 /// Names of the host's disk and NVDIMM.
 const DISKS: [&str; 2] = ["disk", "nvdimm"];
 /// File with the lines about all flushes that were acknowledged so far.
-const HEARD: &str = "heard";
+const ACKNOWLEDGED: &str = "heard";
 
 /// Tasks of the `soak` program: one for boots that are cut, and one for the last boot.
 pub(super) struct Tasks {
     name: &'static str,
     write: &'static str,
-    look: &'static str,
+    check: &'static str,
 }
 
-pub(super) const POWER: Tasks = Tasks { name: "power", write: "write", look: "look" };
-pub(super) const LIES: Tasks =
-    Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
+pub(super) const POWER: Tasks = Tasks { name: "power", write: "write", check: "look" };
+pub(super) const NOOP_FLUSHES: Tasks =
+    Tasks { name: "lies", write: "write-and-lie", check: "look-for-losses" };
 
 impl Soak<'_> {
     /// Cuts the power `cuts` times and adds one row to the table.
@@ -42,7 +42,7 @@ impl Soak<'_> {
         let folder = self.checkout.path(FOLDER).join(tasks.name);
         remove_folder(&folder)?;
         create_folder(&folder)?;
-        write(&folder.join(HEARD), "")?;
+        write(&folder.join(ACKNOWLEDGED), "")?;
         let seed = self.seed.to_string();
         for cut in 1..=cuts {
             let delay = Some(random::of_seed(self.seed, cut, MAX_CUT_MS));
@@ -50,16 +50,17 @@ impl Soak<'_> {
                 return self.table.add_failure(tasks.name, &seed, &[folder]);
             }
         }
-        if !self.boot_and_cut(&folder, tasks.look, cuts + 1, None) {
+        if !self.boot_and_cut(&folder, tasks.check, cuts + 1, None) {
             return self.table.add_failure(tasks.name, &seed, &[folder]);
         }
-        let heard = read(&folder.join(HEARD))?.lines().count();
+        let acknowledged = read(&folder.join(ACKNOWLEDGED))?.lines().count();
         let Some((torn, lost)) = losses(&outputs(&folder.join("boots"))?, cuts) else {
-            say!("{}: some boots did not print their torn and lost sectors", tasks.name);
+            report!("{}: some boots did not print their torn and lost sectors", tasks.name);
             return self.table.add_failure(tasks.name, &seed, &[folder]);
         };
-        let result =
-            format!("{cuts} power cuts, {heard} flushes acknowledged; {torn} torn, {lost} lost");
+        let result = format!(
+            "{cuts} power cuts, {acknowledged} flushes acknowledged; {torn} torn, {lost} lost"
+        );
         self.table.add(tasks.name, &seed, &result)?;
         DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
     }
@@ -78,8 +79,9 @@ impl Soak<'_> {
             let arguments = arguments(folder, task, &seed, delay_ms);
             let end = boots.run(|| boot_on_copies(&boots, folder, &arguments))?;
             if end.code == 0 {
-                let mut heard = File::options().append(true).open(folder.join(HEARD))?;
-                heard.write_all(flushes(&boots.output()?).as_bytes())?;
+                let mut acknowledged =
+                    File::options().append(true).open(folder.join(ACKNOWLEDGED))?;
+                acknowledged.write_all(flushes(&boots.output()?).as_bytes())?;
             }
             Ok(end.code == 0)
         };
@@ -93,10 +95,12 @@ fn now(folder: &Path, disk: &str) -> String {
 
 fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Vec<String> {
     let (disk, nvdimm) = (now(folder, DISKS[0]), now(folder, DISKS[1]));
-    let heard = folder.join(HEARD).display().to_string();
-    let host = ["--disk", &disk, "--nvdimm-file", &nvdimm, "--timeout", TIMEOUT_S, "--put", &heard];
+    let acknowledged = folder.join(ACKNOWLEDGED).display().to_string();
+    let host =
+        ["--disk", &disk, "--nvdimm-file", &nvdimm, "--timeout", TIMEOUT_S, "--put", &acknowledged];
     let cut = delay_ms.map(|delay| ["--power-cut".to_owned(), format!("{CUT_LINE}:{delay}")]);
-    let soak = ["--", "env", "FORESHORE_TEST_DIR=/out/soak", "soak", "power", task, seed, HEARD];
+    let soak =
+        ["--", "env", "FORESHORE_TEST_DIR=/out/soak", "soak", "power", task, seed, ACKNOWLEDGED];
     let (host, soak) = (host.map(str::to_owned), soak.map(str::to_owned));
     host.into_iter().chain(cut.into_iter().flatten()).chain(soak).collect()
 }
@@ -132,9 +136,9 @@ fn outputs(folder: &Path) -> Result<String> {
 /// Adds up the lines `disk: ... 0 torn, 0 lost`. Returns `None` unless both disks have one such
 /// line after each cut.
 fn losses(output: &str, cuts: u32) -> Option<(u64, u64)> {
-    let losses_in = |place: &str| {
+    let losses_in = |medium: &str| {
         let counts = |line: &str| {
-            let words: Vec<_> = line.strip_prefix(place)?.split_whitespace().collect();
+            let words: Vec<_> = line.strip_prefix(medium)?.split_whitespace().collect();
             let [.., torn, "torn,", lost, "lost"] = words[..] else { return None };
             Some((torn.parse::<u64>().ok()?, lost.parse::<u64>().ok()?))
         };

@@ -14,9 +14,9 @@ use super::{Arguments, Clock, FOLDER, Soak};
 use crate::apt::Apt;
 use crate::checkout::{create_folder, list, read, remove_folder, write};
 use crate::host::CUT_OFF;
-use crate::host::place::load;
+use crate::host::host_kind::load;
 use crate::jobs;
-use crate::messages::{say, write_output};
+use crate::messages::{report, write_output};
 use crate::programs::{self, user_path};
 
 const HOST_MIB: u32 = 4096;
@@ -107,7 +107,7 @@ impl Soak<'_> {
             self.sum_up(workload, &folder.join(workload), &boots)?;
         }
         let load = load()?;
-        say!(
+        report!(
             "the tables, time series and plots are in {FOLDER}/pressure; load of this machine: {load}"
         );
         Ok(())
@@ -132,7 +132,7 @@ impl Soak<'_> {
             }
             boot += 1;
             let name = format!("{} {} {}", run.workload, run.dram, run.configs);
-            say!(
+            report!(
                 "THE EMULATION STOOD STILL with {name}: boot {boot} of at most {max_boots} begins"
             );
         };
@@ -208,7 +208,7 @@ fn plot(folder: &Path) -> Result<()> {
     for plot in plots {
         let mut gnuplot = programs::user("gnuplot");
         if !jobs::status(gnuplot.arg(&plot).current_dir(folder))?.success() {
-            say!("cannot draw {}", plot.display());
+            report!("cannot draw {}", plot.display());
         }
     }
     Ok(())

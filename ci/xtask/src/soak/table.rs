@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use crate::checkout::{Checkout, rename, write};
-use crate::messages::{say, write_output};
+use crate::messages::{report, write_output};
 
 pub(super) struct Table {
     path: PathBuf,
@@ -25,7 +25,7 @@ impl Table {
 
     pub(super) fn add(&mut self, name: &str, seed: &str, result: &str) -> Result<()> {
         self.text += &format!("{name:<28} {seed:<10} {result}\n");
-        say!("{name}, seed {seed}: {result}");
+        report!("{name}, seed {seed}: {result}");
         let new = self.path.with_extension("new");
         write(&new, &self.text)?;
         rename(&new, &self.path)

@@ -9,7 +9,7 @@ use crate::cargo;
 use crate::checkout::Checkout;
 use crate::host;
 use crate::jobs;
-use crate::messages::{attempt, say};
+use crate::messages::{attempt, report};
 use crate::names_resolve;
 use crate::programs;
 use crate::repository::Repository;
@@ -45,10 +45,10 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) {
 /// Runs a check and returns true if it passed. A check adds to the report only if it fails.
 fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -> bool {
     report.begin_step(name);
-    say!("{name}");
+    report!("{name}");
     let has_passed = attempt(work).unwrap_or(false);
     if !has_passed {
-        say!("{name}: FAILED");
+        report!("{name}: FAILED");
         report.add_failure(name);
     }
     has_passed
@@ -83,7 +83,7 @@ fn check_dependencies(checkout: &Checkout) -> Result<bool> {
 /// Cuts the power of emulated hosts. Skipped if commands run on this machine itself.
 pub(super) fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
     if host::is_direct()? {
-        say!("power cuts: skipped, the host is this machine");
+        report!("power cuts: skipped, the host is this machine");
         report.skipped += 1;
         return Ok(());
     }

@@ -16,10 +16,10 @@ use super::verdicts::Events;
 use crate::BAD_COMMAND_LINE;
 use crate::cargo;
 use crate::checkout::{Checkout, create_folder, remove_folder, rename};
-use crate::host::{ends, place};
+use crate::host::{ends, host_kind};
 use crate::images;
 use crate::jobs;
-use crate::messages::{attempt, refuse, say, write_output};
+use crate::messages::{attempt, refuse, report, write_output};
 use crate::programs;
 use crate::soak::in_lanes;
 
@@ -36,7 +36,7 @@ const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
 
 pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
-    say!("guest tests");
+    report!("guest tests");
     // Logs of an earlier run should not remain if this build fails.
     remove_folder(&checkout.ci(FOLDER))?;
     if attempt(|| build(checkout, report)).is_none() {
@@ -46,7 +46,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     report.begin_step("guest tests");
     let started = Instant::now();
     let tests = list(checkout, arguments)?;
-    let hosts = place::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
+    let hosts = host_kind::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
     let hosts = hosts.clamp(1, tests.len().max(1));
     let lanes = Lanes {
         checkout,
@@ -155,7 +155,7 @@ impl Host for EmulatedHost<'_> {
         ends::has_host_died(code, self.folder)
     }
 
-    fn keep_logs(&mut self, death: usize) -> Result<()> {
+    fn store_logs(&mut self, death: usize) -> Result<()> {
         for name in [ends::CONSOLE, ends::REGISTERS] {
             let path = self.folder.join(name);
             if path.exists() {

@@ -82,7 +82,7 @@ pub(super) trait Host {
     fn has_died(&self, code: u8) -> bool;
 
     /// Keeps the logs of a dead host. `death` numbers the deaths of this lane.
-    fn keep_logs(&mut self, death: usize) -> Result<()>;
+    fn store_logs(&mut self, death: usize) -> Result<()>;
 }
 
 /// Runs tests until every test has a verdict.
@@ -100,7 +100,7 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
             break code;
         }
         deaths += 1;
-        host.keep_logs(deaths)?;
+        host.store_logs(deaths)?;
         if left.is_empty() {
             log.add_line(&format!("{HOST_DEATH} the host after its last test"))?;
             break 0;
@@ -163,7 +163,7 @@ mod tests {
         has_died: bool,
         /// Tests that each boot received.
         tests: Vec<String>,
-        kept: Vec<usize>,
+        stored: Vec<usize>,
     }
 
     impl Host for Script {
@@ -179,8 +179,8 @@ mod tests {
             self.has_died
         }
 
-        fn keep_logs(&mut self, death: usize) -> Result<()> {
-            self.kept.push(death);
+        fn store_logs(&mut self, death: usize) -> Result<()> {
+            self.stored.push(death);
             self.has_died = false;
             Ok(())
         }
@@ -199,7 +199,7 @@ mod tests {
         let tests: Vec<_> = tests.split(' ').map(str::to_owned).collect();
         let boots: VecDeque<_> = boots.into_iter().collect();
         let count = boots.len();
-        let mut host = Script { boots, has_died: false, tests: Vec::new(), kept: Vec::new() };
+        let mut host = Script { boots, has_died: false, tests: Vec::new(), stored: Vec::new() };
         let mut log = Log::create(&path, 2, |line| {
             SHOWN.with_borrow_mut(|shown| shown.extend_from_slice(line));
         })
@@ -248,7 +248,7 @@ mod tests {
         let first = died("running 3 tests\ntest a ... ok (1.0 s)\ntes");
         let (host, log) = run("a b c", [first, ended(rest, 0)]);
         assert_eq!(host.tests, ["a b c", "b c"]);
-        assert_eq!(host.kept, [1]);
+        assert_eq!(host.stored, [1]);
         let death =
             "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\nrunning 2";
         assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
@@ -258,7 +258,7 @@ mod tests {
             log,
             "test a ... ok (1.0 s)\nTHE EMULATION BROKE the host after its last test\n"
         );
-        assert_eq!(host.kept, [1]);
+        assert_eq!(host.stored, [1]);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use clap::builder::NonEmptyStringValueParser;
 use rustix::fs::statvfs;
 
 use crate::checkout::{Checkout, create_folder};
-use crate::messages::{Refused, attempt, say, speak_as};
+use crate::messages::{Refused, attempt, report, with_task_name};
 use crate::setup;
 use report::Report;
 
@@ -62,7 +62,7 @@ impl Arguments {
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
-    speak_as("test", || {
+    with_task_name("test", || {
         let mut report = Report::new();
         report.begin_step("set-up");
         setup::ensure_set_up(checkout)?;
@@ -79,7 +79,7 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
 fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     if !checkout.path("target/debug").is_dir() {
         check_space(&checkout.ci(""), FIRST_RUN_BYTES)?;
-        say!(
+        report!(
             "the first run builds everything three times, for lints, tests and guests: up to 40 minutes on \
              two cores"
         );
@@ -122,7 +122,7 @@ fn run_guest_tests(checkout: &Checkout, arguments: &Arguments, report: &mut Repo
 /// Runs one part. Reports an error as a failure, so that results of other parts are kept.
 fn run_part(report: &mut Report, name: &str, part: impl FnOnce(&mut Report) -> Result<()>) {
     if attempt(|| part(report)).is_none() {
-        say!("{name}: FAILED");
+        report!("{name}: FAILED");
         report.add_failure(name);
     }
 }
@@ -146,9 +146,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         check_space(folder.path(), 1).unwrap();
         let error = check_space(folder.path(), u64::MAX).unwrap_err().to_string();
-        let place = folder.path().display();
+        let path = folder.path().display();
         let start =
-            format!("the first run needs 18446744073 GB of disk space in {place}, but only ");
+            format!("the first run needs 18446744073 GB of disk space in {path}, but only ");
         assert!(error.starts_with(&start), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::verdicts::{Boots, Events, Kind};
-use crate::messages::{say, write_errors, write_output};
+use crate::messages::{report, write_errors, write_output};
 
 /// Maximum number of suspects in a run. A suspect is a test that failed without signs of an
 /// emulation bug, and then passed in one more run.
@@ -67,15 +67,15 @@ impl Report {
         self.add_failures(failed.len(), failed.into_iter().map(str::to_owned));
         let unjudged = events.without_verdict(tests);
         if !unjudged.is_empty() {
-            let (judged, count) = (tests.len() - unjudged.len(), tests.len());
-            say!("guest tests: {judged} verdicts of {count} tests");
+            let (with_verdict, count) = (tests.len() - unjudged.len(), tests.len());
+            report!("guest tests: {with_verdict} verdicts of {count} tests");
             self.add_failures(unjudged.len(), unjudged);
         }
         let suspects = events.names(Kind::Suspect).len();
         if suspects > MAX_SUSPECTS {
             let failure =
                 format!("guest tests: {suspects} suspects, at most {MAX_SUSPECTS} are allowed");
-            say!("{failure}, FAILED");
+            report!("{failure}, FAILED");
             self.add_failure(&failure);
         }
         self.guests = Some(guests);
@@ -89,24 +89,24 @@ impl Report {
     /// error.
     pub(super) fn print(&self) {
         if let Some(guests) = &self.guests {
-            guests.notes().iter().for_each(|note| say!("{note}"));
+            guests.notes().iter().for_each(|note| report!("{note}"));
         }
-        say!("time of each step:");
+        report!("time of each step:");
         let mut text = format_steps(&self.steps, self.started.elapsed().as_secs());
         if let Some(guests) = &self.guests {
             text.push_str(&guests.times());
         }
         write_errors(text.as_bytes());
         if self.crash_images > 0 {
-            say!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
+            report!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
         }
         let blocks = self.guests.as_ref().map(|guests| (guests.events.blocks(), &guests.folder));
         if let Some((blocks, folder)) = blocks.filter(|(blocks, _)| !blocks.is_empty()) {
-            say!("output of failed and suspect guest tests (all of it: {folder}/host-*/log):");
+            report!("output of failed and suspect guest tests (all of it: {folder}/host-*/log):");
             write_errors(blocks.as_bytes());
         }
         if !self.failures.is_empty() {
-            say!("FAILED:");
+            report!("FAILED:");
             self.failures.iter().for_each(|name| write_errors(format!("  {name}\n").as_bytes()));
         }
         write_output(format!("{}\n", self.last_line()).as_bytes());

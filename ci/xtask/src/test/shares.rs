@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 
 /// Smallest share. A boot costs seconds, and fewer tests would not be worth one.
-const LEAST_SHARE: usize = 5;
+const MIN_SHARE: usize = 5;
 
 /// Tests that no host has taken yet.
 pub(super) struct Queue {
@@ -23,7 +23,7 @@ impl Queue {
     /// Takes half of an equal share of the remaining tests. A single host takes all of them.
     pub(super) fn next_share(&mut self) -> Vec<String> {
         let parts = if self.hosts == 1 { 1 } else { 2 * self.hosts };
-        let count = (self.tests.len() / parts).max(LEAST_SHARE).min(self.tests.len());
+        let count = (self.tests.len() / parts).max(MIN_SHARE).min(self.tests.len());
         self.tests.drain(..count).collect()
     }
 }

@@ -9,7 +9,7 @@ use super::report::Report;
 use crate::cargo;
 use crate::checkout::{Checkout, create_folder};
 use crate::jobs;
-use crate::messages::{Lines, attempt, say, write_output};
+use crate::messages::{Lines, attempt, report, write_output};
 use crate::root::IS_JOB;
 
 /// Package sets for separate test runs. The API clients need more features of hyper (Cargo.toml).
@@ -18,10 +18,10 @@ const PACKAGES: [&[&str]; 2] =
     [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
 /// Minimum number of images that the media simulator must have opened. Images are distinct within
 /// one operation or crash point (docs/design/testing.md).
-const LEAST_CRASH_IMAGES: u64 = 300_000;
+const MIN_CRASH_IMAGES: u64 = 300_000;
 
 pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
-    say!("unit tests");
+    report!("unit tests");
     create_folder(&checkout.ci(""))?;
     let path = checkout.ci("unit-tests.log");
     let file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
@@ -34,7 +34,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
         let build = ["test"].into_iter().chain(packages.iter().copied()).chain(["--no-run"]);
         let is_built = attempt(|| Ok(cargo::run(cargo::command(checkout, build))?.success()));
         if is_built != Some(true) {
-            say!("build of the unit tests: FAILED");
+            report!("build of the unit tests: FAILED");
             report.add_failure("build of the unit tests");
             return Ok(());
         }
@@ -47,18 +47,18 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
 
 fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
     if !results.skipped.is_empty() {
-        say!("unit tests that were skipped, whole or in part:");
+        report!("unit tests that were skipped, whole or in part:");
         results.skipped.iter().for_each(|skipped| eprintln!("  {skipped}"));
     }
     report.passed += results.passed.saturating_sub(results.skipped.len());
     report.skipped += results.ignored + results.skipped.len();
     report.crash_images = results.crash_images;
-    if results.crash_images < LEAST_CRASH_IMAGES {
+    if results.crash_images < MIN_CRASH_IMAGES {
         let opened = results.crash_images;
         let failure = format!(
-            "crash images (pools and BTTs): only {opened} of at least {LEAST_CRASH_IMAGES} were opened"
+            "crash images (pools and BTTs): only {opened} of at least {MIN_CRASH_IMAGES} were opened"
         );
-        say!("{failure}, FAILED");
+        report!("{failure}, FAILED");
         report.add_failure(&failure);
     }
     // A test program that aborts, or a documentation test that does not compile, prints no result
@@ -258,8 +258,8 @@ error: test failed, to rerun pass `-p foreshore --lib`
     #[test]
     fn too_few_crash_images_and_an_abort_without_result_are_failures() {
         let results = |crash_images| Results { passed: 5, crash_images, ..Results::default() };
-        assert_eq!(report(&results(LEAST_CRASH_IMAGES), true), "5 passed, 0 failed");
-        assert_eq!(report(&results(LEAST_CRASH_IMAGES - 1), true), "5 passed, 1 failed");
-        assert_eq!(report(&results(LEAST_CRASH_IMAGES), false), "5 passed, 1 failed");
+        assert_eq!(report(&results(MIN_CRASH_IMAGES), true), "5 passed, 0 failed");
+        assert_eq!(report(&results(MIN_CRASH_IMAGES - 1), true), "5 passed, 1 failed");
+        assert_eq!(report(&results(MIN_CRASH_IMAGES), false), "5 passed, 1 failed");
     }
 }

@@ -152,9 +152,10 @@ impl Events {
     }
 
     pub(super) fn without_verdict(&self, tests: &[String]) -> Vec<String> {
-        let judged = self.all.iter().filter(|event| event.is_verdict()).map(|event| &event.name);
-        let judged: HashSet<_> = judged.collect();
-        tests.iter().filter(|test| !judged.contains(test)).cloned().collect()
+        let with_verdict =
+            self.all.iter().filter(|event| event.is_verdict()).map(|event| &event.name);
+        let with_verdict: HashSet<_> = with_verdict.collect();
+        tests.iter().filter(|test| !with_verdict.contains(test)).cloned().collect()
     }
 
     /// Returns true if a test ended without a verdict from the runner.
@@ -165,9 +166,9 @@ impl Events {
 
     /// Returns times in seconds and names of the tests that report a time, slowest first.
     pub(super) fn times(&self) -> Vec<(f64, &str)> {
-        let judged = self.all.iter().filter(|event| event.is_verdict());
+        let with_verdict = self.all.iter().filter(|event| event.is_verdict());
         let mut times: Vec<_> =
-            judged.filter_map(|event| Some((event.times()?.0, &event.name[..]))).collect();
+            with_verdict.filter_map(|event| Some((event.times()?.0, &event.name[..]))).collect();
         times.sort_by(|one, other| other.0.total_cmp(&one.0));
         times
     }

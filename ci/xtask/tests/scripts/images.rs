@@ -132,10 +132,10 @@ fn add_hostile_files(tree: &Tree) -> Result<()> {
     tree.write("hostile/mke2fs.conf", FILE_SYSTEM_CONFIG, 0o644)
 }
 
-fn output(what: &str, command: &mut Command) -> Result<String> {
+fn output(description: &str, command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output()?;
     let text = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{what}: {}: {text}", output.status);
+    ensure!(output.status.success(), "{description}: {}: {text}", output.status);
     Ok(String::from_utf8(output.stdout)?)
 }
 

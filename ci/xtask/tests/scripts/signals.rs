@@ -133,13 +133,13 @@ impl Stubs {
 }
 
 /// Polls `value` until it returns a value.
-fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+fn wait_for<T>(description: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let started = Instant::now();
     loop {
         if let Some(value) = value()? {
             return Ok(value);
         }
-        ensure!(started.elapsed() < LIMIT, "Timed out waiting until {what}");
+        ensure!(started.elapsed() < LIMIT, "Timed out waiting until {description}");
         thread::sleep(Duration::from_millis(20));
     }
 }

@@ -10,9 +10,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 const PAGE_BYTES: usize = 4096;
 /// Maximum number of buffers that are kept for later requests. Reusing a buffer avoids allocating
 /// and zeroing a new one.
-const KEPT_MAX: usize = 32;
+const MAX_POOLED_BUFFERS: usize = 32;
 /// Maximum number of pages in all kept buffers.
-const KEPT_PAGES_MAX: usize = 2048;
+const MAX_POOLED_PAGES: usize = 2048;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
@@ -71,7 +71,7 @@ impl Buffers {
     /// Keeps a buffer for reuse.
     pub fn put(&mut self, buffer: Buffer) {
         let pages = buffer.pages.len();
-        if self.free.len() < KEPT_MAX && self.free_pages + pages <= KEPT_PAGES_MAX {
+        if self.free.len() < MAX_POOLED_BUFFERS && self.free_pages + pages <= MAX_POOLED_PAGES {
             self.free.push(buffer.pages);
             self.free_pages += pages;
         }
@@ -110,13 +110,13 @@ mod tests {
     }
 
     #[test]
-    fn number_of_kept_buffers_is_limited() {
+    fn number_of_pooled_buffers_is_limited() {
         let mut buffers = Buffers::default();
-        for (len, kept) in [(1 << 20, KEPT_PAGES_MAX / 256), (4096, KEPT_MAX)] {
-            let many: Vec<_> = (0..2 * KEPT_MAX).map(|_| buffers.take(len)).collect();
+        for (len, pooled) in [(1 << 20, MAX_POOLED_PAGES / 256), (4096, MAX_POOLED_BUFFERS)] {
+            let many: Vec<_> = (0..2 * MAX_POOLED_BUFFERS).map(|_| buffers.take(len)).collect();
             many.into_iter().for_each(|buffer| buffers.put(buffer));
-            assert_eq!(buffers.free.len(), kept);
-            assert!(buffers.free_pages <= KEPT_PAGES_MAX);
+            assert_eq!(buffers.free.len(), pooled);
+            assert!(buffers.free_pages <= MAX_POOLED_PAGES);
             buffers = Buffers::default();
         }
     }

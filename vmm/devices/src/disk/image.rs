@@ -387,10 +387,10 @@ impl BlockDevice for RawImage {
         if now_bytes < wanted_bytes {
             if !self.is_file {
                 let reason = format!("the device has {now_bytes} bytes, not {wanted_bytes}");
-                return Err(ResizeError::NotHere(reason));
+                return Err(ResizeError::Unsupported(reason));
             }
             if self.geometry.read_only {
-                return Err(ResizeError::NotHere("it is read-only".to_owned()));
+                return Err(ResizeError::Unsupported("it is read-only".to_owned()));
             }
             self.file.set_len(wanted_bytes).map_err(failed)?;
         }
@@ -453,7 +453,7 @@ mod tests {
 
     #[test]
     fn physical_blocks_are_at_least_pages() {
-        for (says, used) in [
+        for (reported, used) in [
             (0, 4096),
             (512, 4096),
             (4096, 4096),
@@ -461,7 +461,7 @@ mod tests {
             (1 << 30, 1 << 20),
             (12288, 4096),
         ] {
-            assert_eq!(usable_physical_bytes(says), used, "{says}");
+            assert_eq!(usable_physical_bytes(reported), used, "{reported}");
         }
     }
 }

@@ -49,7 +49,7 @@ pub enum ResizeError {
     },
     /// The disk must be resized in another way.
     #[error("{0}")]
-    NotHere(String),
+    Unsupported(String),
     #[error("cannot resize its file to {wanted_bytes} bytes: {source}")]
     Io {
         /// Requested size.

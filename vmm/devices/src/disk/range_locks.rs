@@ -128,7 +128,7 @@ mod tests {
         let shared = try_lock(0..4096, Access::Shared).unwrap();
         let second = try_lock(512..1024, Access::Shared).unwrap();
         assert!(try_lock(4095..4096, Access::Exclusive).is_none());
-        let beside = try_lock(4096..8192, Access::Exclusive).unwrap();
+        let adjacent = try_lock(4096..8192, Access::Exclusive).unwrap();
         for access in [Access::Shared, Access::Exclusive] {
             for range in [8191..9000, 4000..4097] {
                 assert!(try_lock(range, access).is_none(), "{access:?}");
@@ -137,7 +137,7 @@ mod tests {
         drop((shared, second));
         assert!(event.read().is_ok(), "the waiting ring was not woken");
         let alone = try_lock(0..4096, Access::Exclusive).unwrap();
-        drop((beside, alone));
+        drop((adjacent, alone));
         assert!(try_lock(0..u64::MAX, Access::Exclusive).is_some());
     }
 

@@ -40,7 +40,7 @@ const RETRIES_MAX: u32 = 100;
 /// Method of zeroing a range. The VMM tries the methods in turn, because support depends on the
 /// file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum ZeroMethod {
     /// Deallocate the blocks of the range.
     Punch,
     /// Let the file system mark the blocks as zero.
@@ -54,7 +54,7 @@ struct Running {
     /// Completed bytes of the step. A transfer may be shorter than requested.
     done: usize,
     /// Method of zeroing, for a step that writes zeros.
-    way: Way,
+    method: ZeroMethod,
     retries: u32,
     /// Lock of the range that the step changes. The lock excludes unaligned steps.
     guard: Option<RangeGuard>,
@@ -69,9 +69,9 @@ pub struct Uring {
     /// Steps in flight, by token. The kernel uses their buffers, so the steps are kept here until
     /// they are completed.
     running: Vec<Option<Running>>,
-    under_way: usize,
+    in_flight: usize,
     /// Set if some of these steps were not submitted to the kernel yet.
-    untold: bool,
+    has_unsubmitted: bool,
     /// Set if completions currently raise the event.
     armed: bool,
     done: VecDeque<Done>,
@@ -106,8 +106,8 @@ impl Uring {
             event,
             image,
             running,
-            under_way: 0,
-            untold: false,
+            in_flight: 0,
+            has_unsubmitted: false,
             armed: false,
             done: VecDeque::new(),
             deferred: VecDeque::new(),
@@ -140,8 +140,8 @@ impl Uring {
         let entry = entry.user_data(token as u64);
         assert!(self.running[token].is_none(), "token {token} was used twice");
         self.running[token] = Some(running);
-        self.under_way += 1;
-        self.untold = true;
+        self.in_flight += 1;
+        self.has_unsubmitted = true;
         // SAFETY: the entry points either into a buffer in `running`, which is kept until the step
         // is completed, or into the zeros in `self`. Dropping `self` waits for all completions.
         // Both are on the heap and do not move.
@@ -172,10 +172,10 @@ impl Uring {
                 Some(opcode::Fsync::new(IMAGE).flags(types::FsyncFlags::DATASYNC).build())
             }
             Step::Discard(range) if range.len_bytes() > 0 => allocate(range, PUNCH),
-            Step::WriteZeroes(range, _) if range.len_bytes() > 0 => match running.way {
-                Way::Punch => allocate(range, PUNCH),
-                Way::Zero => allocate(range, ZERO),
-                Way::Write => {
+            Step::WriteZeroes(range, _) if range.len_bytes() > 0 => match running.method {
+                ZeroMethod::Punch => allocate(range, PUNCH),
+                ZeroMethod::Zero => allocate(range, ZERO),
+                ZeroMethod::Write => {
                     // A new buffer is zeroed, and this one is never written to.
                     let zeros =
                         self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
@@ -208,7 +208,7 @@ impl Uring {
         let queue = std::thread::current().name().unwrap_or_default().to_owned();
         warn!(queue, "io_uring failed; the queue transfers one request at a time from now on");
         // 1. Wait for the steps that the kernel has accepted, and process their results.
-        while self.under_way > self.ring.submission().len() {
+        while self.in_flight > self.ring.submission().len() {
             let completed = self.completed();
             if completed.is_empty() {
                 std::thread::yield_now();
@@ -229,7 +229,7 @@ impl Uring {
                 self.deferred.push_back((token, running.step));
             }
         }
-        (self.under_way, self.untold, self.is_given_up) = (0, false, true);
+        (self.in_flight, self.has_unsubmitted, self.is_given_up) = (0, false, true);
     }
 
     /// Executes one deferred step, unless another step is changing the same blocks. Returns true if
@@ -257,7 +257,7 @@ impl Uring {
                 (token, running[token].take().expect("a step in progress"), completion.result())
             })
             .collect();
-        self.under_way -= completed.len();
+        self.in_flight -= completed.len();
         #[cfg(test)]
         let completed = self.interrupted(completed);
         completed
@@ -297,8 +297,8 @@ fn restrict(ring: &IoUring, image: &RawImage) -> io::Result<()> {
 
 impl Running {
     fn new(step: Step, unmaps: bool) -> Self {
-        let way = if unmaps { Way::Punch } else { Way::Zero };
-        Self { step, done: 0, way, retries: 0, guard: None }
+        let method = if unmaps { ZeroMethod::Punch } else { ZeroMethod::Zero };
+        Self { step, done: 0, method, retries: 0, guard: None }
     }
 
     /// Processes the kernel's result. Returns `None` if the step is not complete.
@@ -317,14 +317,18 @@ impl Running {
             // Ignoring a discard is allowed, because it is a hint (5.2.6.2). Zeroing is mandatory.
             (Step::Discard(_), result) if result == -libc::EOPNOTSUPP => Some(Ok(())),
             (Step::WriteZeroes(..), result)
-                if result == -libc::EOPNOTSUPP && self.way != Way::Write =>
+                if result == -libc::EOPNOTSUPP && self.method != ZeroMethod::Write =>
             {
-                self.way = if self.way == Way::Punch { Way::Zero } else { Way::Write };
+                self.method = if self.method == ZeroMethod::Punch {
+                    ZeroMethod::Zero
+                } else {
+                    ZeroMethod::Write
+                };
                 None
             }
             (_, ..0) => error(),
             (Step::Flush | Step::Discard(_), _) => Some(Ok(())),
-            (Step::WriteZeroes(..), _) if self.way != Way::Write => Some(Ok(())),
+            (Step::WriteZeroes(..), _) if self.method != ZeroMethod::Write => Some(Ok(())),
             // The file was truncated, or its file system is full.
             (Step::Read(..), 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
             (Step::Write(..) | Step::WriteZeroes(..), 0) => {
@@ -350,7 +354,7 @@ impl Executor for Uring {
     }
 
     fn begin(&mut self) -> bool {
-        if std::mem::take(&mut self.untold) {
+        if std::mem::take(&mut self.has_unsubmitted) {
             // Steps that complete immediately, for example reads from the page cache, need no
             // event.
             if std::mem::take(&mut self.armed) {
@@ -370,7 +374,7 @@ impl Executor for Uring {
     }
 
     fn arm(&mut self) -> bool {
-        if !self.armed && self.under_way > 0 {
+        if !self.armed && self.in_flight > 0 {
             self.ring.completion().enable_eventfd();
             self.armed = true;
             // Ensures that the check below sees completions that raised no event.
@@ -400,10 +404,10 @@ impl Executor for Uring {
         if !self.is_given_up {
             self.begin();
         }
-        while self.under_way > 0 {
+        while self.in_flight > 0 {
             // Submits repeated flushes. Abandons the ring if the kernel refuses them.
             self.submit();
-            if self.under_way == 0 {
+            if self.in_flight == 0 {
                 break;
             }
             if let Err(err) = self.ring.submit_and_wait(1)

@@ -81,8 +81,8 @@ fn assert_done(file: &File, done: &[Done]) {
         _ if (2 * MIB + 512..4 * MIB + 512).contains(&at) || (5 * MIB..7 * MIB).contains(&at) => 0,
         _ => 7,
     };
-    let wrong = bytes.iter().zip(0..).find(|(byte, at)| **byte != expected(*at));
-    assert_eq!(wrong, None, "byte and place");
+    let mismatch = bytes.iter().zip(0..).find(|(byte, at)| **byte != expected(*at));
+    assert_eq!(mismatch, None, "byte and place");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn ring_executes_steps_of_all_kinds() {
 }
 
 /// Replaces the descriptor of the ring, so that every later system call on the ring fails.
-fn take_away(ring: &Uring) {
+fn break_ring(ring: &Uring) {
     let null = File::open("/dev/null").unwrap();
     // SAFETY: both descriptors are open. The ring's memory remains mapped, and the kernel no longer
     // reads it.
@@ -108,7 +108,7 @@ fn steps_are_executed_by_calls_after_the_ring_fails() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
-    take_away(&ring);
+    break_ring(&ring);
     let done = carry_out(&mut ring, steps());
     assert!(ring.is_given_up());
     assert_done(&file, &done);
@@ -204,7 +204,7 @@ fn interrupted_flush_is_repeated_by_a_call_if_the_ring_fails_during_draining() {
         std::thread::yield_now();
     }
     ring.interruptions = 1;
-    take_away(&ring);
+    break_ring(&ring);
     let done = ring.drain();
     assert!(ring.is_given_up() && ring.interruptions == 0);
     assert!(done.len() == 1 && done[0].result.is_ok());
@@ -214,7 +214,7 @@ fn interrupted_flush_is_repeated_by_a_call_if_the_ring_fails_during_draining() {
 fn draining_has_a_result_for_each_flush_that_the_ring_did_not_take() {
     let (_file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
-    take_away(&ring);
+    break_ring(&ring);
     (0..3).for_each(|token| ring.add(token, Step::Flush));
     ring.add(3, Step::Write(0, buffer(512, 1)));
     let done = ring.drain();
@@ -257,16 +257,16 @@ fn failed_flush_is_always_an_error() {
 fn zeroing_tries_three_methods_and_discard_is_a_hint() {
     let no = -libc::EOPNOTSUPP;
     let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
-    for way in [Way::Punch, Way::Zero] {
-        assert_eq!(zeros.way, way);
+    for method in [ZeroMethod::Punch, ZeroMethod::Zero] {
+        assert_eq!(zeros.method, method);
         assert_eq!(outcome(&mut zeros, no), None);
     }
-    assert_eq!(zeros.way, Way::Write);
+    assert_eq!(zeros.method, ZeroMethod::Write);
     assert_eq!(outcome(&mut zeros, 512), None);
     assert_eq!(outcome(&mut zeros, 4096 - 512), Some(Ok(())));
     let mut zeros =
         Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Forbidden), false);
-    assert_eq!(zeros.way, Way::Zero);
+    assert_eq!(zeros.method, ZeroMethod::Zero);
     assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "fallocate returns 0 for the whole range");
     let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     assert_eq!(outcome(&mut zeros, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));

@@ -43,7 +43,7 @@ impl Bounds {
 pub(super) enum Verdict {
     Emit,
     /// The event equals the last one that was sent or withheld.
-    Known,
+    Repeated,
     /// The allowance is used up. The event is sent later, unless another event replaces it.
     Withhold,
 }
@@ -60,7 +60,7 @@ struct Account<E> {
     /// Number of events that may still be sent.
     left: u32,
     /// The next event does not use the allowance, because a client requested the change.
-    is_asked: bool,
+    is_requested: bool,
     /// Start of the current span. At the end of the span, `left` increases by one.
     since: Instant,
     /// Last event that was sent. Stored only for zones.
@@ -76,14 +76,14 @@ impl<E: Clone + PartialEq> Limiter<E> {
     }
 
     /// Decides whether to send an event. If the verdict is `Emit`, the event counts as sent.
-    pub(super) fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
+    pub(super) fn admit(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
         let (bounds, is_zone) = (self.bounds, matches!(source, Source::Zone(_)));
         let account = self.account(source, now);
-        if is_zone && !account.is_asked && account.knows(event) {
-            return Verdict::Known;
+        if is_zone && !account.is_requested && account.repeats(event) {
+            return Verdict::Repeated;
         }
         account.refill(bounds, now);
-        if !std::mem::take(&mut account.is_asked) {
+        if !std::mem::take(&mut account.is_requested) {
             let Some(left) = account.left.checked_sub(1) else {
                 account.withheld = Some(event.clone());
                 return Verdict::Withhold;
@@ -97,9 +97,9 @@ impl<E: Clone + PartialEq> Limiter<E> {
 
     /// Records that a client made a request to a source. The next event is sent even if it repeats
     /// the last one.
-    pub(super) fn ask(&mut self, source: Source, now: Instant) {
+    pub(super) fn record_request(&mut self, source: Source, now: Instant) {
         let account = self.account(source, now);
-        (account.is_asked, account.last) = (true, None);
+        (account.is_requested, account.last) = (true, None);
     }
 
     /// Time when the next withheld event may be sent. `None` if no event is withheld.
@@ -140,7 +140,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     pub(super) fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Kind(..)) {
-                (account.last, account.withheld, account.is_asked) = (None, None, false);
+                (account.last, account.withheld, account.is_requested) = (None, None, false);
             }
         }
     }
@@ -153,7 +153,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
         }
         self.accounts.entry(source).or_insert_with(|| Account {
             left: bounds.burst,
-            is_asked: false,
+            is_requested: false,
             since: now,
             last: None,
             withheld: None,
@@ -163,7 +163,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
 
 impl<E: PartialEq> Account<E> {
     /// Returns true if the event repeats the last one that was or will be sent.
-    fn knows(&mut self, event: &E) -> bool {
+    fn repeats(&mut self, event: &E) -> bool {
         if self.withheld.as_ref() == Some(event) {
             return true;
         }
@@ -187,7 +187,7 @@ impl<E: PartialEq> Account<E> {
     fn is_as_new(&mut self, bounds: Bounds, now: Instant) -> bool {
         self.refill(bounds, now);
         self.left == bounds.burst
-            && !self.is_asked
+            && !self.is_requested
             && self.last.is_none()
             && self.withheld.is_none()
     }

@@ -153,7 +153,7 @@ pub struct Watcher {
 
 /// Next item that a watcher receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Seen {
+pub enum WatcherItem {
     Event(Arc<EmittedEvent>),
     /// Number of lost events.
     Lost(u64),
@@ -196,13 +196,13 @@ impl Events {
     pub fn emit_of_guest(&self, event: Event<'_>) {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
-        match limiter.hear(event.concerns(), &message, Instant::now()) {
+        match limiter.admit(event.concerns(), &message, Instant::now()) {
             Verdict::Emit => {
                 let sent = self.send(message);
                 drop(limiter);
                 sent.log_of_guest();
             }
-            Verdict::Known => {}
+            Verdict::Repeated => {}
             Verdict::Withhold => {
                 self.counters.withheld.fetch_add(1, Ordering::Relaxed);
                 self.withheld.notify_one();
@@ -213,7 +213,7 @@ impl Events {
     /// Records that a client requested a new size for a zone. The result is sent even if it equals
     /// the last event.
     pub fn expect_of_zone(&self, zone: &str) {
-        self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
+        self.limiter.lock().record_request(Source::Zone(zone.to_owned()), Instant::now());
     }
 
     /// Records the end of a machine. Withheld events of its devices and memory are dropped. The
@@ -268,26 +268,26 @@ impl Events {
 
 impl Watcher {
     /// Waits for the next event. Returns `None` at the end of the stream.
-    pub async fn next(&mut self) -> Option<Seen> {
+    pub async fn next(&mut self) -> Option<WatcherItem> {
         let received = self.queue.recv().await;
-        self.seen(received)
+        self.item(received)
     }
 
     /// Same as [`Self::next`], for a thread that may block.
-    fn next_blocking(&mut self) -> Option<Seen> {
+    fn next_blocking(&mut self) -> Option<WatcherItem> {
         let received = self.queue.blocking_recv();
-        self.seen(received)
+        self.item(received)
     }
 
-    fn seen(
+    fn item(
         &self,
         received: Result<Option<Arc<EmittedEvent>>, broadcast::error::RecvError>,
-    ) -> Option<Seen> {
+    ) -> Option<WatcherItem> {
         match received {
-            Ok(emitted) => emitted.map(Seen::Event),
+            Ok(emitted) => emitted.map(WatcherItem::Event),
             Err(broadcast::error::RecvError::Lagged(count)) => {
                 self.counters.add_lost(count);
-                Some(Seen::Lost(count))
+                Some(WatcherItem::Lost(count))
             }
             Err(broadcast::error::RecvError::Closed) => None,
         }
@@ -323,19 +323,19 @@ mod tests {
             events.emit(Event::VmBooting);
             let mut watcher = events.watch();
             events.emit(Event::VmBooted);
-            let seen = watcher.next().await;
+            let item = watcher.next().await;
             assert!(
-                matches!(&seen, Some(Seen::Event(emitted)) if emitted.event == "booted"),
-                "{seen:?}"
+                matches!(&item, Some(WatcherItem::Event(emitted)) if emitted.event == "booted"),
+                "{item:?}"
             );
             for _ in 0..QUEUED + 7 {
                 events.emit(Event::VmResizing);
             }
-            assert_eq!(watcher.next().await, Some(Seen::Lost(7)));
+            assert_eq!(watcher.next().await, Some(WatcherItem::Lost(7)));
             events.end();
             let mut left = 0;
-            while let Some(seen) = watcher.next().await {
-                left += usize::from(matches!(seen, Seen::Event(_)));
+            while let Some(item) = watcher.next().await {
+                left += usize::from(matches!(item, WatcherItem::Event(_)));
             }
             // The end marker has displaced one event.
             assert_eq!(left, QUEUED - 1);
@@ -348,7 +348,7 @@ mod tests {
     async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
         events.end();
         let mut names = Vec::new();
-        while let Some(Seen::Event(emitted)) = watcher.next().await {
+        while let Some(WatcherItem::Event(emitted)) = watcher.next().await {
             names.push(emitted.event);
         }
         names
@@ -366,7 +366,7 @@ mod tests {
             }
             // On a slow machine, some of the other events are sent as well.
             loop {
-                let Some(Seen::Event(emitted)) = watcher.next().await else {
+                let Some(WatcherItem::Event(emitted)) = watcher.next().await else {
                     panic!("no event was expected")
                 };
                 if emitted.properties.as_ref().unwrap()["plugged_bytes"] == "99" {

@@ -12,7 +12,7 @@ use thiserror::Error;
 use tracing::{debug, warn};
 
 use super::EventMonitor;
-use super::{EmittedEvent, Events, Seen, Watcher};
+use super::{EmittedEvent, Events, Watcher, WatcherItem};
 use crate::output_file::admit;
 use crate::standard_stream;
 
@@ -84,15 +84,15 @@ fn set_nonblocking(file: &File) -> io::Result<()> {
 }
 
 fn write_all(mut file: File, mut watcher: Watcher) {
-    while let Some(seen) = watcher.next_blocking() {
-        match seen {
-            Seen::Event(event) => {
+    while let Some(item) = watcher.next_blocking() {
+        match item {
+            WatcherItem::Event(event) => {
                 if let Err(error) = write(&mut file, &event) {
                     watcher.counters.add_lost(1);
                     debug!(%error, event = event.event, "Event lost");
                 }
             }
-            Seen::Lost(count) => debug!(count, "Events lost"),
+            WatcherItem::Lost(count) => debug!(count, "Events lost"),
         }
     }
 }

@@ -65,7 +65,7 @@ pub struct FileLimits {
 pub const DEFAULT_MAX_SIZE: u64 = 64 << 20;
 
 /// Smallest size limit. With a smaller limit, nearly every write would rename the file.
-const LEAST_MAX_SIZE: u64 = 64 << 10;
+const MIN_MAX_SIZE: u64 = 64 << 10;
 
 /// Default rate limit of a console's output file, in bytes per second. A guest that never stops
 /// writing can write 84 GiB a day at this rate.
@@ -74,7 +74,7 @@ pub const DEFAULT_MAX_RATE: u64 = 1 << 20;
 /// Lowest rate limit in bytes per second. A guest waits until a write of 64 KiB is allowed.
 /// Meanwhile, Linux spins with interrupts disabled (__send_to_port in
 /// drivers/char/virtio_console.c).
-pub const LEAST_MAX_RATE: u64 = 1 << 20;
+pub const MIN_MAX_RATE: u64 = 1 << 20;
 
 impl ConsoleConfig {
     /// Default for COM1: a device whose output is discarded.
@@ -125,8 +125,8 @@ impl ConsoleConfig {
                 format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
             return Err(ConfigError::Conflict { flag, reason });
         }
-        self.check_file_limit(flag, "max_size", self.max_size, LEAST_MAX_SIZE)?;
-        self.check_file_limit(flag, "max_rate", self.max_rate, LEAST_MAX_RATE)?;
+        self.check_file_limit(flag, "max_size", self.max_size, MIN_MAX_SIZE)?;
+        self.check_file_limit(flag, "max_rate", self.max_rate, MIN_MAX_RATE)?;
         self.socket.as_ref().map_or(Ok(()), |path| check_path(flag, path))
     }
 }

@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
 use super::Lost;
-use super::config::LEAST_MAX_RATE;
+use super::config::MIN_MAX_RATE;
 use super::file_rate::{BURST_BYTES, FileThrottle};
 
 /// Capacity of the queue in bytes: more than the output of a boot.
@@ -22,13 +22,13 @@ const STEP_LEN_MAX: usize = 64 << 10;
 /// Time that a guest waits for the disk when the queue is full. After it, the disk counts as
 /// stalled. Linux delays a process that writes too fast by a fifth of a second at a time (MAX_PAUSE
 /// in mm/page-writeback.c).
-const PATIENCE: Duration = Duration::from_secs(1);
+const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that the VM's shutdown waits for a disk that makes no progress.
 const LINGER: Duration = Duration::from_secs(10);
 
 // Waiting for the rate limit must not look like a stalled disk.
 const _: () =
-    assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
+    assert!(STEP_LEN_MAX as u128 * 1000 / MIN_MAX_RATE as u128 * 10 < STALL_TIMEOUT.as_millis());
 // The token bucket could never allow a longer step.
 const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 
@@ -48,7 +48,7 @@ struct Shared {
     /// Notified when bytes are queued or the queue is closed.
     sent: Condvar,
     /// Notified when the thread has removed bytes from the queue or has ended.
-    taken: Condvar,
+    drained: Condvar,
     /// Notified when the queue is closed.
     closed: Condvar,
 }
@@ -59,7 +59,7 @@ struct Queue {
     /// Set if a sender has timed out and the disk has made no progress since.
     is_stalled: bool,
     /// Lost output that was not reported yet.
-    untold: Lost,
+    unreported: Lost,
     /// Set if no more bytes will be queued.
     is_closed: bool,
     /// Set if all output is written.
@@ -88,7 +88,7 @@ impl DiskFile {
     /// thread, only once and for one second. After that, output that does not fit into the queue is
     /// lost.
     pub(super) fn send(&self, data: &[u8]) -> Lost {
-        let Shared { queue, sent, taken, .. } = &*self.shared;
+        let Shared { queue, sent, drained, .. } = &*self.shared;
         let (mut queue, mut rest) = (queue.lock(), data);
         loop {
             let (next, more) = rest.split_at(rest.len().min(LEN_MAX - queue.bytes.len()));
@@ -98,12 +98,12 @@ impl DiskFile {
             if rest.is_empty() || queue.is_stalled {
                 break;
             }
-            let in_vain = taken.wait_for(&mut queue, PATIENCE).timed_out();
+            let timed_out = drained.wait_for(&mut queue, STALL_TIMEOUT).timed_out();
             // The disk may have made progress just before the timeout.
-            queue.is_stalled = in_vain && queue.bytes.len() == LEN_MAX;
+            queue.is_stalled = timed_out && queue.bytes.len() == LEN_MAX;
         }
-        let untold = std::mem::take(&mut queue.untold);
-        Lost { len: untold.len + rest.len(), error: untold.error }
+        let unreported = std::mem::take(&mut queue.unreported);
+        Lost { len: unreported.len + rest.len(), error: unreported.error }
     }
 
     /// Returns true if [`Self::send`] may have to wait.
@@ -121,7 +121,7 @@ impl Drop for DiskFile {
         self.shared.sent.notify_one();
         self.shared.closed.notify_one();
         while !queue.is_done {
-            if self.shared.taken.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
+            if self.shared.drained.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
                 warn!(
                     path = ?self.path,
                     bytes = queue.bytes.len(),
@@ -140,8 +140,8 @@ impl Drop for DiskFile {
 
 impl Shared {
     fn new(throttle: Option<FileThrottle>) -> Self {
-        let (queue, sent, taken, closed) = Default::default();
-        Self { throttle, queue, sent, taken, closed }
+        let (queue, sent, drained, closed) = Default::default();
+        Self { throttle, queue, sent, drained, closed }
     }
 
     fn write_to(&self, mut file: impl Write) {
@@ -159,8 +159,8 @@ impl Shared {
                 }
             };
             if error.is_some() {
-                let untold = &mut self.queue.lock().untold;
-                *untold = Lost { len: untold.len + rest.len(), error };
+                let unreported = &mut self.queue.lock().unreported;
+                *unreported = Lost { len: unreported.len + rest.len(), error };
             }
         }
     }
@@ -174,7 +174,7 @@ impl Shared {
         let len = self.wait_for_rate(&mut queue);
         let data: Vec<u8> = queue.bytes.drain(..len).collect();
         (queue.is_stalled, queue.is_done) = (false, data.is_empty());
-        self.taken.notify_one();
+        self.drained.notify_one();
         Some(data).filter(|data| !data.is_empty())
     }
 
@@ -215,14 +215,14 @@ mod tests {
 
     /// Fake disk that needs the test's permission for each write, and reports each write.
     struct Disk {
-        lets: Receiver<io::Result<()>>,
+        results: Receiver<io::Result<()>>,
         written: Sender<Vec<u8>>,
     }
 
     impl Write for Disk {
         fn write(&mut self, data: &[u8]) -> io::Result<usize> {
             // After the test has dropped its end, no permission is needed.
-            self.lets.recv().unwrap_or(Ok(()))?;
+            self.results.recv().unwrap_or(Ok(()))?;
             // The test may have dropped its end.
             let _ = self.written.send(data.to_vec());
             Ok(data.len())
@@ -234,9 +234,13 @@ mod tests {
     }
 
     fn disk() -> (Sender<io::Result<()>>, Receiver<Vec<u8>>, DiskFile) {
-        let (hold, lets) = channel();
-        let (written, seen) = channel();
-        (hold, seen, DiskFile::start(Path::new("disk"), Disk { lets, written }, None).unwrap())
+        let (hold, results) = channel();
+        let (written, written_chunks) = channel();
+        (
+            hold,
+            written_chunks,
+            DiskFile::start(Path::new("disk"), Disk { results, written }, None).unwrap(),
+        )
     }
 
     /// Creates a file with a rate limit, on a disk that is always ready.
@@ -248,11 +252,11 @@ mod tests {
         let bucket = Arc::new(Mutex::new(TokenBucket::full(burst, rate, Instant::now())));
         let metrics = Arc::new(ConsoleFileMetrics::default());
         let throttle = FileThrottle::new(bucket, Arc::clone(&metrics));
-        let (lets, (written, seen)) = (channel().1, channel());
+        let (results, (written, written_chunks)) = (channel().1, channel());
         (
             metrics,
-            seen,
-            DiskFile::start(Path::new("disk"), Disk { lets, written }, Some(throttle)).unwrap(),
+            written_chunks,
+            DiskFile::start(Path::new("disk"), Disk { results, written }, Some(throttle)).unwrap(),
         )
     }
 
@@ -262,7 +266,7 @@ mod tests {
 
     #[test]
     fn stalled_disk_delays_once_and_losses_are_counted() {
-        let (hold, seen, file) = disk();
+        let (hold, written_chunks, file) = disk();
         assert_eq!(file.send(b"x").len, 0);
         // The first byte may still be in the queue, or may have been passed to the disk.
         let sent = text(LEN_MAX + STEP_LEN_MAX + 2);
@@ -272,14 +276,14 @@ mod tests {
         assert!(file.is_full());
         drop(hold);
         drop(file);
-        let written = seen.iter().collect::<Vec<_>>().concat();
+        let written = written_chunks.iter().collect::<Vec<_>>().concat();
         assert_eq!(written[0], b'x');
         assert!(written[1..] == sent[..sent.len() - lost], "the remaining output is out of order");
     }
 
     #[test]
     fn writer_faster_than_disk_is_throttled_without_loss() {
-        let (hold, seen, file) = disk();
+        let (hold, written_chunks, file) = disk();
         let sent = text(3 * LEN_MAX);
         let sending = std::thread::spawn({
             let sent = sent.clone();
@@ -289,7 +293,7 @@ mod tests {
         while written.len() < sent.len() {
             // Sending fails if the disk's thread has already ended.
             let _ = hold.send(Ok(()));
-            written.extend(seen.recv().unwrap());
+            written.extend(written_chunks.recv().unwrap());
         }
         assert_eq!(sending.join().unwrap(), 0);
         assert!(written == sent);
@@ -297,7 +301,7 @@ mod tests {
 
     #[test]
     fn write_error_is_reported_by_the_next_send_and_output_continues() {
-        let (hold, seen, file) = disk();
+        let (hold, written_chunks, file) = disk();
         file.send(b"one");
         hold.send(Err(io::ErrorKind::StorageFull.into())).unwrap();
         hold.send(Ok(())).unwrap();
@@ -305,34 +309,34 @@ mod tests {
         let lost = (0..).map(|_| file.send(b"")).find(|lost| lost.len > 0).unwrap();
         assert_eq!((lost.len, lost.error.unwrap().kind()), (3, io::ErrorKind::StorageFull));
         assert_eq!(file.send(b"two").len, 0);
-        assert_eq!(seen.recv().unwrap(), b"two");
+        assert_eq!(written_chunks.recv().unwrap(), b"two");
     }
 
     #[test]
     fn drop_waits_until_all_output_is_written() {
-        let (hold, seen, file) = disk();
+        let (hold, written_chunks, file) = disk();
         file.send(b"Power down");
         let ending = std::thread::spawn(move || drop(file));
         hold.send(Ok(())).unwrap();
         ending.join().unwrap();
-        assert_eq!(seen.try_recv().unwrap(), b"Power down");
+        assert_eq!(written_chunks.try_recv().unwrap(), b"Power down");
     }
 
     #[test]
     fn output_beyond_the_burst_waits_for_the_rate_until_the_file_is_closed() {
         // A rate that is too low to refill tokens during the test.
         const BURST: usize = 2 * STEP_LEN_MAX;
-        let (metrics, seen, file) = throttled(BURST as u64, 1);
+        let (metrics, written_chunks, file) = throttled(BURST as u64, 1);
         let sent = text(BURST + LEN_MAX / 2);
         assert_eq!(file.send(&sent).len, 0);
         let mut written = Vec::new();
         while metrics.throttled.requests() == 0 {
-            written.extend(seen.try_iter().flatten());
+            written.extend(written_chunks.try_iter().flatten());
             assert!(written.len() <= BURST, "{}", written.len());
             std::thread::yield_now();
         }
         drop(file);
-        written.extend(seen.try_iter().flatten());
+        written.extend(written_chunks.try_iter().flatten());
         assert!(written == sent);
         assert!(metrics.throttled.delay() > Duration::ZERO);
         assert_eq!(metrics.throttled.requests(), 1, "the remaining output was delayed");
@@ -340,13 +344,13 @@ mod tests {
 
     #[test]
     fn delayed_output_is_written_without_loss() {
-        let (_metrics, seen, file) = throttled(STEP_LEN_MAX as u64, 32 << 20);
+        let (_metrics, written_chunks, file) = throttled(STEP_LEN_MAX as u64, 32 << 20);
         let sent = text(3 * LEN_MAX);
         let lost: usize = sent.chunks(100_000).map(|part| file.send(part).len).sum();
         assert_eq!(lost, 0);
         let mut written = Vec::new();
         while written.len() < sent.len() {
-            written.extend(seen.recv().unwrap());
+            written.extend(written_chunks.recv().unwrap());
         }
         assert!(written == sent);
     }

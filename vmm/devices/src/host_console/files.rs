@@ -149,8 +149,8 @@ impl Opened {
 
     /// Removes the file if it is still at `path`.
     fn remove(&self, path: &Path) -> io::Result<()> {
-        let (ours, named) = (self.file.metadata()?, fs::symlink_metadata(path)?);
-        if (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
+        let (open_file, named) = (self.file.metadata()?, fs::symlink_metadata(path)?);
+        if (open_file.dev(), open_file.ino()) == (named.dev(), named.ino()) {
             fs::remove_file(path)?;
         }
         Ok(())

@@ -125,10 +125,10 @@ mod tests {
         let (_master, slave) = crate::host_console::testing::terminal();
         assert!(!is_in_foreground(&File::from(slave.try_clone().unwrap())), "another session's");
         let name = std::thread::current().name().unwrap().to_owned();
-        let mut again = Command::new("setsid");
-        again.args(["--ctty", "--wait"]).args(unshare);
-        again.arg(std::env::current_exe().unwrap()).args(["--exact", &name, "--nocapture"]);
-        let output = again.env(IN_NAMESPACE, "1").stdin(slave).output().unwrap();
+        let mut reopened = Command::new("setsid");
+        reopened.args(["--ctty", "--wait"]).args(unshare);
+        reopened.arg(std::env::current_exe().unwrap()).args(["--exact", &name, "--nocapture"]);
+        let output = reopened.env(IN_NAMESPACE, "1").stdin(slave).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains("1 passed"), "{output:?}");
     }

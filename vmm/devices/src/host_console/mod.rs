@@ -25,7 +25,7 @@ pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
 pub use line::{Lines, Port};
 pub use output::{ConsoleOutput, Lost};
-pub use rotated_file::{ConsoleFileMetrics, ConsoleFileSource, names_beside};
+pub use rotated_file::{ConsoleFileMetrics, ConsoleFileSource, rotation_paths};
 #[cfg(test)]
 pub use window::resize;
 pub use window::{Window, WindowSize};

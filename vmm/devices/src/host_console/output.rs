@@ -50,7 +50,7 @@ pub struct Lost {
 /// Destination of the output.
 #[derive(Debug)]
 enum End {
-    Nobody,
+    NoReader,
     Line(Arc<Ring>),
     /// Regular file.
     DiskFile(DiskFile),
@@ -92,8 +92,8 @@ impl Target {
         Self { file, kind }
     }
 
-    fn is_ready(&self, patience: Duration) -> io::Result<bool> {
-        ready(self.file.as_fd(), PollFlags::OUT, patience)
+    fn is_ready(&self, timeout: Duration) -> io::Result<bool> {
+        ready(self.file.as_fd(), PollFlags::OUT, timeout)
     }
 
     /// Writes as much of `backlog` as possible without blocking.
@@ -122,7 +122,7 @@ impl Target {
 
 impl ConsoleOutput {
     pub fn null() -> Self {
-        Self::new(End::Nobody)
+        Self::new(End::NoReader)
     }
 
     /// Creates output to a line, which keeps the newest bytes until a client reads them.
@@ -177,7 +177,7 @@ impl ConsoleOutput {
     }
 
     pub fn is_null(&self) -> bool {
-        matches!(self.end, End::Nobody)
+        matches!(self.end, End::NoReader)
     }
 
     fn new(end: End) -> Self {
@@ -188,18 +188,18 @@ impl ConsoleOutput {
     /// backlog if it fits. Returns the lost output.
     pub fn send(&mut self, data: &[u8]) -> Lost {
         match &self.end {
-            End::Nobody => return Lost::default(),
+            End::NoReader => return Lost::default(),
             End::Line(ring) => return Lost { len: ring.push(data), error: None },
             End::DiskFile(file) => return file.send(data),
             End::Reader(_) => {}
         }
         let before = self.flush();
         let was_behind = self.is_behind();
-        let kept = data.len().min(BACKLOG_LEN_MAX - self.backlog.len());
-        self.backlog.extend(&data[..kept]);
+        let backlog_len = data.len().min(BACKLOG_LEN_MAX - self.backlog.len());
+        self.backlog.extend(&data[..backlog_len]);
         let after = if was_behind { Lost::default() } else { self.flush() };
         Lost {
-            len: before.len + (data.len() - kept) + after.len,
+            len: before.len + (data.len() - backlog_len) + after.len,
             error: before.error.or(after.error),
         }
     }
@@ -245,12 +245,12 @@ impl Drop for ConsoleOutput {
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
         while self.is_behind() {
-            let patience = deadline.saturating_duration_since(Instant::now());
+            let timeout = deadline.saturating_duration_since(Instant::now());
             let ready = match &self.end {
-                End::Reader(target) => target.is_ready(patience).unwrap_or(false),
+                End::Reader(target) => target.is_ready(timeout).unwrap_or(false),
                 _ => false,
             };
-            if !ready && patience.is_zero() {
+            if !ready && timeout.is_zero() {
                 return;
             }
             self.flush();

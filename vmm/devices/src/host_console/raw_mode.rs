@@ -95,9 +95,9 @@ mod tests {
         let changed = LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
         assert!(!local_modes().intersects(changed));
         // Later calls, successful or not, do not affect the first guard.
-        let again = || (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
-        assert!(RawMode::hold(again(), || Err(rustix::io::Errno::IO)).is_err());
-        assert!(RawMode::hold(again(), || Ok(())).unwrap().is_none());
+        let reopened = || (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
+        assert!(RawMode::hold(reopened(), || Err(rustix::io::Errno::IO)).is_err());
+        assert!(RawMode::hold(reopened(), || Ok(())).unwrap().is_none());
         assert!(!local_modes().intersects(changed), "the terminal is still raw");
         drop(raw);
         assert_eq!(local_modes(), before);

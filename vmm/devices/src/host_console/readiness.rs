@@ -10,11 +10,11 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// Waits at most `patience` for one of `events` (POLLIN, POLLOUT), for the end of the file or for
+/// Waits at most `timeout` for one of `events` (POLLIN, POLLOUT), for the end of the file or for
 /// an error. Returns false if a signal interrupts the wait.
-pub(super) fn ready(fd: BorrowedFd<'_>, events: PollFlags, patience: Duration) -> io::Result<bool> {
-    let patience = Timespec::try_from(patience).ok();
-    match poll(&mut [PollFd::from_borrowed_fd(fd, events)], patience.as_ref()) {
+pub(super) fn ready(fd: BorrowedFd<'_>, events: PollFlags, timeout: Duration) -> io::Result<bool> {
+    let timeout = Timespec::try_from(timeout).ok();
+    match poll(&mut [PollFd::from_borrowed_fd(fd, events)], timeout.as_ref()) {
         Ok(count) => Ok(count > 0),
         Err(Errno::INTR) => Ok(false),
         Err(err) => Err(err.into()),

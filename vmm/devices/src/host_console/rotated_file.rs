@@ -50,7 +50,7 @@ pub struct ConsoleFileMetrics {
 
 /// Reason why a file is emptied instead of renamed.
 #[derive(Debug, Error)]
-enum KeepError {
+enum RotateError {
     /// The path cannot be determined, for example because the file was removed before.
     #[error("the path of the file is unknown")]
     NoPath,
@@ -75,8 +75,8 @@ impl ConsoleFileMetrics {
     }
 }
 
-fn failed(call: &'static str) -> impl FnOnce(io::Error) -> KeepError {
-    move |source| KeepError::Io { call, source }
+fn failed(call: &'static str) -> impl FnOnce(io::Error) -> RotateError {
+    move |source| RotateError::Io { call, source }
 }
 
 /// Identity of a file, independent of its path.
@@ -96,7 +96,7 @@ pub(super) struct RotatedFile {
 
 /// Additional paths that rotation of the file at `path` uses: the renamed file, and the new file
 /// before it is renamed.
-pub fn names_beside(path: &Path) -> [PathBuf; 2] {
+pub fn rotation_paths(path: &Path) -> [PathBuf; 2] {
     // Resolves links, because opening or creating the file follows them.
     let target = fs::canonicalize(path).ok().or_else(|| link_target(path));
     let path = target.unwrap_or_else(|| path.to_owned());
@@ -172,7 +172,7 @@ impl Write for RotatedFile {
         let Some(max_bytes) = current.max_bytes else { return current.file.write(data) };
         if current.length.of(&current.file, max_bytes)? >= max_bytes {
             self.metrics.rotations.fetch_add(1, Ordering::Relaxed);
-            current.begin_anew(&self.metrics)?;
+            current.start_new_file(&self.metrics)?;
             current.length = Length::EMPTY;
         }
         let room = usize::try_from(max_bytes - current.length.bytes).unwrap_or(usize::MAX);
@@ -188,7 +188,7 @@ impl Write for RotatedFile {
 
 impl Current {
     /// Continues with an empty file, either a new one or the same one.
-    fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
+    fn start_new_file(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
         if let Err(err) = self.rename_by(metrics, |from, to| fs::rename(from, to)) {
             rate_limited!(
                 warn,
@@ -209,16 +209,16 @@ impl Current {
         &mut self,
         metrics: &ConsoleFileMetrics,
         rename: impl Fn(&Path, &Path) -> io::Result<()>,
-    ) -> Result<(), KeepError> {
-        let path = self.path.clone().ok_or(KeepError::NoPath)?;
+    ) -> Result<(), RotateError> {
+        let path = self.path.clone().ok_or(RotateError::NoPath)?;
         let (older, newer) = (with_suffix(&path, OLDER), with_suffix(&path, NEWER));
-        let ours = self.file.metadata().map_err(failed("fstat"))?;
+        let open_file = self.file.metadata().map_err(failed("fstat"))?;
         // The last rotation could not rename the new file to `PATH`.
-        if is_free(&path) && is_at(&newer, &ours) {
+        if is_free(&path) && is_at(&newer, &open_file) {
             rename(&newer, &path).map_err(failed("rename"))?;
         }
-        if !is_at(&path, &ours) {
-            return Err(KeepError::Replaced(path));
+        if !is_at(&path, &open_file) {
+            return Err(RotateError::Replaced(path));
         }
         let older_bytes = replaceable_bytes(&older, self.older.as_ref())?;
         // An earlier VMM may have left `PATH.new` behind because another program had taken the
@@ -228,7 +228,7 @@ impl Current {
             metrics.discard(newer_bytes);
         }
         // Creates the new file before the renames, so that neither file is changed if this fails.
-        let file = create_like(&newer, &ours)?;
+        let file = create_like(&newer, &open_file)?;
         rename(&path, &older).map_err(|err| {
             let _ = fs::remove_file(&newer);
             failed("rename")(err)
@@ -279,14 +279,14 @@ fn has_mark(file: &File) -> bool {
 
 /// Checks that the file at `path` is the output of a VMM or the file `known`, so that it may be
 /// replaced. Returns its size, or 0 for a missing file.
-fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError> {
+fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, RotateError> {
     let named = match fs::symlink_metadata(path) {
         Ok(named) => named,
         Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(0),
         Err(err) => return Err(failed("lstat")(err)),
     };
     if !named.is_file() {
-        return Err(KeepError::NotOutput(path.to_owned()));
+        return Err(RotateError::NotOutput(path.to_owned()));
     }
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file =
@@ -294,11 +294,11 @@ fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError
     let opened = file.metadata().map_err(failed("fstat"))?;
     let known = known.map(File::metadata).transpose().map_err(failed("fstat"))?;
     if !has_mark(&file) && known.map(|known| id_of(&known)) != Some(id_of(&opened)) {
-        return Err(KeepError::NotOutput(path.to_owned()));
+        return Err(RotateError::NotOutput(path.to_owned()));
     }
     match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
         Ok(()) => Ok(opened.len()),
-        Err(_) => Err(KeepError::InUse(path.to_owned())),
+        Err(_) => Err(RotateError::InUse(path.to_owned())),
     }
 }
 
@@ -316,7 +316,7 @@ fn is_at(path: &Path, file: &Metadata) -> bool {
 }
 
 /// Creates a file with the owner, group and mode of `other`, so that the same users can read it.
-fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
+fn create_like(path: &Path, other: &Metadata) -> Result<File, RotateError> {
     let mut options = OpenOptions::new();
     options.append(true).create_new(true).mode(PRIVATE_MODE);
     let file = options.open(path).map_err(failed("open"))?;
@@ -409,9 +409,9 @@ mod tests {
             assert!(folder_bytes(folder.path()) <= 2 * MAX);
         }
         // The files contain the last bytes, in order.
-        let kept = [fs::read(older(&path)).unwrap(), fs::read(&path).unwrap()].concat();
-        assert!(kept.len() as u64 > MAX && text.ends_with(&kept));
-        assert_eq!(counts(&file), (99, text.len() as u64 - kept.len() as u64));
+        let remaining = [fs::read(older(&path)).unwrap(), fs::read(&path).unwrap()].concat();
+        assert!(remaining.len() as u64 > MAX && text.ends_with(&remaining));
+        assert_eq!(counts(&file), (99, text.len() as u64 - remaining.len() as u64));
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub struct WindowSize {
 #[derive(Debug)]
 pub struct Window {
     terminal: OwnedFd,
-    seen: Mutex<WindowSize>,
+    last_size: Mutex<WindowSize>,
     changed: EventFd,
     /// Registered handler of SIGWINCH, for the VMM's own terminal.
     signal: Option<SigId>,
@@ -50,15 +50,15 @@ impl Window {
     }
 
     /// Window of a pseudo terminal, given its master side. Linux does not notify the master of a
-    /// new size, so the caller must [poll](Self::look).
+    /// new size, so the caller must [poll](Self::poll).
     pub(super) fn of_pty(master: &File) -> io::Result<Self> {
         Self::new(master.as_fd().try_clone_to_owned()?)
     }
 
     fn new(terminal: OwnedFd) -> io::Result<Self> {
         let changed = EventFd::new(EFD_NONBLOCK)?;
-        let window = Self { terminal, seen: Mutex::default(), changed, signal: None };
-        *window.seen.lock() = window.size();
+        let window = Self { terminal, last_size: Mutex::default(), changed, signal: None };
+        *window.last_size.lock() = window.size();
         Ok(window)
     }
 
@@ -71,10 +71,10 @@ impl Window {
     }
 
     /// Raises the notification if the size has changed since the last call.
-    pub(super) fn look(&self) {
-        let mut seen = self.seen.lock();
+    pub(super) fn poll(&self) {
+        let mut last_size = self.last_size.lock();
         let now = self.size();
-        if std::mem::replace(&mut *seen, now) != now {
+        if std::mem::replace(&mut *last_size, now) != now {
             // The write fails only if the counter is full, and the eventfd is then readable anyway.
             let _ = self.changed.write(1);
         }
@@ -123,15 +123,15 @@ mod tests {
     fn changed_size_is_reported_once() {
         let (window, peer) = Window::of_test();
         assert_eq!(window.size(), WindowSize::default());
-        window.look();
+        window.poll();
         assert!(window.changed().read().is_err(), "an unchanged size was reported");
         resize(&peer, 132, 43);
         assert_eq!(window.size(), WindowSize { columns: 132, rows: 43 });
-        window.look();
-        window.look();
+        window.poll();
+        window.poll();
         assert_eq!(window.changed().read().unwrap(), 1);
         resize(&peer, 132, 43);
-        window.look();
+        window.poll();
         assert!(window.changed().read().is_err());
     }
 

@@ -206,7 +206,7 @@ pub fn build(
     let boot_regions = GuestMemoryMmap::from_arc_regions(regions)?;
     let view = GuestView::new(boot_regions.clone());
     for (_, reservation) in &boot {
-        view.exclusive().keep(Arc::clone(reservation));
+        view.exclusive().retain_reservation(Arc::clone(reservation));
     }
 
     for (index, (placement, spec)) in map.zones().iter().zip(&zones).enumerate() {

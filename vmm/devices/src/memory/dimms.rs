@@ -58,18 +58,18 @@ impl DimmError {
 pub struct DimmPlan {
     range: GuestRange,
     /// Usable bytes in the range.
-    most_bytes: u64,
+    max_bytes: u64,
     block_bytes: u64,
     dimms: Vec<GuestRange>,
 }
 
 impl DimmPlan {
     /// Creates a plan for a guest whose boot memory ends at `boot_end`, on a host with pages of at
-    /// most `page_bytes`. `range` is rounded up, but only `most_bytes` of it may be used.
-    pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
-        assert!(most_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
+    /// most `page_bytes`. `range` is rounded up, but only `max_bytes` of it may be used.
+    pub fn new(range: GuestRange, max_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
+        assert!(max_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
         let block_bytes = linux_block_bytes(boot_end).max(page_bytes);
-        Self { range, most_bytes, block_bytes, dimms: Vec::new() }
+        Self { range, max_bytes, block_bytes, dimms: Vec::new() }
     }
 
     pub fn used_bytes(&self) -> u64 {
@@ -82,9 +82,9 @@ impl DimmPlan {
     }
 
     /// Range of the next DIMM, which has `len` bytes. `len` must not be 0.
-    pub fn place(&self, len: u64) -> Result<GuestRange, DimmError> {
+    pub fn next_range(&self, len: u64) -> Result<GuestRange, DimmError> {
         let used = self.used_bytes();
-        let left_bytes = self.most_bytes - used;
+        let left_bytes = self.max_bytes - used;
         if !len.is_multiple_of(self.block_bytes) {
             return Err(DimmError::NotWhole { wanted_bytes: len, block_bytes: self.block_bytes });
         }
@@ -97,7 +97,7 @@ impl DimmPlan {
         Ok(GuestRange { start: self.range.start + used, len })
     }
 
-    /// Records a DIMM at the range that [`Self::place`] returned.
+    /// Records a DIMM at the range that [`Self::next_range`] returned.
     fn put(&mut self, dimm: GuestRange) {
         self.dimms.push(dimm);
     }
@@ -161,7 +161,7 @@ impl Dimms {
         len: u64,
         accept: impl FnOnce() -> Result<(), E>,
     ) -> Result<GuestRange, E> {
-        let dimm = self.plan.place(len)?;
+        let dimm = self.plan.next_range(len)?;
         let offset = self.plan.used_bytes();
         self.undo()?;
         self.backing.plug(offset, len).map_err(DimmError::from)?;
@@ -212,9 +212,9 @@ mod tests {
     use super::super::{MemoryOptions, build};
     use super::*;
 
-    fn plan(most_bytes: u64) -> DimmPlan {
-        let len = most_bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES);
-        DimmPlan::new(GuestRange { start: 4 * GIB, len }, most_bytes, GIB, 0)
+    fn plan(max_bytes: u64) -> DimmPlan {
+        let len = max_bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES);
+        DimmPlan::new(GuestRange { start: 4 * GIB, len }, max_bytes, GIB, 0)
     }
 
     #[test]
@@ -225,13 +225,13 @@ mod tests {
             (512 * MIB, 4 * GIB + 128 * MIB),
             (384 * MIB, 4 * GIB + 640 * MIB),
         ] {
-            let dimm = plan.place(len).unwrap();
+            let dimm = plan.next_range(len).unwrap();
             assert_eq!(dimm, GuestRange { start, len });
             plan.put(dimm);
         }
         assert_eq!((plan.used_bytes(), plan.dimms().len()), (GIB, 3));
         // Less than a block is left, although the range was rounded up to whole blocks.
-        let error = plan.place(128 * MIB).unwrap_err();
+        let error = plan.next_range(128 * MIB).unwrap_err();
         assert_eq!(
             error.to_string(),
             "an increase of 128 MiB exceeds the 1 MiB that hotplug_size leaves"
@@ -242,17 +242,20 @@ mod tests {
     #[test]
     fn dimm_consists_of_whole_blocks_and_their_number_is_limited() {
         let mut plan = plan(64 * GIB);
-        let error = plan.place(100 * MIB).unwrap_err().to_string();
+        let error = plan.next_range(100 * MIB).unwrap_err().to_string();
         assert_eq!(error, "an increase of 100 MiB is not a multiple of the block size 128 MiB");
         let of_large_pages = DimmPlan::new(plan.range, GIB, GIB, GIB);
-        let error = of_large_pages.place(128 * MIB).unwrap_err().to_string();
+        let error = of_large_pages.next_range(128 * MIB).unwrap_err().to_string();
         assert!(error.contains("not a multiple of the block size 1 GiB"), "{error}");
         for _ in 0..MAX_DIMMS {
-            let dimm = plan.place(128 * MIB).unwrap();
+            let dimm = plan.next_range(128 * MIB).unwrap();
             plan.put(dimm);
         }
         assert!(
-            plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are plugged")
+            plan.next_range(128 * MIB)
+                .unwrap_err()
+                .to_string()
+                .starts_with("all 64 DIMMs are plugged")
         );
     }
 
@@ -289,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn place_of_refused_dimm_is_reused_only_after_its_slot_is_removed() {
+    fn range_of_refused_dimm_is_reused_only_after_its_slot_is_removed() {
         let (mut dimms, table) = dimms();
         let slots = table.slots.lock().len();
         *table.calls_left.lock() = Some(1);

@@ -443,10 +443,13 @@ mod tests {
     #[test]
     fn freed_ranges_are_reused() {
         let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
-        let kept = map.allocate(2 * MIB, 4096).unwrap();
+        let remaining = map.allocate(2 * MIB, 4096).unwrap();
         for _ in 0..100 {
             let [small, large] = [4 * MIB, 3 * GIB].map(|len| map.allocate(len, 4096).unwrap());
-            assert_eq!((small.start, large.start), (kept.start + GIB, kept.start + 2 * GIB));
+            assert_eq!(
+                (small.start, large.start),
+                (remaining.start + GIB, remaining.start + 2 * GIB)
+            );
             map.give_back(large);
             map.give_back(small);
             // Adjacent free ranges were merged.
@@ -577,10 +580,10 @@ mod tests {
             let Ok(map) = MemoryMap::new(&zones, 46) else { return Ok(()) };
             let boot = map.boot();
             prop_assert_eq!(boot, BootMemory::of(&zones));
-            for (placed, zone) in map.zones().iter().zip(&zones) {
-                prop_assert_eq!(placed.boot.iter().map(|range| range.len).sum::<u64>(), zone.boot_bytes);
+            for (placement, zone) in map.zones().iter().zip(&zones) {
+                prop_assert_eq!(placement.boot.iter().map(|range| range.len).sum::<u64>(), zone.boot_bytes);
                 let page_bytes = zone.boot_page_bytes();
-                prop_assert!(placed.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
+                prop_assert!(placement.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
             }
             // Neither part has gaps. Both end at the addresses that loaders and the memory map use.
             for (start, end) in [(0, boot.low_end()), (HIGH_RAM_START, boot.high_end())] {

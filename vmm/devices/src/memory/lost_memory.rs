@@ -11,9 +11,9 @@
 //! - **A vCPU, if there is no page**: KVM assumes that the page must be read from a disk, and
 //!   fetches it asynchronously. When that fails, the vCPU retries forever (virt/kvm/async_pf.c;
 //!   kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit reports this. The VMM
-//!   therefore checks the lengths of all files regularly ([`LostMemory::look`]). If the vCPU cannot
-//!   wait because its interrupts are off, KVM_RUN fails with EFAULT, and the VMM checks the lengths
-//!   immediately.
+//!   therefore checks the lengths of all files regularly ([`LostMemory::check_files`]). If the vCPU
+//!   cannot wait because its interrupts are off, KVM_RUN fails with EFAULT, and the VMM checks the
+//!   lengths immediately.
 //!
 //! Lost memory remains lost even if the file is extended to its old length, because the guest's
 //! data is gone.
@@ -258,7 +258,7 @@ impl LostMemory {
 
     /// Checks the length of every file. If this or an earlier check found lost memory, stops the
     /// guest and returns the reason.
-    pub fn look(&self) -> Option<String> {
+    pub fn check_files(&self) -> Option<String> {
         // The checks and the wait for vCPUs run without the lock, because vCPUs also call this
         // function.
         let ranges = self.ranges.lock().clone();
@@ -286,7 +286,7 @@ impl LostMemory {
     /// Checks whether lost memory caused a vCPU's access fault. If so, stops the guest and notifies
     /// the VM task.
     pub fn explains_a_fault(&self) -> bool {
-        let lost = self.look().is_some();
+        let lost = self.check_files().is_some();
         if lost {
             self.alarm.raise();
         }
@@ -359,7 +359,7 @@ mod tests {
         lost.watch_file(source("data"), &reservation, file.as_fd(), MIB).unwrap();
         // SAFETY: mapped, and used by this test only.
         unsafe { byte(&reservation, MIB).write_volatile(7) };
-        assert_eq!(lost.look(), None);
+        assert_eq!(lost.check_files(), None);
         assert!(!inhibitor.is_set() && !flag.is_raised() && lost.event().read().is_err());
         file.set_len(MIB).unwrap();
         // SAFETY: the page is mapped, either to the file or to the zeros that the handler put in
@@ -368,7 +368,7 @@ mod tests {
         assert!(inhibitor.is_set() && flag.is_raised());
         assert_eq!(lost.event().read().unwrap(), 1);
         assert_eq!(lost.ranges()[0].loss(), Some(Loss::Page));
-        let reason = lost.look().unwrap();
+        let reason = lost.check_files().unwrap();
         assert!(reason.contains("data: a page is bad"), "{reason}");
     }
 
@@ -398,7 +398,7 @@ mod tests {
         assert!(lost.has_files() && !lost.explains_a_fault());
         assert!(!inhibitor.is_set(), "memory without a loss inhibits entries");
         file.set_len(MIB).unwrap();
-        let reason = lost.look().unwrap();
+        let reason = lost.check_files().unwrap();
         assert_eq!(
             reason,
             "guest memory is lost: data: its file was truncated to 1 MiB, but the guest has mapped 2 MiB"
@@ -406,7 +406,7 @@ mod tests {
         assert!(inhibitor.is_set() && flag.is_raised());
         // Restoring the old length does not restore the content.
         file.set_len(2 * MIB).unwrap();
-        assert_eq!(lost.look().unwrap(), reason);
+        assert_eq!(lost.check_files().unwrap(), reason);
         inhibitor.release();
         assert!(lost.explains_a_fault() && inhibitor.is_set());
         assert!(lost.event().read().is_ok());
@@ -421,9 +421,9 @@ mod tests {
         let (lost, inhibitor, _) = lost_memory();
         lost.watch(source("--memory"), &reservation).unwrap();
         assert!(!lost.has_files());
-        assert_eq!(lost.look(), None);
+        assert_eq!(lost.check_files(), None);
         lost.ranges()[0].page_lost();
-        assert!(inhibitor.is_set() && lost.look().unwrap().contains("--memory"));
+        assert!(inhibitor.is_set() && lost.check_files().unwrap().contains("--memory"));
     }
 
     #[test]

@@ -27,10 +27,10 @@ fn populate_in_steps(
     offset: u64,
     len: u64,
     step_bytes: u64,
-    most_threads: usize,
+    max_threads: usize,
 ) -> io::Result<()> {
     let steps = len.div_ceil(step_bytes);
-    let threads = most_threads.min(usize::try_from(steps).unwrap_or(usize::MAX));
+    let threads = max_threads.min(usize::try_from(steps).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let work = || {
         loop {

@@ -147,7 +147,7 @@ impl MappedMemory {
         reservation: Arc<Reservation>,
     ) -> Result<(), GuestRegionCollectionError> {
         self.regions = self.regions.insert_region(region)?;
-        self.keep(reservation);
+        self.retain_reservation(reservation);
         self.notify_watchers();
         Ok(())
     }
@@ -159,14 +159,14 @@ impl MappedMemory {
     pub fn remove_region(&mut self, start: GuestAddress, len: u64, reservation: &Arc<Reservation>) {
         let removed = self.regions.remove_region(start, len);
         (self.regions, _) = removed.expect("an added region");
-        self.reservations.retain(|kept| !Arc::ptr_eq(kept, reservation));
+        self.reservations.retain(|retained| !Arc::ptr_eq(retained, reservation));
         self.read_only.retain(|&(from, _)| from != start.raw_value());
         self.notify_watchers();
     }
 
     /// Keeps the reservation of regions that were passed to [`GuestView::new`] until the view is
     /// dropped.
-    pub fn keep(&mut self, reservation: Arc<Reservation>) {
+    pub fn retain_reservation(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
     }
 

@@ -278,7 +278,7 @@ mod tests {
             let mut table = MsixTable::new(3);
             // Oracle: while MSI-X is on, each raise that returned no message should be delivered
             // later.
-            let mut owed = [false; 3];
+            let mut expected_interrupts = [false; 3];
             for (kind, offset, mut data) in operations {
                 match kind {
                     0 => table.write_table(offset, &data),
@@ -288,20 +288,20 @@ mod tests {
                     _ => {
                         let vector = offset as u16;
                         let sent = table.raise(vector).is_some();
-                        if let Some(owed) = owed.get_mut(usize::from(vector)) {
-                            *owed |= table.is_enabled() && !sent;
+                        if let Some(expected_interrupts) = expected_interrupts.get_mut(usize::from(vector)) {
+                            *expected_interrupts |= table.is_enabled() && !sent;
                         }
                     }
                 }
                 for (vector, _) in table.take_ready() {
-                    prop_assert!(std::mem::take(&mut owed[usize::from(vector)]));
+                    prop_assert!(std::mem::take(&mut expected_interrupts[usize::from(vector)]));
                 }
             }
             table.set_control(CONTROL_ENABLE);
             table.set_bus_master(true);
             (0..3).for_each(|vector| mask(&mut table, vector, false));
             let ready: Vec<u16> = table.take_ready().into_iter().map(|(vector, _)| vector).collect();
-            let expected: Vec<u16> = (0..3).filter(|vector| owed[usize::from(*vector)]).collect();
+            let expected: Vec<u16> = (0..3).filter(|vector| expected_interrupts[usize::from(*vector)]).collect();
             prop_assert_eq!(ready, expected);
         }
     }

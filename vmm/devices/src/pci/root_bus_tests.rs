@@ -204,7 +204,7 @@ fn overlapping_bar_is_mapped_when_the_other_moves() {
 /// address is free.
 #[test]
 fn concurrent_swap_maps_both_bars() {
-    const PLACES: [u32; 2] = [0xd000_0000, 0xd000_2000];
+    const ADDRESSES: [u32; 2] = [0xd000_0000, 0xd000_2000];
     let machine = Machine::new();
     let functions = [1, 2].map(Function::new);
     for (slot, function) in (1..).zip(&functions) {
@@ -215,17 +215,17 @@ fn concurrent_swap_maps_both_bars() {
     std::thread::scope(|scope| {
         // Contains no assertions, because the other thread would wait forever after a failure.
         let moves = |slot: usize| {
-            let mut wrong = 0;
+            let mut wrong_moves = 0;
             for _ in 0..2_000 {
                 start.wait();
-                machine.write(slot as u64, 0x10, PLACES[slot % 2]);
-                machine.write(slot as u64, 0x10, PLACES[(slot + 1) % 2]);
+                machine.write(slot as u64, 0x10, ADDRESSES[slot % 2]);
+                machine.write(slot as u64, 0x10, ADDRESSES[(slot + 1) % 2]);
                 start.wait();
-                wrong += u32::from(
-                    *functions[slot - 1].base.lock() != Some(PLACES[(slot + 1) % 2].into()),
+                wrong_moves += u32::from(
+                    *functions[slot - 1].base.lock() != Some(ADDRESSES[(slot + 1) % 2].into()),
                 );
             }
-            wrong
+            wrong_moves
         };
         let other = scope.spawn(move || moves(1));
         assert_eq!((moves(2), other.join().unwrap()), (0, 0));
@@ -248,7 +248,7 @@ fn sizing_by_a_driver_finds_the_length() {
 struct Slow {
     function: Arc<Function>,
     moving: mpsc::SyncSender<()>,
-    go_on: Mutex<mpsc::Receiver<()>>,
+    resume: Mutex<mpsc::Receiver<()>>,
 }
 
 impl PciDevice for Slow {
@@ -268,7 +268,7 @@ impl PciDevice for Slow {
     fn bar_moved(&self, _: u8, _: Option<u64>) {
         self.moving.send(()).unwrap();
         // An error means that the test has ended.
-        let _ = self.go_on.lock().recv();
+        let _ = self.resume.lock().recv();
     }
 }
 
@@ -276,8 +276,8 @@ impl PciDevice for Slow {
 fn slow_move_of_a_bar_blocks_no_other_slot() {
     let machine = Machine::new();
     let (moving, moves) = mpsc::sync_channel(1);
-    let (go_on, wait) = mpsc::channel();
-    let slow = Slow { function: Function::new(1), moving, go_on: Mutex::new(wait) };
+    let (resume, wait) = mpsc::channel();
+    let slow = Slow { function: Function::new(1), moving, resume: Mutex::new(wait) };
     machine.root.add(None, Arc::new(slow)).unwrap();
     machine.root.add(None, Function::new(2)).unwrap();
     let (answer, answered) = mpsc::channel();
@@ -290,7 +290,7 @@ fn slow_move_of_a_bar_blocks_no_other_slot() {
         });
         let other = answered.recv_timeout(Duration::from_secs(30));
         // A failing test should also end.
-        drop(go_on);
+        drop(resume);
         assert_eq!(other, Ok(true));
     });
     assert!(machine.answers(machine.read(1, 0x10).into()));
@@ -343,11 +343,11 @@ fn address_of_a_removed_function_goes_to_a_waiting_bar() {
         machine.root.add(None, function.clone()).unwrap();
         machine.write(slot, 4, 2);
     }
-    let place = machine.read(1, 0x10);
-    machine.write(2, 0x10, place);
+    let address = machine.read(1, 0x10);
+    machine.write(2, 0x10, address);
     assert_eq!(*functions[1].base.lock(), None);
     machine.root.remove(1).unwrap();
-    assert_eq!(*functions[1].base.lock(), Some(place.into()));
+    assert_eq!(*functions[1].base.lock(), Some(address.into()));
 }
 
 /// A thread that found a slot before its removal may write to it after the removal.
@@ -439,7 +439,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (prop::option::of(slot()), prop::collection::vec(len, 0..3)).prop_map(|(slot, bars)| Step::Add(slot, bars)),
         2 => slot().prop_map(Step::Remove),
         2 => (slot(), any::<bool>()).prop_map(|(slot, on)| Step::Decode(slot, on)),
-        2 => (slot(), 0u8..2, 0u8..128).prop_map(|(slot, bar, place)| Step::Move(slot, bar, place)),
+        2 => (slot(), 0u8..2, 0u8..128).prop_map(|(slot, bar, address)| Step::Move(slot, bar, address)),
     ]
 }
 
@@ -483,8 +483,8 @@ fn bus_gives_back(steps: &[Step], remove: Remove) -> Result<(), String> {
                 }
             }
             Step::Decode(slot, on) => machine.write((*slot).into(), 4, u32::from(*on) << 1),
-            Step::Move(slot, bar, place) => {
-                let base = MMIO32_START as u32 + u32::from(*place) * LARGEST;
+            Step::Move(slot, bar, address) => {
+                let base = MMIO32_START as u32 + u32::from(*address) * LARGEST;
                 machine.write((*slot).into(), 0x10 + 4 * u64::from(*bar), base);
             }
         }
@@ -551,10 +551,10 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
             }
         }
     }
-    let places =
-        (0..128u64).filter(|place| machine.answers(MMIO32_START + place * u64::from(LARGEST)));
-    for place in places {
-        let at = MMIO32_START + place * u64::from(LARGEST);
+    let addresses =
+        (0..128u64).filter(|address| machine.answers(MMIO32_START + address * u64::from(LARGEST)));
+    for address in addresses {
+        let at = MMIO32_START + address * u64::from(LARGEST);
         if !claimed.iter().any(|(base, (len, _))| (*base..base + len).contains(&at)) {
             return Err(format!("a function answers at {at:#x}"));
         }
@@ -571,27 +571,27 @@ proptest! {
 
 #[test]
 fn leaked_addresses_are_detected() {
-    let keeps: Remove = |root, slot| {
+    let leaks_address: Remove = |root, slot| {
         let removed =
             root.slots.lock().slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
         removed.mapped.lock().is_removed = true;
         root.follow(&removed);
         Some(Arc::clone(&removed.device))
     };
-    let error = bus_gives_back(&[], keeps).unwrap_err();
+    let error = bus_gives_back(&[], leaks_address).unwrap_err();
     assert!(error.contains("NoAddress"), "{error}");
 }
 
 #[test]
 fn leaked_bars_are_detected() {
-    let keeps: Remove = |root, slot| {
+    let leaks_address: Remove = |root, slot| {
         let mut slots = root.slots.lock();
         let removed = slots.slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
         free(&mut slots.addresses, &removed.given);
         Some(Arc::clone(&removed.device))
     };
     let steps = [Step::Add(Some(1), vec![LARGEST]), Step::Decode(1, true), Step::Remove(1)];
-    let error = bus_gives_back(&steps, keeps).unwrap_err();
+    let error = bus_gives_back(&steps, leaks_address).unwrap_err();
     assert!(error.contains("it is at"), "{error}");
 }
 

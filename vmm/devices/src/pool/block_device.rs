@@ -33,8 +33,8 @@ fn io_error(err: BttError) -> io::Error {
 }
 
 /// Error for a request to resize a volume that a VM uses.
-pub(super) fn resized_elsewhere() -> ResizeError {
-    ResizeError::NotHere("resize a volume with pmvol while no VM uses its pool".to_owned())
+pub(super) fn resize_needs_pmvol() -> ResizeError {
+    ResizeError::Unsupported("resize a volume with pmvol while no VM uses its pool".to_owned())
 }
 
 impl BlockDevice for Engine<Volume> {
@@ -80,7 +80,7 @@ impl BlockDevice for Engine<Volume> {
     }
 
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Err(resized_elsewhere())
+        Err(resize_needs_pmvol())
     }
 
     fn read_only_arenas(&self) -> usize {

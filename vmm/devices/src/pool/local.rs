@@ -152,7 +152,7 @@ impl PoolVolume for Volume {
     /// their log entries (`pmem_volume::btt`). A guest's driver does neither, and overwrites log
     /// entries. After a power cut, two sectors would then share a block. Recovery, which persists
     /// the map, must therefore run before the guest's driver.
-    fn settle(&self) -> Result<(), BttError> {
+    fn quiesce(&self) -> Result<(), BttError> {
         let name = &self.info().name;
         // If the guest has replaced the BTT, the engine would use the backup copy of the old info
         // block and overwrite the guest's new content. The guest's driver finds no BTT, so recovery
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn settle_makes_the_map_durable() {
+    fn quiesce_makes_the_map_durable() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
@@ -408,7 +408,7 @@ mod tests {
         file.write_all_at(&old, at).unwrap();
         let volume = pool.open_volume("data").unwrap();
         assert_eq!(word(), old, "opening the volume changed the word");
-        volume.settle().unwrap();
+        volume.quiesce().unwrap();
         assert_eq!(word(), new);
     }
 
@@ -428,7 +428,7 @@ mod tests {
         let map_at = at as u64 + 16 * MIB;
         file.write_all_at(&[0x55; 4096], map_at).unwrap();
         let before = fs::read(&path).unwrap();
-        pool.open_volume("data").unwrap().settle().unwrap();
+        pool.open_volume("data").unwrap().quiesce().unwrap();
         assert!(fs::read(&path).unwrap() == before, "the guest's bytes were changed");
         // The volume opens as a disk, on every boot.
         for _ in 0..2 {
@@ -436,7 +436,7 @@ mod tests {
         }
         file.write_all_at(&[0; 4096], map_at).unwrap();
         file.write_all_at(signature, at as u64).unwrap();
-        pool.open_volume("data").unwrap().settle().unwrap();
+        pool.open_volume("data").unwrap().quiesce().unwrap();
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         assert_eq!(disk.btt_loss, None);
         disk.device.write(7 * 4096, &[1; 4096]).unwrap();

@@ -17,7 +17,7 @@ use pmem_volume::media::Media;
 
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
-use crate::pool::block_device::resized_elsewhere;
+use crate::pool::block_device::resize_needs_pmvol;
 
 /// Logical block size of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
@@ -83,6 +83,6 @@ impl BlockDevice for LostBtt {
     }
 
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Err(resized_elsewhere())
+        Err(resize_needs_pmvol())
     }
 }

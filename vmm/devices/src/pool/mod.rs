@@ -33,7 +33,7 @@ pub trait PoolVolume: Persist {
 
     /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the
     /// result durable. Call this before the guest can access the media.
-    fn settle(&self) -> Result<(), BttError>;
+    fn quiesce(&self) -> Result<(), BttError>;
 
     /// Converts the volume to a disk, for a guest without direct access to the media.
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, BttError>;

@@ -29,8 +29,8 @@ const BACKLOG: i32 = 128;
 #[derive(Debug, Error)]
 pub enum UnixSocketError {
     /// Another process listens on the path or is about to.
-    #[error("{flag}: {path:?} is in use: another process {what}")]
-    InUse { flag: &'static str, path: PathBuf, what: &'static str },
+    #[error("{flag}: {path:?} is in use: another process {claim}")]
+    InUse { flag: &'static str, path: PathBuf, claim: &'static str },
     #[error("{flag}: {path:?} exists and is not a socket")]
     Exists { flag: &'static str, path: PathBuf },
     #[error("{flag}: cannot listen on {path:?}")]
@@ -51,15 +51,15 @@ pub fn listen(
     access: &SocketAccess,
 ) -> Result<(UnixListener, SocketFile), UnixSocketError> {
     let fail = |source| UnixSocketError::BindPath { flag, path: path.to_owned(), source };
-    let in_use = |what| UnixSocketError::InUse { flag, path: path.to_owned(), what };
+    let in_use = |claim| UnixSocketError::InUse { flag, path: path.to_owned(), claim };
     let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("holds its lock"))?;
-    match what_is_at(path).map_err(fail)? {
-        Place::Free => {}
-        Place::Used => return Err(in_use("listens on it")),
-        Place::SomethingElse => {
+    match path_state(path).map_err(fail)? {
+        PathState::Free => {}
+        PathState::Used => return Err(in_use("listens on it")),
+        PathState::NotSocket => {
             return Err(UnixSocketError::Exists { flag, path: path.to_owned() });
         }
-        Place::LeftBehind => {
+        PathState::Stale => {
             tracing::info!(?path, "Replaced a stale socket");
             fs::remove_file(path).map_err(fail)?;
         }
@@ -103,21 +103,21 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
 
 /// Kind of object at a path.
 #[derive(Debug, PartialEq, Eq)]
-enum Place {
+enum PathState {
     Free,
     /// A socket in use.
     Used,
     /// A stale socket.
-    LeftBehind,
+    Stale,
     /// A file, folder or link.
-    SomethingElse,
+    NotSocket,
 }
 
-fn what_is_at(path: &Path) -> io::Result<Place> {
+fn path_state(path: &Path) -> io::Result<PathState> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.file_type().is_socket() => {}
-        Ok(_) => return Ok(Place::SomethingElse),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Place::Free),
+        Ok(_) => return Ok(PathState::NotSocket),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(PathState::Free),
         Err(error) => return Err(error),
     }
     // The socket is non-blocking, because a listener that accepts no clients would block the call.
@@ -127,12 +127,12 @@ fn what_is_at(path: &Path) -> io::Result<Place> {
         match connect(&socket, &SocketAddrUnix::new(path)?) {
             // The socket at the path is of another type (unix(7)).
             Err(Errno::PROTOTYPE) => {}
-            Err(Errno::CONNREFUSED) => return Ok(Place::LeftBehind),
-            Ok(()) | Err(Errno::AGAIN) => return Ok(Place::Used),
+            Err(Errno::CONNREFUSED) => return Ok(PathState::Stale),
+            Ok(()) | Err(Errno::AGAIN) => return Ok(PathState::Used),
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(Place::Used)
+    Ok(PathState::Used)
 }
 
 /// File of a socket. Dropping it removes the file, unless another file has replaced it.
@@ -159,9 +159,9 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ours = fs::symlink_metadata(&self.path)
+        let is_own_file = fs::symlink_metadata(&self.path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode));
-        if ours && let Err(error) = fs::remove_file(&self.path) {
+        if is_own_file && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(path = ?self.path, %error, "Cannot remove the socket");
         }
     }
@@ -240,17 +240,17 @@ mod tests {
         assert!(error().ends_with("exists and is not a socket"), "{}", error());
         assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
         fs::remove_file(&path).unwrap();
-        let elsewhere = dir.path().join("elsewhere");
-        drop(UnixListener::bind(&elsewhere).unwrap());
-        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
-        assert!(error().ends_with("is not a socket") && elsewhere.exists());
+        let other_path = dir.path().join("elsewhere");
+        drop(UnixListener::bind(&other_path).unwrap());
+        std::os::unix::fs::symlink(&other_path, &path).unwrap();
+        assert!(error().ends_with("is not a socket") && other_path.exists());
         fs::remove_file(&path).unwrap();
         // 2. Sockets: one that accepts no clients, one with a full queue, one of another type.
         let listener = UnixListener::bind(&path).unwrap();
         assert!(error().ends_with("is in use: another process listens on it"), "{}", error());
         // SAFETY: the descriptor is open.
         assert_eq!(unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) }, 0);
-        let _fills_it = [what_is_at(&path).unwrap(), what_is_at(&path).unwrap()];
+        let _fills_it = [path_state(&path).unwrap(), path_state(&path).unwrap()];
         assert!(error().ends_with("listens on it"), "{}", error());
         drop(listener);
         fs::remove_file(&path).unwrap();

@@ -78,9 +78,11 @@ fn try_lock(file: &File) -> io::Result<bool> {
 }
 
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
-    let ours = file.metadata()?;
+    let open_lock = file.metadata()?;
     match fs::symlink_metadata(path) {
-        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
+        Ok(current_lock) => {
+            Ok((current_lock.dev(), current_lock.ino()) == (open_lock.dev(), open_lock.ino()))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
     }

@@ -95,7 +95,7 @@ pub(super) struct TestDriver {
     /// Next free descriptor of each queue. After the last descriptor, the first one is reused. A
     /// test that adds so many chains has already waited for the earlier ones.
     free: Vec<u16>,
-    seen: Vec<u16>,
+    last_used: Vec<u16>,
     /// Available index of each queue at the time of the last notification.
     notified: Vec<u16>,
     event_idx: bool,
@@ -116,7 +116,7 @@ impl TestDriver {
             kicks: event(EFD_NONBLOCK),
             rings: Vec::new(),
             free: vec![0; queues],
-            seen: vec![0; queues],
+            last_used: vec![0; queues],
             notified: vec![0; queues],
             event_idx: false,
         }
@@ -152,7 +152,7 @@ impl TestDriver {
             queues.push(Some(ActiveQueue::new("test", queue, kick.try_clone().unwrap())));
         }
         self.free.fill(0);
-        self.seen.fill(0);
+        self.last_used.fill(0);
         self.notified.fill(0);
         let view = self.view.clone().unwrap_or_else(|| GuestView::new(self.memory.clone()));
         Activation { view, interrupt: self.interrupt.clone(), queues, features }
@@ -263,12 +263,12 @@ impl TestDriver {
     pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = *self.ring(queue);
         let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();
-        if next == self.seen[queue] {
+        if next == self.last_used[queue] {
             return None;
         }
         let element: VirtqUsedElem =
-            self.load(ring.used + 4 + 8 * u64::from(self.seen[queue] % QUEUE_SIZE));
-        self.seen[queue] = self.seen[queue].wrapping_add(1);
+            self.load(ring.used + 4 + 8 * u64::from(self.last_used[queue] % QUEUE_SIZE));
+        self.last_used[queue] = self.last_used[queue].wrapping_add(1);
         Some((element.id() as u16, element.len()))
     }
 
@@ -283,7 +283,7 @@ impl TestDriver {
             // The device reads `used_event` after it has stored its used index. If that index has
             // already passed the event, the device sends no interrupt. The ring is therefore read
             // once more before the wait.
-            self.store(self.ring(queue).used_event(), self.seen[queue]);
+            self.store(self.ring(queue).used_event(), self.last_used[queue]);
             fence(Ordering::SeqCst);
             if let Some(used) = self.used(queue) {
                 return used;

@@ -114,7 +114,7 @@ impl ActiveQueue {
         let mut used = false;
         for count in 0.. {
             if count == batch {
-                self.come_back();
+                self.reschedule();
                 break;
             }
             let Some(chain) = self.pop(memory, interrupt) else { break };
@@ -159,7 +159,7 @@ impl ActiveQueue {
     }
 
     /// Schedules another pass over the queue, after other devices on the event loop.
-    pub(super) fn come_back(&self) {
+    pub(super) fn reschedule(&self) {
         // The write fails only if the event's counter is full. In that case the pass is already
         // scheduled.
         let _ = self.kick.write(1);

@@ -125,7 +125,7 @@ impl<'a> MappedVolume<'a> {
         // result. The driver would then read sectors from blocks that already belong to other
         // sectors.
         if config.format == VolumeFormat::Btt {
-            volume.settle()?;
+            volume.quiesce()?;
         }
         let (access, flushes) = mapping(config.readonly, pool.durability());
         let extents = volume.extents();

@@ -133,7 +133,7 @@ impl PmemFile {
 
     /// Returns true if a flush has failed or the file was truncated, and the next start should open
     /// the file again. Returns false for an unnamed file, which would be lost.
-    pub fn wants_to_be_opened_anew(&self) -> bool {
+    pub fn must_be_reopened(&self) -> bool {
         let file = match &self.contents {
             Contents::Shared(media) => media.file(),
             Contents::Private(file) => file,

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use super::interface::Chosen;
-use super::kernel_gate::{GuestKernel, Verdict, judge};
+use super::kernel_gate::{GuestKernel, Verdict, classify};
 use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Identity of a volume. A name is unique only within its pool.
@@ -25,13 +25,13 @@ pub struct GuestBtt {
     /// Volumes whose sectors the guest translates.
     volumes: Vec<(VolumeKey, Chosen)>,
     max_vcpus: u8,
-    said: Mutex<Said>,
+    reported: Mutex<Reported>,
     /// Number of verdicts of each kind, in the order of [`Verdict::LABELS`].
     verdicts: [AtomicU64; Verdict::LABELS.len()],
 }
 
 #[derive(Debug, Default)]
-struct Said {
+struct Reported {
     kernel: Option<GuestKernel>,
     warned: bool,
 }
@@ -54,14 +54,14 @@ impl GuestBtt {
         let worst = self
             .volumes
             .iter()
-            .map(|(key, interface)| (key, judge(&kernel, *interface, self.max_vcpus)))
+            .map(|(key, interface)| (key, classify(&kernel, *interface, self.max_vcpus)))
             .max_by_key(|(_, verdict)| verdict.severity());
-        let mut said = self.said.lock();
-        said.kernel = Some(kernel);
+        let mut reported = self.reported.lock();
+        reported.kernel = Some(kernel);
         let Some((volume, verdict)) = worst else { return false };
         self.verdicts[verdict.severity()].fetch_add(1, Ordering::Relaxed);
         let Some(reason) = verdict.reason() else { return false };
-        let first = !std::mem::replace(&mut said.warned, true);
+        let first = !std::mem::replace(&mut reported.warned, true);
         if first {
             warn!(
                 volume = volume.name,
@@ -82,7 +82,7 @@ impl GuestBtt {
 
     /// Guest kernel in the agent's last report. `None` before the first report.
     pub fn kernel(&self) -> Option<GuestKernel> {
-        self.said.lock().kernel.clone()
+        self.reported.lock().kernel.clone()
     }
 
     /// Verdict on the driver for the volume `name` in `pool`. `None` if the VMM translates the
@@ -91,9 +91,9 @@ impl GuestBtt {
         let (_, interface) =
             self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
         match self.kernel() {
-            Some(kernel) => Some(judge(&kernel, *interface, self.max_vcpus)),
+            Some(kernel) => Some(classify(&kernel, *interface, self.max_vcpus)),
             // Faults that all kernels have are known before the report.
-            None => Some(judge(&GuestKernel::default(), *interface, self.max_vcpus))
+            None => Some(classify(&GuestKernel::default(), *interface, self.max_vcpus))
                 .filter(|verdict| matches!(verdict, Verdict::Unsafe(_))),
         }
     }

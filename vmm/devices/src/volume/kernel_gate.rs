@@ -168,7 +168,7 @@ impl Verdict {
 ///
 /// Applies only to volumes that the guest translates itself: format btt with interface nvdimm or
 /// virtio-pmem.
-pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
+pub fn classify(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
     if interface == Chosen::VirtioPmem && max_vcpus > 1 {
         return Verdict::Unsafe(format!(
             "with {max_vcpus} possible vCPUs its BTT sleeps under a spinlock when virtio-pmem flushes, on every kernel"
@@ -215,7 +215,7 @@ mod tests {
     }
 
     fn label(release: &str, preemption: &str) -> &'static str {
-        judge(&kernel(release, "#1 SMP", preemption), Chosen::Nvdimm, 4).label()
+        classify(&kernel(release, "#1 SMP", preemption), Chosen::Nvdimm, 4).label()
     }
 
     #[test]
@@ -289,7 +289,7 @@ mod tests {
     fn debian_version_is_read_from_the_build() {
         let debian = |release, build, preemption| {
             let version = format!("#1 SMP PREEMPT_DYNAMIC Debian {build} (2026-11-14)");
-            judge(&kernel(release, &version, preemption), Chosen::Nvdimm, 1).label()
+            classify(&kernel(release, &version, preemption), Chosen::Nvdimm, 1).label()
         };
         assert_eq!(debian("6.1.0-56-cloud-amd64", "6.1.192-2", "full"), "safe");
         assert_eq!(debian("6.1.0-32-cloud-amd64", "6.1.129-1", "full"), "unsafe");
@@ -328,16 +328,19 @@ mod tests {
     fn virtio_pmem_with_several_vcpus_is_unsafe_on_every_kernel() {
         for release in ["6.12.117", "6.1.10", "99.0.0", "linux"] {
             let kernel = kernel(release, "", "voluntary");
-            let verdict = judge(&kernel, Chosen::VirtioPmem, 2);
+            let verdict = classify(&kernel, Chosen::VirtioPmem, 2);
             assert!(
                 verdict.reason().is_some_and(|reason| reason.contains("spinlock")),
                 "{verdict:?}"
             );
             assert_eq!(verdict.label(), "unsafe");
-            assert_eq!(judge(&kernel, Chosen::VirtioPmem, 1), Verdict::Safe);
-            assert_eq!(judge(&kernel, Chosen::Nvdimm, 2), Verdict::Safe);
+            assert_eq!(classify(&kernel, Chosen::VirtioPmem, 1), Verdict::Safe);
+            assert_eq!(classify(&kernel, Chosen::Nvdimm, 2), Verdict::Safe);
         }
-        assert_eq!(judge(&kernel("6.12.50", "", "full"), Chosen::VirtioPmem, 1).label(), "unsafe");
+        assert_eq!(
+            classify(&kernel("6.12.50", "", "full"), Chosen::VirtioPmem, 1).label(),
+            "unsafe"
+        );
     }
 
     #[test]
@@ -352,7 +355,7 @@ mod tests {
         fn no_text_panics(release in ".*", version in ".*", preemption in "[a-z]{0,9}|.*") {
             let kernel = kernel(&release, &version, &preemption);
             for interface in [Chosen::Nvdimm, Chosen::VirtioPmem] {
-                let _ = judge(&kernel, interface, 2);
+                let _ = classify(&kernel, interface, 2);
             }
         }
     }

@@ -11,7 +11,7 @@ mod vmm;
 
 pub(super) use self::unsupported::REFUSED;
 #[cfg(test)]
-pub(super) use self::vmm::MOST_FOLLOWERS;
+pub(super) use self::vmm::MAX_FOLLOWERS;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ const QUIET: Duration = Duration::from_secs(60);
 
 /// Names and handlers of the implemented calls.
 fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
-    let followers = Arc::new(Semaphore::new(vmm::MOST_FOLLOWERS));
+    let followers = Arc::new(Semaphore::new(vmm::MAX_FOLLOWERS));
     vec![
         ("vmm.ping", bare(get(vmm::ping))),
         ("vmm.shutdown", bare(put(vmm::shutdown))),

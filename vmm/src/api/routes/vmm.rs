@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
-use foreshore_devices::events::{Events, Seen};
+use foreshore_devices::events::{Events, WatcherItem};
 use futures_util::stream;
 use serde_json::json;
 use tokio::sync::Semaphore;
@@ -22,7 +22,7 @@ use crate::vm::request::{VmHandle, VmRequest};
 
 /// Maximum number of clients that follow events. Each occupies a connection. The limit leaves
 /// enough connections for other calls.
-pub(in crate::api) const MOST_FOLLOWERS: usize = 64;
+pub(in crate::api) const MAX_FOLLOWERS: usize = 64;
 
 pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
@@ -39,7 +39,7 @@ pub(super) fn events(
     quiet: Duration,
 ) -> Result<Response, ApiError> {
     let Ok(place) = Arc::clone(followers).try_acquire_owned() else {
-        return Err(ApiError::TooManyFollowers { most: MOST_FOLLOWERS });
+        return Err(ApiError::TooManyFollowers { most: MAX_FOLLOWERS });
     };
     let lines = stream::unfold((events.watch(), place), move |(mut watcher, place)| async move {
         let line = match timeout(quiet, watcher.next()).await {
@@ -51,10 +51,12 @@ pub(super) fn events(
     Ok(([(CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response())
 }
 
-fn line_of(seen: Seen) -> String {
+fn line_of(seen: WatcherItem) -> String {
     let json = match seen {
-        Seen::Event(told) => serde_json::to_string(&*told).expect("texts and numbers are JSON"),
-        Seen::Lost(count) => json!({"lost": count}).to_string(),
+        WatcherItem::Event(event) => {
+            serde_json::to_string(&*event).expect("texts and numbers are JSON")
+        }
+        WatcherItem::Lost(count) => json!({"lost": count}).to_string(),
     };
     json + "\n"
 }

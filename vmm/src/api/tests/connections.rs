@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use tokio::io::Interest;
 
 use super::*;
-use crate::api::routes::MOST_FOLLOWERS;
+use crate::api::routes::MAX_FOLLOWERS;
 
 #[test]
 fn client_that_never_reads_is_disconnected() {
@@ -188,7 +188,7 @@ fn followers_of_events_are_limited() {
             (client, line)
         };
         let mut followers = Vec::new();
-        for _ in 0..MOST_FOLLOWERS {
+        for _ in 0..MAX_FOLLOWERS {
             let (client, line) = follow().await;
             assert!(line.starts_with("HTTP/1.1 200 "), "{line}");
             followers.push(client);

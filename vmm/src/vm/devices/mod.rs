@@ -229,7 +229,7 @@ pub(in crate::vm) fn attach_memory(
 #[cfg(test)]
 mod tests {
     use foreshore_devices::device::testing::FakeMachine;
-    use foreshore_devices::events::Seen;
+    use foreshore_devices::events::WatcherItem;
     use foreshore_devices::host_console::{FileStart, Lines};
 
     use super::*;
@@ -271,7 +271,7 @@ mod tests {
             observer("pm", MemEvent::Withdrawn { requested_bytes: 0 });
             events.end();
             let mut seen = Vec::new();
-            while let Some(Seen::Event(event)) = watcher.next().await {
+            while let Some(WatcherItem::Event(event)) = watcher.next().await {
                 seen.push((event.event, event.properties.clone().unwrap_or_default()));
             }
             let [(refused, driver), (ended, request)] = &seen[..] else { panic!("{seen:?}") };

@@ -41,7 +41,7 @@ impl KvmMachine {
             _ if more == 0 => Ok(0),
             Some(dimms) => {
                 let check = || {
-                    dimms.plan().place(more)?;
+                    dimms.plan().next_range(more)?;
                     Ok(self.governor.call(move |core, now| core.check_dimm(more, now))?)
                 };
                 check().map_err(|err| self.refuse(size_bytes, err))?;
@@ -123,7 +123,7 @@ impl KvmMachine {
 mod tests {
     use std::sync::Arc;
 
-    use foreshore_devices::events::Seen;
+    use foreshore_devices::events::WatcherItem;
     use foreshore_devices::memory::slots::SlotTable;
     use foreshore_devices::memory::slots::fake::FakeSlots;
     use foreshore_devices::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
@@ -250,7 +250,7 @@ mod tests {
         machine.context.machine.events.end();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut refused = Vec::new();
-        while let Some(Seen::Event(event)) = runtime.block_on(watcher.next()) {
+        while let Some(WatcherItem::Event(event)) = runtime.block_on(watcher.next()) {
             refused.push((event.event, event.properties.clone().unwrap()));
         }
         let properties =

@@ -25,7 +25,7 @@ use crate::vm::resources::Resources;
 
 impl BalloonSource for BalloonHandle {
     fn ask(&self) {
-        self.ask_statistics();
+        self.request_statistics();
     }
 
     fn state(&self) -> BalloonState {

@@ -124,7 +124,7 @@ impl MutEventSubscriber for Watcher {
             _ => drop(self.memory.event().read()),
         }
         // The call stops the guest by `EntryInhibitor` before the VM task is notified.
-        let reason = self.memory.look();
+        let reason = self.memory.check_files();
         if let Some(reason) = &reason
             && self.reported.as_ref() != Some(reason)
         {

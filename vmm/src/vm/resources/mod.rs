@@ -243,7 +243,7 @@ impl PmemFiles {
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {
-            let failed = file.wants_to_be_opened_anew();
+            let failed = file.must_be_reopened();
             if failed {
                 warn!(file = %config.file.display(), "A flush of the file has failed, or it was truncated; opening it again");
             }

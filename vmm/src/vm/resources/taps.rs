@@ -31,7 +31,7 @@ impl Taps {
         // the same name. If an interface was deleted on the host, it is created again. Inherited
         // descriptors cannot be opened again, so they remain open.
         taps.retain(|(earlier, tap)| {
-            config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
+            config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.exists())
         });
         let mut earlier = taps.clone();
         let mut opened = Vec::with_capacity(config.net.len());

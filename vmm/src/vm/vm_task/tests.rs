@@ -9,7 +9,7 @@ mod sizes;
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
 
-use foreshore_devices::events::{Seen, Watcher};
+use foreshore_devices::events::{Watcher, WatcherItem};
 use foreshore_devices::memory::zone::ZoneSpec;
 use parking_lot::Mutex;
 
@@ -271,7 +271,7 @@ impl Fixture {
     async fn emitted(mut self) -> Vec<&'static str> {
         self.events.end();
         let mut emitted = Vec::new();
-        while let Some(Seen::Event(event)) = self.watcher.next().await {
+        while let Some(WatcherItem::Event(event)) = self.watcher.next().await {
             emitted.push(event.event);
         }
         emitted
@@ -325,7 +325,9 @@ fn failed_reboot_shuts_vm_down() {
         assert_eq!(vm.log(), ["build", "resume", "drop"]);
         let mut emitted = Vec::new();
         while emitted.last().is_none_or(|event| event != "shutdown") {
-            let Some(Seen::Event(event)) = watcher.next().await else { panic!("{emitted:?}") };
+            let Some(WatcherItem::Event(event)) = watcher.next().await else {
+                panic!("{emitted:?}")
+            };
             emitted
                 .push(serde_json::to_value(&*event).unwrap()["event"].as_str().unwrap().to_owned());
         }
@@ -527,7 +529,7 @@ fn reset_loop_is_delayed_while_api_is_served() {
         assert_eq!(vm.senders.lock().len(), 11);
         let mut delays = 0;
         vm.events.end();
-        while let Some(Seen::Event(event)) = vm.watcher.next().await {
+        while let Some(WatcherItem::Event(event)) = vm.watcher.next().await {
             delays += u32::from(event.event == "restart-delayed");
         }
         assert_eq!(delays, 8);

@@ -23,15 +23,15 @@ guest_tests::tests![
 
 const PORT: u32 = 9800;
 const LIMIT: Duration = Duration::from_secs(120);
-const MOST_RSS_KIB: u64 = 3 * 1024;
-const REST_REPORTS: u64 = 8;
+const MAX_RSS_KIB: u64 = 3 * 1024;
+const IDLE_REPORTS: u64 = 8;
 /// Maximum number of sleeps per second. At rest, the agent checks memory ten times per second and
 /// reports once. 20 sleeps would be too many.
-const MOST_SLEEPS: f64 = 13.0;
+const MAX_SLEEPS_PER_REPORT: f64 = 13.0;
 /// Maximum CPU use, to detect an agent that spins. On an emulated host, the agent uses 1 to 2 %.
 /// The share includes vCPU time that other programs on the machine take unnoticed by the guest's
 /// kernel. `ci/bench --only agent` measures instructions and compares them with the target.
-const MOST_CPU: f64 = 0.1;
+const MAX_CPU_SHARE: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 
 /// Listener in place of the VMM.
@@ -87,7 +87,7 @@ impl Lines {
         serde_json::from_str(&line).with_context(|| format!("{line:?} is not JSON"))
     }
 
-    fn tell(&mut self, message: &Value) -> Result<()> {
+    fn send(&mut self, message: &Value) -> Result<()> {
         writeln!(self.0.get_mut(), "{message}").context("Cannot send a message to the agent")
     }
 
@@ -138,10 +138,10 @@ fn is_small_and_reports_free_blocks(guest: &Guest, lines: &mut Lines) -> Result<
         ensure!(free > 0, "An idle guest has no free block of 4 MiB: {report}");
     }
     let (rss_kib, locked_kib) = (status_kib(guest, "VmRSS")?, status_kib(guest, "VmLck")?);
-    ensure!(rss_kib < MOST_RSS_KIB, "The agent uses {rss_kib} KiB");
+    ensure!(rss_kib < MAX_RSS_KIB, "The agent uses {rss_kib} KiB");
     ensure!(locked_kib >= rss_kib, "Only {locked_kib} of {rss_kib} KiB are locked");
     println!("the agent uses {rss_kib} KiB, all locked");
-    is_at_rest(guest, lines)
+    is_idle(guest, lines)
 }
 
 /// Resources that the agent has used so far, according to the guest's counters and clock.
@@ -187,26 +187,26 @@ fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
 /// Checks the rates at rest given in docs/reference/agent.md: one report and ten checks per second.
 /// On a busy machine they may be lower but never higher, so they are compared with upper limits by
 /// the guest's clock.
-fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
+fn is_idle(guest: &Guest, lines: &mut Lines) -> Result<()> {
     // After connecting, the agent needs three seconds to come to rest.
     span_ms(lines, 4)?;
     let before = Spent::read(guest)?;
-    let took_ms = span_ms(lines, REST_REPORTS)?;
+    let took_ms = span_ms(lines, IDLE_REPORTS)?;
     let after = Spent::read(guest)?;
     let seconds = after.uptime_s - before.uptime_s;
     let (sleeps, cpu) =
         ((after.sleeps - before.sleeps) / seconds, (after.cpu_s - before.cpu_s) / seconds);
     println!(
-        "at rest: {REST_REPORTS} reports in {took_ms} ms, {sleeps:.1} sleeps a second, {:.2} % of a CPU",
+        "at rest: {IDLE_REPORTS} reports in {took_ms} ms, {sleeps:.1} sleeps a second, {:.2} % of a CPU",
         cpu * 100.0
     );
     // One report may be early, because a program in the guest has allocated and freed memory.
     ensure!(
-        took_ms >= (REST_REPORTS - 1) * 1000,
-        "{REST_REPORTS} reports at rest took {took_ms} ms"
+        took_ms >= (IDLE_REPORTS - 1) * 1000,
+        "{IDLE_REPORTS} reports at rest took {took_ms} ms"
     );
-    ensure!(sleeps < MOST_SLEEPS, "The agent wakes {sleeps:.1} times a second at rest");
-    ensure!(cpu < MOST_CPU, "The agent uses {:.2} % of a CPU at rest", cpu * 100.0);
+    ensure!(sleeps < MAX_SLEEPS_PER_REPORT, "The agent wakes {sleeps:.1} times a second at rest");
+    ensure!(cpu < MAX_CPU_SHARE, "The agent uses {:.2} % of a CPU at rest", cpu * 100.0);
     Ok(())
 }
 
@@ -221,14 +221,14 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     let mut lines = vmm.accept()?;
     is_small_and_reports_free_blocks(&guest, &mut lines)?;
     // Counterpart: the same counts detect an agent that reports more often, as requested here.
-    lines.tell(
+    lines.send(
         &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
         "watermark_interval_ms": 50 }),
     )?;
-    let took_ms = span_ms(&mut lines, REST_REPORTS)?;
+    let took_ms = span_ms(&mut lines, IDLE_REPORTS)?;
     ensure!(
-        took_ms < (REST_REPORTS - 1) * 1000,
-        "With shorter intervals, {REST_REPORTS} reports took {took_ms} ms"
+        took_ms < (IDLE_REPORTS - 1) * 1000,
+        "With shorter intervals, {IDLE_REPORTS} reports took {took_ms} ms"
     );
     drop((lines, vmm));
     // A new VMM starts without any state of the old connection.
@@ -307,20 +307,20 @@ fn idle_memory_is_reported_and_accessed_memory_is_not() -> Result<()> {
     ensure!(toucher.next_line().as_deref() == Some("touching"), "guest-tool touch did not start");
     redirect(&guest, "TERM")?;
     let mut lines = vmm.accept()?;
-    let mut wait_for_idle = |what: &str, enough: &dyn Fn(u64) -> bool| -> Result<u64> {
+    let mut wait_for_idle = |description: &str, enough: &dyn Fn(u64) -> bool| -> Result<u64> {
         for _ in 0..240 {
             if let Some(idle) = lines.idle_bytes(0)?.filter(|idle| enough(*idle)) {
-                println!("{what}: {} MiB are idle", idle / MIB);
+                println!("{description}: {} MiB are idle", idle / MIB);
                 return Ok(idle);
             }
         }
-        bail!("240 reports do not show that {what}")
+        bail!("240 reports do not show that {description}")
     };
     // DAMON finds idle memory gradually.
     let while_touched = wait_for_idle("memory is touched", &|idle| idle > 64 * MIB)?;
-    let most = (512 - TOUCHED_MIB / 2) * MIB;
+    let max_bytes = (512 - TOUCHED_MIB / 2) * MIB;
     ensure!(
-        while_touched < most,
+        while_touched < max_bytes,
         "{} MiB are idle with {TOUCHED_MIB} MiB in use",
         while_touched / MIB
     );
@@ -377,15 +377,15 @@ fn huge_pages_come_from_pm_as_well() -> Result<()> {
         .pm_memory(&format!("pool={},size=384M", pool.name()))
         .pressure("fixed,size=384M")
         .boot()?;
-    let set = |what: &str, want: &[&str]| {
-        guest.wait_until(what, LIMIT, || {
+    let set = |description: &str, expected: &[&str]| {
+        guest.wait_until(description, LIMIT, || {
             let text = guest.run(SETTINGS)?;
             // If a setting has alternatives, the current one is in brackets.
             let chosen = |line: &str| match line.split_once('[') {
                 Some((_, rest)) => rest.split(']').next().unwrap_or_default().to_owned(),
                 None => line.trim().to_owned(),
             };
-            Ok(text.lines().map(chosen).eq(want.iter().copied()))
+            Ok(text.lines().map(chosen).eq(expected.iter().copied()))
         })
     };
     set("settings are those for PM", &["always", "always", "0", "0"])?;
@@ -409,14 +409,14 @@ fn huge_pages_come_from_pm_as_well() -> Result<()> {
     // A setting that another program has changed is kept. The agent restores the other settings
     // when it ends. After a kill, the next agent restores them once the PM has been unplugged.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
-    let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
+    let (with_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
     let start = || guest.run("foreshore-agent >>/run/agent.log 2>&1 & echo");
     end(&guest, "TERM")?;
     set("settings go back with the agent", &usual)?;
     start()?;
-    set("settings are those for PM again", &beside_pm)?;
+    set("settings are those for PM again", &with_pm)?;
     end(&guest, "KILL")?;
-    set("settings outlast an agent that is killed", &beside_pm)?;
+    set("settings outlast an agent that is killed", &with_pm)?;
     start()?;
     guest.put("vm.pressure", json!({ "policy": "fixed", "size": 0 }))?;
     set("settings go back with the memory", &usual)?;

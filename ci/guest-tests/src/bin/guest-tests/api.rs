@@ -160,10 +160,10 @@ fn requests_to_a_paused_vm_take_effect_on_resume_with_events() -> Result<()> {
         Ok(std::fs::read_to_string(&file)?.contains("\"plugged_bytes\": \"134217728\""))
     })?;
     guest.power_off()?;
-    tell_of_a_life(&std::fs::read_to_string(&file)?)
+    check_lifecycle_events(&std::fs::read_to_string(&file)?)
 }
 
-fn tell_of_a_life(text: &str) -> Result<()> {
+fn check_lifecycle_events(text: &str) -> Result<()> {
     let events: Vec<Value> =
         serde_json::Deserializer::from_str(text).into_iter().collect::<Result<_, _>>()?;
     // The order of events from devices is not fixed.

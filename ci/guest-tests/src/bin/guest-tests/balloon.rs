@@ -33,7 +33,7 @@ fn actual_bytes(guest: &Guest) -> Result<u64> {
         .with_context(|| format!("vm.info has no balloon: {info}"))
 }
 
-fn ask(guest: &Guest, bytes: u64) -> Result<()> {
+fn resize_balloon(guest: &Guest, bytes: u64) -> Result<()> {
     guest.put("vm.resize", json!({ "desired_balloon": bytes }))?;
     guest.wait_until("the balloon has its size", FOLLOW_LIMIT, || Ok(actual_bytes(guest)? == bytes))
 }
@@ -68,15 +68,15 @@ fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     ensure!(free_mib > 320, "Only {free_mib} MiB are free; the test needs more than 320");
     touch(&guest, free_mib - 40)?;
     let (available_mib, full_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
-    ask(&guest, 256 * MIB)?;
-    let (left_mib, taken_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
+    resize_balloon(&guest, 256 * MIB)?;
+    let (left_mib, inflated_rss_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
     ensure!(
         left_mib + 240 < available_mib,
         "{available_mib} MiB were available, now {left_mib} MiB"
     );
     ensure!(
-        taken_bytes + 180 * MIB < full_bytes,
-        "{full_bytes} bytes were resident, now {taken_bytes}"
+        inflated_rss_bytes + 180 * MIB < full_bytes,
+        "{full_bytes} bytes were resident, now {inflated_rss_bytes}"
     );
     let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
@@ -94,7 +94,7 @@ fn a_balloon_saves_a_guest_from_the_oom_killer() -> Result<()> {
     ensure!(saved > 0.0 && actual_bytes(&guest)? < 256 * MIB, "The metrics count no deflation");
     drop(hog);
     // Deflating the balloon returns all of its memory.
-    ask(&guest, 0)?;
+    resize_balloon(&guest, 0)?;
     guest.wait_until("all memory is available again", FOLLOW_LIMIT, || {
         Ok(meminfo_mib(&guest, "MemAvailable")? + 16 > available_mib)
     })?;
@@ -114,19 +114,19 @@ fn reported_free_pages_return_to_the_host() -> Result<()> {
     const FREED_MIB: u64 = 256;
     /// Minimum share of the freed memory that is reported. The rest is in incomplete blocks of 2
     /// MiB, or is used by other programs in the meantime.
-    const ABOUT_PERCENT: u64 = 85;
-    let boot = |reporting: &str| {
+    const MIN_RETURNED_PERCENT: u64 = 85;
+    let boot = |with_reporting: &str| {
         Guest::builder()
-            .name(reporting)
+            .name(with_reporting)
             .memory("size=512M")
-            .argument("--balloon", &format!("size=0,free_page_reporting={reporting}"))
+            .argument("--balloon", &format!("size=0,free_page_reporting={with_reporting}"))
             .cmdline("foreshore.agent=off")
             .pressure("off")
             .boot()
     };
     // The guest that does not report frees its memory first. The guest has then had enough time
     // when the other guest's memory has been returned.
-    let (silent, reporting) = (boot("off")?, boot("on")?);
+    let (without_reporting, with_reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
         let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
         Ok(back as u64)
@@ -142,31 +142,31 @@ fn reported_free_pages_return_to_the_host() -> Result<()> {
         wait_until_freed(guest)?;
         Ok(full_bytes)
     };
-    let silent_bytes = full(&silent)?;
-    let reported_before = given_back(&reporting, "report")?;
-    let reporting_bytes = full(&reporting)?;
-    let about_bytes = FREED_MIB * MIB * ABOUT_PERCENT / 100;
-    reporting.wait_until("the freed memory is back on the host", FOLLOW_LIMIT, || {
-        Ok(reporting.rss_bytes()? + about_bytes <= reporting_bytes)
+    let without_reporting_bytes = full(&without_reporting)?;
+    let reported_before = given_back(&with_reporting, "report")?;
+    let reporting_bytes = full(&with_reporting)?;
+    let min_returned_bytes = FREED_MIB * MIB * MIN_RETURNED_PERCENT / 100;
+    with_reporting.wait_until("the freed memory is back on the host", FOLLOW_LIMIT, || {
+        Ok(with_reporting.rss_bytes()? + min_returned_bytes <= reporting_bytes)
     })?;
-    let reported = given_back(&reporting, "report")? - reported_before;
-    ensure!(reported >= about_bytes, "Only {reported} bytes were reported");
-    ensure!(given_back(&reporting, "inflate")? == 0, "The balloon was inflated");
+    let reported = given_back(&with_reporting, "report")? - reported_before;
+    ensure!(reported >= min_returned_bytes, "Only {reported} bytes were reported");
+    ensure!(given_back(&with_reporting, "inflate")? == 0, "The balloon was inflated");
     // Memory in use is not returned: the guest still works and still has some memory.
-    let left_bytes = reporting.rss_bytes()?;
+    let left_bytes = with_reporting.rss_bytes()?;
     ensure!(left_bytes >= 32 * MIB, "Only {left_bytes} bytes of the guest are resident");
-    let kept_bytes = silent.rss_bytes()?;
+    let retained_bytes = without_reporting.rss_bytes()?;
     ensure!(
-        kept_bytes + 16 * MIB >= silent_bytes,
-        "{silent_bytes} bytes were resident, now {kept_bytes} without free page reporting"
+        retained_bytes + 16 * MIB >= without_reporting_bytes,
+        "{without_reporting_bytes} bytes were resident, now {retained_bytes} without free page reporting"
     );
     ensure!(
-        given_back(&silent, "report")? == 0,
+        given_back(&without_reporting, "report")? == 0,
         "The metrics count reported pages without free page reporting"
     );
     // The guest should be able to use the memory again.
-    drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
-    reporting.no_kernel_complaints()
+    drop(with_reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
+    with_reporting.no_kernel_complaints()
 }
 
 fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
@@ -211,15 +211,15 @@ fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
         let fallen = guest.rss_bytes()? + need_mib / 2 * MIB < full_bytes;
         Ok(fallen && reported >= (64 * MIB) as f64)
     });
-    let again = guest.wait_until("idle memory is in the balloon again", FOLLOW_LIMIT, || {
+    let refilled = guest.wait_until("idle memory is in the balloon again", FOLLOW_LIMIT, || {
         Ok(actual_bytes(&guest)? > busy_bytes + 64 * MIB)
     });
-    if back.is_err() || again.is_err() {
+    if back.is_err() || refilled.is_err() {
         // Diagnostics for the log of a failed test.
         println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
     }
-    back.and(again)?;
+    back.and(refilled)?;
     guest.no_kernel_complaints()
 }
 

@@ -38,13 +38,14 @@ const AROUND_BORDER: u64 = 600;
 /// Size of a disk with two arenas of at least 16 MiB each.
 const ARENAS_MIB: u64 = 36;
 
-/// Returns the seed of a program: `own`, or a seed from the environment.
-pub(crate) fn seed(own: u64) -> Result<u64> {
+/// Returns the seed of a program: `test_seed`, or a seed from the environment.
+pub(crate) fn seed(test_seed: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
-        Ok(asked) => {
-            Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is not a number")? * 1000)
+        Ok(base) => {
+            Ok(test_seed
+                + base.parse::<u64>().context("FORESHORE_TEST_SEED is not a number")? * 1000)
         }
-        Err(_) => Ok(own),
+        Err(_) => Ok(test_seed),
     }
 }
 
@@ -121,7 +122,7 @@ impl Disk {
         self.with_engine(|engine| run(&program, self.shape, engine))
     }
 
-    fn with_engine(&self, work: impl FnOnce(&OnEngine) -> Result<()>) -> Result<()> {
+    fn with_engine(&self, run: impl FnOnce(&OnEngine) -> Result<()>) -> Result<()> {
         let pool = pmem_volume::Pool::open(&self.pool, OpenMode::ReadWrite)?;
         let engine = Engine::open(pool.open_volume(&self.name)?)?;
         for (number, arena) in engine.arenas().into_iter().enumerate() {
@@ -131,7 +132,7 @@ impl Disk {
                 "Arena must be read-only: {expected}; found {arena:?}"
             );
         }
-        work(&OnEngine(engine))
+        run(&OnEngine(engine))
     }
 }
 
@@ -250,23 +251,24 @@ fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
     let mut history = Vec::new();
-    for (round, (kernel, cpus, interface, ours, theirs)) in (0..).zip([
+    for (round, (kernel, cpus, interface, engine_writes, linux_writes)) in (0..).zip([
         (Kernel::V6_12, 2, "nvdimm", OPERATIONS, OPERATIONS),
         (Kernel::V6_1, 3, "nvdimm", 2000, 1000),
         (Kernel::V6_12, 1, "virtio-pmem", 2000, 100),
     ]) {
-        let ours = format!("discards:{}:{ours}:4", seed(10 + round)?);
-        let theirs = format!("writes:{}:{theirs}:{cpus}", seed(20 + round)?);
+        let engine_writes = format!("discards:{}:{engine_writes}:4", seed(10 + round)?);
+        let linux_writes = format!("writes:{}:{linux_writes}:{cpus}", seed(20 + round)?);
         for disk in &disks {
-            disk.write(&ours)?;
+            disk.write(&engine_writes)?;
         }
-        history.push(ours);
+        history.push(engine_writes);
         let guest = Guest::builder().kernel(kernel).cpus(cpus);
         let linux = Linux::boot(&pool, &disks, guest, interface)?;
-        linux
-            .on_each(|_, node| format!("{} && {}", check(node, &history), write(node, &theirs)))?;
+        linux.on_each(|_, node| {
+            format!("{} && {}", check(node, &history), write(node, &linux_writes))
+        })?;
         linux.end(None)?;
-        history.push(theirs);
+        history.push(linux_writes);
         for disk in &disks {
             disk.verify(&history)?;
         }
@@ -282,7 +284,7 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
         |name, sector_bytes| Disk::create_with_two_arenas(&pool, name, ARENAS_MIB, sector_bytes);
     let disks = [disk("sectors-4096", 4096)?, disk("sectors-512", 512)?];
     let mut histories = disks.each_ref().map(|_| Vec::new());
-    for (round, (kernel, cpus, interface, ours, theirs)) in (0..).zip([
+    for (round, (kernel, cpus, interface, engine_writes, linux_writes)) in (0..).zip([
         (Kernel::V6_12, 2, "nvdimm", 4000, 4000),
         (Kernel::V6_1, 1, "virtio-pmem", 1000, 100),
     ]) {
@@ -293,23 +295,24 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
             Ok([format!("{mix}:{seed}:{operations}:{threads}"), around])
         };
         for (disk, history) in disks.iter().zip(&mut histories) {
-            for program in programs("discards", seed(50 + 2 * round)?, ours, 4, disk)? {
+            for program in programs("discards", seed(50 + 2 * round)?, engine_writes, 4, disk)? {
                 disk.write(&program)?;
                 history.push(program);
             }
         }
-        let theirs_on = |disk| programs("writes", seed(60 + 2 * round)?, theirs, cpus, disk);
+        let linux_writes_on =
+            |disk| programs("writes", seed(60 + 2 * round)?, linux_writes, cpus, disk);
         let guest = Guest::builder().kernel(kernel).cpus(cpus);
         let linux = Linux::boot(&pool, &disks, guest, interface)?;
-        let theirs: Vec<_> = disks.iter().map(theirs_on).collect::<Result<_>>()?;
+        let linux_writes: Vec<_> = disks.iter().map(linux_writes_on).collect::<Result<_>>()?;
         linux.on_each(|number, node| {
-            let [everywhere, around] = &theirs[number];
+            let [everywhere, around] = &linux_writes[number];
             [check(node, &histories[number]), write(node, everywhere), write(node, around)]
                 .join(" && ")
         })?;
         linux.end(None)?;
-        for ((disk, history), theirs) in disks.iter().zip(&mut histories).zip(theirs) {
-            history.extend(theirs);
+        for ((disk, history), linux_writes) in disks.iter().zip(&mut histories).zip(linux_writes) {
+            history.extend(linux_writes);
             disk.verify(history)?;
         }
     }

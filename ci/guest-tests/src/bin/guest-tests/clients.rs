@@ -71,7 +71,7 @@ impl Client {
         let mut command = Command::new(program("client-tests"));
         command.arg(self.name).args(paths).args(self.nets.iter().map(|net| &net.tap));
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let mut told = child.stdin.take().expect("a pipe");
+        let mut input = child.stdin.take().expect("a pipe");
         let mut boots = 0;
         for line in BufReader::new(child.stdout.take().expect("a pipe")).lines() {
             match line?.as_str() {
@@ -79,9 +79,9 @@ impl Client {
                     vmm.wait_for_shell(BOOT_LIMIT)?;
                     self.use_nets(vmm, boots)?;
                     boots += 1;
-                    writeln!(told)?;
+                    writeln!(input)?;
                 }
-                said => println!("{}: {said}", self.name),
+                output => println!("{}: {output}", self.name),
             }
         }
         let status = child.wait()?;
@@ -166,7 +166,10 @@ fn libvirt_reboots() -> Result<()> {
     let monitor = format!("path={}", events.display());
     let vmm = without_a_vm().api_by_descriptor().argument("--event-monitor", &monitor).start()?;
     client.run(&vmm)?;
-    let said = vmm.console_log()?;
-    ensure!(said.matches("foreshore-guest: ready").count() == 2, "The terminal received:\n{said}");
+    let output = vmm.console_log()?;
+    ensure!(
+        output.matches("foreshore-guest: ready").count() == 2,
+        "The terminal received:\n{output}"
+    );
     ends(vmm)
 }

@@ -25,31 +25,31 @@ guest_tests::tests![
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// User of a console.
-struct Visitor<F> {
+struct ConsoleClient<F> {
     line: F,
-    heard: String,
+    received: String,
 }
 
-impl<F: Read + Write + AsFd> Visitor<F> {
+impl<F: Read + Write + AsFd> ConsoleClient<F> {
     fn new(line: F) -> Self {
-        Self { line, heard: String::new() }
+        Self { line, received: String::new() }
     }
 
-    fn say(&mut self, text: &str) -> Result<()> {
+    fn send(&mut self, text: &str) -> Result<()> {
         self.line.write_all(text.as_bytes()).context("Cannot write to the line")
     }
 
-    fn hear(&mut self, what: &str) -> Result<String> {
+    fn wait_for(&mut self, expected: &str) -> Result<String> {
         let since = Instant::now();
         loop {
-            if let Some(at) = self.heard.find(what) {
-                let rest = self.heard.split_off(at + what.len());
-                return Ok(std::mem::replace(&mut self.heard, rest));
+            if let Some(at) = self.received.find(expected) {
+                let rest = self.received.split_off(at + expected.len());
+                return Ok(std::mem::replace(&mut self.received, rest));
             }
             ensure!(
                 since.elapsed() < ANSWER_LIMIT,
-                "Timed out waiting for {what:?} after:\n{}",
-                self.heard
+                "Timed out waiting for {expected:?} after:\n{}",
+                self.received
             );
             let mut poll = libc::pollfd {
                 fd: self.line.as_fd().as_raw_fd(),
@@ -62,17 +62,17 @@ impl<F: Read + Write + AsFd> Visitor<F> {
             }
             let mut data = [0; 4096];
             match self.line.read(&mut data)? {
-                0 => bail!("The line ended before {what:?}, after:\n{}", self.heard),
-                len => self.heard += &String::from_utf8_lossy(&data[..len]),
+                0 => bail!("The line ended before {expected:?}, after:\n{}", self.received),
+                len => self.received += &String::from_utf8_lossy(&data[..len]),
             }
         }
     }
 
     /// Makes the guest's shell compute a sum. An echo of the input would prove nothing.
-    fn ask_the_shell(&mut self, a: u32, b: u32) -> Result<()> {
+    fn check_shell(&mut self, a: u32, b: u32) -> Result<()> {
         // Input is buffered until the shell has started.
-        self.say(&format!("echo sum-$(({a} + {b}))-\n"))?;
-        self.hear(&format!("sum-{}-", a + b)).map(drop)
+        self.send(&format!("echo sum-$(({a} + {b}))-\n"))?;
+        self.wait_for(&format!("sum-{}-", a + b)).map(drop)
     }
 }
 
@@ -92,28 +92,28 @@ fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
     Ok(PathBuf::from(path))
 }
 
-fn sit_down(path: &Path) -> Result<Visitor<File>> {
+fn open_client(path: &Path) -> Result<ConsoleClient<File>> {
     let line = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path);
-    Ok(Visitor::new(line.with_context(|| format!("Cannot open {}", path.display()))?))
+    Ok(ConsoleClient::new(line.with_context(|| format!("Cannot open {}", path.display()))?))
 }
 
 fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
     let guest = with_shell("ttyS0").argument("--serial", "pty").boot()?;
     let path = path_of(&guest, "serial")?;
     ensure!(path.starts_with("/dev/pts"), "The path of the terminal is {}", path.display());
-    let mut visitor = sit_down(&path)?;
+    let mut client = open_client(&path)?;
     // The text was printed before the terminal was opened.
-    visitor.hear("foreshore-guest: ready")?;
-    visitor.ask_the_shell(40, 2)?;
-    drop(visitor);
+    client.wait_for("foreshore-guest: ready")?;
+    client.check_shell(40, 2)?;
+    drop(client);
     guest.run("echo without-a-listener >/dev/ttyS0")?;
-    let mut visitor = sit_down(&path)?;
-    visitor.hear("without-a-listener")?;
-    visitor.ask_the_shell(100, 1)?;
+    let mut client = open_client(&path)?;
+    client.wait_for("without-a-listener")?;
+    client.check_shell(100, 1)?;
     guest.reboot_from_inside()?;
     ensure!(path_of(&guest, "serial")? == path, "The terminal changed at the reboot");
-    visitor.hear("foreshore-guest: ready")?;
-    visitor.ask_the_shell(1000, 1)?;
+    client.wait_for("foreshore-guest: ready")?;
+    client.check_shell(1000, 1)?;
     guest.power_off()?;
     ensure!(!path.exists(), "The terminal still exists");
     Ok(())
@@ -123,12 +123,12 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     let builder = with_shell("ttyS0");
     let socket = PathBuf::from(format!("/tmp/foreshore-console-{}", std::process::id()));
     let guest = builder.argument("--serial", &format!("socket={}", socket.display())).boot()?;
-    let connect = || -> Result<_> { Ok(Visitor::new(UnixStream::connect(&socket)?)) };
+    let connect = || -> Result<_> { Ok(ConsoleClient::new(UnixStream::connect(&socket)?)) };
     let mut first = connect()?;
-    first.hear("foreshore-guest: ready")?;
-    first.ask_the_shell(40, 2)?;
+    first.wait_for("foreshore-guest: ready")?;
+    first.check_shell(40, 2)?;
     let mut second = connect()?;
-    second.ask_the_shell(100, 1)?;
+    second.check_shell(100, 1)?;
     first.line.set_read_timeout(Some(ANSWER_LIMIT))?;
     let mut rest = String::new();
     first
@@ -137,10 +137,10 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
         .context("The connection of the first client was not closed")?;
     drop(second);
     let mut third = connect()?;
-    third.ask_the_shell(7, 8)?;
+    third.check_shell(7, 8)?;
     guest.reboot_from_inside()?;
-    third.hear("foreshore-guest: ready")?;
-    third.ask_the_shell(1000, 1)?;
+    third.wait_for("foreshore-guest: ready")?;
+    third.check_shell(1000, 1)?;
     let info = guest.get("vm.info")?;
     let config = &info["config"]["serial"];
     ensure!(
@@ -152,7 +152,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
         .argument("--serial", &format!("socket={}", socket.display()))
         .expect_refusal()?;
     ensure!(refusal.message.contains("in use"), "{}", refusal.message);
-    third.ask_the_shell(2000, 1)?;
+    third.check_shell(2000, 1)?;
     guest.power_off()?;
     ensure!(!socket.exists(), "The socket still exists");
     Ok(())
@@ -172,12 +172,12 @@ fn unread_console_does_not_block_the_guest() -> Result<()> {
         )
     };
     // The terminal is first open without a reader, and then closed.
-    let idle = sit_down(&path)?;
+    let idle = open_client(&path)?;
     flood("one-who-does-not-read")?;
     drop(idle);
     flood("nobody")?;
-    let mut visitor = sit_down(&path)?;
-    visitor.hear("the-end-of-nobody")?;
+    let mut client = open_client(&path)?;
+    client.wait_for("the-end-of-nobody")?;
     guest.no_kernel_complaints()
 }
 
@@ -211,19 +211,19 @@ fn wait_for_size(guest: &Guest, columns: u16, rows: u16) -> Result<()> {
 fn a_shell_on_a_consoles_pty_follows_the_terminals_size() -> Result<()> {
     let guest = with_shell("hvc0").argument("--console", "pty").boot()?;
     let path = path_of(&guest, "console")?;
-    let mut visitor = sit_down(&path)?;
-    resize(&visitor.line, 132, 43)?;
+    let mut client = open_client(&path)?;
+    resize(&client.line, 132, 43)?;
     // The VMM reads the terminal's size when there is input or output.
-    visitor.ask_the_shell(40, 2)?;
+    client.check_shell(40, 2)?;
     wait_for_size(&guest, 132, 43)?;
-    visitor.say("echo size-$(stty size | tr ' ' x)-\n")?;
-    visitor.hear("size-43x132-")?;
-    visitor.say("seq 300; echo done-$((1 + 1))\n")?;
-    let all = visitor.hear("done-2")?;
+    client.send("echo size-$(stty size | tr ' ' x)-\n")?;
+    client.wait_for("size-43x132-")?;
+    client.send("seq 300; echo done-$((1 + 1))\n")?;
+    let all = client.wait_for("done-2")?;
     let lines = all.lines().filter(|line| line.parse::<u32>().is_ok()).count();
     ensure!(lines == 300, "Received {lines} of 300 lines");
     // Resizes with `stty -F`, without any input.
-    resize(&sit_down(&path)?.line, 90, 25)?;
+    resize(&open_client(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
     // The size should also survive a reboot. The class of this kernel has time for that.
     if this_tests_kernel() == Kernel::V6_1 {
@@ -243,9 +243,9 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     // its own.
     let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;
-    let mut visitor = Visitor::new(File::from(master.try_clone()?));
+    let mut client = ConsoleClient::new(File::from(master.try_clone()?));
     let guest = with_shell("hvc0").argument("--console", "tty").terminal(&path).boot()?;
-    visitor.ask_the_shell(40, 2)?;
+    client.check_shell(40, 2)?;
     wait_for_size(&guest, 100, 30)?;
     for (columns, rows) in [(132, 43), (90, 25)] {
         resize(&master, columns, rows)?;

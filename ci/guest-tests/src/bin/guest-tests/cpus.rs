@@ -16,9 +16,9 @@ guest_tests::tests![
     unreleased_vcpus_stay_until_a_reboot: 300 (long) x several,
     pause_nmi_and_reboot_affect_only_present_vcpus: 300 (long) x several,
     guest_cannot_eject_a_vcpu_without_a_request: 240 (extended) x several,
-    guest_sees_the_requested_topology: 300 (long) on [V6_12, V6_1 extended] x 4 => seen_as(&[BOTH]),
+    guest_sees_the_requested_topology: 300 (long) on [V6_12, V6_1 extended] x 4 => check_topologies(&[BOTH]),
     every_topology_is_seen: 600 (extended) on [V6_12, V6_1] x 4 =>
-        seen_as(&[CORES, THREADS, BOTH, PACKAGES]),
+        check_topologies(&[CORES, THREADS, BOTH, PACKAGES]),
     added_vcpus_have_their_place_in_the_topology: 240 x several,
     cpu_features_address_bits_and_affinity_are_applied: 240,
     pause_of_a_minute_causes_no_lockup: 400 (extended) x 2,
@@ -72,11 +72,11 @@ fn shrink(guest: &Guest, to: u32) -> Result<()> {
         let [present, leaving, _] = counts(guest)?;
         Ok(present == f64::from(to) && leaving == 0.0)
     })?;
-    let wanted = if to == 1 { "0".to_owned() } else { format!("0-{}", to - 1) };
+    let expected = if to == 1 { "0".to_owned() } else { format!("0-{}", to - 1) };
     guest.wait_until_run(
         "the guest has no other vCPUs",
         LIMIT,
-        &format!("test $(cat /sys/devices/system/cpu/present) = {wanted}"),
+        &format!("test $(cat /sys/devices/system/cpu/present) = {expected}"),
     )
 }
 
@@ -115,14 +115,14 @@ fn come_and_go(rounds: u32) -> Result<()> {
     guest.run(&format!("touch {STOP}"))?;
     let output = load.finish()?;
     ensure!(output.code == 0, "The load has ended with {}", output.code);
-    let told = fs::read_to_string(&events)?;
-    let resized = told.matches("vcpus-resized").count();
-    ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are events:\n{told}");
+    let emitted = fs::read_to_string(&events)?;
+    let resized = emitted.matches("vcpus-resized").count();
+    ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are events:\n{emitted}");
     guest.no_kernel_complaints()
 }
 
 /// Makes the guest ignore requests for ejection (drivers/acpi/scan.c, acpi_device_hotplug).
-fn refuse_to_let_go(guest: &Guest) -> Result<()> {
+fn refuse_ejection(guest: &Guest) -> Result<()> {
     guest.run("echo 0 >/sys/firmware/acpi/hotplug/processor/enabled").map(drop)
 }
 
@@ -131,10 +131,10 @@ fn unreleased_vcpus_stay_until_a_reboot() -> Result<()> {
     for (vcpus, what) in [(0, "none"), (5, "more than may be")] {
         ensure!(resize(&guest, vcpus)? == 400, "A resize to {what} was accepted");
     }
-    refuse_to_let_go(&guest)?;
+    refuse_ejection(&guest)?;
     ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
-    let said = "dmesg | grep -q 'Eject disabled'";
-    guest.wait_until_run("the guest has refused", LIMIT, said)?;
+    let log_check = "dmesg | grep -q 'Eject disabled'";
+    guest.wait_until_run("the guest has refused", LIMIT, log_check)?;
     ensure!(counts(&guest)? == [2.0, 2.0, 0.0], "The vCPUs are not counted as leaving");
     for vcpus in [1, 3, 4] {
         ensure!(
@@ -175,8 +175,9 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.command("vm.nmi")?;
     for cpu in 0..2 {
-        let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
-        guest.wait_until_run("the vCPU has received its NMI", LIMIT, &said)?;
+        let log_check =
+            format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
+        guest.wait_until_run("the vCPU has received its NMI", LIMIT, &log_check)?;
     }
     // The parked vCPUs should return without receiving the NMI.
     grow(&guest, 2, 4)?;
@@ -202,7 +203,7 @@ fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "A vCPU was ejected without a request");
     guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
     // The vCPU whose removal was requested ejects itself without being stopped first.
-    refuse_to_let_go(&guest)?;
+    refuse_ejection(&guest)?;
     ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
     let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;
     guest.wait_until("the vCPU is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
@@ -253,23 +254,23 @@ const THREADS: Topology = ("2:2:1:1", [2, 2, 1]);
 const BOTH: Topology = ("2:1:1:2", [2, 1, 2]);
 const PACKAGES: Topology = ("1:1:1:4", [1, 1, 4]);
 
-fn seen_as(topologies: &[Topology]) -> Result<()> {
+fn check_topologies(topologies: &[Topology]) -> Result<()> {
     for &(topology, expected) in topologies {
         let guest = shaped(&format!("boot=4,max=4,topology={topology}")).boot()?;
-        let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
+        let (actual, [threads, cores, packages]) = (shape(&guest)?, expected);
         // Before the parser of 6.9, Linux finds the threads of an AMD core only with TOPOEXT
         // (arch/x86/kernel/cpu/amd.c, amd_get_topology). The emulated host's processor lacks it, so
         // Linux treats threads as cores.
         let flat = this_tests_kernel() == Kernel::V6_1 && amd_without_topoext(&guest)?;
-        let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
+        let expected_numbers = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(
-            seen == to_be_seen,
-            "The guest sees {topology} as {seen:?} instead of {to_be_seen:?}"
+            actual == expected_numbers,
+            "The guest sees {topology} as {actual:?} instead of {expected_numbers:?}"
         );
         let info = guest.get("vm.info")?;
-        let said = &info["config"]["cpus"]["topology"];
+        let shown = &info["config"]["cpus"]["topology"];
         ensure!(
-            said["threads_per_core"] == expected[0] && said["packages"] == expected[2],
+            shown["threads_per_core"] == expected[0] && shown["packages"] == expected[2],
             "{info}"
         );
         guest.no_kernel_complaints()?;

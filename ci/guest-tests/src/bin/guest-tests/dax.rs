@@ -10,7 +10,7 @@ use guest_tests::namespace::{Kind, convert};
 use guest_tests::{Guest, Image, Pool};
 use pmem_volume::{OpenMode, VolumeFormat};
 
-use crate::raw::{pool_on_disk, raw_guest, wait_for_bytes};
+use crate::raw_volume::{pool_on_disk, raw_guest, wait_for_bytes};
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
 use crate::volume_flush::flushes;
 use crate::zones::MIB;
@@ -230,15 +230,15 @@ fn devdax_reaches_the_pool() -> Result<()> {
     wait_for_devdax(&guest)?;
     // The device begins after its superblock. The seed of the next device does not have an address
     // yet, and reading its file returns an error.
-    let places = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
-    let places = guest.run(places)?;
-    let places: Vec<u64> = places
+    let resources = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
+    let resources = guest.run(resources)?;
+    let resources: Vec<u64> = resources
         .lines()
         .filter_map(|line| u64::from_str_radix(line.trim_start_matches("0x"), 16).ok())
-        .filter(|place| *place != u64::MAX)
+        .filter(|resource| *resource != u64::MAX)
         .collect();
-    let [device, region] = places[..] else {
-        anyhow::bail!("The device and its region are at {places:x?}")
+    let [device, region] = resources[..] else {
+        anyhow::bail!("The device and its region are at {resources:x?}")
     };
     ensure!((device - region).is_multiple_of(2 * MIB), "{device:#x} in {region:#x}: no huge pages");
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;

@@ -8,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, GuestBuilder, Pool};
 use serde_json::{Value, json};
 
-use crate::memory::{WARM_UP, holdings, reboot};
-use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, wait_until_plugged, zone};
+use crate::memory::{WARM_UP, reboot, resource_counts};
+use crate::zones::{MIB, check_plugged_in_pool_info, mem_total_mib, wait_until_plugged, zone};
 
 guest_tests::tests![
     memory_comes_by_acpi: 240 on [V6_12, V6_1 extended],
@@ -94,10 +94,10 @@ fn memory_comes_by_acpi() -> Result<()> {
 /// which takes effect at the next reboot.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
-    let mut held = None;
+    let mut first_counts = None;
     for round in 0..rounds {
         if round == WARM_UP {
-            held = Some(holdings(&guest)?);
+            first_counts = Some(resource_counts(&guest)?);
         }
         let before = mem_total_mib(&guest)?;
         resize_to(&guest, 768)?;
@@ -127,9 +127,9 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         let after = mem_total_mib(&guest)?;
         ensure!(after == before, "MemTotal was {before} MiB, now {after} MiB without DIMMs");
     }
-    if let Some(held) = held {
-        println!("After {rounds} rounds {:?}, at first {held:?}", guest.holdings()?);
-        guest.wait_until_nothing_is_left(&held)?;
+    if let Some(first_counts) = first_counts {
+        println!("After {rounds} rounds {:?}, at first {first_counts:?}", guest.resource_counts()?);
+        guest.wait_until_resources_are_freed(&first_counts)?;
     }
     guest.no_kernel_complaints()
 }
@@ -187,12 +187,12 @@ fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
         info(&guest, "/memory_actual_size")? == (512 + 256) * MIB,
         "memory_actual_size does not include all memory"
     );
-    pool_tells_what_is_plugged(&guest, &pool)?;
+    check_plugged_in_pool_info(&guest, &pool)?;
     // The guest brings DIMMs and PM online in the same way, so PM can be unplugged.
     resize_pm(0)?;
     wait_until_online(&guest, before + 128)?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM was removed with PM");
-    pool_tells_what_is_plugged(&guest, &pool)?;
+    check_plugged_in_pool_info(&guest, &pool)?;
     guest.no_kernel_complaints()
 }
 

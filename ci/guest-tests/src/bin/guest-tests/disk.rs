@@ -61,10 +61,10 @@ fn a_file_system_on_a_disk_is_made_used_and_checked() -> Result<()> {
         "mount -t ext4 /dev/vda /mnt/d && cd / && sha256sum -c /mnt/d/sum && umount /mnt/d",
     )?;
     let metrics = guest.metrics()?;
-    for (operation, least) in [("read", 100.0), ("write", 1.0), ("flush", 1.0)] {
+    for (operation, min) in [("read", 100.0), ("write", 1.0), ("flush", 1.0)] {
         let labels = [("disk", "_disk0"), ("operation", operation), ("result", "ok")];
         let count = metrics.value("foreshore_disk_operations_total", &labels)?;
-        ensure!(count >= least, "Only {count} requests to {operation}");
+        ensure!(count >= min, "Only {count} requests to {operation}");
     }
     ensure!(
         metrics.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])? == 0.0,
@@ -250,8 +250,8 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
         .pm_volume(&volume)
         .boot()?;
     // Disks come before volumes.
-    let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
-    guest.wait_until_run("all disks exist", IO_LIMIT, all_are_there)?;
+    let all_disks_exist = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
+    guest.wait_until_run("all disks exist", IO_LIMIT, all_disks_exist)?;
     for (path, is_direct) in [(&direct, true), (&cached, false)] {
         let flags = open_flags(guest.pid(), path)?;
         ensure!(
@@ -283,13 +283,13 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
             metrics.value(family, &[label, ("operation", operation), ("result", result)])
         };
         let expected = discards.parse::<Program>()?.erasures(shape(&guest, node)?);
-        for (operation, least) in
+        for (operation, min) in
             [("discard", expected.discards), ("write-zeroes", expected.zeroings)]
         {
             let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
             ensure!(
-                least > 20 && done >= least as f64 && failed == 0.0,
-                "{node}: {done} of {least} requests to {operation} succeeded, {failed} failed"
+                min > 20 && done >= min as f64 && failed == 0.0,
+                "{node}: {done} of {min} requests to {operation} succeeded, {failed} failed"
             );
         }
     }
@@ -312,7 +312,7 @@ pub(crate) fn make_root(guest: &Guest, device: &str) -> Result<()> {
     .map(drop)
 }
 
-pub(crate) fn lives_on(guest: &Guest, device: &str) -> Result<()> {
+pub(crate) fn runs_from(guest: &Guest, device: &str) -> Result<()> {
     let mounts = guest.run("cat /proc/mounts")?;
     ensure!(mounts.contains(&format!("{device} / ext4")), "The root is not on {device}:\n{mounts}");
     guest.run("echo here >/root/life && sync && cat /root/life")?;
@@ -328,7 +328,7 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.power_off()?;
     let builder = builder.cmdline("foreshore.root=/dev/vda");
     let guest = builder.boot()?;
-    lives_on(&guest, "/dev/vda")?;
+    runs_from(&guest, "/dev/vda")?;
     guest.kill9()?;
     let guest = builder.boot()?;
     ensure!(guest.run("cat /root/life")?.trim() == "here", "Synced data are lost");

@@ -38,16 +38,16 @@ struct Interface {
     path: &'static str,
     /// Space to fill with files. The space is small because each sector takes time. The rest is
     /// allocated in advance.
-    room_mib: u64,
+    space_mib: u64,
 }
 
 const NVDIMM: Interface =
-    Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", room_mib: 24 };
+    Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", space_mib: 24 };
 const VIRTIO_BLK: Interface =
-    Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", room_mib: 24 };
+    Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", space_mib: 24 };
 /// Interface with four exits per sector.
 const VIRTIO_PMEM: Interface =
-    Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", room_mib: 4 };
+    Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", space_mib: 4 };
 
 /// XFS requires 300 MiB.
 const VOLUME_MIB: u64 = 320;
@@ -75,20 +75,22 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
 
 /// Tests the life cycle of a file system on a disk.
 ///
-/// 1. Create and mount it. A file without data occupies the space beyond `room_mib`.
+/// 1. Create and mount it. A file without data occupies the space beyond `space_mib`.
 /// 2. Fill it until a file does not fit, and read all other files from the disk.
 /// 3. Unmount and check it, mount it again, and read the files. Remove a third of them. Unmount and
 ///    check it again.
-fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
+fn exercise(guest: &Guest, disk: &str, file_system: FileSystem, space_mib: u64) -> Result<()> {
     let FileSystem { name, make, check } = file_system;
-    let run = |what: &str, command: &str| {
-        guest.run_within(IO_LIMIT, command).with_context(|| format!("{name} on {disk}: {what}"))
+    let run = |description: &str, command: &str| {
+        guest
+            .run_within(IO_LIMIT, command)
+            .with_context(|| format!("{name} on {disk}: {description}"))
     };
     let mount = format!("mkdir -p /mnt/{name} && mount -t {name} {disk} /mnt/{name}");
     run("make and mount", &format!("{make} {disk} >/dev/null && {mount}"))?;
     let ballast = format!(
         "free=$(df -Pm /mnt/{name} | awk 'NR == 2 {{ print $4 }}')
-        [ $free -le {room_mib} ] || fallocate -l $((free - {room_mib}))M /mnt/{name}/ballast"
+        [ $free -le {space_mib} ] || fallocate -l $((free - {space_mib}))M /mnt/{name}/ballast"
     );
     run("set room apart", &ballast)?;
     let seed = u64::from(name.as_bytes()[0]);
@@ -106,18 +108,20 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
 /// Replaces the content of a disk with two GPT partitions. Checks that the kernel finds them when
 /// it reads the partition table again, and that the second one can contain a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
-    let run = |what: &str, command: &str| {
-        guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
+    let run = |description: &str, command: &str| {
+        guest
+            .run_within(IO_LIMIT, command)
+            .with_context(|| format!("Partitions on {disk}: {description}"))
     };
     let table = format!(
         "printf 'label: gpt\\nsize=4M\\n,\\n' | sfdisk -q --wipe always --no-tell-kernel {disk}"
     );
     run("make", &table)?;
-    let own = disk.trim_start_matches("/dev/");
-    let look = format!(
-        "blockdev --rereadpt {disk} && cd /sys/block/{own} && cat {own}1/size {own}2/size size"
+    let device_name = disk.trim_start_matches("/dev/");
+    let find = format!(
+        "blockdev --rereadpt {disk} && cd /sys/block/{device_name} && cat {device_name}1/size {device_name}2/size size"
     );
-    let found = run("look", &look)?;
+    let found = run("look", &find)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
     let [first, second, all] = sizes[..] else { bail!("Not exactly two partitions: {found:?}") };
     // The kernel reports units of 512 bytes. Outside of the partitions are the partition table, its
@@ -136,7 +140,7 @@ fn each_holds_on_some_interface() -> Result<()> {
     {
         let disk = node(&guest, interface)?;
         for file_system in file_systems {
-            live(&guest, &disk, *file_system, interface.room_mib)?;
+            exercise(&guest, &disk, *file_system, interface.space_mib)?;
         }
         partition(&guest, &disk)?;
     }
@@ -154,7 +158,7 @@ fn all_hold_on(interface: Interface) -> Result<()> {
     let guest = boot(&pool, &[(interface, VOLUME_MIB)])?;
     let disk = node(&guest, interface)?;
     for file_system in ALL {
-        live(&guest, &disk, file_system, 3 * interface.room_mib)?;
+        exercise(&guest, &disk, file_system, 3 * interface.space_mib)?;
     }
     partition(&guest, &disk)?;
     end(guest, &pool)

@@ -238,8 +238,8 @@ pub(crate) fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
         .fold(builder, |builder, flag| builder.without(flag))
 }
 
-fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
-    let lines = log.lines().filter_map(|line| line.strip_prefix(what));
+fn numbers(log: &str, label: &str) -> Result<Vec<Vec<u32>>> {
+    let lines = log.lines().filter_map(|line| line.strip_prefix(label));
     let numbers =
         |line: &str| line.split_whitespace().map(|text| u32::from_str_radix(text, 16)).collect();
     Ok(lines.map(numbers).collect::<Result<_, _>>()?)

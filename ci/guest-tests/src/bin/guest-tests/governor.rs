@@ -129,7 +129,7 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     guest.power_off()?;
 
     let first = read(&file)?;
-    let (mut recorded, mut grown, mut most_plugged) = (0, 0, 0);
+    let (mut recorded, mut grown, mut max_plugged_bytes) = (0, 0, 0);
     for entry in &first.entries {
         match entry {
             Entry::Report { report, .. } => {
@@ -139,7 +139,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
                     "The report has less memory than the guest: {report:?}"
                 );
             }
-            Entry::Host { zones, .. } => most_plugged = most_plugged.max(zones[0].plugged_bytes),
+            Entry::Host { zones, .. } => {
+                max_plugged_bytes = max_plugged_bytes.max(zones[0].plugged_bytes)
+            }
             Entry::Plan { plan, .. } if plan.direction == Direction::Grow => {
                 grown += 1;
                 ensure!(
@@ -155,8 +157,8 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         "The trace has {recorded} of at least {reports} reports"
     );
     ensure!(
-        grown > 0 && most_plugged >= grown_bytes,
-        "The trace has {grown} grows up to {most_plugged} bytes, but the guest had {grown_bytes}"
+        grown > 0 && max_plugged_bytes >= grown_bytes,
+        "The trace has {grown} grows up to {max_plugged_bytes} bytes, but the guest had {grown_bytes}"
     );
     let mut second = file.clone().into_os_string();
     second.push(".2");
@@ -171,9 +173,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         .args(["--policy", "psi"])
         .output()
         .context("Cannot start foreshore-sim")?;
-    let said = String::from_utf8_lossy(&output.stdout);
+    let stdout = String::from_utf8_lossy(&output.stdout);
     ensure!(
-        output.status.success() && said.contains("psi"),
+        output.status.success() && stdout.contains("psi"),
         "Unexpected output of foreshore-sim: {output:?}"
     );
     Ok(())

@@ -36,7 +36,7 @@ guest_tests::tests![
 const LIMIT: Duration = Duration::from_secs(60);
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Writable mapping of at least `least_bytes` in the VMM. The writable mapping is guest memory.
+/// Writable mapping of at least `min_bytes` in the VMM. The writable mapping is guest memory.
 struct Mapping {
     name: String,
     flags: Vec<String>,
@@ -54,7 +54,7 @@ impl Mapping {
     }
 }
 
-fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
+fn mappings(guest: &Guest, min_bytes: u64) -> Result<Vec<Mapping>> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
     let mut found: Vec<Mapping> = Vec::new();
     for line in smaps.lines() {
@@ -74,10 +74,9 @@ fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
             (Some(_), None) => {}
         }
     }
-    let is_large =
-        |mapping: &Mapping| mapping.bytes("Size").is_ok_and(|bytes| bytes >= least_bytes);
+    let is_large = |mapping: &Mapping| mapping.bytes("Size").is_ok_and(|bytes| bytes >= min_bytes);
     found.retain(|mapping| mapping.has("wr") && is_large(mapping));
-    ensure!(!found.is_empty(), "The VMM has no mapping of {least_bytes} bytes and more");
+    ensure!(!found.is_empty(), "The VMM has no mapping of {min_bytes} bytes and more");
     Ok(found)
 }
 
@@ -149,8 +148,11 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     );
     // The rest is the VMM's own memory. The rest should not include a second copy of guest
     // memory.
-    let beside = guest.rss_bytes()?.saturating_sub(rss);
-    ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
+    let other_rss_bytes = guest.rss_bytes()?.saturating_sub(rss);
+    ensure!(
+        other_rss_bytes < 100 * MIB,
+        "{other_rss_bytes} bytes are resident beside the guest's memory"
+    );
     let plugged_in = in_memory_files(&guest)?;
     ensure!(plugged_in >= 150 * MIB, "Only {plugged_in} bytes are in the file of plugged memory");
     drop(hog);
@@ -195,7 +197,7 @@ fn memory_is_prefaulted_on_request() -> Result<()> {
 }
 
 fn memory_options_are_set_on_the_mappings() -> Result<()> {
-    for (keys, there, not_there) in [
+    for (keys, expected_flag, unexpected_flag) in [
         ("mergeable=on", "mg", ""),
         ("thp=off", "nh", "hg"),
         ("thp=on", "hg", "nh"),
@@ -205,7 +207,7 @@ fn memory_options_are_set_on_the_mappings() -> Result<()> {
         let guest = Guest::builder().memory(&format!("size=256M,{keys}")).boot()?;
         for mapping in mappings(&guest, 256 * MIB)? {
             ensure!(
-                mapping.has(there) && !mapping.has(not_there),
+                mapping.has(expected_flag) && !mapping.has(unexpected_flag),
                 "{keys}: {} {:?}",
                 mapping.name,
                 mapping.flags

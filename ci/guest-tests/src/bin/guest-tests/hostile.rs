@@ -103,17 +103,17 @@ fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Re
 
 /// Number of frames sent to a tap's interface, and the counters of the host's kernel.
 #[derive(Clone, Copy)]
-struct Moved {
+struct FrameCounts {
     given: u64,
     to_guest: u64,
     dropped: u64,
     from_guest: u64,
 }
 
-impl Moved {
+impl FrameCounts {
     fn now(net: &Net, given: &AtomicU64) -> Result<Self> {
-        let count = |what: &str| -> Result<u64> {
-            let path = format!("/sys/class/net/{}/statistics/{what}", net.tap);
+        let count = |name: &str| -> Result<u64> {
+            let path = format!("/sys/class/net/{}/statistics/{name}", net.tap);
             std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
         };
         // Must be read first, so that frames in transit count as sent.
@@ -125,8 +125,8 @@ impl Moved {
     /// Returns the number of frames that are still in the tap, or that left it without being
     /// delivered.
     fn missing_since(&self, before: &Self) -> u64 {
-        let told = (self.to_guest + self.dropped) - (before.to_guest + before.dropped);
-        (self.given - before.given).saturating_sub(told)
+        let finished = (self.to_guest + self.dropped) - (before.to_guest + before.dropped);
+        (self.given - before.given).saturating_sub(finished)
     }
 }
 
@@ -144,12 +144,12 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let frames = scope.spawn(|| give_frames(&net, &given, ended));
         let came_and_went = come_and_go(&guest, "pm", |plugged_bytes| {
-            let before = Moved::now(&net, &given)?;
+            let before = FrameCounts::now(&net, &given)?;
             // 1. With plugged memory, the kernel stores received frames there and sends frames from
             //    it.
             if plugged_bytes > 0 {
                 return guest.wait_until("frames are sent and received", ATTACK_LIMIT, || {
-                    let now = Moved::now(&net, &given)?;
+                    let now = FrameCounts::now(&net, &given)?;
                     Ok(now.to_guest > before.to_guest + 20
                         && now.from_guest > before.from_guest + 20)
                 });
@@ -157,7 +157,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
             // 2. Without plugged memory, the kernel takes frames out of the tap and drops them. The
             //    host should not allocate pages for them.
             guest.wait_until("frames are lost", ATTACK_LIMIT, || {
-                Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
+                Ok(FrameCounts::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
             let resident_bytes = zone(&guest, "pm")?.resident_bytes;
             ensure!(resident_bytes == 0, "{resident_bytes} bytes of unplugged memory are resident");
@@ -179,11 +179,11 @@ fn give_frames(net: &Net, given: &AtomicU64, ended: Receiver<()>) -> Result<()> 
     let socket = UdpSocket::bind((net.host, 0))?;
     // The frames are broadcast, because no address belongs to the guest.
     socket.set_broadcast(true)?;
-    let everybody = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
+    let broadcast = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
     while ended.recv_timeout(BETWEEN_FRAMES) == Err(RecvTimeoutError::Timeout) {
         for _ in 0..16 {
             given.fetch_add(1, Ordering::SeqCst);
-            socket.send_to(&[0x5a; 1400], (everybody, 9))?;
+            socket.send_to(&[0x5a; 1400], (broadcast, 9))?;
         }
     }
     Ok(())
@@ -222,7 +222,7 @@ fn report(text: &str) -> Result<Report> {
 /// Checks that the device processed the garbage. Otherwise the device has disabled its queues or
 /// takes nothing from them. vsock answers only few chains, because its receive and event queues
 /// wait for data.
-fn garbage_was_taken(report: &Report) -> Result<()> {
+fn check_garbage_was_handled(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(
         *sent == GARBAGE_CHAINS && *answered >= sent / 40 && *restarted >= sent / 50,
@@ -243,7 +243,7 @@ fn garbage_is_survived(guest: &Guest, device: &str) -> Result<()> {
         ATTACK_LIMIT,
         &format!("exec guest-tool hostile-garbage {device} {GARBAGE_CHAINS}"),
     )?;
-    garbage_was_taken(&ended_well(attack)?)?;
+    check_garbage_was_handled(&ended_well(attack)?)?;
     still_well(guest)
 }
 
@@ -272,8 +272,8 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     garbage_is_survived(&guest, NET)?;
     // When vhost found errors in the ring, it signaled the event that the VMM had registered for
     // that.
-    let broken = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
-    ensure!(broken > 0.0, "The metrics count no broken queue");
+    let broken_queues = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
+    ensure!(broken_queues > 0.0, "The metrics count no broken queue");
     Ok(())
 }
 
@@ -310,7 +310,7 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     guest.wait_until("the attack is over", ATTACK_LIMIT, || {
         Ok(report(&guest.console_log()?).is_ok())
     })?;
-    garbage_was_taken(&report(&guest.console_log()?)?)?;
+    check_garbage_was_handled(&report(&guest.console_log()?)?)?;
     guest.get("vmm.ping")?;
     guest.get("vm.info").map(drop)
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::Script;
-use guest_tests::limits::{lack_of_open_files, lack_of_priority};
+use guest_tests::limits::{open_files_shortage, priority_shortage};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool, skip};
 use serde_json::json;
@@ -36,9 +36,9 @@ const CALL_LIMIT: Duration = Duration::from_secs(2);
 const GOVERNOR_NICE: i32 = -10;
 
 fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut slowest = Duration::ZERO;
-    while begun.elapsed() < time {
+    while started.elapsed() < time {
         for call in ["vmm.ping", "vm.info"] {
             let called = Instant::now();
             guest.get(call)?;
@@ -96,13 +96,13 @@ fn cpu_time_before_others(pid: u32) -> Result<Duration> {
 }
 
 /// Plugged bytes, erased bytes and delayed requests so far.
-struct Work {
+struct PlugWork {
     plugged_bytes: u64,
     erased_bytes: u64,
     delayed: u64,
 }
 
-impl Work {
+impl PlugWork {
     fn of(guest: &Guest) -> Result<Self> {
         let metrics = guest.metrics()?;
         let count =
@@ -138,17 +138,17 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     // The attack uses its own driver, so the kernel's driver must not be loaded.
     let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_BYTES }))?;
-    let (before, begun) = (Work::of(&guest)?, Instant::now());
+    let (before, started) = (PlugWork::of(&guest)?, Instant::now());
     let storm = start_plug_storm(&guest, STOP)?;
-    let plugged_bytes = |work: &Work| work.plugged_bytes - before.plugged_bytes;
+    let plugged_bytes = |work: &PlugWork| work.plugged_bytes - before.plugged_bytes;
     guest.wait_until("the burst is used up", LIMIT, || {
-        Ok(plugged_bytes(&Work::of(&guest)?) > ZONE_BYTES)
+        Ok(plugged_bytes(&PlugWork::of(&guest)?) > ZONE_BYTES)
     })?;
-    let (burst, cpu_before) = (begun.elapsed(), cpu_time_without_vcpus(guest.pid())?);
+    let (burst, cpu_before) = (started.elapsed(), cpu_time_without_vcpus(guest.pid())?);
     let slowest = slowest_call(&guest, ATTACK)?;
     let cpu = cpu_time_without_vcpus(guest.pid())? - cpu_before;
-    let work = Work::of(&guest)?;
-    let elapsed = begun.elapsed();
+    let work = PlugWork::of(&guest)?;
+    let elapsed = started.elapsed();
     let (plugged_bytes, erased_bytes) =
         (plugged_bytes(&work), work.erased_bytes - before.erased_bytes);
     let figures = format!(
@@ -160,9 +160,9 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
         work.delayed
     );
     println!("{figures}");
-    let most_bytes = ZONE_BYTES + (RATE as f64 * elapsed.as_secs_f64()) as u64;
+    let max_bytes = ZONE_BYTES + (RATE as f64 * elapsed.as_secs_f64()) as u64;
     ensure!(
-        plugged_bytes <= most_bytes && erased_bytes <= most_bytes,
+        plugged_bytes <= max_bytes && erased_bytes <= max_bytes,
         "The budget was exceeded: {figures}"
     );
     ensure!(work.delayed > 0 && cpu < (elapsed - burst) / 4, "{figures}");
@@ -215,7 +215,7 @@ fn starts(console: &Path) -> Result<u32> {
 
 /// Returns how many starts fit into `elapsed` with delays of 0, 1, 2, 4, 8, 16 and then 30 s.
 /// `elapsed` should be shorter than 91 s.
-fn most_starts(elapsed: Duration) -> u32 {
+fn max_starts(elapsed: Duration) -> u32 {
     let starts_s = [0, 0, 1, 3, 7, 15, 31, 61];
     starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32
 }
@@ -227,11 +227,11 @@ fn traces(dir: &Path) -> Result<usize> {
 }
 
 fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
-    const MOST_TRACES: usize = 16;
+    const MAX_TRACES: usize = 16;
     let firmware = firmware::write("firmware.elf", &firmware::elf(&resets_at_once()))?;
     let dir = this_tests_dir();
     let events = dir.join("events");
-    let begun = Instant::now();
+    let started = Instant::now();
     let guest = firmware::with_firmware(&firmware)
         .memory("size=128M,hotplug_method=virtio-mem,hotplug_size=128M")
         .argument("--pressure", &format!("policy=psi,record={}", dir.join("trace").display()))
@@ -247,12 +247,12 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
         Ok(console.exists() && starts(&console)? >= 3)
     })?;
     let slowest = slowest_call(&guest, ATTACK)?;
-    let (starts_so_far, elapsed) = (starts(&console)?, begun.elapsed());
+    let (starts_so_far, elapsed) = (starts(&console)?, started.elapsed());
     println!("{starts_so_far} starts in {elapsed:.1?}; an API call took at most {slowest:?}");
-    let most = most_starts(elapsed);
+    let max = max_starts(elapsed);
     ensure!(
-        (3..=most).contains(&starts_so_far),
-        "{starts_so_far} starts in {elapsed:?}, must be at most {most}"
+        (3..=max).contains(&starts_so_far),
+        "{starts_so_far} starts in {elapsed:?}, must be at most {max}"
     );
     let delays = guest.metric("foreshore_events_total", &[("event", "restart-delayed")])?;
     ensure!(delays >= 2.0, "The metrics count only {delays} delays");
@@ -261,10 +261,10 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     ensure!(guest.get("vm.info")?["state"] == "Created", "The VM was not shut down");
     guest.command("vm.boot")?;
     // Reboots by a client are not delayed. They create traces just like those of the guest.
-    for _ in 0..MOST_TRACES {
+    for _ in 0..MAX_TRACES {
         guest.command("vm.reboot")?;
     }
-    ensure!(traces(&dir)? == MOST_TRACES, "{} traces", traces(&dir)?);
+    ensure!(traces(&dir)? == MAX_TRACES, "{} traces", traces(&dir)?);
     guest.command("vmm.shutdown")?;
     let status = guest.wait_for_exit(LIMIT)?;
     ensure!(status.success(), "The VMM ended with {status}");
@@ -278,12 +278,12 @@ fn agent_connections(guest: &Guest) -> Result<f64> {
 fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     const PORT: u32 = 9800;
     /// Maximum number of connections to a vsock device.
-    const MOST_SOCKETS: u64 = 1023;
+    const MAX_SOCKETS: u64 = 1023;
     const RESTART: &str = "killall -KILL foreshore-agent; while pidof foreshore-agent >/dev/null; do :; done; \
                            exec foreshore-agent >/run/agent.log 2>&1";
     // A vsock device uses at most half of the files that the VMM may open.
-    if let Some(lack) = lack_of_open_files(2 * MOST_SOCKETS) {
-        return skip(lack);
+    if let Some(shortage) = open_files_shortage(2 * MAX_SOCKETS) {
+        return skip(shortage);
     }
     let guest = Guest::builder().memory("size=384M").pressure("psi").boot()?;
     guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? >= 1.0))?;
@@ -295,7 +295,7 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     let mut storm =
         guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
     let held = storm.next_line().context("The storm has ended")?;
-    let begun = Instant::now();
+    let started = Instant::now();
     guest.wait_until("the restarted agent is connected", LIMIT, || {
         Ok(agent_connections(&guest)? > before)
     })?;
@@ -306,7 +306,7 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     );
     println!(
         "A program {held} connections, {open} are open, {refused} were refused; the agent reconnected after {:.1?}",
-        begun.elapsed()
+        started.elapsed()
     );
     ensure!(open > 1000.0 && refused > 0.0, "{open} connections are open, {refused} were refused");
     drop((storm, listener));
@@ -319,8 +319,8 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     /// missing.
     const FLOOD: &str = r#"zeros=$(printf '0,%.0s' $(seq 32000)); echo begins;
                            yes "{\"type\":\"report\",\"zeros\":[${zeros}0]}" | guest-tool vsock-send 9746"#;
-    if let Some(lack) = lack_of_priority(GOVERNOR_NICE) {
-        return skip(lack);
+    if let Some(shortage) = priority_shortage(GOVERNOR_NICE) {
+        return skip(shortage);
     }
     let guest = Guest::builder().memory("size=384M").pressure("psi");
     let guest = guest.cmdline("foreshore.agent=off").boot()?;
@@ -333,13 +333,13 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
         flood.finish()?
     );
     guest.wait_until("the first second's lines are refused", LIMIT, || Ok(refused()? >= 200))?;
-    let (begun, lines_before) = (Instant::now(), refused()?);
+    let (started, lines_before) = (Instant::now(), refused()?);
     let (all_before, first_before) =
         (cpu_time_without_vcpus(guest.pid())?, cpu_time_before_others(guest.pid())?);
     let slowest = slowest_call(&guest, ATTACK)?;
     let all = cpu_time_without_vcpus(guest.pid())? - all_before;
     let first = cpu_time_before_others(guest.pid())? - first_before;
-    let (lines, elapsed) = (refused()? - lines_before, begun.elapsed());
+    let (lines, elapsed) = (refused()? - lines_before, started.elapsed());
     println!(
         "{lines} reports refused in {elapsed:.1?}; the VMM's CPU time was {all:?}, {first:?} of it at high priority; \
          an API call took at most {slowest:?}"
@@ -363,13 +363,13 @@ impl ConsoleFlood {
         let file = this_tests_dir().join(format!("hvc0-{max_rate}"));
         let console = format!("file={},max_size=16M,max_rate={max_rate}", file.display());
         let guest = Guest::builder().memory("size=384M").argument("--console", &console).boot()?;
-        let begun = Instant::now();
+        let started = Instant::now();
         let flood = format!(
             "dd if=/dev/zero of=/dev/hvc0 bs=64k count={} 2>/dev/null",
             mib * MIB / (64 << 10)
         );
         guest.run_within(FLOOD_LIMIT, &flood)?;
-        let (elapsed, metrics) = (begun.elapsed(), guest.metrics()?);
+        let (elapsed, metrics) = (started.elapsed(), guest.metrics()?);
         guest.power_off()?;
         Ok(Self {
             bytes: metrics
@@ -411,8 +411,8 @@ fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
         );
         ensure!(flood.lost_bytes == 0.0, "{} bytes were lost: {figures}", flood.lost_bytes);
     }
-    let most_mib = (BURST_MIB + QUEUE_MIB) as f64 + limited.elapsed.as_secs_f64();
-    ensure!(limited.bytes / MIB as f64 <= most_mib, "The rate was exceeded: {figures}");
+    let max_mib = (BURST_MIB + QUEUE_MIB) as f64 + limited.elapsed.as_secs_f64();
+    ensure!(limited.bytes / MIB as f64 <= max_mib, "The rate was exceeded: {figures}");
     ensure!(limited.throttled_s > 0.0 && unlimited.throttled_s == 0.0, "{figures}");
     Ok(())
 }

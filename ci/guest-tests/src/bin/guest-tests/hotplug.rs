@@ -128,14 +128,14 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
     let counters = guest.get("vm.counters")?;
     ensure!(counters["harbour"]["write_ops"].as_u64() > Some(0), "{counters}");
-    let told = |event: &str| Ok(fs::read_to_string(events)?.contains(event));
-    guest.wait_until("the event is sent", LIMIT, || told("device-added"))?;
-    ensure!(!told("device-removed")?, "device-removed precedes the removal");
+    let has_event = |event: &str| Ok(fs::read_to_string(events)?.contains(event));
+    guest.wait_until("the event is sent", LIMIT, || has_event("device-added"))?;
+    ensure!(!has_event("device-removed")?, "device-removed precedes the removal");
     ensure!(remove(guest, "harbour")? == 204, "vm.remove-device failed");
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"] == json!([]), "{info}");
     wait_until_gone(guest, "harbour", &added["bdf"])?;
-    guest.wait_until("the event is sent", LIMIT, || told("device-removed"))?;
+    guest.wait_until("the event is sent", LIMIT, || has_event("device-removed"))?;
     ensure!(remove(guest, "harbour")? == 404, "A second removal did not return 404");
     ensure!(guest.get("vm.counters")? == json!({}), "vm.counters still has the device");
     ensure!(
@@ -144,16 +144,19 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     );
     // The disk is added again, and should contain the written data. The disk now has the API's
     // default name.
-    let again =
+    let added_again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
-    ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, before: {added}");
+    ensure!(
+        added_again["id"] == "_disk0" && added_again["bdf"] == added["bdf"],
+        "{added_again}, before: {added}"
+    );
     let node = wait_for_disk(guest, "again")?;
     guest.run_within(
         IO_LIMIT,
         &format!("mount -t ext4 /dev/{node} /mnt/d && sha256sum -c /tmp/sum && umount /mnt/d"),
     )?;
     ensure!(remove(guest, "_disk0")? == 204, "vm.remove-device failed");
-    wait_until_gone(guest, "_disk0", &again["bdf"])
+    wait_until_gone(guest, "_disk0", &added_again["bdf"])
 }
 
 pub(crate) fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
@@ -319,7 +322,7 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     let path = image("another")?;
     add_disk(guest, &path, "round0")?;
     wait_for_disk(guest, "round0")?;
-    let mut told_to_wait = 0;
+    let mut retries = 0;
     for round in 1..=ROUNDS {
         ensure!(remove(guest, &format!("round{}", round - 1))? == 204, "vm.remove-device failed");
         let id = format!("round{round}");
@@ -327,12 +330,12 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
         guest.wait_until("the image is free", LIMIT, || {
             let answer = guest.try_put("vm.add-disk", disk.clone())?;
             ensure!([200, 429].contains(&answer.status), "{}: {}", answer.status, answer.body);
-            told_to_wait += usize::from(answer.status == 429);
+            retries += usize::from(answer.status == 429);
             Ok(answer.status == 200)
         })?;
         wait_for_disk(guest, &id)?;
     }
-    ensure!(told_to_wait > 0, "The guest ejected every device before the next call");
+    ensure!(retries > 0, "The guest ejected every device before the next call");
     Ok(())
 }
 

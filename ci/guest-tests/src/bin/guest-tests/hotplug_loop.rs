@@ -2,7 +2,7 @@
 //! resources do not grow.
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{Guest, Holdings};
+use guest_tests::{Guest, ResourceCounts};
 use serde_json::{Value, json};
 
 use crate::hotplug::{
@@ -23,26 +23,26 @@ const WARM_UP: usize = 10;
 
 /// Resources of the VMM after the first rounds, and the device's slot.
 #[derive(Default)]
-struct Before(Option<(Holdings, u32)>);
+struct Before(Option<(ResourceCounts, u32)>);
 
 impl Before {
-    fn look(&mut self, nth: usize, guest: &Guest, added: &Value) -> Result<()> {
+    fn check_round(&mut self, nth: usize, guest: &Guest, added: &Value) -> Result<()> {
         let slot = slot_of(added)?;
         match self.0 {
-            None if nth + 1 == WARM_UP => self.0 = Some((guest.holdings()?, slot)),
+            None if nth + 1 == WARM_UP => self.0 = Some((guest.resource_counts()?, slot)),
             Some((_, first)) => ensure!(slot == first, "The slot has changed: {added}"),
             None => {}
         }
         Ok(())
     }
 
-    fn nothing_is_left(self, kind: &str, guest: &Guest) -> Result<()> {
+    fn check_end(self, kind: &str, guest: &Guest) -> Result<()> {
         let (before, _) = self.0.context("The loop had no rounds")?;
-        guest.wait_until_nothing_is_left(&before)?;
+        guest.wait_until_resources_are_freed(&before)?;
         let removed = [("kind", kind), ("action", "remove"), ("result", "ok")];
         let removed = guest.metric("foreshore_hotplug_total", &removed)?;
         ensure!(removed == ROUNDS as f64, "The metrics count {removed} removals");
-        println!("{ROUNDS} of {kind}: {:?}, at first {before:?}", guest.holdings()?);
+        println!("{ROUNDS} of {kind}: {:?}, at first {before:?}", guest.resource_counts()?);
         Ok(())
     }
 }
@@ -59,9 +59,9 @@ fn come_and_go(
         let added = add(&id).with_context(|| id.clone())?;
         ensure!(remove(guest, &id)? == 204, "vm.remove-device of {id} failed");
         wait_until_gone(guest, &id, &added["bdf"])?;
-        before.look(nth, guest, &added)?;
+        before.check_round(nth, guest, &added)?;
     }
-    before.nothing_is_left(kind, guest)
+    before.check_end(kind, guest)
 }
 
 fn disks(guest: &Guest) -> Result<()> {
@@ -112,9 +112,9 @@ fn vsocks(guest: &Guest) -> Result<()> {
         })?;
         let added = guest.put("vm.add-vsock", vsock.clone())?;
         guest.wait_for_shell(LIMIT)?;
-        before.look(nth, guest, &added)?;
+        before.check_round(nth, guest, &added)?;
     }
-    before.nothing_is_left("vsock", guest)
+    before.check_end("vsock", guest)
 }
 
 fn a_hundred_of_each(nth: u8) -> Result<()> {

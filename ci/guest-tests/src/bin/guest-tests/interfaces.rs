@@ -10,19 +10,19 @@ guest_tests::tests![
     a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (extended) x several,
 ];
 
-struct Way {
+struct Attachment {
     interface: &'static str,
     cpus: u32,
     disk: &'static str,
 }
 
-const WAYS: [Way; 3] = [
-    Way { interface: "nvdimm", cpus: 2, disk: "/dev/pmem0s" },
-    Way { interface: "virtio-blk", cpus: 2, disk: "/dev/vda" },
-    Way { interface: "virtio-pmem", cpus: 1, disk: "/dev/pmem0s" },
+const ATTACHMENTS: [Attachment; 3] = [
+    Attachment { interface: "nvdimm", cpus: 2, disk: "/dev/pmem0s" },
+    Attachment { interface: "virtio-blk", cpus: 2, disk: "/dev/vda" },
+    Attachment { interface: "virtio-pmem", cpus: 1, disk: "/dev/pmem0s" },
 ];
 
-impl Way {
+impl Attachment {
     fn builder(&self, pool: &Pool) -> GuestBuilder {
         guest_with(pool, &format!("interface={}", self.interface)).cpus(self.cpus)
     }
@@ -33,19 +33,25 @@ impl Way {
 fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
     let pool = pool_with_volume()?;
     let mut acknowledged = String::new();
-    for (boot, way) in WAYS.iter().chain(&WAYS[..1]).enumerate() {
-        let guest = way.builder(&pool).boot()?;
-        guest.wait_until_run("the disk exists", IO_LIMIT, &format!("test -b {}", way.disk))?;
+    for (boot, attachment) in ATTACHMENTS.iter().chain(&ATTACHMENTS[..1]).enumerate() {
+        let guest = attachment.builder(&pool).boot()?;
+        guest.wait_until_run(
+            "the disk exists",
+            IO_LIMIT,
+            &format!("test -b {}", attachment.disk),
+        )?;
         if boot == 0 {
             // Uses as few writes as possible. If each write costs four flushes to a disk, even
             // these take a minute.
-            let make =
-                format!("mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}", way.disk);
+            let make = format!(
+                "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}",
+                attachment.disk
+            );
             guest.run_within(IO_LIMIT, &make)?;
         }
-        guest.run(&format!("mkdir -p /mnt/data && mount -t ext4 {} /mnt/data", way.disk))?;
+        guest.run(&format!("mkdir -p /mnt/data && mount -t ext4 {} /mnt/data", attachment.disk))?;
         check_acknowledged(&guest, &acknowledged)
-            .with_context(|| format!("Interface {}", way.interface))?;
+            .with_context(|| format!("Interface {}", attachment.interface))?;
         acknowledged += &write_files(&guest, 12)?;
         guest.run("umount /mnt/data")?;
         guest.no_kernel_complaints()?;

@@ -24,7 +24,7 @@ use crate::zones::{MIB, mem_total_mib, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
     pm_of_many_times_dram_is_used_as_in_the_simulator: 600 (long) on [V6_12, V6_1 extended] =>
-        pm_is_used_as_in_the_simulator(&LEAST_AND_MOST),
+        pm_is_used_as_in_the_simulator(&EXTREME_RATIOS),
     pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (extended) =>
         pm_is_used_as_in_the_simulator(&BETWEEN),
     pm_of_many_times_dram_is_used_beside_dram_to_plug: 600 (extended),
@@ -72,15 +72,20 @@ const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
 #[derive(Debug)]
-struct AtRest {
+struct IdleMemory {
     total_bytes: u64,
     used_bytes: u64,
 }
 
 /// Returns how much PM `psi` has plugged in the simulator after a load has grown to `load_mib`
 /// within `load_ms`.
-fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
-    const REST_MS: u64 = 5_000;
+fn simulated_pm_bytes(
+    idle_memory: &IdleMemory,
+    pm_mib: u64,
+    load_mib: u64,
+    load_ms: u64,
+) -> Result<u64> {
+    const IDLE_MS: u64 = 5_000;
     let swap = SwapDevice::from_name("none", 0).context("No such swap device")?;
     let guest = GuestConfig { boot_bytes: SMALL_DRAM_MIB * MIB, swap, ..GuestConfig::default() };
     let pm = ZoneSizes { guest_numa_node: 1, ..ZoneSizes::empty(0, Tier::Pm, pm_mib * MIB) };
@@ -94,11 +99,12 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
     // memory.
     let simulated_bytes =
         SimulatedGuest::new(guest.clone(), &[pm], &Segment::default()).total_bytes();
-    let used_bytes = (at_rest.used_bytes + simulated_bytes).saturating_sub(at_rest.total_bytes);
-    let rest = Segment { anon_bytes: used_bytes, hot_permille: 1000, ..Segment::default() };
+    let used_bytes =
+        (idle_memory.used_bytes + simulated_bytes).saturating_sub(idle_memory.total_bytes);
+    let idle = Segment { anon_bytes: used_bytes, hot_permille: 1000, ..Segment::default() };
     let rate = i64::try_from(load_mib * MIB * 1000 / load_ms.max(1))?;
-    let load = Segment { at: TimeMs(REST_MS), anon_bytes_per_s: rate, ..rest };
-    let demand = Demand::new(vec![rest, load], TimeMs(REST_MS + load_ms))?;
+    let load = Segment { at: TimeMs(IDLE_MS), anon_bytes_per_s: rate, ..idle };
+    let demand = Demand::new(vec![idle, load], TimeMs(IDLE_MS + load_ms))?;
     let governed =
         Governed { policy: Policy::default(), rules: Rules::default(), skip: Skip::Nothing };
     let setup = VmSetup { guest, host, demand };
@@ -107,14 +113,14 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
     let oom_kills = guest.totals().oom_kills;
     ensure!(
         oom_kills == 0,
-        "The simulated guest had {oom_kills} kills under a load of {load_mib} MiB in {load_ms} ms: {at_rest:?}"
+        "The simulated guest had {oom_kills} kills under a load of {load_mib} MiB in {load_ms} ms: {idle_memory:?}"
     );
     Ok(guest.plugged_bytes())
 }
 
 /// Largest ratio of PM to DRAM in the papers (PM Buddy).
 const LARGEST_RATIO: u64 = 14;
-const LEAST_AND_MOST: [u64; 2] = [2, LARGEST_RATIO];
+const EXTREME_RATIOS: [u64; 2] = [2, LARGEST_RATIO];
 const BETWEEN: [u64; 3] = [4, 7, 8];
 
 /// Starts processes that together hold `load_mib`, and waits until they hold all of it.
@@ -140,12 +146,12 @@ fn pm_is_used_as_in_the_simulator(ratios: &[u64]) -> Result<()> {
             .pressure("psi")
             .name(&format!("ratio{ratio}"))
             .boot()?;
-        let at_rest = at_rest(&guest)?;
+        let idle_memory = idle_memory(&guest)?;
         let start = Instant::now();
         let hogs = hold(&guest, load_mib)?;
         let plugged_bytes = zone(&guest, "pm")?.plugged_bytes;
         let load_ms = u64::try_from(start.elapsed().as_millis())?;
-        let expected_bytes = simulated_pm_bytes(&at_rest, pm_mib, load_mib, load_ms)?;
+        let expected_bytes = simulated_pm_bytes(&idle_memory, pm_mib, load_mib, load_ms)?;
         println!(
             "{ratio}:1: {} MiB of PM, simulated {} MiB",
             plugged_bytes / MIB,
@@ -158,13 +164,13 @@ fn pm_is_used_as_in_the_simulator(ratios: &[u64]) -> Result<()> {
         );
         // psi plugs memory while some is still available. At the largest ratio, it therefore plugs
         // all PM.
-        let least_bytes = if ratio == LARGEST_RATIO {
+        let min_bytes = if ratio == LARGEST_RATIO {
             pm_mib * MIB
         } else {
-            load_mib * MIB - at_rest.total_bytes
+            load_mib * MIB - idle_memory.total_bytes
         };
         ensure!(
-            plugged_bytes >= least_bytes,
+            plugged_bytes >= min_bytes,
             "{ratio}:1: only {plugged_bytes} bytes of PM are plugged"
         );
         nothing_died(&guest)?;
@@ -174,7 +180,7 @@ fn pm_is_used_as_in_the_simulator(ratios: &[u64]) -> Result<()> {
     Ok(())
 }
 
-fn at_rest(guest: &Guest) -> Result<AtRest> {
+fn idle_memory(guest: &Guest) -> Result<IdleMemory> {
     let memory = || Ok::<_, anyhow::Error>(guest.get("vm.pressure")?["details"]["memory"].clone());
     guest.wait_until("the agent has reported", RESIZE_LIMIT, || {
         Ok(memory()?["total_bytes"].is_u64())
@@ -186,7 +192,7 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
     let total_bytes = bytes("total_bytes")?;
     // Free memory is used, because available memory excludes the kernel's reserve once the agent
     // has set it.
-    Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
+    Ok(IdleMemory { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
 }
 
 /// One block of DRAM can also be plugged. The agent cannot convert it, because the node must retain
@@ -363,16 +369,16 @@ pub(crate) fn run_to_goal(guest: &Guest, load: &Load) -> Result<Option<Script>> 
 fn is_held(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(&pool).boot()?;
-    let at_rest_mib = kernel_mib(&guest)?;
+    let idle_mib = kernel_mib(&guest)?;
     let Some(_script) = run_to_goal(&guest, load)? else {
         bail!(
             "The load ended early: {}",
             guest.run("dmesg | grep -v 'KB$' | tail -n 60; cat /run/agent.log")?
         );
     };
-    let taken_mib = kernel_mib(&guest)?.saturating_sub(at_rest_mib);
-    println!("The load takes {taken_mib} MiB of kernel memory");
-    ensure!(taken_mib >= load.kernel_mib, "The load takes only {taken_mib} MiB of kernel memory");
+    let used_mib = kernel_mib(&guest)?.saturating_sub(idle_mib);
+    println!("The load takes {used_mib} MiB of kernel memory");
+    ensure!(used_mib >= load.kernel_mib, "The load takes only {used_mib} MiB of kernel memory");
     nothing_died(&guest)
 }
 
@@ -392,16 +398,16 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     let reserve_bytes = kernel_reserve_bytes(3584 * MIB, (14 << 30) + 64 * MIB);
     // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)` gives the pages that allocations for a higher
     // zone leave free.
-    let kept = "awk '/^Node/ { zone = $4 } $1 == \"managed\" { managed = $2 } /protection:/ { gsub(/[(),]/, \"\") } \
+    let reserve_script = "awk '/^Node/ { zone = $4 } $1 == \"managed\" { managed = $2 } /protection:/ { gsub(/[(),]/, \"\") } \
                 /protection:/ && /[0-9]/ { user = $5 < managed ? $5 : managed } \
                 /protection:/ && zone == \"DMA32\" { n += user - $4 } /protection:/ && zone == \"Normal\" { n += user } \
                 END { print n }' /proc/zoneinfo";
     // Zones keep less than the full reserve, because boot allocations use up to an eighth of
     // ZONE_MOVABLE. If ZONE_DMA32 kept nothing, half of the reserve would be missing.
-    let least_bytes = reserve_bytes - reserve_bytes / 8;
+    let min_bytes = reserve_bytes - reserve_bytes / 8;
     guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
-        let reserved_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
-        Ok(reserved_bytes >= least_bytes)
+        let reserved_bytes = guest.run(reserve_script)?.trim().parse::<u64>()? * PAGE_BYTES;
+        Ok(reserved_bytes >= min_bytes)
     })?;
     guest.no_kernel_complaints()
 }
@@ -419,11 +425,11 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     let _sampler = guest.start_script(LOAD_LIMIT, sampler)?;
     let mut load = guest.start_script(LOAD_LIMIT, "exec guest-tool fill-sockets 4000")?;
     while load.next_line().is_some() {}
-    let most_kib: u64 = guest.run("sort -n /run/samples | tail -n 1")?.trim().parse()?;
-    println!("The kernel used {} of {DRAM_MIB} MiB of DRAM", most_kib / 1024);
+    let max_kib: u64 = guest.run("sort -n /run/samples | tail -n 1")?.trim().parse()?;
+    println!("The kernel used {} of {DRAM_MIB} MiB of DRAM", max_kib / 1024);
     ensure!(
-        most_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100,
-        "The kernel used only {most_kib} KiB"
+        max_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100,
+        "The kernel used only {max_kib} KiB"
     );
     let killed = killed_names(&guest)?;
     ensure!(killed.first().is_some_and(|name| name == "guest-tool"), "Killed: {killed:?}");

@@ -64,13 +64,13 @@ const PROCESSES: Load = Load {
 
 /// Runs `load`, and checks that the kernel has allocated the memory for it.
 fn hold(guest: &Guest, load: &Load) -> Result<Script> {
-    let at_rest_mib = kernel_mib(guest)?;
+    let idle_mib = kernel_mib(guest)?;
     let Some(script) = run_to_goal(guest, load)? else {
         bail!("{} ended early: {}", load.command, guest.run("dmesg | grep -v 'KB$' | tail -n 60")?);
     };
-    let taken_mib = kernel_mib(guest)?.saturating_sub(at_rest_mib);
-    println!("{} takes {taken_mib} MiB of kernel memory", load.command);
-    ensure!(taken_mib >= load.kernel_mib, "{} takes only {taken_mib} MiB", load.command);
+    let used_mib = kernel_mib(guest)?.saturating_sub(idle_mib);
+    println!("{} takes {used_mib} MiB of kernel memory", load.command);
+    ensure!(used_mib >= load.kernel_mib, "{} takes only {used_mib} MiB", load.command);
     Ok(script)
 }
 

@@ -3,15 +3,12 @@
 
 mod agent;
 mod api;
-mod bad_bodies;
-mod badinput;
 mod balloon;
 mod blocks;
 mod boot;
 mod btt_cross;
 mod clients;
 mod console;
-mod content;
 mod cpus;
 mod dax;
 mod decisions;
@@ -28,21 +25,24 @@ mod hostile_rates;
 mod hotplug;
 mod hotplug_loop;
 mod interfaces;
+mod invalid_bodies;
+mod invalid_input;
 mod kernel_memory;
 mod kernel_memory_agentless;
-mod lost;
+mod lost_memory;
 mod memory;
 mod net;
 mod nodes;
 mod nvdimms;
 mod pmem;
 mod policies;
-mod pool_places;
+mod pool_media;
 mod pressure;
 mod pressure_reliability;
 mod pvpanic;
-mod raw;
+mod raw_volume;
 mod readme;
+mod signature;
 mod too_small;
 mod torn;
 mod vhost_net;
@@ -71,10 +71,10 @@ fn main() {
         hotplug::TESTS,
         hotplug_loop::TESTS,
         cpus::TESTS,
-        bad_bodies::TESTS,
-        badinput::TESTS,
+        invalid_bodies::TESTS,
+        invalid_input::TESTS,
         console::TESTS,
-        content::TESTS,
+        signature::TESTS,
         firmware::TESTS,
         balloon::TESTS,
         memory::TESTS,
@@ -99,16 +99,16 @@ fn main() {
         volume_kernel::TESTS,
         volume_remaining::TESTS,
         volume_tool::TESTS,
-        pool_places::TESTS,
+        pool_media::TESTS,
         pvpanic::TESTS,
-        raw::TESTS,
+        raw_volume::TESTS,
         interfaces::TESTS,
         btt_cross::TESTS,
         dax::TESTS,
         pmem::TESTS,
         kernel_memory::TESTS,
         kernel_memory_agentless::TESTS,
-        lost::TESTS,
+        lost_memory::TESTS,
         torn::TESTS,
         file_systems::TESTS,
         hostile::TESTS,

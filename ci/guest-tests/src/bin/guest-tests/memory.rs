@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{BOOT_LIMIT, Guest, Holdings};
+use guest_tests::{BOOT_LIMIT, Guest, ResourceCounts};
 use serde_json::json;
 
 use crate::zones::{MIB, mem_total_mib, zone};
@@ -197,11 +197,11 @@ pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
 
 /// Returns the resources of the VMM after the agent has connected. Both ends of that connection
 /// belong to the VMM.
-pub(crate) fn holdings(guest: &Guest) -> Result<Holdings> {
+pub(crate) fn resource_counts(guest: &Guest) -> Result<ResourceCounts> {
     guest.wait_until("the agent is connected", BOOT_LIMIT, || {
         Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
     })?;
-    guest.holdings()
+    guest.resource_counts()
 }
 
 fn is_requested_again(rounds: usize) -> Result<()> {
@@ -209,12 +209,12 @@ fn is_requested_again(rounds: usize) -> Result<()> {
     let (pid, before) = (guest.pid(), mem_total_mib(&guest)?);
     resize_to(&guest, 640)?;
     wait_until_plugged(&guest, 256)?;
-    let mut held = None;
+    let mut first_counts = None;
     for round in 0..rounds {
         reboot(&guest, round)?;
         wait_until_plugged(&guest, 256)?;
         if round == WARM_UP {
-            held = Some(holdings(&guest)?);
+            first_counts = Some(resource_counts(&guest)?);
         }
         let total = mem_total_mib(&guest)?;
         ensure!(
@@ -225,9 +225,12 @@ fn is_requested_again(rounds: usize) -> Result<()> {
         ensure!(info["memory_actual_size"] == 640 * MIB, "Reboot {round}: {info}");
     }
     ensure!(guest.pid() == pid, "The reboot changed the VMM's process");
-    if let Some(held) = held {
-        println!("After {rounds} reboots {:?}, at first {held:?}", guest.holdings()?);
-        guest.wait_until_nothing_is_left(&held)?;
+    if let Some(first_counts) = first_counts {
+        println!(
+            "After {rounds} reboots {:?}, at first {first_counts:?}",
+            guest.resource_counts()?
+        );
+        guest.wait_until_resources_are_freed(&first_counts)?;
     }
     // After memory was unplugged, a reboot requests none.
     resize_to(&guest, 384)?;

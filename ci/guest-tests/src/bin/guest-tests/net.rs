@@ -40,7 +40,7 @@ pub(crate) const TRANSFER_BYTES: usize = 8 << 20;
 const FRAME_BYTES: f64 = 1514.0;
 /// Upper limit of a transfer whose length depends on the host's speed. The guest stores the bytes
 /// in /tmp, which is in its 384 MiB of memory.
-const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
+const MAX_TRANSFER_BYTES: usize = 64 << 20;
 /// Line that `yes` repeats to produce a stream.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
@@ -69,7 +69,7 @@ impl Net {
         Ok(files)
     }
 
-    pub(crate) fn is_there(&self) -> bool {
+    pub(crate) fn exists(&self) -> bool {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
@@ -187,13 +187,13 @@ impl Done {
 }
 
 /// Sends data from the host until `done`, and checks it in the guest. After
-/// [`MOST_BYTES_UNTIL_DONE`], the connection remains open without data.
+/// [`MAX_TRANSFER_BYTES`], the connection remains open without data.
 pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
     send(guest, net, |sent| {
-        if sent >= MOST_BYTES_UNTIL_DONE {
+        if sent >= MAX_TRANSFER_BYTES {
             done.wait();
         }
-        if done.is_set() { 0 } else { MOST_BYTES_UNTIL_DONE - sent }
+        if done.is_set() { 0 } else { MAX_TRANSFER_BYTES - sent }
     })
 }
 
@@ -259,12 +259,12 @@ pub(crate) fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
 }
 
 /// Checks that data was transferred in both directions without errors.
-fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
+fn check_metrics(guest: &Guest, min_bytes: usize) -> Result<()> {
     let metrics = guest.metrics()?;
     for direction in ["from-guest", "to-guest"] {
         let labels = [("net", "_net0"), ("direction", direction)];
         let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
-        ensure!(bytes >= least_bytes as f64, "The metrics count only {bytes} bytes {direction}");
+        ensure!(bytes >= min_bytes as f64, "The metrics count only {bytes} bytes {direction}");
         ensure!(
             metrics.value("foreshore_net_frames_total", &labels)? > 0.0,
             "The metrics count no frames {direction}"
@@ -404,16 +404,16 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
 }
 
 fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
-    loses_the_tap(&Net::new(6)?, "", "")
+    check_lost_tap(&Net::new(6)?, "", "")
 }
 
-/// `look` is a shell prefix for each check of the link.
-pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
+/// `check` is a shell prefix for each check of the link.
+pub(crate) fn check_lost_tap(net: &Net, more: &str, check: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;
     host::run(&format!("ip link del {}", net.tap))?;
-    let is_down = format!("{look}test $(cat /sys/class/net/eth0/carrier) = 0");
+    let is_down = format!("{check}test $(cat /sys/class/net/eth0/carrier) = 0");
     guest.wait_until_run("the link is down", IO_LIMIT, &is_down)?;
     guest.no_kernel_complaints()?;
     // The next boot creates the tap again.
@@ -491,7 +491,7 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     for round in 0..3 {
         if round == 1 {
             vmm.command("vm.shutdown")?;
-            ensure!(first.is_there(), "The queues of the tap are closed");
+            ensure!(first.exists(), "The queues of the tap are closed");
             vmm.command("vm.boot")?;
         } else {
             vmm.command("vm.reboot")?;
@@ -504,12 +504,12 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     // One interface is removed while the guest runs, and the other while no guest runs.
     let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
-    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!second.is_there()))?;
+    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!second.exists()))?;
     ping_host(&vmm, &first)?;
     vmm.no_kernel_complaints()?;
     vmm.command("vm.shutdown")?;
     remove("net_0")?;
-    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!first.is_there()))
+    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!first.exists()))
 }
 
 pub(crate) fn builder() -> GuestBuilder {
@@ -519,7 +519,7 @@ pub(crate) fn builder() -> GuestBuilder {
 /// Adds a NIC by name, or with a passed queue.
 pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
     // The previous interface should have been closed.
-    guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
+    guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.exists()))?;
     if by_fd {
         let body = json!({"id": id, "mac": "02:f5:00:00:00:01"});
         let answer = add_with(&mut connect(guest)?, &body, &net.open(1)?)?;
@@ -559,7 +559,7 @@ fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
             IO_LIMIT,
             "! test -e /sys/class/net/eth0",
         )?;
-        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.is_there()))?;
+        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.exists()))?;
         ensure!(
             guest.metric("foreshore_net_frames_total", &frames).is_err(),
             "The metrics still count the device"
@@ -600,22 +600,22 @@ impl Drop for Sender {
     }
 }
 
-pub(crate) fn taken(net: &Net) -> Result<u64> {
+pub(crate) fn tap_frames(net: &Net) -> Result<u64> {
     let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
     std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
 }
 
 /// Disables bus mastering of a NIC that receives frames, as Linux does before it starts a kernel
 /// with kexec (`pci_clear_master`). Then a newly bound driver enables it again.
-pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
+pub(crate) fn check_lost_bus_mastering(net: &Net, more: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;
     guest.run("basename $(dirname $(readlink -f /sys/class/net/eth0/device)) >/tmp/function")?;
     let _sender = Sender::start(net)?;
-    let frames_arrive = |what: &str| {
-        let before = taken(net)?;
-        guest.wait_until(what, IO_LIMIT, || Ok(taken(net)? > before + 100))
+    let frames_arrive = |description: &str| {
+        let before = tap_frames(net)?;
+        guest.wait_until(description, IO_LIMIT, || Ok(tap_frames(net)? > before + 100))
     };
     frames_arrive("frames arrive")?;
     // Enables memory space without bus mastering: sets bit 1 of the command register and clears bit
@@ -623,10 +623,10 @@ pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     guest.run(
         "printf '\\002' | dd of=/sys/bus/pci/devices/$(cat /tmp/function)/config bs=1 seek=4 conv=notrunc",
     )?;
-    let at_the_end = taken(net)?;
+    let at_the_end = tap_frames(net)?;
     let ping = guest.try_run(IO_LIMIT, &format!("ping -c 5 -W 1 {}", net.host))?;
     ensure!(ping.code != 0, "The host answered: {}", ping.stdout);
-    let later = taken(net)?;
+    let later = tap_frames(net)?;
     ensure!(later == at_the_end, "The device sent {} frames after the end", later - at_the_end);
     let driver = "/sys/bus/pci/drivers/virtio-pci";
     guest.run_within(
@@ -643,5 +643,5 @@ pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
 
 fn a_nic_without_the_bus_is_silent_until_its_driver_comes_back() -> Result<()> {
     let net = Net::new(12)?;
-    loses_the_bus(&net, "")
+    check_lost_bus_mastering(&net, "")
 }

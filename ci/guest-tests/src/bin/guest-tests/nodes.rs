@@ -202,14 +202,14 @@ fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
     let first =
         grows.min_by_key(|decision| decision["seq"].as_u64()).context("No decision grew a zone")?;
     ensure!(first["near"] == 1, "The first grow is for another node: {first}");
-    let asked = |id: &str| {
+    let requested = |id: &str| {
         let targets = first["targets"].as_array().context("The decision has no targets")?;
         let target = targets.iter().find(|target| target["zone"] == id);
         target
             .and_then(|target| target["requested_bytes"].as_u64())
             .with_context(|| format!("The decision has no target {id}: {first}"))
     };
-    let (near, far) = (asked("pm1")?, asked("pm")?);
+    let (near, far) = (requested("pm1")?, requested("pm")?);
     ensure!(
         near > 0 && (far == 0 || near == 256 * MIB),
         "{near} bytes are near, {far} bytes are far"

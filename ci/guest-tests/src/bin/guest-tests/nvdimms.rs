@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::disk::{LoopDevice, Room};
+use guest_tests::disk::{LimitedTmpfs, LoopDevice};
 use guest_tests::pool::pmvol;
 use guest_tests::{Guest, GuestBuilder, Image, Pool};
 use serde_json::Value;
@@ -113,29 +113,29 @@ fn several_nvdimms_are_found_in_their_order() -> Result<()> {
 }
 
 /// Value of `memory::layout::MAX_NVDIMMS` in the VMM.
-const MOST: usize = 64;
+const MAX_NVDIMMS: usize = 64;
 
 fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     let pool = Pool::create("1600M")?;
     let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl);
-    let guest = (0..MOST)
+    let guest = (0..MAX_NVDIMMS)
         .fold(builder, |builder, number| {
             let volume = format!("name=volume{number},size=20M,create=on");
             builder.pm_volume(&format!("pool={},{volume},interface=nvdimm", pool.name()))
         })
         .boot()?;
-    wait_for_disks(&guest, MOST)?;
+    wait_for_disks(&guest, MAX_NVDIMMS)?;
     ensure!(
-        ndctl(&guest, "-R")?.len() == MOST && ndctl(&guest, "-N")?.len() == MOST,
+        ndctl(&guest, "-R")?.len() == MAX_NVDIMMS && ndctl(&guest, "-N")?.len() == MAX_NVDIMMS,
         "Not all DIMMs are listed"
     );
     let dimms = ndctl(&guest, "-DH")?;
     let ok = dimms.iter().filter(|dimm| dimm["health"]["health_state"] == "ok");
-    ensure!(ok.count() == MOST, "{dimms:?}");
+    ensure!(ok.count() == MAX_NVDIMMS, "{dimms:?}");
     for verb in ["write-blocks /dev/pmem${n}s direct", "check-blocks /dev/pmem${n}s"] {
         let each = format!(
             "for n in $(seq 0 {}); do guest-tool {verb} 0 8 $n 1 || exit 1; done",
-            MOST - 1
+            MAX_NVDIMMS - 1
         );
         guest.run_within(IO_LIMIT, &each)?;
     }
@@ -147,8 +147,8 @@ fn maximum_number_of_nvdimms_is_found() -> Result<()> {
 /// A failed flush of an NVDIMM would pause the VM. A failed flush of a virtio-pmem device on the
 /// same pool does not pause it, but the NVDIMM then reports critical health.
 fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
-    let room = Room::create(160)?;
-    let device = LoopDevice::create_in(room.dir(), 128)?;
+    let tmpfs = LimitedTmpfs::create(160)?;
+    let device = LoopDevice::create_in(tmpfs.dir(), 128)?;
     let pool = Pool::by_path(device.path());
     pmvol(&["create", &pool.name()])?;
     pool.create_volume("dimm", "24M")?;
@@ -168,7 +168,7 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
         Ok(dimm["health"]["health_state"].clone())
     };
     ensure!(health()? == "ok", "{}", health()?);
-    room.fill_up()?;
+    tmpfs.fill_up()?;
     // The NFIT describes the NVDIMM's region. The writes go to the other disk.
     let find = "for region in /sys/bus/nd/devices/region*; do \
         case $(readlink -f $region) in *virtio*) echo /dev/pmem${region##*region}s ;; esac; done";

@@ -9,8 +9,8 @@ use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Disk, Guest, LoopDevice, Pool};
 
-use crate::pool_places::{DEVDAX, blank};
-use crate::raw::wait_for_bytes;
+use crate::pool_media::{DEVDAX, blank};
+use crate::raw_volume::wait_for_bytes;
 use crate::volume::IO_LIMIT;
 use crate::zones::MIB;
 
@@ -116,9 +116,8 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
         .argument("--pmem", &format!("file={}", device.path().display()))
         .argument("--pmem", &format!("file={},size=12M", unnamed.display()))
         .boot()?;
-    let last_is_there =
-        || guest.wait_until_run("/dev/pmem4 exists", IO_LIMIT, "test -b /dev/pmem4");
-    last_is_there()?;
+    let last_exists = || guest.wait_until_run("/dev/pmem4 exists", IO_LIMIT, "test -b /dev/pmem4");
+    last_exists()?;
     let sizes =
         guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size pmem4/size")?;
     let sizes: Vec<_> =
@@ -151,7 +150,7 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
     guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;
     guest.reboot_from_inside()?;
-    last_is_there()?;
+    last_exists()?;
     ensure!(line(&guest, "/dev/pmem4", 5)? == "guest", "The reboot emptied /dev/pmem4");
     ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "/dev/pmem1 is not file a after a reboot");
     guest.no_kernel_complaints()

@@ -27,7 +27,7 @@ const PM_MIB: u64 = 640;
 /// Size of a load that exceeds the remaining DRAM but not the amount in a row.
 const LOAD_MIB: u64 = 250;
 /// Number of reports below the agent's watermark that are sufficient to show the policy's behavior.
-const LOOKED_AT: u64 = 6;
+const MIN_CHECKS: u64 = 6;
 
 /// Input of the tables: the guest's watermarks, added up over the zones of its DRAM.
 #[derive(Debug)]
@@ -225,21 +225,25 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         let before = decisions_total(guest)?;
         decide()?;
         guest.wait_until("the governor has decided on the row", LIMIT, || {
-            let times = |decision: &Value| decision["times"].as_u64() >= Some(LOOKED_AT);
+            let times = |decision: &Value| decision["times"].as_u64() >= Some(MIN_CHECKS);
             Ok(decisions(guest, before, "grow")?.iter().any(times))
         })?;
         for decision in decisions(guest, before, "grow")? {
             let free = free_bytes(&decision)?.saturating_sub(marks.reserve);
-            let wanted =
+            let expected =
                 decision["wanted_bytes"].as_u64().context("The decision has no wanted_bytes")?;
-            println!("{:.1} MiB free beside the reserve: {:.1} MiB wanted", mib(free), mib(wanted));
+            println!(
+                "{:.1} MiB free beside the reserve: {:.1} MiB wanted",
+                mib(free),
+                mib(expected)
+            );
             ensure!(
                 free > row.above && free < row.up_to,
                 "The decision is not in the row up to {:.1}: {decision}",
                 mib(row.up_to)
             );
             ensure!(
-                wanted.abs_diff(row.times * marks.dram) <= 2 * MIB
+                expected.abs_diff(row.times * marks.dram) <= 2 * MIB
                     && decision["reason"] == "low_free",
                 "The decision does not request {} times {} bytes: {decision}",
                 row.times,

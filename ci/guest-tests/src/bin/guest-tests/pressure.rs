@@ -255,7 +255,7 @@ fn kernel_reserve_prevents_shortages_beside_pm() -> Result<()> {
 fn has_run_out(console: &str) -> bool {
     ["Out of memory", "Killed process", "System is deadlocked on memory"]
         .iter()
-        .any(|said| console.contains(said))
+        .any(|message| console.contains(message))
 }
 
 /// Counterpart: without a reserve for the kernel, this load should cause a shortage.

@@ -57,7 +57,7 @@ fn reports(guest: &Guest) -> Result<f64> {
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
 /// False report that claims that the guest has no memory left. `seq` starts at 1.
-fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
+fn false_report(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
     let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
     let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
         "high_pages": 0, "managed_pages": 90_000 });
@@ -115,7 +115,7 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     let left = ALL - requested_bytes(&guest)?;
     println!("{} MiB can still be requested", left / MIB);
     ensure!(left > 0, "No memory can be requested");
-    let short = lie(1, uptime_ms(&guest)?, total_bytes(&guest)?);
+    let short = false_report(1, uptime_ms(&guest)?, total_bytes(&guest)?);
     let flood = format!(
         "line=$(head -c 4000 /dev/zero | tr '\\0' x); \
          {{ echo '{HELLO}'; yes $line | head -n {FLOOD}; echo '{short}'; yes $line; }} | guest-tool vsock-send 9746"
@@ -148,20 +148,21 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     //    for all memory of the zones, but not for more. A report of more memory than possible is
     //    refused and counted.
     let requested = requested_bytes(&guest)?;
-    let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
+    let (accepted, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
     let (uptime_ms, total_bytes) = (uptime_ms(&guest)?, total_bytes(&guest)?);
-    let lies = (1..=5).map(|seq| lie(seq, uptime_ms, total_bytes));
-    let lies = lies.chain([lie(6, uptime_ms, 384 * MIB + ALL + 4096)]);
-    let lies: Vec<_> = std::iter::once(HELLO.to_owned()).chain(lies).collect();
-    guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines(&lies)))?;
+    let false_reports = (1..=5).map(|seq| false_report(seq, uptime_ms, total_bytes));
+    let false_reports = false_reports.chain([false_report(6, uptime_ms, 384 * MIB + ALL + 4096)]);
+    let false_reports: Vec<_> = std::iter::once(HELLO.to_owned()).chain(false_reports).collect();
+    guest
+        .run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines(&false_reports)))?;
     guest.wait_until("the false reports are processed", LIMIT, || {
         Ok(pressure(&guest)?["agent"] == "gone" && refused(&guest, "out_of_range")? > out_of_range)
     })?;
-    let (taken, out_of_range) =
-        (reports(&guest)? - taken, refused(&guest, "out_of_range")? - out_of_range);
+    let (accepted, out_of_range) =
+        (reports(&guest)? - accepted, refused(&guest, "out_of_range")? - out_of_range);
     ensure!(
-        (taken, out_of_range) == (5.0, 1.0),
-        "{taken} false reports were accepted, {out_of_range} were refused"
+        (accepted, out_of_range) == (5.0, 1.0),
+        "{accepted} false reports were accepted, {out_of_range} were refused"
     );
     let has_grown = requested_bytes(&guest)? > requested || requested == ALL;
     ensure!(has_grown, "The governor did not grow a guest with a shortage");
@@ -211,16 +212,16 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
 }
 
 /// Takes the memory that the guest's kernel has left for page descriptors, and keeps it.
-fn dry(guest: &Guest) -> Result<Script> {
+fn exhaust_memory(guest: &Guest) -> Result<Script> {
     // The page descriptors of a section take 2 MiB. If the guest has to kill a process for another
     // reason, it selects one of the sleepers.
-    const DRY: &str = "for sleeper in 1 2 3 4 5 6 7 8; do
+    const EXHAUST: &str = "for sleeper in 1 2 3 4 5 6 7 8; do
             (echo 1000 >/proc/self/oom_score_adj; exec sleep 1000000) &
         done
         exec guest-tool dry 1024";
-    let mut dry = guest.start_script(LIMIT, DRY)?;
-    dry.wait_for_line("dried")?;
-    Ok(dry)
+    let mut script = guest.start_script(LIMIT, EXHAUST)?;
+    script.wait_for_line("dried")?;
+    Ok(script)
 }
 
 fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
@@ -236,7 +237,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         .boot()?;
     wait_for_agent(&guest, "live")?;
     let killed = vmstat(&guest, "oom_kill")?;
-    let dry = dry(&guest)?;
+    let exhausted = exhaust_memory(&guest)?;
     guest.put("vm.pressure", json!({ "policy": "fixed", "size": 512 * MIB }))?;
     let held =
         |decision: &Value| decision["direction"] == "hold" && decision["reason"] == "descriptors";
@@ -256,7 +257,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         "A size requested by a client is requested from the guest"
     );
     guest.put("vm.pressure", json!({ "resume": true }))?;
-    drop(dry);
+    drop(exhausted);
     wait_until_plugged(&guest, "pm", 512 * MIB, LIMIT)?;
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
     ensure!(vmstat(&guest, "oom_kill")? == killed, "A process was killed");

@@ -81,10 +81,10 @@ fn the_commands_under_use_it_run() -> Result<()> {
     let checked = wait_until("the guest is ready", LIMIT, ready).and_then(|()| {
         let output = dir.join("second.log");
         let status = Terminal::open(&second, &output)?.0.wait()?;
-        let said = fs::read_to_string(&output)?;
-        ensure!(status.success(), "The other terminal's commands ended with {status}: {said}");
+        let stdout = fs::read_to_string(&output)?;
+        ensure!(status.success(), "The other terminal's commands ended with {status}: {stdout}");
         for word in ["REQUESTED", "foreshore_memory_plugged_bytes"] {
-            ensure!(said.contains(word), "{word} is missing in: {said}");
+            ensure!(stdout.contains(word), "{word} is missing in: {stdout}");
         }
         Ok(())
     });

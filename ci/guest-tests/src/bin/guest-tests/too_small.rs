@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::Guest;
 use guest_tests::guest::Image;
 use guest_tests::pressure::run::run;
-use guest_tests::pressure::{About, Config, GuestSize, MIB, Outcome, Watched, Workload};
+use guest_tests::pressure::{ConditionKind, Config, GuestSize, MIB, Outcome, WatchEnd, Workload};
 
 use crate::zones::vmstat;
 
@@ -18,13 +18,13 @@ guest_tests::tests![
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
 /// DRAM for the guest's kernel and programs, in addition to the workload.
-const ROOM_MIB: u64 = 384;
+const SPARE_MIB: u64 = 384;
 const SHARE_PERCENT: u64 = 50;
 /// DRAM of the swapping guest, as a percentage. With 50 %, it would swap for a minute.
 const SWAPPING_SHARE_PERCENT: u64 = 75;
 
 /// Prints the result, and returns the conditions that do not hold.
-fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)> {
+fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(ConditionKind, String)> {
     let mib = |bytes: u64| bytes / MIB;
     println!(
         "{name}: {:.2} s {:?}, {} MiB needed and {} held at peak, {} swapped in, {} held at last, back after {:?} s",
@@ -34,10 +34,10 @@ fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)>
         mib(outcome.peak_held_bytes),
         mib(outcome.swapped_in_bytes),
         mib(outcome.last_held_bytes),
-        outcome.back_s
+        outcome.return_s
     );
     let conditions = outcome.conditions(alone).into_iter().filter(|condition| !condition.met);
-    conditions.map(|condition| (condition.about, condition.what)).collect()
+    conditions.map(|condition| (condition.kind, condition.description)).collect()
 }
 
 fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
@@ -45,10 +45,9 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
         // The agent needs its own vCPU to report in time. A fill occupies an emulated vCPU for
         // hundreds of MiB.
         let size = GuestSize { cpus: 2, dram_mib };
-        run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack)
-            .with_context(|| name.to_owned())
+        run(WORKLOAD, &config, size, name, WatchEnd::WithinLimit).with_context(|| name.to_owned())
     };
-    let alone = run("all-dram", Config::AllDram, WORKLOAD.mib + ROOM_MIB)?;
+    let alone = run("all-dram", Config::AllDram, WORKLOAD.mib + SPARE_MIB)?;
     let missed = unmet("DRAM alone", &alone, &alone);
     ensure!(alone.sum.is_some() && missed.is_empty(), "With DRAM alone: {missed:?}");
     let dram_mib = |percent: u64| (alone.peak_need_bytes / MIB * percent / 100).next_multiple_of(8);
@@ -65,8 +64,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     // if it has more DRAM.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
-    let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
-    ensure!(seen, "The report has no swap-ins of a swapping guest: {missed:?}");
+    let has_swap_ins = missed.iter().any(|(kind, _)| *kind == ConditionKind::SwapIns);
+    ensure!(has_swap_ins, "The report has no swap-ins of a swapping guest: {missed:?}");
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::runner::this_tests_dir;
-use guest_tests::torn::{Format, Interface, Moment, Setup, Until, Victim, run_rounds, seed};
+use guest_tests::torn::{Format, Interface, KillTime, Setup, Until, Victim, run_rounds, seed};
 use guest_tests::{Disk, Kernel, Pool, torn};
 
 guest_tests::tests![
@@ -22,9 +22,9 @@ guest_tests::tests![
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
-        after_power_cut(Setup::new(Interface::Nvdimm))?.all_is_well(),
+        after_power_cut(Setup::new(Interface::Nvdimm))?.ensure_no_faults(),
     power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended) =>
-        after_power_cut(Setup::new(Interface::VirtioPmem))?.all_is_well(),
+        after_power_cut(Setup::new(Interface::VirtioPmem))?.ensure_no_faults(),
     power_cuts_lose_data_of_ignored_flushes: 300 (extended) x several,
 ];
 
@@ -50,44 +50,51 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
 /// Each flush in the guest causes a flush of the host's file system.
 fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     let disk = Disk::create(128, 256)?;
-    kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
+    kills(
+        disk.dir(),
+        Setup { max_unflushed_sectors: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) },
+    )
 }
 
 /// Counterpart: the same kills should tear sectors of a raw device.
 fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
-    let setup = Setup { format: Format::Raw, looks: 60, ..Setup::new(Interface::VirtioPmem) };
-    let tally = run_rounds(victims(&this_tests_dir(), setup)?, MOST_KILLS_UNTIL_TORN, Until::Torn)?;
+    let setup = Setup { format: Format::Raw, checks: 60, ..Setup::new(Interface::VirtioPmem) };
+    let tally = run_rounds(victims(&this_tests_dir(), setup)?, MAX_KILLS_UNTIL_TORN, Until::Torn)?;
     ensure!(tally.torn > 0, "{setup}: {tally}");
     Ok(())
 }
 
 /// Maximum number of kills until a sector should be torn. Under emulation, about one kill in
 /// fifteen hits the middle of a sector write.
-const MOST_KILLS_UNTIL_TORN: u32 = 6;
+const MAX_KILLS_UNTIL_TORN: u32 = 6;
 
 /// Compares the content of the disk after a power cut with the acknowledgments. Caches are lost.
-fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
+fn after_power_cut(setup: Setup) -> Result<torn::Classification> {
     let _held = HeldWriteback::hold()?;
     let disk = Disk::create(128, 512)?;
     let pool = Pool::by_path(&disk.dir().join("pool"));
-    let mut victim = Victim::create(pool, Setup { longest: 4, ..setup }, seed()?)?;
+    let mut victim = Victim::create(pool, Setup { max_unflushed_sectors: 4, ..setup }, seed()?)?;
     let durability = victim.pool().durability()?;
     ensure!(durability == "page-cache", "A pool on a disk is {durability}");
     // Dirty data in the page cache is not older than the guest's last boot.
     for delay_ms in [100, 250] {
-        let life =
-            victim.live_until(Moment::Writing(std::time::Duration::from_millis(delay_ms)))?;
-        ensure!(life.seen.flushes > 0, "No flush was acknowledged, so the test proves nothing");
+        let killed_guest = victim
+            .write_until_kill(KillTime::Writing(std::time::Duration::from_millis(delay_ms)))?;
+        ensure!(
+            killed_guest.counts.flushes > 0,
+            "No flush was acknowledged, so the test proves nothing"
+        );
     }
     victim.check()?;
     let pool = Pool::by_path(&disk.after_power_loss()?.join("pool"));
     torn::victim::check(&pool)?;
-    victim.judge_at(pool.path())
+    victim.classify_at(pool.path())
 }
 
 /// Counterpart: if flushes do nothing, acknowledged data should be lost.
 fn power_cuts_lose_data_of_ignored_flushes() -> Result<()> {
-    let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
-    ensure!(judgement.lost() > 0, "No sector was lost although flushes had no effect");
+    let classification =
+        after_power_cut(Setup { has_noop_flushes: true, ..Setup::new(Interface::Nvdimm) })?;
+    ensure!(classification.lost() > 0, "No sector was lost although flushes had no effect");
     Ok(())
 }

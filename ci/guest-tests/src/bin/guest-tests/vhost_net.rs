@@ -17,8 +17,9 @@ use serde_json::json;
 
 use crate::hotplug;
 use crate::net::{
-    Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, from_guest, from_guest_by_two_queues,
-    loses_the_bus, loses_the_tap, ping_host, rebind_driver, taken, to_guest, to_guest_until,
+    Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, check_lost_bus_mastering, check_lost_tap,
+    from_guest, from_guest_by_two_queues, ping_host, rebind_driver, tap_frames, to_guest,
+    to_guest_until,
 };
 use crate::zones::{MIB, wait_until_plugged};
 
@@ -58,13 +59,13 @@ pub(crate) fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
     is_moved_by("vhost", guest, net)
 }
 
-fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
+fn is_counted(guest: &Guest, net: &str, min_bytes: usize) -> Result<()> {
     let (counters, metrics) = (guest.get("vm.counters")?, guest.metrics()?);
     for (name, direction) in [("rx_bytes", "to-guest"), ("tx_bytes", "from-guest")] {
-        ensure!(counters[net][name].as_u64() > Some(least_bytes as u64), "{name}: {counters}");
+        ensure!(counters[net][name].as_u64() > Some(min_bytes as u64), "{name}: {counters}");
         let labels = [("net", net), ("direction", direction)];
         let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
-        ensure!(bytes > least_bytes as f64, "{bytes} bytes {direction}");
+        ensure!(bytes > min_bytes as f64, "{bytes} bytes {direction}");
     }
     ensure!(
         metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0,
@@ -85,17 +86,18 @@ fn unwanted(guest: &Guest) -> Result<u64> {
 fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
-        let before = taken(net)?;
+        let before = tap_frames(net)?;
         let transfer = scope.spawn(|| to_guest(guest, net, 2 * TRANSFER_BYTES));
-        guest
-            .wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
+        guest.wait_until("the transfer is under way", IO_LIMIT, || {
+            Ok(tap_frames(net)? > before + 100)
+        })?;
         guest.command("vm.pause")?;
-        let paused = taken(net)?;
+        let paused = tap_frames(net)?;
         let socket = UdpSocket::bind((net.host, 0))?;
         for _ in 0..DATAGRAMS {
             socket.send_to(b"for later", (net.guest, 9))?;
         }
-        ensure!(taken(net)? == paused, "Frames reached the paused guest");
+        ensure!(tap_frames(net)? == paused, "Frames reached the paused guest");
         guest.command("vm.resume")?;
         // The test uses datagrams, because TCP would retransmit lost data.
         guest.wait_until("the guest has the bytes sent during the pause", IO_LIMIT, || {
@@ -170,7 +172,7 @@ fn vhost_interface_is_added_and_removed() -> Result<()> {
             IO_LIMIT,
             "! test -e /sys/class/net/eth0",
         )?;
-        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.is_there()))?;
+        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.exists()))?;
         let open = fs::read_dir(format!("/proc/{}/fd", guest.pid()))?
             .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok())
             .filter(|path| path == Path::new("/dev/vhost-net"))
@@ -234,12 +236,12 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
 fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
     let net = network(35)?;
     // The loss is only detected when a frame is sent.
-    loses_the_tap(&net, ",vhost=on", &format!("ping -c 1 -W 1 {}; ", net.host))
+    check_lost_tap(&net, ",vhost=on", &format!("ping -c 1 -W 1 {}; ", net.host))
 }
 
 fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
     let net = network(39)?;
-    loses_the_bus(&net, ",vhost=on")
+    check_lost_bus_mastering(&net, ",vhost=on")
 }
 
 fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {

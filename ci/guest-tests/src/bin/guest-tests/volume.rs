@@ -155,8 +155,8 @@ pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()
 /// order.
 fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     let disks: Vec<_> = (0..count).map(|number| format!("pmem{number}s")).collect();
-    let all_are_there: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
-    guest.wait_until_run("all disks exist", IO_LIMIT, &all_are_there.join(" && "))?;
+    let all_disks_exist: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
+    guest.wait_until_run("all disks exist", IO_LIMIT, &all_disks_exist.join(" && "))?;
     let size = |disk: String| -> Result<(u64, String)> {
         Ok((guest.run(&format!("cat /sys/block/{disk}/size"))?.trim().parse()?, disk))
     };

@@ -12,7 +12,7 @@ use crate::volume::IO_LIMIT;
 guest_tests::tests![damaged_arena_refuses_writes_and_the_other_accepts_them: 240 x 2];
 
 /// Number of sectors to write in the intact arena, next to the damaged one.
-const BESIDE: u64 = 256;
+const NEXT_ARENA_SECTORS: u64 = 256;
 
 /// The first arena of one disk is damaged, and the second arena of the other disk.
 fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
@@ -39,11 +39,16 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     linux.on_each(|number, node| check(node, &histories[number]))?;
     for (disk, history) in disks.iter().zip(&mut histories) {
         let border = disk.arenas[1];
-        let beside = match disk.damaged {
-            Some(0) => border.next_multiple_of(8)..border + BESIDE,
-            _ => (border - BESIDE) / 8 * 8..border,
+        let next_arena_sector = match disk.damaged {
+            Some(0) => border.next_multiple_of(8)..border + NEXT_ARENA_SECTORS,
+            _ => (border - NEXT_ARENA_SECTORS) / 8 * 8..border,
         };
-        history.push(format!("writes:{}:300:2:{}-{}", seed(72)?, beside.start, beside.end));
+        history.push(format!(
+            "writes:{}:300:2:{}-{}",
+            seed(72)?,
+            next_arena_sector.start,
+            next_arena_sector.end
+        ));
     }
     linux.on_each(|number, node| {
         let history = &histories[number];

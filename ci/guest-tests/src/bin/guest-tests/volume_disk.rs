@@ -6,7 +6,7 @@ use guest_tests::disk::sparse_file;
 use guest_tests::{Guest, Pool};
 
 use crate::blocks;
-use crate::disk::{lives_on, make_root};
+use crate::disk::{make_root, runs_from};
 use crate::volume::{IO_LIMIT, guest_with, with_volume};
 
 guest_tests::tests![
@@ -103,7 +103,7 @@ fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()>
     make_root(&guest, "/dev/vdb")?;
     guest.power_off()?;
     let guest = builder.cmdline("foreshore.root=/dev/vdb").boot()?;
-    lives_on(&guest, "/dev/vdb")?;
+    runs_from(&guest, "/dev/vdb")?;
     wait_for_disk(&guest, "/dev/pmem0s")?;
     guest.run("dd if=/dev/urandom of=/dev/vda bs=4k count=16 oflag=direct")?;
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=4k count=16 oflag=direct")?;

@@ -1,12 +1,12 @@
 //! Tests that flushed data is as durable as the pool's media allows.
 
 use anyhow::{Result, bail, ensure};
-use guest_tests::disk::{HeldWriteback, LoopDevice, Room, need_dax};
+use guest_tests::disk::{HeldWriteback, LimitedTmpfs, LoopDevice, need_dax};
 use guest_tests::pool::pmvol;
 use guest_tests::{Disk, Guest, Pool};
 use serde_json::Value;
 
-use crate::raw;
+use crate::raw_volume;
 use crate::volume::{
     IO_LIMIT, check_acknowledged, guest_with, wait_for_disk, with_volume, write_files_and_kill,
 };
@@ -41,8 +41,8 @@ pub(crate) fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
         .map(drop)
 }
 
-pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
-    let (disk, pool) = raw::pool_on_disk(room_mib)?;
+pub(crate) fn pool_on_disk(tmpfs_mib: u64) -> Result<(Disk, Pool)> {
+    let (disk, pool) = raw_volume::pool_on_disk(tmpfs_mib)?;
     Ok((disk, with_volume(pool)?))
 }
 
@@ -60,17 +60,17 @@ pub(crate) fn files_survive_a_power_cut(
     device: &str,
 ) -> Result<()> {
     let _held = HeldWriteback::hold()?;
-    let there = format!("test -b {device}");
+    let device_exists = format!("test -b {device}");
     let mount = format!("mkdir -p /mnt/data && mount -t ext4 {device} /mnt/data");
     let guest = guest_with(pool, options).cpus(2).boot()?;
-    guest.wait_until_run("the volume exists", IO_LIMIT, &there)?;
+    guest.wait_until_run("the volume exists", IO_LIMIT, &device_exists)?;
     let make = "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard";
     guest.run_within(IO_LIMIT, &format!("{make} {device} && {mount}"))?;
     let acknowledged = write_files_and_kill(guest, 15)?;
     let pool = Pool::at(&disk.after_power_loss()?);
     pool.check()?;
     let guest = guest_with(&pool, options).boot()?;
-    guest.wait_until_run("the volume exists", IO_LIMIT, &there)?;
+    guest.wait_until_run("the volume exists", IO_LIMIT, &device_exists)?;
     guest.run(&mount)?;
     check_acknowledged(&guest, &acknowledged)?;
     guest.run_within(IO_LIMIT, &format!("umount /mnt/data && e2fsck -fn {device}"))?;
@@ -130,8 +130,8 @@ fn has_failed(guest: &Guest) -> Result<f64> {
 /// A device fails and is repaired. The guest should find all flushed data, and should be able to
 /// write again.
 fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
-    let room = Room::create(160)?;
-    let device = LoopDevice::create_in(room.dir(), 128)?;
+    let tmpfs = LimitedTmpfs::create(160)?;
+    let device = LoopDevice::create_in(tmpfs.dir(), 128)?;
     let pool = Pool::by_path(device.path());
     pmvol(&["create", &pool.name()])?;
     pool.create_volume("data", "32M")?;
@@ -140,7 +140,7 @@ fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     let guest = guest_with(&pool, "interface=nvdimm").boot()?;
     wait_for_disk(&guest)?;
     write_blocks(&guest, 50)?;
-    room.fill_up()?;
+    tmpfs.fill_up()?;
     let writer = guest.start_script(
         IO_LIMIT,
         "exec guest-tool write-blocks /dev/pmem0s direct 1000 2000 2 1000",
@@ -148,7 +148,7 @@ fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     wait_for_failure(&guest)?;
     drop(writer);
 
-    room.make_room()?;
+    tmpfs.delete_filler()?;
     guest.command("vm.reboot")?;
     guest.wait_for_shell(IO_LIMIT)?;
     ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "The VM still has a pause_reason");

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Pool};
 
-use crate::pool_places::refused;
+use crate::pool_media::refused;
 use crate::volume::{
     IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk,
 };
@@ -37,12 +37,12 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     let grown_bytes = disk_bytes(&guest)?;
     check_growth(size_bytes, grown_bytes)?;
     // One place is at the border between the old and the new arena, and the other at the new end.
-    let places = [size_bytes / 4096 - 50, grown_bytes / 4096 - 100];
-    for (seed, first) in (2..).zip(places) {
+    let blocks = [size_bytes / 4096 - 50, grown_bytes / 4096 - 100];
+    for (seed, first) in (2..).zip(blocks) {
         guest.run(&format!("guest-tool write-blocks /dev/pmem0s direct {first} 100 {seed} 1"))?;
     }
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    for (seed, first) in (1..).zip([0, places[0], places[1]]) {
+    for (seed, first) in (1..).zip([0, blocks[0], blocks[1]]) {
         guest.run(&format!("guest-tool check-blocks /dev/pmem0s {first} 100 {seed} 1"))?;
     }
     guest.no_kernel_complaints()?;

@@ -11,9 +11,9 @@ use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
     agent_reports_kernel_and_full_preemption_on_6_12: 180 =>
-        tells("preempt=full", "full"),
+        check_reported_kernel("preempt=full", "full"),
     agent_reports_kernel_and_voluntary_preemption_on_6_1: 180 (long) on [V6_1] =>
-        tells("", "voluntary"),
+        check_reported_kernel("", "voluntary"),
     affected_kernel_causes_one_warning,
 ];
 
@@ -25,7 +25,7 @@ fn guest_kernel(guest: &Guest) -> Result<Value> {
 }
 
 /// Returns `guest_btt` of the only volume.
-fn judged(guest: &Guest) -> Result<Value> {
+fn boot_and_classify(guest: &Guest) -> Result<Value> {
     Ok(guest.get("vm.volumes")?["volumes"][0]["guest_btt"].clone())
 }
 
@@ -38,19 +38,23 @@ fn warnings(guest: &Guest) -> Result<usize> {
 }
 
 /// The pinned Debian kernels have the fix, so they are safe with any preemption model.
-fn tells(cmdline: &str, model: &str) -> Result<()> {
+fn check_reported_kernel(cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").cmdline(cmdline).boot()?;
     guest.wait_until("the agent has sent its hello", HELLO_LIMIT, || {
         Ok(!guest_kernel(&guest)?.is_null())
     })?;
-    let told = guest_kernel(&guest)?;
+    let reported = guest_kernel(&guest)?;
     let expected = [guest.run("uname -r")?, guest.run("uname -v")?];
     for (field, expected) in ["release", "version"].into_iter().zip(&expected) {
-        ensure!(told[field] == expected.trim(), "{field} of {told} is not {expected:?}");
+        ensure!(reported[field] == expected.trim(), "{field} of {reported} is not {expected:?}");
     }
-    ensure!(told["preemption"] == model, "{cmdline:?}: {told}");
-    ensure!(judged(&guest)?["verdict"] == "safe", "{told}: {}", judged(&guest)?);
+    ensure!(reported["preemption"] == model, "{cmdline:?}: {reported}");
+    ensure!(
+        boot_and_classify(&guest)?["verdict"] == "safe",
+        "{reported}: {}",
+        boot_and_classify(&guest)?
+    );
     ensure!(
         verdicts(&guest, "safe")? >= 1.0 && verdicts(&guest, "unsafe")? == 0.0,
         "The metric has another verdict"
@@ -70,7 +74,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").cmdline("foreshore.agent=off").boot()?;
     ensure!(
-        guest_kernel(&guest)?.is_null() && judged(&guest)?.is_null(),
+        guest_kernel(&guest)?.is_null() && boot_and_classify(&guest)?.is_null(),
         "The kernel has a verdict before the hello"
     );
     for round in 1..=3 {
@@ -84,7 +88,7 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
             warnings(&guest)?
         );
     }
-    let reason = judged(&guest)?["reason"].clone();
+    let reason = boot_and_classify(&guest)?["reason"].clone();
     ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
     // An invalid kernel name should be refused and counted, and should not change anything.
     let refused = || -> Result<f64> {
@@ -95,12 +99,12 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     say_hello(&guest, &"6".repeat(200), "full")?;
     say_hello(&guest, "6.12.57 with spaces", "full")?;
     guest.wait_until("both are refused", HELLO_LIMIT, || Ok(refused()? >= before + 2.0))?;
-    let told = guest_kernel(&guest)?;
-    ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
+    let reported = guest_kernel(&guest)?;
+    ensure!(reported["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{reported}");
     // A report of a kernel that is safe for the volume should not cause a warning either.
     say_hello(&guest, "6.12.57", "voluntary")?;
     guest.wait_until("the kernel has a new verdict", HELLO_LIMIT, || {
-        Ok(judged(&guest)?["verdict"] == "safe")
+        Ok(boot_and_classify(&guest)?["verdict"] == "safe")
     })?;
     ensure!(warnings(&guest)? == 1, "{} warnings instead of 1", warnings(&guest)?);
     guest.run("true").map(drop).context("The guest runs on")

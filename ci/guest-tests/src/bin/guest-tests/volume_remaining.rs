@@ -22,7 +22,7 @@ guest_tests::tests![
 ];
 
 /// Size of the volume. A pool of 1 GiB has 1020 MiB for volumes and memory.
-const REST: u64 = (1020 - 512) * MIB;
+const REMAINING_BYTES: u64 = (1020 - 512) * MIB;
 
 fn pool() -> Result<Pool> {
     let dir = guest_tests::runner::this_tests_dir();
@@ -47,8 +47,8 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
 fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
     ensure!(
-        info["volume_bytes"] == REST && info["volumes"] == 1,
-        "The volume does not have {REST} bytes: {info}"
+        info["volume_bytes"] == REMAINING_BYTES && info["volumes"] == 1,
+        "The volume does not have {REMAINING_BYTES} bytes: {info}"
     );
     Ok(())
 }

@@ -7,7 +7,7 @@ use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 
-use crate::pool_places::refused;
+use crate::pool_media::refused;
 use crate::volume::{IO_LIMIT, wait_for_disk};
 
 guest_tests::tests![

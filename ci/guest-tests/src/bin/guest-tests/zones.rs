@@ -8,7 +8,7 @@ use serde_json::Value;
 
 pub(crate) const MIB: u64 = 1 << 20;
 /// Time limit for erasing returned memory under emulation.
-const REST_LIMIT: Duration = Duration::from_secs(60);
+const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Zone {
     pub requested_bytes: u64,
@@ -58,10 +58,10 @@ fn pool_info(guest: &Guest) -> Result<Value> {
 
 /// Waits until the guest's only pool is idle. Checks that it has lent the plugged memory of the
 /// only PM zone, and that `pool.info`, the metrics and `pmvol info` agree.
-pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
+pub(crate) fn check_plugged_in_pool_info(guest: &Guest, pool: &Pool) -> Result<()> {
     guest.wait_until(
         "the pool lends as much as is plugged, and scrubbing has ended",
-        REST_LIMIT,
+        SETTLE_LIMIT,
         || {
             let info = pool_info(guest)?;
             Ok(info["memory_bytes"] == zone(guest, "pm")?.plugged_bytes
@@ -89,9 +89,9 @@ pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<(
             "{name}: the metric has {metered_bytes} bytes, pool.info {info}"
         );
     }
-    let told = info.as_object().context("The pool is not an object")?;
-    for (name, told) in told.iter().filter(|(name, _)| *name != "status") {
-        ensure!(by_pmvol[name] == *told, "{name}: {info} differs from pmvol's {by_pmvol}");
+    let shown = info.as_object().context("The pool is not an object")?;
+    for (name, shown) in shown.iter().filter(|(name, _)| *name != "status") {
+        ensure!(by_pmvol[name] == *shown, "{name}: {info} differs from pmvol's {by_pmvol}");
     }
     let states = [
         "free_bytes",

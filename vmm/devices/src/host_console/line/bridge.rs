@@ -26,7 +26,7 @@ const ARRIVAL: u32 = 1;
 const INPUT: u32 = 2;
 const OUTPUT: u32 = 3;
 const ROOM: u32 = 4;
-const AGAIN: u32 = 5;
+const RETRY: u32 = 5;
 
 /// Maximum number of bytes in one write.
 const OUTPUT_LEN_MAX: usize = 16 << 10;
@@ -37,7 +37,7 @@ const INPUT_LEN_MAX: usize = 4096;
 const BATCH: usize = 16;
 /// Delay after a failed accept before clients are accepted again. An accept fails, for example, if
 /// no file descriptors are left.
-const AGAIN_DELAY: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time that the VM's shutdown waits for a slow reader.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -57,15 +57,15 @@ pub(super) struct Bridge {
     peer: Option<Peer>,
     ring: Arc<Ring>,
     /// Output that was taken from the ring, but not written yet.
-    said: Vec<u8>,
+    unwritten_output: Vec<u8>,
     /// Write end of the pipe that carries the guest's input.
-    typing: PipeWriter,
+    input_pipe: PipeWriter,
     /// Input that was read, but not passed to the guest yet.
-    typed: Vec<u8>,
-    room: Interest,
+    unread_input: Vec<u8>,
+    input_pipe_ready: Interest,
     end: End,
     listening: Interest,
-    again: TimerFd,
+    retry: TimerFd,
     /// Window size of a pseudo terminal. The window size is checked on each event, because a client
     /// that changes the size also sends or receives data soon.
     window: Option<Arc<Window>>,
@@ -101,23 +101,23 @@ impl Bridge {
         end: End,
         window: Option<Arc<Window>>,
         ring: Arc<Ring>,
-        typing: PipeWriter,
+        input_pipe: PipeWriter,
     ) -> io::Result<Self> {
-        fcntl_setfl(&typing, fcntl_getfl(&typing)? | OFlags::NONBLOCK)?;
-        let room = Interest::new("input pipe of a console", ROOM, EventSet::OUT);
+        fcntl_setfl(&input_pipe, fcntl_getfl(&input_pipe)? | OFlags::NONBLOCK)?;
+        let input_pipe_ready = Interest::new("input pipe of a console", ROOM, EventSet::OUT);
         let listening = Interest::new("clients of a console", ARRIVAL, EventSet::IN);
-        let (said, typed, again) = (Vec::new(), Vec::new(), TimerFd::new()?);
+        let (unwritten_output, unread_input, retry) = (Vec::new(), Vec::new(), TimerFd::new()?);
         Ok(Self {
             flag,
             peer: None,
             ring,
-            said,
-            typing,
-            typed,
-            room,
+            unwritten_output,
+            input_pipe,
+            unread_input,
+            input_pipe_ready,
             end,
             listening,
-            again,
+            retry,
             window,
         })
     }
@@ -130,8 +130,8 @@ impl Bridge {
     }
 
     /// Checks for a new client, and connects it.
-    fn look(&mut self, ops: &mut EventOps) {
-        match self.newcomer() {
+    fn accept_client(&mut self, ops: &mut EventOps) {
+        match self.next_client() {
             Ok(Some(files)) => {
                 self.leave(ops);
                 self.peer = Some(Peer::new(files));
@@ -144,7 +144,7 @@ impl Bridge {
                 // Stops listening. The pending client would otherwise wake the loop again and
                 // again.
                 self.listen(false, ops);
-                if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
+                if let Err(err) = self.retry.reset(RETRY_DELAY, None) {
                     warn!(flag = self.flag, %err, "Console accepts no further clients until the VM is deleted");
                 }
             }
@@ -152,9 +152,9 @@ impl Bridge {
     }
 
     /// Returns the files of a new client, if there is one.
-    fn newcomer(&mut self) -> io::Result<Option<[File; 2]>> {
+    fn next_client(&mut self) -> io::Result<Option<[File; 2]>> {
         match &mut self.end {
-            End::Pty(pty) => match pty.look()? && self.peer.is_none() {
+            End::Pty(pty) => match pty.poll_client()? && self.peer.is_none() {
                 true => Ok(Some([pty.side()?, pty.side()?])),
                 false => Ok(None),
             },
@@ -183,13 +183,13 @@ impl Bridge {
             peer.forget(ops);
             debug!(flag = self.flag, "Console client disconnected");
         }
-        self.ring.put_back(&std::mem::take(&mut self.said));
+        self.ring.put_back(&std::mem::take(&mut self.unwritten_output));
     }
 
     fn serve_output(&mut self, ops: &mut EventOps) {
         let Some(peer) = &mut self.peer else { return };
         for _ in 0..BATCH {
-            match write_some(&self.ring, &mut self.said, &mut peer.writer) {
+            match write_some(&self.ring, &mut self.unwritten_output, &mut peer.writer) {
                 Ok(Written::Some) => {}
                 Ok(Written::All) => return peer.writing.set(false, &peer.writer, ops),
                 Ok(Written::NoRoom) => break,
@@ -220,7 +220,7 @@ impl Bridge {
                     }
                     return;
                 }
-                Ok(len) => self.typed.extend(&data[..len]),
+                Ok(len) => self.unread_input.extend(&data[..len]),
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => return self.leave(ops),
@@ -236,9 +236,9 @@ impl Bridge {
     /// Passes input to the guest. Returns false if the pipe is full because the guest does not
     /// read.
     fn pass_on(&mut self, ops: &mut EventOps) -> bool {
-        while !self.typed.is_empty() {
-            match self.typing.write(&self.typed) {
-                Ok(len) => drop(self.typed.drain(..len)),
+        while !self.unread_input.is_empty() {
+            match self.input_pipe.write(&self.unread_input) {
+                Ok(len) => drop(self.unread_input.drain(..len)),
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
                 Err(err) => {
                     if err.kind() != io::ErrorKind::WouldBlock {
@@ -247,12 +247,12 @@ impl Bridge {
                     if let Some(peer) = &mut self.peer {
                         peer.reading.set(false, &peer.reader, ops);
                     }
-                    self.room.set(true, &self.typing, ops);
+                    self.input_pipe_ready.set(true, &self.input_pipe, ops);
                     return false;
                 }
             }
         }
-        self.room.set(false, &self.typing, ops);
+        self.input_pipe_ready.set(false, &self.input_pipe, ops);
         true
     }
 }
@@ -264,17 +264,21 @@ enum Written {
 }
 
 /// Writes a part of the pending output.
-fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<Written> {
-    if said.is_empty() {
-        *said = ring.take(OUTPUT_LEN_MAX);
-        if said.is_empty() {
+fn write_some(
+    ring: &Ring,
+    unwritten_output: &mut Vec<u8>,
+    writer: &mut File,
+) -> io::Result<Written> {
+    if unwritten_output.is_empty() {
+        *unwritten_output = ring.take(OUTPUT_LEN_MAX);
+        if unwritten_output.is_empty() {
             return Ok(Written::All);
         }
     }
-    match writer.write(said) {
+    match writer.write(unwritten_output) {
         Ok(0) => Err(io::ErrorKind::WriteZero.into()),
         Ok(len) => {
-            said.drain(..len);
+            unwritten_output.drain(..len);
             Ok(Written::Some)
         }
         Err(err) if err.kind() == io::ErrorKind::Interrupted => Ok(Written::Some),
@@ -292,11 +296,11 @@ impl MutEventSubscriber for Bridge {
                 "Cannot watch the output of a console; clients receive it late"
             );
         }
-        if let Err(err) = ops.add(Events::with_data(&self.again, AGAIN, EventSet::IN)) {
+        if let Err(err) = ops.add(Events::with_data(&self.retry, RETRY, EventSet::IN)) {
             warn!(flag = self.flag, ?err, "Cannot watch the timer of a console");
         }
         self.listen(true, ops);
-        self.look(ops);
+        self.accept_client(ops);
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
@@ -307,16 +311,16 @@ impl MutEventSubscriber for Bridge {
                 self.serve_output(ops);
             }
             OUTPUT => self.serve_output(ops),
-            ARRIVAL => self.look(ops),
-            AGAIN => {
+            ARRIVAL => self.accept_client(ops),
+            RETRY => {
                 // A failed read only means that the timer has not expired.
-                let _ = self.again.wait();
+                let _ = self.retry.wait();
                 self.listen(true, ops);
             }
             _ => self.serve_input(ops),
         }
         if let Some(window) = &self.window {
-            window.look();
+            window.poll();
         }
     }
 }
@@ -328,13 +332,13 @@ impl Drop for Bridge {
         let Some(peer) = &mut self.peer else { return };
         let deadline = Instant::now() + LINGER;
         loop {
-            match write_some(&self.ring, &mut self.said, &mut peer.writer) {
+            match write_some(&self.ring, &mut self.unwritten_output, &mut peer.writer) {
                 Ok(Written::Some) => {}
                 Ok(Written::All) | Err(_) => return,
                 Ok(Written::NoRoom) => {
-                    let patience = deadline.saturating_duration_since(Instant::now());
-                    if patience.is_zero()
-                        || ready(peer.writer.as_fd(), PollFlags::OUT, patience).is_err()
+                    let timeout = deadline.saturating_duration_since(Instant::now());
+                    if timeout.is_zero()
+                        || ready(peer.writer.as_fd(), PollFlags::OUT, timeout).is_err()
                     {
                         return;
                     }

@@ -18,7 +18,7 @@ use tracing::debug;
 use super::super::Window;
 
 /// Interval of checks for clients if no inotify watch is available.
-const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
 /// Master side of a pseudo terminal, with the path of the slave side.
 #[derive(Debug)]
@@ -70,13 +70,13 @@ impl Pty {
         Window::of_pty(&self.master)
     }
 
-    /// Descriptor that becomes readable when [`Self::look`] should be called.
+    /// Descriptor that becomes readable when [`Self::poll_client`] should be called.
     pub(super) fn arrivals(&self) -> RawFd {
         self.arrivals.as_raw_fd()
     }
 
     /// Returns true if a client has the terminal open. Clears pending notifications.
-    pub(super) fn look(&mut self) -> io::Result<bool> {
+    pub(super) fn poll_client(&mut self) -> io::Result<bool> {
         self.forget_arrivals()?;
         Ok(!is_hung_up(&self.master)?)
     }
@@ -113,7 +113,7 @@ fn watch(path: &Path) -> io::Result<OwnedFd> {
 fn ticks() -> io::Result<OwnedFd> {
     let timer =
         timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
-    let ticking = Itimerspec { it_interval: LOOK_INTERVAL, it_value: LOOK_INTERVAL };
+    let ticking = Itimerspec { it_interval: POLL_INTERVAL, it_value: POLL_INTERVAL };
     timerfd_settime(&timer, TimerfdTimerFlags::empty(), &ticking)?;
     Ok(timer)
 }
@@ -148,11 +148,11 @@ mod tests {
         let mut pty = Pty::open().unwrap();
         drop(watch(pty.path()).expect("an inotify watch"));
         for _ in 0..2 {
-            assert!(!pty.look().unwrap());
-            let somebody = open(&pty);
+            assert!(!pty.poll_client().unwrap());
+            let client = open(&pty);
             assert!(ready(pty.arrivals.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());
-            assert!(pty.look().unwrap());
-            drop(somebody);
+            assert!(pty.poll_client().unwrap());
+            drop(client);
         }
     }
 
@@ -162,24 +162,24 @@ mod tests {
         pty.arrivals = arrivals_at(Path::new("/nowhere")).unwrap();
         // A check before the timer expires does not block.
         assert!(fcntl_getfl(&pty.arrivals).unwrap().contains(OFlags::NONBLOCK));
-        assert!(!pty.look().unwrap());
-        let _somebody = open(&pty);
+        assert!(!pty.poll_client().unwrap());
+        let _client = open(&pty);
         for _ in 0..2 {
             assert!(ready(pty.arrivals.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());
-            assert!(pty.look().unwrap());
+            assert!(pty.poll_client().unwrap());
         }
     }
 
     #[test]
     fn bytes_pass_unchanged() {
         let pty = Pty::open().unwrap();
-        let (mut master, mut somebody) = (pty.side().unwrap(), open(&pty));
+        let (mut master, mut client) = (pty.side().unwrap(), open(&pty));
         let all: Vec<u8> = (0..=255).collect();
         let mut got = [0; 256];
         master.write_all(&all).unwrap();
-        somebody.read_exact(&mut got).unwrap();
+        client.read_exact(&mut got).unwrap();
         assert_eq!(got[..], all);
-        somebody.write_all(&all).unwrap();
+        client.write_all(&all).unwrap();
         let mut len = 0;
         while len < got.len() {
             assert!(ready(master.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());

@@ -13,42 +13,42 @@ pub(in crate::host_console) const LEN_MAX: usize = 256 << 10;
 /// Ring buffer. A device adds output without ever blocking, and the bridge takes it.
 #[derive(Debug)]
 pub(in crate::host_console) struct Ring {
-    kept: Mutex<Kept>,
+    state: Mutex<State>,
     filled: EventFd,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct State {
     bytes: VecDeque<u8>,
     /// Number of lost bytes that were not reported yet.
-    untold_len: usize,
+    unreported_len: usize,
 }
 
-impl Kept {
+impl State {
     /// Drops the oldest bytes if necessary to make room for `len` more bytes. `len` is at most
     /// [`LEN_MAX`].
     fn make_room(&mut self, len: usize) {
         let excess = (self.bytes.len() + len).saturating_sub(LEN_MAX);
         self.bytes.drain(..excess);
-        self.untold_len += excess;
+        self.unreported_len += excess;
     }
 }
 
 impl Ring {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { kept: Mutex::default(), filled: EventFd::new(EFD_NONBLOCK)? })
+        Ok(Self { state: Mutex::default(), filled: EventFd::new(EFD_NONBLOCK)? })
     }
 
     /// Appends `data`. Returns the number of bytes lost since the last call.
     pub(in crate::host_console) fn push(&self, data: &[u8]) -> usize {
         let (too_much, newest) = data.split_at(data.len().saturating_sub(LEN_MAX));
-        let mut kept = self.kept.lock();
-        let was_empty = kept.bytes.is_empty();
-        kept.make_room(newest.len());
-        kept.bytes.extend(newest);
-        let is_filled = was_empty && !kept.bytes.is_empty();
-        let lost_len = too_much.len() + std::mem::take(&mut kept.untold_len);
-        drop(kept);
+        let mut state = self.state.lock();
+        let was_empty = state.bytes.is_empty();
+        state.make_room(newest.len());
+        state.bytes.extend(newest);
+        let is_filled = was_empty && !state.bytes.is_empty();
+        let lost_len = too_much.len() + std::mem::take(&mut state.unreported_len);
+        drop(state);
         if is_filled {
             // The write fails only if the counter is full, and the bridge is then already notified.
             let _ = self.filled.write(1);
@@ -58,19 +58,19 @@ impl Ring {
 
     /// Removes and returns at most `len_max` of the oldest bytes.
     pub(super) fn take(&self, len_max: usize) -> Vec<u8> {
-        let mut kept = self.kept.lock();
-        let len = kept.bytes.len().min(len_max);
-        kept.bytes.drain(..len).collect()
+        let mut state = self.state.lock();
+        let len = state.bytes.len().min(len_max);
+        state.bytes.drain(..len).collect()
     }
 
     /// Puts back bytes that were taken but not delivered. Drops the oldest of them if the buffer is
     /// full.
-    pub(super) fn put_back(&self, taken: &[u8]) {
-        let mut kept = self.kept.lock();
-        let room = LEN_MAX - kept.bytes.len();
-        let (too_much, rest) = taken.split_at(taken.len().saturating_sub(room));
-        kept.untold_len += too_much.len();
-        rest.iter().rev().for_each(|byte| kept.bytes.push_front(*byte));
+    pub(super) fn put_back(&self, undelivered: &[u8]) {
+        let mut state = self.state.lock();
+        let room = LEN_MAX - state.bytes.len();
+        let (too_much, rest) = undelivered.split_at(undelivered.len().saturating_sub(room));
+        state.unreported_len += too_much.len();
+        rest.iter().rev().for_each(|byte| state.bytes.push_front(*byte));
     }
 
     /// Readable when bytes arrive in an empty ring.
@@ -116,8 +116,8 @@ mod tests {
     fn bytes_put_back_are_first_again_if_there_is_room() {
         let ring = ring();
         ring.push(b"hello");
-        let taken = ring.take(3);
-        ring.put_back(&taken[1..]);
+        let undelivered = ring.take(3);
+        ring.put_back(&undelivered[1..]);
         assert_eq!(ring.take(usize::MAX), b"ello");
         ring.push(&vec![0; LEN_MAX - 2]);
         ring.put_back(b"abcde");

@@ -81,16 +81,16 @@ fn pseudo_terminal_keeps_the_newest_output_and_its_path_over_a_reboot() {
     // Unread output is limited, and the oldest bytes are lost.
     assert_eq!(first.output.send(&vec![b'x'; LEN_MAX]).len, 4);
     assert_eq!(first.output.send(b"login: ").len, 7);
-    let mut somebody = sit_down(&lines);
-    assert_eq!(read_to(&somebody, b"login: ").len(), LEN_MAX);
-    somebody.write_all(b"root\r").unwrap();
+    let mut client = sit_down(&lines);
+    assert_eq!(read_to(&client, b"login: ").len(), LEN_MAX);
+    client.write_all(b"root\r").unwrap();
     assert_eq!(typed(&mut first, b"\r"), b"root\r");
     drop(first);
     let mut second = machine(&lines, &pty());
     assert_eq!(lines.path(Port::Serial).unwrap(), path);
     second.output.send(b"again");
-    assert_eq!(read_to(&somebody, b"again"), b"again");
-    somebody.write_all(b"ls\r").unwrap();
+    assert_eq!(read_to(&client, b"again"), b"again");
+    client.write_all(b"ls\r").unwrap();
     assert_eq!(typed(&mut second, b"\r"), b"ls\r");
 }
 
@@ -99,19 +99,19 @@ fn output_without_a_client_is_kept_except_the_oldest() {
     let lines = Lines::default();
     let mut console = machine(&lines, &pty());
     for round in 0..3 {
-        let mut somebody = sit_down(&lines);
-        somebody.write_all(b"x").unwrap();
+        let mut client = sit_down(&lines);
+        client.write_all(b"x").unwrap();
         typed(&mut console, b"x");
         let text = format!("with a client {round}.");
         console.output.send(text.as_bytes());
-        assert!(read_to(&somebody, text.as_bytes()).ends_with(text.as_bytes()));
-        drop(somebody);
+        assert!(read_to(&client, text.as_bytes()).ends_with(text.as_bytes()));
+        drop(client);
         console.output.send(b"without a client.");
     }
     // The last output can be read only once.
-    let somebody = sit_down(&lines);
-    read_to(&somebody, b"without a client.");
-    assert!(!ready(somebody.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
+    let client = sit_down(&lines);
+    read_to(&client, b"without a client.");
+    assert!(!ready(client.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
 }
 
 #[test]
@@ -131,9 +131,9 @@ fn terminal_without_a_client_causes_no_events() {
     };
     run_until_idle();
     for _ in 0..3 {
-        let somebody = sit_down_at(&path);
+        let client = sit_down_at(&path);
         run_until_idle();
-        drop(somebody);
+        drop(client);
         run_until_idle();
         ring.push(b"unread");
         run_until_idle();
@@ -146,23 +146,23 @@ fn size_of_a_pseudo_terminal_is_reported_on_input_or_close() {
     let mut files = ConsoleFiles::new(FileStart::Empty, lines.clone());
     let mut console = HostConsole::open(Port::Console, &pty(), &mut files).unwrap().unwrap();
     let window = console.window.clone().unwrap();
-    let is_told = || {
+    let is_notified = || {
         let since = Instant::now();
         while window.changed().read().is_err() {
             assert!(since.elapsed() < LIMIT, "no change of the window size was reported");
         }
     };
-    let mut somebody = sit_down_at(&lines.path(Port::Console).unwrap());
-    resize(&somebody, 100, 30);
-    somebody.write_all(b"x").unwrap();
+    let mut client = sit_down_at(&lines.path(Port::Console).unwrap());
+    resize(&client, 100, 30);
+    client.write_all(b"x").unwrap();
     typed(&mut console, b"x");
-    is_told();
+    is_notified();
     assert_eq!(window.size(), WindowSize { columns: 100, rows: 30 });
     // Sets the size as `stty -F` does, while another client is connected.
     let other = sit_down_at(&lines.path(Port::Console).unwrap());
     resize(&other, 80, 24);
     drop(other);
-    is_told();
+    is_notified();
     // A serial port cannot report the size.
     assert!(machine(&lines, &pty()).window.is_none());
 }

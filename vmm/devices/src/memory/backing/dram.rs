@@ -13,7 +13,7 @@ use super::{Backing, BackingError, MappingBudget, Reservation};
 
 /// Bytes that one call checks for present pages: the size that Linux unplugs in one request. The
 /// result has a byte for each page.
-const LOOK_BYTES: u64 = 128 << 20;
+const PROBE_BYTES: u64 = 128 << 20;
 
 /// DRAM that backs a reservation.
 #[derive(Debug)]
@@ -101,9 +101,9 @@ impl Backing for DramBacking {
 
     fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
         let mut populated = Vec::new();
-        let look_bytes = LOOK_BYTES.max(block_bytes);
-        for start in run.clone().step_by(look_bytes as usize) {
-            let len = look_bytes.min(run.end - start);
+        let probe_bytes = PROBE_BYTES.max(block_bytes);
+        for start in run.clone().step_by(probe_bytes as usize) {
+            let len = probe_bytes.min(run.end - start);
             let pages = self.reservation.pages(start, len).unwrap_or_default();
             let firsts =
                 (0..len / block_bytes).map(|block| (block * block_bytes) as usize / PAGE_BYTES);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn populated_blocks_of_a_long_run_are_reported() {
-        const BLOCKS: u64 = 2 * LOOK_BYTES / (2 * MIB) + 3;
+        const BLOCKS: u64 = 2 * PROBE_BYTES / (2 * MIB) + 3;
         let reservation = Arc::new(Reservation::new(BLOCKS * 2 * MIB, 2 * MIB).unwrap());
         let mut backing = DramBacking::new(
             Arc::clone(&reservation),
@@ -350,8 +350,8 @@ mod tests {
             );
             backing.plug(4 * MIB, 8 * MIB).unwrap();
             let flags = flags_at(reservation.addr() + 4 * MIB);
-            let is_there = |flag: &str| flags.iter().any(|other| other == flag);
-            assert!(is_there(has) && !is_there(has_not), "{host:?}: {flags:?}");
+            let is_set = |flag: &str| flags.iter().any(|other| other == flag);
+            assert!(is_set(has) && !is_set(has_not), "{host:?}: {flags:?}");
         }
     }
 

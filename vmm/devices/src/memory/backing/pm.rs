@@ -47,7 +47,7 @@ impl PmBacking {
             match self.pool.alloc_memory(piece) {
                 // Extents are powers of two, largest first, so that each is aligned to its size in
                 // the file.
-                Ok(mut taken) => extents.append(&mut taken),
+                Ok(mut allocated) => extents.append(&mut allocated),
                 Err(err) => {
                     self.give_back(extents);
                     return Err(match err {
@@ -259,7 +259,7 @@ mod tests {
         drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
         let pool = LocalPool::open(&path, None).unwrap();
         let blocks = || std::fs::metadata(&path).unwrap().blocks() * 512;
-        let at_rest = blocks();
+        let initial_blocks = blocks();
         let reservation = Arc::new(Reservation::new(32 * MIB, 1 << 30).unwrap());
         let range = (reservation.addr(), reservation.len_bytes());
         let dyn_pool: Arc<dyn PmPool> = pool.clone();
@@ -275,7 +275,7 @@ mod tests {
             }
             fill(&reservation, 0, 32 * MIB);
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [32 * MIB]);
-            assert!(blocks() >= at_rest + 32 * MIB);
+            assert!(blocks() >= initial_blocks + 32 * MIB);
             // Detaches six chunks in the middle, and then the rest in one call.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
             backing.free_detached().unwrap();
@@ -289,7 +289,7 @@ mod tests {
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [0]);
             assert_eq!(pool.info().memory_bytes, 0);
             pool.pool().scrub_all().unwrap();
-            assert_eq!(blocks(), at_rest);
+            assert_eq!(blocks(), initial_blocks);
         }
     }
 

@@ -204,7 +204,7 @@ impl Ledger {
                 used: self.budget.used(),
             });
         }
-        self.settle(2 * pieces, change)
+        self.apply_change(2 * pieces, change)
     }
 
     /// Runs `change`, which unmaps one piece and may need two more mappings. The budget never
@@ -214,10 +214,10 @@ impl Ledger {
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
     ) -> Result<T, BackingError> {
         self.budget.take(2);
-        self.settle(2, change)
+        self.apply_change(2, change)
     }
 
-    fn settle<T>(
+    fn apply_change<T>(
         &mut self,
         reserved: usize,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,

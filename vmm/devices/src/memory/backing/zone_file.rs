@@ -22,8 +22,8 @@ use crate::file_mark;
 pub enum ZoneFileError {
     #[error("cannot open it")]
     Open(#[source] io::Error),
-    #[error("it is {what}, not a file or a directory")]
-    NotAFile { what: &'static str },
+    #[error("it is {file_kind}, not a file or a directory")]
+    NotAFile { file_kind: &'static str },
     #[error("it is locked by another process")]
     InUse(#[source] io::Error),
     #[error("its size {} is below the zone's size {}", Size(*file_bytes), Size(*size_bytes))]
@@ -58,13 +58,13 @@ impl ZoneFile {
     /// read, and the guest's writes remain in memory.
     pub fn open(path: &Path, size_bytes: u64, shared: bool) -> Result<Self, ZoneFileError> {
         let kind = path.metadata().map_err(ZoneFileError::Open)?.file_type();
-        let what = [
+        let file_kind = [
             (kind.is_block_device() || kind.is_char_device(), "a device"),
             (kind.is_fifo(), "a pipe"),
             (kind.is_socket(), "a socket"),
         ];
-        if let Some((_, what)) = what.into_iter().find(|(is_so, _)| *is_so) {
-            return Err(ZoneFileError::NotAFile { what });
+        if let Some((_, file_kind)) = file_kind.into_iter().find(|(is_so, _)| *is_so) {
+            return Err(ZoneFileError::NotAFile { file_kind });
         }
         let mut options = OpenOptions::new();
         options.read(true).write(shared || kind.is_dir());
@@ -77,7 +77,7 @@ impl ZoneFile {
         }
         let file = options.open(path).map_err(ZoneFileError::Open)?;
         if !file.metadata().map_err(ZoneFileError::Open)?.is_file() {
-            return Err(ZoneFileError::NotAFile { what: "another type of file now" });
+            return Err(ZoneFileError::NotAFile { file_kind: "another type of file now" });
         }
         let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {

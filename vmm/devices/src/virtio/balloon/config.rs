@@ -12,7 +12,7 @@ const ID: &str = "__balloon";
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
 /// Largest target that fits into the configuration, which has 32 bits for the number of pages.
-const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
+const MAX_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 section! {
     /// Balloon in boot memory.
@@ -39,7 +39,7 @@ impl BalloonConfig {
     pub fn max_bytes(&self, boot_bytes: u64) -> u64 {
         let usual = (boot_bytes / 4).next_multiple_of(UNIT_BYTES).max(MIN_FLOOR_BYTES);
         // The balloon never includes boot memory beyond the last whole block.
-        let most = boot_bytes.saturating_sub(self.floor.unwrap_or(usual)).min(MOST_BYTES);
+        let most = boot_bytes.saturating_sub(self.floor.unwrap_or(usual)).min(MAX_BYTES);
         most / UNIT_BYTES * UNIT_BYTES
     }
 

@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::event::{Queues, Worker};
 use super::handle::{BalloonHandle, BalloonObserver, Shared};
 use super::metrics::BalloonMetrics;
-use super::request::Place;
+use super::request::MemoryPart;
 use super::state::{ActualChange, BalloonState};
 use crate::event_loop::EventLoopHandle;
 use crate::log::rate_limited;
@@ -57,28 +57,30 @@ pub struct Balloon {
     name: String,
     options: BalloonOptions,
     shared: Arc<Shared>,
-    places: Arc<Places>,
+    parts: Arc<MemoryParts>,
     worker: WorkerSlot,
 }
 
 /// Parts of guest memory, sorted by address, with their reservations.
-pub(super) struct Places {
-    pub(super) places: Vec<Place>,
+pub(super) struct MemoryParts {
+    pub(super) parts: Vec<MemoryPart>,
     pub(super) reservations: Vec<Arc<Reservation>>,
 }
 
-impl Places {
+impl MemoryParts {
     fn new(memory: &Memory) -> Self {
         let mut parts: Vec<_> = memory.placed_parts().collect();
         parts.sort_by_key(|(_, range, _)| range.start);
         Self {
-            places: parts.iter().map(Self::place).collect(),
+            parts: parts.iter().map(Self::memory_part).collect(),
             reservations: parts.iter().map(|(_, _, reservation)| Arc::clone(reservation)).collect(),
         }
     }
 
-    fn place((zone, range, reservation): &(&ZoneSpec, GuestRange, &Arc<Reservation>)) -> Place {
-        Place { range: *range, tier: zone.tier, unit_bytes: reservation.discard_unit_bytes() }
+    fn memory_part(
+        (zone, range, reservation): &(&ZoneSpec, GuestRange, &Arc<Reservation>),
+    ) -> MemoryPart {
+        MemoryPart { range: *range, tier: zone.tier, unit_bytes: reservation.discard_unit_bytes() }
     }
 }
 
@@ -100,17 +102,17 @@ impl Balloon {
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             interrupt: Mutex::default(),
-            heard: Mutex::default(),
+            received: Mutex::default(),
             driver_generation: Mutex::default(),
-            ask: EventFd::new(EFD_NONBLOCK)?,
+            statistics_request: EventFd::new(EFD_NONBLOCK)?,
             metrics: Arc::new(BalloonMetrics::default()),
             observer,
         });
         shared.report();
         let handle = BalloonHandle { shared: Arc::clone(&shared) };
-        let places = Arc::new(Places::new(memory));
+        let parts = Arc::new(MemoryParts::new(memory));
         let (name, worker) = (id.to_owned(), WorkerSlot::new(event_loop));
-        Ok((Self { name, options, shared, places, worker }, handle))
+        Ok((Self { name, options, shared, parts, worker }, handle))
     }
 }
 
@@ -143,8 +145,8 @@ impl VirtioDevice for Balloon {
         let change = self.shared.state.lock().write_config(offset, data);
         match change {
             None => return,
-            Some(ActualChange::Following) => {}
-            Some(ActualChange::TakenBack(bytes)) => {
+            Some(ActualChange::Followed) => {}
+            Some(ActualChange::Deflated(bytes)) => {
                 let emptied = self.shared.state.lock().actual_bytes() == 0;
                 rate_limited!(
                     warn,
@@ -178,7 +180,7 @@ impl VirtioDevice for Balloon {
             queues,
             held: None,
             awaited: true,
-            places: Arc::clone(&self.places),
+            parts: Arc::clone(&self.parts),
             shared: Arc::clone(&self.shared),
         };
         self.shared.state.lock().start(features & F_DEFLATE_ON_OOM != 0);
@@ -197,7 +199,7 @@ impl VirtioDevice for Balloon {
             return;
         }
         *self.shared.interrupt.lock() = None;
-        *self.shared.heard.lock() = None;
+        *self.shared.received.lock() = None;
         self.shared.state.lock().end();
         self.shared.report();
     }

@@ -9,7 +9,7 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use virtio_queue::{DescriptorChain, QueueT};
 use vm_memory::GuestAddressSpace;
 
-use super::device::Places;
+use super::device::MemoryParts;
 use super::handle::Shared;
 use super::metrics::{BalloonMetrics, Refusal};
 use super::request::{ChainError, Listed, cut, pages, read_free, read_pages, read_statistics};
@@ -25,7 +25,7 @@ const INFLATE: u32 = 0;
 const DEFLATE: u32 = 1;
 const STATS: u32 = 2;
 const REPORTING: u32 = 3;
-const ASK: u32 = 4;
+const STATISTICS_REQUEST: u32 = 4;
 
 /// Index of the statistics queue.
 const STATS_QUEUE: u16 = 2;
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     /// request and later ones on request. All others are ignored, so that a driver cannot keep
     /// observers busy.
     pub(super) awaited: bool,
-    pub(super) places: Arc<Places>,
+    pub(super) parts: Arc<MemoryParts>,
     pub(super) shared: Arc<Shared>,
 }
 
@@ -57,8 +57,8 @@ impl Worker {
     fn inflate(&mut self) {
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, 0, &mut self.queues.inflate, |memory, chain| {
-            if let Some(listed) = taken(read_pages(memory, chain), metrics) {
-                self.places.give_back(&listed.ranges, memory, &metrics.inflated_bytes, metrics);
+            if let Some(listed) = check_chain(read_pages(memory, chain), metrics) {
+                self.parts.give_back(&listed.ranges, memory, &metrics.inflated_bytes, metrics);
             }
         });
     }
@@ -67,7 +67,7 @@ impl Worker {
     fn deflate(&mut self) {
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, 1, &mut self.queues.deflate, |memory, chain| {
-            if let Some(listed) = taken(read_pages(memory, chain), metrics) {
+            if let Some(listed) = check_chain(read_pages(memory, chain), metrics) {
                 let bytes = listed.ranges.iter().map(|range| range.end - range.start).sum();
                 metrics.deflated_bytes.fetch_add(bytes, Ordering::Relaxed);
             }
@@ -78,21 +78,21 @@ impl Worker {
         let Some((index, queue)) = &mut self.queues.reporting else { return };
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, *index, queue, |memory, chain| {
-            if let Some(listed) = taken(read_free(chain), metrics) {
-                self.places.give_back(&listed.ranges, memory, &metrics.reported_bytes, metrics);
+            if let Some(listed) = check_chain(read_free(chain), metrics) {
+                self.parts.give_back(&listed.ranges, memory, &metrics.reported_bytes, metrics);
             }
         });
     }
 
     /// Receives statistics and holds their chain until the device requests statistics again.
-    fn hear(&mut self) {
+    fn receive_statistics(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
-        let mut heard = None;
+        let mut received = None;
         let mut used = false;
         let guard = self.view.memory();
         for count in 0.. {
             if count == BATCH {
-                queue.come_back();
+                queue.reschedule();
                 break;
             }
             let Some(chain) = queue.pop(&guard, &*self.interrupt) else { break };
@@ -100,7 +100,7 @@ impl Worker {
             if self.awaited {
                 match read_statistics(&guard, chain) {
                     Ok(statistics) => {
-                        heard = Some(statistics);
+                        received = Some(statistics);
                         self.awaited = false;
                     }
                     Err(err) => refuse(&err, &self.shared.metrics),
@@ -119,14 +119,14 @@ impl Worker {
         if used {
             notify(&*self.interrupt, STATS_QUEUE);
         }
-        if let Some(statistics) = heard {
-            self.shared.hear(statistics);
+        if let Some(statistics) = received {
+            self.shared.record_statistics(statistics);
         }
     }
 
     /// Requests statistics by returning the held chain. Does nothing while an earlier request is
     /// unanswered.
-    fn ask(&mut self) {
+    fn request_statistics(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let Some(head) = self.held.take() else { return };
         self.awaited = true;
@@ -136,7 +136,7 @@ impl Worker {
     }
 }
 
-impl Places {
+impl MemoryParts {
     /// Returns the pages of `ranges` to the host. Counts the pages that are refused instead.
     fn give_back(
         &self,
@@ -145,7 +145,7 @@ impl Places {
         given_back: &AtomicU64,
         metrics: &BalloonMetrics,
     ) {
-        for piece in ranges.iter().flat_map(|range| cut(range, &self.places, memory)) {
+        for piece in ranges.iter().flat_map(|range| cut(range, &self.parts, memory)) {
             let len = piece.range.end - piece.range.start;
             let index = match piece.verdict {
                 Ok(index) => index,
@@ -154,7 +154,7 @@ impl Places {
                     continue;
                 }
             };
-            let offset = piece.range.start - self.places[index].range.start;
+            let offset = piece.range.start - self.parts[index].range.start;
             match self.reservations[index].discard(offset, len) {
                 Ok(()) => {
                     given_back.fetch_add(len, Ordering::Relaxed);
@@ -168,7 +168,7 @@ impl Places {
     }
 }
 
-fn taken(listed: Result<Listed, ChainError>, metrics: &BalloonMetrics) -> Option<Listed> {
+fn check_chain(listed: Result<Listed, ChainError>, metrics: &BalloonMetrics) -> Option<Listed> {
     match listed {
         Ok(listed) => {
             if listed.is_cut {
@@ -199,7 +199,7 @@ fn serve(
     let mut used = false;
     for count in 0.. {
         if count == BATCH {
-            queue.come_back();
+            queue.reschedule();
             break;
         }
         // The guard is held for one chain only, because plugs and unplugs wait for it. While it is
@@ -240,9 +240,13 @@ impl MutEventSubscriber for Worker {
             let Some(queue) = queue else { continue };
             queue.watch(data, ops);
             // The driver may have sent a notification before the worker was started.
-            queue.come_back();
+            queue.reschedule();
         }
-        if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
+        if let Err(err) = ops.add(Events::with_data(
+            &self.shared.statistics_request,
+            STATISTICS_REQUEST,
+            EventSet::IN,
+        )) {
             rate_limited!(error, ?err, "Cannot request statistics from the balloon driver");
         }
     }
@@ -259,7 +263,7 @@ impl MutEventSubscriber for Worker {
             }
             STATS => {
                 self.queues.stats.as_ref().inspect(|queue| queue.clear_kick());
-                self.hear();
+                self.receive_statistics();
             }
             REPORTING => {
                 self.queues.reporting.as_ref().inspect(|(_, queue)| queue.clear_kick());
@@ -267,8 +271,8 @@ impl MutEventSubscriber for Worker {
             }
             _ => {
                 // The read fails only if no request is pending.
-                let _ = self.shared.ask.read();
-                self.ask();
+                let _ = self.shared.statistics_request.read();
+                self.request_statistics();
             }
         }
     }
@@ -295,7 +299,7 @@ mod tests {
             driver.add(0, &[Buffer::Out(BUFFERS, 4)]);
         }
         let unplugs = AtomicU32::new(0);
-        let seen = RefCell::new(Vec::new());
+        let calls = RefCell::new(Vec::new());
         thread::scope(|scope| {
             serve(&view, &*activation.interrupt, 0, &mut queue, |_, _| {
                 let before = unplugs.load(Ordering::Relaxed);
@@ -307,11 +311,11 @@ mod tests {
                 while !view.is_awaited() {
                     thread::yield_now();
                 }
-                seen.borrow_mut().push((before, unplugs.load(Ordering::Relaxed)));
+                calls.borrow_mut().push((before, unplugs.load(Ordering::Relaxed)));
             });
         });
         // A plug or unplug that begins while a chain is served waits for the end of that chain and
         // completes before the next one.
-        assert_eq!(seen.into_inner(), [(0, 0), (1, 1), (2, 2), (3, 3)]);
+        assert_eq!(calls.into_inner(), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     }
 }

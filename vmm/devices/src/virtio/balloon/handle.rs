@@ -34,7 +34,7 @@ pub struct BalloonSizes {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Heard {
+pub struct ReceivedStatistics {
     pub statistics: Statistics,
     /// Sequence number of these statistics. Each new set has a higher number.
     pub number: u64,
@@ -67,10 +67,10 @@ pub(super) struct Shared {
     pub(super) state: Mutex<BalloonState>,
     /// Interrupt of the active driver. `None` if no driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
-    pub(super) heard: Mutex<Option<Heard>>,
+    pub(super) received: Mutex<Option<ReceivedStatistics>>,
     pub(super) driver_generation: Mutex<u64>,
     /// Signaled to request statistics from the driver.
-    pub(super) ask: EventFd,
+    pub(super) statistics_request: EventFd,
     pub(super) metrics: Arc<BalloonMetrics>,
     pub(super) observer: BalloonObserver,
 }
@@ -87,7 +87,7 @@ impl Shared {
         (self.observer)();
     }
 
-    pub(super) fn hear(&self, statistics: Statistics) {
+    pub(super) fn record_statistics(&self, statistics: Statistics) {
         for tag in balloon::statistics::Tag::ALL {
             if let Some(value) = statistics.get(tag) {
                 self.metrics.set_statistic(tag, value);
@@ -95,8 +95,8 @@ impl Shared {
         }
         let number = self.metrics.statistics.fetch_add(1, Ordering::Relaxed) + 1;
         let driver_generation = *self.driver_generation.lock();
-        *self.heard.lock() =
-            Some(Heard { statistics, number, driver_generation, at: Instant::now() });
+        *self.received.lock() =
+            Some(ReceivedStatistics { statistics, number, driver_generation, at: Instant::now() });
         (self.observer)();
     }
 
@@ -157,15 +157,15 @@ impl BalloonHandle {
     }
 
     /// Requests statistics from the driver. Has no effect while an earlier request is unanswered.
-    pub fn ask_statistics(&self) {
+    pub fn request_statistics(&self) {
         // The write fails only if the event's counter is full. In that case a request is already
         // pending.
-        let _ = self.shared.ask.write(1);
+        let _ = self.shared.statistics_request.write(1);
     }
 
     /// Latest statistics that the active driver sent.
-    pub fn statistics(&self) -> Option<Heard> {
-        *self.shared.heard.lock()
+    pub fn statistics(&self) -> Option<ReceivedStatistics> {
+        *self.shared.received.lock()
     }
 
     /// Returns true if the guest's driver is active. Requests have no effect without an active
@@ -194,8 +194,8 @@ impl ZoneDevice for BalloonHandle {
     }
 
     fn request(&self, size_bytes: u64) {
-        let most_bytes = BalloonHandle::sizes(self).max_bytes;
-        if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
+        let max_bytes = BalloonHandle::sizes(self).max_bytes;
+        if let Err(err) = self.set_target(max_bytes.saturating_sub(size_bytes)) {
             error!(%err, "Governor requested an invalid balloon size");
         }
     }

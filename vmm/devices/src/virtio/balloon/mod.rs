@@ -22,7 +22,7 @@ use crate::device::{DeviceContext, DeviceHandle, SetupResult};
 use crate::memory::Memory;
 
 pub use device::{Balloon, BalloonOptions};
-pub use handle::{BalloonHandle, BalloonObserver, BalloonSizes, Heard, TargetError};
+pub use handle::{BalloonHandle, BalloonObserver, BalloonSizes, ReceivedStatistics, TargetError};
 pub use metrics::{BalloonMetrics, Refusal};
 
 impl DeviceHandle for BalloonHandle {}

@@ -112,14 +112,14 @@ fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 
 /// Contiguous part of a zone in the guest's address space.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct MemoryPart {
     pub range: GuestRange,
     pub tier: Tier,
     /// Page size on the host. Memory can be returned only in whole host pages.
     pub unit_bytes: u64,
 }
 
-impl Place {
+impl MemoryPart {
     /// Returns the largest range of whole host pages inside `range`, which must be within the
     /// place.
     fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
@@ -138,10 +138,10 @@ pub struct Piece {
     pub verdict: Result<usize, Refusal>,
 }
 
-/// Cuts `range` at the boundaries of `places` and of unplugged blocks. `places` must be in
+/// Cuts `range` at the boundaries of `parts` and of unplugged blocks. `parts` must be in
 /// ascending order and must not overlap. The caller must hold the guard of `memory` until it has
 /// handled all pieces.
-pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<Piece> {
+pub fn cut(range: &Range<u64>, parts: &[MemoryPart], memory: &MappedMemory) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut at = range.start;
     let mut push = |end: u64, verdict| {
@@ -150,13 +150,13 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
             at = end;
         }
     };
-    for (index, place) in places.iter().enumerate() {
-        let (start, end) = (place.range.start.max(range.start), place.range.end().min(range.end));
+    for (index, part) in parts.iter().enumerate() {
+        let (start, end) = (part.range.start.max(range.start), part.range.end().min(range.end));
         if start >= end {
             continue;
         }
         push(start, Err(Refusal::NoMemory));
-        if place.tier == Tier::Pm {
+        if part.tier == Tier::Pm {
             push(end, Err(Refusal::Pm));
         } else if is_plugged(memory, start..end) {
             push(end, Ok(index));
@@ -174,13 +174,13 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
         }
     }
     push(range.end, Err(Refusal::NoMemory));
-    pieces.into_iter().flat_map(|piece| whole_units(piece, places)).collect()
+    pieces.into_iter().flat_map(|piece| whole_units(piece, parts)).collect()
 }
 
 /// Splits partial huge pages off both ends of a piece, because the host cannot take them back.
-fn whole_units(piece: Piece, places: &[Place]) -> Vec<Piece> {
+fn whole_units(piece: Piece, parts: &[MemoryPart]) -> Vec<Piece> {
     let Piece { range, verdict } = piece;
-    let parts = match verdict.map(|index| places[index].whole_units(&range)) {
+    let parts = match verdict.map(|index| parts[index].whole_units(&range)) {
         Err(_) => vec![(range, verdict)],
         Ok(whole) if whole.is_empty() => vec![(range, Err(Refusal::HugePage))],
         Ok(whole) => vec![
@@ -214,7 +214,7 @@ mod tests {
 
     /// 8 MiB of boot memory, a hole of 8 MiB, 16 MiB of DRAM with blocks 2 and 3 plugged, 16 MiB of
     /// PM, and a volume.
-    fn memory() -> (GuestView, Vec<Place>) {
+    fn memory() -> (GuestView, Vec<MemoryPart>) {
         let at = |start: u64, len: u64| (GuestAddress(start * MIB), (len * MIB) as usize);
         let regions =
             GuestMemoryMmap::from_ranges(&[at(0, 8), at(16, 16), at(32, 16), at(64, 4)]).unwrap();
@@ -226,18 +226,17 @@ mod tests {
         }
         view.exclusive().set_plugged(GuestAddress(20 * MIB), 4 * MIB, true);
         view.exclusive().set_plugged(GuestAddress(32 * MIB), 16 * MIB, true);
-        let place = |start, len, tier| {
+        let part = |start, len, tier| {
             let range = GuestRange { start: start * MIB, len: len * MIB };
-            Place { range, tier, unit_bytes: PAGE_BYTES }
+            MemoryPart { range, tier, unit_bytes: PAGE_BYTES }
         };
-        let places =
-            vec![place(0, 8, Tier::Dram), place(16, 16, Tier::Dram), place(32, 16, Tier::Pm)];
-        (view, places)
+        let parts = vec![part(0, 8, Tier::Dram), part(16, 16, Tier::Dram), part(32, 16, Tier::Pm)];
+        (view, parts)
     }
 
     fn verdicts(range: Range<u64>) -> Vec<(u64, u64, Result<usize, Refusal>)> {
-        let (view, places) = memory();
-        let pieces = cut(&(range.start * MIB..range.end * MIB), &places, &view.memory());
+        let (view, parts) = memory();
+        let pieces = cut(&(range.start * MIB..range.end * MIB), &parts, &view.memory());
         pieces.into_iter().map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict)).collect()
     }
 
@@ -259,10 +258,10 @@ mod tests {
 
     #[test]
     fn only_whole_huge_pages_are_returned() {
-        let (view, mut places) = memory();
-        places.iter_mut().for_each(|place| place.unit_bytes = 2 * MIB);
+        let (view, mut parts) = memory();
+        parts.iter_mut().for_each(|part| part.unit_bytes = 2 * MIB);
         let cut = |range: Range<u64>| -> Vec<_> {
-            let pieces = cut(&(range.start * MIB..range.end * MIB), &places, &view.memory());
+            let pieces = cut(&(range.start * MIB..range.end * MIB), &parts, &view.memory());
             pieces
                 .into_iter()
                 .map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict))
@@ -291,9 +290,9 @@ mod tests {
         /// Each page is accepted or refused according to the part of memory that contains it.
         #[test]
         fn each_page_has_the_verdict_of_its_part_of_memory(start in 0u64..20_000, len in 1u64..20_000) {
-            let (view, places) = memory();
+            let (view, parts) = memory();
             let range = start * PAGE_BYTES..(start + len) * PAGE_BYTES;
-            let pieces = cut(&range, &places, &view.memory());
+            let pieces = cut(&range, &parts, &view.memory());
             let mut next = range.start;
             for piece in pieces {
                 prop_assert_eq!(piece.range.start, next);

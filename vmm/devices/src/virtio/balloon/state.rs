@@ -11,10 +11,10 @@ const ACTUAL: std::ops::Range<usize> = 4..8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ActualChange {
     /// The driver moves toward the target or has reached it.
-    Following,
+    Followed,
     /// The guest was out of memory and deflated this many bytes without a request. The device does
     /// not request these bytes again.
-    TakenBack(u64),
+    Deflated(u64),
 }
 
 #[derive(Clone, Debug)]
@@ -135,18 +135,18 @@ impl BalloonState {
         // it began before the target was raised. In all other cases the guest was out of memory. A
         // repeated request for the same size would take away the memory that the guest has just
         // deflated. Clients can raise the target again if they need that memory.
-        let was_asked_to =
+        let was_requested =
             self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
         if self.deflates_on_oom
-            && !was_asked_to
+            && !was_requested
             && actual_bytes < before_bytes
             && actual_bytes < self.target_bytes
         {
             self.emptied_from = (actual_bytes == 0).then_some(self.target_bytes);
             self.target_bytes = actual_bytes - actual_bytes % self.block_bytes;
-            return ActualChange::TakenBack(before_bytes - actual_bytes);
+            return ActualChange::Deflated(before_bytes - actual_bytes);
         }
-        ActualChange::Following
+        ActualChange::Followed
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
     fn configuration_has_the_layout_of_the_specification() {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
-        assert_eq!(report(&mut state, 3 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, 3 * BLOCK), ActualChange::Followed);
         let config = state.config();
         assert_eq!(config[..4], (8 * 512u32).to_le_bytes());
         assert_eq!(config[4..8], (3 * 512u32).to_le_bytes());
@@ -197,17 +197,17 @@ mod tests {
     fn memory_deflated_by_the_guest_is_not_requested_again() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
-        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::Followed);
         // Linux deflates 1 MiB at a time.
-        assert_eq!(report(&mut state, 8 * BLOCK - BLOCK / 2), ActualChange::TakenBack(BLOCK / 2));
+        assert_eq!(report(&mut state, 8 * BLOCK - BLOCK / 2), ActualChange::Deflated(BLOCK / 2));
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         // The driver follows the new target.
-        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Followed);
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         state.set_target(20 * BLOCK);
-        assert_eq!(report(&mut state, 9 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, 9 * BLOCK), ActualChange::Followed);
         // The guest deflates while the driver is still inflating toward the target.
-        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 8 * BLOCK), ActualChange::Deflated(BLOCK));
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
 
@@ -217,36 +217,36 @@ mod tests {
         state.set_target(8 * BLOCK);
         report(&mut state, 8 * BLOCK);
         state.set_target(4 * BLOCK);
-        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Following);
+        assert_eq!(report(&mut state, 7 * BLOCK), ActualChange::Followed);
         state.set_target(10 * BLOCK);
         state.set_target(12 * BLOCK);
         assert_eq!(
             report(&mut state, 6 * BLOCK),
-            ActualChange::Following,
+            ActualChange::Followed,
             "the driver had been deflating to 4"
         );
         assert_eq!(state.target_bytes(), 12 * BLOCK);
         // A second report below the target is not part of the earlier step.
-        assert_eq!(report(&mut state, 5 * BLOCK), ActualChange::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 5 * BLOCK), ActualChange::Deflated(BLOCK));
         // The driver deflates below every requested target.
         state.set_target(2 * BLOCK);
         state.set_target(12 * BLOCK);
-        assert_eq!(report(&mut state, BLOCK), ActualChange::TakenBack(4 * BLOCK));
+        assert_eq!(report(&mut state, BLOCK), ActualChange::Deflated(4 * BLOCK));
         // The driver has begun to inflate again, so a smaller size means that the guest is out of
         // memory.
         state.set_target(0);
         state.set_target(12 * BLOCK);
-        assert_eq!(report(&mut state, 2 * BLOCK), ActualChange::Following);
-        assert_eq!(report(&mut state, BLOCK), ActualChange::TakenBack(BLOCK));
+        assert_eq!(report(&mut state, 2 * BLOCK), ActualChange::Followed);
+        assert_eq!(report(&mut state, BLOCK), ActualChange::Deflated(BLOCK));
     }
 
     #[test]
     fn repeated_size_has_no_effect() {
         let mut state = state(true);
         report(&mut state, BLOCK);
-        let again = ((BLOCK / PAGE_BYTES) as u32).to_le_bytes();
-        assert_eq!(state.write_config(4, &again), None);
-        assert_eq!(state.write_config(5, &again[1..3]), None);
+        let repeated = ((BLOCK / PAGE_BYTES) as u32).to_le_bytes();
+        assert_eq!(state.write_config(4, &repeated), None);
+        assert_eq!(state.write_config(5, &repeated[1..3]), None);
     }
 
     #[test]
@@ -254,7 +254,7 @@ mod tests {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
         report(&mut state, 8 * BLOCK);
-        assert_eq!(report(&mut state, 0), ActualChange::Following);
+        assert_eq!(report(&mut state, 0), ActualChange::Followed);
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
 
@@ -274,7 +274,7 @@ mod tests {
         state.set_target(8 * BLOCK);
         report(&mut state, 8 * BLOCK);
         // The driver empties the balloon, reports this once, and resets the device.
-        assert_eq!(report(&mut state, 0), ActualChange::TakenBack(8 * BLOCK));
+        assert_eq!(report(&mut state, 0), ActualChange::Deflated(8 * BLOCK));
         assert_eq!(state.target_bytes(), 0, "no size is requested yet");
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));

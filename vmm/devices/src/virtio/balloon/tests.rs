@@ -339,9 +339,9 @@ fn only_configured_features_are_offered() {
 #[test]
 fn invalid_chains_are_returned_and_counted() {
     let mut rig = Rig::new(ALL);
-    for wrong in [1, 3, 4097] {
-        rig.send(INFLATE, &vec![0; wrong]);
-        rig.send(DEFLATE, &vec![0; wrong]);
+    for invalid_len in [1, 3, 4097] {
+        rig.send(INFLATE, &vec![0; invalid_len]);
+        rig.send(DEFLATE, &vec![0; invalid_len]);
     }
     // The buffers are unreadable or unsuitable for the queue.
     let unplugged = rig.parts[0].range.start + 64 * MIB;
@@ -410,7 +410,7 @@ fn unrequested_statistics_are_ignored() {
     assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(100 * MIB));
     assert_eq!(rig.notifications.load(Ordering::Relaxed), notifications + 1);
     // The device accepts the next statistics that it requests.
-    rig.handle.ask_statistics();
+    rig.handle.request_statistics();
     let head = rig.driver.wait_used(STATS).0;
     assert_eq!(Some(head), last);
     rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
@@ -448,8 +448,10 @@ fn statistics_are_received_on_request() {
     let wait = |rig: &Rig, number| {
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         loop {
-            if let Some(heard) = rig.handle.statistics().filter(|heard| heard.number >= number) {
-                return heard;
+            if let Some(received) =
+                rig.handle.statistics().filter(|received| received.number >= number)
+            {
+                return received;
             }
             assert!(std::time::Instant::now() < deadline, "no statistics");
             std::thread::yield_now();
@@ -462,11 +464,11 @@ fn statistics_are_received_on_request() {
         None,
         "the buffer stays with the device until the next request"
     );
-    rig.handle.ask_statistics();
+    rig.handle.request_statistics();
     assert_eq!(rig.driver.wait_used(STATS), (head, 0));
     // A second request before the driver's answer has no effect, because the device holds no
     // buffer.
-    rig.handle.ask_statistics();
+    rig.handle.request_statistics();
     rig.driver.write(BUFFERS, &statistics(&[(5, 101 * MIB)]));
     rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
     rig.driver.kick(STATS);
@@ -503,7 +505,7 @@ fn invalid_statistics_are_counted_and_requested_again() {
             assert_eq!(rig.driver.wait_used(STATS), (last, 0));
         }
     }
-    rig.handle.ask_statistics();
+    rig.handle.request_statistics();
     assert_eq!(rig.driver.wait_used(STATS), (last.unwrap(), 0));
     assert!(rig.handle.statistics().is_none());
     assert_eq!(rig.refused(), [("malformed", 3)]);
@@ -592,7 +594,7 @@ fn reset_stops_all_accesses_and_empties_the_balloon() {
     rig.driver.write(BUFFERS, &2048u32.to_le_bytes());
     rig.driver.add(INFLATE, &[Buffer::Out(BUFFERS, 4)]);
     rig.driver.kick(INFLATE);
-    rig.handle.ask_statistics();
+    rig.handle.request_statistics();
     assert_eq!((rig.driver.used(INFLATE), rig.resident(8 * MIB, MIB)), (None, 256));
     rig.device.reset();
     // The next driver reads the retained target.

@@ -34,7 +34,7 @@ use crate::virtio::ActiveQueue;
 
 const KICK: u32 = 0;
 const DONE: u32 = 1;
-const SETTLED: u32 = 2;
+const FLUSH_ENDED: u32 = 2;
 
 /// Limit for the bytes that the open requests of a queue copy or zero at a time. A queue at this
 /// limit takes no more requests, which then wait in the ring. The last request may exceed the limit
@@ -59,9 +59,9 @@ pub(super) struct Worker {
     pub(super) buffers: Buffers,
     /// Jobs whose flush succeeded, and that wait for the end of other flushes that overlapped with
     /// it.
-    settling: Vec<(Job, Answered)>,
-    /// Signaled after the end of a flush for which jobs in `settling` wait.
-    settled: Arc<EventFd>,
+    awaiting_flushes: Vec<(Job, Answered)>,
+    /// Signaled after the end of a flush for which jobs in `awaiting_flushes` wait.
+    flush_ended: Arc<EventFd>,
     /// Number of requests that were taken but not yet answered. At most `depth`.
     open: u16,
     depth: u16,
@@ -81,9 +81,9 @@ pub(super) struct Worker {
 }
 
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
-pub(super) enum Taken {
+pub(super) enum TakenRequest {
     /// A request was begun. Includes its first step.
-    Begun(Job, Step),
+    Started(Job, Step),
     /// A request was refused or answered immediately.
     Answered,
     /// No request is available, or the worker may not take one.
@@ -113,8 +113,8 @@ impl Worker {
             ring,
             next: VecDeque::new(),
             buffers: Buffers::default(),
-            settling: Vec::new(),
-            settled: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
+            awaiting_flushes: Vec::new(),
+            flush_ended: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             open: 0,
             depth,
             held_bytes: 0,
@@ -142,7 +142,7 @@ impl Worker {
         });
         self.ring = ring;
         if !is_over {
-            self.queue.come_back();
+            self.queue.reschedule();
         }
     }
 
@@ -153,7 +153,7 @@ impl Worker {
         let is_busy = self.open > 0;
         self.gate.set_busy(is_busy);
         if !is_busy && self.gate.is_closed() {
-            self.queue.come_back();
+            self.queue.reschedule();
         }
     }
 
@@ -168,22 +168,22 @@ impl Worker {
         }
     }
 
-    pub(super) fn take(&mut self, memory: &MappedMemory) -> Taken {
+    pub(super) fn take(&mut self, memory: &MappedMemory) -> TakenRequest {
         if !self.takes_more() {
-            return Taken::Nothing;
+            return TakenRequest::Nothing;
         }
         let was_broken = self.queue.is_broken();
         let Some(mut chain) = self.queue.pop(memory, &*self.interrupt) else {
             if self.queue.is_broken() && !was_broken {
                 self.disk.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
             }
-            return Taken::Nothing;
+            return TakenRequest::Nothing;
         };
         let head = chain.head_index();
         match Request::parse(memory, &mut chain, &self.disk.limits(self.features)) {
             Ok(request) => match self.begin(memory, request) {
-                Some((job, step)) => Taken::Begun(job, step),
-                None => Taken::Answered,
+                Some((job, step)) => TakenRequest::Started(job, step),
+                None => TakenRequest::Answered,
             },
             Err(refusal) => {
                 self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
@@ -193,7 +193,7 @@ impl Worker {
                     Some(status) => self.answer(memory, head, status, refusal.error.status(), 0),
                     None => self.give_back(memory, head, 0),
                 }
-                Taken::Answered
+                TakenRequest::Answered
             }
         }
     }
@@ -218,12 +218,12 @@ impl Worker {
         }
         self.open += 1;
         self.held_bytes += held_bytes(&request);
-        self.go_on(memory, Job::new(request))
+        self.continue_job(memory, Job::new(request))
     }
 
     /// Returns the job with its next step. Returns `None` if the request was completed and
     /// answered.
-    fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
+    fn continue_job(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
         // If a page of the copied memory was lost, the request fails: no further step begins, and
         // no success is reported.
         let writes_through = || self.disk.writes_through(self.features);
@@ -252,7 +252,7 @@ impl Worker {
             self.buffers.put(buffer);
         }
         match result {
-            Ok(()) => self.go_on(memory, job),
+            Ok(()) => self.continue_job(memory, job),
             Err(err) => {
                 self.end_job(memory, &job, Err(err));
                 None
@@ -261,7 +261,7 @@ impl Worker {
     }
 
     /// Records the result of a flush. Returns the job if the flush failed. If the flush succeeded,
-    /// [`Self::take_settled`] returns the job once all flushes that overlapped with it have ended.
+    /// [`Self::take_flushed`] returns the job once all flushes that overlapped with it have ended.
     pub(super) fn flushed(
         &mut self,
         job: Job,
@@ -273,23 +273,26 @@ impl Worker {
         if result.is_err() {
             return Some((job, result));
         }
-        self.settling.push((job, answered));
+        self.awaiting_flushes.push((job, answered));
         None
     }
 
     /// Takes the jobs whose flush and all flushes that overlapped with it have ended. Returns them
     /// with their results.
-    pub(super) fn take_settled(&mut self) -> Vec<(Job, io::Result<()>)> {
-        let (flushes, settled) = (self.disk.flushes(), &self.settled);
-        let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
-        self.settling.extract_if(.., over).map(|(job, _)| (job, self.disk.settled())).collect()
+    pub(super) fn take_flushed(&mut self) -> Vec<(Job, io::Result<()>)> {
+        let (flushes, flush_ended) = (self.disk.flushes(), &self.flush_ended);
+        let over = |&mut (_, answered): &mut _| flushes.has_ended(answered, flush_ended);
+        self.awaiting_flushes
+            .extract_if(.., over)
+            .map(|(job, _)| (job, self.disk.flush_result()))
+            .collect()
     }
 
     fn end_job(&mut self, memory: &MappedMemory, job: &Job, result: io::Result<u64>) {
         self.open -= 1;
         self.held_bytes -= held_bytes(job.request());
         let kind = Kind::from(&job.request().operation);
-        self.end(memory, job.request(), kind, job.taken(), result);
+        self.end(memory, job.request(), kind, job.taken_at(), result);
     }
 
     /// Answers a request that was taken from the ring at `taken`, and updates the metrics. `result`
@@ -417,7 +420,8 @@ impl Drop for Worker {
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
-        let events = [(Some(&*self.settled), SETTLED), (self.ring.as_ref().map(Ring::event), DONE)];
+        let events =
+            [(Some(&*self.flush_ended), FLUSH_ENDED), (self.ring.as_ref().map(Ring::event), DONE)];
         for (event, data) in events {
             if let Some(event) = event
                 && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
@@ -437,8 +441,8 @@ impl MutEventSubscriber for Worker {
         // The read fails only if the event was already read.
         match events.data() {
             KICK => self.queue.clear_kick(),
-            SETTLED => {
-                let _ = self.settled.read();
+            FLUSH_ENDED => {
+                let _ = self.flush_ended.read();
             }
             _ => {
                 let _ = self.ring.as_ref().map(|ring| ring.event().read());

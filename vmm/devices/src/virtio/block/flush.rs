@@ -28,14 +28,14 @@ pub(super) struct Flushes {
 #[derive(Default)]
 struct State {
     next: u64,
-    under_way: BTreeSet<u64>,
+    in_flight: BTreeSet<u64>,
     /// Events to signal when the next flush ends.
     waiting: Vec<Arc<EventFd>>,
 }
 
 impl State {
     fn awaits(&self, answered: Answered) -> bool {
-        self.under_way.first().is_some_and(|first| *first < answered.0)
+        self.in_flight.first().is_some_and(|first| *first < answered.0)
     }
 }
 
@@ -55,13 +55,13 @@ impl Flushes {
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
-        state.under_way.insert(number);
+        state.in_flight.insert(number);
         Ticket { flushes: Arc::clone(self), number }
     }
 
     /// Returns true if all flushes in `answered` have ended. Otherwise, `event` is signaled when
     /// the next flush ends.
-    pub(super) fn is_settled(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
+    pub(super) fn has_ended(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
         let mut state = self.state.lock();
         let awaits = state.awaits(answered);
         if awaits && !state.waiting.iter().any(|other| Arc::ptr_eq(other, event)) {
@@ -90,7 +90,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         let mut state = self.flushes.state.lock();
-        state.under_way.remove(&self.number);
+        state.in_flight.remove(&self.number);
         self.flushes.ended.notify_all();
         for event in state.waiting.drain(..) {
             // The write fails only if the event's counter is full. In that case the event is
@@ -113,15 +113,15 @@ mod tests {
         let (first, second) = (flushes.begin(), flushes.begin());
         let answered = second.end();
         let later = flushes.begin();
-        assert!(!flushes.is_settled(answered, &event));
+        assert!(!flushes.has_ended(answered, &event));
         assert!(event.read().is_err());
         drop(later);
         assert!(event.read().is_ok(), "the waiting queue was not notified");
-        assert!(!flushes.is_settled(answered, &event));
+        assert!(!flushes.has_ended(answered, &event));
         let later = flushes.begin();
         drop(first);
         assert!(event.read().is_ok());
-        assert!(flushes.is_settled(answered, &event));
+        assert!(flushes.has_ended(answered, &event));
         flushes.wait(answered);
         drop(later);
         assert!(event.read().is_err(), "no queue waits any more");

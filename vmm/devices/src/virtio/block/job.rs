@@ -29,7 +29,7 @@ pub struct Job {
     /// Index of the current range, if the request has several.
     range: usize,
     /// Bytes of this range for which steps were already returned.
-    begun: u64,
+    begun_bytes: u64,
     /// True if the flush at the end of a durable write was already returned.
     flushed: bool,
     /// Time at which the request was taken.
@@ -41,10 +41,10 @@ pub struct Job {
 impl Job {
     pub fn new(request: Request) -> Self {
         let taken = Instant::now();
-        Self { request, range: 0, begun: 0, flushed: false, taken, since: taken }
+        Self { request, range: 0, begun_bytes: 0, flushed: false, taken, since: taken }
     }
 
-    pub fn taken(&self) -> Instant {
+    pub fn taken_at(&self) -> Instant {
         self.taken
     }
 
@@ -93,27 +93,32 @@ impl Job {
         memory: &M,
         buffers: &mut Buffers,
     ) -> io::Result<Option<Step>> {
-        let begun = self.begun;
+        let begun_bytes = self.begun_bytes;
         Ok(match &self.request.operation {
-            Operation::Read(range, _) | Operation::Write(range, _) if begun < range.len_bytes() => {
-                let len = (range.len_bytes() - begun).min(PIECE_BYTES_MAX);
-                let offset = range.offset_bytes() + begun;
+            Operation::Read(range, _) | Operation::Write(range, _)
+                if begun_bytes < range.len_bytes() =>
+            {
+                let len = (range.len_bytes() - begun_bytes).min(PIECE_BYTES_MAX);
+                let offset = range.offset_bytes() + begun_bytes;
                 let mut buffer = buffers.take(len as usize);
-                self.begun += len;
+                self.begun_bytes += len;
                 if let Operation::Write(_, segments) = &self.request.operation {
-                    segments.read(memory, begun, buffer.bytes_mut()).map_err(io::Error::other)?;
+                    segments
+                        .read(memory, begun_bytes, buffer.bytes_mut())
+                        .map_err(io::Error::other)?;
                     Some(Step::Write(offset, buffer))
                 } else {
                     Some(Step::Read(offset, buffer))
                 }
             }
             Operation::Discard(ranges) => {
-                let cut = next_piece(ranges.iter().copied(), &mut self.range, &mut self.begun);
+                let cut =
+                    next_piece(ranges.iter().copied(), &mut self.range, &mut self.begun_bytes);
                 cut.map(Step::Discard)
             }
             Operation::WriteZeroes(ranges) => {
                 let only = ranges.iter().map(|(range, _)| *range);
-                let cut = next_piece(only, &mut self.range, &mut self.begun);
+                let cut = next_piece(only, &mut self.range, &mut self.begun_bytes);
                 cut.map(|piece| Step::WriteZeroes(piece, ranges[self.range].1))
             }
             Operation::Read(..) | Operation::Write(..) | Operation::Flush | Operation::GetId(_) => {
@@ -135,20 +140,20 @@ impl Job {
     }
 }
 
-/// Returns the next piece of range `nth` after its first `begun` bytes. If nothing of this range is
-/// left, returns the first piece of a later range.
+/// Returns the next piece of range `nth` after its first `begun_bytes` bytes. If nothing of this
+/// range is left, returns the first piece of a later range.
 fn next_piece(
     ranges: impl Iterator<Item = DiskRange>,
     nth: &mut usize,
-    begun: &mut u64,
+    begun_bytes: &mut u64,
 ) -> Option<DiskRange> {
     for range in ranges.skip(*nth) {
-        let piece = range.piece(*begun, RANGE_PIECE_BYTES_MAX);
+        let piece = range.piece(*begun_bytes, RANGE_PIECE_BYTES_MAX);
         if piece.len_bytes() > 0 {
-            *begun += piece.len_bytes();
+            *begun_bytes += piece.len_bytes();
             return Some(piece);
         }
-        (*nth, *begun) = (*nth + 1, 0);
+        (*nth, *begun_bytes) = (*nth + 1, 0);
     }
     None
 }

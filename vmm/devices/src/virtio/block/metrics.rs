@@ -55,8 +55,8 @@ impl From<&Operation> for Kind {
 /// Minimum, maximum, sum and number of durations.
 #[derive(Debug)]
 pub struct DurationRange {
-    least_us: AtomicU64,
-    most_us: AtomicU64,
+    min_us: AtomicU64,
+    max_us: AtomicU64,
     sum_ns: AtomicU64,
     count: AtomicU64,
 }
@@ -64,8 +64,8 @@ pub struct DurationRange {
 impl Default for DurationRange {
     fn default() -> Self {
         Self {
-            least_us: AtomicU64::new(u64::MAX),
-            most_us: AtomicU64::new(0),
+            min_us: AtomicU64::new(u64::MAX),
+            max_us: AtomicU64::new(0),
             sum_ns: AtomicU64::new(0),
             count: AtomicU64::new(0),
         }
@@ -76,24 +76,20 @@ impl DurationRange {
     fn observe(&self, duration: Duration) {
         let ns = saturating_ns(duration);
         let us = ns / 1000;
-        self.least_us.fetch_min(us, Ordering::Relaxed);
-        self.most_us.fetch_max(us, Ordering::Relaxed);
+        self.min_us.fetch_min(us, Ordering::Relaxed);
+        self.max_us.fetch_max(us, Ordering::Relaxed);
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns the minimum, the maximum and the mean, or zeros if no duration was recorded.
-    pub fn least_most_mean_us(&self) -> [u64; 3] {
+    pub fn min_max_mean_us(&self) -> [u64; 3] {
         let count = self.count.load(Ordering::Relaxed);
         if count == 0 {
             return [0; 3];
         }
         let sum_us = self.sum_ns.load(Ordering::Relaxed) / 1000;
-        [
-            self.least_us.load(Ordering::Relaxed),
-            self.most_us.load(Ordering::Relaxed),
-            sum_us / count,
-        ]
+        [self.min_us.load(Ordering::Relaxed), self.max_us.load(Ordering::Relaxed), sum_us / count]
     }
 }
 
@@ -230,18 +226,18 @@ impl BlockMetrics {
     /// Returns the counters for `vm.counters`. Latencies are in microseconds, or 0 before the first
     /// request.
     pub fn counters(&self) -> DeviceCounters {
-        let [read_least, read_most, read_mean] = self.reads.least_most_mean_us();
-        let [write_least, write_most, write_mean] = self.writes.least_most_mean_us();
+        let [read_min, read_max, read_mean] = self.reads.min_max_mean_us();
+        let [write_min, write_max, write_mean] = self.writes.min_max_mean_us();
         let counters = [
             ("read_bytes", self.read_bytes.load(Ordering::Relaxed)),
             ("read_ops", self.done(Kind::Read)),
-            ("read_latency_min", read_least),
-            ("read_latency_max", read_most),
+            ("read_latency_min", read_min),
+            ("read_latency_max", read_max),
             ("read_latency_avg", read_mean),
             ("write_bytes", self.written_bytes.load(Ordering::Relaxed)),
             ("write_ops", self.done(Kind::Write)),
-            ("write_latency_min", write_least),
-            ("write_latency_max", write_most),
+            ("write_latency_min", write_min),
+            ("write_latency_max", write_max),
             ("write_latency_avg", write_mean),
         ];
         signed(counters)
@@ -294,14 +290,14 @@ mod tests {
     #[test]
     fn durations_have_minimum_maximum_and_mean() {
         let metrics = BlockMetrics::default();
-        assert_eq!(metrics.reads.least_most_mean_us(), [0; 3]);
+        assert_eq!(metrics.reads.min_max_mean_us(), [0; 3]);
         for us in [30, 10, 50] {
             metrics.finished(Kind::Read, true, Duration::from_micros(us));
         }
         metrics.finished(Kind::Read, false, Duration::from_secs(1));
         metrics.finished(Kind::Flush, true, Duration::from_secs(1));
-        assert_eq!(metrics.reads.least_most_mean_us(), [10, 50, 30]);
-        assert_eq!(metrics.writes.least_most_mean_us(), [0; 3]);
+        assert_eq!(metrics.reads.min_max_mean_us(), [10, 50, 30]);
+        assert_eq!(metrics.writes.min_max_mean_us(), [0; 3]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::event::{Taken, Worker};
+use super::event::{TakenRequest, Worker};
 use super::flush::Ticket;
 use super::job::Job;
 use crate::disk::{Done, Executor, Step};
@@ -89,9 +89,9 @@ impl Worker {
         // guard forever.
         for _ in 0..batch {
             match self.take(&guard) {
-                Taken::Begun(job, step) => steps.push((job, step)),
-                Taken::Answered => {}
-                Taken::Nothing => break,
+                TakenRequest::Started(job, step) => steps.push((job, step)),
+                TakenRequest::Answered => {}
+                TakenRequest::Nothing => break,
             }
         }
         steps
@@ -125,7 +125,7 @@ impl Worker {
         }
         // 2. Take successful flushes for which all overlapping flushes have ended.
         over.extend(
-            self.take_settled().into_iter().map(|(job, result)| (job, Step::Flush, result)),
+            self.take_flushed().into_iter().map(|(job, result)| (job, Step::Flush, result)),
         );
         if over.is_empty() {
             return false;

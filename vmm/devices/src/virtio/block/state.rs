@@ -217,7 +217,7 @@ impl Disk {
         let answered = ticket.end();
         result?;
         self.flushes.wait(answered);
-        self.settled()
+        self.flush_result()
     }
 
     /// Records the result of a flush that was sent to the media at `begin`.
@@ -235,7 +235,7 @@ impl Disk {
 
     /// Result of a successful flush, after all flushes that overlapped with it have ended. The
     /// result is an error if one of them has failed.
-    pub(super) fn settled(&self) -> std::io::Result<()> {
+    pub(super) fn flush_result(&self) -> std::io::Result<()> {
         match self.has_failed() {
             true => Err(std::io::Error::other("a concurrent flush failed")),
             false => Ok(()),

@@ -126,7 +126,7 @@ mod tests {
             Self { _event_loop: event_loop, console, driver, keyboard, screen, loss }
         }
 
-        fn say(&mut self, text: &[u8]) {
+        fn send(&mut self, text: &[u8]) {
             self.driver.write(BUFFERS, text);
             self.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, text.len() as u32)]);
             self.driver.kick(TRANSMIT);
@@ -142,11 +142,11 @@ mod tests {
     #[test]
     fn output_copied_from_lost_memory_is_dropped() {
         let mut rig = Rig::new();
-        rig.say(b"there");
+        rig.send(b"there");
         rig.driver.wait_used(TRANSMIT);
         // A page of guest memory is lost, so the copy may contain zeros.
         rig.loss.raise();
-        rig.say(b"gone");
+        rig.send(b"gone");
         rig.driver.wait_used(TRANSMIT);
         assert_eq!(rig.screen(5), b"there");
         let metrics = rig.console.metrics();
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!([0; 3].map(|_| rig.driver.wait_used(RECEIVE).1), [0, 0, 1]);
         assert_eq!(rig.driver.read(BUFFERS, 1), b"x");
         assert_eq!(rig.console.metrics().bad_requests.load(Ordering::Relaxed), 4);
-        rig.say(b"alive");
+        rig.send(b"alive");
         assert_eq!(rig.screen(5), b"alive");
     }
 
@@ -214,7 +214,7 @@ mod tests {
         rig.driver.kick(RECEIVE);
         let (_reader, other) = io::pipe().unwrap();
         drop(std::mem::replace(&mut rig.keyboard, other));
-        rig.say(b"alive");
+        rig.send(b"alive");
         assert_eq!(rig.screen(5), b"alive");
     }
 
@@ -223,7 +223,7 @@ mod tests {
         let mut rig = Rig::new();
         let (other, _writer) = io::pipe().unwrap();
         drop(std::mem::replace(&mut rig.screen, other));
-        rig.say(b"gone");
+        rig.send(b"gone");
         rig.driver.wait_used(TRANSMIT);
         assert_eq!(rig.console.metrics().lost_bytes.load(Ordering::Relaxed), 4);
     }
@@ -235,7 +235,7 @@ mod tests {
         let metrics = rig.console.metrics();
         let lost = || metrics.lost_bytes.load(Ordering::Relaxed);
         while lost() == 0 {
-            rig.say(&text);
+            rig.send(&text);
             rig.driver.wait_used(TRANSMIT);
         }
         // The event loop still runs, and the device works after its next activation.
@@ -246,9 +246,9 @@ mod tests {
         rig.console.reset();
         let activation = rig.driver.activation(rig.console.features());
         rig.console.activate(activation).unwrap();
-        let kept = metrics.output_bytes.load(Ordering::Relaxed) - lost();
-        assert!(rig.screen(kept as usize).iter().all(|byte| *byte == b'x'));
-        rig.say(b"again");
+        let delivered = metrics.output_bytes.load(Ordering::Relaxed) - lost();
+        assert!(rig.screen(delivered as usize).iter().all(|byte| *byte == b'x'));
+        rig.send(b"again");
         assert_eq!(rig.screen(5), b"again");
     }
 
@@ -302,11 +302,11 @@ mod tests {
     fn next_activation_continues_with_the_same_host_side() {
         let mut rig = Rig::new();
         rig.console.reset();
-        rig.say(b"never");
+        rig.send(b"never");
         assert_eq!(rig.driver.used(TRANSMIT), None);
         let activation = rig.driver.activation(rig.console.features());
         rig.console.activate(activation).unwrap();
-        rig.say(b"again");
+        rig.send(b"again");
         assert_eq!(rig.screen(5), b"again");
         rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
         rig.driver.kick(RECEIVE);

@@ -88,7 +88,7 @@ impl Worker {
                 break;
             }
         }
-        self.transmit.come_back();
+        self.transmit.reschedule();
         self.watch_output(ops);
     }
 
@@ -130,9 +130,10 @@ impl Worker {
         let memory: &MappedMemory = &guard;
         let given =
             heads.iter().take_while(|head| self.transmit.give_back(memory, **head, 0)).count();
-        let tell = given > 0 && self.transmit.queue.needs_notification(memory).unwrap_or(true);
+        let needs_interrupt =
+            given > 0 && self.transmit.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
-        if tell {
+        if needs_interrupt {
             self.signal(TRANSMIT);
         }
         given == heads.len()
@@ -190,9 +191,9 @@ impl Worker {
             }
             used = true;
         }
-        let tell = used && self.receive.queue.needs_notification(memory).unwrap_or(true);
+        let needs_interrupt = used && self.receive.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
-        if tell {
+        if needs_interrupt {
             self.signal(RECEIVE);
         }
         outcome

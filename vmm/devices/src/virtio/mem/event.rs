@@ -42,7 +42,7 @@ struct Delay {
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A chain that was taken from the queue.
-enum Popped {
+enum PoppedChain {
     Request(Pending),
     /// A chain without a valid request. The chain must be returned to the driver.
     Malformed {
@@ -84,7 +84,7 @@ impl Worker {
                 Answer::Lost => return,
             }
             if served == self.queue.queue.size() {
-                self.queue.come_back();
+                self.queue.reschedule();
                 break;
             }
         }
@@ -96,7 +96,7 @@ impl Worker {
         // Prepares for the next request while the driver processes its answer. A new request is
         // served before the next step of the preparation.
         if self.executor.lock().prepare(Instant::now()) {
-            self.queue.come_back();
+            self.queue.reschedule();
         }
     }
 
@@ -110,9 +110,9 @@ impl Worker {
         }
     }
 
-    fn answer(&mut self, popped: Popped) -> Answer {
+    fn answer(&mut self, popped: PoppedChain) -> Answer {
         let (head, answer) = match popped {
-            Popped::Request(pending) => {
+            PoppedChain::Request(pending) => {
                 let now = Instant::now();
                 // No guard is held here, because an unplug waits until all guards are dropped.
                 let result = self.executor.lock().execute(pending.request, now);
@@ -132,7 +132,7 @@ impl Worker {
                     }
                 }
             }
-            Popped::Malformed { head } => (head, None),
+            PoppedChain::Malformed { head } => (head, None),
         };
         let guard = self.view.memory();
         let len = match answer.map(|(reply, response)| reply.write(&guard, response)) {
@@ -165,24 +165,26 @@ impl Worker {
         // A timer set to 0 would never expire.
         if let Err(err) = self.budget_timer.reset(wait.max(Duration::from_nanos(1)), None) {
             rate_limited!(error, zone = %self.shared.zone.id, %err, "Cannot set the timer of a delayed request; retrying at once");
-            self.queue.come_back();
+            self.queue.reschedule();
         }
     }
 
-    fn next(&mut self) -> Option<Popped> {
-        self.delayed.take().map(Popped::Request).or_else(|| self.pop())
+    fn next(&mut self) -> Option<PoppedChain> {
+        self.delayed.take().map(PoppedChain::Request).or_else(|| self.pop())
     }
 
-    fn pop(&mut self) -> Option<Popped> {
+    fn pop(&mut self) -> Option<PoppedChain> {
         let guard = self.view.memory();
         let chain = self.queue.pop(&guard, &*self.interrupt)?;
         let head = chain.head_index();
         Some(match read_request(&guard, chain) {
-            Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delay: None }),
+            Ok((request, reply)) => {
+                PoppedChain::Request(Pending { head, request, reply, delay: None })
+            }
             Err(err) => {
                 rate_limited!(warn, zone = %self.shared.zone.id, %err, "Driver sent an invalid request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
-                Popped::Malformed { head }
+                PoppedChain::Malformed { head }
             }
         })
     }
@@ -210,7 +212,7 @@ impl MutEventSubscriber for Worker {
         // The driver may have sent a notification before the worker was added, and slots may have
         // become empty under an earlier worker. The queue is not served here but scheduled, because
         // the thread that adds the worker waits for `init`.
-        self.queue.come_back();
+        self.queue.reschedule();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {

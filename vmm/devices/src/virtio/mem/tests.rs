@@ -58,7 +58,7 @@ const BUSY: u16 = 2;
 const ERROR: u16 = 3;
 
 /// Time limit of each wait, long enough even for a slow host.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, PartialEq, Eq)]
 enum Signal {
@@ -234,7 +234,7 @@ impl Guest {
     fn submit(&mut self) -> u32 {
         let slot = u64::from(self.sent % 16);
         self.post(0);
-        while self.signals.recv_timeout(PATIENCE).unwrap() != Signal::Queue {}
+        while self.signals.recv_timeout(TIMEOUT).unwrap() != Signal::Queue {}
         let memory = self.memory.boot();
         assert_eq!(memory.read_obj::<u16>(GuestAddress(USED + 2)).unwrap(), self.sent);
         memory.read_obj(GuestAddress(USED + 4 + 8 * slot + 4)).unwrap()
@@ -313,9 +313,9 @@ impl Guest {
     /// Waits until the device has prepared for the next request. Returns the number of bytes that
     /// are populated on the host.
     fn prepared_bytes(&self) -> u64 {
-        let begun = Instant::now();
+        let started = Instant::now();
         while self.device.is_preparing() {
-            assert!(begun.elapsed() < PATIENCE, "the device did not become idle");
+            assert!(started.elapsed() < TIMEOUT, "the device did not become idle");
             thread::yield_now();
         }
         self.memory.resident_bytes().unwrap()[0]
@@ -333,7 +333,7 @@ fn blocks_are_plugged_and_unplugged_up_to_the_requested_size() {
         assert_eq!(guest.handle.sizes().driver, DriverState::Ready);
         assert_eq!(guest.drain_events(), [MemEvent::DriverPresent]);
         guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
-        assert_eq!(guest.signals.recv_timeout(PATIENCE).unwrap(), Signal::Config);
+        assert_eq!(guest.signals.recv_timeout(TIMEOUT).unwrap(), Signal::Config);
         assert_eq!(guest.config_field(48), 8 * BLOCK_BYTES);
 
         assert_eq!(guest.plug(4, 8), ACK);
@@ -533,7 +533,7 @@ fn empty_slots_leave_kvm_after_a_quiet_time() {
     let second = START + 64 * BLOCK_BYTES;
     assert!(guest.table.covers(START) && guest.table.covers(second));
     assert_eq!(guest.unplug(60, 4), ACK);
-    let deadline = std::time::Instant::now() + PATIENCE;
+    let deadline = std::time::Instant::now() + TIMEOUT;
     while guest.table.covers(START) {
         assert!(std::time::Instant::now() < deadline, "the empty slot was not removed");
         thread::yield_now();
@@ -671,7 +671,7 @@ fn concurrent_accesses_during_plugs_and_unplugs_are_safe() {
         })
         .collect();
     // Continues until the threads have accessed both plugged and unplugged memory often enough.
-    let deadline = std::time::Instant::now() + PATIENCE;
+    let deadline = std::time::Instant::now() + TIMEOUT;
     let mut rounds = 0;
     while rounds < 100
         || hits.load(Ordering::Relaxed) < 2000

@@ -101,9 +101,9 @@ struct Request {
 
 fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<Request> {
     let mut request = Request { bytes: [0; COMMAND_LEN_MAX], len: 0, answer: None };
-    let mut goes_on = true;
+    let mut has_next = true;
     for descriptor in chain.take(usize::from(QUEUE_SIZE)) {
-        goes_on = descriptor.has_next();
+        has_next = descriptor.has_next();
         let len = descriptor.len() as usize;
         if descriptor.is_write_only() {
             if len > 0 {
@@ -122,7 +122,7 @@ fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<R
             request.len = request.len.saturating_add(len);
         }
     }
-    (!goes_on).then_some(request)
+    (!has_next).then_some(request)
 }
 
 /// Worker of the control queue. The worker executes commands on the thread of the first queue pair.
@@ -178,7 +178,7 @@ impl Control {
                 return;
             }
         }
-        self.queue.come_back();
+        self.queue.reschedule();
     }
 
     fn carry_out(&self, command: Result<Command, CommandError>) -> u8 {
@@ -212,9 +212,9 @@ impl Control {
             debug!(net = self.net.shape().id, %err, "Cannot write the used ring");
             return false;
         }
-        let tell = used::wants_interrupt(&self.queue.queue, memory, old);
+        let needs_interrupt = used::wants_interrupt(&self.queue.queue, memory, old);
         drop(guard);
-        if tell && let Err(err) = self.interrupt.signal_queue(self.index) {
+        if needs_interrupt && let Err(err) = self.interrupt.signal_queue(self.index) {
             rate_limited!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
         true

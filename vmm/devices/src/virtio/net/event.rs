@@ -17,7 +17,7 @@ use vm_memory::GuestAddressSpace;
 use super::frames::{FRAME_LEN_MIN, FRAMES_MAX, Frames};
 use super::header::{self, HEADER_LEN, Offloads};
 use super::metrics::{Direction, DropReason};
-use super::request::{self, DESCRIPTORS_MAX, Fit, Hand, Limits};
+use super::request::{self, ChainBuffer, DESCRIPTORS_MAX, FitResult, Limits};
 use super::state::Interface;
 use super::tap::HostQueue;
 use super::used;
@@ -50,7 +50,7 @@ pub(super) struct Worker {
     limits: Limits,
     /// Frames from the host that were not yet copied to the driver's buffers.
     incoming: Frames,
-    hand: Hand,
+    chain_buffer: ChainBuffer,
     /// Frames from the driver that were not yet sent to the host.
     outgoing: Frames,
     /// Chains that are returned to the driver together.
@@ -86,7 +86,7 @@ impl Worker {
             to_driver: Offloads::of_device(features),
             limits: Limits { max_descriptors, offloads: Offloads::of_driver(features) },
             incoming: Frames::default(),
-            hand: Hand::default(),
+            chain_buffer: ChainBuffer::default(),
             outgoing: Frames::default(),
             used: Vec::with_capacity(FRAMES_MAX),
             is_starving: false,
@@ -114,7 +114,7 @@ impl Worker {
                 return;
             }
         }
-        self.transmit.come_back();
+        self.transmit.reschedule();
     }
 
     /// Sends the gathered frames to the host. Returns false if the host has no space for all of
@@ -163,10 +163,10 @@ impl Worker {
             // starts another pass.
             return false;
         }
-        let tell = used::wants_interrupt(&self.transmit.queue, memory, old);
+        let needs_interrupt = used::wants_interrupt(&self.transmit.queue, memory, old);
         let more = !is_empty || self.transmit.wait_for_more(memory);
         drop(guard);
-        if tell {
+        if needs_interrupt {
             self.signal(2 * self.pair + 1);
         }
         more
@@ -218,7 +218,7 @@ impl Worker {
                 Fetched::Gone => {
                     // The queue may have been detached since the check above.
                     if self.net.is_active(self.pair) {
-                        self.net.lose_link();
+                        self.net.set_link_down();
                     }
                     return self.watch_input(false, ops);
                 }
@@ -286,13 +286,13 @@ impl Worker {
             }
         }
         self.count_broken(was_broken, self.receive.is_broken());
-        let tell = is_given && used::wants_interrupt(&self.receive.queue, memory, old);
+        let needs_interrupt = is_given && used::wants_interrupt(&self.receive.queue, memory, old);
         drop(guard);
-        if tell {
+        if needs_interrupt {
             self.signal(2 * self.pair);
         }
         if chains_left == 0 && !self.incoming.is_empty() {
-            self.receive.come_back();
+            self.receive.reschedule();
         }
         self.incoming.is_empty()
     }
@@ -303,9 +303,9 @@ impl Worker {
         let metrics = self.net.metrics();
         self.used.clear();
         while let Some(packet) = self.incoming.first() {
-            match self.hand.fit(packet.len(), chains_max, self.is_mergeable) {
-                Fit::Chains(count) => {
-                    match self.hand.write(memory, packet, count, &mut self.used) {
+            match self.chain_buffer.fit(packet.len(), chains_max, self.is_mergeable) {
+                FitResult::Chains(count) => {
+                    match self.chain_buffer.write(memory, packet, count, &mut self.used) {
                         Ok(()) => metrics.passed(Direction::ToGuest, packet.len() - HEADER_LEN),
                         Err(err) => {
                             debug!(net = self.net.shape().id, %err, "Frame does not fit into the receive buffers");
@@ -315,11 +315,11 @@ impl Worker {
                     }
                     self.incoming.pop();
                 }
-                Fit::Never => {
+                FitResult::Never => {
                     metrics.dropped(Direction::ToGuest, DropReason::Buffers, 1);
                     self.incoming.pop();
                 }
-                Fit::More => {
+                FitResult::More => {
                     if *chains_left == 0 {
                         return false;
                     }
@@ -328,7 +328,9 @@ impl Worker {
                     };
                     *chains_left -= 1;
                     let head = chain.head_index();
-                    if let Err(err) = self.hand.take(&mut chain, self.limits.max_descriptors) {
+                    if let Err(err) =
+                        self.chain_buffer.take(&mut chain, self.limits.max_descriptors)
+                    {
                         debug!(net = self.net.shape().id, %err, "Receive buffer refused");
                         metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
                         self.used.push((head, 0));

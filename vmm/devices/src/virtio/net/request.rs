@@ -56,18 +56,18 @@ fn walk<M: GuestMemory>(
     max: u16,
     mut each: impl FnMut(Descriptor) -> Result<(), RequestError>,
 ) -> Result<(), RequestError> {
-    let (mut descriptors, mut goes_on) = (0, true);
+    let (mut descriptors, mut has_next) = (0, true);
     for descriptor in chain {
         if descriptors == max {
             return Err(RequestError::TooManyDescriptors { max });
         }
         descriptors += 1;
-        goes_on = descriptor.has_next();
+        has_next = descriptor.has_next();
         each(descriptor)?;
     }
     // The iterator ends without an error at a loop, an invalid descriptor, or a nested indirect
     // table.
-    if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
+    if has_next { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
 }
 
 /// Copies a packet from the driver to `room` and converts its header for the tap. Returns the
@@ -121,15 +121,15 @@ struct Taken {
 /// worker takes no more chains than one frame needs, so the number of segments is limited by the
 /// frame's length.
 #[derive(Default)]
-pub struct Hand {
+pub struct ChainBuffer {
     segments: Vec<Segment>,
     chains: Vec<Taken>,
     capacity: usize,
 }
 
-/// Result of [`Hand::fit`].
+/// Result of [`ChainBuffer::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fit {
+pub enum FitResult {
     /// The frame fits into the first chains. Contains their number.
     Chains(usize),
     /// The frame does not fit yet, and another chain must be taken.
@@ -138,7 +138,7 @@ pub enum Fit {
     Never,
 }
 
-impl Hand {
+impl ChainBuffer {
     /// Adds a chain. If this fails, the caller must return the chain to the driver.
     pub fn take<M: GuestMemory>(
         &mut self,
@@ -170,16 +170,16 @@ impl Hand {
 
     /// Determines how many chains a packet of `len` bytes needs. `chains_max` is the size of the
     /// ring. If buffers are not mergeable, the packet must fit into one chain.
-    pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> Fit {
+    pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> FitResult {
         if !is_mergeable {
             return match self.chains.first() {
-                None => Fit::More,
-                Some(chain) if chain.capacity >= len => Fit::Chains(1),
-                Some(_) => Fit::Never,
+                None => FitResult::More,
+                Some(chain) if chain.capacity >= len => FitResult::Chains(1),
+                Some(_) => FitResult::Never,
             };
         }
         if self.capacity < len {
-            return if self.chains.len() < chains_max { Fit::More } else { Fit::Never };
+            return if self.chains.len() < chains_max { FitResult::More } else { FitResult::Never };
         }
         let mut room = 0;
         let mut chains = self.chains.iter();
@@ -187,10 +187,10 @@ impl Hand {
             room += chain.capacity;
             room >= len
         });
-        Fit::Chains(before.expect("the capacity of all chains") + 1)
+        FitResult::Chains(before.expect("the capacity of all chains") + 1)
     }
 
-    /// Writes `packet` to the first `count` chains and removes these chains. [`Hand::fit`]
+    /// Writes `packet` to the first `count` chains and removes these chains. [`ChainBuffer::fit`]
     /// determines `count`. Appends the head and used length of each chain to `used`. If the write
     /// fails, all lengths are 0, because the content of the chains is invalid.
     pub fn write<M: GuestMemory>(
@@ -322,9 +322,9 @@ mod tests {
     #[test]
     fn unsuitable_receive_chains_are_refused() {
         let mut driver = TestDriver::new(1);
-        let mut hand = Hand::default();
+        let mut chain_buffer = ChainBuffer::default();
         let mut take = |buffers: &[Buffer]| {
-            with_chain(&mut driver, buffers, |_, chain| hand.take(chain, 4))
+            with_chain(&mut driver, buffers, |_, chain| chain_buffer.take(chain, 4))
                 .unwrap_err()
                 .to_string()
         };
@@ -334,25 +334,28 @@ mod tests {
         );
         assert!(take(&[Buffer::In(BUFFERS, 11)]).contains("11 bytes, at least 12"));
         assert!(take(&[Buffer::In(BUFFERS, 100); 5]).contains("more than 4"));
-        assert_eq!((hand.segments.len(), hand.chains.len()), (0, 0));
+        assert_eq!((chain_buffer.segments.len(), chain_buffer.chains.len()), (0, 0));
     }
 
     #[test]
     fn capacity_of_a_chain_is_limited_to_a_frame() {
         let mut driver = TestDriver::new(1);
-        let mut hand = Hand::default();
+        let mut chain_buffer = ChainBuffer::default();
         with_chain(
             &mut driver,
             &[Buffer::In(0, 0), Buffer::In(0, 60_000), Buffer::In(0, u32::MAX - 60_000)],
-            |_, chain| hand.take(chain, 4),
+            |_, chain| chain_buffer.take(chain, 4),
         )
         .unwrap();
-        assert_eq!((hand.segments.len(), hand.chains[0].capacity), (2, PACKET_LEN_MAX));
+        assert_eq!(
+            (chain_buffer.segments.len(), chain_buffer.chains[0].capacity),
+            (2, PACKET_LEN_MAX)
+        );
     }
 
     #[test]
     fn frame_without_sufficient_chains_never_fits() {
-        let hand = |capacities: &[usize]| Hand {
+        let chain_buffer = |capacities: &[usize]| ChainBuffer {
             segments: Vec::new(),
             chains: capacities
                 .iter()
@@ -360,29 +363,29 @@ mod tests {
                 .collect(),
             capacity: capacities.iter().sum(),
         };
-        assert_eq!(hand(&[]).fit(100, 4, true), Fit::More);
-        assert_eq!(hand(&[]).fit(100, 4, false), Fit::More);
-        assert_eq!(hand(&[60, 40, 10]).fit(100, 4, true), Fit::Chains(2));
-        assert_eq!(hand(&[60, 40, 10]).fit(100, 4, false), Fit::Never);
-        assert_eq!(hand(&[20, 20, 20]).fit(100, 4, true), Fit::More);
-        assert_eq!(hand(&[20, 20, 20, 20]).fit(100, 4, true), Fit::Never);
+        assert_eq!(chain_buffer(&[]).fit(100, 4, true), FitResult::More);
+        assert_eq!(chain_buffer(&[]).fit(100, 4, false), FitResult::More);
+        assert_eq!(chain_buffer(&[60, 40, 10]).fit(100, 4, true), FitResult::Chains(2));
+        assert_eq!(chain_buffer(&[60, 40, 10]).fit(100, 4, false), FitResult::Never);
+        assert_eq!(chain_buffer(&[20, 20, 20]).fit(100, 4, true), FitResult::More);
+        assert_eq!(chain_buffer(&[20, 20, 20, 20]).fit(100, 4, true), FitResult::Never);
     }
 
     #[test]
     fn missing_buffer_loses_only_its_frame() {
         let mut driver = TestDriver::new(1);
-        let mut hand = Hand::default();
+        let mut chain_buffer = ChainBuffer::default();
         let mut packet = [7; 40];
         let (mut used, at) = (vec![(9, 9)], BUFFERS);
         for buffers in
             [[Buffer::In(MEMORY_LEN, 20)], [Buffer::In(at, 30)], [Buffer::In(at + 100, 40)]]
         {
             with_chain(&mut driver, &buffers, |memory, chain| {
-                hand.take(chain, 4).unwrap();
-                if hand.fit(40, 32, true) == Fit::Chains(2) {
-                    hand.write(memory, &mut packet, 2, &mut used).unwrap_err();
-                } else if hand.chains.len() == 1 && used.len() > 1 {
-                    hand.write(memory, &mut packet, 1, &mut used).unwrap();
+                chain_buffer.take(chain, 4).unwrap();
+                if chain_buffer.fit(40, 32, true) == FitResult::Chains(2) {
+                    chain_buffer.write(memory, &mut packet, 2, &mut used).unwrap_err();
+                } else if chain_buffer.chains.len() == 1 && used.len() > 1 {
+                    chain_buffer.write(memory, &mut packet, 1, &mut used).unwrap();
                 }
             });
         }
@@ -418,21 +421,21 @@ mod tests {
             }
             let guard = activation.view.memory();
             let memory: &MappedMemory = &guard;
-            let (mut hand, mut used) = (Hand::default(), Vec::new());
+            let (mut chain_buffer, mut used) = (ChainBuffer::default(), Vec::new());
             let mut packet: Vec<u8> = (0..len).map(|nth| (nth % 251) as u8).collect();
             // Buffers by the head of their chain. Includes refused chains.
             let mut of_head = std::collections::HashMap::new();
             let fit = loop {
-                match hand.fit(len, 32, true) {
-                    Fit::More => {}
+                match chain_buffer.fit(len, 32, true) {
+                    FitResult::More => {}
                     fit => break Some(fit),
                 }
                 let Some(mut chain) = queue.pop_descriptor_chain(memory) else { break None };
                 of_head.insert(chain.head_index(), places.remove(0));
-                let _ = hand.take(&mut chain, 4);
+                let _ = chain_buffer.take(&mut chain, 4);
             };
-            if let Some(Fit::Chains(count)) = fit {
-                hand.write(memory, &mut packet, count, &mut used).unwrap();
+            if let Some(FitResult::Chains(count)) = fit {
+                chain_buffer.write(memory, &mut packet, count, &mut used).unwrap();
                 prop_assert_eq!(used.len(), count);
                 let mut found = Vec::new();
                 for (head, written) in &used {
@@ -447,7 +450,7 @@ mod tests {
                 }
                 prop_assert_eq!(&found, &packet);
                 prop_assert_eq!(usize::from(u16::from_le_bytes([found[10], found[11]])), count);
-                prop_assert!(hand.chains.is_empty() && hand.segments.is_empty());
+                prop_assert!(chain_buffer.chains.is_empty() && chain_buffer.segments.is_empty());
             }
         }
     }

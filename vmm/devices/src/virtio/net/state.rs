@@ -43,7 +43,7 @@ pub struct NetShape {
 }
 
 /// Queue pair served by vhost-net in the kernel instead of a worker thread.
-pub(super) trait PairUser: Send + Sync {
+pub(super) trait PairBackend: Send + Sync {
     /// Activates or deactivates the pair. When this returns, the kernel has started or stopped
     /// using the pair's queue of the interface.
     fn use_pair(&self, is_active: bool);
@@ -57,7 +57,7 @@ pub(super) struct Interface {
     active_pairs: AtomicU16,
     /// Events by pair. Signaled after `active_pairs` has changed.
     wakes: Vec<EventFd>,
-    users: Mutex<Vec<(u16, Weak<dyn PairUser>)>>,
+    backends: Mutex<Vec<(u16, Weak<dyn PairBackend>)>>,
     is_up: AtomicBool,
     /// Interrupt of the active driver. `None` if no driver is active.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
@@ -68,9 +68,9 @@ impl Interface {
     pub(super) fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
-        let (metrics, users, interrupt) = (Arc::default(), Mutex::default(), Mutex::default());
+        let (metrics, backends, interrupt) = (Arc::default(), Mutex::default(), Mutex::default());
         let (active_pairs, is_up) = (AtomicU16::new(0), AtomicBool::new(true));
-        Ok(Self { shape, host, metrics, active_pairs, wakes, users, is_up, interrupt })
+        Ok(Self { shape, host, metrics, active_pairs, wakes, backends, is_up, interrupt })
     }
 
     pub(super) fn shape(&self) -> &NetShape {
@@ -161,11 +161,11 @@ impl Interface {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
         // Pairs are deactivated before the queues are detached. If vhost-net sent on a detached
         // queue, buffers of the driver would be lost.
-        self.notify_users();
+        self.notify_backends();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
         self.active_pairs.store(now, Ordering::Release);
-        self.notify_users();
+        self.notify_backends();
         for wake in &self.wakes {
             // The write fails only if the event's counter is full. In that case the worker is
             // already awake.
@@ -174,19 +174,19 @@ impl Interface {
         result
     }
 
-    /// Registers `user` and immediately calls it with the state of `pair`. It is called again after
-    /// each change, until it is dropped.
-    pub(super) fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
-        let mut users = self.users.lock();
-        users.retain(|(_, known)| known.strong_count() > 0);
-        users.push((pair, Arc::downgrade(user)));
-        user.use_pair(self.is_active(pair));
+    /// Registers `backend` and immediately calls it with the state of `pair`. It is called again
+    /// after each change, until it is dropped.
+    pub(super) fn add_backend(&self, pair: u16, backend: &Arc<dyn PairBackend>) {
+        let mut backends = self.backends.lock();
+        backends.retain(|(_, known)| known.strong_count() > 0);
+        backends.push((pair, Arc::downgrade(backend)));
+        backend.use_pair(self.is_active(pair));
     }
 
-    fn notify_users(&self) {
-        for (pair, user) in &*self.users.lock() {
-            if let Some(user) = user.upgrade() {
-                user.use_pair(self.is_active(*pair));
+    fn notify_backends(&self) {
+        for (pair, backend) in &*self.backends.lock() {
+            if let Some(backend) = backend.upgrade() {
+                backend.use_pair(self.is_active(*pair));
             }
         }
     }
@@ -197,7 +197,7 @@ impl Interface {
     }
 
     /// Reports to the driver that the link is down, because the host's interface was removed.
-    pub(super) fn lose_link(&self) {
+    pub(super) fn set_link_down(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;
             rate_limited!(warn, net = id, "Host interface was removed; the link is down");
@@ -247,14 +247,14 @@ mod tests {
     fn configuration_has_the_layout_of_the_specification() {
         let net = interface(shape());
         assert_eq!(net.config(), [2, 0, 0, 0, 0, 1, 1, 0, 4, 0, 0xdc, 5]);
-        net.lose_link();
+        net.set_link_down();
         assert_eq!(net.config()[6], 0);
     }
 
     #[test]
     fn queue_is_attached_before_and_detached_after_its_use() {
-        struct User(FakeTap, Mutex<Vec<(bool, u16)>>);
-        impl PairUser for User {
+        struct FakeBackend(FakeTap, Mutex<Vec<(bool, u16)>>);
+        impl PairBackend for FakeBackend {
             fn use_pair(&self, is_active: bool) {
                 self.1.lock().push((is_active, *self.0.pairs.lock()));
             }
@@ -262,9 +262,9 @@ mod tests {
         let tap = FakeTap::new(4).0;
         let net = Interface::new(shape(), Arc::new(tap.clone())).unwrap();
         net.set_pairs(4).unwrap();
-        let user = Arc::new(User(tap, Mutex::default()));
-        net.add_user(3, &(Arc::clone(&user) as _));
-        let notified = || std::mem::take(&mut *user.1.lock());
+        let backend = Arc::new(FakeBackend(tap, Mutex::default()));
+        net.add_backend(3, &(Arc::clone(&backend) as _));
+        let notified = || std::mem::take(&mut *backend.1.lock());
         assert_eq!(notified(), [(true, 4)]);
         net.set_pairs(2).unwrap();
         assert_eq!(notified(), [(false, 4), (false, 2)]);

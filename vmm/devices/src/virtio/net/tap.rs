@@ -36,7 +36,7 @@ pub trait HostInterface: Send + Sync {
     /// Returns the file of a pair's queue, which vhost-net reads and writes.
     fn file(&self, pair: u16) -> io::Result<File>;
     /// Returns true if the interface still exists. An administrator may remove it at any time.
-    fn is_there(&self) -> bool;
+    fn exists(&self) -> bool;
     /// Traffic from and to the guest since the interface was created. `None` if it is unknown.
     fn traffic(&self) -> Option<[Traffic; 2]>;
 }
@@ -126,13 +126,13 @@ impl Tap {
     /// Attaches to an existing interface or creates one.
     pub fn open(options: &TapOptions) -> Result<Self, TapError> {
         let wanted = options.name.as_deref().unwrap_or(DEFAULT_NAME);
-        let is_there = options.name.as_deref().is_some_and(exists);
+        let exists = options.name.as_deref().is_some_and(exists);
         let multi_queue = if options.pairs > 1 { IFF_MULTI_QUEUE } else { 0 };
         let (first, name) = match attach(wanted, multi_queue) {
             // If an existing interface was created for several queues, the first queue needs the
             // flag as well.
             Err(TapError::Attach { source, .. })
-                if is_there && multi_queue == 0 && source.raw_os_error() == Some(libc::EINVAL) =>
+                if exists && multi_queue == 0 && source.raw_os_error() == Some(libc::EINVAL) =>
             {
                 attach(wanted, IFF_MULTI_QUEUE)?
             }
@@ -143,7 +143,7 @@ impl Tap {
             queues.push(attach(&name, multi_queue)?.0);
         }
         let mut tap = Self::new(name, queues)?;
-        tap.configure(options, is_there)?;
+        tap.configure(options, exists)?;
         Ok(tap)
     }
 
@@ -303,7 +303,7 @@ impl HostInterface for Tap {
         self.queues[usize::from(pair)].try_clone()
     }
 
-    fn is_there(&self) -> bool {
+    fn exists(&self) -> bool {
         call(&self.queues[0], libc::TUNGETIFF, &mut named("")).is_ok()
     }
 
@@ -583,7 +583,7 @@ pub mod fake {
         fn file(&self, pair: u16) -> io::Result<File> {
             Ok(OwnedFd::from(self.queues[usize::from(pair)].try_clone()?).into())
         }
-        fn is_there(&self) -> bool {
+        fn exists(&self) -> bool {
             !self.is_gone.load(Ordering::Relaxed)
         }
         fn traffic(&self) -> Option<[Traffic; 2]> {
@@ -761,8 +761,8 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
             assert!(addresses.lines().any(|line| line.starts_with(expected)), "{addresses}");
             let again = add_ipv6("lo", "fd00::1234".parse().unwrap(), 72).unwrap_err();
             assert_eq!(again.raw_os_error(), Some(libc::EEXIST));
-            let nobody = add_ipv6("none", Ipv6Addr::LOCALHOST, 128).unwrap_err();
-            assert_eq!(nobody.raw_os_error(), Some(libc::ENODEV));
+            let missing = add_ipv6("none", Ipv6Addr::LOCALHOST, 128).unwrap_err();
+            assert_eq!(missing.raw_os_error(), Some(libc::ENODEV));
             let too_long = add_ipv6("lo", "fd00::2".parse().unwrap(), 129).unwrap_err();
             assert_eq!(too_long.raw_os_error(), Some(libc::EINVAL));
             let made = TapOptions {

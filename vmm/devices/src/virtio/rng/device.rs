@@ -130,9 +130,9 @@ mod tests {
     }
 
     /// Subscriber that adds a file descriptor to the event loop, so that adding it again fails.
-    struct Occupant(RawFd);
+    struct Blocker(RawFd);
 
-    impl MutEventSubscriber for Occupant {
+    impl MutEventSubscriber for Blocker {
         fn init(&mut self, ops: &mut EventOps) {
             ops.add(Events::with_data_raw(self.0, 0, EventSet::empty())).unwrap();
         }
@@ -143,8 +143,8 @@ mod tests {
     fn source_that_cannot_be_watched_is_replaced_by_the_kernel() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (file, _writer) = pipe();
-        let occupant: Subscriber = Box::new(Occupant(file.as_raw_fd()));
-        event_loop.handle().add(occupant).unwrap();
+        let blocker: Subscriber = Box::new(Blocker(file.as_raw_fd()));
+        event_loop.handle().add(blocker).unwrap();
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
         let queue = activation.take_queue(QUEUE).unwrap();

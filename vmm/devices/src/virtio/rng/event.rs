@@ -62,7 +62,7 @@ impl Worker {
         let mut used = false;
         for count in 0.. {
             if count == BATCH {
-                self.queue.come_back();
+                self.queue.reschedule();
                 break;
             }
             let Some(wanted) = self.wanted() else { break };
@@ -80,9 +80,9 @@ impl Worker {
             }
             used = true;
         }
-        let tell =
+        let needs_interrupt =
             used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
-        if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
+        if needs_interrupt && let Err(err) = self.interrupt.signal_queue(QUEUE) {
             rate_limited!(warn, %err, "Cannot interrupt the driver of the entropy device");
         }
     }

@@ -34,7 +34,7 @@ pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 pub(super) enum Violation {
     /// The operation is invalid in the current state of the connection.
     #[error("{op:?} is not allowed in this state")]
-    OutOfPlace { op: Op },
+    Unexpected { op: Op },
     #[error("payload of {len_bytes} bytes exceeds the credit of {credit_bytes}")]
     CreditExceeded {
         /// Length of the payload.
@@ -98,13 +98,13 @@ pub(super) struct Connection {
     /// Number of payload bytes forwarded to the host.
     forwarded: Wrapping<u32>,
     /// Last value of `forwarded` that was announced to the guest.
-    told_forwarded: Wrapping<u32>,
-    credit_update_owed: bool,
+    announced_forwarded: Wrapping<u32>,
+    is_credit_update_due: bool,
 
     guest_ended: Ended,
     host_ended: Ended,
     /// Last value of `host_ended` that was sent to the guest.
-    told_ended: Ended,
+    announced_ended: Ended,
 }
 
 impl Connection {
@@ -117,11 +117,11 @@ impl Connection {
             credit_requested: false,
             received: Wrapping(0),
             forwarded: Wrapping(0),
-            told_forwarded: Wrapping(0),
-            credit_update_owed: false,
+            announced_forwarded: Wrapping(0),
+            is_credit_update_due: false,
             guest_ended: Ended::default(),
             host_ended: Ended::default(),
-            told_ended: Ended::default(),
+            announced_ended: Ended::default(),
         }
     }
 
@@ -174,7 +174,7 @@ impl Connection {
             }
             // A response without a request, an answer that is not a response, or a second request.
             (Phase::Requesting { .. }, _) | (_, Op::Request | Op::Response) => {
-                Err(Violation::OutOfPlace { op })
+                Err(Violation::Unexpected { op })
             }
             (_, Op::Shutdown(ended)) => {
                 self.guest_ended = self.guest_ended.union(ended);
@@ -183,7 +183,7 @@ impl Connection {
             (_, Op::Data { len_bytes }) => self.receive(len_bytes),
             (_, Op::CreditUpdate) => Ok(Event::None),
             (_, Op::CreditRequest) => {
-                self.credit_update_owed = true;
+                self.is_credit_update_due = true;
                 Ok(Event::None)
             }
         }
@@ -191,7 +191,7 @@ impl Connection {
 
     fn receive(&mut self, len_bytes: u32) -> Result<Event, Violation> {
         if self.guest_ended.sending {
-            return Err(Violation::OutOfPlace { op: Op::Data { len_bytes } });
+            return Err(Violation::Unexpected { op: Op::Data { len_bytes } });
         }
         let credit_bytes = BUFFER_BYTES - self.unforwarded_bytes();
         if len_bytes > credit_bytes {
@@ -206,8 +206,8 @@ impl Connection {
     pub(super) fn forwarded(&mut self, bytes: u32) {
         assert!(bytes <= self.unforwarded_bytes(), "more forwarded than was received");
         self.forwarded += bytes;
-        if (self.forwarded - self.told_forwarded).0 >= UPDATE_THRESHOLD_BYTES {
-            self.credit_update_owed = true;
+        if (self.forwarded - self.announced_forwarded).0 >= UPDATE_THRESHOLD_BYTES {
+            self.is_credit_update_due = true;
         }
     }
 
@@ -234,8 +234,8 @@ impl Connection {
     /// Returns the free bytes in the guest's buffer. If the guest claims to have removed more bytes
     /// than were sent, the difference wraps around and the result is 0.
     fn guest_room_bytes(&self) -> u32 {
-        let under_way = self.sent - Wrapping(self.guest_credit.fwd_cnt);
-        self.guest_credit.buf_alloc.saturating_sub(under_way.0)
+        let in_flight = self.sent - Wrapping(self.guest_credit.fwd_cnt);
+        self.guest_credit.buf_alloc.saturating_sub(in_flight.0)
     }
 
     /// Returns the next packet to send. `host_readable` is true if the host may have sent payload.
@@ -253,10 +253,10 @@ impl Connection {
         if has_data && max_bytes > 0 {
             return Next::Data { max_bytes };
         }
-        if self.credit_update_owed {
+        if self.is_credit_update_due {
             return Next::Control(Op::CreditUpdate);
         }
-        if self.told_ended != self.host_ended {
+        if self.announced_ended != self.host_ended {
             return Next::Control(Op::Shutdown(self.host_ended));
         }
         if has_data && !self.credit_requested {
@@ -278,12 +278,12 @@ impl Connection {
                 );
                 self.sent += len_bytes;
             }
-            Op::Shutdown(ended) => self.told_ended = ended,
+            Op::Shutdown(ended) => self.announced_ended = ended,
             Op::CreditRequest => self.credit_requested = true,
             Op::CreditUpdate | Op::Reset => {}
         }
-        self.credit_update_owed = false;
-        self.told_forwarded = self.forwarded;
+        self.is_credit_update_due = false;
+        self.announced_forwarded = self.forwarded;
         Credit { buf_alloc: BUFFER_BYTES, fwd_cnt: self.forwarded.0 }
     }
 }

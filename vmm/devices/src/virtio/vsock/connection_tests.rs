@@ -35,7 +35,7 @@ fn only_a_response_or_a_reset_answers_a_request() {
     {
         let mut connection = Connection::requested(Instant::now());
         connection.send(Op::Request);
-        assert_eq!(connection.on_guest_packet(op, ROOMY), Err(Violation::OutOfPlace { op }));
+        assert_eq!(connection.on_guest_packet(op, ROOMY), Err(Violation::Unexpected { op }));
     }
     let mut connection = Connection::requested(Instant::now());
     connection.send(Op::Request);
@@ -45,7 +45,7 @@ fn only_a_response_or_a_reset_answers_a_request() {
 #[test]
 fn second_handshake_is_a_violation() {
     for op in [Op::Request, Op::Response] {
-        assert_eq!(established().on_guest_packet(op, ROOMY), Err(Violation::OutOfPlace { op }));
+        assert_eq!(established().on_guest_packet(op, ROOMY), Err(Violation::Unexpected { op }));
     }
 }
 
@@ -108,8 +108,8 @@ fn credit_is_requested_once_until_the_guest_has_some() {
 fn guest_with_an_impossible_forward_count_receives_nothing() {
     let mut connection = established();
     connection.send(Op::Data { len_bytes: 100 });
-    let liar = Credit { buf_alloc: 1 << 16, fwd_cnt: 101 };
-    connection.on_guest_packet(Op::CreditUpdate, liar).unwrap();
+    let impossible_credit = Credit { buf_alloc: 1 << 16, fwd_cnt: 101 };
+    connection.on_guest_packet(Op::CreditUpdate, impossible_credit).unwrap();
     assert_eq!(connection.next(true), Next::Control(Op::CreditRequest));
 }
 
@@ -133,7 +133,7 @@ fn half_closed_guest_still_receives_and_must_not_send() {
     assert_eq!(connection.on_guest_packet(Op::Shutdown(ended), ROOMY), Ok(Event::Ended));
     assert_eq!(connection.next(true), Next::Data { max_bytes: 1 << 20 });
     let op = Op::Data { len_bytes: 0 };
-    assert_eq!(connection.on_guest_packet(op, ROOMY), Err(Violation::OutOfPlace { op }));
+    assert_eq!(connection.on_guest_packet(op, ROOMY), Err(Violation::Unexpected { op }));
 }
 
 #[test]
@@ -169,7 +169,7 @@ struct Guest {
     written_bytes: u64,
     host_credit: Credit,
     /// True if the last announced credit was zero. The next read should then be announced.
-    told_full: bool,
+    announced_full: bool,
     to_host: VecDeque<(Op, Credit)>,
 }
 
@@ -183,7 +183,7 @@ impl Guest {
             sent: Wrapping(0),
             written_bytes: 0,
             host_credit: Credit::default(),
-            told_full: false,
+            announced_full: false,
             to_host: VecDeque::new(),
         }
     }
@@ -193,7 +193,7 @@ impl Guest {
     }
 
     fn post(&mut self, op: Op) {
-        self.told_full = self.unread_bytes == self.capacity_bytes;
+        self.announced_full = self.unread_bytes == self.capacity_bytes;
         self.to_host.push_back((op, self.credit()));
     }
 
@@ -202,14 +202,14 @@ impl Guest {
         self.unread_bytes -= bytes;
         self.read_bytes += u64::from(bytes);
         self.forwarded += bytes;
-        if bytes > 0 && self.told_full {
+        if bytes > 0 && self.announced_full {
             self.post(Op::CreditUpdate);
         }
     }
 
     fn write(&mut self, bytes: u32) {
-        let under_way = self.sent - Wrapping(self.host_credit.fwd_cnt);
-        let len_bytes = bytes.min(self.host_credit.buf_alloc - under_way.0);
+        let in_flight = self.sent - Wrapping(self.host_credit.fwd_cnt);
+        let len_bytes = bytes.min(self.host_credit.buf_alloc - in_flight.0);
         if len_bytes > 0 {
             self.sent += len_bytes;
             self.written_bytes += u64::from(len_bytes);

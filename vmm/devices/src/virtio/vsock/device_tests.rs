@@ -152,7 +152,7 @@ fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: 
     }
 }
 
-fn one_mebibyte_both_ways(features: u64) {
+fn transfer_one_mebibyte_both_ways(features: u64) {
     let mut fixture = Fixture::new(features);
     let (client, link) = fixture.connected_client();
     let (to_guest, to_host) = (pattern(MIB as usize, 1), pattern(MIB as usize, 2));
@@ -186,12 +186,12 @@ fn one_mebibyte_both_ways(features: u64) {
 
 #[test]
 fn one_mebibyte_is_transferred_in_both_directions() {
-    one_mebibyte_both_ways(FEATURES);
+    transfer_one_mebibyte_both_ways(FEATURES);
 }
 
 #[test]
 fn one_mebibyte_is_transferred_in_both_directions_with_event_indexes() {
-    one_mebibyte_both_ways(EVENT_IDX);
+    transfer_one_mebibyte_both_ways(EVENT_IDX);
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn packets_in_unplugged_memory_are_returned_and_the_device_continues() {
     let table = fixture.driver.tx_table();
     let driver = &mut fixture.driver;
     let mut bad = 0;
-    let head = driver.keep_tx_head();
+    let head = driver.take_tx_head();
     let mut offer_bad = |driver: &mut Driver| {
         driver.offer_tx(head);
         driver.wait_tx(head);
@@ -369,9 +369,9 @@ fn invalid_ring_stops_the_device_until_the_reset() {
     fixture.driver.offer_absurdly_many();
     // Only the counter shows that the worker has stopped.
     let metrics = fixture.device.metrics();
-    let patience = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while metrics.broken_queues_total.get() == 0 {
-        assert!(Instant::now() < patience, "the device did not reject the ring");
+        assert!(Instant::now() < deadline, "the device did not reject the ring");
         thread::yield_now();
     }
     fixture.device.reset();

@@ -102,7 +102,7 @@ impl Worker {
             match self.move_all(watch, now) {
                 // The notification event of the transmit queue is signaled to schedule another
                 // pass.
-                Ok(true) => self.tx.come_back(),
+                Ok(true) => self.tx.reschedule(),
                 Ok(false) => {}
                 Err(err) => {
                     rate_limited!(error, %err, source = %err.source, "vsock stopped until the guest resets it");
@@ -126,7 +126,7 @@ impl Worker {
                 // Packets from the guest are handled first, because they contain credit and their
                 // answers can then be sent in the same pass.
                 self.move_tx(&memory, &mut budget, watch, now)?;
-                if !self.muxer.is_asked_to_connect() {
+                if !self.muxer.has_connect_request() {
                     let more_rx = self.move_rx(&memory, watch, now)?;
                     return Ok(budget == 0 || more_rx);
                 }
@@ -170,7 +170,7 @@ impl Worker {
                 self.tx.queue.add_used(memory, head, 0).map_err(broken)?;
                 used = true;
                 *budget -= 1;
-                if *budget == 0 || self.muxer.is_asked_to_connect() {
+                if *budget == 0 || self.muxer.has_connect_request() {
                     break 'drain;
                 }
             }

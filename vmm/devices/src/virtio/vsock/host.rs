@@ -162,11 +162,11 @@ impl HostSide {
             if *guests == GuestPorts::Privileged && link.guest > LAST_PRIVILEGED_PORT {
                 return Err(ConnectError::Unprivileged { link });
             }
-            let (ours, theirs) = UnixStream::pair()?;
-            ours.set_nonblocking(true)?;
-            theirs.set_nonblocking(true)?;
-            sender.try_send(theirs).map_err(|_| ConnectError::InProcess { port })?;
-            return Ok(ours);
+            let (local_end, remote_end) = UnixStream::pair()?;
+            local_end.set_nonblocking(true)?;
+            remote_end.set_nonblocking(true)?;
+            sender.try_send(remote_end).map_err(|_| ConnectError::InProcess { port })?;
+            return Ok(local_end);
         }
         let mut path = self.path.clone().into_os_string();
         path.push(format!("_{}", port.0));
@@ -186,9 +186,9 @@ fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
 
 /// Result of reading a client's first line.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Greeted {
+pub(super) enum GreetingResult {
     /// The line is not complete yet.
-    NotYet,
+    Incomplete,
     /// The client requests this port of the guest.
     Connect(GuestPort),
     /// The line is invalid, or the client has left.
@@ -203,23 +203,25 @@ pub(super) struct Greeting {
 impl Greeting {
     /// Reads up to the end of the line and no further, because all later bytes are payload for the
     /// guest.
-    pub(super) fn read(&mut self, mut stream: impl Read) -> Greeted {
+    pub(super) fn read(&mut self, mut stream: impl Read) -> GreetingResult {
         let mut byte = [0];
         loop {
             match stream.read(&mut byte) {
-                Ok(0) => return Greeted::Refused,
+                Ok(0) => return GreetingResult::Refused,
                 Ok(_) if byte == *b"\n" => return self.parse(),
-                Ok(_) if self.line.len() == MAX_GREETING_BYTES => return Greeted::Refused,
+                Ok(_) if self.line.len() == MAX_GREETING_BYTES => return GreetingResult::Refused,
                 Ok(_) => self.line.push(byte[0]),
-                Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Greeted::NotYet,
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
+                    return GreetingResult::Incomplete;
+                }
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Greeted::Refused,
+                Err(_) => return GreetingResult::Refused,
             }
         }
     }
 
-    fn parse(&self) -> Greeted {
-        let Ok(line) = str::from_utf8(&self.line) else { return Greeted::Refused };
+    fn parse(&self) -> GreetingResult {
+        let Ok(line) = str::from_utf8(&self.line) else { return GreetingResult::Refused };
         let mut words = line.split_ascii_whitespace();
         match (words.next(), words.next(), words.next()) {
             // The parser of u32 would also accept a plus sign.
@@ -227,9 +229,11 @@ impl Greeting {
                 if verb.eq_ignore_ascii_case("connect")
                     && port.bytes().all(|byte| byte.is_ascii_digit()) =>
             {
-                port.parse().map_or(Greeted::Refused, |port| Greeted::Connect(GuestPort(port)))
+                port.parse().map_or(GreetingResult::Refused, |port| {
+                    GreetingResult::Connect(GuestPort(port))
+                })
             }
-            _ => Greeted::Refused,
+            _ => GreetingResult::Refused,
         }
     }
 }
@@ -247,9 +251,12 @@ mod tests {
 
     #[test]
     fn greeting_has_a_port_and_nothing_else() {
-        let greeted = |line: &str| Greeting::default().read(line.as_bytes());
-        assert_eq!(greeted("CONNECT 52\n"), Greeted::Connect(GuestPort(52)));
-        assert_eq!(greeted("connect 4294967295\r\n"), Greeted::Connect(GuestPort(u32::MAX)));
+        let greeting_result = |line: &str| Greeting::default().read(line.as_bytes());
+        assert_eq!(greeting_result("CONNECT 52\n"), GreetingResult::Connect(GuestPort(52)));
+        assert_eq!(
+            greeting_result("connect 4294967295\r\n"),
+            GreetingResult::Connect(GuestPort(u32::MAX))
+        );
         let long = format!("CONNECT {}\n", "1".repeat(40));
         for bad in [
             "CONNECT\n",
@@ -261,22 +268,22 @@ mod tests {
             &long,
             "C",
         ] {
-            assert_eq!(greeted(bad), Greeted::Refused, "{bad:?}");
+            assert_eq!(greeting_result(bad), GreetingResult::Refused, "{bad:?}");
         }
-        assert_eq!(Greeting::default().read(&b"\xff\xff 1\n"[..]), Greeted::Refused);
+        assert_eq!(Greeting::default().read(&b"\xff\xff 1\n"[..]), GreetingResult::Refused);
     }
 
     #[test]
     fn greeting_in_pieces_leaves_later_bytes_in_the_stream() {
-        let (mut client, mut ours) = UnixStream::pair().unwrap();
-        ours.set_nonblocking(true).unwrap();
+        let (mut client, mut local_end) = UnixStream::pair().unwrap();
+        local_end.set_nonblocking(true).unwrap();
         let mut greeting = Greeting::default();
         client.write_all(b"CONN").unwrap();
-        assert_eq!(greeting.read(&ours), Greeted::NotYet);
+        assert_eq!(greeting.read(&local_end), GreetingResult::Incomplete);
         client.write_all(b"ECT 7\nhello").unwrap();
-        assert_eq!(greeting.read(&ours), Greeted::Connect(GuestPort(7)));
+        assert_eq!(greeting.read(&local_end), GreetingResult::Connect(GuestPort(7)));
         let mut rest = [0; 5];
-        ours.read_exact(&mut rest).unwrap();
+        local_end.read_exact(&mut rest).unwrap();
         assert_eq!(&rest, b"hello");
     }
 
@@ -330,11 +337,11 @@ mod tests {
             Err(VsockError::PortTaken { port: 7 })
         ));
         let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
-        let mut kept: Vec<_> =
+        let mut open_clients: Vec<_> =
             (0..IN_PROCESS_BACKLOG).map(|_| host.connect(from(2000, 7)).unwrap()).collect();
         assert!(matches!(host.connect(from(2000, 7)), Err(ConnectError::InProcess { .. })));
         receiver.try_recv().unwrap();
-        kept.push(host.connect(from(2000, 7)).unwrap());
+        open_clients.push(host.connect(from(2000, 7)).unwrap());
         drop(receiver);
         assert!(matches!(host.connect(from(2000, 7)), Err(ConnectError::InProcess { .. })));
     }
@@ -366,16 +373,16 @@ mod tests {
         let host = HostSide::bind(&dir.path().join("vsock"), VsockPorts::new()).unwrap();
         let path = dir.path().join("vsock_9");
         let _listener = UnixListener::bind(&path).unwrap();
-        let mut kept = Vec::new();
+        let mut open_clients = Vec::new();
         let error = loop {
             match host.connect(from(2000, 9)) {
-                Ok(stream) => kept.push(stream),
+                Ok(stream) => open_clients.push(stream),
                 Err(error) => break error,
             }
-            assert!(kept.len() < 100_000, "the backlog did not fill up");
+            assert!(open_clients.len() < 100_000, "the backlog did not fill up");
         };
         let ConnectError::Socket { source, .. } = error else { panic!("{error}") };
-        assert!(!kept.is_empty());
+        assert!(!open_clients.is_empty());
         assert!(
             source.kind() == io::ErrorKind::WouldBlock
                 || source.raw_os_error() == Some(libc::EMFILE),

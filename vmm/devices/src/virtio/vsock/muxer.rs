@@ -18,7 +18,7 @@ use tracing::debug;
 use crate::log::rate_limited;
 
 use super::connection::{Connection, Event, Next};
-use super::host::{Greeted, Greeting, HostSide};
+use super::host::{Greeting, GreetingResult, HostSide};
 use super::metrics::VsockMetrics;
 use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeader};
 
@@ -118,13 +118,13 @@ struct Joined {
     write_failed: bool,
     /// For sending and receiving: true if the host was notified that the guest has ended this
     /// direction.
-    told_host: (bool, bool),
+    notified_host: (bool, bool),
 }
 
 impl Joined {
     fn new(link: Link, connection: Connection) -> Self {
-        let (unsent, told_host) = (VecDeque::new(), (false, false));
-        Self { link, connection, unsent, write_failed: false, told_host }
+        let (unsent, notified_host) = (VecDeque::new(), (false, false));
+        Self { link, connection, unsent, write_failed: false, notified_host }
     }
 
     /// Discards data that the host will never receive.
@@ -200,7 +200,7 @@ pub(super) struct Muxer {
     ready: VecDeque<Token>,
     resets: VecDeque<Link>,
     /// The guest's request to connect that is being handled.
-    asking: Option<GuestPacket>,
+    connect_request: Option<GuestPacket>,
     next_token: u32,
     next_client_port: u32,
     greeting_timeout: Duration,
@@ -226,7 +226,7 @@ impl Muxer {
             links: HashMap::new(),
             ready: VecDeque::new(),
             resets: VecDeque::new(),
-            asking: None,
+            connect_request: None,
             next_token: Token::FIRST,
             next_client_port: CLIENT_PORTS.start,
             greeting_timeout,
@@ -258,8 +258,8 @@ impl Muxer {
     /// itself listens.
     fn has_room(&self, is_own: bool) -> bool {
         let own = (self.max_sockets / OWN_PART).min(MAX_OWN_SOCKETS);
-        let most = if is_own { self.max_sockets } else { self.max_sockets - own };
-        self.sockets.len() < most
+        let max = if is_own { self.max_sockets } else { self.max_sockets - own };
+        self.sockets.len() < max
     }
 
     fn add(&mut self, stream: UnixStream, role: Role, watch: &mut dyn Watch) -> io::Result<Token> {
@@ -300,9 +300,9 @@ impl Muxer {
         socket.readable |= ready.readable || ready.hung_up;
         match &mut socket.role {
             Role::Greeting { greeting, .. } => match greeting.read(&socket.stream) {
-                Greeted::NotYet => {}
-                Greeted::Connect(port) => self.request(token, port, now),
-                Greeted::Refused => {
+                GreetingResult::Incomplete => {}
+                GreetingResult::Connect(port) => self.request(token, port, now),
+                GreetingResult::Refused => {
                     self.metrics.rejected_total.increment();
                     self.remove(token, watch);
                 }
@@ -323,7 +323,7 @@ impl Muxer {
                 }
             }
         }
-        self.settle(token, watch, now);
+        self.update_socket(token, watch, now);
     }
 
     /// Handles a client's request for a port.
@@ -348,7 +348,7 @@ impl Muxer {
     }
 
     /// Processes a packet from the guest. Its buffers contain `payload_bytes` after the header. If
-    /// [`Muxer::is_asked_to_connect`] is true afterward, call [`Muxer::connect`] before other
+    /// [`Muxer::has_connect_request`] is true afterward, call [`Muxer::connect`] before other
     /// methods.
     pub(super) fn on_guest_packet(
         &mut self,
@@ -359,7 +359,7 @@ impl Muxer {
         now: Instant,
     ) {
         assert!(
-            self.asking.is_none(),
+            self.connect_request.is_none(),
             "a connect request of the guest is handled before its next packet"
         );
         self.metrics.packets_from_guest_total.increment();
@@ -378,7 +378,7 @@ impl Muxer {
                     self.remove(token, watch);
                 }
                 if !not_understood.is_reset {
-                    self.owe_reset(not_understood.link);
+                    self.queue_reset(not_understood.link);
                 }
                 return;
             }
@@ -387,26 +387,26 @@ impl Muxer {
             (Some(token), _) => {
                 self.on_linked_packet(token, packet, payload, payload_bytes, watch, now)
             }
-            (None, Op::Request) => self.asking = Some(packet),
+            (None, Op::Request) => self.connect_request = Some(packet),
             (None, Op::Reset) => {}
-            (None, _) => self.owe_reset(packet.link),
+            (None, _) => self.queue_reset(packet.link),
         }
     }
 
     /// Returns true if the last packet was a request to connect to a host port.
-    pub(super) fn is_asked_to_connect(&self) -> bool {
-        self.asking.is_some()
+    pub(super) fn has_connect_request(&self) -> bool {
+        self.connect_request.is_some()
     }
 
     /// Handles a pending request of the guest to connect. The caller must hold no guard, because
     /// resolving the socket's path may wait for a disk.
     pub(super) fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
-        let Some(packet) = self.asking.take() else { return };
+        let Some(packet) = self.connect_request.take() else { return };
         let link = packet.link;
         if !self.has_room(self.host.listens_in_process(link.host)) {
             debug!(%link, "Too many vsock connections; connection of the guest rejected");
             self.metrics.rejected_total.increment();
-            self.owe_reset(link);
+            self.queue_reset(link);
             return;
         }
         let role = Role::Joined(Joined::new(link, Connection::accepted(packet.credit)));
@@ -415,19 +415,19 @@ impl Muxer {
             Err(err) => {
                 debug!(%link, err = &err as &dyn std::error::Error, "Connection of the guest refused");
                 self.metrics.rejected_total.increment();
-                self.owe_reset(link);
+                self.queue_reset(link);
                 return;
             }
         };
         match added {
             Ok(token) => {
                 self.links.insert(link, token);
-                self.settle(token, watch, now);
+                self.update_socket(token, watch, now);
             }
             Err(err) => {
                 rate_limited!(warn, %link, %err, "Cannot watch a vsock connection");
                 self.metrics.rejected_total.increment();
-                self.owe_reset(link);
+                self.queue_reset(link);
             }
         }
     }
@@ -477,7 +477,7 @@ impl Muxer {
                 return;
             }
         }
-        self.settle(token, watch, now);
+        self.update_socket(token, watch, now);
     }
 
     /// Returns false if the buffers are shorter than the length in the header.
@@ -540,7 +540,7 @@ impl Muxer {
                     match (&socket.stream).read(&mut self.chunk[..limit]) {
                         Ok(0) => {
                             joined.connection.host_ended_sending(now);
-                            self.settle(token, watch, now);
+                            self.update_socket(token, watch, now);
                             continue;
                         }
                         Ok(read) => Op::Data { len_bytes: u32_of(read) },
@@ -555,7 +555,7 @@ impl Muxer {
                 self.metrics.connections_total.increment();
             }
             let (link, credit) = (joined.link, joined.connection.send(op));
-            self.settle(token, watch, now);
+            self.update_socket(token, watch, now);
             return Some(self.packet(link, op, credit));
         }
     }
@@ -581,16 +581,16 @@ impl Muxer {
         match err.kind() {
             io::ErrorKind::WouldBlock => {
                 self.sockets.get_mut(&token).expect("the socket that was read").readable = false;
-                self.settle(token, watch, now);
+                self.update_socket(token, watch, now);
             }
-            io::ErrorKind::Interrupted => self.settle(token, watch, now),
+            io::ErrorKind::Interrupted => self.update_socket(token, watch, now),
             // The host has left without reading everything. All data that it sent was already read.
             _ => self.break_off(token, watch),
         }
     }
 
     /// Updates a socket's state after an event.
-    fn settle(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
+    fn update_socket(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let Some(socket) = self.sockets.get_mut(&token) else { return };
         match &mut socket.role {
             Role::Greeting { .. } => {}
@@ -606,18 +606,18 @@ impl Muxer {
                     // 5.10.6.5).
                     let link = joined.link;
                     self.part(token, watch, now);
-                    self.owe_reset(link);
+                    self.queue_reset(link);
                     return;
                 }
-                let (told_sending, told_receiving) = &mut joined.told_host;
+                let (notified_sending, notified_receiving) = &mut joined.notified_host;
                 // Errors are ignored: they mean that the host has left, and epoll reports this as
                 // well.
-                if ended.sending && joined.unsent.is_empty() && !*told_sending {
-                    *told_sending = true;
+                if ended.sending && joined.unsent.is_empty() && !*notified_sending {
+                    *notified_sending = true;
                     let _ = socket.stream.shutdown(Shutdown::Write);
                 }
-                if ended.receiving && !*told_receiving {
-                    *told_receiving = true;
+                if ended.receiving && !*notified_receiving {
+                    *notified_receiving = true;
                     let _ = socket.stream.shutdown(Shutdown::Read);
                 }
                 if !socket.queued && joined.connection.next(socket.readable) != Next::Nothing {
@@ -648,12 +648,12 @@ impl Muxer {
     fn break_off(&mut self, token: Token, watch: &mut dyn Watch) {
         if let Some(Socket { role: Role::Joined(joined), .. }) = self.sockets.get(&token) {
             let link = joined.link;
-            self.owe_reset(link);
+            self.queue_reset(link);
         }
         self.remove(token, watch);
     }
 
-    fn owe_reset(&mut self, link: Link) {
+    fn queue_reset(&mut self, link: Link) {
         if self.resets.len() < MAX_RESETS {
             self.resets.push_back(link);
         } else {

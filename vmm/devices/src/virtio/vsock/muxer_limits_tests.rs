@@ -105,16 +105,16 @@ fn sockets_are_bounded_and_reused() {
         (link, packet.op)
     };
     fixture.muxer.max_sockets = BOUND;
-    let mut kept = Vec::new();
+    let mut open_clients = Vec::new();
     let mut port = 0;
-    while kept.len() < BOUND {
+    while open_clients.len() < BOUND {
         assert_eq!(request(&mut fixture, port).1, Op::Response);
-        kept.push(fixture.agent.try_recv().unwrap());
+        open_clients.push(fixture.agent.try_recv().unwrap());
         port += 1;
     }
     let (_, op) = request(&mut fixture, port);
     assert_eq!(op, Op::Reset);
-    kept.pop();
+    open_clients.pop();
     fixture.poll();
     let last = Link { host: HostPort(AGENT), guest: GuestPort(port - 1) };
     fixture.guest_expects(last, Op::Shutdown(BOTH));

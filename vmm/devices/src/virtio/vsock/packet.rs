@@ -281,10 +281,10 @@ pub(crate) mod tests {
         fn parsed_packet_equals_its_bytes(bytes: [u8; HEADER_LEN]) {
             let raw = RawHeader::read_from_bytes(&bytes).unwrap();
             if let Ok(packet) = raw.parse_guest_packet() {
-                let again = from_guest(raw.src_cid.get(), packet.link, packet.op, packet.credit);
-                prop_assert_eq!(again.parse_guest_packet(), Ok(packet));
-                prop_assert_eq!(again.op.get(), raw.op.get());
-                prop_assert_eq!(again.dst_port.get(), raw.dst_port.get());
+                let reparsed = from_guest(raw.src_cid.get(), packet.link, packet.op, packet.credit);
+                prop_assert_eq!(reparsed.parse_guest_packet(), Ok(packet));
+                prop_assert_eq!(reparsed.op.get(), raw.op.get());
+                prop_assert_eq!(reparsed.dst_port.get(), raw.dst_port.get());
             }
         }
     }

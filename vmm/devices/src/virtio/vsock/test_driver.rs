@@ -34,7 +34,7 @@ const TX_BUFFER_LEN: u64 = 0x2_0000;
 const TX_DESCRIPTORS: u16 = 4;
 
 /// Time limit of each wait, long enough even for a slow host.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 const WRITE: u16 = 2;
 const NEXT: u16 = 1;
@@ -234,19 +234,19 @@ impl Driver {
         Some((u16::try_from(head).unwrap(), len))
     }
 
-    /// Waits for interrupts until `what` returns a value.
+    /// Waits for interrupts until `condition` returns a value.
     #[track_caller]
-    pub(super) fn wait<T>(&mut self, mut what: impl FnMut(&mut Self) -> Option<T>) -> T {
+    pub(super) fn wait<T>(&mut self, mut condition: impl FnMut(&mut Self) -> Option<T>) -> T {
         let interrupts = Arc::clone(&self.interrupts);
         loop {
             let before = *interrupts.count.lock().unwrap();
-            if let Some(found) = what(self) {
+            if let Some(found) = condition(self) {
                 return found;
             }
             let count = interrupts.count.lock().unwrap();
             let (_count, timeout) = interrupts
                 .changed
-                .wait_timeout_while(count, PATIENCE, |count| *count == before)
+                .wait_timeout_while(count, TIMEOUT, |count| *count == before)
                 .unwrap();
             assert!(!timeout.timed_out(), "the device did not interrupt");
         }
@@ -262,7 +262,7 @@ impl Driver {
     /// Waits until the device has returned all chains. Then reserves a head and its descriptors for
     /// chains that the test builds itself.
     #[track_caller]
-    pub(super) fn keep_tx_head(&mut self) -> u16 {
+    pub(super) fn take_tx_head(&mut self) -> u16 {
         let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);
         self.wait(|driver| {
             driver.reap_tx();

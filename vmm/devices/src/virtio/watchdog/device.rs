@@ -13,19 +13,19 @@ const TYPE_WATCHDOG: u16 = 35;
 const QUEUE_SIZES: [u16; 1] = [8];
 
 /// Callback for a guest that has stopped pinging.
-pub(super) type OnSilence = Arc<dyn Fn() + Send + Sync>;
+pub(super) type OnTimeout = Arc<dyn Fn() + Send + Sync>;
 
 pub struct Watchdog {
-    on_silence: OnSilence,
+    on_timeout: OnTimeout,
     metrics: Arc<WatchdogMetrics>,
     worker: WorkerSlot,
 }
 
 impl Watchdog {
-    /// Creates a watchdog that calls `on_silence` when the guest has stopped pinging. The callback
+    /// Creates a watchdog that calls `on_timeout` when the guest has stopped pinging. The callback
     /// is called again only if the guest has pinged in the meantime.
-    pub fn new(on_silence: OnSilence, event_loop: EventLoopHandle) -> Self {
-        Self { on_silence, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
+    pub fn new(on_timeout: OnTimeout, event_loop: EventLoopHandle) -> Self {
+        Self { on_timeout, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
 
     pub fn metrics(&self) -> Arc<WatchdogMetrics> {
@@ -49,8 +49,8 @@ impl VirtioDevice for Watchdog {
     fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
         let queue = activation.take_queue(QUEUE)?;
         let (view, interrupt) = (activation.view, activation.interrupt);
-        let (metrics, on_silence) = (Arc::clone(&self.metrics), Arc::clone(&self.on_silence));
-        self.worker.start(Box::new(Worker::new(view, interrupt, queue, metrics, on_silence)?))
+        let (metrics, on_timeout) = (Arc::clone(&self.metrics), Arc::clone(&self.on_timeout));
+        self.worker.start(Box::new(Worker::new(view, interrupt, queue, metrics, on_timeout)?))
     }
 
     /// Ends the countdown, because a driver that was unloaded cannot ping.

@@ -12,7 +12,7 @@ use vm_memory::GuestAddressSpace;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::countdown::{Countdown, TICK};
-use super::device::OnSilence;
+use super::device::OnTimeout;
 use super::metrics::WatchdogMetrics;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::rate_limited;
@@ -21,7 +21,7 @@ use crate::virtio::ActiveQueue;
 
 pub(super) const QUEUE: u16 = 0;
 /// Byte that answers a ping.
-const HEARD: [u8; 1] = [1];
+const ACKNOWLEDGMENT: [u8; 1] = [1];
 /// Number of pings to serve before other devices on the event loop are served.
 const BATCH: usize = 64;
 
@@ -35,7 +35,7 @@ pub(super) struct Worker {
     timer: TimerFd,
     countdown: Countdown,
     metrics: Arc<WatchdogMetrics>,
-    on_silence: OnSilence,
+    on_timeout: OnTimeout,
 }
 
 impl Worker {
@@ -44,10 +44,10 @@ impl Worker {
         interrupt: Arc<dyn VirtioInterrupt>,
         queue: ActiveQueue,
         metrics: Arc<WatchdogMetrics>,
-        on_silence: OnSilence,
+        on_timeout: OnTimeout,
     ) -> io::Result<Self> {
         let (timer, countdown) = (TimerFd::new()?, Countdown::default());
-        Ok(Self { view, interrupt, queue, timer, countdown, metrics, on_silence })
+        Ok(Self { view, interrupt, queue, timer, countdown, metrics, on_timeout })
     }
 
     fn serve(&mut self) {
@@ -55,19 +55,19 @@ impl Worker {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
         let metrics = &self.metrics;
-        let tell = self.queue.serve(memory, &*self.interrupt, BATCH, |chain| {
+        let needs_interrupt = self.queue.serve(memory, &*self.interrupt, BATCH, |chain| {
             let is_ping = answer(memory, chain);
             let counter = if is_ping { &metrics.pings } else { &metrics.bad_requests };
             counter.fetch_add(1, Ordering::Relaxed);
             pinged |= is_ping;
-            Some(if is_ping { HEARD.len() as u32 } else { 0 })
+            Some(if is_ping { ACKNOWLEDGMENT.len() as u32 } else { 0 })
         });
         drop(guard);
         // The timer is set before the driver is notified of the answer.
         if pinged && self.countdown.ping() {
             self.begin();
         }
-        if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
+        if needs_interrupt && let Err(err) = self.interrupt.signal_queue(QUEUE) {
             rate_limited!(warn, %err, "Cannot interrupt the watchdog driver");
         }
     }
@@ -81,7 +81,7 @@ impl Worker {
     fn tick(&mut self) {
         if self.countdown.tick() {
             warn!("Guest did not ping its watchdog in time");
-            (self.on_silence)();
+            (self.on_timeout)();
         }
         if !self.countdown.is_on()
             && let Err(err) = self.timer.clear()
@@ -93,7 +93,7 @@ impl Worker {
 
 /// Writes the answer to the driver's buffer. Returns false if the chain has no writable byte.
 fn answer(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>) -> bool {
-    Writer::new(memory, chain).is_ok_and(|mut writer| writer.write_all(&HEARD).is_ok())
+    Writer::new(memory, chain).is_ok_and(|mut writer| writer.write_all(&ACKNOWLEDGMENT).is_ok())
 }
 
 impl MutEventSubscriber for Worker {
@@ -136,11 +136,11 @@ mod tests {
         let queue = activation.queues.pop().flatten().unwrap();
         let silences = Arc::new(AtomicU32::new(0));
         let counter = Arc::clone(&silences);
-        let on_silence: OnSilence = Arc::new(move || {
+        let on_timeout: OnTimeout = Arc::new(move || {
             counter.fetch_add(1, Ordering::Relaxed);
         });
         let mut worker =
-            Worker::new(activation.view, activation.interrupt, queue, Arc::default(), on_silence)
+            Worker::new(activation.view, activation.interrupt, queue, Arc::default(), on_timeout)
                 .unwrap();
         let ticks = |worker: &mut Worker| (0..100).for_each(|_| worker.tick());
         ticks(&mut worker);

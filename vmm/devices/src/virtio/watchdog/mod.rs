@@ -32,11 +32,11 @@ pub const SWITCH: Switch = Switch {
 fn build(context: &DeviceContext) -> SetupResult {
     let machine = &context.machine;
     let (events, reset_guest) = (machine.events.clone(), Arc::clone(&machine.reset_guest));
-    let on_silence = move || {
+    let on_timeout = move || {
         events.emit_of_guest(Event::WatchdogExpired);
         reset_guest();
     };
-    let device = Watchdog::new(Arc::new(on_silence), machine.event_loop.clone());
+    let device = Watchdog::new(Arc::new(on_timeout), machine.event_loop.clone());
     let metrics = device.metrics();
     Ok(new_device(device, context)?.exposing(metrics).attach(context)?)
 }

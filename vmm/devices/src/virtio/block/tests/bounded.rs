@@ -9,7 +9,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
-use super::fake::{Call, PATIENCE};
+use super::fake::{Call, TIMEOUT};
 use super::*;
 use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
 
@@ -54,7 +54,7 @@ fn reset_waits_for_one_step_of_a_request_of_64_gib() {
             rig.driver.add(0, &chain);
         }
         rig.driver.kick(0);
-        let len = has_begun.recv_timeout(PATIENCE).unwrap();
+        let len = has_begun.recv_timeout(TIMEOUT).unwrap();
         assert!(len <= RANGE_PIECE_BYTES_MAX, "{len} bytes at once");
         let stop = Arc::clone(&rig.device.stop);
         thread::scope(|scope| {
@@ -85,12 +85,12 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
     let read = rig.driver.add(0, &chain);
     rig.driver.kick(0);
     for _ in 0..2 {
-        has_begun.recv_timeout(PATIENCE).unwrap();
+        has_begun.recv_timeout(TIMEOUT).unwrap();
         go_on.send(()).unwrap();
     }
     // The read should be answered while the third step is still in progress.
     assert_eq!(rig.driver.wait_used(0), (read, 513));
-    has_begun.recv_timeout(PATIENCE).unwrap();
+    has_begun.recv_timeout(TIMEOUT).unwrap();
     assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));
     drop(go_on);
     assert_eq!((rig.driver.wait_used(0), rig.status()), ((discard, 1), OK));
@@ -101,10 +101,10 @@ fn thread_is_idle_after_an_invalid_index_until_a_reset() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let metrics = rig.metrics();
     let passes = || metrics.passes.load(Ordering::Relaxed);
-    let wait = |what: &str, is_true: &dyn Fn() -> bool| {
+    let wait = |description: &str, is_true: &dyn Fn() -> bool| {
         let begin = Instant::now();
         while !is_true() {
-            assert!(begin.elapsed() < PATIENCE, "{what}");
+            assert!(begin.elapsed() < TIMEOUT, "{description}");
             thread::yield_now();
         }
     };

@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
-use super::fake::{Call, PATIENCE};
+use super::fake::{Call, TIMEOUT};
 use super::*;
 use crate::virtio::block::job::PIECE_BYTES_MAX;
 
@@ -88,13 +88,13 @@ fn write_by_calls_is_durable_if_the_cache_is_off_at_its_end() {
         fake.set_hook(move |call| {
             if call == Call::Write {
                 begins.send(()).unwrap();
-                may_go_on.lock().recv_timeout(PATIENCE).unwrap();
+                may_go_on.lock().recv_timeout(TIMEOUT).unwrap();
             }
             Ok(())
         });
         send_write(&mut rig, pieces);
         for piece in 1..=pieces {
-            begun.recv_timeout(PATIENCE).unwrap();
+            begun.recv_timeout(TIMEOUT).unwrap();
             if piece == pieces {
                 rig.device.write_config(WRITEBACK_AT, &[0]);
                 assert_eq!(fake.flushes.load(Ordering::Relaxed), 1);

@@ -14,12 +14,12 @@ use crate::virtio::testing::counted_requests;
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PAGE_BYTES: usize = 4096;
 /// Number of positions on the disk that requests access in turn.
-const PLACES: u64 = 256;
+const PAGES: u64 = 256;
 
 fn writes(mut rig: Rig) {
     let data = pattern(PAGE_BYTES, 1);
-    for nth in 0..counted_requests(PLACES) {
-        assert_eq!(rig.write(nth % PLACES * 8, &data), OK);
+    for nth in 0..counted_requests(PAGES) {
+        assert_eq!(rig.write(nth % PAGES * 8, &data), OK);
     }
     assert_eq!(rig.read(0, PAGE_BYTES as u32), Ok(data));
 }
@@ -27,7 +27,7 @@ fn writes(mut rig: Rig) {
 fn reads(mut rig: Rig) {
     let data = pattern(PAGE_BYTES, 2);
     assert_eq!(rig.write(0, &data), OK);
-    for _ in 0..counted_requests(PLACES) {
+    for _ in 0..counted_requests(PAGES) {
         assert_eq!(rig.read(0, PAGE_BYTES as u32).as_deref(), Ok(&data[..]));
     }
 }
@@ -40,7 +40,7 @@ fn with_volume(load: impl Fn(Rig)) {
 fn with_image(load: impl Fn(Rig)) {
     let folder = TempDir::new_in("/dev/shm").unwrap();
     let path = folder.path().join("image");
-    File::create(&path).unwrap().set_len(PLACES * PAGE_BYTES as u64).unwrap();
+    File::create(&path).unwrap().set_len(PAGES * PAGE_BYTES as u64).unwrap();
     load(Rig::new(without_uring(RawImage::open(&path, ImageOptions::default()).unwrap())));
 }
 

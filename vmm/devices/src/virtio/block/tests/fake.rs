@@ -15,7 +15,7 @@ use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
 use crate::memory::view::GuestView;
 
 /// Time limit of each wait, long enough even for a slow host.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Call that the device makes to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,13 +202,13 @@ pub(super) struct RingSteps {
     /// View that is locked exclusively during each call of the ring, as a plug would do.
     view: Mutex<Option<GuestView>>,
     /// Largest number of steps that were in progress concurrently.
-    pub most_under_way: AtomicUsize,
+    pub max_in_flight: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
-    under_way: Vec<(usize, Step)>,
-    /// Steps that [`RingSteps::end`] has removed from `under_way` and not yet added to `done`.
+    in_flight: Vec<(usize, Step)>,
+    /// Steps that [`RingSteps::end`] has removed from `in_flight` and not yet added to `done`.
     ending: usize,
     done: VecDeque<Done>,
     is_armed: bool,
@@ -222,7 +222,7 @@ impl Default for RingSteps {
             event: EventFd::new(EFD_NONBLOCK).unwrap(),
             is_given_up: AtomicBool::new(false),
             view: Mutex::default(),
-            most_under_way: AtomicUsize::new(0),
+            max_in_flight: AtomicUsize::new(0),
         }
     }
 }
@@ -231,17 +231,17 @@ impl RingSteps {
     /// Waits until at least `count` steps are in progress. Returns the number of steps in progress.
     pub(super) fn wait_for(&self, count: usize) -> usize {
         let mut state = self.state.lock();
-        let few = |state: &mut State| state.under_way.len() < count;
-        let waited = self.changed.wait_while_for(&mut state, few, PATIENCE);
-        assert!(!waited.timed_out(), "{} steps, not {count}", state.under_way.len());
-        state.under_way.len()
+        let few = |state: &mut State| state.in_flight.len() < count;
+        let waited = self.changed.wait_while_for(&mut state, few, TIMEOUT);
+        assert!(!waited.timed_out(), "{} steps, not {count}", state.in_flight.len());
+        state.in_flight.len()
     }
 
     /// Ends the step with index `nth` among the steps in progress, in the order in which they
     /// began. If `result` is a success, `fake` executes the step.
     pub(super) fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
         let mut state = self.state.lock();
-        let (token, mut step) = state.under_way.remove(nth);
+        let (token, mut step) = state.in_flight.remove(nth);
         state.ending += 1;
         drop(state);
         let result = result.and_then(|()| step.execute(fake));
@@ -287,8 +287,8 @@ impl Executor for FakeRing {
         if !self.added.is_empty() {
             let mut state = self.steps.state.lock();
             state.is_armed = false;
-            state.under_way.append(&mut self.added);
-            self.steps.most_under_way.fetch_max(state.under_way.len(), Ordering::Relaxed);
+            state.in_flight.append(&mut self.added);
+            self.steps.max_in_flight.fetch_max(state.in_flight.len(), Ordering::Relaxed);
             self.steps.changed.notify_all();
         }
         false
@@ -315,9 +315,9 @@ impl Executor for FakeRing {
     /// Waits until the test has ended all steps in progress.
     fn drain(&mut self) -> Vec<Done> {
         let mut state = self.steps.state.lock();
-        let any = |state: &mut State| !state.under_way.is_empty() || state.ending > 0;
-        let waited = self.steps.changed.wait_while_for(&mut state, any, PATIENCE);
-        assert!(!waited.timed_out(), "{} steps are under way", state.under_way.len());
+        let any = |state: &mut State| !state.in_flight.is_empty() || state.ending > 0;
+        let waited = self.steps.changed.wait_while_for(&mut state, any, TIMEOUT);
+        assert!(!waited.timed_out(), "{} steps are under way", state.in_flight.len());
         state.done.drain(..).collect()
     }
 }

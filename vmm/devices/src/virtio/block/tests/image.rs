@@ -288,7 +288,7 @@ fn image_grows_but_does_not_shrink() {
     assert_eq!((image.size_bytes(), fs::metadata(&path).unwrap().len()), (2 << 20, 2 << 20));
     drop(image);
     let image = RawImage::open(&path, READONLY).unwrap();
-    assert!(matches!(image.resize(4 << 20), Err(ResizeError::NotHere(_))));
+    assert!(matches!(image.resize(4 << 20), Err(ResizeError::Unsupported(_))));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
-use super::fake::{Call, PATIENCE, io_error};
+use super::fake::{Call, TIMEOUT, io_error};
 use super::*;
 use crate::event_loop::EventLoopHandle;
 use crate::virtio::block::Kind;
@@ -43,7 +43,7 @@ impl Flushes {
                 }
                 let answer: Receiver<_> = answers.lock().remove(0);
                 begins.lock().send(()).unwrap();
-                answer.recv_timeout(PATIENCE).unwrap()
+                answer.recv_timeout(TIMEOUT).unwrap()
             });
         }
         let rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
@@ -56,7 +56,7 @@ impl Flushes {
         if self.by_ring {
             self.fake.ring(queue).wait_for(1);
         } else {
-            self.begun.recv_timeout(PATIENCE).unwrap();
+            self.begun.recv_timeout(TIMEOUT).unwrap();
         }
     }
 
@@ -167,7 +167,7 @@ fn held_queue_answers_open_requests_and_takes_no_more() {
         let (gate, began) = (loops[1].gate(), Instant::now());
         while !gate.is_busy() {
             assert!(
-                began.elapsed() < PATIENCE,
+                began.elapsed() < TIMEOUT,
                 "the event loop does not wait for a request in progress"
             );
             thread::yield_now();

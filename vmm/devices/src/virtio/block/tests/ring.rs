@@ -152,8 +152,8 @@ fn queue_zeroes_no_more_than_its_limit_at_a_time() {
         ring.end(&fake, 0, Ok(()));
     }
     (0..requests).for_each(|_| assert_eq!(rig.driver.wait_used(0).1, 1));
-    let most = ring.most_under_way.load(Ordering::Relaxed) as u64;
-    assert_eq!(most * RANGE_PIECE_BYTES_MAX, HELD_BYTES_MAX);
+    let max_steps = ring.max_in_flight.load(Ordering::Relaxed) as u64;
+    assert_eq!(max_steps * RANGE_PIECE_BYTES_MAX, HELD_BYTES_MAX);
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
         rig.driver.wait_used(0);
         assert_eq!(rig.status(), OK);
     }
-    assert_eq!(ring.most_under_way.load(Ordering::Relaxed), writes + 1);
+    assert_eq!(ring.max_in_flight.load(Ordering::Relaxed), writes + 1);
 }
 
 #[test]

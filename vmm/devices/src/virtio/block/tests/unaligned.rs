@@ -108,8 +108,8 @@ fn exercise(mut rig: Rig, sectors: u64) {
     }
     rig.driver.write(DATA, &range(113, 2));
     assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
-    let kept: Vec<_> = (0..128u64).filter(|sector| !(113..115).contains(sector)).collect();
-    for sector in kept {
+    let remaining: Vec<_> = (0..128u64).filter(|sector| !(113..115).contains(sector)).collect();
+    for sector in remaining {
         assert!(
             rig.read(sector, 512).as_deref() == Ok(&expected[sector as usize * 512..][..512]),
             "sector {sector}"
@@ -139,15 +139,15 @@ fn file_has_sectors_of_512_on_any_media() {
     let size = MIB + 1536;
     let path = device.file(size);
     let options = ImageOptions { guest_block_bytes: None, ..DIRECT_512 };
-    let elsewhere = tempfile::NamedTempFile::new().unwrap();
-    elsewhere.as_file().set_len(size).unwrap();
+    let other_file = tempfile::NamedTempFile::new().unwrap();
+    other_file.as_file().set_len(size).unwrap();
     let geometry = |path: &Path, direct| {
         let image = RawImage::open(path, ImageOptions { direct, ..options }).unwrap();
         (image.geometry(), image.size_bytes())
     };
     let shown = geometry(&path, true);
     assert_eq!(shown.0.block_bytes, 512);
-    assert_eq!([geometry(&path, false), geometry(elsewhere.path(), true)], [shown; 2]);
+    assert_eq!([geometry(&path, false), geometry(other_file.path(), true)], [shown; 2]);
     exercise(Rig::new(RawImage::open(&path, options).unwrap()), size / 512);
     exercise(Rig::new(without_uring(RawImage::open(&path, options).unwrap())), size / 512);
     assert_eq!(fs::metadata(&path).unwrap().len(), size);

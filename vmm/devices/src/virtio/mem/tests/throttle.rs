@@ -27,10 +27,10 @@ fn delayed_guest() -> Guest {
 
 /// Makes a request available that uses descriptors `head` and `head + 1` and its own buffers.
 fn post(guest: &mut Guest, head: u16, code: u16, block: u64, count: u16) {
-    let beside = u64::from(head) * 0x40;
-    guest.write_request_at(REQUEST + beside, code, block, count);
-    guest.write_descriptor(head, REQUEST + beside, 24, 1);
-    guest.write_descriptor(head + 1, ANSWER + beside, 10, 2);
+    let head_offset = u64::from(head) * 0x40;
+    guest.write_request_at(REQUEST + head_offset, code, block, count);
+    guest.write_descriptor(head, REQUEST + head_offset, 24, 1);
+    guest.write_descriptor(head + 1, ANSWER + head_offset, 10, 2);
     guest.post(head);
 }
 
@@ -46,10 +46,10 @@ fn used_head(guest: &Guest, nth: u16) -> u32 {
     guest.memory.boot().read_obj(GuestAddress(USED + 4 + 8 * u64::from(nth % 16))).unwrap()
 }
 
-fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let begun = Instant::now();
+fn wait_until(description: &str, condition: impl Fn() -> bool) {
+    let started = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < PATIENCE, "waited too long until {what}");
+        assert!(started.elapsed() < TIMEOUT, "waited too long until {description}");
         thread::yield_now();
     }
 }
@@ -122,13 +122,13 @@ fn requests_without_effect_are_held_to_a_rate() {
 #[test]
 fn delayed_request_is_answered_by_a_timer() {
     let mut guest = guest(NonZeroU64::new(2 * ZONE_BYTES));
-    let begun = Instant::now();
+    let started = Instant::now();
     assert_eq!((guest.plug(0, BLOCKS), guest.unplug(0, BLOCKS)), (ACK, ACK));
     assert_eq!(guest.plug(0, BLOCKS), ACK);
-    assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
+    assert!(started.elapsed() >= Duration::from_millis(500), "{:?}", started.elapsed());
     assert!(guest.reachable(0));
     let throttled = &guest.handle.metrics().throttled;
-    assert!(throttled.delay() <= begun.elapsed());
+    assert!(throttled.delay() <= started.elapsed());
     assert_eq!(throttled.requests() > 0, throttled.delay() > Duration::ZERO);
 }
 
@@ -137,7 +137,7 @@ fn notifications_do_not_repeat_a_delayed_request() {
     let guest = delayed_guest();
     let refusals = || guest.budget.lock().refusals;
     let event_loop = guest.event_loop.handle();
-    let (begun, before) = (Instant::now(), refusals());
+    let (started, before) = (Instant::now(), refusals());
     for _ in 0..1000 {
         guest.kick.write(1).unwrap();
         // Runs one pass of the event loop.
@@ -146,7 +146,7 @@ fn notifications_do_not_repeat_a_delayed_request() {
         event_loop.release();
     }
     let refused = refusals() - before;
-    let intervals = begun.elapsed().as_nanos() / RETRY_INTERVAL.as_nanos();
+    let intervals = started.elapsed().as_nanos() / RETRY_INTERVAL.as_nanos();
     assert!(u128::from(refused) <= intervals + 2, "{refused} attempts in {intervals} intervals");
 }
 
@@ -230,12 +230,12 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
     let event_loop = guest.event_loop.handle();
     event_loop.hold();
     event_loop.wait_until_held();
-    // With this rate, the timer expires later than [`PATIENCE`], so a blocked loop makes the test
+    // With this rate, the timer expires later than [`TIMEOUT`], so a blocked loop makes the test
     // fail.
     *guest.budget.lock() = drained(ZONE_BYTES / 60);
     guest.kick.write(1).unwrap();
-    let begun = Instant::now();
-    wait_until("the timer expires", || begun.elapsed() > Duration::from_millis(1100));
+    let started = Instant::now();
+    wait_until("the timer expires", || started.elapsed() > Duration::from_millis(1100));
     event_loop.release();
     // If the loop is blocked, it cannot be held again.
     event_loop.hold();
@@ -245,7 +245,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
         waiter.wait_until_held();
         let _ = held.send(());
     });
-    is_held.recv_timeout(PATIENCE).expect("a blocked event loop");
+    is_held.recv_timeout(TIMEOUT).expect("a blocked event loop");
     event_loop.release();
     refill(&guest);
     wait_until("the plug is answered", || used(&guest) == 1);

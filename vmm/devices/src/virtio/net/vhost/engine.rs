@@ -13,7 +13,7 @@ use super::VhostError;
 use crate::event_loop::Helper;
 use crate::log::rate_limited;
 use crate::memory::view::{RegionWatcher, Regions};
-use crate::virtio::net::state::PairUser;
+use crate::virtio::net::state::PairBackend;
 
 /// A queue pair that vhost-net serves. Dropping it stops the service.
 pub(in super::super) trait Rings: Send {
@@ -49,7 +49,7 @@ struct State {
     /// True if the driver uses the pair.
     is_wanted: bool,
     /// True while the VM is paused.
-    is_standing: bool,
+    is_quiesced: bool,
     is_attached: bool,
 }
 
@@ -71,7 +71,7 @@ impl Engine {
         failure: EventFd,
     ) -> Arc<Self> {
         let state =
-            State { rings: Some(rings), is_wanted: false, is_standing: false, is_attached: false };
+            State { rings: Some(rings), is_wanted: false, is_quiesced: false, is_attached: false };
         Arc::new(Self { net, state: Mutex::new(state), kicks, failure })
     }
 
@@ -95,7 +95,7 @@ impl Engine {
     fn change(&self, change: impl FnOnce(&mut State)) {
         let mut state = self.state.lock();
         change(&mut state);
-        let should = state.is_wanted && !state.is_standing;
+        let should = state.is_wanted && !state.is_quiesced;
         let was = std::mem::replace(&mut state.is_attached, should);
         let Some(rings) = &mut state.rings else { return };
         let result = match (was, should) {
@@ -133,19 +133,19 @@ impl Engine {
     }
 }
 
-impl PairUser for Engine {
+impl PairBackend for Engine {
     fn use_pair(&self, is_active: bool) {
         self.change(|state| state.is_wanted = is_active);
     }
 }
 
 impl Helper for Engine {
-    fn stand_still(&self) {
-        self.change(|state| state.is_standing = true);
+    fn quiesce(&self) {
+        self.change(|state| state.is_quiesced = true);
     }
 
-    fn go_on(&self) {
-        self.change(|state| state.is_standing = false);
+    fn resume(&self) {
+        self.change(|state| state.is_quiesced = false);
     }
 }
 
@@ -243,19 +243,19 @@ mod tests {
     fn pair_is_attached_while_active_and_the_vm_runs() {
         let rig = Rig::new();
         rig.engine.use_pair(false);
-        rig.engine.stand_still();
+        rig.engine.quiesce();
         rig.engine.use_pair(true);
         assert_eq!(rig.calls(), Vec::<String>::new());
-        rig.engine.go_on();
+        rig.engine.resume();
         assert_eq!(rig.calls(), ["attach"]);
         assert!(rig.is_kicked(), "a notification during the pause was not handled");
         rig.engine.use_pair(true);
         assert_eq!(rig.calls(), Vec::<String>::new());
-        rig.engine.stand_still();
+        rig.engine.quiesce();
         assert_eq!(rig.calls(), ["detach"]);
         assert!(!rig.is_kicked());
         rig.engine.use_pair(false);
-        rig.engine.go_on();
+        rig.engine.resume();
         assert_eq!(rig.calls(), Vec::<String>::new());
         rig.engine.use_pair(true);
         rig.engine.give_up();
@@ -270,7 +270,7 @@ mod tests {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
         let regions = Regions { memory, reservations: Vec::new() };
         rig.engine.regions_changed(&regions);
-        rig.engine.stand_still();
+        rig.engine.quiesce();
         rig.engine.regions_changed(&regions);
         assert_eq!(rig.calls(), ["1 regions", "1 regions"]);
     }
@@ -283,7 +283,7 @@ mod tests {
                 rig.record.lock().refuse = false;
                 rig.engine.use_pair(true);
                 rig.record.lock().refuse = true;
-                rig.engine.stand_still();
+                rig.engine.quiesce();
             },
             |rig| {
                 let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
@@ -296,7 +296,7 @@ mod tests {
             fail(&rig);
             assert_eq!(rig.calls().last().unwrap(), "closed");
             assert!(rig.failure.read().is_ok() && rig.engine.is_given_up());
-            rig.engine.go_on();
+            rig.engine.resume();
             rig.engine.use_pair(true);
             assert_eq!(rig.calls(), Vec::<String>::new());
         }

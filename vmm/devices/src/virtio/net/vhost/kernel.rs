@@ -18,14 +18,14 @@ use crate::memory::view::Regions;
 /// Indices that the kernel uses for the two queues.
 const QUEUES: [usize; 2] = [0, 1];
 
-fn call(what: &'static str) -> impl Fn(vhost::Error) -> VhostError {
-    move |source| VhostError::Call { what, source }
+fn call(operation: &'static str) -> impl Fn(vhost::Error) -> VhostError {
+    move |source| VhostError::Call { operation, source }
 }
 
 fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, VhostError> {
     Net::new(memory).map_err(|err| match err {
         vhost::Error::VhostOpen(source) => VhostError::Open(source),
-        source => VhostError::Call { what: "anything", source },
+        source => VhostError::Call { operation: "anything", source },
     })
 }
 
@@ -135,8 +135,8 @@ fn reserved(
         ring_starts.iter().any(|start| (old.addr()..old.addr() + old.len_bytes()).contains(start))
     };
     let is_new = |old: &Arc<Reservation>| new.iter().any(|new| Arc::ptr_eq(old, new));
-    let kept = old.iter().filter(holds_a_ring).filter(|old| !is_new(old));
-    new.iter().chain(kept).cloned().collect()
+    let retained = old.iter().filter(holds_a_ring).filter(|old| !is_new(old));
+    new.iter().chain(retained).cloned().collect()
 }
 
 #[cfg(test)]
@@ -147,10 +147,10 @@ mod tests {
     fn reservation_of_a_ring_outlives_its_region() {
         let [ram, file, zone] =
             [(); 3].map(|()| Arc::new(Reservation::new(4 << 20, 2 << 20).unwrap()));
-        let names = |kept: &[Arc<Reservation>]| {
+        let names = |retained: &[Arc<Reservation>]| {
             let all = [("ram", &ram), ("file", &file), ("zone", &zone)];
             let of = |one| all.iter().find(|(_, known)| Arc::ptr_eq(known, one)).unwrap().0;
-            let mut names: Vec<_> = kept.iter().map(of).collect();
+            let mut names: Vec<_> = retained.iter().map(of).collect();
             names.sort_by_key(|name| all.iter().position(|(known, _)| known == name));
             names
         };

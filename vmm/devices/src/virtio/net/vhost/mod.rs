@@ -56,9 +56,9 @@ pub(super) enum VhostError {
         "cannot read {ZERO_COPY}, which shows if vhost_net could use pages that the guest returned"
     )]
     ZeroCopyUnknown(#[source] io::Error),
-    #[error("{DEVICE} rejected {what}")]
+    #[error("{DEVICE} rejected {operation}")]
     Call {
-        what: &'static str,
+        operation: &'static str,
         #[source]
         source: vhost::Error,
     },

@@ -50,11 +50,11 @@ impl Rig {
     fn new() -> Self {
         let (tap, host) = FakeTap::new(2);
         let pairs = Arc::<Mutex<Vec<Pair>>>::default();
-        let seen = Arc::clone(&pairs);
+        let recorded = Arc::clone(&pairs);
         let connect: Connect = Arc::new(move |setup: Setup<'_>| {
             let pair = Pair::of(&setup);
             let rings = Box::new(FakeRings(Arc::clone(&pair.record)));
-            seen.lock().push(pair);
+            recorded.lock().push(pair);
             Ok(rings as _)
         });
         let net = Net::with(shape(), Arc::new(tap.clone()), Some(connect)).unwrap();
@@ -109,9 +109,9 @@ fn shape() -> NetShape {
     }
 }
 
-fn wait<T>(mut look: impl FnMut() -> Option<T>) -> T {
+fn wait<T>(mut poll: impl FnMut() -> Option<T>) -> T {
     loop {
-        match look() {
+        match poll() {
             Some(found) => return found,
             None => std::thread::yield_now(),
         }

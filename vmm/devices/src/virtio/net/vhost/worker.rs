@@ -17,7 +17,7 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::rate_limited;
 use crate::memory::view::{GuestView, RegionWatcher};
 use crate::virtio::ActiveQueue;
-use crate::virtio::net::state::{Interface, PairUser};
+use crate::virtio::net::state::{Interface, PairBackend};
 
 const CALLS: [u32; 2] = [0, 1];
 const ERRORS: [u32; 2] = [2, 3];
@@ -137,9 +137,9 @@ impl Worker {
     /// Reports the end of the pair. If the interface was removed, reports that the link is down.
     /// Otherwise requests a reset.
     fn end_pair(&self) {
-        match self.net.host().is_there() {
+        match self.net.host().exists() {
             true => self.break_queue(),
-            false => self.net.lose_link(),
+            false => self.net.set_link_down(),
         }
     }
 
@@ -193,9 +193,9 @@ impl MutEventSubscriber for Worker {
         }
         match self.hand_over() {
             Ok(engine) => {
-                let user: Arc<dyn PairUser> = Arc::clone(&engine) as _;
+                let backend: Arc<dyn PairBackend> = Arc::clone(&engine) as _;
                 self.engine = Some(engine);
-                self.net.add_user(self.pair, &user);
+                self.net.add_backend(self.pair, &backend);
             }
             Err(err) => {
                 let error = &err as &dyn std::error::Error;

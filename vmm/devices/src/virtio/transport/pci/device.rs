@@ -196,7 +196,7 @@ impl VirtioPciDevice {
     fn bus_master_changed(&self, inner: &mut Inner, bus_master: bool) {
         if !bus_master {
             // The device is stopped first, so that none of its interrupts remains pending.
-            inner.registers.lose_bus(&mut inner.backend);
+            inner.registers.handle_bus_master_loss(&mut inner.backend);
         }
         self.interrupt.set_bus_master(bus_master);
     }

@@ -277,7 +277,7 @@ impl CommonRegisters {
     /// Stops a device that may no longer access memory. Requests in progress are lost, so the
     /// device needs a reset even if it may access memory again later. The driver is not notified,
     /// because DRIVER_OK is cleared (2.1.2).
-    pub(super) fn lose_bus(&mut self, device: &mut dyn Device) {
+    pub(super) fn handle_bus_master_loss(&mut self, device: &mut dyn Device) {
         if self.status & DRIVER_OK != 0 {
             device.reset();
             self.status = self.status & !DRIVER_OK | NEEDS_RESET;
@@ -527,10 +527,10 @@ mod tests {
     fn device_without_bus_master_stops_until_its_reset() {
         let mut rig = Rig::new();
         rig.negotiate(OFFERED);
-        rig.registers.lose_bus(&mut rig.device);
+        rig.registers.handle_bus_master_loss(&mut rig.device);
         assert_eq!((rig.status(11), rig.device.resets), (11, 0), "the device is not active yet");
         assert_eq!(rig.status(15), 15);
-        rig.registers.lose_bus(&mut rig.device);
+        rig.registers.handle_bus_master_loss(&mut rig.device);
         assert_eq!(
             (rig.read(0x14, 1), rig.device.active, rig.device.needs_reset),
             (11 | 64, false, 0)

@@ -29,9 +29,9 @@ pub(crate) fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}"))
 }
 
-/// Creates a pool on a disk whose image has space for `room_mib`.
-pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
-    let disk = Disk::create(384, room_mib)?;
+/// Creates a pool on a disk whose image has space for `tmpfs_mib`.
+pub(crate) fn pool_on_disk(tmpfs_mib: u64) -> Result<(Disk, Pool)> {
+    let disk = Disk::create(384, tmpfs_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;
     ensure!(pool.durability()? == "page-cache", "A pool on a disk is {}", pool.durability()?);
     Ok((disk, pool))

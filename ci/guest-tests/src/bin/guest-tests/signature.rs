@@ -36,8 +36,8 @@ fn head_of_a_pool() -> Result<Vec<u8>> {
 }
 
 fn wait_for_devices(guest: &Guest) -> Result<()> {
-    let there = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
-    guest.wait_until_run("its devices exist", LIMIT, there)
+    let find_devices = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
+    guest.wait_until_run("its devices exist", LIMIT, find_devices)
 }
 
 fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
@@ -66,20 +66,20 @@ fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
     let replace_btt = "volume=$(ndctl list -N -m sector | grep -o 'namespace[0-9.]*' | head -n 1); \
         ndctl create-namespace -f -e $volume -m fsdax && sync";
     guest.run_within(LIMIT, replace_btt)?;
-    let stays = |guest: &Guest, life: &str| -> Result<()> {
+    let stays = |guest: &Guest, boot: &str| -> Result<()> {
         wait_for_devices(guest)?;
         let magic = guest.run("head -c 3 /dev/vda")?;
-        ensure!(magic == "QFI", "{life}: the disk begins with {magic:?} instead of QFI");
+        ensure!(magic == "QFI", "{boot}: the disk begins with {magic:?} instead of QFI");
         guest
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
-            .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;
+            .with_context(|| format!("{boot}: the disk lost the copy of a pool"))?;
         // The replaced namespace also matches the pattern /dev/pmem?.
         let pmem = "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
         guest
             .run(pmem)
-            .with_context(|| format!("{life}: the file of --pmem lost the copy of a pool"))?;
+            .with_context(|| format!("{boot}: the file of --pmem lost the copy of a pool"))?;
         let modes = guest.run("ndctl list -N")?;
-        ensure!(modes.contains("fsdax"), "{life}: the volume's namespace is gone: {modes}");
+        ensure!(modes.contains("fsdax"), "{boot}: the volume's namespace is gone: {modes}");
         Ok(())
     };
     guest.reboot_from_inside()?;

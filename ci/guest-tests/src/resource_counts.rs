@@ -8,14 +8,14 @@ use std::fs;
 use anyhow::{Result, ensure};
 
 /// Maximum size of the VMM's own mappings. Mappings of guest memory are larger.
-const OWN_MAPPING_MAX: u64 = 64 << 20;
+const MAX_OWN_MAPPING_BYTES: u64 = 64 << 20;
 /// Allowed increase in the number of mappings. An allocator may map new heaps.
-const MAPPINGS_MORE: usize = 4;
+const MAX_ADDED_MAPPINGS: usize = 4;
 /// Allowed increase in the size of a heap.
-const OWN_BYTES_MORE: u64 = 4 << 20;
+const MAX_ADDED_OWN_BYTES: u64 = 4 << 20;
 
 #[derive(Clone)]
-pub struct Holdings {
+pub struct ResourceCounts {
     /// Numbers of open descriptors, by kind or path.
     pub files: BTreeMap<String, usize>,
     pub threads: usize,
@@ -25,10 +25,10 @@ pub struct Holdings {
     pub own_bytes: u64,
 }
 
-impl Holdings {
+impl ResourceCounts {
     pub fn of(pid: u32) -> Result<Self> {
-        let count = |what: &str| {
-            Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{what}"))?.count())
+        let count = |folder: &str| {
+            Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{folder}"))?.count())
         };
         let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
         let (mut mappings, mut own_bytes, mut size) = (0, 0, 0);
@@ -36,7 +36,7 @@ impl Holdings {
             if let Some(bytes) = bytes_of(line, "Size:") {
                 (mappings, size) = (mappings + 1, bytes);
             } else if let Some(bytes) = bytes_of(line, "Rss:")
-                && size < OWN_MAPPING_MAX
+                && size < MAX_OWN_MAPPING_BYTES
             {
                 own_bytes += bytes;
             }
@@ -58,16 +58,16 @@ impl Holdings {
     /// Checks that there are no more descriptors, threads and mappings than before. Callers repeat
     /// this check, because an ended thread remains visible for a moment, and connections take even
     /// longer to end.
-    pub fn are_those_of(&self, before: &Self) -> bool {
+    pub fn has_no_more_than(&self, before: &Self) -> bool {
         self.file_count() <= before.file_count()
             && self.threads <= before.threads
-            && self.mappings <= before.mappings + MAPPINGS_MORE
+            && self.mappings <= before.mappings + MAX_ADDED_MAPPINGS
     }
 
     /// Checks that memory has grown at most by the amount that an allocator may keep.
     pub fn check_memory(&self, before: &Self) -> Result<()> {
         ensure!(
-            self.own_bytes <= before.own_bytes + OWN_BYTES_MORE,
+            self.own_bytes <= before.own_bytes + MAX_ADDED_OWN_BYTES,
             "{self:?}, before: {before:?}"
         );
         Ok(())
@@ -76,7 +76,7 @@ impl Holdings {
 
 /// Formats as `48 files, 9 threads, 60 mappings, 7220 KiB of its own: 12 anon_inode:[eventfd],
 /// ...`.
-impl fmt::Debug for Holdings {
+impl fmt::Debug for ResourceCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (files, own_kib) = (self.file_count(), self.own_bytes >> 10);
         let (threads, mappings) = (self.threads, self.mappings);

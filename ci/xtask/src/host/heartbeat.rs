@@ -22,7 +22,7 @@ use crate::jobs::Job;
 pub(super) const INTERVAL: Duration = Duration::from_millis(250);
 /// Number of unanswered requests after which the host counts as hung: 120 s. Booting must fit into
 /// this time.
-pub(super) const MOST_SILENT: u32 = 480;
+pub(super) const MAX_UNANSWERED: u32 = 480;
 /// After this many unanswered requests, only one in this many intervals sends a request. Otherwise
 /// the pipe would fill up.
 const FREQUENT: u32 = 8;
@@ -78,27 +78,27 @@ impl Pipes {
 }
 
 /// State of the heartbeat.
-pub(super) struct Beat {
+pub(super) struct Heartbeat {
     pipes: Pipes,
-    silent: u32,
-    most_silent: u32,
+    unanswered: u32,
+    max_unanswered: u32,
     is_end_requested: bool,
 }
 
-impl Beat {
-    /// `most_silent` is the number of unanswered requests after which the host counts as hung.
-    pub(super) fn new(run: &Path, most_silent: u32) -> Result<Self> {
+impl Heartbeat {
+    /// `max_unanswered` is the number of unanswered requests after which the host counts as hung.
+    pub(super) fn new(run: &Path, max_unanswered: u32) -> Result<Self> {
         Ok(Self {
             pipes: Pipes::open(run, "beat")?,
-            silent: 0,
-            most_silent,
+            unanswered: 0,
+            max_unanswered,
             is_end_requested: false,
         })
     }
 
     /// Sends a request. If `is_over` is set, also asks the host, once, to end the command.
     pub(super) fn send_request(&mut self, is_over: bool) -> Result<()> {
-        if self.silent < FREQUENT || self.silent.is_multiple_of(FREQUENT) {
+        if self.unanswered < FREQUENT || self.unanswered.is_multiple_of(FREQUENT) {
             self.pipes.send(b"\n")?;
         }
         if is_over && !self.is_end_requested {
@@ -110,14 +110,14 @@ impl Beat {
 
     /// Receives the responses, one interval after the request. Returns false if the host has hung.
     pub(super) fn receive_response(&mut self) -> Result<bool> {
-        self.silent = if self.pipes.receive()?.is_empty() { self.silent + 1 } else { 0 };
-        Ok(self.silent < self.most_silent)
+        self.unanswered = if self.pipes.receive()?.is_empty() { self.unanswered + 1 } else { 0 };
+        Ok(self.unanswered < self.max_unanswered)
     }
 }
 
 /// Requests the registers of a hung host from QEMU's monitor, and returns the response. A QEMU that
 /// still works then exits.
-pub(super) fn examine(
+pub(super) fn read_registers(
     run: &Path,
     qemu: &mut Job,
 ) -> Result<(Vec<u8>, Option<std::process::ExitStatus>)> {
@@ -140,10 +140,10 @@ mod tests {
     use super::*;
 
     /// Returns a heartbeat and QEMU's ends of its pipes.
-    fn beat(folder: &Path) -> (Beat, File, File) {
+    fn beat(folder: &Path) -> (Heartbeat, File, File) {
         make_pipes(folder, "beat").unwrap();
         let Pipes { to_qemu, from_qemu } = Pipes::open(folder, "beat").unwrap();
-        (Beat::new(folder, MOST_SILENT).unwrap(), to_qemu, from_qemu)
+        (Heartbeat::new(folder, MAX_UNANSWERED).unwrap(), to_qemu, from_qemu)
     }
 
     fn read(input: &mut File) -> String {
@@ -156,15 +156,15 @@ mod tests {
     fn silent_host_gets_fewer_requests_and_then_stands_still() {
         let folder = tempfile::tempdir().unwrap();
         let (mut beat, mut input, mut output) = beat(folder.path());
-        for _ in 0..MOST_SILENT - 1 {
+        for _ in 0..MAX_UNANSWERED - 1 {
             beat.send_request(false).unwrap();
             assert!(beat.receive_response().unwrap());
         }
         let requests = u32::try_from(read(&mut input).len()).unwrap();
-        assert_eq!(requests, FREQUENT + (MOST_SILENT - 1) / FREQUENT);
+        assert_eq!(requests, FREQUENT + (MAX_UNANSWERED - 1) / FREQUENT);
         output.write_all(b"\n").unwrap();
         assert!(beat.receive_response().unwrap());
-        for _ in 0..MOST_SILENT - 1 {
+        for _ in 0..MAX_UNANSWERED - 1 {
             assert!(beat.receive_response().unwrap());
         }
         assert!(!beat.receive_response().unwrap());

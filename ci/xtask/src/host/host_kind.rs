@@ -10,7 +10,7 @@ use std::thread;
 
 use anyhow::{Context, Result};
 
-use super::{mend, qemu};
+use super::{qemu, qemu_patch};
 use crate::apt::sha256;
 use crate::checkout::{Checkout, read};
 use crate::jobs;
@@ -19,20 +19,20 @@ use crate::messages::refuse;
 use crate::programs;
 
 /// Variable that overrides the choice. The command receives it with the place where it runs.
-pub(super) const PLACE: &str = "FORESHORE_HOST";
+pub(super) const HOST_VARIABLE: &str = "FORESHORE_HOST";
 /// Memory that an emulated host needs in addition to its guest memory, for QEMU and for cached
 /// pages of its disks.
 const OVERHEAD_MIB: u64 = 1024;
 const MAX_HOSTS: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum HostKind {
     Direct,
     /// On an emulated host.
     Nested,
 }
 
-impl Display for Place {
+impl Display for HostKind {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(match self {
             Self::Direct => "direct",
@@ -42,25 +42,25 @@ impl Display for Place {
 }
 
 /// Returns where commands run, and why.
-pub(super) fn choose() -> Result<(Place, String)> {
-    let wanted = env::var_os(PLACE).unwrap_or_default();
-    let place = match wanted.to_str() {
-        Some("direct") => Place::Direct,
-        Some("nested") => Place::Nested,
+pub(super) fn choose() -> Result<(HostKind, String)> {
+    let requested = env::var_os(HOST_VARIABLE).unwrap_or_default();
+    let host_kind = match requested.to_str() {
+        Some("direct") => HostKind::Direct,
+        Some("nested") => HostKind::Nested,
         Some("") => {
-            return Ok(match why_emulated() {
-                Some(reason) => (Place::Nested, reason.to_owned()),
-                None => (Place::Direct, "hardware virtualization is here".to_owned()),
+            return Ok(match emulation_reason() {
+                Some(reason) => (HostKind::Nested, reason.to_owned()),
+                None => (HostKind::Direct, "hardware virtualization is here".to_owned()),
             });
         }
-        _ => refuse!("{PLACE} is '{}': nested or direct", wanted.display()),
+        _ => refuse!("{HOST_VARIABLE} is '{}': nested or direct", requested.display()),
     };
-    Ok((place, format!("{PLACE}={place}")))
+    Ok((host_kind, format!("{HOST_VARIABLE}={host_kind}")))
 }
 
 /// Returns the reason why commands cannot run on this machine, if any. The existence of /dev/kvm is
 /// not sufficient, because a para-virtual KVM also provides it but does not run stock guests.
-fn why_emulated() -> Option<&'static str> {
+fn emulation_reason() -> Option<&'static str> {
     let device = Path::new("/dev/kvm");
     let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     if !cpus.split_whitespace().any(|flag| flag == "svm" || flag == "vmx") {
@@ -81,8 +81,8 @@ pub(crate) fn hosts_at_once(memory_mib: u64) -> Result<usize> {
         parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
     let cpus = thread::available_parallelism()?.get();
     Ok(match choose()?.0 {
-        Place::Direct => 1,
-        Place::Nested => count(cpus, available_mib, memory_mib),
+        HostKind::Direct => 1,
+        HostKind::Nested => count(cpus, available_mib, memory_mib),
     })
 }
 
@@ -98,25 +98,29 @@ fn parse_available(meminfo: &str) -> Option<u64> {
 }
 
 fn count(cpus: usize, available_mib: u64, memory_mib: u64) -> usize {
-    let room = usize::try_from(available_mib / (memory_mib + OVERHEAD_MIB)).unwrap_or(MAX_HOSTS);
-    room.min(cpus).clamp(1, MAX_HOSTS)
+    let fitting = usize::try_from(available_mib / (memory_mib + OVERHEAD_MIB)).unwrap_or(MAX_HOSTS);
+    fitting.min(cpus).clamp(1, MAX_HOSTS)
 }
 
 /// Describes the commit of the programs, and the machine or the emulated host's kernel and QEMU. A
 /// patched QEMU prints the version of the original.
-pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
-    let ours = commit(checkout)?;
-    if place == Place::Direct {
+pub(super) fn measured_on(checkout: &Checkout, host_kind: HostKind) -> Result<String> {
+    let commit_line = commit(checkout)?;
+    if host_kind == HostKind::Direct {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
-        return Ok(format!("{ours}; this machine: {}, Linux {}", cpu_model()?, release.trim_end()));
+        return Ok(format!(
+            "{commit_line}; this machine: {}, Linux {}",
+            cpu_model()?,
+            release.trim_end()
+        ));
     }
-    let (original, used) = (qemu::program()?, mend::mended_qemu(checkout)?);
+    let (original, used) = (qemu::program()?, qemu_patch::patched_qemu(checkout)?);
     let version = jobs::output(programs::user(&used).arg("--version"))?;
     let version = version.lines().next().unwrap_or_default();
-    let is_mended = if used == original { "" } else { ", mended" };
+    let patch_note = if used == original { "" } else { ", mended" };
     let kernel = kernels::pin(checkout, kernels::DEFAULT)?;
     let (linux, hash) = (kernel.version, sha256(&used)?);
-    Ok(format!("{ours}; emulated, Linux {linux}, {version}{is_mended}, sha256 {hash}"))
+    Ok(format!("{commit_line}; emulated, Linux {linux}, {version}{patch_note}, sha256 {hash}"))
 }
 
 fn commit(checkout: &Checkout) -> Result<String> {

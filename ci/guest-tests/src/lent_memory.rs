@@ -8,13 +8,13 @@ use std::ptr::{self, NonNull};
 use anyhow::{Context, Result};
 use pmem_volume::{Extent, Pool};
 
-/// Byte that [`Lent::fill`] writes.
+/// Byte that [`LentMemory::fill`] writes.
 const CONTENT: u8 = 0x5a;
 
 /// Mapped memory of a pool. Drop does not return it, so the next process that opens the pool has to
 /// erase it.
 #[derive(Debug)]
-pub struct Lent {
+pub struct LentMemory {
     mappings: Vec<Mapping>,
     extents: Vec<Extent>,
 }
@@ -25,7 +25,7 @@ struct Mapping {
     length: usize,
 }
 
-impl Lent {
+impl LentMemory {
     pub fn take(pool: &Pool, size_bytes: u64) -> Result<Self> {
         let extents = pool.alloc_memory(size_bytes)?;
         let mappings =

@@ -203,18 +203,18 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let refused = format!("{refused:#}");
     ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
     // Console files may be truncated only when the start can no longer fail.
-    let [said, unsaid] = ["said", "unsaid"].map(|name| dir.join(name));
-    fs::write(&said, "by an earlier guest")?;
-    let consoles = with("--serial", &format!("file={}", said.display()))
-        .argument("--console", &format!("file={}", unsaid.display()))
+    let [used_output, unused_output] = ["said", "unsaid"].map(|name| dir.join(name));
+    fs::write(&used_output, "by an earlier guest")?;
+    let consoles = with("--serial", &format!("file={}", used_output.display()))
+        .argument("--console", &format!("file={}", unused_output.display()))
         .pm_volume(&volume);
     refuses(&consoles, &["--pm-volume", &process])?;
     ensure!(
-        fs::read_to_string(&said)? == "by an earlier guest",
+        fs::read_to_string(&used_output)? == "by an earlier guest",
         "The output of an earlier guest is lost"
     );
-    ensure!(!unsaid.exists(), "A guest that never ran has a console file");
-    fs::remove_file(&said)?;
+    ensure!(!unused_output.exists(), "A guest that never ran has a console file");
+    fs::remove_file(&used_output)?;
 
     are_unchanged(&contents, &files(&dir, ALL_BYTES)?)?;
     first.run("true")?;

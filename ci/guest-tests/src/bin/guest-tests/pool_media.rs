@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::{fill_up, mount, need_dax, need_private_mounts, unmount};
 use guest_tests::guest::program;
-use guest_tests::lent::Lent;
+use guest_tests::lent_memory::LentMemory;
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Disk, FileSystem, Guest, LoopDevice, Pool, skip};
@@ -138,7 +138,7 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
         info.memory_bytes + info.scrubbing_bytes == 0,
         "The pool did not get all memory back: {info:?}"
     );
-    let lent = Lent::take(&open, info.lendable_bytes)?;
+    let lent = LentMemory::take(&open, info.lendable_bytes)?;
     let found = lent.find_content();
     ensure!(found.is_none(), "A free chunk has content (offset and byte): {found:?}");
     lent.give_back(&open)?;
@@ -406,7 +406,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
 
 /// A guest that uses memory and a volume of the pool is killed. The volume should be consistent,
 /// and no content of the memory may remain.
-fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
+fn check_guest_runs_from(pool: &Pool, hints: bool) -> Result<()> {
     pool.create_volume("data", "24M")?;
     let memory = format!("pool={},size=128M", pool.name());
     let guest = Guest::builder()
@@ -421,10 +421,10 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)? == hints, "The guest has flush hints: {}", !hints);
     write_blocks(&guest, 50)?;
-    let asked = flushes(&guest, "ok")?;
+    let flushed = flushes(&guest, "ok")?;
     ensure!(
-        (asked > 0.0) == hints && flushes(&guest, "error")? == 0.0,
-        "The guest requested {asked} flushes"
+        (flushed > 0.0) == hints && flushes(&guest, "error")? == 0.0,
+        "The guest requested {flushed} flushes"
     );
     // The load exceeds the boot memory.
     let _hog = guest.hog(380, IO_LIMIT)?;
@@ -445,11 +445,11 @@ fn a_guest_has_memory_and_a_volume_on_a_block_device() -> Result<()> {
     let disk = LoopDevice::create(160)?;
     let pool = Pool::by_path(disk.path());
     pmvol(&["create", &pool.name()])?;
-    guest_lives_on(&pool, true)
+    check_guest_runs_from(&pool, true)
 }
 
 fn a_guest_has_memory_and_a_volume_on_devdax() -> Result<()> {
     let pool = Pool::by_path(&blank(DEVDAX)?);
     pmvol(&["create", &pool.name(), "--size", "160M", "--force"])?;
-    guest_lives_on(&pool, false)
+    check_guest_runs_from(&pool, false)
 }

@@ -21,7 +21,7 @@ mod values;
 guest_tests::tests![
     guest_is_unaffected_by_invalid_api_requests: 300,
     guest_is_unaffected_by_a_hundred_thousand_requests: 2400 (extended) =>
-        sent_so_often(100_000, 10_000),
+        send_invalid_requests(100_000, 10_000),
 ];
 
 /// All fields of Cloud Hypervisor's schemas.
@@ -31,16 +31,16 @@ const NAMES: &str =
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 const LIMIT: Duration = Duration::from_secs(60);
 /// Number of connections that send only half of a request.
-const SILENT: usize = 50;
+const HALF_REQUESTS: usize = 50;
 
-struct Bad {
+struct InvalidRequest {
     call: &'static str,
     body: String,
     statuses: &'static [u16],
 }
 
 /// Expected statuses of calls that do not exist.
-const NOT_HERE: &[u16] = &[501];
+const NOT_IMPLEMENTED: &[u16] = &[501];
 const REFUSED: &[u16] = &[400, 404, 405, 409];
 /// Expected statuses of calls that name files or devices missing on the host.
 const REFUSED_BY_THE_HOST: &[u16] = &[400, 404, 405, 409, 500];
@@ -53,10 +53,15 @@ fn fields_of(schema: &str) -> Vec<&'static str> {
 }
 
 /// Returns an object for each field and value. Each object also contains fields that make the
-/// request fail: `beside`, or `instead` if `beside` contains the field.
-fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
+/// request fail: `failing_fields`, or `other_failing_fields` if `failing_fields` contains the
+/// field.
+fn each(fields: &[&str], failing_fields: &Value, other_failing_fields: &Value) -> Vec<Value> {
     let with = |field: &str, value| {
-        let mut object = if beside.get(field).is_some() { instead.clone() } else { beside.clone() };
+        let mut object = if failing_fields.get(field).is_some() {
+            other_failing_fields.clone()
+        } else {
+            failing_fields.clone()
+        };
         object[field] = value;
         object
     };
@@ -98,14 +103,16 @@ fn of_create() -> Vec<Value> {
 /// Bodies that name unknown devices, impossible sizes or missing objects.
 fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let none = json!({});
-    let known = |call, schema: &str, beside: Value, instead: Value, statuses| {
-        (call, each(&fields_of(schema), &beside, &instead), statuses)
-    };
+    let known =
+        |call, schema: &str, failing_fields: Value, other_failing_fields: Value, statuses| {
+            (call, each(&fields_of(schema), &failing_fields, &other_failing_fields), statuses)
+        };
     let (no_disk, no_file) = (json!({"path": "/nowhere/disk"}), json!({"file": "/nowhere/file"}));
     let (no_tap, no_mtu) = (json!({"tap": "lo"}), json!({"mtu": 5}));
     let (no_size, no_zone) = (json!({"id": "dram", "desired_ram": 7}), json!({"id": "dram"}));
-    let nobody = json!({"id": "nobody", "desired_size": 1});
-    let ours = ["policy", "size", "params", "rules", "dry_run", "pause", "resume", "zone"];
+    let no_device = json!({"id": "nobody", "desired_size": 1});
+    let pressure_fields =
+        ["policy", "size", "params", "rules", "dry_run", "pause", "resume", "zone"];
     vec![
         known("vm.add-disk", "DiskConfig", no_disk, none.clone(), REFUSED_BY_THE_HOST),
         known("vm.add-net", "NetConfig", no_tap, no_mtu, REFUSED_BY_THE_HOST),
@@ -121,12 +128,16 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
         known("vm.remove-device", "VmRemoveDevice", none.clone(), none.clone(), REFUSED),
         known("vm.resize", "VmResize", none.clone(), none.clone(), REFUSED_OR_EMPTY),
         known("vm.resize-zone", "VmResizeZone", no_size, no_zone, REFUSED),
-        known("vm.resize-disk", "VmResizeDisk", nobody.clone(), nobody, REFUSED),
-        ("vm.pressure", each(&ours, &json!({"policy": "greed"}), &none), REFUSED_OR_EMPTY),
+        known("vm.resize-disk", "VmResizeDisk", no_device.clone(), no_device, REFUSED),
+        (
+            "vm.pressure",
+            each(&pressure_fields, &json!({"policy": "greed"}), &none),
+            REFUSED_OR_EMPTY,
+        ),
     ]
 }
 
-fn without_a_place_here() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
+fn unsupported_calls() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let schemas = [
         ("vm.add-device", "DeviceConfig"),
         ("vm.add-fs", "FsConfig"),
@@ -140,25 +151,45 @@ fn without_a_place_here() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
         ("vm.snapshot", "VmSnapshotConfig"),
     ];
     let none = json!({});
-    schemas.map(|(call, schema)| (call, each(&fields_of(schema), &none, &none), NOT_HERE)).into()
+    schemas
+        .map(|(call, schema)| (call, each(&fields_of(schema), &none, &none), NOT_IMPLEMENTED))
+        .into()
 }
 
-fn campaign() -> Result<Vec<Bad>> {
-    let mut calls = [of_a_vm_that_runs(), without_a_place_here()].concat();
+fn invalid_requests() -> Result<Vec<InvalidRequest>> {
+    let mut calls = [of_a_vm_that_runs(), unsupported_calls()].concat();
     calls.push(("vm.create", of_create(), REFUSED));
     let mut all = Vec::new();
     for (call, bodies, statuses) in calls {
         ensure!(!bodies.is_empty(), "{call} has no fields");
-        all.extend(bodies.into_iter().map(|body| Bad { call, body: body.to_string(), statuses }));
-        let deep = "[".repeat(60_000);
-        let no_objects =
-            ["", " ", "{", "[]", "7", "null", "\"{}\"", "{}{}", "{\"a\": }", "\u{feff}{}", &deep];
-        all.extend(no_objects.map(|body| Bad { call, body: body.to_owned(), statuses }));
+        all.extend(bodies.into_iter().map(|body| InvalidRequest {
+            call,
+            body: body.to_string(),
+            statuses,
+        }));
+        let nested_arrays = "[".repeat(60_000);
+        let no_objects = [
+            "",
+            " ",
+            "{",
+            "[]",
+            "7",
+            "null",
+            "\"{}\"",
+            "{}{}",
+            "{\"a\": }",
+            "\u{feff}{}",
+            &nested_arrays,
+        ];
+        all.extend(no_objects.map(|body| InvalidRequest { call, body: body.to_owned(), statuses }));
     }
     Ok(all)
 }
 
-fn send(stream: &mut UnixStream, Bad { call, body, statuses }: &Bad) -> Result<()> {
+fn send(
+    stream: &mut UnixStream,
+    InvalidRequest { call, body, statuses }: &InvalidRequest,
+) -> Result<()> {
     let answer = http::request_with(stream, call, body, &[])
         .with_context(|| format!("{call} {body:.200}"))?;
     ensure!(statuses.contains(&answer.status), "{call} {body:.200}: {answer:?}");
@@ -191,34 +222,34 @@ fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
         .collect()
 }
 
-/// Sends `requests` requests from two clients concurrently. The first `on_their_own` requests each
-/// use a separate connection.
-fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
-    let bad = campaign()?;
+/// Sends `requests` requests from two clients concurrently. The first `separate_connections`
+/// requests each use a separate connection.
+fn send_invalid_requests(requests: usize, separate_connections: usize) -> Result<()> {
+    let requests_to_send = invalid_requests()?;
     let guest = Guest::builder().boot()?;
     // The agent reports the kernel some time after boot. A request does not cause this change.
     guest.wait_until("vm.info has the guest's kernel", LIMIT, || {
         Ok(!guest.get("vm.info")?["guest_kernel"].is_null())
     })?;
     let before = guest.get("vm.info")?;
-    let mut heart = guest
+    let mut heartbeat = guest
         .start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
-    let held = guest.holdings()?;
+    let first_counts = guest.resource_counts()?;
     let connect = || UnixStream::connect(guest.api_socket()).context("Cannot connect");
     // Each of these connections sends half a request, and then nothing until the end.
-    let silent = (0..SILENT).map(|_| {
+    let half_requests = (0..HALF_REQUESTS).map(|_| {
         let mut stream = connect()?;
         stream.write_all(b"PUT /api/v1/vm.shutdown HTTP/1.1\r\nHost: x\r\nContent-Le")?;
         Ok(stream)
     });
-    let silent: Vec<_> = silent.collect::<Result<_>>()?;
+    let half_requests: Vec<_> = half_requests.collect::<Result<_>>()?;
     let client = |first: usize| -> Result<()> {
         let mut stream = connect()?;
         for nth in (first..requests).step_by(2) {
-            if nth < on_their_own {
+            if nth < separate_connections {
                 stream = connect()?;
             }
-            send(&mut stream, &bad[nth % bad.len()])?;
+            send(&mut stream, &requests_to_send[nth % requests_to_send.len()])?;
         }
         Ok(())
     };
@@ -226,23 +257,23 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         let clients = [0, 1].map(|first| scope.spawn(move || client(first)));
         while !clients.iter().all(|client| client.is_finished()) {
             ensure!(
-                heart.next_line().is_some_and(|line| line == "beat"),
+                heartbeat.next_line().is_some_and(|line| line == "beat"),
                 "The guest's heartbeat stopped"
             );
             nothing_has_changed(&before, &guest)?;
         }
         clients.into_iter().try_for_each(|client| client.join().expect("a client does not panic"))
     })?;
-    println!("{requests} requests, of {} bad ones", bad.len());
-    drop(silent);
-    guest.wait_until_nothing_is_left(&held)?;
+    println!("{requests} requests, of {} bad ones", requests_to_send.len());
+    drop(half_requests);
+    guest.wait_until_resources_are_freed(&first_counts)?;
     nothing_has_changed(&before, &guest)?;
     guest.run("touch /tmp/end")?;
-    ensure!(heart.finish()?.code == 0, "The guest's heartbeat failed");
+    ensure!(heartbeat.finish()?.code == 0, "The guest's heartbeat failed");
     guest.no_kernel_complaints()
 }
 
 fn guest_is_unaffected_by_invalid_api_requests() -> Result<()> {
-    let all = campaign()?.len();
-    sent_so_often(all, all / 20)
+    let all = invalid_requests()?.len();
+    send_invalid_requests(all, all / 20)
 }

@@ -14,7 +14,7 @@ use guest_tests::{Guest, Pool};
 
 use crate::dax::{EXT4, HEAP, HEAP_BYTES};
 use crate::pmem::{file, guest_with};
-use crate::raw::wait_for_bytes;
+use crate::raw_volume::wait_for_bytes;
 use crate::volume::IO_LIMIT;
 use crate::zones::{MIB, wait_until_plugged};
 

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use super::qemu;
 use crate::checkout::{Checkout, create_folder, rename, write};
-use crate::messages::{say, speak_as};
+use crate::messages::{report, with_task_name};
 
 /// Byte of a pattern. `None` matches any byte.
 type Byte = Option<u8>;
@@ -33,27 +33,29 @@ const CONTEXT: &str = "c7 83 .. .. .. .. 00 00 00 00 48 c7 83 .. .. .. .. ff ff 
 
 /// Returns the QEMU for emulated hosts: a patched copy, or this machine's own QEMU if the
 /// instruction is not found exactly once.
-pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
-    speak_as("nested", || {
+pub(super) fn patched_qemu(checkout: &Checkout) -> Result<PathBuf> {
+    with_task_name("nested", || {
         let original = qemu::program()?;
         let folder = checkout.ci("host");
         create_folder(&folder)?;
-        let mended = folder.join("qemu-system-x86_64");
+        let patched = folder.join("qemu-system-x86_64");
         let this_file = checkout.path("ci/xtask/src/host/mend.rs");
-        if is_newer(&mended, &original)? && is_newer(&mended, &this_file)? {
-            return Ok(mended);
+        if is_newer(&patched, &original)? && is_newer(&patched, &this_file)? {
+            return Ok(patched);
         }
         let mut program =
             fs::read(&original).with_context(|| format!("Cannot read {}", original.display()))?;
-        if !mend(&mut program)? {
-            say!("unknown QEMU, used without the patch: hosts may hang (docs/design/testing.md)");
+        if !patch(&mut program)? {
+            report!(
+                "unknown QEMU, used without the patch: hosts may hang (docs/design/testing.md)"
+            );
             return Ok(original);
         }
         let new = folder.join(format!("qemu-system-x86_64.{}", std::process::id()));
         write(&new, program)?;
         fs::set_permissions(&new, Permissions::from_mode(0o755))?;
-        rename(&new, &mended)?;
-        Ok(mended)
+        rename(&new, &patched)?;
+        Ok(patched)
     })
 }
 
@@ -65,7 +67,7 @@ fn is_newer(made: &Path, source: &Path) -> Result<bool> {
 }
 
 /// Replaces the store with a no-op. Returns false if the store does not occur exactly once.
-fn mend(program: &mut [u8]) -> Result<bool> {
+fn patch(program: &mut [u8]) -> Result<bool> {
     let context = CONTEXT.split_whitespace().map(parse_byte).collect::<Result<Vec<_>>>()?;
     let pattern = [&STORE[..], &context].concat();
     let is_match = |bytes: &[u8]| {
@@ -99,7 +101,7 @@ mod tests {
     fn only_store_is_replaced() {
         let known = [vec![0x89; 9], instructions(), vec![0; 9]].concat();
         let mut program = known.clone();
-        assert!(mend(&mut program).unwrap());
+        assert!(patch(&mut program).unwrap());
         assert_eq!(program[9..15], NO_OPERATION);
         assert_eq!((&program[..9], &program[15..]), (&known[..9], &known[15..]));
     }
@@ -108,7 +110,7 @@ mod tests {
     fn store_that_is_missing_or_ambiguous_is_left() {
         for known in [vec![0; 99], [instructions(), instructions()].concat()] {
             let mut program = known.clone();
-            assert!(!mend(&mut program).unwrap());
+            assert!(!patch(&mut program).unwrap());
             assert_eq!(program, known);
         }
     }

@@ -19,7 +19,7 @@ const FLUSHES: [libc::c_long; 6] = [
 ///
 /// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) intercepts the system
 /// calls. With SECCOMP_RET_ERRNO and an error number of 0, a call is not executed but succeeds.
-pub(crate) fn about_flushes(command: &mut Command) -> &mut Command {
+pub(crate) fn disable_flushes(command: &mut Command) -> &mut Command {
     let filter = filter();
     // SAFETY: prctl is async-signal-safe. The filter was created before the fork, and nothing is
     // allocated after the fork.
@@ -72,17 +72,17 @@ mod tests {
     fn impossible_flush_succeeds_and_output_is_unchanged() {
         // sync of a pipe fails with EINVAL, but succeeds with the filter. The output can still be
         // read.
-        let output = |lie: bool| {
+        let output = |is_disabled: bool| {
             let mut command = Command::new("sh");
             command.args(["-c", "echo said; exec sync -d /dev/stdout"]);
-            if lie {
-                about_flushes(&mut command);
+            if is_disabled {
+                disable_flushes(&mut command);
             }
             command.output().unwrap()
         };
-        let (honest, lying) = (output(false), output(true));
-        assert!(!honest.status.success(), "sync of a pipe succeeded: {honest:?}");
-        assert!(lying.status.success(), "{lying:?}");
-        assert_eq!(lying.stdout, b"said\n");
+        let (unfiltered, filtered) = (output(false), output(true));
+        assert!(!unfiltered.status.success(), "sync of a pipe succeeded: {unfiltered:?}");
+        assert!(filtered.status.success(), "{filtered:?}");
+        assert_eq!(filtered.stdout, b"said\n");
     }
 }
