@@ -33,7 +33,7 @@ use crate::governor::info::PressureChange;
 use crate::vm::named_twice;
 use crate::vm::request::{
     BusyVm, PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError,
-    VmInfo, VmRequest, VmState, VmStatus, check_vcpus, device_tree,
+    VmInfo, VmRequest, VmState, VmStatus, check_vcpus,
 };
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
