@@ -12,9 +12,19 @@ pub struct BookCommand {
     pub arguments: Vec<String>,
 }
 
+/// Programs whose command lines the book shows.
+const PROGRAMS: [&str; 5] =
+    ["foreshore", "foreshore-remote", "foreshore-agent", "foreshore-sim", "pmvol"];
+
+/// Programs that run the command in their arguments.
+const WRAPPERS: [&str; 4] = ["ssh", "sudo", "systemd-run", "watch"];
+
+/// Words of the shell that precede a command.
+const KEYWORDS: [&str; 6] = ["do", "else", "if", "then", "until", "while"];
+
 /// Returns all command lines of `program` in the book and the README. Ellipses are left out.
 ///
-/// Lines that a shell could not split are ignored. Panics if a page cannot be read.
+/// Panics if a page cannot be read, or if a shell could not split a command of one of our programs.
 pub fn commands(program: &str) -> Vec<BookCommand> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut pages = vec![PathBuf::from("README.md")];
@@ -22,7 +32,8 @@ pub fn commands(program: &str) -> Vec<BookCommand> {
     pages.sort();
     let of_page = |page: PathBuf| {
         let text = fs::read_to_string(root.join(&page)).expect("a page of the book is readable");
-        let commands = commands_in(&text, program);
+        let commands = commands_in(&text, program)
+            .unwrap_or_else(|line| panic!("{}: a shell cannot split: {line}", page.display()));
         commands.into_iter().map(move |arguments| BookCommand { page: page.clone(), arguments })
     };
     pages.into_iter().flat_map(of_page).collect()
@@ -40,42 +51,129 @@ fn add_pages(root: &Path, folder: &Path, pages: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the arguments of each command of `program` in the indented blocks of `text`.
-fn commands_in(text: &str, program: &str) -> Vec<Vec<String>> {
-    let mut commands = Vec::new();
-    let mut lines = text.lines();
-    while let Some(line) = lines.next() {
-        let Some(line) = line.strip_prefix("    ") else { continue };
-        let mut command = line.trim_start().to_owned();
-        while command.ends_with('\\') {
-            command.pop();
-            command.push_str(lines.next().unwrap_or_default().trim_start());
-        }
-        for command in simple_commands(&command) {
-            if let Some((first, arguments)) = command.split_first()
-                && first == program
-            {
-                commands.push(arguments.to_vec());
+/// Returns the arguments of each command of `program` in the blocks of `text`, or the line of one
+/// of our programs that a shell could not split.
+fn commands_in(text: &str, program: &str) -> Result<Vec<Vec<String>>, String> {
+    let mut found = Vec::new();
+    for block in blocks(text) {
+        for line in logical_lines(&block) {
+            match simple_commands(&line) {
+                Some(commands) => found.extend(commands),
+                None if names_program(&line) => return Err(line),
+                None => {}
             }
         }
     }
-    commands
+    found.retain(|command| command.first().is_some_and(|first| first == program));
+    Ok(found.into_iter().map(|command| command[1..].to_vec()).collect())
+}
+
+/// Returns the lines of each block of `text` that can hold commands: indented blocks, and fenced
+/// blocks marked with `sh` or nothing.
+///
+/// Other fenced blocks hold output, files or summaries of flags. In an indented block, a line of
+/// output does not start with the name of a program.
+fn blocks(text: &str) -> Vec<Vec<&str>> {
+    const FENCE: &str = "```";
+    let mut blocks = vec![Vec::new()];
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        if let Some(language) = line.trim_start().strip_prefix(FENCE) {
+            let block = lines.by_ref().take_while(|line| !line.trim_start().starts_with(FENCE));
+            let block = block.map(str::trim_start).collect();
+            if ["", "sh"].contains(&language.trim()) {
+                blocks.push(block);
+            }
+            blocks.push(Vec::new());
+        } else if let Some(line) = line.strip_prefix("    ") {
+            blocks.last_mut().expect("there is a block").push(line.trim_start());
+        } else {
+            blocks.push(Vec::new());
+        }
+    }
+    blocks.retain(|block| !block.is_empty());
+    blocks
+}
+
+/// Joins the lines of a block at backslashes, and where a quotation continues on the next line.
+fn logical_lines(block: &[&str]) -> Vec<String> {
+    let mut joined = Vec::new();
+    let mut rest = block;
+    while !rest.is_empty() {
+        let complete = |count: &usize| {
+            let line = join(&rest[..*count]);
+            !line.ends_with('\\') && shlex::split(&line).is_some()
+        };
+        // A line without a closing quotation stands alone.
+        let count = (1..=rest.len()).find(complete).unwrap_or(1);
+        joined.push(join(&rest[..count]));
+        rest = &rest[count..];
+    }
+    joined
+}
+
+fn join(lines: &[&str]) -> String {
+    lines.join("\n").replace("\\\n", "")
+}
+
+/// Returns true if a command of `line`, which a shell could not split, starts with the name of one
+/// of our programs.
+fn names_program(line: &str) -> bool {
+    line.split(['|', '&', ';', '(', '`']).any(|command| {
+        let mut words = command.split_whitespace().skip_while(|word| KEYWORDS.contains(word));
+        words.next().is_some_and(|word| PROGRAMS.contains(&word))
+    })
 }
 
 /// Splits a line at the operators of the shell, and each command into words. Redirections and
-/// comments are left out.
-fn simple_commands(line: &str) -> Vec<Vec<String>> {
+/// comments are left out. Returns `None` if a shell could not split the line.
+fn simple_commands(line: &str) -> Option<Vec<Vec<String>>> {
     const OPERATORS: [&str; 5] = ["|", "||", "&&", "&", ";"];
     // shlex splits only at spaces.
-    let words = shlex::split(&line.replace("; ", " ; ")).unwrap_or_default();
-    let commands = words.split(|word| OPERATORS.contains(&word.as_str()));
-    let kept = |command: &[String]| {
+    let words = shlex::split(&line.replace("; ", " ; "))?;
+    let mut commands = Vec::new();
+    for command in words.split(|word| OPERATORS.contains(&word.as_str())) {
+        for script in inner_scripts(command) {
+            commands.extend(simple_commands(script)?);
+        }
         let words = command.iter().filter(|word| *word != "..." && !word.contains('>'));
-        // `while` and `then` precede a command.
-        let words = words.skip_while(|word| ["while", "do", "then"].contains(&word.as_str()));
-        words.cloned().collect()
+        commands.push(without_prefix(words.cloned().collect()));
+    }
+    Some(commands)
+}
+
+/// Returns the scripts in the words of a command: `$(SCRIPT)` and `sh -c SCRIPT`.
+fn inner_scripts(command: &[String]) -> impl Iterator<Item = &str> {
+    let substituted = |word: &'_ String| -> Option<(usize, usize)> {
+        let start = word.find("$(")? + 2;
+        Some((start, start + word[start..].rfind(')')?))
     };
-    commands.map(kept).collect()
+    let substitutions = command
+        .iter()
+        .filter_map(move |word| substituted(word).map(|(start, end)| &word[start..end]));
+    let shells = command.windows(3).filter(|words| words[0] == "sh" && words[1] == "-c");
+    substitutions.chain(shells.map(|words| words[2].as_str()))
+}
+
+/// Removes keywords of the shell, variables and wrappers from the start of a command.
+fn without_prefix(mut words: Vec<String>) -> Vec<String> {
+    let is_prefix = |word: &String| KEYWORDS.contains(&word.as_str()) || is_assignment(word);
+    let start = words.iter().position(|word| !is_prefix(word)).unwrap_or(words.len());
+    words.drain(..start);
+    if words.first().is_some_and(|word| WRAPPERS.contains(&word.as_str()))
+        && let Some(at) = words.iter().position(|word| PROGRAMS.contains(&word.as_str()))
+    {
+        words.drain(..at);
+    }
+    words
+}
+
+fn is_assignment(word: &str) -> bool {
+    let is_name = |name: &str| {
+        !name.is_empty()
+            && name.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
+    };
+    word.split_once('=').is_some_and(|(name, _)| is_name(name))
 }
 
 #[cfg(test)]
@@ -101,6 +199,55 @@ Run `pool create`:
             &["check", "POOL"],
             &["--name", "a b"],
         ];
-        assert_eq!(commands_in(text, "pool"), expected);
+        assert_eq!(commands_in(text, "pool").unwrap(), expected);
+    }
+
+    #[test]
+    fn fenced_blocks_of_commands_are_read_and_others_are_not() {
+        let text = "\
+```sh
+pool create /a \\
+  --size 1G
+```
+```
+pool info /a
+```
+   ```text
+   pool [--flag]
+   ```
+pool is a word of the text
+";
+        let expected: [&[&str]; 2] = [&["create", "/a", "--size", "1G"], &["info", "/a"]];
+        assert_eq!(commands_in(text, "pool").unwrap(), expected);
+    }
+
+    #[test]
+    fn commands_are_found_behind_wrappers_and_in_scripts() {
+        let text = "\
+Text:
+    A=1 pmvol info a
+    ssh HOST pmvol info b
+    screen \"$(pmvol info c | jq -r .a)\"
+    host -- sh -c 'pmvol info \"d
+      e\"; exit'
+    install pmvol /usr/bin
+";
+        let expected: [&[&str]; 4] =
+            [&["info", "a"], &["info", "b"], &["info", "c"], &["info", "d\ne"]];
+        assert_eq!(commands_in(text, "pmvol").unwrap(), expected);
+    }
+
+    #[test]
+    fn command_that_a_shell_cannot_split_is_an_error() {
+        let quoted = "    while pmvol info \"a; do\n    pmvol info b\n";
+        assert_eq!(commands_in(quoted, "pool").unwrap_err(), "while pmvol info \"a; do");
+        let output = "    pool: it's full\n    pool info a\n";
+        assert_eq!(commands_in(output, "pool").unwrap(), [["info", "a"]]);
+    }
+
+    /// The tests of the agent do not parse command lines of the book.
+    #[test]
+    fn book_has_no_command_line_of_the_agent() {
+        assert_eq!(commands("foreshore-agent"), []);
     }
 }
