@@ -1,5 +1,7 @@
 //! Command lines that the book and the README show, for the tests of the programs.
 
+pub mod script;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -26,17 +28,25 @@ const KEYWORDS: [&str; 6] = ["do", "else", "if", "then", "until", "while"];
 ///
 /// Panics if a page cannot be read, or if a shell could not split a command of one of our programs.
 pub fn commands(program: &str) -> Vec<BookCommand> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut pages = vec![PathBuf::from("README.md")];
-    add_pages(&root, Path::new("docs"), &mut pages);
-    pages.sort();
-    let of_page = |page: PathBuf| {
-        let text = fs::read_to_string(root.join(&page)).expect("a page of the book is readable");
+    let of_page = |(page, text): (PathBuf, String)| {
         let commands = commands_in(&text, program)
             .unwrap_or_else(|line| panic!("{}: a shell cannot split: {line}", page.display()));
         commands.into_iter().map(move |arguments| BookCommand { page: page.clone(), arguments })
     };
-    pages.into_iter().flat_map(of_page).collect()
+    pages().into_iter().flat_map(of_page).collect()
+}
+
+/// Returns the path and the text of each page of the book, and of the README.
+fn pages() -> Vec<(PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut pages = vec![PathBuf::from("README.md")];
+    add_pages(&root, Path::new("docs"), &mut pages);
+    pages.sort();
+    let read = |page: PathBuf| {
+        let text = fs::read_to_string(root.join(&page)).expect("a page of the book is readable");
+        (page, text)
+    };
+    pages.into_iter().map(read).collect()
 }
 
 fn add_pages(root: &Path, folder: &Path, pages: &mut Vec<PathBuf>) {
@@ -56,7 +66,7 @@ fn add_pages(root: &Path, folder: &Path, pages: &mut Vec<PathBuf>) {
 fn commands_in(text: &str, program: &str) -> Result<Vec<Vec<String>>, String> {
     let mut found = Vec::new();
     for block in blocks(text) {
-        for line in logical_lines(&block) {
+        for line in logical_lines(&block.lines) {
             match simple_commands(&line) {
                 Some(commands) => found.extend(commands),
                 None if names_program(&line) => return Err(line),
@@ -68,31 +78,49 @@ fn commands_in(text: &str, program: &str) -> Result<Vec<Vec<String>>, String> {
     Ok(found.into_iter().map(|command| command[1..].to_vec()).collect())
 }
 
-/// Returns the lines of each block of `text` that can hold commands: indented blocks, and fenced
-/// blocks marked with `sh` or nothing.
+/// Block of lines that can be commands.
+#[derive(Default)]
+struct Block<'a> {
+    lines: Vec<&'a str>,
+    /// Value of the marker `<!-- needs: VALUE -->` above the block.
+    needs: Option<&'a str>,
+}
+
+/// Returns each block of `text` that can hold commands: indented blocks, and fenced blocks marked
+/// with `sh` or nothing.
 ///
 /// Other fenced blocks hold output, files or summaries of flags. In an indented block, a line of
 /// output does not start with the name of a program.
-fn blocks(text: &str) -> Vec<Vec<&str>> {
+fn blocks(text: &str) -> Vec<Block<'_>> {
     const FENCE: &str = "```";
-    let mut blocks = vec![Vec::new()];
+    let mut blocks = Vec::new();
+    let mut block = Block::default();
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
-        if let Some(language) = line.trim_start().strip_prefix(FENCE) {
-            let block = lines.by_ref().take_while(|line| !line.trim_start().starts_with(FENCE));
-            let block = block.map(str::trim_start).collect();
+        let text = line.trim_start();
+        if let Some(language) = text.strip_prefix(FENCE) {
+            let fenced = lines.by_ref().take_while(|line| !line.trim_start().starts_with(FENCE));
+            let fenced = fenced.map(str::trim_start).collect();
             if ["", "sh"].contains(&language.trim()) {
-                blocks.push(block);
+                blocks.push(Block { lines: fenced, needs: block.needs });
             }
-            blocks.push(Vec::new());
-        } else if let Some(line) = line.strip_prefix("    ") {
-            blocks.last_mut().expect("there is a block").push(line.trim_start());
-        } else {
-            blocks.push(Vec::new());
+            block = Block::default();
+        } else if let Some(need) = needs_of(text) {
+            block = Block { lines: Vec::new(), needs: Some(need) };
+        } else if line.starts_with("    ") {
+            block.lines.push(text);
+        } else if !block.lines.is_empty() || !text.is_empty() {
+            blocks.push(std::mem::take(&mut block));
         }
     }
-    blocks.retain(|block| !block.is_empty());
+    blocks.push(block);
+    blocks.retain(|block| !block.lines.is_empty());
     blocks
+}
+
+/// Returns the value of a marker, a comment that readers do not see.
+fn needs_of(line: &str) -> Option<&str> {
+    line.strip_prefix("<!-- needs: ")?.strip_suffix(" -->")
 }
 
 /// Joins the lines of a block at backslashes, and where a quotation continues on the next line.
