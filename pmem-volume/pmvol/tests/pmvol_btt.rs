@@ -103,7 +103,9 @@ fn sectors_are_written_and_read() {
     let output = write(&folder, "11", &vec![5; SECTOR_BYTES + 7]);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(
-        text.contains("1 sector(s) were written, 11 to 11: 7 bytes at the end are no whole"),
+        text.contains(
+            "1 sector(s) were written, 11 to 11: the last 7 bytes are less than a sector"
+        ),
         "{text}"
     );
     let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);

@@ -33,7 +33,7 @@ const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 
                         test a::three ... skipped: no disk\n";
 
 /// Diagram with one layer that has no module.
-const DRAWING: &str = "```mermaid\nflowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
+const DRAWING: &str = "```mermaid\nflowchart TD\n    L0[\"Base\"]\n```\n";
 /// Source file with the headings of the layer tables.
 const LAYERS: &str = include_str!("../../src/tidy/layers.rs");
 /// Source file with the names and versions of the tools.
