@@ -39,7 +39,7 @@ pub(super) fn patched_qemu(checkout: &Checkout) -> Result<PathBuf> {
         let folder = checkout.ci("host");
         create_folder(&folder)?;
         let patched = folder.join("qemu-system-x86_64");
-        let this_file = checkout.path("ci/xtask/src/host/mend.rs");
+        let this_file = checkout.path("ci/xtask/src/host/qemu_patch.rs");
         if is_newer(&patched, &original)? && is_newer(&patched, &this_file)? {
             return Ok(patched);
         }

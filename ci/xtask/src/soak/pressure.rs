@@ -24,7 +24,7 @@ const HOST_MIB: u32 = 4096;
 const REAL_RUN_S: u32 = 330;
 const MAX_REAL_RUNS: u32 = 30;
 /// Limits of a run in counted time, and of the number of boots. An unpatched QEMU may hang
-/// (ci/xtask/src/host/mend.rs).
+/// (ci/xtask/src/host/qemu_patch.rs).
 const COUNTED_RUN_S: u32 = 180;
 const MAX_BOOTS: usize = 5;
 /// Real-time limit for a guest that swaps. Its CPU never idles until the guest is cut off after 3

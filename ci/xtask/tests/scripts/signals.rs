@@ -86,7 +86,7 @@ impl Stubs {
     fn with_qemu(kernel_lock: &str) -> Result<Self> {
         let stubs = Self::add_to(builder(kernel_lock, 0o022)?, "nested")?;
         stubs.tree.write("bin/qemu-system-x86_64", LASTING_QEMU, 0o755)?;
-        stubs.tree.write("ci/xtask/src/host/mend.rs", "", 0o644)?;
+        stubs.tree.write("ci/xtask/src/host/qemu_patch.rs", "", 0o644)?;
         for line in ["ci/setup", "ci/xtask/run host-disk"] {
             let status = stubs.start(line)?.wait()?;
             ensure!(status.success(), "{line}: {status}");
