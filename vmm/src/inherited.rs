@@ -10,23 +10,25 @@ use thiserror::Error;
 use crate::config::Launch;
 
 /// Folders of paths that name an inherited descriptor by its number.
-const FOLDERS: [&str; 2] = ["/dev/fd/", "/proc/self/fd/"];
+const FOLDERS: [&str; 3] = ["/dev/fd/", "/proc/self/fd/", "/proc/thread-self/fd/"];
 
 #[derive(Debug, Error)]
 pub enum InheritedError {
     /// A flag names a descriptor that the VMM has not inherited.
     #[error("{flag}: fd={fd} is not open; the process that starts the VMM must pass it")]
     NotOpen { flag: &'static str, fd: RawFd },
-    #[error("cannot close inherited descriptors")]
+    #[error("cannot close inherited descriptors (close_range)")]
     Close(#[source] io::Error),
 }
 
-/// Checks that every descriptor that a flag names is open, and closes all that no argument names.
-/// A guest that breaks out of the VM must not find files of the shell that has started the VMM.
+/// Checks that every descriptor of a key `fd=` is open, and closes all that no argument names. A
+/// guest that breaks out of the VM must not find files of the shell that has started the VMM.
 ///
-/// Must be called before the VMM opens any file. Otherwise a new file could get the number of a
-/// missing descriptor. For example, events could then be written to the log.
-pub fn take(launch: &Launch, args: &[OsString]) -> Result<(), InheritedError> {
+/// # Safety
+/// Must be called before the process opens any file (see [`descriptors::close_others`]). Otherwise
+/// a new file could also get the number of a missing descriptor, and events, for example, would be
+/// written to the log.
+pub unsafe fn take(launch: &Launch, args: &[OsString]) -> Result<(), InheritedError> {
     // SAFETY: F_GETFD reads a flag of the descriptor with this number, or fails.
     let is_open = |fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0;
     let named = launch.descriptors();
@@ -35,7 +37,8 @@ pub fn take(launch: &Launch, args: &[OsString]) -> Result<(), InheritedError> {
     }
     let mut kept: Vec<_> = named.into_iter().map(|(_, fd)| fd).collect();
     kept.extend(args.iter().flat_map(|arg| named_by_path(&arg.to_string_lossy())));
-    descriptors::close_others(kept).map_err(InheritedError::Close)
+    // SAFETY: the caller guarantees that no file is open.
+    unsafe { descriptors::close_others(kept) }.map_err(InheritedError::Close)
 }
 
 /// Returns the descriptors that paths in `arg` name, such as 63 in `path=/dev/fd/63`.

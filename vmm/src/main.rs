@@ -1,11 +1,10 @@
 //! Foreshore, the virtual machine monitor.
 
-#![forbid(unsafe_code)]
-
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
+use foreshore::inherited::InheritedError;
 use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
 use foreshore_confinement::process;
@@ -27,9 +26,14 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
     };
-    if let Err(error) = foreshore::inherited::take(&launch, &args) {
-        fail(&error);
-        return ExitCode::from(WRONG_COMMAND_LINE);
+    // SAFETY: nothing has been opened yet.
+    match unsafe { foreshore::inherited::take(&launch, &args) } {
+        Ok(()) => {}
+        Err(error @ InheritedError::NotOpen { .. }) => {
+            fail(&error);
+            return ExitCode::from(WRONG_COMMAND_LINE);
+        }
+        Err(error @ InheritedError::Close(_)) => return fail(&error),
     }
     if let Err(error) = foreshore::vm::check_launch(&launch) {
         fail(&error);
@@ -38,7 +42,7 @@ fn main() -> ExitCode {
     if let Err(error) = foreshore_devices::log::start(&launch.log) {
         return fail(&error);
     }
-    foreshore_devices::log::log_panics();
+    foreshore_devices::log::log_panics(&launch.log);
     let (has_file, format) = (launch.log.file.is_some(), launch.log.format);
     let Err(error) = run(launch) else { return ExitCode::SUCCESS };
     let is_json = format == LogFormat::Json;

@@ -10,8 +10,9 @@ use std::process::{Child, Command};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
-/// Number of the descriptor that a VMM inherits.
-const INHERITED: RawFd = 9;
+/// Number of the descriptor that a VMM inherits. It is greater than those that this process uses,
+/// because dup2() to the same number would not clear FD_CLOEXEC.
+const INHERITED: RawFd = 200;
 /// A VMM starts within milliseconds. The limit only ends a test that has failed.
 const LIMIT: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 
@@ -74,7 +75,7 @@ fn inherited_descriptor_that_no_argument_names_is_closed() {
 
 #[test]
 fn inherited_descriptor_that_an_argument_names_stays_open() {
-    for argument in ["fd=9", "path=/dev/fd/9", "path=/proc/self/fd/9"] {
+    for argument in ["fd=200", "path=/dev/fd/200", "path=/proc/self/fd/200"] {
         let folder = TempDir::new().unwrap();
         let (mut reader, writer) = io::pipe().unwrap();
         let arguments = ["--event-monitor", argument];

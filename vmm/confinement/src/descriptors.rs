@@ -8,21 +8,27 @@ const FIRST: u32 = 3;
 
 /// Closes all inherited descriptors but the standard streams and `kept`.
 ///
-/// Must be called before the VMM opens any file.
-pub fn close_others(mut kept: Vec<RawFd>) -> io::Result<()> {
+/// # Safety
+/// No value of this process may own a descriptor that is closed. The call is therefore safe before
+/// the process has opened any file.
+pub unsafe fn close_others(mut kept: Vec<RawFd>) -> io::Result<()> {
     kept.sort_unstable();
     let mut first = FIRST;
     for fd in kept.into_iter().filter_map(|fd| u32::try_from(fd).ok()) {
         if fd > first {
-            close_range(first, fd - 1)?;
+            // SAFETY: see the function's requirement.
+            unsafe { close_range(first, fd - 1)? };
         }
         first = first.max(fd + 1);
     }
-    close_range(first, u32::MAX)
+    // SAFETY: as above.
+    unsafe { close_range(first, u32::MAX) }
 }
 
-fn close_range(first: u32, last: u32) -> io::Result<()> {
-    // SAFETY: no code of this process uses these descriptors (see `close_others`).
+/// # Safety
+/// No value of this process may own a descriptor in this range.
+unsafe fn close_range(first: u32, last: u32) -> io::Result<()> {
+    // SAFETY: the call takes numbers, and no value owns these descriptors.
     match unsafe { libc::close_range(first, last, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -67,7 +67,7 @@ pub fn run(script: &str, program: &Path, folder: &Path, paths: &[(&str, &str)]) 
     };
     let mapped = paths.iter().fold(script.to_owned(), map);
     let foreign = mapped
-        .split([' ', '=', '>', '\n'])
+        .split([' ', '=', '>', '<', '"', '\'', '\n'])
         .find(|word| word.starts_with('/') && !word.starts_with(root) && *word != "/dev/null");
     assert_eq!(foreign, None, "a path is not mapped to the temporary directory: {script}");
     let programs = folder.join("programs");

@@ -291,8 +291,19 @@ fn restrict(ring: &IoUring, image: &RawImage) -> io::Result<()> {
         Restriction::register_op(UNREGISTER_FILES),
     ];
     restrictions.extend(OPERATIONS.map(Restriction::sqe_op));
-    ring.submitter().register_restrictions(&mut restrictions)?;
-    ring.submitter().register_enable_rings()
+    // Before Linux 5.17, these calls wait for the ring, and a signal may interrupt the wait.
+    retry(|| ring.submitter().register_restrictions(&mut restrictions))?;
+    retry(|| ring.submitter().register_enable_rings())
+}
+
+/// Repeats a call that a signal interrupts.
+fn retry(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match call() {
+            Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
 }
 
 impl Running {
