@@ -89,8 +89,9 @@ pub trait BlockDevice: Send + Sync {
 
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
-    /// Starts a ring for one queue, which never has more than `depth` steps in flight. Returns
-    /// `None` if the calls of this trait are better, or if a ring is not available.
+    /// Starts a ring for one queue, which never has more than `depth` steps in flight. The ring
+    /// serves all activations of the device. Returns `None` if the calls of this trait are better,
+    /// or if a ring is not available.
     fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
         None
     }
@@ -173,6 +174,7 @@ pub trait Executor: Send {
     fn is_given_up(&self) -> bool;
 
     /// Waits for the steps in flight and returns their results. Steps that have not started are
-    /// dropped, except flushes, which are all executed.
+    /// dropped, except flushes, which are all executed. The ring is then empty, and can be used
+    /// again.
     fn drain(&mut self) -> Vec<Done>;
 }

@@ -8,6 +8,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
 use super::event::Worker;
 use super::metrics::BlockMetrics;
+use super::ring::IdleExecutor;
 use super::state::{Disk, DiskShape};
 use crate::device::{DeviceCounters, DeviceHandle};
 use crate::disk::{BlockDevice, ResizeError};
@@ -25,6 +26,8 @@ pub struct Block {
     /// True while a reset waits for the workers to end.
     pub(super) stop: Arc<AtomicBool>,
     threads: Vec<EventLoop>,
+    /// Executors by queue.
+    executors: Vec<IdleExecutor>,
 }
 
 /// Handle to a disk for the rest of the VMM. Cheap to clone.
@@ -41,8 +44,10 @@ impl Block {
         let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
+        let executor = |depth: &u16| IdleExecutor::new(Arc::clone(&device).start(*depth));
+        let executors = queue_sizes.iter().map(executor).collect();
         let disk = Arc::new(Disk::new(shape, device));
-        Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), threads })
+        Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), threads, executors })
     }
 
     pub fn handle(&self) -> BlockHandle {
@@ -51,16 +56,18 @@ impl Block {
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
-        // A worker that cannot create an io_uring clears this.
+        // A worker without an io_uring clears this.
         self.disk.metrics().io_uring.store(true, Ordering::Relaxed);
         let gates = self.threads.iter().map(|thread| thread.handle().gate());
-        for (((index, queue), slot), gate) in (0..).zip(queues).zip(&mut self.workers).zip(gates) {
+        let parts = self.workers.iter_mut().zip(gates).zip(&self.executors);
+        for ((index, queue), ((slot, gate), executor)) in (0..).zip(queues).zip(parts) {
             // A driver may enable fewer queues than the device offers (5.2.5).
             let Some(queue) = queue else { continue };
             let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
             let stop = Arc::clone(&self.stop);
+            let shared = (stop, gate, executor.clone());
             let worker =
-                Worker::new(disk, view.clone(), interrupt, (index, queue), features, (stop, gate))?;
+                Worker::new(disk, view.clone(), interrupt, (index, queue), features, shared)?;
             slot.start(Box::new(worker))?;
         }
         self.disk.set_driver(interrupt);

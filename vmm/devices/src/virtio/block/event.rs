@@ -21,7 +21,7 @@ use super::flush::{Answered, Ticket};
 use super::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use super::metrics::Kind;
 use super::request::{Operation, Request, Status};
-use super::ring::Ring;
+use super::ring::{IdleExecutor, Ring};
 use super::state::Disk;
 use crate::disk::Step;
 use crate::disk::buffer::Buffers;
@@ -78,6 +78,8 @@ pub(super) struct Worker {
     /// Closed while the VM is paused. The worker then completes requests in progress but takes no
     /// new ones.
     gate: Arc<Gate>,
+    /// Receives the executor of `ring` when the worker ends.
+    idle_executor: IdleExecutor,
 }
 
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
@@ -97,11 +99,11 @@ impl Worker {
         interrupt: Arc<dyn VirtioInterrupt>,
         (index, queue): (u16, ActiveQueue),
         features: u64,
-        (stop, gate): (Arc<AtomicBool>, Arc<Gate>),
+        (stop, gate, idle_executor): (Arc<AtomicBool>, Arc<Gate>, IdleExecutor),
     ) -> io::Result<Self> {
         let depth = queue.queue.size();
-        let ring =
-            Arc::clone(disk.device()).start(depth).map(|executor| Ring::new(executor, depth));
+        let flush_ended = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
+        let ring = idle_executor.take().map(|executor| Ring::new(executor, depth));
         disk.metrics().io_uring.fetch_and(ring.is_some(), Ordering::Relaxed);
         Ok(Self {
             disk,
@@ -114,7 +116,7 @@ impl Worker {
             next: VecDeque::new(),
             buffers: Buffers::default(),
             awaiting_flushes: Vec::new(),
-            flush_ended: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
+            flush_ended,
             open: 0,
             depth,
             held_bytes: 0,
@@ -123,6 +125,7 @@ impl Worker {
             lost: false,
             stop,
             gate,
+            idle_executor,
         })
     }
 
@@ -413,6 +416,9 @@ impl Drop for Worker {
         for (job, ticket, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
             self.disk.flushed(job.since(), &result);
             drop(ticket);
+        }
+        if let Some(ring) = self.ring.take() {
+            self.idle_executor.keep(ring.into_executor());
         }
     }
 }

@@ -2,8 +2,10 @@
 //! the worker's thread does not block.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -11,6 +13,31 @@ use super::event::{TakenRequest, Worker};
 use super::flush::Ticket;
 use super::job::Job;
 use crate::disk::{Done, Executor, Step};
+
+/// Executor of a queue while no worker uses it. Cheap to clone.
+///
+/// Executors are created with the device. A driver activates the device on the thread of a vCPU,
+/// whose system call filter must not allow new rings, because the operations of a ring bypass
+/// filters.
+#[derive(Clone)]
+pub(super) struct IdleExecutor(Arc<Mutex<Option<Box<dyn Executor>>>>);
+
+impl IdleExecutor {
+    pub(super) fn new(executor: Option<Box<dyn Executor>>) -> Self {
+        Self(Arc::new(Mutex::new(executor)))
+    }
+
+    pub(super) fn take(&self) -> Option<Box<dyn Executor>> {
+        self.0.lock().take()
+    }
+
+    /// Keeps a drained executor for the next activation, unless the kernel has refused its steps.
+    pub(super) fn keep(&self, executor: Box<dyn Executor>) {
+        if !executor.is_given_up() {
+            *self.0.lock() = Some(executor);
+        }
+    }
+}
 
 /// io_uring of one queue.
 pub(super) struct Ring {
@@ -24,6 +51,10 @@ impl Ring {
     pub(super) fn new(executor: Box<dyn Executor>, depth: u16) -> Self {
         let jobs = (0..depth).map(|_| None).collect();
         Self { executor, jobs, free: (0..usize::from(depth)).collect() }
+    }
+
+    pub(super) fn into_executor(self) -> Box<dyn Executor> {
+        self.executor
     }
 
     /// Event that is signaled when a step ends while the ring is armed.

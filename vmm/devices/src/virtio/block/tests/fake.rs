@@ -101,10 +101,14 @@ impl Fake {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// Returns the `nth` ring that was started. Each activation starts one ring per queue, in the
-    /// order of the queues.
+    /// Returns the `nth` ring that was started. A device starts one ring per queue, in the order of
+    /// the queues.
     pub(super) fn ring(&self, nth: usize) -> Arc<RingSteps> {
         Arc::clone(&self.rings.lock()[nth])
+    }
+
+    pub(super) fn ring_count(&self) -> usize {
+        self.rings.lock().len()
     }
 
     fn call(&self, call: Call) -> io::Result<()> {

@@ -204,22 +204,54 @@ fn metric_shows_that_a_ring_is_given_up() {
 
 #[test]
 fn metric_shows_a_ring_only_if_all_queues_have_one() {
-    let fake = Arc::new(Fake::with_rings(1 << 20));
-    fake.without_ring.store(1, Ordering::Relaxed);
-    let mut rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
-    let metrics = rig.metrics();
-    assert!(!metrics.io_uring.load(Ordering::Relaxed), "the first queue uses io_uring");
-    rig.device.reset();
-    let activation = rig.driver.activation(rig.device.features());
-    rig.device.activate(activation).unwrap();
-    assert!(metrics.io_uring.load(Ordering::Relaxed));
-    // Ring 1 belongs to the first queue. The second queue retains its ring.
-    fake.ring(1).give_up();
+    for (without, all) in [(0, true), (1, false)] {
+        let fake = Arc::new(Fake::with_rings(1 << 20));
+        fake.without_ring.store(without, Ordering::Relaxed);
+        let mut rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
+        let metrics = rig.metrics();
+        assert_eq!(metrics.io_uring.load(Ordering::Relaxed), all);
+        rig.device.reset();
+        let activation = rig.driver.activation(rig.device.features());
+        rig.device.activate(activation).unwrap();
+        assert_eq!(metrics.io_uring.load(Ordering::Relaxed), all, "after a reset");
+        // The other queue retains its ring.
+        let ring = fake.ring(0);
+        ring.give_up();
+        rig.send(usize::from(without > 0), 0, VIRTIO_BLK_T_OUT, 0);
+        ring.wait_for(1);
+        ring.end(&fake, 0, Ok(()));
+        rig.driver.wait_used(usize::from(without > 0));
+        assert!(!metrics.io_uring.load(Ordering::Relaxed));
+    }
+}
+
+#[test]
+fn reset_keeps_rings_that_the_kernel_accepts() {
+    let (mut rig, fake, ring) = rig();
+    let reactivate = |rig: &mut Rig| {
+        rig.device.reset();
+        rig.driver = TestDriver::new(1);
+        let activation = rig.driver.activation(rig.device.features());
+        rig.device.activate(activation).unwrap();
+    };
+    // A write that is in flight ends before the reset does.
     rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
-    fake.ring(1).wait_for(1);
-    fake.ring(1).end(&fake, 0, Ok(()));
+    ring.wait_for(1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| ring.end(&fake, 0, Ok(())));
+        reactivate(&mut rig);
+    });
+    rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
+    ring.wait_for(1);
+    ring.end(&fake, 0, Ok(()));
     rig.driver.wait_used(0);
-    assert!(!metrics.io_uring.load(Ordering::Relaxed));
+    assert_eq!(rig.status_of(0), OK);
+    ring.give_up();
+    reactivate(&mut rig);
+    // Blocking calls execute the request.
+    rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
+    rig.driver.wait_used(0);
+    assert_eq!((rig.status_of(0), fake.ring_count()), (OK, 1));
 }
 
 #[test]
@@ -238,7 +270,7 @@ fn memory_can_be_plugged_while_a_ring_is_at_work() {
         ring.wait_for(1);
         ring.end(&fake, 0, Ok(()));
     }
-    assert_eq!((rig.driver.wait_used(0).1, rig.status()), (1, OK));
+    assert_eq!((rig.driver.wait_used(0).1, rig.status_of(0)), (1, OK));
     for kind in [VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_FLUSH] {
         rig.send(0, 0, kind, 0);
         ring.wait_for(1);
