@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use tracing::info;
 
@@ -55,41 +55,28 @@ impl ReadWriteAt for File {
     }
 }
 
-/// File that is accessed through the page cache. It is opened on first use, because most files
-/// consist of whole units.
+/// File that is accessed through the page cache. It is opened with the image, because the filters
+/// of the threads that serve queues allow no open().
 #[derive(Debug)]
-struct Buffered {
-    /// The file that was opened with O_DIRECT. The image's lock belongs to this open file
-    /// description.
-    file: File,
-    writable: bool,
-    opened: OnceLock<File>,
-}
+struct Buffered(File);
 
 impl Buffered {
-    fn new(file: &File, writable: bool) -> io::Result<Self> {
-        Ok(Self { file: file.try_clone()?, writable, opened: OnceLock::new() })
+    /// Opens the file of `direct` again, without O_DIRECT.
+    fn open(direct: &File, writable: bool) -> io::Result<Self> {
+        let path = format!("/proc/self/fd/{}", direct.as_raw_fd());
+        Ok(Self(File::options().read(true).write(writable).open(path)?))
     }
 
     fn size_bytes(&self) -> io::Result<u64> {
-        Ok(self.file.metadata()?.len())
-    }
-
-    fn open(&self) -> io::Result<&File> {
-        if let Some(opened) = self.opened.get() {
-            return Ok(opened);
-        }
-        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let opened = File::options().read(true).write(self.writable).open(path)?;
-        Ok(self.opened.get_or_init(|| opened))
+        Ok(self.0.metadata()?.len())
     }
 
     fn read(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<()> {
-        FileExt::read_exact_at(self.open()?, data, offset_bytes)
+        FileExt::read_exact_at(&self.0, data, offset_bytes)
     }
 
     fn write(&self, data: &[u8], offset_bytes: u64) -> io::Result<()> {
-        FileExt::write_all_at(self.open()?, data, offset_bytes)
+        FileExt::write_all_at(&self.0, data, offset_bytes)
     }
 }
 
@@ -114,7 +101,7 @@ impl DirectIo {
         writable: bool,
         size_bytes: u64,
     ) -> io::Result<Self> {
-        let buffered = is_file.then(|| Buffered::new(file, writable)).transpose()?;
+        let buffered = is_file.then(|| Buffered::open(file, writable)).transpose()?;
         Ok(Self { path: path.to_owned(), ..Self::with_unit(buffered, probe(file, size_bytes)) })
     }
 
