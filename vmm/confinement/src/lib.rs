@@ -3,3 +3,5 @@
 
 pub mod descriptors;
 pub mod process;
+pub mod seccomp;
+pub mod thread;

@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vhost::net::VhostNet;
 use vhost::vhost_kern::net::Net;
 use vhost::{VhostBackend, VringConfigData};
 use virtio_queue::{Queue, QueueT};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{GuestAddressSpace, GuestMemoryMmap};
 
 use super::engine::{Rings, Setup};
 use super::table::Table;
@@ -22,23 +23,59 @@ fn call(operation: &'static str) -> impl Fn(vhost::Error) -> VhostError {
     move |source| VhostError::Call { operation, source }
 }
 
-fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, VhostError> {
-    Net::new(memory).map_err(|err| match err {
-        vhost::Error::VhostOpen(source) => VhostError::Open(source),
-        source => VhostError::Call { operation: "anything", source },
-    })
+/// Guest memory in which the rings of a pair are.
+#[derive(Clone, Default)]
+struct RingMemory(Arc<Mutex<Arc<GuestMemoryMmap>>>);
+
+impl GuestAddressSpace for RingMemory {
+    type M = GuestMemoryMmap;
+    type T = Arc<GuestMemoryMmap>;
+
+    fn memory(&self) -> Self::T {
+        Arc::clone(&self.0.lock())
+    }
+}
+
+/// Open file of [`super::DEVICE`].
+struct OpenFile {
+    net: Net<RingMemory>,
+    memory: RingMemory,
+}
+
+impl OpenFile {
+    fn open() -> Result<Self, VhostError> {
+        let memory = RingMemory::default();
+        let net = Net::new(memory.clone()).map_err(|err| match err {
+            vhost::Error::VhostOpen(source) => VhostError::Open(source),
+            source => VhostError::Call { operation: "anything", source },
+        })?;
+        Ok(Self { net, memory })
+    }
+}
+
+/// Files that serve no pair at present. They are opened with the device, because a driver activates
+/// it on threads whose filters allow no open().
+#[derive(Clone)]
+pub(super) struct IdleFiles(Arc<Mutex<Vec<OpenFile>>>);
+
+impl IdleFiles {
+    /// Opens a file for each of `pairs` queue pairs.
+    pub(super) fn open(pairs: u16) -> Result<Self, VhostError> {
+        let files = (0..pairs).map(|_| OpenFile::open()).collect::<Result<_, _>>()?;
+        Ok(Self(Arc::new(Mutex::new(files))))
+    }
 }
 
 /// Returns the features that the kernel's vhost-net supports.
 pub(super) fn features() -> Result<u64, VhostError> {
-    open(Arc::new(GuestMemoryMmap::new()))?
-        .get_features()
-        .map_err(call("a request for its features"))
+    OpenFile::open()?.net.get_features().map_err(call("a request for its features"))
 }
 
 struct KernelRings {
-    /// Dropped first, because the file must be closed before the reservations are dropped.
-    net: Net<Arc<GuestMemoryMmap>>,
+    /// `None` only while this value is dropped.
+    file: Option<OpenFile>,
+    /// Receives the file when this value is dropped.
+    idle: IdleFiles,
     tap: File,
     /// Start addresses of the rings in this process. The kernel uses these addresses even if the
     /// table changes.
@@ -49,27 +86,34 @@ struct KernelRings {
 }
 
 /// Passes a queue pair to the kernel. The pair is not attached yet.
-pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
+pub(super) fn connect(idle: &IdleFiles, setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     let Setup { regions, features, queues, kicks, calls, errors, tap } = setup;
     let table = Table::new(&regions.memory)?;
-    let net = open(Arc::new(regions.memory.clone()))?;
+    let file = idle.0.lock().pop().ok_or(VhostError::NoFile)?;
+    *file.memory.0.lock() = Arc::new(regions.memory.clone());
+    let (idle, reservations) = (idle.clone(), regions.reservations.clone());
+    // Returns the file if a later step fails.
+    let mut rings =
+        KernelRings { file: Some(file), idle, tap, ring_starts: Vec::new(), reservations };
+    let net = rings.net();
     net.set_owner().map_err(call("an owner"))?;
     net.set_features(features & RING_FEATURES).map_err(call("the features"))?;
     net.set_mem_table(&table.regions()).map_err(call("the memory table"))?;
     let mut ring_starts = Vec::new();
     for index in QUEUES {
-        ring_starts.extend(set_ring(&net, &table, index, queues[index])?);
+        ring_starts.extend(set_ring(net, &table, index, queues[index])?);
         net.set_vring_kick(index, kicks[index]).map_err(call("a notification event"))?;
         net.set_vring_call(index, calls[index]).map_err(call("an interrupt event"))?;
         net.set_vring_err(index, errors[index]).map_err(call("an error event"))?;
     }
-    Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
+    rings.ring_starts = ring_starts;
+    Ok(Box::new(rings))
 }
 
 /// Passes the addresses of a ring, which the driver has set, to the kernel. Returns the start
 /// addresses of the ring's parts in this process.
 fn set_ring(
-    net: &Net<Arc<GuestMemoryMmap>>,
+    net: &Net<RingMemory>,
     table: &Table,
     index: usize,
     queue: &Queue,
@@ -98,10 +142,29 @@ fn set_ring(
     Ok(starts)
 }
 
+impl KernelRings {
+    fn net(&self) -> &Net<RingMemory> {
+        &self.file.as_ref().expect("the file of a pair in use").net
+    }
+}
+
+impl Drop for KernelRings {
+    /// The reset ends all accesses of the kernel to guest memory (vhost_net_reset_owner), so that
+    /// the reservations can be dropped. If it fails, closing the file ends them.
+    fn drop(&mut self) {
+        if let Some(file) = self.file.take()
+            && file.net.reset_owner().is_ok()
+        {
+            *file.memory.0.lock() = Arc::default();
+            self.idle.0.lock().push(file);
+        }
+    }
+}
+
 impl Rings for KernelRings {
     fn attach(&mut self) -> Result<(), VhostError> {
         QUEUES.into_iter().try_for_each(|index| {
-            self.net.set_backend(index, Some(&self.tap)).map_err(call("a queue of the interface"))
+            self.net().set_backend(index, Some(&self.tap)).map_err(call("a queue of the interface"))
         })
     }
 
@@ -111,13 +174,13 @@ impl Rings for KernelRings {
     /// the used ring from memory (vhost_vq_init_access).
     fn detach(&mut self) -> Result<(), VhostError> {
         QUEUES.into_iter().try_for_each(|index| {
-            self.net.set_backend(index, None).map_err(call("the removal of a queue"))
+            self.net().set_backend(index, None).map_err(call("the removal of a queue"))
         })
     }
 
     fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError> {
         let table = Table::new(&regions.memory)?;
-        self.net.set_mem_table(&table.regions()).map_err(call("the memory table"))?;
+        self.net().set_mem_table(&table.regions()).map_err(call("the memory table"))?;
         self.reservations = reserved(&self.reservations, &regions.reservations, &self.ring_starts);
         Ok(())
     }

@@ -35,10 +35,13 @@ const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
 
 /// Reason why vhost-net cannot transfer a device's frames.
 #[derive(Debug, Error)]
-pub(super) enum VhostError {
+pub enum VhostError {
     /// The device does not exist or is not accessible.
     #[error("cannot open {DEVICE}; is the module vhost_net loaded?")]
     Open(#[source] io::Error),
+    /// The files are opened with the device. After a reset that the kernel refused, a file is closed.
+    #[error("the kernel refused to reset a file of {DEVICE}; reboot the VM to open another")]
+    NoFile,
     #[error("{DEVICE} lacks the features {missing:#x}")]
     Features {
         /// Missing features as a bit mask.
@@ -80,9 +83,10 @@ pub(super) enum VhostError {
     Io(#[from] io::Error),
 }
 
-/// Returns the function that passes queue pairs to the kernel.
-pub(super) fn connect() -> Connect {
-    Arc::new(kernel::connect)
+/// Returns the function that passes the `pairs` queue pairs of a device to the kernel.
+pub(super) fn connect(pairs: u16) -> Result<Connect, VhostError> {
+    let idle = kernel::IdleFiles::open(pairs)?;
+    Ok(Arc::new(move |setup| kernel::connect(&idle, setup)))
 }
 
 /// Checks that vhost-net on this host has all required features and can be used safely.

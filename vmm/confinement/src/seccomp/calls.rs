@@ -1,0 +1,389 @@
+//! System calls that each kind of thread may make.
+//!
+//! A table consists of groups, each of which names what needs it. `--seccomp log` prints the calls
+//! that a table lacks.
+
+use libc::*;
+use rustix::process::getpid;
+
+use super::request;
+use crate::thread::ThreadKind;
+
+/// System call that a filter allows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Allowed {
+    pub call: i64,
+    pub when: When,
+}
+
+/// Condition on an argument of a call. Arguments are numbered from 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    Always,
+    /// The bits in `mask` have one of `values`.
+    Is {
+        argument: u8,
+        mask: u64,
+        values: Vec<u64>,
+    },
+}
+
+/// Bits of an ioctl() request that are compared: its type and number.
+const REQUEST: u64 = 0xffff;
+/// linux/prctl.h. The C library and rustix read the auxiliary vector with it.
+const PR_GET_AUXV: i32 = 0x4155_5856;
+/// An argument of the C type `int`.
+const INT: u64 = 0xffff_ffff;
+
+/// Returns the table of a thread.
+pub(super) fn allowed(kind: ThreadKind) -> Vec<Allowed> {
+    let own = match kind {
+        ThreadKind::SetUp => return set_up(),
+        ThreadKind::Api => api(),
+        ThreadKind::Vcpu => vcpu(),
+        ThreadKind::Device => device(),
+        ThreadKind::Vsock => vsock(),
+        ThreadKind::Queue => queue(),
+        ThreadKind::Memory => memory(),
+        ThreadKind::Governor => governor(),
+        ThreadKind::Writer => writer(),
+        ThreadKind::ConsoleFile => console_file(),
+        ThreadKind::Scrubber => scrubber(),
+    };
+    [every_thread(), own].concat()
+}
+
+/// Memory, locks, time, the log, and the end of a thread or of the process.
+fn every_thread() -> Vec<Allowed> {
+    [
+        always(&[
+            SYS_brk,
+            SYS_clock_gettime,
+            SYS_clock_nanosleep,
+            SYS_close,
+            SYS_exit,
+            SYS_exit_group,
+            SYS_fstat,
+            SYS_futex,
+            SYS_getpid,
+            SYS_getrandom,
+            SYS_gettid,
+            SYS_madvise,
+            SYS_mremap,
+            SYS_munmap,
+            SYS_nanosleep,
+            SYS_ppoll,
+            SYS_read,
+            SYS_restart_syscall,
+            SYS_rseq,
+            SYS_rt_sigprocmask,
+            SYS_rt_sigreturn,
+            SYS_sched_getaffinity,
+            SYS_sched_yield,
+            SYS_set_robust_list,
+            SYS_sigaltstack,
+            SYS_write,
+            SYS_writev,
+        ]),
+        without(SYS_mmap, 2, PROT_EXEC),
+        without(SYS_mprotect, 2, PROT_EXEC),
+        int(SYS_fcntl, 1, &[F_DUPFD_CLOEXEC, F_GETFD, F_GETFL, F_SETFL]),
+        int(SYS_prctl, 0, &[PR_SET_NAME, PR_GET_NAME, PR_GET_AUXV]),
+        // A signal to a thread of this process: abort(), and a request to leave the guest.
+        int(SYS_tgkill, 0, &[getpid().as_raw_nonzero().get()]),
+        // Reads a limit. The pointer to a new limit is null.
+        vec![Allowed {
+            call: SYS_prlimit64,
+            when: When::Is { argument: 2, mask: u64::MAX, values: vec![0] },
+        }],
+    ]
+    .concat()
+}
+
+/// Event loop, and interrupts of devices. The first interrupt of a vector connects it to KVM.
+fn event_loop() -> Vec<Allowed> {
+    [
+        always(&[
+            SYS_epoll_ctl,
+            SYS_epoll_pwait,
+            SYS_epoll_wait,
+            SYS_eventfd2,
+            SYS_poll,
+            SYS_timerfd_create,
+            SYS_timerfd_settime,
+        ]),
+        ioctl(&[request::KVM_IRQFD, request::KVM_SET_GSI_ROUTING]),
+    ]
+    .concat()
+}
+
+/// Reads and writes of files at offsets, and their durability.
+fn transfers() -> Vec<Allowed> {
+    always(&[
+        SYS_fallocate,
+        SYS_fdatasync,
+        SYS_fsync,
+        SYS_lseek,
+        SYS_msync,
+        SYS_pread64,
+        SYS_preadv,
+        SYS_pwrite64,
+        SYS_pwritev,
+        SYS_statx,
+        SYS_sync_file_range,
+    ])
+}
+
+fn start_of_threads() -> Vec<Allowed> {
+    // A new namespace needs one of the other flags.
+    let namespaces = CLONE_NEWNS
+        | CLONE_NEWCGROUP
+        | CLONE_NEWUTS
+        | CLONE_NEWIPC
+        | CLONE_NEWUSER
+        | CLONE_NEWPID
+        | CLONE_NEWNET;
+    let mask = (CLONE_THREAD | namespaces) as u64 & INT;
+    [
+        vec![Allowed {
+            call: SYS_clone,
+            when: When::Is { argument: 0, mask, values: vec![CLONE_THREAD as u64] },
+        }],
+        // The filter of the new thread.
+        int(SYS_prctl, 0, &[PR_SET_NO_NEW_PRIVS]),
+        int(SYS_seccomp, 0, &[SECCOMP_SET_MODE_FILTER as i32]),
+    ]
+    .concat()
+}
+
+fn files_read_only() -> Vec<Allowed> {
+    [
+        without(SYS_openat, 2, O_ACCMODE | O_CREAT | O_TRUNC),
+        always(&[SYS_lseek, SYS_newfstatat, SYS_pread64, SYS_readlinkat, SYS_statx]),
+    ]
+    .concat()
+}
+
+/// API and metrics over sockets, and metrics of the process from /proc.
+fn api() -> Vec<Allowed> {
+    [
+        event_loop(),
+        files_read_only(),
+        start_of_threads(),
+        always(&[
+            SYS_accept4,
+            SYS_getdents64,
+            SYS_getsockopt,
+            SYS_recvfrom,
+            SYS_recvmsg,
+            SYS_sendmsg,
+            SYS_sendto,
+            SYS_shutdown,
+        ]),
+        // A new API client has descriptors close themselves on exec.
+        int(SYS_fcntl, 1, &[F_SETFD]),
+        // The time of the guest's clock.
+        ioctl(&[request::KVM_GET_CLOCK]),
+    ]
+    .concat()
+}
+
+/// The guest, accesses to device registers, the activation of devices, and flushes that a guest
+/// waits for in an exit.
+fn vcpu() -> Vec<Allowed> {
+    [
+        event_loop(),
+        transfers(),
+        int(SYS_prctl, 0, &[PR_SCHED_CORE]),
+        ioctl(&[
+            request::KVM_RUN,
+            request::KVM_GET_MP_STATE,
+            request::KVM_GET_REGS,
+            request::KVM_IOEVENTFD,
+            request::KVM_IRQ_LINE,
+            request::KVM_KVMCLOCK_CTRL,
+            request::KVM_NMI,
+            request::TUNSETOFFLOAD,
+            request::TUNSETQUEUE,
+        ]),
+    ]
+    .concat()
+}
+
+/// Devices that share a thread, and consoles.
+fn device() -> Vec<Allowed> {
+    [
+        event_loop(),
+        always(&[SYS_accept4, SYS_recvfrom, SYS_sendto, SYS_shutdown]),
+        ioctl(&[
+            request::FIONBIO,
+            request::TCGETS,
+            request::TCSETS,
+            request::TCSETSW,
+            request::TCXONC,
+            request::TIOCGWINSZ,
+            request::TIOCSWINSZ,
+        ]),
+    ]
+    .concat()
+}
+
+/// Connections between the guest and sockets of the host.
+fn vsock() -> Vec<Allowed> {
+    [
+        event_loop(),
+        always(&[SYS_accept4, SYS_connect, SYS_recvfrom, SYS_sendto, SYS_shutdown]),
+        int(SYS_socket, 0, &[AF_UNIX]),
+        int(SYS_socketpair, 0, &[AF_UNIX]),
+        ioctl(&[request::FIONBIO]),
+    ]
+    .concat()
+}
+
+/// Disks, network interfaces and flushes of persistent memory.
+fn queue() -> Vec<Allowed> {
+    [
+        event_loop(),
+        transfers(),
+        always(&[SYS_io_uring_enter, SYS_readv]),
+        ioctl(&[
+            request::TUNGETIFF,
+            request::TUNSETOFFLOAD,
+            request::TUNSETQUEUE,
+            request::VHOST_SET_OWNER,
+            request::VHOST_RESET_OWNER,
+            request::VHOST_SET_FEATURES,
+            request::VHOST_SET_MEM_TABLE,
+            request::VHOST_SET_VRING_NUM,
+            request::VHOST_SET_VRING_ADDR,
+            request::VHOST_SET_VRING_BASE,
+            request::VHOST_SET_VRING_KICK,
+            request::VHOST_SET_VRING_CALL,
+            request::VHOST_SET_VRING_ERR,
+            request::VHOST_NET_SET_BACKEND,
+        ]),
+    ]
+    .concat()
+}
+
+/// Changes of guest memory, and erasure of persistent memory.
+fn memory() -> Vec<Allowed> {
+    [
+        event_loop(),
+        transfers(),
+        always(&[SYS_mincore]),
+        ioctl(&[
+            request::KVM_SET_USER_MEMORY_REGION,
+            request::VHOST_SET_MEM_TABLE,
+            request::VHOST_NET_SET_BACKEND,
+        ]),
+    ]
+    .concat()
+}
+
+/// Decisions about guest memory, and reports of agents, which arrive on sockets.
+fn governor() -> Vec<Allowed> {
+    [
+        event_loop(),
+        files_read_only(),
+        always(&[SYS_recvfrom, SYS_sendto, SYS_shutdown]),
+        // The governor runs before other threads. 0 is the calling thread.
+        int(SYS_setpriority, 1, &[0]),
+    ]
+    .concat()
+}
+
+/// Events and recordings, which are written to open files.
+fn writer() -> Vec<Allowed> {
+    always(&[SYS_poll, SYS_statx])
+}
+
+/// Files with the output of consoles, which are renamed when they have reached their size.
+fn console_file() -> Vec<Allowed> {
+    always(&[
+        SYS_fchmod,
+        SYS_fchown,
+        SYS_fgetxattr,
+        SYS_flock,
+        SYS_fsetxattr,
+        SYS_ftruncate,
+        SYS_lseek,
+        SYS_openat,
+        SYS_pread64,
+        SYS_rename,
+        SYS_statx,
+        SYS_unlink,
+    ])
+}
+
+/// Erasure of chunks of a pool.
+fn scrubber() -> Vec<Allowed> {
+    [transfers(), always(&[SYS_mincore])].concat()
+}
+
+/// The construction of VMs and devices. Other threads inherit this filter, and then add their own.
+fn set_up() -> Vec<Allowed> {
+    let mut allowed = every_thread();
+    for kind in ThreadKind::ALL.into_iter().filter(|kind| *kind != ThreadKind::SetUp) {
+        allowed.extend(self::allowed(kind));
+    }
+    allowed.extend(start_of_threads());
+    allowed.extend(always(&[
+        SYS_bind,
+        SYS_epoll_create1,
+        SYS_faccessat,
+        SYS_faccessat2,
+        SYS_fadvise64,
+        SYS_fchmod,
+        SYS_fgetxattr,
+        SYS_flistxattr,
+        SYS_flock,
+        SYS_fremovexattr,
+        SYS_fsetxattr,
+        SYS_fstatfs,
+        SYS_getdents64,
+        SYS_geteuid,
+        SYS_inotify_add_watch,
+        SYS_inotify_init1,
+        SYS_io_uring_register,
+        SYS_io_uring_setup,
+        SYS_linkat,
+        SYS_listen,
+        SYS_memfd_create,
+        SYS_openat,
+        SYS_pipe2,
+        SYS_readlink,
+        SYS_renameat2,
+        SYS_rt_sigaction,
+        SYS_sched_setaffinity,
+        SYS_setsockopt,
+        SYS_sysinfo,
+        SYS_unlink,
+        SYS_unlinkat,
+    ]));
+    allowed.extend(int(SYS_socket, 0, &[AF_UNIX, AF_INET, AF_INET6]));
+    allowed.extend(int(SYS_fcntl, 1, &[F_ADD_SEALS, F_OFD_SETLK, F_SETFD]));
+    allowed.extend(ioctl(request::SET_UP));
+    allowed
+}
+
+fn always(calls: &[i64]) -> Vec<Allowed> {
+    calls.iter().map(|&call| Allowed { call, when: When::Always }).collect()
+}
+
+/// A call whose argument, of the C type `int`, is one of `values`.
+fn int(call: i64, argument: u8, values: &[i32]) -> Vec<Allowed> {
+    let values = values.iter().map(|value| u64::from(*value as u32)).collect();
+    vec![Allowed { call, when: When::Is { argument, mask: INT, values } }]
+}
+
+/// A call whose argument has none of `bits`.
+fn without(call: i64, argument: u8, bits: i32) -> Vec<Allowed> {
+    let when = When::Is { argument, mask: u64::from(bits as u32), values: vec![0] };
+    vec![Allowed { call, when }]
+}
+
+fn ioctl(requests: &[u32]) -> Vec<Allowed> {
+    let values = requests.iter().map(|request| u64::from(*request)).collect();
+    vec![Allowed { call: SYS_ioctl, when: When::Is { argument: 1, mask: REQUEST, values } }]
+}

@@ -1,0 +1,88 @@
+//! System call filters of the VMM's threads (Linux Documentation/userspace-api/seccomp_filter.rst).
+
+mod calls;
+mod program;
+mod report;
+mod request;
+
+use std::os::fd::RawFd;
+use std::sync::OnceLock;
+
+use seccompiler::{BpfProgram, apply_filter};
+use thiserror::Error;
+
+use crate::thread::ThreadKind;
+
+/// `--seccomp`: what happens at a system call that a thread's filter does not allow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SeccompMode {
+    /// The VMM prints the call and ends.
+    #[default]
+    True,
+    /// There are no filters.
+    False,
+    /// The VMM prints the call and carries it out.
+    Log,
+    /// The call fails with EPERM.
+    Errno,
+}
+
+impl SeccompMode {
+    pub const ALL: [Self; 4] = [Self::True, Self::False, Self::Log, Self::Errno];
+
+    /// Name of the mode in the flag.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::True => "true",
+            Self::False => "false",
+            Self::Log => "log",
+            Self::Errno => "errno",
+        }
+    }
+}
+
+/// The filters could not be installed.
+#[derive(Debug, Error)]
+pub enum SeccompError {
+    #[error("cannot handle SIGSYS")]
+    Handler(#[source] std::io::Error),
+    #[error("the kernel refuses a system call filter")]
+    Install(#[from] seccompiler::Error),
+}
+
+/// Where a refused call is printed, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct ReportTarget {
+    pub fd: RawFd,
+    pub is_json: bool,
+}
+
+static PROGRAMS: OnceLock<Vec<(ThreadKind, BpfProgram)>> = OnceLock::new();
+
+/// Compiles the filters of all threads, and installs that of the calling thread, which is inherited
+/// by the threads that it starts. Must be called only once.
+pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError> {
+    if mode == SeccompMode::False {
+        return Ok(());
+    }
+    report::install(mode, target).map_err(SeccompError::Handler)?;
+    let programs = ThreadKind::ALL.map(|kind| (kind, program::compile(kind, mode)));
+    let programs = PROGRAMS.get_or_init(|| programs.into());
+    apply_filter(of(programs, ThreadKind::SetUp))?;
+    Ok(())
+}
+
+/// Limits the calling thread to the system calls of its kind, if filters are in use.
+///
+/// # Panics
+/// Panics if the kernel refuses the filter, because the thread must not run without it.
+pub fn enter(kind: ThreadKind) {
+    let Some(programs) = PROGRAMS.get() else { return };
+    report::set_kind(kind);
+    apply_filter(of(programs, kind)).expect("the kernel has accepted a filter before");
+}
+
+fn of(programs: &[(ThreadKind, BpfProgram)], kind: ThreadKind) -> &BpfProgram {
+    let (_, program) = programs.iter().find(|(of, _)| *of == kind).expect("one of each kind");
+    program
+}

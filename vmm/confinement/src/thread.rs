@@ -1,0 +1,63 @@
+//! Threads of the VMM, by what they do.
+
+use std::io;
+use std::thread::{Builder, JoinHandle};
+
+use crate::seccomp;
+
+/// Work of a thread. It determines the system calls that the thread may make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// Builds VMs, adds and removes devices. All other threads are its children, so its filter
+    /// allows everything that any of them needs.
+    SetUp,
+    /// Serves the API and the metrics.
+    Api,
+    /// Runs a vCPU, and handles accesses to device registers.
+    Vcpu,
+    /// Serves devices that share a thread, or a console.
+    Device,
+    /// Connects the guest to sockets of the host.
+    Vsock,
+    /// Serves queues of disks, network interfaces and persistent memory.
+    Queue,
+    /// Changes guest memory: serves virtio-mem and the balloon, and detects damaged memory.
+    Memory,
+    /// Decides about guest memory, and reads the reports of agents.
+    Governor,
+    /// Writes events or a recording to an open file.
+    Writer,
+    /// Writes the output of a console to a file, and renames full files.
+    ConsoleFile,
+    /// Erases chunks of a pool.
+    Scrubber,
+}
+
+impl ThreadKind {
+    pub const ALL: [Self; 11] = [
+        Self::SetUp,
+        Self::Api,
+        Self::Vcpu,
+        Self::Device,
+        Self::Vsock,
+        Self::Queue,
+        Self::Memory,
+        Self::Governor,
+        Self::Writer,
+        Self::ConsoleFile,
+        Self::Scrubber,
+    ];
+}
+
+/// Starts a thread that is confined to its kind before it runs `work`. The kernel keeps at most 15
+/// bytes of the thread's `name`.
+pub fn spawn_confined<T: Send + 'static>(
+    kind: ThreadKind,
+    name: impl Into<String>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    Builder::new().name(name.into()).spawn(move || {
+        seccomp::enter(kind);
+        work()
+    })
+}

@@ -1,0 +1,233 @@
+//! Filters, each in a process of its own, because a filter cannot be removed again.
+//!
+//! A test starts this program again. The new process installs the filters and makes one call in one
+//! thread. Its exit status and its output show what has happened.
+
+use std::env;
+use std::io::{self, stderr};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, exit};
+
+use foreshore_confinement::seccomp::{self, ReportTarget, SeccompMode};
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
+
+/// Variable that names the call, the mode, the kind of the thread and the format of the report.
+const CHILD: &str = "FORESHORE_TEST_CHILD";
+/// Exit status of a child whose call has failed with EPERM.
+const NOT_PERMITTED: i32 = 3;
+/// Exit status of a child whose filter has refused the call: 128 and the number of SIGSYS.
+const REFUSED: i32 = 159;
+
+/// What a child does in its thread.
+type Action = fn() -> io::Result<()>;
+
+/// What code tries in a thread of the VMM after an escape from a guest, by the name of the call.
+/// No kind of thread needs any of these calls.
+const ATTEMPTS: [(&str, Action); 8] = [
+    ("execve", || {
+        let (program, end) = (c"/bin/true".as_ptr(), std::ptr::null());
+        // SAFETY: the strings end with a null byte, and the lists with a null pointer.
+        outcome(unsafe { libc::execve(program, [program, end].as_ptr(), [end].as_ptr()) }.into())
+    }),
+    ("ptrace", || {
+        // SAFETY: an attempt to trace no process changes nothing.
+        let result = unsafe { libc::ptrace(libc::PTRACE_ATTACH, 0) };
+        let error = io::Error::last_os_error();
+        // Without a filter, the process does not exist.
+        if result < 0 && error.raw_os_error() != Some(libc::ESRCH) { Err(error) } else { Ok(()) }
+    }),
+    ("process_vm_readv", || {
+        let none = std::ptr::null();
+        // SAFETY: the lists of buffers are empty, so no memory is read.
+        let len = unsafe { libc::process_vm_readv(libc::getpid(), none, 0, none, 0, 0) };
+        outcome(len as i64)
+    }),
+    ("mount", || {
+        let (none, root) = (c"none".as_ptr(), c"/proc".as_ptr());
+        // SAFETY: the strings end with a null byte. The call changes an attribute of a mount, if
+        // the process may do so.
+        outcome(unsafe { libc::mount(none, root, none, libc::MS_SHARED, std::ptr::null()) }.into())
+    }),
+    ("mmap", || {
+        let access = libc::PROT_READ | libc::PROT_EXEC;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping at an address that the kernel chooses does not affect others.
+        let mapped = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, flags, -1, 0) };
+        outcome(if mapped == libc::MAP_FAILED { -1 } else { 0 })
+    }),
+    ("unshare", || {
+        // SAFETY: a new UTS namespace affects host names only.
+        outcome(unsafe { libc::unshare(libc::CLONE_NEWUTS) }.into())
+    }),
+    ("kill", || {
+        // SAFETY: signal 0 is not delivered.
+        outcome(unsafe { libc::kill(libc::getpid(), 0) }.into())
+    }),
+    ("setfsuid", || {
+        // SAFETY: an invalid user changes nothing (setfsuid(2)).
+        outcome(unsafe { libc::setfsuid(u32::MAX) }.into())
+    }),
+];
+
+/// Same as [`ATTEMPTS`], for calls that only some kinds of threads need.
+const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
+    (
+        "openat",
+        || std::fs::File::open("/proc/version").map(drop),
+        &[ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Governor, ThreadKind::ConsoleFile],
+    ),
+    (
+        // An existing file is opened for writing, but not written to.
+        "openat, writable",
+        || std::fs::File::options().write(true).open("/dev/zero").map(drop),
+        &[ThreadKind::SetUp, ThreadKind::ConsoleFile],
+    ),
+    (
+        "socket",
+        || std::os::unix::net::UnixDatagram::unbound().map(drop),
+        &[ThreadKind::SetUp, ThreadKind::Vsock],
+    ),
+    (
+        "io_uring_setup",
+        || {
+            // SAFETY: the kernel refuses a null pointer.
+            let result = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, 0) };
+            let error = io::Error::last_os_error();
+            let is_reached = error.raw_os_error() == Some(libc::EFAULT);
+            if result < 0 && !is_reached { Err(error) } else { Ok(()) }
+        },
+        &[ThreadKind::SetUp],
+    ),
+];
+
+/// Other actions of children.
+const CHECKS: [(&str, Action); 3] = [
+    ("open", || {
+        for _ in 0..3 {
+            assert!(std::fs::read_to_string("/proc/self/status")?.starts_with("Name:"));
+            let missing = std::fs::File::open("/proc/self/missing").unwrap_err();
+            assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+        }
+        Ok(())
+    }),
+    ("live", || {
+        let bytes = vec![1_u8; 64 << 20];
+        assert_eq!(bytes.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 64 << 20);
+        let (sender, receiver) = std::sync::mpsc::channel::<()>();
+        assert!(receiver.recv_timeout(std::time::Duration::from_millis(1)).is_err());
+        drop(sender);
+        io::Write::write_all(&mut stderr(), b"live\n")
+    }),
+    ("start_thread", || {
+        assert_eq!(std::thread::spawn(|| 1).join().unwrap(), 1);
+        Ok(())
+    }),
+];
+
+fn outcome(value: i64) -> io::Result<()> {
+    if value < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Runs `name` in a thread of this kind in a new process.
+fn attempt(name: &str, mode: SeccompMode, kind: ThreadKind, format: &str) -> Output {
+    let nth = ThreadKind::ALL.iter().position(|one| *one == kind).expect("one of all kinds");
+    Command::new(env::current_exe().unwrap())
+        .args(["child", "--exact", "--ignored", "--nocapture"])
+        .env(CHILD, format!("{} {} {nth} {format}", name.replace(' ', "-"), mode.name()))
+        .output()
+        .unwrap()
+}
+
+#[test]
+#[ignore = "runs in a child process of the other tests"]
+fn child() {
+    let given = env::var(CHILD).unwrap();
+    let [name, mode, nth, format] = given.split(' ').collect::<Vec<_>>().try_into().unwrap();
+    let mode = SeccompMode::ALL.into_iter().find(|one| one.name() == mode).unwrap();
+    let kind = ThreadKind::ALL[nth.parse::<usize>().unwrap()];
+    let special = SPECIAL.map(|(name, call, _)| (name, call));
+    let mut all = ATTEMPTS.into_iter().chain(CHECKS).chain(special);
+    let (_, call) = all.find(|(one, _)| one.replace(' ', "-") == name).unwrap();
+    let target = ReportTarget { fd: stderr().as_raw_fd(), is_json: format == "json" };
+    seccomp::start(mode, target).unwrap();
+    let result = spawn_confined(kind, "attempt", call).unwrap().join().unwrap();
+    match result {
+        Ok(()) => exit(0),
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => exit(NOT_PERMITTED),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn escaped_guest_can_do_nothing_in_any_thread() {
+    for (name, _) in ATTEMPTS {
+        // Without this, the rest would prove nothing.
+        let free = attempt(name, SeccompMode::False, ThreadKind::Vcpu, "text");
+        assert_eq!(free.status.code(), Some(0), "{name}: {free:?}");
+        for kind in ThreadKind::ALL {
+            let refused = attempt(name, SeccompMode::True, kind, "text");
+            assert_eq!(refused.status.code(), Some(REFUSED), "{name}, {kind:?}: {refused:?}");
+            let printed = String::from_utf8(refused.stderr).unwrap();
+            let start = format!("foreshore: thread attempt: the system call {name} (");
+            assert!(printed.starts_with(&start), "{printed}");
+            let failed = attempt(name, SeccompMode::Errno, kind, "text");
+            assert_eq!(failed.status.code(), Some(NOT_PERMITTED), "{name}, {kind:?}: {failed:?}");
+        }
+    }
+}
+
+#[test]
+fn special_calls_are_limited_to_the_threads_that_need_them() {
+    for (name, _, kinds) in SPECIAL {
+        for kind in ThreadKind::ALL {
+            let output = attempt(name, SeccompMode::True, kind, "text");
+            let expected = if kinds.contains(&kind) { 0 } else { REFUSED };
+            assert_eq!(output.status.code(), Some(expected), "{name}, {kind:?}: {output:?}");
+        }
+    }
+}
+
+#[test]
+fn refused_call_is_one_line() {
+    let [text, json] = ["text", "json"].map(|format| {
+        let output = attempt("setfsuid", SeccompMode::True, ThreadKind::Vcpu, format);
+        String::from_utf8(output.stderr).unwrap()
+    });
+    let line = "the system call setfsuid (122) with the arguments 0xffffffff ";
+    assert!(
+        text.contains(line) && text.ends_with("not allowed by its filter; the VMM ends\n"),
+        "{text}"
+    );
+    let value: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(value["level"], "ERROR");
+    assert!(value["message"].as_str().unwrap().contains(line), "{json}");
+}
+
+#[test]
+fn logged_call_is_carried_out_and_printed_once() {
+    let output = attempt("open", SeccompMode::Log, ThreadKind::Writer, "text");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let printed = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(printed.matches("the system call openat (257)").count(), 1, "{printed}");
+}
+
+#[test]
+fn thread_can_live_under_its_filter() {
+    for kind in ThreadKind::ALL {
+        let output = attempt("live", SeccompMode::True, kind, "text");
+        assert_eq!(output.status.code(), Some(0), "{kind:?}: {output:?}");
+    }
+}
+
+#[test]
+fn only_servers_and_the_set_up_start_threads() {
+    for kind in ThreadKind::ALL {
+        let output = attempt("start_thread", SeccompMode::True, kind, "text");
+        let may_start = [ThreadKind::SetUp, ThreadKind::Api].contains(&kind);
+        assert_eq!(output.status.success(), may_start, "{kind:?}: {output:?}");
+        // The C library blocks signals while it starts a thread, so the kernel ends the process
+        // without the handler.
+        assert_eq!(output.status.signal() == Some(libc::SIGSYS), !may_start, "{kind:?}");
+    }
+}
