@@ -88,7 +88,7 @@ struct BusyPool {
 
 impl BusyPool {
     fn start(pool: Arc<Pool>, seed: u64) -> Self {
-        let scrubber = Scrubber::start(&pool, None).unwrap();
+        let scrubber = Scrubber::start(&pool, None, || ()).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
         let (lent_from, thread_ended) = (Arc::clone(&pool), Arc::clone(&ended));
         let lender = thread::spawn(move || lend(&lent_from, &thread_ended, Random(seed | 1)));

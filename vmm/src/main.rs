@@ -1,6 +1,7 @@
 //! Foreshore, the virtual machine monitor.
 
 use std::io::{self, Write};
+use std::os::fd::RawFd;
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
@@ -8,6 +9,7 @@ use foreshore::inherited::InheritedError;
 use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
 use foreshore_confinement::process;
+use foreshore_confinement::seccomp::{self, ReportTarget};
 use foreshore_devices::log::LogFormat;
 use foreshore_types::chain;
 
@@ -39,12 +41,13 @@ fn main() -> ExitCode {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
     }
-    if let Err(error) = foreshore_devices::log::start(&launch.log) {
-        return fail(&error);
-    }
+    let log_fd = match foreshore_devices::log::start(&launch.log) {
+        Ok(fd) => fd,
+        Err(error) => return fail(&error),
+    };
     foreshore_devices::log::log_panics(&launch.log);
     let (has_file, format) = (launch.log.file.is_some(), launch.log.format);
-    let Err(error) = run(launch) else { return ExitCode::SUCCESS };
+    let Err(error) = run(launch, log_fd) else { return ExitCode::SUCCESS };
     let is_json = format == LogFormat::Json;
     if has_file || is_json {
         tracing::error!(error = chain(&error), "The VMM ends because of an error");
@@ -53,10 +56,7 @@ fn main() -> ExitCode {
     if is_json && !has_file { ExitCode::FAILURE } else { fail(&error) }
 }
 
-fn run(launch: Launch) -> Result<(), RunError> {
-    if let Some(error) = launch.seccomp_error() {
-        tracing::error!("{error}");
-    }
+fn run(launch: Launch, log_fd: RawFd) -> Result<(), RunError> {
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
@@ -64,6 +64,8 @@ fn run(launch: Launch) -> Result<(), RunError> {
     if let Err(error) = foreshore_devices::open_files::raise_limit() {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }
+    let target = ReportTarget { fd: log_fd, is_json: launch.log.format == LogFormat::Json };
+    seccomp::start(launch.seccomp, target)?;
     foreshore::run::run(launch)
 }
 

@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::Arc;
 
+use foreshore_confinement::seccomp::{self, SeccompError};
+use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
 use foreshore_devices::metrics::Metrics;
 use foreshore_devices::virtio::net::tap::TapError;
@@ -24,6 +26,8 @@ use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 pub enum RunError {
     #[error("cannot give up privileges")]
     Harden(#[source] io::Error),
+    #[error("--seccomp")]
+    Seccomp(#[from] SeccompError),
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error(transparent)]
@@ -68,7 +72,12 @@ fn serve(
     // The VM task runs on this thread, which is blocked for seconds while a machine is built
     // or ended. The servers run on another thread, and can answer some requests in that time.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
+    let runtime = runtime
+        .worker_threads(1)
+        .thread_name("_api")
+        .on_thread_start(|| seccomp::enter(ThreadKind::Api))
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
         let calls = Arc::<CallMetrics>::default();
@@ -83,7 +92,7 @@ fn serve(
         let metrics = Arc::new(Metrics::new(&launch.vm_name));
         metrics.add(events.counters());
         metrics.add(calls);
-        metrics_server::register_process(&metrics, launch.missing_seccomp.is_some());
+        metrics_server::register_process(&metrics, launch.seccomp);
         let exposition = match metrics_socket {
             Some(socket) => {
                 let names = launch.metrics.as_ref().and_then(MetricsAddress::host_names);

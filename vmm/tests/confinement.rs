@@ -39,10 +39,20 @@ impl Vmm {
         vmm
     }
 
-    fn status(&self, key: &str) -> String {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-        let value = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
-        value.unwrap_or_else(|| panic!("no {key} in {status}")).to_owned()
+    /// Returns the names of all threads, each with its value of `key` (proc(5)).
+    fn threads(&self, key: &str) -> Vec<(String, String)> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
+        tasks
+            .map(|task| {
+                let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+                let value = |key: &str| {
+                    let mut lines = status.lines();
+                    let value = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
+                    value.unwrap_or_else(|| panic!("no {key} in {status}")).to_owned()
+                };
+                (value("Name"), value(key))
+            })
+            .collect()
     }
 }
 
@@ -91,5 +101,28 @@ fn process_cannot_gain_privileges() {
     let folder = TempDir::new().unwrap();
     let (_reader, writer) = io::pipe().unwrap();
     let vmm = Vmm::start(&folder.path().join("api"), &[], &writer);
-    assert_eq!(vmm.status("NoNewPrivs"), "1");
+    for (name, value) in vmm.threads("NoNewPrivs") {
+        assert_eq!(value, "1", "{name}");
+    }
+}
+
+#[test]
+fn each_thread_has_a_filter_unless_the_user_wants_none() {
+    // Mode 2 of seccomp(2) is a filter.
+    for (mode, expected) in [
+        (None, "2"),
+        (Some("true"), "2"),
+        (Some("log"), "2"),
+        (Some("errno"), "2"),
+        (Some("false"), "0"),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let (_reader, writer) = io::pipe().unwrap();
+        let flag: Vec<_> = mode.iter().flat_map(|mode| ["--seccomp", mode]).collect();
+        let arguments = [&["--event-monitor", "fd=200"], &flag[..]].concat();
+        let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+        let threads = vmm.threads("Seccomp");
+        assert!(threads.len() >= 3, "{threads:?}");
+        assert!(threads.iter().all(|(_, value)| value == expected), "{mode:?}: {threads:?}");
+    }
 }

@@ -4,11 +4,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 
 use event_manager::{
     EventManager, EventOps, EventSet, Events, MutEventSubscriber, RemoteEndpoint, SubscriberId,
 };
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
 use tracing::error;
@@ -155,32 +156,31 @@ impl Drop for HoldOnExit {
 }
 
 impl EventLoop {
-    /// Starts a loop on a new thread. The kernel keeps at most 15 bytes of the thread's `name`.
-    pub fn spawn(name: &str) -> Result<Self, EventLoopError> {
+    /// Starts a loop on a new thread of this kind. The kernel keeps at most 15 bytes of `name`.
+    pub fn spawn(kind: ThreadKind, name: &str) -> Result<Self, EventLoopError> {
         let create = |source| EventLoopError::Create { name: name.to_owned(), source };
         let mut manager = EventManager::<Subscriber>::new().map_err(create)?;
         let handle = EventLoopHandle { endpoint: manager.remote_endpoint(), gate: Arc::default() };
         let stop = Arc::new(AtomicBool::new(false));
         let (stopped, gate) = (Arc::clone(&stop), Arc::clone(&handle.gate));
-        let thread = Builder::new()
-            .name(name.to_owned())
-            .spawn(move || {
-                let _held = HoldOnExit(Arc::clone(&gate));
-                while !stopped.load(Ordering::Acquire) {
-                    gate.pass(&stopped);
-                    if let Err(err) = manager.run() {
-                        // Subscribers handle their own errors, so this is an error of epoll itself.
-                        let name = std::thread::current().name().unwrap_or_default().to_owned();
-                        error!(
-                            thread = name,
-                            %err,
-                            "Event loop cannot wait for events, so its devices stop; restart the VM"
-                        );
-                        break;
-                    }
+        let thread = spawn_confined(kind, name, move || {
+            let _held = HoldOnExit(Arc::clone(&gate));
+            while !stopped.load(Ordering::Acquire) {
+                gate.pass(&stopped);
+                if let Err(err) = manager.run() {
+                    // Subscribers handle their own errors, so this is an error of epoll itself.
+                    let name = std::thread::current().name().unwrap_or_default().to_owned();
+                    error!(
+                        thread = name,
+                        %err,
+                        "Event loop cannot wait for events, so its devices stop; restart the VM"
+                    );
+                    break;
                 }
-            })
-            .map_err(|source| EventLoopError::Spawn { name: name.to_owned(), source })?;
+            }
+        });
+        let thread =
+            thread.map_err(|source| EventLoopError::Spawn { name: name.to_owned(), source })?;
         Ok(Self { handle, stop, thread: Some(thread) })
     }
 
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn loop_is_held_after_its_event_and_operation_end() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (handle, fd) = (event_loop.handle(), EventFd::new(EFD_NONBLOCK).unwrap());
         let (steps, events) = mpsc::sync_channel(0);
         let slow = Slow { fd: fd.try_clone().unwrap(), gate: handle.gate(), steps };
@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn helper_stops_with_its_loop() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
         let weak: Weak<Watched> = Arc::downgrade(&helper);
         handle.gate().add_helper(weak);
@@ -460,7 +460,7 @@ mod tests {
 
     #[test]
     fn helper_of_a_dismissed_loop_stays_stopped() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
         let weak: Weak<Watched> = Arc::downgrade(&helper);
         handle.gate().add_helper(weak);
@@ -478,7 +478,7 @@ mod tests {
 
     #[test]
     fn subscriber_is_served_until_removed() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let fd = EventFd::new(EFD_NONBLOCK).unwrap();
         let (events, counts) = mpsc::channel();
         let subscriber = Counter { fd: fd.try_clone().unwrap(), events };

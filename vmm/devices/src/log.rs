@@ -3,6 +3,7 @@
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, stderr};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -62,13 +63,17 @@ pub struct LogConfig {
     pub verbosity: u8,
 }
 
-/// Starts logging to the destination in `config`. Call this only once.
+/// Starts logging to the destination in `config`, whose descriptor remains open and is returned.
+/// Call this only once.
 ///
 /// Each line is written immediately and without a buffer, so that the last lines before a crash are
 /// not lost.
-pub fn start(config: &LogConfig) -> Result<(), LogError> {
-    match &config.file {
-        None => subscriber(config, stderr().is_terminal(), stderr).init(),
+pub fn start(config: &LogConfig) -> Result<RawFd, LogError> {
+    let fd = match &config.file {
+        None => {
+            subscriber(config, stderr().is_terminal(), stderr).init();
+            stderr().as_raw_fd()
+        }
         Some(path) => {
             let open = |path: &PathBuf| -> io::Result<File> {
                 let file =
@@ -79,10 +84,12 @@ pub fn start(config: &LogConfig) -> Result<(), LogError> {
             };
             let file =
                 open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
+            let fd = file.as_raw_fd();
             subscriber(config, false, Arc::new(file)).init();
+            fd
         }
-    }
-    Ok(())
+    };
+    Ok(fd)
 }
 
 /// Logs panics, so that they reach the log file and have its format. The line is complete before

@@ -9,6 +9,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser};
 use foreshore_cli::usage_line;
 use foreshore_config::{ConfigError, Table};
+use foreshore_confinement::seccomp::SeccompMode;
 use foreshore_devices::events::EventMonitor;
 use foreshore_devices::host_console::config as console;
 use foreshore_devices::log::{LogConfig, LogFormat};
@@ -45,9 +46,7 @@ pub struct Launch {
     pub log: LogConfig,
     /// Settings that probably do not work as intended, to be logged.
     pub warnings: Vec<String>,
-    /// Mode of the system call filter that the user requested. Foreshore has no such filter yet, so
-    /// the request is logged as an error and appears as a metric.
-    pub missing_seccomp: Option<String>,
+    pub seccomp: SeccompMode,
 }
 
 impl Launch {
@@ -62,14 +61,6 @@ impl Launch {
             all.push((EventMonitor::TABLE.flag, fd));
         }
         all
-    }
-
-    /// Describes the system call filter that was requested, but is not installed.
-    pub fn seccomp_error(&self) -> Option<String> {
-        let mode = self.missing_seccomp.as_ref()?;
-        Some(format!(
-            "--seccomp {mode}: no system call filter is installed, because it is not implemented yet"
-        ))
     }
 }
 
@@ -127,8 +118,9 @@ struct Flags {
     /// Keep the VMM when the guest powers off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// true|false|log|errno: accepted for compatibility; a filter is not implemented yet
-    #[arg(long, value_name = "MODE", help_heading = "Control")]
+    /// Action on a system call that a thread does not need: true ends the VMM, log prints the call,
+    /// errno lets it fail, false allows all calls [default: true]
+    #[arg(long, value_name = "true|false|log|errno", help_heading = "Confinement")]
     seccomp: Option<String>,
     /// Log to a file [default: standard error]
     #[arg(long, value_name = "PATH", help_heading = "Control")]
@@ -292,7 +284,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         return Err(CliError::Foreign { flag: "--debug-console".to_owned(), why });
     }
     let mut warnings = Vec::new();
-    let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
+    let seccomp = flags.seccomp.as_deref().map(seccomp_mode).transpose()?.unwrap_or_default();
     if flags.log_format == GivenLogFormat::Template {
         let text = "--log-format: ignored; templates are not supported, use text or json";
         warnings.push(text.to_owned());
@@ -333,7 +325,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         vm_name,
         log,
         warnings,
-        missing_seccomp,
+        seccomp,
     };
     check_descriptors(&launch)?;
     Ok(Command::Launch(Box::new(launch)))
@@ -398,18 +390,13 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
-/// Returns the mode of `--seccomp` if it cannot be provided. Foreshore has no system call filter
-/// yet.
-fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
-    match mode {
-        None | Some("false") => Ok(None),
-        Some(mode @ ("true" | "log" | "errno")) => Ok(Some(mode.to_owned())),
-        Some(mode) => Err(ConfigError::NotOneOf {
-            flag: "--seccomp",
-            text: mode.to_owned(),
-            forms: "true, false, log and errno",
-        }),
-    }
+fn seccomp_mode(text: &str) -> Result<SeccompMode, ConfigError> {
+    let mode = SeccompMode::ALL.into_iter().find(|mode| mode.name() == text);
+    mode.ok_or_else(|| ConfigError::NotOneOf {
+        flag: "--seccomp",
+        text: text.to_owned(),
+        forms: "true, false, log and errno",
+    })
 }
 
 /// Checks that no two flags name the same descriptor, because each flag closes its own. `--net`
@@ -720,10 +707,10 @@ mod tests {
     }
 
     #[test]
-    fn missing_seccomp_is_reported() {
-        assert_eq!(launch(&["--seccomp", "false"]).missing_seccomp, None);
-        for mode in ["true", "log", "errno"] {
-            assert_eq!(launch(&["--seccomp", mode]).missing_seccomp.as_deref(), Some(mode));
+    fn system_calls_are_filtered_by_default() {
+        assert_eq!(launch(&[]).seccomp, SeccompMode::True);
+        for mode in SeccompMode::ALL {
+            assert_eq!(launch(&["--seccomp", mode.name()]).seccomp, mode);
         }
     }
 

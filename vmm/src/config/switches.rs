@@ -73,6 +73,7 @@ impl JsonValue for Switches {
 mod tests {
     use std::path::Path;
 
+    use foreshore_confinement::thread::ThreadKind;
     use foreshore_devices::device::testing::FakeMachine;
     use foreshore_devices::event_loop::EventLoop;
     use foreshore_devices::memory::view::GuestView;
@@ -109,7 +110,8 @@ mod tests {
 
     #[test]
     fn each_device_is_built_with_its_id() {
-        let (fake, event_loop) = (FakeMachine::default(), EventLoop::spawn("test").unwrap());
+        let (fake, event_loop) =
+            (FakeMachine::default(), EventLoop::spawn(ThreadKind::Device, "test").unwrap());
         let view = GuestView::new(GuestMemoryMmap::new());
         let context = fake.context(view, event_loop.handle());
         for switch in SWITCHES {

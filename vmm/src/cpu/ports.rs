@@ -34,6 +34,7 @@ mod tests {
     use std::io::Read;
     use std::sync::Arc;
 
+    use foreshore_confinement::thread::ThreadKind;
     use foreshore_devices::bus::BusDevice;
     use foreshore_devices::event_loop::EventLoop;
     use foreshore_devices::host_console::HostConsole;
@@ -56,7 +57,7 @@ mod tests {
 
     #[test]
     fn string_of_one_exit_is_whole_on_the_serial_port() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (console, _keyboard, mut screen) = HostConsole::pipes();
         let irq = EventFd::new(EFD_NONBLOCK).unwrap();
         let serial = Serial::new(console, irq, &event_loop.handle()).unwrap();

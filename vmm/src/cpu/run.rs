@@ -11,9 +11,10 @@ use std::os::unix::thread::JoinHandleExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use foreshore_devices::bus::Bus;
 use foreshore_devices::entry_inhibitor::{self, EntryInhibitor};
 use foreshore_devices::log::rate_limited;
@@ -262,15 +263,14 @@ impl VcpuThread {
         let (runner, given) = mpsc::channel::<Runner>();
         let (started, start) = mpsc::channel();
         // libvirt searches for vCPU threads by this name when it pins them.
-        let thread = Builder::new()
-            .name(format!("vcpu{index}"))
-            .spawn(move || {
-                // Fails if pinning has failed.
-                let _ = started.send(gettid().as_raw_nonzero().get());
-                cores.claim(index);
-                // If creating the vCPU failed, the channel is closed without a vCPU.
-                given.into_iter().for_each(Runner::run);
-            })
+        let work = move || {
+            // Fails if pinning has failed.
+            let _ = started.send(gettid().as_raw_nonzero().get());
+            cores.claim(index);
+            // If creating the vCPU failed, the channel is closed without a vCPU.
+            given.into_iter().for_each(Runner::run);
+        };
+        let thread = spawn_confined(ThreadKind::Vcpu, format!("vcpu{index}"), work)
             .map_err(|source| CpuError::Thread { index, source })?;
         placement::pin(thread.as_pthread_t(), index, &host_cpus)?;
         let thread_id = start.recv().expect("the thread sends its ID first");

@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, channel, sync_channel};
-use std::thread;
 use std::time::Duration;
 
 use balloon::plan::Plan;
 use balloon::proto::Report;
 use balloon::trace::{Header, Writer};
 use balloon::{HostView, TimeMs};
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::Mutex;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::{info, warn};
@@ -205,7 +205,7 @@ impl Recorder {
         let shared = Arc::new(Shared::default());
         let (sender, lines) = sync_channel(QUEUE_LINES);
         let (ended, written) = channel();
-        thread::Builder::new().name("_record".to_owned()).spawn({
+        spawn_confined(ThreadKind::Writer, "_record", {
             let (shared, path) = (Arc::clone(&shared), path.clone());
             move || {
                 let _ended = ended;

@@ -1,6 +1,7 @@
 //! Tests of recordings to files that work, are slow, or fail.
 
 use std::sync::mpsc::{Sender, channel};
+use std::thread;
 
 use balloon::Tier;
 use balloon::sim::{GuestConfig, replay};

@@ -18,12 +18,13 @@ use std::io;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use balloon::TimeMs;
 use balloon::governor::FAST_INTERVAL_MS;
 use balloon::proto::Settings;
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use foreshore_devices::log::rate_limited;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
@@ -158,7 +159,7 @@ impl Thread {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let (end, ended) = oneshot::channel();
-        let handle = thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let handle = spawn_confined(ThreadKind::Governor, name, move || {
             prepare();
             runtime.block_on(async {
                 tokio::select! {

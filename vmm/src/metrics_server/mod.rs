@@ -19,11 +19,12 @@ use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use foreshore_confinement::seccomp::SeccompMode;
 use foreshore_devices::metrics::{Expose, Exposition, Family, Metrics};
 
 use self::format::Format;
 use self::host_check::check_host;
-use self::process::{MissingSeccomp, ProcessMetrics};
+use self::process::{ProcessMetrics, SeccompMetrics};
 use self::vm::VmSource;
 use crate::vm::request::VmHandle;
 
@@ -105,11 +106,10 @@ fn fail(error: &dyn std::error::Error) -> Response {
     StatusCode::INTERNAL_SERVER_ERROR.into_response()
 }
 
-/// Registers the metrics of the process. `is_seccomp_missing` is true if `--seccomp` requests a
-/// filter, which Foreshore does not have.
-pub(crate) fn register_process(metrics: &Metrics, is_seccomp_missing: bool) {
+/// Registers the metrics of the process.
+pub(crate) fn register_process(metrics: &Metrics, seccomp: SeccompMode) {
     metrics.add(Arc::new(ProcessMetrics));
-    metrics.add(Arc::new(MissingSeccomp(is_seccomp_missing)));
+    metrics.add(Arc::new(SeccompMetrics(seccomp)));
 }
 
 /// Number of scrapes refused because of their `Host` header.

@@ -1,5 +1,6 @@
 //! Metrics of the VMM process, from /proc.
 
+use foreshore_confinement::seccomp::SeccompMode;
 use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 use procfs::WithCurrentSystemInfo;
 use procfs::process::{LimitValue, Process, Stat, Status};
@@ -68,15 +69,15 @@ fn expose_descriptors(out: &mut Exposition, process: &Process) {
     }
 }
 
-/// True if `--seccomp` requests a system call filter. Foreshore does not have one yet.
+/// System call filters of the threads.
 #[derive(Debug)]
-pub(super) struct MissingSeccomp(pub bool);
+pub(super) struct SeccompMetrics(pub SeccompMode);
 
-impl Expose for MissingSeccomp {
+impl Expose for SeccompMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let help =
-            "1 if --seccomp requests a system call filter, which Foreshore does not have yet.";
-        out.flags(Family("seccomp_missing", help, None), [(vec![], self.0)]);
+        let help = "1 if system calls that a thread does not need are refused.";
+        let is_refused = matches!(self.0, SeccompMode::True | SeccompMode::Errno);
+        out.flags(Family("seccomp_enabled", help, None), [(vec![], is_refused)]);
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use balloon::DriverState;
 use balloon::proto::{RawReport, Report};
 use balloon::statistics::Tag;
+use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::bus::{AddressSpaceMetrics, BusMetrics};
 use foreshore_devices::device::AttachedDevice;
 use foreshore_devices::device::testing::FakeMachine;
@@ -230,7 +231,7 @@ fn calls() -> Arc<CallMetrics> {
 fn everything() -> Everything {
     let metrics = Arc::new(Metrics::new("vm \"1\""));
     metrics.add(event_counters());
-    register_process(&metrics, false);
+    register_process(&metrics, SeccompMode::False);
     metrics.add(Arc::new(RefusedHosts::default()));
     let restarts = Arc::<RestartMetrics>::default();
     restarts.count(Duration::from_millis(2500));
@@ -327,7 +328,7 @@ fn everything() -> Everything {
 }
 
 fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
-    let event_loop = EventLoop::spawn("test").unwrap();
+    let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
     let fake = FakeMachine { metrics: Arc::clone(metrics), ..FakeMachine::default() };
     let view = GuestView::new(GuestMemoryMmap::new());
     let context = fake.context(view, event_loop.handle());
@@ -424,7 +425,7 @@ fn every_source_is_compared_with_the_document() {
         include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
     // The last two devices have no options. `everything` creates all of them.
     let elsewhere =
-        ["EventCounters", "MissingSeccomp", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
+        ["EventCounters", "SeccompMetrics", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
     let is_made =
         |name: &str| elsewhere.contains(&name) || code.iter().any(|line| line.contains(name));
     let missing: Vec<_> = names.iter().filter(|name| !is_made(name)).collect();
@@ -705,14 +706,17 @@ fn label_values_are_lower_case_with_hyphens() {
 }
 
 #[test]
-fn missing_seccomp_filter_is_a_metric() {
-    let encode = |is_missing| {
+fn enforced_filter_is_a_metric() {
+    let encode = |mode| {
         let metrics = Metrics::new("a");
-        register_process(&metrics, is_missing);
+        register_process(&metrics, mode);
         metrics.encode(&ZoneMetrics::default()).unwrap()
     };
-    assert!(encode(false).contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
-    assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
+    for mode in SeccompMode::ALL {
+        let flag = u8::from(matches!(mode, SeccompMode::True | SeccompMode::Errno));
+        let sample = format!("foreshore_seccomp_enabled{{vm=\"a\"}} {flag}.0");
+        assert!(encode(mode).contains(&sample), "{mode:?}");
+    }
 }
 
 /// Governor of a guest that has just booted.

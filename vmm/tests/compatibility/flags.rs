@@ -94,10 +94,7 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
                 .unwrap_or_else(|| panic!("{with:?} is not a valid sample: {error}"));
         }
     };
-    if let Some(neutral) = Verdict::of_warnings(
-        &[tried.warnings.clone(), Vec::from_iter(tried.seccomp_error())].concat(),
-        flag,
-    ) {
+    if let Some(neutral) = Verdict::of_warnings(&tried.warnings, flag) {
         return neutral;
     }
     match without {

@@ -34,11 +34,16 @@ pub struct Scrubber<M: Media = FileMedia> {
 
 impl<M: Media + 'static> Scrubber<M> {
     /// Starts the scrubber of a pool that is open for writing. A pool has at most one.
-    /// `bytes_per_s` limits erasures that use bandwidth, and `None` means unlimited.
+    /// `bytes_per_s` limits erasures that use bandwidth, and `None` means unlimited. `confine` is
+    /// the first call of the scrubber's thread.
     ///
     /// # Panics
     /// Panics if the pool already has a scrubber.
-    pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> Result<Self, PoolError> {
+    pub fn start(
+        pool: &Arc<Pool<M>>,
+        bytes_per_s: Option<NonZeroU64>,
+        confine: fn(),
+    ) -> Result<Self, PoolError> {
         let wake = Arc::clone(&pool.scrub_wake);
         let had_scrubber =
             wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
@@ -50,9 +55,11 @@ impl<M: Media + 'static> Scrubber<M> {
         // Earlier erasures are not subject to the limit.
         pool.take_on_demand_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
-        let started = std::thread::Builder::new()
-            .name("pool-scrubber".to_owned())
-            .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
+        let started =
+            std::thread::Builder::new().name("pool-scrubber".to_owned()).spawn(move || {
+                confine();
+                Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run();
+            });
         // If the thread could not be started, dropping this value allows another scrubber.
         let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
         scrubber.thread = Some(started.map_err(PoolError::Scrubber)?);

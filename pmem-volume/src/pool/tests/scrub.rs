@@ -243,7 +243,7 @@ const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
 fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     let (pool, _barrier) = slow_pool();
     return_without_scrub(&pool, 20 * MIB);
-    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    let scrubber = Scrubber::start(&pool, CRAWL, || ()).unwrap();
     // The scrubber is erasing the first chunk. An allocation that needs more than the clean chunks
     // does not wait until all others are erased.
     let memory = pool.alloc_memory(30 * MIB).unwrap();
@@ -253,7 +253,7 @@ fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     // At most one more chunk was erased.
     assert!(pool.scrubbed_bytes() <= 16 * MIB);
     assert!(pool.info().scrubbing_bytes >= 4 * MIB);
-    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    let scrubber = Scrubber::start(&pool, CRAWL, || ()).unwrap();
     pool.free_memory(&memory).unwrap();
     scrubber.set_bytes_per_s(None);
     wait_until_clean(&pool);
@@ -289,7 +289,7 @@ fn erasures_before_the_scrubber_starts_do_not_count_towards_its_limit() {
     pool.scrub_all().unwrap();
     return_without_scrub(&pool, CHUNK_BYTES);
     let began = Instant::now();
-    let _scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    let _scrubber = Scrubber::start(&pool, CRAWL, || ()).unwrap();
     wait_until_clean(&pool);
     // Otherwise, the first batch would be delayed because of the 36 MiB.
     assert!(began.elapsed() < MAX_DEBT);
@@ -305,7 +305,7 @@ fn scrubber_on_tmpfs_is_unlimited_and_ends_after_the_last_hole() {
         memory.iter().for_each(|extent| fill(pool, *extent, 0x5a));
         pool.free_memory(&memory).unwrap();
     };
-    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    let scrubber = Scrubber::start(&pool, CRAWL, || ()).unwrap();
     used(&pool);
     wait_until_clean(&pool);
     assert_eq!(pool.file().metadata().unwrap().blocks(), at_rest);
@@ -343,7 +343,7 @@ fn scrubber_ends_with_or_before_its_pool() {
     let (pool, barrier) = slow_pool();
     return_without_scrub(&pool, 20 * MIB);
     barrier.set(Gate::Armed);
-    let scrubber = Scrubber::start(&pool, None).unwrap();
+    let scrubber = Scrubber::start(&pool, None, || ()).unwrap();
     barrier.wait_until_shut();
     thread::scope(|scope| {
         let weak = Arc::downgrade(&pool);
@@ -364,7 +364,7 @@ fn scrubber_ends_with_or_before_its_pool() {
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
     // In the reverse order, the scrubber must not keep the pool open.
-    let scrubber = Scrubber::start(&pool, None).unwrap();
+    let scrubber = Scrubber::start(&pool, None, || ()).unwrap();
     wait_until_clean(&pool);
     let weak = Arc::downgrade(&pool);
     drop(pool);
@@ -377,8 +377,8 @@ fn scrubber_ends_with_or_before_its_pool() {
 fn second_scrubber_panics() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
-    let _first = Scrubber::start(&pool, None).unwrap();
-    let _second = Scrubber::start(&pool, None);
+    let _first = Scrubber::start(&pool, None, || ()).unwrap();
+    let _second = Scrubber::start(&pool, None, || ());
 }
 
 #[test]
@@ -402,7 +402,7 @@ fn failed_scrubber_makes_the_pool_read_only_and_ends_all_waits() {
     let pool = open(media.clone());
     return_without_scrub(&pool, 36 * MIB);
     barrier.set(Gate::Armed);
-    let scrubber = Scrubber::start(&pool, None).unwrap();
+    let scrubber = Scrubber::start(&pool, None, || ()).unwrap();
     barrier.wait_until_shut();
     let error = thread::scope(|scope| {
         let waiter = scope.spawn(|| pool.alloc_memory(2 * MIB));

@@ -79,12 +79,15 @@ impl DeviceWork {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_confinement::thread::ThreadKind;
+
     use super::*;
     use crate::event_loop::EventLoop;
 
     #[test]
     fn device_removed_during_a_pause_can_be_stopped() {
-        let [stays, goes] = ["stays", "goes"].map(|name| EventLoop::spawn(name).unwrap());
+        let [stays, goes] =
+            ["stays", "goes"].map(|name| EventLoop::spawn(ThreadKind::Device, name).unwrap());
         let work = DeviceWork::new(vec![stays.handle()]);
         work.add(&[goes.handle()]);
         work.hold(work.releases());

@@ -6,6 +6,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::thread::JoinHandle;
 
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use pmem_volume::file_mode::PRIVATE_MODE;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use thiserror::Error;
@@ -38,10 +39,9 @@ impl Monitor {
         let file = open(target).map_err(failed)?;
         set_nonblocking(&file).map_err(failed)?;
         let watcher = events.watch();
-        let thread = std::thread::Builder::new()
-            .name("_events".to_owned())
-            .spawn(move || write_all(file, watcher))
-            .map_err(failed)?;
+        let thread =
+            spawn_confined(ThreadKind::Writer, "_events", move || write_all(file, watcher))
+                .map_err(failed)?;
         Ok(Self { thread })
     }
 

@@ -5,9 +5,10 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
@@ -74,7 +75,7 @@ impl DiskFile {
         throttle: Option<FileThrottle>,
     ) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(throttle));
-        let thread = Builder::new().name("_console_file".to_owned()).spawn({
+        let thread = spawn_confined(ThreadKind::ConsoleFile, "_console_file", {
             let shared = Arc::clone(&shared);
             move || shared.write_to(file)
         })?;

@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_confinement::seccomp;
+use foreshore_confinement::thread::ThreadKind;
 use foreshore_types::size::Size;
 use pmem_volume::btt::{
     ArenaResult, ArenaStatus, BttError, Engine, InfoError, InfoSource, arenas, is_replaced,
@@ -41,7 +43,8 @@ impl LocalPool {
     ) -> Result<Arc<Self>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         warn_of_blocks(&pool);
-        let scrubber = Scrubber::start(&pool, scrub_bytes_per_s)?;
+        let scrubber =
+            Scrubber::start(&pool, scrub_bytes_per_s, || seccomp::enter(ThreadKind::Scrubber))?;
         Ok(Arc::new(Self { scrubber, pool }))
     }
 

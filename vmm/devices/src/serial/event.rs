@@ -109,6 +109,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
+    use foreshore_confinement::thread::ThreadKind;
     use vmm_sys_util::eventfd::EventFd;
 
     use super::super::Serial;
@@ -130,7 +131,7 @@ mod tests {
 
     impl Rig {
         fn new() -> Self {
-            let event_loop = EventLoop::spawn("test").unwrap();
+            let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
             let (console, keyboard, screen) = HostConsole::pipes();
             // The eventfd is blocking, so that the test can wait for the interrupt.
             let irq = EventFd::new(0).unwrap();

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::bus::AddressSpaceMetrics;
 use foreshore_devices::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
 use foreshore_devices::device::{DeviceContext, DeviceList, MachineParts};
@@ -87,7 +88,10 @@ pub(crate) fn build(
     memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Memory devices have an event loop of their own, because an unplug waits until
     //    other devices release their guards.
-    let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
+    let (device_loop, memory_loop) = (
+        EventLoop::spawn(ThreadKind::Device, "_device")?,
+        EventLoop::spawn(ThreadKind::Memory, "_mem")?,
+    );
     let parts = machine_parts(config, &hypervisor, &memory, resources, &device_loop, events);
     let context = DeviceContext::new(parts).map_err(BuildError::device("the buses"))?;
     let mut devices = DeviceList::default();

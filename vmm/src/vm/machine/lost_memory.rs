@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::Memory;
@@ -86,7 +87,7 @@ pub(in crate::vm) fn watch(
     events: &EventSender,
 ) -> Result<EventLoop, BuildError> {
     let timer = if memory.has_files() { Some(timer()?) } else { None };
-    let event_loop = EventLoop::spawn("_lost")?;
+    let event_loop = EventLoop::spawn(ThreadKind::Memory, "_lost")?;
     let watcher =
         Watcher { memory: Arc::clone(memory), timer, events: events.clone(), reported: None };
     event_loop.handle().add(Box::new(watcher))?;

@@ -252,6 +252,8 @@ pub(in crate::vm) mod tests {
     use foreshore_devices::memory::{MemoryOptions, build};
     use foreshore_devices::volume::guest_btt::GuestBtt;
 
+    use foreshore_confinement::thread::ThreadKind;
+
     use super::*;
     use crate::acpi::ged::GenericEventDevice;
     use crate::acpi::hotplug::HotplugPage;
@@ -281,7 +283,7 @@ pub(in crate::vm) mod tests {
         };
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let memory = build(vec![spec], None, fake.slots.clone(), options).unwrap();
-        let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
+        let loops = ["one", "two"].map(|name| EventLoop::spawn(ThreadKind::Device, name).unwrap());
         let core = fixture("psi", true).core;
         let context = fake.context(memory.view().clone(), loops[0].handle());
         context.work.add(&loops.each_ref().map(EventLoop::handle));
@@ -298,7 +300,7 @@ pub(in crate::vm) mod tests {
                 Arc::new(HotplugPage::new(|_| ())),
                 Arc::default(),
             ),
-            lost_loop: EventLoop::spawn("lost").unwrap(),
+            lost_loop: EventLoop::spawn(ThreadKind::Device, "lost").unwrap(),
             events: EventSender::to_nobody(),
             agents: tokio::sync::mpsc::channel(1).0,
             _loops: loops,

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use event_manager::SubscriberId;
+use foreshore_confinement::thread::ThreadKind;
 use parking_lot::Mutex;
 
 use self::bridge::{Bridge, End};
@@ -99,7 +100,10 @@ impl Lines {
             // Closes the old line before the new one is opened, because both may use the same path.
             open.lines.remove(&port);
             if open.event_loop.is_none() {
-                open.event_loop = Some(EventLoop::spawn("_console").map_err(ConsoleError::Worker)?);
+                open.event_loop = Some(
+                    EventLoop::spawn(ThreadKind::Device, "_console")
+                        .map_err(ConsoleError::Worker)?,
+                );
             }
             let event_loop = open.event_loop.as_ref().expect("it was begun").handle();
             open.lines.insert(port, Line::open(port, config, event_loop)?);

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use balloon::statistics::Tag;
 use balloon::{DriverState, ZoneSizes};
+use foreshore_confinement::thread::ThreadKind;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
 use super::device::{F_DEFLATE_ON_OOM, F_REPORTING, F_STATS_VQ};
@@ -84,7 +85,7 @@ impl Rig {
         for (_, _, reservation) in memory.placed_parts() {
             huge_page_bytes.iter().for_each(|page_bytes| reservation.has_huge_pages(*page_bytes));
         }
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let notifications = Arc::new(AtomicUsize::new(0));
         let observer = {
             let notifications = Arc::clone(&notifications);

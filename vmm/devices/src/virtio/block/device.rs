@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use foreshore_confinement::thread::ThreadKind;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
@@ -41,7 +42,7 @@ impl Block {
     pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Result<Self, EventLoopError> {
         let queue_sizes = vec![shape.queue_size; usize::from(shape.queues)];
         // Thread names match those of Cloud Hypervisor, because tools pin threads by name.
-        let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
+        let thread = |queue| EventLoop::spawn(ThreadKind::Queue, &format!("{}_q{queue}", shape.id));
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
         let executor = |depth: &u16| IdleExecutor::new(Arc::clone(&device).start(*depth));

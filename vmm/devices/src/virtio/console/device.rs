@@ -93,6 +93,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+    use foreshore_confinement::thread::ThreadKind;
     use vm_memory::GuestAddress;
     use vmm_sys_util::eventfd::EventFd;
 
@@ -116,7 +117,7 @@ mod tests {
 
     impl Rig {
         fn new() -> Self {
-            let event_loop = EventLoop::spawn("test").unwrap();
+            let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
             let (host, keyboard, screen) = HostConsole::pipes();
             let mut console = Console::new(host, event_loop.handle());
             let mut driver = TestDriver::new(2);
@@ -274,7 +275,7 @@ mod tests {
     fn other_devices_have_their_turn_after_each_write_to_a_slow_file() {
         const WRITES: u64 = 10;
         const WRITE_LEN: u32 = 64 << 10;
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (hold, output) = ConsoleOutput::stalled();
         let mut console =
             Console::new(HostConsole::without_terminal(output, None), event_loop.handle());
@@ -344,7 +345,7 @@ mod tests {
 
     #[test]
     fn driver_is_notified_of_the_first_size_and_of_each_change() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (window, terminal) = Window::of_test();
         let host = HostConsole { window: Some(Arc::new(window)), ..HostConsole::pipes().0 };
         let mut console = Console::new(host, event_loop.handle());
@@ -370,7 +371,7 @@ mod tests {
     fn size_changes_without_the_feature_cause_no_interrupt() {
         let (window, _terminal) = Window::of_test();
         for window in [Some(Arc::new(window)), None] {
-            let event_loop = EventLoop::spawn("test").unwrap();
+            let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
             let is_terminal = window.is_some();
             let host = HostConsole { window: window.clone(), ..HostConsole::pipes().0 };
             let mut console = Console::new(host, event_loop.handle());
@@ -391,7 +392,7 @@ mod tests {
     #[test]
     fn activation_without_its_queues_fails() {
         for missing in [0, 1] {
-            let event_loop = EventLoop::spawn("test").unwrap();
+            let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
             let host = HostConsole::without_terminal(ConsoleOutput::null(), None);
             let mut console = Console::new(host, event_loop.handle());
             let mut activation = TestDriver::new(2).activation(console.features());

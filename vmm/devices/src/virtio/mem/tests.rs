@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use std::{panic, thread};
 
 use balloon::{DriverState, Shortfall};
+use foreshore_confinement::thread::ThreadKind;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use virtio_queue::{Queue, QueueT};
@@ -159,7 +160,7 @@ impl Guest {
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let slots: Arc<dyn SlotTable> = table.clone();
         let mut memory = build(zones, Some(&dyn_pool), slots, options).unwrap();
-        let event_loop = EventLoop::spawn("test_mem").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test_mem").unwrap();
         let (report, events) = mpsc::channel();
         let report = Mutex::new(report);
         let observer: MemObserver = Arc::new(move |_, event| {

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use foreshore_confinement::thread::ThreadKind;
 use thiserror::Error;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 
@@ -26,6 +27,8 @@ pub enum NetError {
     /// An event cannot be created.
     #[error("cannot set up the device's files")]
     Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Vhost(#[from] vhost::VhostError),
 }
 
 pub struct Net {
@@ -51,7 +54,8 @@ impl Net {
         shape: NetShape,
         host: Arc<dyn HostInterface>,
     ) -> Result<Self, NetError> {
-        Self::with(shape, host, Some(vhost::connect()))
+        let connect = vhost::connect(shape.pairs)?;
+        Self::with(shape, host, Some(connect))
     }
 
     pub(super) fn with(
@@ -62,7 +66,7 @@ impl Net {
         let mut queue_sizes = vec![shape.queue_size; 2 * usize::from(shape.pairs)];
         queue_sizes.push(control::QUEUE_SIZE);
         // Thread names match those of Cloud Hypervisor, because tools pin threads by name.
-        let thread = |pair| EventLoop::spawn(&format!("{}_qp{pair}", shape.id));
+        let thread = |pair| EventLoop::spawn(ThreadKind::Queue, &format!("{}_qp{pair}", shape.id));
         let busy = if kernel.is_some() { 1 } else { shape.pairs };
         let threads: Vec<_> = (0..busy).map(thread).collect::<Result<_, _>>()?;
         let of_pair = |pair: u16| &threads[usize::from(pair) % threads.len()];

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use foreshore_confinement::thread::ThreadKind;
 use tracing::debug;
 use virtio_queue::QueueT;
 use vm_memory::GuestAddressSpace;
@@ -80,7 +81,7 @@ impl Pmem {
         len_bytes: u64,
         backing: Arc<dyn Persist>,
     ) -> Result<Self, EventLoopError> {
-        let thread = EventLoop::spawn("_pmem")?;
+        let thread = EventLoop::spawn(ThreadKind::Queue, "_pmem")?;
         let answers = Answers::OnThread { worker: WorkerSlot::new(thread.handle()), thread };
         Ok(Self::answered(name, start, len_bytes, backing, answers))
     }

@@ -71,6 +71,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+    use foreshore_confinement::thread::ThreadKind;
     use rustix::fs::{OFlags, fcntl_setfl};
     use vm_memory::GuestAddress;
 
@@ -79,7 +80,7 @@ mod tests {
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     fn start(source: EntropySource) -> (EventLoop, Rng, TestDriver) {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let mut rng = Rng::new(source, event_loop.handle());
         let mut driver = TestDriver::new(1);
         rng.activate(driver.activation(rng.features())).unwrap();
@@ -141,7 +142,7 @@ mod tests {
 
     #[test]
     fn source_that_cannot_be_watched_is_replaced_by_the_kernel() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let (file, _writer) = pipe();
         let blocker: Subscriber = Box::new(Blocker(file.as_raw_fd()));
         event_loop.handle().add(blocker).unwrap();
@@ -179,7 +180,7 @@ mod tests {
     fn memory_can_be_unplugged_while_a_source_blocks() {
         // Reads of this source block, as with a file on a slow disk.
         let (reader, writer) = io::pipe().unwrap();
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let source = EntropySource::File(File::from(OwnedFd::from(reader)));
         let mut rng = Rng::new(source, event_loop.handle());
         // The writer is dropped before the device, so that the blocked read ends if the test fails.
@@ -242,7 +243,7 @@ mod tests {
 
     #[test]
     fn unwritable_used_ring_loses_one_request() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(rng.features());
@@ -258,7 +259,7 @@ mod tests {
 
     #[test]
     fn activation_without_its_queue_fails() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
         let mut activation = TestDriver::new(1).activation(rng.features());
         activation.queues[0] = None;

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use foreshore_confinement::thread::ThreadKind;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
@@ -14,7 +15,7 @@ use super::host::{HostSide, VsockError, VsockPorts};
 use super::metrics::VsockMetrics;
 use super::muxer::{GREETING_TIMEOUT, Muxer, max_sockets};
 use super::{EVENT_QUEUE, RX_QUEUE, TX_QUEUE};
-use crate::event_loop::EventLoopHandle;
+use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::open_files;
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -33,30 +34,28 @@ pub struct VsockDevice {
     host: Arc<HostSide>,
     metrics: Arc<VsockMetrics>,
     worker: WorkerSlot,
+    /// Dropped after `worker`, which runs on this thread. No other device shares it, because its
+    /// filter allows connections to sockets of the host.
+    thread: EventLoop,
     greeting_timeout: Duration,
 }
 
 impl VsockDevice {
     /// Creates a device for the guest with context id `cid`. It listens on `socket` immediately.
-    /// Its worker runs on `event_loop`, and the device must not be dropped, activated or reset on
-    /// that loop's thread.
-    pub fn new(
-        cid: u32,
-        socket: &Path,
-        ports: VsockPorts,
-        event_loop: EventLoopHandle,
-    ) -> Result<Self, VsockError> {
+    pub fn new(cid: u32, socket: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
         // Ids 0 and 1 are reserved, 2 is the host, and the last id is a wildcard (virtio 1.3,
         // 5.10.4).
         if !(3..u32::MAX).contains(&cid) {
             return Err(VsockError::InvalidCid { cid });
         }
         let host = Arc::new(HostSide::bind(socket, ports)?);
+        let thread = EventLoop::spawn(ThreadKind::Vsock, "_vsock")?;
         Ok(Self {
             cid,
             host,
             metrics: Arc::default(),
-            worker: WorkerSlot::new(event_loop),
+            worker: WorkerSlot::new(thread.handle()),
+            thread,
             greeting_timeout: GREETING_TIMEOUT,
         })
     }
@@ -105,6 +104,10 @@ impl VirtioDevice for VsockDevice {
         let Activation { view, interrupt, .. } = activation;
         let worker = Worker::new(view, interrupt, (rx, tx), event, muxer, metrics)?;
         self.worker.start(Box::new(worker))
+    }
+
+    fn loops(&self) -> Vec<EventLoopHandle> {
+        vec![self.thread.handle()]
     }
 
     fn reset(&mut self) {

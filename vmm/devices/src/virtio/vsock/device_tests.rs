@@ -12,7 +12,6 @@ use super::super::muxer::{Token, Watch};
 use super::super::packet::{Credit, Ended, GuestPort, HostPort, Link, Op};
 use super::super::test_driver::{CID, Driver, MIB, QUEUE_SIZE, UNPLUGGED, new_view};
 use super::*;
-use crate::event_loop::EventLoop;
 use crate::memory::view::GuestView;
 use crate::virtio::vsock::GuestPorts;
 
@@ -24,17 +23,15 @@ const BOTH: Ended = Ended { receiving: true, sending: true };
 struct Fixture {
     device: VsockDevice,
     driver: Driver,
-    _event_loop: EventLoop,
     dir: TempDir,
 }
 
 impl Fixture {
     fn idle(ports: VsockPorts) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let event_loop = EventLoop::spawn("vsock-test").unwrap();
         let path = dir.path().join("vsock");
-        let device = VsockDevice::new(CID as u32, &path, ports, event_loop.handle()).unwrap();
-        Self { device, driver: Driver::new(new_view()), _event_loop: event_loop, dir }
+        let device = VsockDevice::new(CID as u32, &path, ports).unwrap();
+        Self { device, driver: Driver::new(new_view()), dir }
     }
 
     fn new(features: u64) -> Self {
@@ -421,9 +418,8 @@ fn configuration_is_the_context_id() {
 fn reserved_context_ids_are_refused_without_side_effects() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vsock");
-    let event_loop = EventLoop::spawn("vsock-test").unwrap();
     for cid in [0, 1, 2, u32::MAX] {
-        let result = VsockDevice::new(cid, &path, VsockPorts::new(), event_loop.handle());
+        let result = VsockDevice::new(cid, &path, VsockPorts::new());
         assert!(matches!(result, Err(VsockError::InvalidCid { cid: named }) if named == cid));
         assert!(!path.exists());
     }
@@ -434,7 +430,7 @@ fn dropped_active_device_closes_connections_and_removes_its_socket() {
     let mut fixture = Fixture::new(FEATURES);
     let (mut client, _) = fixture.connected_client();
     let path = fixture.path("");
-    let Fixture { device, driver: _driver, _event_loop, dir: _dir } = fixture;
+    let Fixture { device, driver: _driver, dir: _dir } = fixture;
     drop(device);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let error = UnixStream::connect(&path).unwrap_err();

@@ -11,6 +11,7 @@ use thiserror::Error;
 use tokio::sync::mpsc;
 
 use super::packet::{GuestPort, HostPort, Link};
+use crate::event_loop::EventLoopError;
 use crate::unix_socket::SocketAccess;
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
@@ -34,6 +35,8 @@ pub enum VsockError {
     InvalidCid { cid: u32 },
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
+    #[error(transparent)]
+    EventLoop(#[from] EventLoopError),
     #[error("port {port} already has a listener in this process")]
     PortTaken { port: u32 },
 }

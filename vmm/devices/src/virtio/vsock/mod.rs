@@ -45,8 +45,7 @@ const EVENT_QUEUE: u16 = 2;
 /// Builds the `--vsock` device. The configuration must have an id. Connections from the guest to
 /// `ports` end in this process.
 pub fn build(config: &VsockConfig, ports: VsockPorts, context: &DeviceContext) -> SetupResult {
-    let event_loop = context.machine.event_loop.clone();
-    let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop)?;
+    let device = VsockDevice::new(config.cid, &config.socket, ports)?;
     let metrics = device.metrics();
     let id = config.id.as_deref().expect("a VM's devices have ids");
     let new = new_device_with_id(id, device, context)?.removable(VsockConfig::KIND);

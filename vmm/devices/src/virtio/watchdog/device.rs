@@ -63,6 +63,8 @@ impl VirtioDevice for Watchdog {
 mod tests {
     use std::sync::atomic::Ordering;
 
+    use foreshore_confinement::thread::ThreadKind;
+
     use super::*;
     use crate::event_loop::EventLoop;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
@@ -75,7 +77,7 @@ mod tests {
 
     impl Rig {
         fn new() -> Self {
-            let event_loop = EventLoop::spawn("test").unwrap();
+            let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
             let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
             let mut driver = TestDriver::new(1);
             watchdog.activate(driver.activation(watchdog.features())).unwrap();
@@ -119,7 +121,7 @@ mod tests {
 
     #[test]
     fn activation_without_its_queue_fails() {
-        let event_loop = EventLoop::spawn("test").unwrap();
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
         let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
         // The id is the same as in Cloud Hypervisor. The prefix marks a permanent device.
         assert_eq!(watchdog.name(), "__watchdog");

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use foreshore_confinement::thread::ThreadKind;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -93,7 +94,8 @@ struct Rig {
 
 impl Rig {
     fn new() -> Self {
-        let (fake, event_loop) = (FakeMachine::default(), EventLoop::spawn("test").unwrap());
+        let (fake, event_loop) =
+            (FakeMachine::default(), EventLoop::spawn(ThreadKind::Device, "test").unwrap());
         let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
         let context = fake.context(GuestView::new(ram), event_loop.handle());
         let log = Arc::<Mutex<Log>>::default();
