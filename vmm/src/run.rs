@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
+use foreshore_confinement::landlock::{self, Rule};
 use foreshore_confinement::seccomp::{self, SeccompError};
 use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
@@ -10,16 +11,20 @@ use foreshore_devices::metrics::Metrics;
 use foreshore_devices::virtio::net::tap::TapError;
 use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
-use tracing::info;
+use tracing::{error, info};
 
 use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, Socket, SocketError};
-use crate::config::{Launch, MetricsAddress};
+use crate::config::{LandlockMode, Launch, MetricsAddress};
 use crate::metrics_server;
 use crate::vm::build::factory::KvmFactory;
+use crate::vm::landlock::{FileLimits, LandlockMetrics, LandlockPolicy};
 use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
 use crate::vm::vm_task::{self, RestartMetrics, VmTask};
+
+/// Files with counters of the process and of its network interfaces.
+const COUNTERS: [&str; 2] = ["/proc", "/sys"];
 
 /// Error that ends the VMM.
 #[derive(Debug, Error)]
@@ -71,11 +76,17 @@ fn serve(
 ) -> Result<(), RunError> {
     // The VM task runs on this thread, which is blocked for seconds while a machine is built
     // or ended. The servers run on another thread, and can answer some requests in that time.
+    let landlock = LandlockPolicy {
+        is_always: launch.landlock == LandlockMode::On,
+        // A VM of the command line has limits by default. A client requests them.
+        is_required: launch.landlock == LandlockMode::On || launch.config.is_none(),
+    };
+    let is_limited = launch.landlock != LandlockMode::Off;
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime
         .worker_threads(1)
         .thread_name("_api")
-        .on_thread_start(|| seccomp::enter(ThreadKind::Api))
+        .on_thread_start(move || confine_server(is_limited))
         .enable_all()
         .build()?;
     runtime.block_on(async {
@@ -109,7 +120,10 @@ fn serve(
         tokio::spawn(events.clone().emit_withheld());
         let restarts = Arc::<RestartMetrics>::default();
         metrics.add(Arc::clone(&restarts) as _);
-        let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
+        let limits = Arc::<LandlockMetrics>::default();
+        metrics.add(Arc::clone(&limits) as _);
+        let limits = FileLimits::new(landlock, limits);
+        let factory = KvmFactory::new(Resources::new(metrics, events.clone()), limits);
         let vm_task = VmTask::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = vm_task.run(launch.config, requests).await;
         // This is the last event. libvirt treats it as the end of the VMM, and it ends the event
@@ -121,6 +135,17 @@ fn serve(
         }
         Ok(result?)
     })
+}
+
+/// Confines a thread of the servers, which opens only files with counters.
+fn confine_server(is_limited: bool) {
+    if is_limited {
+        let rules = COUNTERS.map(|path| Rule { path: path.into(), reads: true, writes: false });
+        if let Err(error) = landlock::restrict(&rules) {
+            error!(%error, "A thread of the API is not limited to its files");
+        }
+    }
+    seccomp::enter(ThreadKind::Api);
 }
 
 /// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does.

@@ -35,7 +35,8 @@ const FILE_BYTES: u64 = 4 * MIB;
 /// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 /// Flags that only read their file, or that name a pool.
-const NOT_IN_THE_TABLE: [&str; 6] = [
+const NOT_IN_THE_TABLE: [&str; 7] = [
+    "--landlock-rules path=",
     "--kernel",
     "--firmware",
     "--initramfs",

@@ -2,6 +2,7 @@
 //! crate limits what the code finds there.
 
 pub mod descriptors;
+pub mod landlock;
 pub mod process;
 pub mod seccomp;
 pub mod thread;

@@ -18,10 +18,10 @@ use thiserror::Error;
 
 use super::at_guest_shutdown::AtGuestShutdown;
 use super::{
-    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig,
-    MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig,
-    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, Switches, VmConfig,
-    VsockConfig, pressure, unsupported,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, LandlockConfig, LandlockMode,
+    MemoryConfig, MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig,
+    PlatformConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig,
+    Switches, VmConfig, VsockConfig, pressure, unsupported,
 };
 
 /// Result of parsing a command line.
@@ -47,6 +47,7 @@ pub struct Launch {
     /// Settings that probably do not work as intended, to be logged.
     pub warnings: Vec<String>,
     pub seccomp: SeccompMode,
+    pub landlock: LandlockMode,
 }
 
 impl Launch {
@@ -122,6 +123,9 @@ struct Flags {
     /// errno lets it fail, false allows all calls [default: true]
     #[arg(long, value_name = "true|false|log|errno", help_heading = "Confinement")]
     seccomp: Option<String>,
+    /// Limit the VMM to the files of the VM: auto if the kernel has Landlock
+    #[arg(long, value_name = "MODE", num_args = 0..=1, default_value = "auto", default_missing_value = "on", ignore_case = true, help_heading = "Confinement")]
+    landlock: LandlockMode,
     /// Log to a file [default: standard error]
     #[arg(long, value_name = "PATH", help_heading = "Control")]
     log_file: Option<PathBuf>,
@@ -229,10 +233,13 @@ struct VmFlags {
     rng: Option<String>,
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
     vsock: Option<String>,
+
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Confinement")]
+    landlock_rules: Vec<String>,
 }
 
 /// Key tables of all flags that have keys.
-pub const TABLES: [Table; 19] = [
+pub const TABLES: [Table; 20] = [
     Table::of::<CpusConfig>(),
     Table::of::<PlatformConfig>(),
     Table::of::<MemoryConfig>(),
@@ -249,6 +256,7 @@ pub const TABLES: [Table; 19] = [
     console::CONSOLE,
     Table::of::<RngConfig>(),
     Table::of::<VsockConfig>(),
+    Table::of::<LandlockConfig>(),
     ApiSocket::TABLE,
     MetricsAddress::TABLE,
     EventMonitor::TABLE,
@@ -310,7 +318,11 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
     let config = match (&api_socket, flags.vm) {
         (Some(_), None) if switches.is_empty() => None,
-        (_, vm) => Some(vm_config(vm.unwrap_or_default(), switches)?),
+        (_, vm) => {
+            let mut config = vm_config(vm.unwrap_or_default(), switches)?;
+            config.landlock_enable = flags.landlock != LandlockMode::Off;
+            Some(config)
+        }
     };
     if let Some(config) = &config {
         config.validate()?;
@@ -326,6 +338,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         log,
         warnings,
         seccomp,
+        landlock: flags.landlock,
     };
     check_descriptors(&launch)?;
     Ok(Command::Launch(Box::new(launch)))
@@ -361,6 +374,8 @@ fn vm_config(flags: VmFlags, switches: Switches) -> Result<VmConfig, ConfigError
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
         switches,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
+        landlock_enable: false,
+        landlock_rules: all(&flags.landlock_rules, LandlockConfig::parse)?,
         platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
         pm_memory: all(&flags.pm_memory, PmMemoryConfig::parse)?,
         pm_volumes: all(&flags.pm_volume, PmVolumeConfig::parse)?,

@@ -73,6 +73,7 @@ pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
         of::<PmMemoryConfig>("pm_memory"),
         of::<PmVolumeConfig>("pm_volumes"),
         of::<PressureConfig>("pressure"),
+        of::<LandlockConfig>("landlock_rules"),
     ]
 }
 

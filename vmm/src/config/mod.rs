@@ -16,6 +16,7 @@ mod at_guest_shutdown;
 mod cli;
 mod devices;
 mod json;
+mod landlock;
 mod limits;
 mod memory;
 mod numa;
@@ -47,6 +48,7 @@ pub use self::cli::{
 pub use self::devices::DeviceConfig;
 #[cfg(test)]
 pub(crate) use self::json::fields;
+pub use self::landlock::{LandlockAccess, LandlockConfig, LandlockMode};
 pub use self::memory::{
     HostMemoryConfig, HotplugMethod, MIN_PM_NODE, MemoryConfig, MemoryZoneConfig, PmMemoryConfig,
 };
@@ -98,6 +100,8 @@ section! {
         pmem: Vec<PmemConfig> => "Files and devices as persistent memory",
         pressure: Option<PressureConfig>
             => "Governor, instead of the default of [`VmConfig::governing`]",
+        landlock_enable: bool = false => "Limit the VMM to the files of the VM",
+        landlock_rules: Vec<LandlockConfig> => "Files for devices that are added later",
     }
 }
 
@@ -311,6 +315,8 @@ pub(crate) fn test_config() -> VmConfig {
         pm_volumes: Vec::new(),
         pmem: Vec::new(),
         pressure: Some(PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() }),
+        landlock_enable: false,
+        landlock_rules: Vec::new(),
     }
 }
 

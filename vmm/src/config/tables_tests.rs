@@ -40,6 +40,7 @@ fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
         "--pm-volume" => &[("pool", "/p"), ("name", "a")],
         "--disk" | "--api-socket" => &[("path", "/d")],
         "--pmem" | "--serial" | "--console" => &[("file", "/f")],
+        "--landlock-rules" => &[("path", "/l"), ("access", "r")],
         "--metrics" => &[("address", "1")],
         "--vsock" => &[("cid", "3"), ("socket", "/s")],
         _ => &[],
@@ -213,6 +214,7 @@ fn fields_of_the_compatibility_page_are_in_the_tables() {
         "vsock" => "VsockConfig ",
         "pmem" => "PmemConfig ",
         "platform" => "PlatformConfig ",
+        "landlock_rules" => "LandlockConfig ",
         own => panic!("{own} has no schema in Cloud Hypervisor's description"),
     };
     let rows = rows("Fields");

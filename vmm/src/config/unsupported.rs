@@ -18,8 +18,6 @@ const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--fw-cfg-config", &[], "fw_cfg is not implemented"),
     ("--igvm", &[], "confidential guests are not supported"),
     ("--ivshmem", &["ivshmem"], "it is not implemented"),
-    ("--landlock", &["landlock_enable"], "it is not implemented"),
-    ("--landlock-rules", &["landlock_rules"], "it is not implemented"),
     ("--pci-segment", &["pci_segments"], "the VM has one PCI segment"),
     ("--pvmemcontrol", &["pvmemcontrol"], "it is not implemented"),
     ("--rate-limit-group", &["rate_limit_groups"], "rate limits are not implemented"),

@@ -58,6 +58,7 @@ use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::governor::metrics::{
     GuestSoftware, PressureMetrics, PressureSample, PressureSource, PressureZone,
 };
+use crate::vm::landlock::LandlockMetrics;
 use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, VmState, VmStatus, ZoneInfo};
@@ -238,6 +239,7 @@ fn everything() -> Everything {
     metrics.add(restarts);
     metrics.add(Arc::new(ServerMetrics::new("api", Arc::default())));
     metrics.add(calls());
+    metrics.add(Arc::<LandlockMetrics>::default());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();

@@ -4,6 +4,7 @@ pub(crate) mod build;
 pub(crate) mod devices;
 mod error;
 mod kvm;
+pub(crate) mod landlock;
 pub(crate) mod machine;
 pub(crate) mod named_twice;
 mod numa_tables;
@@ -11,6 +12,7 @@ mod pm;
 pub mod request;
 mod resize_plan;
 pub(crate) mod resources;
+mod uses;
 pub mod vm_task;
 
 pub use balloon::governor::decision;

@@ -9,19 +9,15 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
-use foreshore_devices::events::EventMonitor;
 use foreshore_devices::file_id::{FileId, folder_of, link_target};
-use foreshore_devices::host_console::rotation_paths;
-use foreshore_devices::standard_stream;
 use thiserror::Error;
 
-use crate::config::{
-    ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig,
-};
+use crate::config::{DeviceConfig, Launch, VmConfig};
 use crate::vm::request::VmError;
+use crate::vm::uses::{Kind, Use, uses_of_vm, uses_of_vmm};
 
 /// Two flags name the same file or device, and at least one of them writes to it.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -38,37 +34,6 @@ const STORAGE_RULE: &str = ", and can have it twice only if both only read it (r
 /// Second part of the error for files that the VMM writes.
 const OUTPUT_RULE: &str =
     "; each output needs a file of its own, except that --serial and --console can share one";
-
-/// One use of a file, device or socket, by a VM or by the VMM.
-#[derive(Clone)]
-struct Use {
-    name: String,
-    path: PathBuf,
-    kind: Kind,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Disk, pmem file or memory zone that the guest writes.
-    Written,
-    /// Disk, pmem file or memory zone that is only read.
-    Read,
-    /// Volume or memory in a pool.
-    Pool,
-    /// File that is read at each boot, for example a kernel.
-    Boot,
-    /// File that a console writes.
-    Console,
-    /// Name to which a console's file is renamed when it has reached its size limit.
-    Rotated,
-    /// Any other file that the VMM writes, or a socket.
-    Output,
-    /// Log or events on the VMM's standard output or standard error. The user may have redirected
-    /// both to the same file.
-    Stream,
-    /// Socket of the vsock device. Each port of the host adds the name of another socket.
-    Vsock,
-}
 
 impl Kind {
     fn goes_with(self, other: Self) -> bool {
@@ -109,10 +74,6 @@ impl Object {
 }
 
 impl Use {
-    fn new(flag: &str, path: &Path, kind: Kind) -> Self {
-        Self { name: format!("{flag}={}", path.display()), path: path.to_owned(), kind }
-    }
-
     /// Returns the object if it can be used only once. `None` for a directory, because each use
     /// creates its own file in it. Also `None` for pipes and terminals, which accept output from
     /// several uses.
@@ -137,6 +98,11 @@ pub fn check_launch(launch: &Launch) -> Result<(), NamedTwice> {
     let uses = USES_OF_VMM.get_or_init(|| uses_of_vmm(launch));
     let of_vm = launch.config.iter().flat_map(uses_of_vm);
     check_uses(uses.iter().cloned().chain(of_vm))
+}
+
+/// Objects that the VMM itself uses.
+pub(super) fn uses_of_running_vmm() -> Vec<Use> {
+    USES_OF_VMM.get().cloned().unwrap_or_default()
 }
 
 /// Checks that `config` names no object twice, and none that the VMM itself uses.
@@ -196,109 +162,17 @@ pub(crate) fn add_device(
     Ok(id)
 }
 
-fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
-    let mut uses = Vec::new();
-    let kind_of =
-        |path: &Path| if standard_stream::is_at(path) { Kind::Stream } else { Kind::Output };
-    uses.extend(launch.log.file.as_deref().map(|path| Use::new("--log-file", path, kind_of(path))));
-    match &launch.event_monitor {
-        Some(EventMonitor::Path(path)) => {
-            uses.push(Use::new("--event-monitor path", path, kind_of(path)))
-        }
-        Some(EventMonitor::Fd(fd)) => uses.push(Use {
-            name: format!("--event-monitor fd={fd}"),
-            path: format!("/proc/self/fd/{fd}").into(),
-            kind: Kind::Output,
-        }),
-        None => {}
-    }
-    if let Some(ApiSocket::Path(path, _)) = &launch.api_socket {
-        uses.push(Use::new("--api-socket path", path, Kind::Output));
-    }
-    if let Some(MetricsAddress::Unix(path, _)) = &launch.metrics {
-        let name = format!("--metrics unix:{}", path.display());
-        uses.push(Use { name, path: path.clone(), kind: Kind::Output });
-    }
-    uses
-}
-
-/// Objects in `config` that are opened for the life of the VM or at each boot.
-fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
-    let storage = |only_reads| if only_reads { Kind::Read } else { Kind::Written };
-    let mut uses = Vec::new();
-    for zone in &config.memory.zones {
-        let kind = storage(!zone.host.shared);
-        uses.extend(zone.file.as_deref().map(|path| Use::new("--memory-zone file", path, kind)));
-    }
-    uses.extend(
-        config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)),
-    );
-    uses.extend(
-        config
-            .pm_volumes
-            .iter()
-            .map(|volume| Use::new("--pm-volume pool", &volume.pool, Kind::Pool)),
-    );
-    uses.extend(
-        config.disks.iter().map(|disk| Use::new("--disk path", &disk.path, storage(disk.readonly))),
-    );
-    uses.extend(
-        config
-            .pmem
-            .iter()
-            .map(|pmem| Use::new("--pmem file", &pmem.file, storage(pmem.discard_writes))),
-    );
-    let payload = &config.payload;
-    let boot = [
-        ("--kernel", &payload.kernel),
-        ("--firmware", &payload.firmware),
-        ("--initramfs", &payload.initramfs),
-    ];
-    let boot = boot.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-    let boot = boot.chain([("--rng src", &config.rng.src)]);
-    uses.extend(boot.map(|(flag, path)| Use::new(flag, path, Kind::Boot)));
-    uses.extend(uses_of_console("--serial", &config.serial));
-    uses.extend(uses_of_console("--console", &config.console));
-    uses.extend(
-        config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Vsock)),
-    );
-    let record = config.pressure.iter().filter_map(|pressure| pressure.record.as_deref());
-    uses.extend(record.map(|path| Use::new("--pressure record", path, Kind::Output)));
-    uses
-}
-
-fn uses_of_console(flag: &str, console: &ConsoleConfig) -> Vec<Use> {
-    let mut uses = Vec::new();
-    match (console.mode, &console.file, &console.socket) {
-        (ConsoleMode::File, Some(path), _) => {
-            let file = Use::new(&format!("{flag} file"), path, Kind::Console);
-            let is_limited = console.file_limits().max_bytes.is_some();
-            let beside = rotation_paths(path).into_iter().filter(|_| is_limited).map(|path| Use {
-                name: format!("{} (limited by max_size, with {})", file.name, path.display()),
-                path,
-                kind: Kind::Rotated,
-            });
-            uses.extend(beside);
-            uses.push(file);
-        }
-        (ConsoleMode::Socket, _, Some(path)) => {
-            uses.push(Use::new(&format!("{flag} socket"), path, Kind::Output));
-        }
-        _ => {}
-    }
-    uses
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::symlink;
+    use std::path::PathBuf;
 
     use super::*;
     use crate::config::{
-        Command, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig,
-        PressureConfig, VsockConfig, parse_command_line, test_config,
+        Command, ConsoleConfig, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig,
+        PmemConfig, PressureConfig, VsockConfig, parse_command_line, test_config,
     };
 
     type Add = fn(&mut VmConfig, &Path);

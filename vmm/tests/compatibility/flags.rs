@@ -41,6 +41,7 @@ const BASES: &[(&str, &str)] = &[
     ("--pmem", "file=/p"),
     ("--serial", "off"),
     ("--vsock", "cid=3,socket=/s"),
+    ("--landlock-rules", "path=/l,access=rw"),
 ];
 /// Additional keys that a key requires.
 const WITH: &[(&str, &str)] = &[

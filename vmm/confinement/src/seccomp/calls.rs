@@ -152,6 +152,8 @@ fn start_of_threads() -> Vec<Allowed> {
         // The filter of the new thread.
         int(SYS_prctl, 0, &[PR_SET_NO_NEW_PRIVS]),
         int(SYS_seccomp, 0, &[SECCOMP_SET_MODE_FILTER as i32]),
+        // Its limits for files.
+        always(&[SYS_landlock_add_rule, SYS_landlock_create_ruleset, SYS_landlock_restrict_self]),
     ]
     .concat()
 }
@@ -203,6 +205,13 @@ fn vcpu() -> Vec<Allowed> {
             request::KVM_IRQ_LINE,
             request::KVM_KVMCLOCK_CTRL,
             request::KVM_NMI,
+            // State of a vCPU that is added again.
+            request::KVM_SET_LAPIC,
+            request::KVM_SET_MP_STATE,
+            request::KVM_SET_MSRS,
+            request::KVM_SET_REGS,
+            request::KVM_SET_SREGS,
+            request::KVM_SET_VCPU_EVENTS,
             request::TUNSETOFFLOAD,
             request::TUNSETQUEUE,
         ]),
@@ -266,10 +275,12 @@ fn queue() -> Vec<Allowed> {
     .concat()
 }
 
-/// Changes of guest memory, and erasure of persistent memory.
+/// Changes of guest memory, and erasure of persistent memory. Counters of free huge pages are
+/// read-only files.
 fn memory() -> Vec<Allowed> {
     [
         event_loop(),
+        files_read_only(),
         transfers(),
         always(&[SYS_mincore]),
         ioctl(&[
@@ -329,12 +340,18 @@ fn set_up() -> Vec<Allowed> {
     }
     allowed.extend(start_of_threads());
     allowed.extend(always(&[
+        SYS_access,
         SYS_bind,
+        SYS_chmod,
+        SYS_chown,
         SYS_epoll_create1,
         SYS_faccessat,
         SYS_faccessat2,
         SYS_fadvise64,
         SYS_fchmod,
+        SYS_fchmodat,
+        SYS_fchmodat2,
+        SYS_fchownat,
         SYS_fgetxattr,
         SYS_flistxattr,
         SYS_flock,
@@ -343,21 +360,34 @@ fn set_up() -> Vec<Allowed> {
         SYS_fstatfs,
         SYS_getdents64,
         SYS_geteuid,
+        SYS_getpeername,
+        SYS_getpgrp,
+        SYS_getsockname,
+        SYS_getuid,
         SYS_inotify_add_watch,
         SYS_inotify_init1,
         SYS_io_uring_register,
         SYS_io_uring_setup,
+        SYS_link,
         SYS_linkat,
         SYS_listen,
+        SYS_lstat,
+        SYS_mbind,
         SYS_memfd_create,
+        SYS_open,
         SYS_openat,
         SYS_pipe2,
         SYS_readlink,
+        SYS_renameat,
         SYS_renameat2,
         SYS_rt_sigaction,
         SYS_sched_setaffinity,
         SYS_setsockopt,
+        SYS_stat,
+        SYS_statfs,
         SYS_sysinfo,
+        SYS_umask,
+        SYS_uname,
         SYS_unlink,
         SYS_unlinkat,
     ]));

@@ -10,8 +10,14 @@ pub(super) const KVM_IRQFD: u32 = 0xae76;
 pub(super) const KVM_IOEVENTFD: u32 = 0xae79;
 pub(super) const KVM_GET_CLOCK: u32 = 0xae7c;
 pub(super) const KVM_GET_REGS: u32 = 0xae81;
+pub(super) const KVM_SET_REGS: u32 = 0xae82;
+pub(super) const KVM_SET_SREGS: u32 = 0xae84;
+pub(super) const KVM_SET_MSRS: u32 = 0xae89;
+pub(super) const KVM_SET_LAPIC: u32 = 0xae8f;
 pub(super) const KVM_GET_MP_STATE: u32 = 0xae98;
+pub(super) const KVM_SET_MP_STATE: u32 = 0xae99;
 pub(super) const KVM_NMI: u32 = 0xae9a;
+pub(super) const KVM_SET_VCPU_EVENTS: u32 = 0xaea0;
 pub(super) const KVM_KVMCLOCK_CTRL: u32 = 0xaead;
 
 // asm-generic/ioctls.h.
@@ -53,17 +59,11 @@ pub(super) const SET_UP: &[u32] = &[
     0xae48, // KVM_SET_IDENTITY_MAP_ADDR
     0xae60, // KVM_CREATE_IRQCHIP
     0xae7b, // KVM_SET_CLOCK
-    0xae82, // KVM_SET_REGS
     0xae83, // KVM_GET_SREGS
-    0xae84, // KVM_SET_SREGS
     0xae88, // KVM_GET_MSRS
-    0xae89, // KVM_SET_MSRS
     0xae8e, // KVM_GET_LAPIC
-    0xae8f, // KVM_SET_LAPIC
     0xae90, // KVM_SET_CPUID2
-    0xae99, // KVM_SET_MP_STATE
     0xae9f, // KVM_GET_VCPU_EVENTS
-    0xaea0, // KVM_SET_VCPU_EVENTS
     0xaea3, // KVM_ENABLE_CAP and KVM_GET_TSC_KHZ
     0x5404, // TCSETSF
     0x542a, // TCGETS2

@@ -423,7 +423,7 @@ mod tests {
                 devices: before.devices + 1,
                 pci_slots: before.pci_slots + 1,
                 // The vsock device has no thread of its own.
-                threads: before.threads + usize::from(id != "vsock"),
+                threads: before.threads + 1,
                 memory_slots: before.memory_slots + files,
                 file_bytes: before.file_bytes + files as u64 * FILE_LEN,
                 watched: before.watched + files,

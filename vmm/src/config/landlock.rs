@@ -1,0 +1,65 @@
+//! `--landlock` and `--landlock-rules`.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use foreshore_config::{section, words};
+
+/// `--landlock`: whether a VM on the command line is limited to its files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum LandlockMode {
+    /// It is limited if the kernel has Landlock.
+    #[default]
+    Auto,
+    /// It is limited, and so is each VM that a client creates. Without Landlock, no VM starts.
+    On,
+    /// It is not limited.
+    Off,
+}
+
+words! {
+    pub enum LandlockAccess {
+        Read = "r" "r",
+        Write = "w" "w",
+        ReadWrite = "rw" ("wr") "rw" "wr",
+    }
+}
+
+section! {
+    /// Files that devices may use that are added to a running VM.
+    pub struct LandlockConfig: "--landlock-rules" "Files for devices that are added later" {
+        path: PathBuf => "File, or folder with all files below it",
+        access: LandlockAccess => "Read (r), write (w) or both",
+    }
+}
+
+impl LandlockAccess {
+    pub fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::ReadWrite)
+    }
+
+    pub fn writes(self) -> bool {
+        matches!(self, Self::Write | Self::ReadWrite)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rule_is_parsed() {
+        for (text, reads, writes) in
+            [("r", true, false), ("w", false, true), ("rw", true, true), ("wr", true, true)]
+        {
+            let rule = LandlockConfig::parse(&format!("path=/a,access={text}")).unwrap();
+            assert_eq!(rule.path, PathBuf::from("/a"));
+            assert_eq!((rule.access.reads(), rule.access.writes()), (reads, writes));
+        }
+        let error = |text| LandlockConfig::parse(text).unwrap_err().to_string();
+        assert_eq!(error("path=/a"), "--landlock-rules: access= is missing");
+        assert_eq!(error("access=r"), "--landlock-rules: path= is missing");
+        let unknown = error("path=/a,access=x");
+        assert!(unknown.contains("\"x\"") && unknown.contains("rw"), "{unknown}");
+    }
+}

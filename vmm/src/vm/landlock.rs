@@ -1,0 +1,234 @@
+//! Files that the VMM may open after a VM with Landlock has been built for the first time.
+
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use foreshore_confinement::landlock::{LandlockError, Rule, restrict};
+use foreshore_devices::file_id::{folder_of, link_target};
+use foreshore_devices::metrics::{Expose, Exposition, Family};
+use thiserror::Error;
+use tracing::{info, warn};
+
+use crate::config::VmConfig;
+use crate::vm::named_twice::uses_of_running_vmm;
+use crate::vm::uses::{Kind, Use, uses_of_vm};
+
+/// Paths that a VMM reads: counters of its process and its guest, and properties of the host.
+const READ: [&str; 2] = ["/proc", "/sys"];
+/// Devices that a VMM opens: KVM, network interfaces and pseudo terminals.
+const DEVICES: [&str; 5] = ["/dev/kvm", "/dev/net/tun", "/dev/vhost-net", "/dev/ptmx", "/dev/pts"];
+
+#[derive(Debug, Error)]
+pub(crate) enum FileLimitsError {
+    #[error(
+        "the kernel has no Landlock, or it is disabled (lsm= of the kernel's command line); use --landlock off"
+    )]
+    Unsupported,
+    #[error(transparent)]
+    Kernel(#[from] LandlockError),
+    #[error("--landlock-rules: cannot find {path:?}")]
+    Missing {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// The limits cannot be extended after they are in force.
+    #[error(
+        "{name} is outside the files to which Landlock limits this VMM; restart it with \
+         --landlock-rules path={},access={access} or with --landlock off", folder.display()
+    )]
+    Outside { name: String, folder: PathBuf, access: &'static str },
+}
+
+/// Whether and how the VMs of this process are limited.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LandlockPolicy {
+    /// True if every VM is limited, and not only those whose configuration requests it.
+    pub(crate) is_always: bool,
+    /// True if a VM must not run without the limits that it requests.
+    pub(crate) is_required: bool,
+}
+
+/// 1 if Landlock is in force.
+#[derive(Debug, Default)]
+pub(crate) struct LandlockMetrics(AtomicBool);
+
+impl Expose for LandlockMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let help = "1 if Landlock limits the files that the VMM can open.";
+        let is_in_force = self.0.load(Ordering::Relaxed);
+        out.flags(Family("landlock_enabled", help, None), [(vec![], is_in_force)]);
+    }
+}
+
+/// Limits that are in force for the thread that builds VMs, and for its later threads.
+pub(crate) struct FileLimits {
+    policy: LandlockPolicy,
+    metrics: Arc<LandlockMetrics>,
+    /// `None` while no limit is in force.
+    rules: Option<Vec<Rule>>,
+}
+
+impl FileLimits {
+    pub(crate) fn new(policy: LandlockPolicy, metrics: Arc<LandlockMetrics>) -> Self {
+        Self { policy, metrics, rules: None }
+    }
+
+    /// Checks that the limits in force permit the files of `config`. Puts limits in force if there
+    /// are none and the configuration requests them. They last until the process ends.
+    pub(crate) fn apply(&mut self, config: &VmConfig) -> Result<(), FileLimitsError> {
+        if self.rules.is_some() {
+            return uses_of_vm(config).iter().try_for_each(|this| self.check(this));
+        }
+        if !config.landlock_enable && !self.policy.is_always {
+            return Ok(());
+        }
+        let rules = rules_of(config, &uses_of_running_vmm())?;
+        let Some(enforced) = restrict(&rules)? else {
+            if self.policy.is_required {
+                return Err(FileLimitsError::Unsupported);
+            }
+            warn!("The kernel has no Landlock, so the files that the VMM can open are not limited");
+            return Ok(());
+        };
+        info!(
+            abi = enforced.abi,
+            is_full = enforced.is_full,
+            "Landlock limits the files that the VMM can open"
+        );
+        self.metrics.0.store(true, Ordering::Relaxed);
+        self.rules = Some(rules);
+        Ok(())
+    }
+
+    /// Checks that the limits in force permit the object.
+    pub(in crate::vm) fn check(&self, this: &Use) -> Result<(), FileLimitsError> {
+        let (Some(rules), Some(needed)) = (&self.rules, rule_of(this)) else { return Ok(()) };
+        if covers(rules, &needed) {
+            return Ok(());
+        }
+        let folder = if needed.path.is_dir() { &*needed.path } else { folder_of(&needed.path) };
+        let access = if needed.writes { "rw" } else { "r" };
+        Err(FileLimitsError::Outside { name: this.name.clone(), folder: folder.to_owned(), access })
+    }
+}
+
+fn rules_of(config: &VmConfig, vmm: &[Use]) -> Result<Vec<Rule>, FileLimitsError> {
+    let rule = |path: &str, writes| Rule { path: path.into(), reads: true, writes };
+    let mut rules: Vec<_> = READ.map(|path| rule(path, false)).into();
+    rules.extend(DEVICES.map(|path| rule(path, true)));
+    rules.extend(uses_of_vm(config).iter().chain(vmm).filter_map(rule_of));
+    for given in &config.landlock_rules {
+        let path = given.path.clone();
+        fs::metadata(&path)
+            .map_err(|source| FileLimitsError::Missing { path: path.clone(), source })?;
+        let (reads, writes) = (given.access.reads(), given.access.writes());
+        rules.push(Rule { path, reads, writes });
+    }
+    Ok(rules)
+}
+
+/// Rule that an object needs. `None` if it is open already.
+fn rule_of(this: &Use) -> Option<Rule> {
+    let path = this.path.clone();
+    Some(match this.kind {
+        Kind::Stream => return None,
+        Kind::Read | Kind::Boot => Rule { path, reads: true, writes: false },
+        Kind::Written | Kind::Pool => Rule { path, reads: true, writes: true },
+        Kind::Console | Kind::Rotated | Kind::Output | Kind::Vsock => {
+            // The file is created, renamed or removed. A terminal or a pipe is only opened.
+            let kind = fs::metadata(&path).map(|metadata| metadata.file_type());
+            let is_opened = kind.is_ok_and(|kind| kind.is_char_device() || kind.is_fifo());
+            let target = link_target(&path).unwrap_or_else(|| path.clone());
+            let path = if is_opened { path } else { folder_of(&target).to_owned() };
+            Rule { path, reads: true, writes: true }
+        }
+    })
+}
+
+/// Returns true if one of `rules` permits what `needed` does. A missing file is outside, as its
+/// folder is.
+fn covers(rules: &[Rule], needed: &Rule) -> bool {
+    let real = |path: &Path| fs::canonicalize(path).ok();
+    let Some(path) = real(&needed.path)
+        .or_else(|| Some(real(folder_of(&needed.path))?.join(needed.path.file_name()?)))
+    else {
+        return false;
+    };
+    rules.iter().any(|rule| {
+        (rule.reads || !needed.reads)
+            && (rule.writes || !needed.writes)
+            && real(&rule.path).is_some_and(|folder| path.starts_with(folder))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+    use crate::config::{DiskConfig, LandlockConfig, test_config};
+    use tempfile::TempDir;
+
+    fn rule(path: &Path, reads: bool, writes: bool) -> Rule {
+        Rule { path: path.to_owned(), reads, writes }
+    }
+
+    #[test]
+    fn file_is_permitted_by_its_own_rule_or_by_that_of_a_folder_above_it() {
+        let folder = TempDir::new().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::create_dir(path("a")).unwrap();
+        for name in ["a/image", "other"] {
+            fs::write(path(name), "").unwrap();
+        }
+        symlink(path("other"), path("a/link")).unwrap();
+        let rules = [rule(&path("a"), true, true), rule(&path("other"), true, false)];
+        let is_covered = |name: &str, writes| covers(&rules, &rule(&path(name), true, writes));
+        assert!(is_covered("a/image", true) && is_covered("a/missing", true));
+        assert!(is_covered("other", false) && !is_covered("other", true));
+        // The kernel follows links before it checks a rule.
+        assert!(is_covered("a/link", false) && !is_covered("a/link", true));
+        assert!(!is_covered("a/../third", false) && !is_covered("nowhere/image", false));
+        assert!(!covers(&[rule(&path("a"), false, true)], &rule(&path("a/image"), true, true)));
+    }
+
+    #[test]
+    fn vm_may_use_what_its_configuration_names() {
+        let folder = TempDir::new().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["disk", "cdrom"] {
+            fs::write(path(name), "").unwrap();
+        }
+        let mut config = test_config();
+        let disk =
+            |text: &str| DiskConfig::parse(&text.replace("DIR", &path("").to_string_lossy()));
+        config.disks =
+            vec![disk("path=DIRdisk").unwrap(), disk("path=DIRcdrom,readonly=on").unwrap()];
+        let rules = rules_of(&config, &[]).unwrap();
+        assert!(rules.contains(&rule(&path("disk"), true, true)));
+        assert!(rules.contains(&rule(&path("cdrom"), true, false)));
+        assert!(!rules.iter().any(|rule| rule.path == Path::new("/") || rule.path == path("")));
+        config.landlock_rules = vec![LandlockConfig::parse("path=/nonexistent,access=rw").unwrap()];
+        let error = rules_of(&config, &[]).unwrap_err().to_string();
+        assert_eq!(error, "--landlock-rules: cannot find \"/nonexistent\"");
+    }
+
+    #[test]
+    fn object_outside_the_limits_is_refused_with_the_missing_rule() {
+        let folder = TempDir::new().unwrap();
+        let policy = LandlockPolicy { is_always: false, is_required: false };
+        let mut limits = FileLimits::new(policy, Arc::default());
+        let outside = Use::new("--disk path", &folder.path().join("image"), Kind::Written);
+        assert!(limits.check(&outside).is_ok(), "no limits are in force");
+        limits.rules = Some(vec![rule(Path::new("/sys"), true, true)]);
+        let error = limits.check(&outside).unwrap_err().to_string();
+        let missing = format!("--landlock-rules path={},access=rw", folder.path().display());
+        assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");
+        limits.rules = Some(vec![rule(folder.path(), true, true)]);
+        assert!(limits.check(&outside).is_ok());
+    }
+}
