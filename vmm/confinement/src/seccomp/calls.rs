@@ -32,6 +32,8 @@ pub(super) enum When {
 const REQUEST: u64 = 0xffff;
 /// linux/prctl.h. The C library and rustix read the auxiliary vector with it.
 const PR_GET_AUXV: i32 = 0x4155_5856;
+/// asm/prctl.h of x86.
+const ARCH_REQ_XCOMP_GUEST_PERM: i32 = 0x1025;
 /// An argument of the C type `int`.
 const INT: u64 = 0xffff_ffff;
 
@@ -112,7 +114,7 @@ fn event_loop() -> Vec<Allowed> {
             SYS_timerfd_create,
             SYS_timerfd_settime,
         ]),
-        ioctl(&[request::KVM_IRQFD, request::KVM_SET_GSI_ROUTING]),
+        ioctl(&[request::KVM_IRQFD, request::KVM_SET_GSI_ROUTING, request::KVM_SIGNAL_MSI]),
     ]
     .concat()
 }
@@ -212,8 +214,12 @@ fn vcpu() -> Vec<Allowed> {
             request::KVM_SET_REGS,
             request::KVM_SET_SREGS,
             request::KVM_SET_VCPU_EVENTS,
+            request::TIOCGWINSZ,
             request::TUNSETOFFLOAD,
             request::TUNSETQUEUE,
+            // A reset of a network interface.
+            request::VHOST_NET_SET_BACKEND,
+            request::VHOST_RESET_OWNER,
         ]),
     ]
     .concat()
@@ -282,7 +288,7 @@ fn memory() -> Vec<Allowed> {
         event_loop(),
         files_read_only(),
         transfers(),
-        always(&[SYS_mincore]),
+        always(&[SYS_mbind, SYS_mincore]),
         ioctl(&[
             request::KVM_SET_USER_MEMORY_REGION,
             request::VHOST_SET_MEM_TABLE,
@@ -393,6 +399,8 @@ fn set_up() -> Vec<Allowed> {
     ]));
     allowed.extend(int(SYS_socket, 0, &[AF_UNIX, AF_INET, AF_INET6]));
     allowed.extend(int(SYS_fcntl, 1, &[F_ADD_SEALS, F_OFD_SETLK, F_SETFD]));
+    // Permission for features of vCPUs with large registers (AMX).
+    allowed.extend(int(SYS_arch_prctl, 0, &[ARCH_REQ_XCOMP_GUEST_PERM]));
     allowed.extend(ioctl(request::SET_UP));
     allowed
 }

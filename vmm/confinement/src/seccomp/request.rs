@@ -18,6 +18,7 @@ pub(super) const KVM_GET_MP_STATE: u32 = 0xae98;
 pub(super) const KVM_SET_MP_STATE: u32 = 0xae99;
 pub(super) const KVM_NMI: u32 = 0xae9a;
 pub(super) const KVM_SET_VCPU_EVENTS: u32 = 0xaea0;
+pub(super) const KVM_SIGNAL_MSI: u32 = 0xaea5;
 pub(super) const KVM_KVMCLOCK_CTRL: u32 = 0xaead;
 
 // asm-generic/ioctls.h.
@@ -66,6 +67,7 @@ pub(super) const SET_UP: &[u32] = &[
     0xae9f, // KVM_GET_VCPU_EVENTS
     0xaea3, // KVM_ENABLE_CAP and KVM_GET_TSC_KHZ
     0x5404, // TCSETSF
+    0x540f, // TIOCGPGRP
     0x542a, // TCGETS2
     0x542b, // TCSETS2
     0x542c, // TCSETSW2

@@ -8,6 +8,7 @@ mod blocks;
 mod boot;
 mod btt_cross;
 mod clients;
+mod confinement;
 mod console;
 mod cpus;
 mod dax;
@@ -73,6 +74,7 @@ fn main() {
         cpus::TESTS,
         invalid_bodies::TESTS,
         invalid_input::TESTS,
+        confinement::TESTS,
         console::TESTS,
         signature::TESTS,
         firmware::TESTS,
