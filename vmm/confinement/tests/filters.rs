@@ -75,7 +75,13 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
     (
         "openat",
         || std::fs::File::open("/proc/version").map(drop),
-        &[ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Governor, ThreadKind::ConsoleFile],
+        &[
+            ThreadKind::SetUp,
+            ThreadKind::Api,
+            ThreadKind::Memory,
+            ThreadKind::Governor,
+            ThreadKind::ConsoleFile,
+        ],
     ),
     (
         // An existing file is opened for writing, but not written to.
@@ -221,10 +227,10 @@ fn thread_can_live_under_its_filter() {
 }
 
 #[test]
-fn only_servers_and_the_set_up_start_threads() {
+fn only_kinds_that_need_it_start_threads() {
     for kind in ThreadKind::ALL {
         let output = attempt("start_thread", SeccompMode::True, kind, "text");
-        let may_start = [ThreadKind::SetUp, ThreadKind::Api].contains(&kind);
+        let may_start = [ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Memory].contains(&kind);
         assert_eq!(output.status.success(), may_start, "{kind:?}: {output:?}");
         // The C library blocks signals while it starts a thread, so the kernel ends the process
         // without the handler.

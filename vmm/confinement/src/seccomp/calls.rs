@@ -146,15 +146,17 @@ fn start_of_threads() -> Vec<Allowed> {
         | CLONE_NEWPID
         | CLONE_NEWNET;
     let mask = (CLONE_THREAD | namespaces) as u64 & INT;
+    vec![Allowed {
+        call: SYS_clone,
+        when: When::Is { argument: 0, mask, values: vec![CLONE_THREAD as u64] },
+    }]
+}
+
+/// The confinement of a new thread.
+fn confinement() -> Vec<Allowed> {
     [
-        vec![Allowed {
-            call: SYS_clone,
-            when: When::Is { argument: 0, mask, values: vec![CLONE_THREAD as u64] },
-        }],
-        // The filter of the new thread.
         int(SYS_prctl, 0, &[PR_SET_NO_NEW_PRIVS]),
         int(SYS_seccomp, 0, &[SECCOMP_SET_MODE_FILTER as i32]),
-        // Its limits for files.
         always(&[SYS_landlock_add_rule, SYS_landlock_create_ruleset, SYS_landlock_restrict_self]),
     ]
     .concat()
@@ -174,6 +176,7 @@ fn api() -> Vec<Allowed> {
         event_loop(),
         files_read_only(),
         start_of_threads(),
+        confinement(),
         always(&[
             SYS_accept4,
             SYS_getdents64,
@@ -281,12 +284,13 @@ fn queue() -> Vec<Allowed> {
     .concat()
 }
 
-/// Changes of guest memory, and erasure of persistent memory. Counters of free huge pages are
-/// read-only files.
+/// Changes of guest memory, and erasure of persistent memory. Large ranges are allocated by several
+/// threads. Their number, and the number of free huge pages, are read from files.
 fn memory() -> Vec<Allowed> {
     [
         event_loop(),
         files_read_only(),
+        start_of_threads(),
         transfers(),
         always(&[SYS_mbind, SYS_mincore]),
         ioctl(&[
@@ -344,7 +348,7 @@ fn set_up() -> Vec<Allowed> {
     for kind in ThreadKind::ALL.into_iter().filter(|kind| *kind != ThreadKind::SetUp) {
         allowed.extend(self::allowed(kind));
     }
-    allowed.extend(start_of_threads());
+    allowed.extend(confinement());
     allowed.extend(always(&[
         SYS_access,
         SYS_bind,
