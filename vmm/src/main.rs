@@ -8,8 +8,8 @@ use foreshore::config::{Command, Launch, parse_command_line};
 use foreshore::inherited::InheritedError;
 use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
-use foreshore_confinement::process;
 use foreshore_confinement::seccomp::{self, ReportTarget};
+use foreshore_confinement::{identity, process};
 use foreshore_devices::log::LogFormat;
 use foreshore_types::chain;
 
@@ -36,6 +36,10 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
         Err(error @ InheritedError::Close(_)) => return fail(&error),
+    }
+    if let Err(error) = identity::assume(&launch.identity) {
+        fail(&error);
+        return ExitCode::from(WRONG_COMMAND_LINE);
     }
     if let Err(error) = foreshore::vm::check_launch(&launch) {
         fail(&error);

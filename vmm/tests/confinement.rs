@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -33,9 +34,7 @@ impl Vmm {
             })
         };
         let vmm = Self(command.spawn().unwrap());
-        let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
-        let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
-        assert!(ping.unwrap().status.success());
+        wait_for(api_socket);
         vmm
     }
 
@@ -125,4 +124,66 @@ fn each_thread_has_a_filter_unless_the_user_wants_none() {
         assert!(threads.len() >= 3, "{threads:?}");
         assert!(threads.iter().all(|(_, value)| value == expected), "{mode:?}: {threads:?}");
     }
+}
+
+/// Number of a user and a group that own nothing.
+const NOBODY: &str = "65534";
+
+#[test]
+fn vmm_becomes_another_user_without_capabilities() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can become another user");
+    }
+    let folder = TempDir::new().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let (_reader, writer) = io::pipe().unwrap();
+    let arguments = ["--user", NOBODY, "--group", NOBODY];
+    let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    let all = [NOBODY; 4].join("\t");
+    for (key, expected) in
+        [("Uid", all.as_str()), ("Gid", &all), ("CapEff", "0000000000000000"), ("Seccomp", "2")]
+    {
+        for (name, value) in vmm.threads(key) {
+            assert_eq!(value.trim(), expected, "{key} of {name}");
+        }
+    }
+    let socket = fs::metadata(folder.path().join("api")).unwrap();
+    assert_eq!((socket.uid().to_string(), socket.mode() & 0o777), (NOBODY.to_owned(), 0o600));
+}
+
+#[test]
+fn vmm_has_the_root_folder_that_is_given() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can change the root folder");
+    }
+    let folder = TempDir::new().unwrap();
+    fs::create_dir(folder.path().join("dev")).unwrap();
+    let root = folder.path().to_str().unwrap().to_owned();
+    let refused = |arguments: &[&str]| {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_foreshore")).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let error = refused(&["--api-socket", "/api", "--chroot", &root]);
+    assert!(error.contains("dev/kvm is not a character device"), "{error}");
+    let error = refused(&["--api-socket", "/api", "--user", "no-such-user"]);
+    assert_eq!(error, "foreshore: --user: the host has no user \"no-such-user\"\n");
+    let device = folder.path().join("dev/kvm");
+    let made = Command::new("mknod").arg(&device).args(["c", "10", "232"]).status().unwrap();
+    if !made.success() {
+        return eprintln!("skipped: no device can be created here");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+    let child = command.args(["--api-socket", "/api", "--chroot", &root]).spawn().unwrap();
+    let vmm = Vmm(child);
+    wait_for(&folder.path().join("api"));
+    let link = fs::read_link(format!("/proc/{}/root", vmm.0.id())).unwrap();
+    assert_eq!(link, folder.path().canonicalize().unwrap());
+}
+
+fn wait_for(api_socket: &Path) {
+    let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
+    let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
+    assert!(ping.unwrap().status.success());
 }

@@ -9,6 +9,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser};
 use foreshore_cli::usage_line;
 use foreshore_config::{ConfigError, Table};
+use foreshore_confinement::identity::Identity;
 use foreshore_confinement::seccomp::SeccompMode;
 use foreshore_devices::events::EventMonitor;
 use foreshore_devices::host_console::config as console;
@@ -48,6 +49,7 @@ pub struct Launch {
     pub warnings: Vec<String>,
     pub seccomp: SeccompMode,
     pub landlock: LandlockMode,
+    pub identity: Identity,
 }
 
 impl Launch {
@@ -123,6 +125,15 @@ struct Flags {
     /// errno lets it fail, false allows all calls [default: true]
     #[arg(long, value_name = "true|false|log|errno", help_heading = "Confinement")]
     seccomp: Option<String>,
+    /// Become this user, by name or number, before files are opened
+    #[arg(long, value_name = "USER", help_heading = "Confinement")]
+    user: Option<String>,
+    /// Take on this group instead of the user's primary group
+    #[arg(long, value_name = "GROUP", help_heading = "Confinement")]
+    group: Option<String>,
+    /// Make this the root folder, in which all paths are looked up
+    #[arg(long, value_name = "FOLDER", help_heading = "Confinement")]
+    chroot: Option<PathBuf>,
     /// Limit the VMM to the files of the VM: auto if the kernel has Landlock
     #[arg(long, value_name = "MODE", num_args = 0..=1, default_value = "auto", default_missing_value = "on", ignore_case = true, help_heading = "Confinement")]
     landlock: LandlockMode,
@@ -339,6 +350,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         warnings,
         seccomp,
         landlock: flags.landlock,
+        identity: Identity { user: flags.user, group: flags.group, root: flags.chroot },
     };
     check_descriptors(&launch)?;
     Ok(Command::Launch(Box::new(launch)))

@@ -4,7 +4,6 @@
 //! removes its own sockets.
 
 mod access;
-mod group;
 mod path_lock;
 
 use std::fs::{self, OpenOptions};
@@ -14,6 +13,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use foreshore_confinement::accounts;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -87,7 +87,7 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if *access == SocketAccess::default() {
         return Ok(());
     }
-    let group = access.group.as_ref().map(|group| group::id_of(&group.0)).transpose()?;
+    let group = access.group.as_ref().map(|group| group_id(&group.0)).transpose()?;
     let file =
         OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
     if !file.metadata()?.file_type().is_socket() {
@@ -165,6 +165,11 @@ impl Drop for SocketFile {
             tracing::warn!(path = ?self.path, %error, "Cannot remove the socket");
         }
     }
+}
+
+fn group_id(name: &str) -> io::Result<u32> {
+    let missing = || io::Error::other(format!("the host has no group {name:?}"));
+    accounts::group_id(name)?.ok_or_else(missing)
 }
 
 #[cfg(test)]

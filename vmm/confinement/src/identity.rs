@@ -1,0 +1,143 @@
+//! User, groups and root folder of the process.
+
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+use rustix::process::{Gid, Uid, chdir, chroot};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use thiserror::Error;
+
+use crate::accounts;
+
+/// Device that the VMM opens in its root folder.
+const KVM: &str = "dev/kvm";
+
+/// Identity that a process started by root takes on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Name or number.
+    pub user: Option<String>,
+    /// Name or number. By default the primary group of the user.
+    pub group: Option<String>,
+    pub root: Option<PathBuf>,
+}
+
+#[derive(Debug, Error)]
+pub enum IdentityError {
+    #[error("--user: the host has no user {0:?}")]
+    NoUser(String),
+    #[error("--user: the user {0} has no entry in /etc/passwd, so --group is required")]
+    NoPrimaryGroup(String),
+    #[error("--group: the host has no group {0:?}")]
+    NoGroup(String),
+    #[error("--chroot {root:?}: {} is not a character device; bind-mount /dev/kvm there", root.join(KVM).display())]
+    NoKvm { root: PathBuf },
+    #[error("--chroot: cannot make {root:?} the root folder; only root can")]
+    Chroot {
+        root: PathBuf,
+        #[source]
+        source: Errno,
+    },
+    #[error("--user, --group: cannot change the user and its groups; only root can")]
+    Change(#[from] Errno),
+    #[error("cannot read the users and groups of the host")]
+    Lookup(#[source] io::Error),
+}
+
+#[derive(Default)]
+struct Ids {
+    user: Option<Uid>,
+    group: Option<Gid>,
+    /// Supplementary groups.
+    groups: Vec<Gid>,
+}
+
+/// Changes the root folder, the groups and the user of the process. Must be called before other
+/// threads are started, and before files are opened. A user other than root has no capabilities
+/// afterwards (capabilities(7), "Effect of user ID changes on capabilities").
+pub fn assume(identity: &Identity) -> Result<(), IdentityError> {
+    // Users and groups are those of the host.
+    let ids = look_up(identity)?;
+    if let Some(root) = &identity.root {
+        let kind = std::fs::metadata(root.join(KVM)).map(|metadata| metadata.file_type());
+        if !kind.is_ok_and(|kind| kind.is_char_device()) {
+            return Err(IdentityError::NoKvm { root: root.clone() });
+        }
+        let failed = |source| IdentityError::Chroot { root: root.clone(), source };
+        chroot(root).and_then(|()| chdir("/")).map_err(failed)?;
+    }
+    if let Some(group) = ids.group {
+        set_thread_groups(&ids.groups)?;
+        set_thread_res_gid(group, group, group)?;
+    }
+    if let Some(user) = ids.user {
+        set_thread_res_uid(user, user, user)?;
+    }
+    Ok(())
+}
+
+fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
+    let mut ids = Ids::default();
+    if let Some(wanted) = &identity.user {
+        match accounts::user(wanted).map_err(IdentityError::Lookup)? {
+            Some(user) => {
+                let groups = accounts::supplementary_groups(&user.name);
+                ids.groups = groups.map_err(IdentityError::Lookup)?.into_iter().map(gid).collect();
+                ids.user = Some(Uid::from_raw(user.uid));
+                ids.group = Some(gid(user.gid));
+            }
+            None => {
+                let number = wanted.parse().map_err(|_| IdentityError::NoUser(wanted.clone()))?;
+                ids.user = Some(Uid::from_raw(number));
+                if identity.group.is_none() {
+                    return Err(IdentityError::NoPrimaryGroup(wanted.clone()));
+                }
+            }
+        }
+    }
+    if let Some(wanted) = &identity.group {
+        let number = accounts::group_id(wanted).map_err(IdentityError::Lookup)?;
+        let number = number.ok_or_else(|| IdentityError::NoGroup(wanted.clone()))?;
+        ids.group = Some(gid(number));
+    }
+    Ok(ids)
+}
+
+fn gid(number: u32) -> Gid {
+    Gid::from_raw(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(user: Option<&str>, group: Option<&str>) -> String {
+        let text = |name: &str| name.to_owned();
+        let identity = Identity { user: user.map(text), group: group.map(text), root: None };
+        look_up(&identity).err().map(|error| error.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn users_and_groups_are_found_by_name_and_number() {
+        let identity = Identity { user: Some("root".to_owned()), ..Identity::default() };
+        let ids = look_up(&identity).unwrap();
+        assert_eq!((ids.user, ids.group), (Some(Uid::from_raw(0)), Some(Gid::from_raw(0))));
+        let identity =
+            Identity { user: Some("0".to_owned()), group: Some("12345".to_owned()), root: None };
+        let ids = look_up(&identity).unwrap();
+        assert_eq!((ids.user, ids.group), (Some(Uid::from_raw(0)), Some(Gid::from_raw(12345))));
+        assert_eq!(error(Some("no-such"), None), "--user: the host has no user \"no-such\"");
+        assert_eq!(error(None, Some("no-such")), "--group: the host has no group \"no-such\"");
+        assert!(error(Some("4000000000"), None).contains("--group is required"));
+        assert_eq!(error(Some("4000000000"), Some("0")), "");
+    }
+
+    #[test]
+    fn root_folder_without_kvm_is_refused() {
+        let identity = Identity { root: Some("/nonexistent".into()), ..Identity::default() };
+        let error = assume(&identity).unwrap_err().to_string();
+        assert!(error.contains("/nonexistent/dev/kvm is not a character device"), "{error}");
+    }
+}
