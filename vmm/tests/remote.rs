@@ -59,6 +59,16 @@ fn ping_waits_for_a_vmm_that_starts_later() {
 }
 
 #[test]
+fn empty_variable_counts_as_not_set() {
+    let empty = Some(Path::new(""));
+    let (code, _, stderr) = run(&["ping"], empty);
+    let message = "foreshore-remote: --api-socket is missing, and FORESHORE_API_SOCKET is not set; see --help\n";
+    assert_eq!((code, &*stderr), (Some(2), message));
+    let (code, stdout, _) = run(&["completion", "bash"], empty);
+    assert!(code == Some(0) && !stdout.is_empty());
+}
+
+#[test]
 fn ping_that_waits_in_vain_names_the_socket() {
     let folder = TempDir::new().unwrap();
     let (code, stdout, stderr) = run(&["ping", "--wait", "0"], Some(&folder.path().join("api")));

@@ -11,13 +11,14 @@ mod ping;
 mod pressure;
 mod table;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::LazyLock;
 
 use anyhow::Context;
+use clap::builder::TypedValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, VolumesAnswer};
@@ -52,10 +53,27 @@ Examples:
 #[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str(), long_version = LONG_VERSION.as_str())]
 struct Flags {
     /// API socket of the VMM
-    #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true)]
+    #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true, value_parser = MaybeEmptyPath)]
     api_socket: Option<PathBuf>,
     #[command(subcommand)]
     verb: Verb,
+}
+
+/// Parser of a path that may be empty, so that an empty environment variable counts as not set.
+#[derive(Clone)]
+struct MaybeEmptyPath;
+
+impl TypedValueParser for MaybeEmptyPath {
+    type Value = PathBuf;
+
+    fn parse_ref(
+        &self,
+        _: &clap::Command,
+        _: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<PathBuf, clap::Error> {
+        Ok(value.into())
+    }
 }
 
 /// Environment variable with the path of the API socket.
@@ -277,12 +295,12 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
         Verb::Call(call) => call,
         Verb::Manual(verb) => return verb.execute(),
     };
-    let Some(api_socket) = &flags.api_socket else {
+    let Some(api_socket) = flags.api_socket.filter(|path| !path.as_os_str().is_empty()) else {
         let missing = format!("--api-socket is missing, and {API_SOCKET} is not set; see --help");
         return Err(WrongCommandLine(missing).into());
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(execute(&Client::new(api_socket), call))
+    runtime.block_on(execute(&Client::new(&api_socket), call))
 }
 
 /// Hint for arguments like `pressure policy=amf`, the syntax of the VMM's flag.
