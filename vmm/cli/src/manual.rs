@@ -71,6 +71,8 @@ impl Manual {
         let mut page = Vec::new();
         man.render(&mut page)?;
         let page = String::from_utf8_lossy(&page).replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
+        // clap_mangen adds a letter v.
+        let page = page.replace("\n.SH VERSION\nvv", "\n.SH VERSION\nv");
         Ok(format!("{}\n.SH EXIT STATUS\n{}\n", page.trim_end(), self.exit_status))
     }
 }
