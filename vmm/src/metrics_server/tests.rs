@@ -662,7 +662,7 @@ fn lint(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn promtool_finds_no_problem() {
+fn exposition_follows_the_rules_of_promtool() {
     let everything = everything();
     let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
     let text = Format::Prometheus.convert(open.clone());
