@@ -73,7 +73,7 @@ fn ping_that_waits_in_vain_names_the_socket() {
     let folder = TempDir::new().unwrap();
     let (code, stdout, stderr) = run(&["ping", "--wait", "0"], Some(&folder.path().join("api")));
     assert_eq!((code, &*stdout), (Some(1), ""));
-    let message = "foreshore-remote: No VMM has answered within 0 s: Cannot reach a VMM at ";
+    let message = "foreshore-remote: no VMM has answered within 0 s: cannot reach a VMM at ";
     assert!(stderr.starts_with(message), "{stderr}");
 }
 

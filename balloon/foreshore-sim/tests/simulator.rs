@@ -155,10 +155,10 @@ fn invalid_trace_is_reported_with_its_line() {
         std::fs::read_to_string(golden).expect("golden").replace("\"at_ms\":1501", "\"at_ms\":1");
     std::fs::write(&damaged, text).expect("written");
     let cases = [
-        (golden, "The trace has 1 reports, must be at least 2"),
+        (golden, "the trace has 1 reports, must be at least 2"),
         (
             damaged.to_str().expect("text"),
-            "Line 5 of the trace: at_ms is 1, which is before the 1500",
+            "line 5 of the trace: at_ms is 1, which is before the 1500",
         ),
         ("/nonexistent/trace", "cannot replay /nonexistent/trace: No such file"),
     ];

@@ -59,10 +59,10 @@ impl Segment {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DemandError {
     /// The first segment does not start at time 0.
-    #[error("The first segment begins at {0}, must be 0ms")]
+    #[error("the first segment begins at {0}, must be 0ms")]
     Late(TimeMs),
     /// A segment does not start after the previous one.
-    #[error("Segment {index} begins at {at}, must be after {last}")]
+    #[error("segment {index} begins at {at}, must be after {last}")]
     Order {
         /// Index of the segment.
         index: usize,
@@ -72,7 +72,7 @@ pub enum DemandError {
         last: TimeMs,
     },
     /// A share exceeds 1000 thousandths.
-    #[error("Segment {index} has {value} thousandths in use, must be 0 to 1000")]
+    #[error("segment {index} has {value} thousandths in use, must be 0 to 1000")]
     Hot {
         /// Index of the segment.
         index: usize,
@@ -184,16 +184,16 @@ mod tests {
             |segments| Demand::new(segments, TimeMs(100)).map_err(|error| error.to_string());
         assert_eq!(
             demand(vec![]),
-            Err("The first segment begins at 100ms, must be 0ms".to_owned())
+            Err("the first segment begins at 100ms, must be 0ms".to_owned())
         );
         assert_eq!(
             demand(vec![segment(5, 0, 0)]),
-            Err("The first segment begins at 5ms, must be 0ms".to_owned())
+            Err("the first segment begins at 5ms, must be 0ms".to_owned())
         );
         let twice = demand(vec![segment(0, 0, 0), segment(7, 0, 0), segment(7, 0, 0)]);
-        assert_eq!(twice, Err("Segment 2 begins at 7ms, must be after 7ms".to_owned()));
+        assert_eq!(twice, Err("segment 2 begins at 7ms, must be after 7ms".to_owned()));
         let hot = demand(vec![Segment { hot_permille: 1001, ..segment(0, 0, 0) }]);
-        assert_eq!(hot, Err("Segment 0 has 1001 thousandths in use, must be 0 to 1000".to_owned()));
+        assert_eq!(hot, Err("segment 0 has 1001 thousandths in use, must be 0 to 1000".to_owned()));
         let late = demand(vec![segment(0, 8, 10_000), segment(50, 9, 0), segment(100, 1 << 40, 0)])
             .expect("sound");
         assert_eq!(late.segments().len(), 2);

@@ -35,15 +35,15 @@ pub enum ReplayError {
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// The trace has too few reports.
-    #[error("The trace has {0} reports, must be at least 2")]
+    #[error("the trace has {0} reports, must be at least 2")]
     Reports(u64),
     /// The recorded balloon could take all boot memory, but the simulated guest has no balloon.
     #[error(
-        "The trace's guest booted with {0} bytes outside its balloon, must be at least 1048576"
+        "the trace's guest booted with {0} bytes outside its balloon, must be at least 1048576"
     )]
     Boot(u64),
     /// The trace is too short.
-    #[error("The trace's reports span {0} ms, must be at least 1000")]
+    #[error("the trace's reports span {0} ms, must be at least 1000")]
     Short(u64),
 }
 

@@ -40,7 +40,7 @@ pub enum TraceError {
         source: io::Error,
     },
     /// A line is invalid.
-    #[error("Line {line} of the trace: {fault}")]
+    #[error("line {line} of the trace: {fault}")]
     Line {
         /// Number of the line, from 1.
         line: u64,

@@ -291,7 +291,7 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
     ];
     for (line, old, new, expected) in cases {
         let error = read(damaged(line, old, new)).expect_err(expected).to_string();
-        assert!(error.starts_with(&format!("Line {line} of the trace: ")), "{error}");
+        assert!(error.starts_with(&format!("line {line} of the trace: ")), "{error}");
         assert!(error.contains(expected), "{error}\nlacks {expected}");
         assert!(!error.contains('\n') && !error.contains("(byte 0)"), "{error}");
     }
@@ -355,20 +355,20 @@ fn balloon_counts_in_pages_and_other_zones_count_in_blocks() {
 fn header_must_be_first_and_occur_once() {
     let lines: Vec<_> = GOLDEN.lines().collect();
     let error = read(lines[1..].join("\n") + "\n").expect_err("no header").to_string();
-    assert_eq!(error, "Line 1 of the trace: the first line must be of type trace");
+    assert_eq!(error, "line 1 of the trace: the first line must be of type trace");
     let error = read(format!("{GOLDEN}{}\n", lines[0])).expect_err("two headers").to_string();
-    assert_eq!(error, "Line 8 of the trace: only the first line is of type trace");
-    assert_eq!(read("").expect_err("empty").to_string(), "Line 1 of the trace: the trace is empty");
+    assert_eq!(error, "line 8 of the trace: only the first line is of type trace");
+    assert_eq!(read("").expect_err("empty").to_string(), "line 1 of the trace: the trace is empty");
 }
 
 #[test]
 fn invalid_utf8_and_endless_line_are_refused() {
     let error =
         read([GOLDEN.as_bytes(), b"\xff\xfe\n"].concat()).expect_err("no UTF-8").to_string();
-    assert_eq!(error, "Line 8 of the trace: it is not UTF-8");
+    assert_eq!(error, "line 8 of the trace: it is not UTF-8");
     let long = format!("{GOLDEN}{}", " ".repeat(MAX_LINE_BYTES + 1));
     let error = read(long).expect_err("too long").to_string();
-    assert_eq!(error, "Line 8 of the trace: it is longer than 66560 bytes");
+    assert_eq!(error, "line 8 of the trace: it is longer than 66560 bytes");
     let longest = format!("{}{}\n", " ".repeat(MAX_LINE_BYTES - 5), r#"{"a":"#);
     let error = read(format!("{GOLDEN}{longest}")).expect_err("no entry").to_string();
     assert!(error.contains("(byte 6"), "a line of maximum length is accepted: {error}");
@@ -420,7 +420,7 @@ proptest! {
         text[at] = byte;
         text.remove(cut);
         if let Err(error) = read(text) {
-            prop_assert!(error.to_string().starts_with("Line "));
+            prop_assert!(error.to_string().starts_with("line "));
         }
     }
 }

@@ -100,9 +100,9 @@ pub(crate) enum Command {
 
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum ArgsError {
-    #[error("Argument {0:?} is not UTF-8")]
+    #[error("argument {0:?} is not UTF-8")]
     NotUtf8(OsString),
-    #[error("Unknown option {0}")]
+    #[error("unknown option {0}")]
     Unknown(String),
     #[error("{0} needs a value")]
     NoValue(String),
@@ -218,11 +218,11 @@ mod tests {
     #[test]
     fn errors_name_the_option_the_value_and_the_bound() {
         for (line, error) in [
-            ("--prot 5", "Unknown option --prot"),
-            ("--once=yes", "Unknown option --once=yes"),
-            ("--version=x", "Unknown option --version=x"),
-            ("--help=", "Unknown option --help="),
-            ("-h=x", "Unknown option -h=x"),
+            ("--prot 5", "unknown option --prot"),
+            ("--once=yes", "unknown option --once=yes"),
+            ("--version=x", "unknown option --version=x"),
+            ("--help=", "unknown option --help="),
+            ("-h=x", "unknown option -h=x"),
             ("--port", "--port needs a value"),
             ("--port 4294967296", "--port is 4294967296, must be a number from 0 to 4294967295"),
             ("--online kernel", "--online is kernel, must be movable, auto or none"),

@@ -87,7 +87,7 @@ fn execute(command: Command) -> anyhow::Result<()> {
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {
-    io::stdout().lock().write_all(bytes).context("Cannot write to standard output")
+    io::stdout().lock().write_all(bytes).context("cannot write to standard output")
 }
 
 fn once() -> anyhow::Result<()> {

@@ -36,13 +36,13 @@ const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
 #[derive(Debug, Error)]
 pub(crate) enum ProcError {
-    #[error("Cannot read {path}")]
+    #[error("cannot read {path}")]
     Read {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("Cannot parse a file of the kernel")]
+    #[error("cannot parse a file of the kernel")]
     Parse(#[from] ParseError),
 }
 

@@ -22,26 +22,26 @@ const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]
 pub(crate) enum SessionError {
-    #[error("Cannot connect to vsock port {port} of CID {cid}")]
+    #[error("cannot connect to vsock port {port} of CID {cid}")]
     Connect {
         cid: u32,
         port: u32,
         #[source]
         source: io::Error,
     },
-    #[error("Cannot connect to {path}")]
+    #[error("cannot connect to {path}")]
     ConnectUnix {
         path: std::path::PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("The VMM closed the connection")]
+    #[error("the VMM closed the connection")]
     Closed,
-    #[error("The connection to the VMM failed")]
+    #[error("the connection to the VMM failed")]
     Broken(#[from] io::Error),
-    #[error("Cannot make a report")]
+    #[error("cannot make a report")]
     Proc(#[from] ProcError),
-    #[error("Termination requested")]
+    #[error("termination requested")]
     Terminated,
 }
 
@@ -374,7 +374,7 @@ mod tests {
         let error =
             Session::connect(&mut agent(), &address).expect_err("a reserved port has no listener");
         assert!(
-            error.to_string().starts_with("Cannot connect to vsock port 1 of CID 1"),
+            error.to_string().starts_with("cannot connect to vsock port 1 of CID 1"),
             "{error}"
         );
     }

@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 #[test]
 fn wrong_arguments_are_refused_with_a_line_and_exit_code_2() {
     for (args, message) in [
-        (&[&b"--prot"[..]][..], "Unknown option --prot"),
-        (&[b"--onc\xff"], r#"Argument "--onc\xFF" is not UTF-8"#),
-        (&[b"--once", b"--unix", b"/run/\xc3"], r#"Argument "/run/\xC3" is not UTF-8"#),
+        (&[&b"--prot"[..]][..], "unknown option --prot"),
+        (&[b"--onc\xff"], r#"argument "--onc\xFF" is not UTF-8"#),
+        (&[b"--once", b"--unix", b"/run/\xc3"], r#"argument "/run/\xC3" is not UTF-8"#),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore-agent"));
         command.args(args.iter().map(|arg| OsStr::from_bytes(arg)));

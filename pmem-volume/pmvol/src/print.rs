@@ -236,7 +236,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     if let Some(file_system) = report.copy_on_write {
         writeln!(out, "file system  {file_system} (copy-on-write: stores may run out of space)")?;
     }
-    writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
+    writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("no process"))?;
     writeln!(out, "total        {}", Size(info.total_bytes).rounded())?;
     writeln!(
         out,

@@ -25,16 +25,16 @@ const MAX_DESCRIPTORS: usize = NetConfig::MAX_PAIRS as usize;
 
 #[derive(Debug, Error)]
 pub enum ClientError {
-    #[error("Cannot reach a VMM at {path:?}")]
+    #[error("cannot reach a VMM at {path:?}")]
     Connect {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
     /// The server does not use HTTP, or the answer ends early.
-    #[error("Cannot read the answer of {path:?}: {reason}")]
+    #[error("cannot read the answer of {path:?}: {reason}")]
     Answer { path: PathBuf, reason: String },
-    #[error("Cannot send file descriptors to {path:?}")]
+    #[error("cannot send file descriptors to {path:?}")]
     Descriptors {
         path: PathBuf,
         #[source]

@@ -379,9 +379,9 @@ async fn execute(vmm: &Client, call: Call) -> anyhow::Result<String> {
 /// Reads a file, or standard input for `-`.
 fn read(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
-        return io::read_to_string(io::stdin()).context("Cannot read standard input");
+        return io::read_to_string(io::stdin()).context("cannot read standard input");
     }
-    std::fs::read_to_string(path).with_context(|| format!("Cannot read {path:?}"))
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {path:?}"))
 }
 
 async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<String> {
@@ -528,7 +528,7 @@ mod tests {
         assert!(error(&["--api-socket", "/s", "resize", "--memory", "1Q"]).contains("not a size"));
         assert!(
             error(&["--api-socket", "/s", "create", "/nowhere/c"])
-                .starts_with("Cannot read \"/nowhere/c\"")
+                .starts_with("cannot read \"/nowhere/c\"")
         );
         assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
         assert!(
@@ -541,7 +541,7 @@ mod tests {
         assert!(!error(&["--api-socket", "/s", "pressure", "fly"]).contains("`pressure set`"));
         assert!(
             error(&["--api-socket", "/nowhere/s", "ping"])
-                .starts_with("Cannot reach a VMM at \"/nowhere/s\"")
+                .starts_with("cannot reach a VMM at \"/nowhere/s\"")
         );
     }
 }

@@ -75,7 +75,7 @@ impl ManualVerb {
             Self::Completion { shell, program } => {
                 let description = program.description();
                 let script = completion_script(*shell, description.get_name(), COMPLETER)
-                    .context("Cannot make the script")?;
+                    .context("cannot make the script")?;
                 Ok(String::from_utf8(script)?)
             }
             Self::Man { folder } => {

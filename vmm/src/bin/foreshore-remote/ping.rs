@@ -38,7 +38,7 @@ impl Ping {
 
 /// Returns the first answer of a VMM.
 async fn wait(vmm: &Client, seconds: u32) -> Result<Vec<u8>> {
-    let late = || format!("No VMM has answered within {seconds} s");
+    let late = || format!("no VMM has answered within {seconds} s");
     let deadline = Instant::now() + Duration::from_secs(seconds.into());
     loop {
         match timeout_at(deadline, vmm.get("vmm.ping")).await.with_context(late)? {
