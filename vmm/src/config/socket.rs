@@ -47,7 +47,7 @@ impl ApiSocket {
 
 section! {
     /// Keys of `--metrics`.
-    struct MetricsKeys: "--metrics" "OpenMetrics at a TCP address or a unix socket" {
+    struct MetricsKeys: "--metrics" "Serve metrics for Prometheus at a TCP address or a unix socket" {
         address (bare): MetricsAddress => "Address to listen on; a port alone means 127.0.0.1",
         host (repeated): Option<HostNames> => "DNS name that clients may use for the TCP address",
         vm: Option<Label> => "Name of the VM in the metrics, instead of the API socket's",
