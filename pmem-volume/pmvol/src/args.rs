@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use foreshore_types::size::{self, SizeError};
+use pmem_volume::pool::VolumeName;
 use pmem_volume::{VolumeFormat, VolumeSize};
 
 use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions};
@@ -159,7 +160,7 @@ Examples:
         /// Delete this volume, whose missing chunks cannot be found, and erase all free space,
         /// because it may contain those chunks. Copy the pool first if the rest of the volume
         /// matters
-        #[arg(long, value_name = "NAME")]
+        #[arg(long, value_name = "NAME", value_parser = volume_name())]
         give_up_volume: Option<String>,
         #[command(flatten)]
         output: Output,
@@ -429,15 +430,23 @@ fn volume_format() -> impl TypedValueParser<Value = VolumeFormat> {
     })
 }
 
-/// Accepts any text as a volume name. If the name is not UTF-8, the error shows its bytes, which
-/// clap's own error does not.
+/// Accepts valid names of volumes. If the name is not UTF-8, the error shows its bytes, which the
+/// error of clap does not.
 pub(crate) fn volume_name() -> impl TypedValueParser<Value = String> {
-    let text = |name: std::ffi::OsString| {
-        name.into_string().map_err(|name| {
-            format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -")
-        })
+    let text = |name: std::ffi::OsString| match name.into_string() {
+        Ok(name) => check_name(name),
+        Err(name) => {
+            Err(format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -"))
+        }
     };
     clap::builder::OsStringValueParser::new().try_map(text)
+}
+
+fn check_name(name: String) -> Result<String, String> {
+    match name.parse::<VolumeName>() {
+        Ok(_) => Ok(name),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 fn parse_volume_size(text: &str) -> Result<VolumeSize, SizeError> {
@@ -455,7 +464,7 @@ fn parse_part(text: &str) -> Result<(String, VolumeSize), String> {
         "rest" => VolumeSize::Remaining,
         size => VolumeSize::Bytes(size::parse(size).map_err(|error| error.to_string())?),
     };
-    Ok((name.to_owned(), size))
+    Ok((check_name(name.to_owned())?, size))
 }
 
 #[cfg(test)]

@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use pmem_volume::btt::volume_bytes_for;
-use pmem_volume::pool::VolumeName;
 use pmem_volume::pool::layout::MAX_NAME_BYTES;
 use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, VolumeFormat, VolumeInfo, VolumeSize};
 
@@ -32,9 +31,7 @@ impl NewVolume<'_> {
         if let Some(size) = self.size {
             return Ok(size);
         }
-        let Some(image_bytes) = source.len_bytes() else {
-            bail!("--size: the size of stdin is unknown; name the size of the volume");
-        };
+        let image_bytes = source.len_bytes().expect("the command line of a stream has a size");
         let bytes = match self.format {
             VolumeFormat::Btt => volume_bytes_for(image_bytes),
             VolumeFormat::Raw => image_bytes.max(1).checked_next_multiple_of(CHUNK_BYTES),
@@ -57,7 +54,6 @@ pub(crate) fn create(
     new: &NewVolume<'_>,
     source: Source<'_>,
 ) -> anyhow::Result<(Arc<Pool>, VolumeInfo, ImportSizes)> {
-    let _: VolumeName = new.name.parse().map_err(PoolError::Name)?;
     let source = source.unpacked()?;
     let size = new.size_for(&source)?;
     let part = new.temporary_name();
@@ -117,6 +113,8 @@ fn fill_temporary(
 
 #[cfg(test)]
 mod tests {
+    use pmem_volume::pool::VolumeName;
+
     use super::*;
 
     #[test]

@@ -10,11 +10,12 @@ mod manual;
 mod meter;
 mod print;
 mod remedy;
+mod usage;
 
 use std::process::ExitCode;
 
+use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, Parser};
 
 /// Exit code for a wrong command line, or for a check that could not read the pool.
 const EXIT_NO_RESULT: u8 = 2;
@@ -22,7 +23,7 @@ const EXIT_NO_RESULT: u8 = 2;
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     foreshore_cli::answer_completion(|_| manual::description());
-    let arguments = match args::Arguments::try_parse() {
+    let arguments = match usage::parse() {
         Ok(arguments) => arguments,
         Err(mut error) => {
             suggest_volume(&mut error);

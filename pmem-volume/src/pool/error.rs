@@ -224,6 +224,7 @@ pub enum PoolError {
 
 /// Reason why a volume cannot be split.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum SplitError {
     #[error("a split needs at least 2 parts, not {count}")]
     TooFew { count: usize },

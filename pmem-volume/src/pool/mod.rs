@@ -43,8 +43,8 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
-pub use create::CreateOptions;
-pub use error::PoolError;
+pub use create::{CreateOptions, check_pool_sizes};
+pub use error::{PoolError, SplitError};
 pub use file::{formats, mark, signature};
 pub use findings::{Finding, Severity};
 pub use foreshore_types::VolumeFormat;
@@ -57,8 +57,8 @@ pub use maintenance::check::{CheckReport, VolumeCheck};
 pub use maintenance::repair::RepairReport;
 pub use volume::damaged_volume::DamagedVolume;
 pub use volume::resize::Shrink;
-pub use volume::split::SplitContent;
-pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
+pub use volume::split::{SplitContent, check_parts};
+pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize, check_volume_size};
 
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};

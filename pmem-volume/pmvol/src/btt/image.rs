@@ -17,11 +17,8 @@ use pmem_volume::unnamed_file::{IfExists, UnnamedFile};
 use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
-/// Reason why only raw images can be streamed.
-pub(super) const QCOW2_NEEDS_FILE: &str = "qcow2 cannot be streamed, because its reader and its writer seek; use a file, or leave --format out";
-
 /// Returns true for `-`, which means stdin or stdout.
-pub(super) fn is_stdio(path: &Path) -> bool {
+pub(crate) fn is_stdio(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 

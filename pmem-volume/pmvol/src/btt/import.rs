@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use serde::Serialize;
 
 use super::args::{ImageFormat, ImportOptions, Location};
-use super::image::{QCOW2_NEEDS_FILE, convert, is_stdio, require_qemu_img};
+use super::image::{convert, is_stdio, require_qemu_img};
 use super::media::{Media, holds_data};
 use super::qcow2;
 use super::sectors::read_full;
@@ -184,9 +184,6 @@ const BEGINS_AS_QCOW2: &str = "it begins like a qcow2 image, but a guest may hav
 /// Opens stdin for reading. An empty stream is refused, because the program that writes to it has
 /// probably failed.
 fn open_stdin(format: Option<ImageFormat>) -> anyhow::Result<Box<dyn Read>> {
-    if format == Some(ImageFormat::Qcow2) {
-        bail!("--from -: {QCOW2_NEEDS_FILE}");
-    }
     let mut stdin = io::stdin();
     if stdin.is_terminal() {
         bail!("--from -: stdin is a terminal; redirect it from a file or a pipe");

@@ -15,6 +15,7 @@ use pmem_volume::progress::{OnProgress, Progress, Task};
 
 pub(crate) use self::args::{BttCommand, ExportOptions, ImageFormat, ImportOptions, Location};
 pub(crate) use self::export::export;
+pub(crate) use self::image::is_stdio;
 pub(crate) use self::import::{ImportSizes, Source, fill, import};
 pub(crate) use self::media::{Media, holds_data};
 use crate::args::Output;

@@ -465,6 +465,16 @@ impl<M: Media> Drop for Volume<M> {
     }
 }
 
+/// Checks the size of a volume as far as it does not depend on the pool. The smallest BTT is larger
+/// than the smallest volume, so a known format makes the check stricter.
+pub fn check_volume_size(size_bytes: u64, format: Option<VolumeFormat>) -> Result<(), PoolError> {
+    chunk_count("volume size", size_bytes)?;
+    if format == Some(VolumeFormat::Btt) {
+        btt::Layout::new(size_bytes, btt::SECTOR_BYTES, Uuid::nil()).map_err(PoolError::Btt)?;
+    }
+    Ok(())
+}
+
 /// Storage of a volume on the media.
 pub(in crate::pool) struct Space<'a> {
     pub(in crate::pool) media: &'a dyn Media,

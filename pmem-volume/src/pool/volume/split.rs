@@ -17,7 +17,6 @@ use foreshore_types::VolumeFormat;
 use uuid::Uuid;
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
-use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
@@ -306,8 +305,8 @@ pub(in crate::pool) fn finish_records(
     Ok(())
 }
 
-/// Returns the sizes of the parts in bytes. Their sum must equal the size of the volume.
-fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, SplitError> {
+/// Checks the parts of a split as far as they do not depend on the volume.
+pub fn check_parts(parts: &[(String, VolumeSize)]) -> Result<(), SplitError> {
     if parts.len() < 2 {
         return Err(SplitError::TooFew { count: parts.len() });
     }
@@ -320,12 +319,24 @@ fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, 
     if let [(first, _), (second, _), ..] = remaining_parts[..] {
         return Err(SplitError::RestTwice { first: first.clone(), second: second.clone() });
     }
+    for (name, size) in parts {
+        if let VolumeSize::Bytes(bytes) = size {
+            part_chunks(name, *bytes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the sizes of the parts in bytes. Their sum must equal the size of the volume.
+fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, SplitError> {
+    check_parts(parts)?;
     let fixed_sizes = parts.iter().filter_map(|(_, size)| match size {
         VolumeSize::Bytes(bytes) => Some(*bytes),
         VolumeSize::Remaining => None,
     });
     let parts_bytes = fixed_sizes.fold(0u64, u64::saturating_add);
-    let rest_bytes = match remaining_parts.first() {
+    let remaining = parts.iter().find(|(_, size)| *size == VolumeSize::Remaining);
+    let rest_bytes = match remaining {
         Some((name, _)) if parts_bytes >= volume_bytes => {
             return Err(SplitError::NoRest { name: name.clone(), parts_bytes });
         }
@@ -348,15 +359,21 @@ fn check_sizes(
     format: VolumeFormat,
 ) -> Result<Vec<u32>, SplitError> {
     let check = |((name, _), size_bytes): (&(String, VolumeSize), &u64)| {
-        let refused = |reason: String| SplitError::Size { name: name.clone(), reason };
-        let chunks =
-            chunk_count("volume size", *size_bytes).map_err(|error| refused(error.to_string()))?;
+        let chunks = part_chunks(name, *size_bytes)?;
         if format == VolumeFormat::Btt {
-            Layout::new(*size_bytes, btt::SECTOR_BYTES, Uuid::nil())
-                .map_err(|error| refused(error.to_string()))?;
+            Layout::new(*size_bytes, btt::SECTOR_BYTES, Uuid::nil()).map_err(|error| {
+                SplitError::Size { name: name.clone(), reason: error.to_string() }
+            })?;
         }
-        debug_assert_eq!(chunks, Some((*size_bytes / CHUNK_BYTES) as u32));
-        chunks.ok_or_else(|| refused("the size exceeds that of any volume".to_owned()))
+        Ok(chunks)
     };
     parts.iter().zip(sizes).map(check).collect()
+}
+
+/// Converts the size of a part to chunks.
+fn part_chunks(name: &str, size_bytes: u64) -> Result<u32, SplitError> {
+    let refused = |reason: String| SplitError::Size { name: name.to_owned(), reason };
+    let chunks =
+        chunk_count("volume size", size_bytes).map_err(|error| refused(error.to_string()))?;
+    chunks.ok_or_else(|| refused("the size exceeds that of any volume".to_owned()))
 }
