@@ -45,6 +45,9 @@ serve the kernel and huge pages that were enabled stay as well.
 ";
 
 const HOST_CID: u32 = 2;
+/// Last vsock context and port. The next number is `VMADDR_CID_ANY` and `VMADDR_PORT_ANY`, to which
+/// no socket can connect (include/uapi/linux/vm_sockets.h).
+const LAST_NUMBER: u32 = u32::MAX - 1;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
@@ -154,8 +157,10 @@ fn wrong_value(option: &str, value: String, expected: impl Into<String>) -> Args
 }
 
 fn number(option: &str, value: String) -> Result<u32, ArgsError> {
-    let expected = || format!("a number from 0 to {}", u32::MAX);
-    value.parse().map_err(|_| wrong_value(option, value, expected()))
+    match value.parse() {
+        Ok(number) if number <= LAST_NUMBER => Ok(number),
+        _ => Err(wrong_value(option, value, format!("a number from 0 to {LAST_NUMBER}"))),
+    }
 }
 
 fn policy(option: &str, value: String) -> Result<Online, ArgsError> {
@@ -224,7 +229,9 @@ mod tests {
             ("--help=", "unknown option --help="),
             ("-h=x", "unknown option -h=x"),
             ("--port", "--port needs a value"),
-            ("--port 4294967296", "--port is 4294967296, must be a number from 0 to 4294967295"),
+            ("--port 4294967295", "--port is 4294967295, must be a number from 0 to 4294967294"),
+            ("--cid 4294967295", "--cid is 4294967295, must be a number from 0 to 4294967294"),
+            ("--port 4294967296", "--port is 4294967296, must be a number from 0 to 4294967294"),
             ("--online kernel", "--online is kernel, must be movable, auto or none"),
             ("--reserve=yes", "--reserve is yes, must be on or off"),
         ] {

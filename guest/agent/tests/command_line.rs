@@ -9,6 +9,12 @@ use std::process::{Command, Output};
 fn wrong_arguments_are_refused_with_a_line_and_exit_code_2() {
     for (args, message) in [
         (&[&b"--prot"[..]][..], "unknown option --prot"),
+        (&[b"report"], "unknown option report"),
+        (&[b"--port"], "--port needs a value"),
+        (&[b"--port", b"65536x"], "--port is 65536x, must be a number from 0 to 4294967294"),
+        (&[b"--cid=4294967295"], "--cid is 4294967295, must be a number from 0 to 4294967294"),
+        (&[b"--tune", b"maybe"], "--tune is maybe, must be on or off"),
+        (&[b"--online=kernel"], "--online is kernel, must be movable, auto or none"),
         (&[b"--onc\xff"], r#"argument "--onc\xFF" is not UTF-8"#),
         (&[b"--once", b"--unix", b"/run/\xc3"], r#"argument "/run/\xC3" is not UTF-8"#),
     ] {
