@@ -39,13 +39,18 @@ impl FakeVmTask {
     /// Changes the state, and emits the event for it.
     fn go(
         &mut self,
-        (verb, event): (&'static str, Event<'_>),
+        (call, event): (&'static str, Event<'_>),
         from: &[VmState],
         to: VmState,
     ) -> Result<(), VmError> {
         let created = self.created()?;
         if !from.contains(&created.state) {
-            return Err(VmError::WrongState { verb, state: created.state, needs: "another" });
+            return Err(VmError::WrongState {
+                call,
+                state: created.state,
+                needs: "in another state",
+                remedy: "another call changes it",
+            });
         }
         created.state = to;
         self.events.emit(event);
@@ -132,7 +137,12 @@ impl FakeVmTask {
             VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
                 let result = self.created().and_then(|created| match created.state {
                     Running | Paused => Ok(()),
-                    state => Err(VmError::WrongState { verb: "a change", state, needs: "running" }),
+                    state => Err(VmError::WrongState {
+                        call: "a change",
+                        state,
+                        needs: "running",
+                        remedy: "vm.boot boots it",
+                    }),
                 });
                 answer(reply, result);
             }

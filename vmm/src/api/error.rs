@@ -61,9 +61,9 @@ impl ApiError {
                 VmError::NotCreated | VmError::NoSuchDisk { .. } | VmError::NoSuchDevice { .. },
             ) => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. }
-            | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
-                StatusCode::METHOD_NOT_ALLOWED
-            }
+            | Self::Vm(
+                VmError::WrongState { .. } | VmError::PauseEnded { .. } | VmError::AlreadyCreated,
+            ) => StatusCode::METHOD_NOT_ALLOWED,
             Self::TooManyFollowers { .. }
             | Self::Vm(VmError::VcpusLeaving { .. } | VmError::DeviceLeaving { .. }) => {
                 StatusCode::TOO_MANY_REQUESTS

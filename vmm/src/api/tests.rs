@@ -110,9 +110,10 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
             }
             VmRequest::Boot(reply) => {
                 let refused = VmError::WrongState {
-                    verb: "vm.boot",
+                    call: "vm.boot",
                     state: VmState::Running,
-                    needs: "created",
+                    needs: "not booted, or paused",
+                    remedy: "vm.reboot restarts it",
                 };
                 reply.send(Err(refused)).unwrap();
             }
@@ -559,7 +560,12 @@ fn vm_is_created_from_valid_configuration_and_deleted() {
 fn errors_of_the_owner_have_the_codes_of_cloud_hypervisor() {
     run(async |fixture| {
         for (call, body, expected, text) in [
-            ("vm.boot", "", 405, "the VM is Running; vm.boot needs it to be created"),
+            (
+                "vm.boot",
+                "",
+                405,
+                "vm.boot needs a VM that is not booted, or paused, but the VM is running; vm.reboot restarts it",
+            ),
             ("vm.shutdown", "", 404, "the VM is not created; vm.create creates it"),
             ("vm.reboot", "", 500, "no memory"),
             (

@@ -39,6 +39,15 @@ pub enum VmState {
 
 impl VmState {
     pub const ALL: [Self; 3] = [Self::Created, Self::Running, Self::Paused];
+
+    /// Description for messages. A VM that was shut down is in the state `Created`, too.
+    pub fn description(self) -> &'static str {
+        match self {
+            Self::Created => "not booted",
+            Self::Running => "running",
+            Self::Paused => "paused",
+        }
+    }
 }
 
 /// State of a VM for its metrics.
@@ -295,6 +304,13 @@ impl fmt::Display for Resize {
 }
 
 impl Resize {
+    pub(in crate::vm) fn call(&self) -> &'static str {
+        match self {
+            Self::Vm(_) => "vm.resize",
+            Self::Zone(_) => "vm.resize-zone",
+        }
+    }
+
     /// Applies the change to the configuration of a VM that is not running.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         match self {
@@ -423,13 +439,21 @@ pub struct PciDeviceInfo {
 #[derive(Debug, Error)]
 pub enum VmError {
     /// The request is not permitted in this state.
-    #[error("the VM is {state:?}; {verb} needs it to be {needs}")]
+    #[error("{call} needs a VM that is {needs}, but the VM is {}; {remedy}", state.description())]
     WrongState {
-        verb: &'static str,
+        call: &'static str,
         state: VmState,
         /// Description of the states that permit the request.
         needs: &'static str,
+        /// Call that changes the state.
+        remedy: &'static str,
     },
+    /// Another call has ended a pause before all vCPUs and devices had stopped.
+    #[error(
+        "another call ended vm.pause before the vCPUs had stopped, and the VM is {}; repeat vm.pause if necessary",
+        state.description()
+    )]
+    PauseEnded { state: VmState },
     #[error("no such disk: {id:?}; existing disks: {known}")]
     NoSuchDisk {
         id: String,

@@ -163,18 +163,15 @@ impl Vm {
         }
     }
 
-    fn running(&mut self) -> Result<&mut Box<dyn Machine>, VmError> {
-        let state = self.state;
-        self.machine.as_mut().ok_or(VmError::WrongState {
-            verb: "this call",
-            state,
-            needs: "running or paused",
-        })
+    /// Returns the machine for `call`.
+    fn running(&mut self, call: &'static str) -> Result<&mut Box<dyn Machine>, VmError> {
+        let refusal = state::refusal(self.state, Verb::Use(call));
+        self.machine.as_mut().ok_or(refusal)
     }
 
     fn pause(&mut self) -> Result<Standstill, VmError> {
         let next = state::next(self.state, Verb::Pause)?;
-        let standstill = self.running()?.pause();
+        let standstill = self.running("vm.pause")?.pause();
         self.state = next;
         Ok(standstill)
     }
@@ -194,7 +191,7 @@ impl Vm {
         let next = self.may_resume()?;
         // A guest with a delayed restart remains stopped until the restart.
         if self.restart_at.is_none() {
-            self.running()?.resume();
+            self.running("vm.resume")?.resume();
         }
         self.state = next;
         Ok(())
@@ -211,13 +208,11 @@ impl Vm {
     }
 
     fn press_power_button(&mut self) -> Result<(), VmError> {
-        state::next(self.state, Verb::Change)?;
-        self.running().map(|machine| machine.press_power_button())
+        self.running("vm.power-button").map(|machine| machine.press_power_button())
     }
 
     fn send_nmi(&mut self) -> Result<(), VmError> {
-        state::next(self.state, Verb::Change)?;
-        self.running().map(|machine| machine.send_nmi())
+        self.running("vm.nmi").map(|machine| machine.send_nmi())
     }
 
     fn status(&self) -> VmStatus {
@@ -241,7 +236,7 @@ impl Vm {
 
     /// Changes the governor, and stores the settings for the machine that the next reboot builds.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
-        self.running()?.change_pressure(change)?;
+        self.running("vm.pressure")?.change_pressure(change)?;
         let before = self.config.governing();
         let mut pressure = before.clone();
         change.apply(&mut pressure);
@@ -254,11 +249,11 @@ impl Vm {
 
     /// Checks a resize of the machine as a whole, before the first step.
     fn plan_resize(&mut self, resize: &Resize) -> Result<ResizePlan, VmError> {
-        state::next(self.state, Verb::Change)?;
+        state::next(self.state, Verb::Use(resize.call()))?;
         if let Resize::Vm(ResizeRequest { desired_vcpus: Some(desired), .. }) = resize {
             check_vcpus(*desired, &self.config)?;
         }
-        let plan = self.running()?.plan_resize(resize)?;
+        let plan = self.running(resize.call())?.plan_resize(resize)?;
         self.check_next_boot(resize, &plan)?;
         Ok(plan)
     }
@@ -268,7 +263,7 @@ impl Vm {
     fn carry_out(&mut self, plan: ResizePlan) -> Result<(), VmError> {
         for step in plan {
             let next_boot = step.next_boot().clone();
-            self.running()?.resize(step)?;
+            self.running("vm.resize")?.resize(step)?;
             next_boot.store(&mut self.config);
         }
         Ok(())
@@ -284,8 +279,7 @@ impl Vm {
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
-        state::next(self.state, Verb::Change)?;
-        self.running()?.resize_disk(resize)
+        self.running("vm.resize-disk")?.resize_disk(resize)
     }
 
     /// Adds a device to the configuration for the next boot, and to the machine if there is one.
@@ -549,12 +543,7 @@ impl<F: MachineFactory> VmTask<F> {
             self.emitter.emit(Event::VmPaused);
             return answer(reply, Ok(()));
         }
-        let over = |vm: &mut Vm| VmError::WrongState {
-            verb: "vm.pause",
-            state: vm.state,
-            needs: "unchanged until its vCPUs have stopped",
-        };
-        answer(reply, self.vm().and_then(|vm| Err(over(vm))));
+        answer(reply, self.vm().and_then(|vm| Err(VmError::PauseEnded { state: vm.state })));
     }
 
     fn start(&mut self) -> Result<(), VmError> {
@@ -647,15 +636,19 @@ impl<F: MachineFactory> VmTask<F> {
                 answer(reply, self.busily(|task| task.add_device(*device)));
             }
             VmRequest::RemoveDevice(id, reply) => answer(reply, self.remove_device(&id)),
-            VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
+            VmRequest::Memory(reply) => match self.vm().and_then(|vm| vm.running("vm.memory")) {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),
             },
-            VmRequest::Counters(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.counters())),
-            VmRequest::Volumes(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.volumes())),
-            VmRequest::Pools(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.pools())),
+            VmRequest::Counters(reply) => {
+                self.of_vm(reply, |vm| Ok(vm.running("vm.counters")?.counters()))
+            }
+            VmRequest::Volumes(reply) => {
+                self.of_vm(reply, |vm| Ok(vm.running("vm.volumes")?.volumes()))
+            }
+            VmRequest::Pools(reply) => self.of_vm(reply, |vm| Ok(vm.running("pool.info")?.pools())),
             VmRequest::Pressure(decisions, reply) => {
-                self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));
+                self.of_vm(reply, |vm| Ok(vm.running("vm.pressure")?.pressure(decisions)));
             }
             VmRequest::ChangePressure(change, reply) => {
                 self.of_vm(reply, |vm| vm.change_pressure(&change))

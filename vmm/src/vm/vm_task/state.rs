@@ -18,19 +18,19 @@ pub(super) enum Verb {
     Shutdown,
     /// End the machine, and start a new one.
     Reboot,
-    /// Change the VM, or notify its guest. A paused guest notices the change when it is resumed.
-    Change,
+    /// Any other call to a machine. A paused guest notices a change when it is resumed.
+    Use(&'static str),
 }
 
 impl Verb {
-    const fn name(self) -> &'static str {
+    const fn call(self) -> &'static str {
         match self {
             Self::Boot => "vm.boot",
             Self::Pause => "vm.pause",
             Self::Resume => "vm.resume",
             Self::Shutdown => "vm.shutdown",
             Self::Reboot => "vm.reboot",
-            Self::Change => "a change",
+            Self::Use(call) => call,
         }
     }
 
@@ -40,8 +40,28 @@ impl Verb {
             Self::Boot => "not booted, or paused",
             Self::Resume => "paused",
             Self::Pause => "running",
-            Self::Shutdown | Self::Reboot | Self::Change => "running or paused",
+            Self::Shutdown | Self::Reboot | Self::Use(_) => "running or paused",
         }
+    }
+
+    /// Calls that change `state` to one that permits the request, for the error text.
+    const fn remedy(self, state: VmState) -> &'static str {
+        match (self, state) {
+            (_, VmState::Created) => "vm.boot boots it",
+            (Self::Boot, VmState::Running) => "vm.reboot restarts it, and vm.shutdown ends it",
+            (_, VmState::Running) => "vm.pause pauses it",
+            (_, VmState::Paused) => "vm.resume resumes it",
+        }
+    }
+}
+
+/// Returns the error for a request that is not permitted in `state`.
+pub(super) fn refusal(state: VmState, verb: Verb) -> VmError {
+    VmError::WrongState {
+        call: verb.call(),
+        state,
+        needs: verb.needs(),
+        remedy: verb.remedy(state),
     }
 }
 
@@ -51,10 +71,10 @@ pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     match (verb, state) {
         (Verb::Boot, Created | Paused) | (Verb::Resume, Paused) => Ok(Running),
         (Verb::Pause, Running) => Ok(Paused),
-        (Verb::Change, Running | Paused) => Ok(state),
+        (Verb::Use(_), Running | Paused) => Ok(state),
         (Verb::Shutdown, Running | Paused) => Ok(Created),
         (Verb::Reboot, Running | Paused) => Ok(Running),
-        _ => Err(VmError::WrongState { verb: verb.name(), state, needs: verb.needs() }),
+        _ => Err(refusal(state, verb)),
     }
 }
 
@@ -113,7 +133,7 @@ mod tests {
             (Verb::Resume, [None, None, Some(Running)]),
             (Verb::Shutdown, [None, Some(Created), Some(Created)]),
             (Verb::Reboot, [None, Some(Running), Some(Running)]),
-            (Verb::Change, [None, Some(Running), Some(Paused)]),
+            (Verb::Use("vm.resize"), [None, Some(Running), Some(Paused)]),
         ];
         for (verb, expected) in table {
             for (state, expected) in [Created, Running, Paused].into_iter().zip(expected) {
@@ -123,9 +143,37 @@ mod tests {
     }
 
     #[test]
-    fn refused_verb_names_the_needed_state() {
-        let text = next(VmState::Created, Verb::Pause).unwrap_err().to_string();
-        assert_eq!(text, "the VM is Created; vm.pause needs it to be running");
+    fn refusal_names_the_call_the_state_and_the_remedy() {
+        let text = |state, verb| next(state, verb).unwrap_err().to_string();
+        for (state, verb, expected) in [
+            (
+                VmState::Created,
+                Verb::Pause,
+                "vm.pause needs a VM that is running, but the VM is not booted; vm.boot boots it",
+            ),
+            (
+                VmState::Created,
+                Verb::Use("vm.resize-disk"),
+                "vm.resize-disk needs a VM that is running or paused, but the VM is not booted; vm.boot boots it",
+            ),
+            (
+                VmState::Running,
+                Verb::Boot,
+                "vm.boot needs a VM that is not booted, or paused, but the VM is running; vm.reboot restarts it, and vm.shutdown ends it",
+            ),
+            (
+                VmState::Running,
+                Verb::Resume,
+                "vm.resume needs a VM that is paused, but the VM is running; vm.pause pauses it",
+            ),
+            (
+                VmState::Paused,
+                Verb::Pause,
+                "vm.pause needs a VM that is running, but the VM is paused; vm.resume resumes it",
+            ),
+        ] {
+            assert_eq!(text(state, verb), expected);
+        }
     }
 
     const SOON: Duration = Duration::from_millis(50);

@@ -71,20 +71,19 @@ async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str
 fn pause_undone_before_standstill_is_refused() {
     run(async {
         let (refused, emitted) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
-        let expected =
-            "the VM is Running; vm.pause needs it to be unchanged until its vCPUs have stopped";
+        let expected = "another call ended vm.pause before the vCPUs had stopped, and the VM is running; repeat vm.pause if necessary";
         assert_eq!(refused.to_string(), expected);
         assert_eq!(emitted, ["pausing", "resuming", "resumed"]);
         let (refused, emitted) =
             undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
         assert!(
-            matches!(refused, VmError::WrongState { state: VmState::Created, .. }),
+            matches!(refused, VmError::PauseEnded { state: VmState::Created, .. }),
             "{refused}"
         );
         assert_eq!(emitted, ["pausing", "shutdown"]);
         let (refused, emitted) = undone(async |vm| vm.ask(VmRequest::Reboot).await.unwrap()).await;
         assert!(
-            matches!(refused, VmError::WrongState { state: VmState::Running, .. }),
+            matches!(refused, VmError::PauseEnded { state: VmState::Running, .. }),
             "{refused}"
         );
         assert_eq!(emitted, ["pausing", "rebooting", "rebooted"]);
@@ -103,7 +102,7 @@ fn second_pause_is_independent_of_undone_one() {
             vm.ask(VmRequest::Pause).await.unwrap();
         })
         .await;
-        assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
+        assert!(matches!(refused, VmError::PauseEnded { state: VmState::Paused }), "{refused}");
         assert_eq!(emitted, ["pausing", "resuming", "resumed", "pausing", "paused"]);
         // Pauses of another VM are independent.
         let (refused, emitted) = undone(async |vm| {
@@ -113,7 +112,7 @@ fn second_pause_is_independent_of_undone_one() {
             vm.ask(VmRequest::Pause).await.unwrap();
         })
         .await;
-        assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
+        assert!(matches!(refused, VmError::PauseEnded { state: VmState::Paused }), "{refused}");
         assert_eq!(emitted.last_chunk(), Some(&["pausing", "paused"]));
     });
 }
