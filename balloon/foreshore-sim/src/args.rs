@@ -262,7 +262,7 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     // As in `--pressure`, a size is required. The default 0 would unplug all memory, which no user
     // of `fixed` intends.
     if matches!(policy, Policy::Fixed(_)) && !params.iter().any(|(name, _)| *name == "size") {
-        return Err("size= is missing".to_owned());
+        return Err("size= is missing: the policy fixed needs it".to_owned());
     }
     let policy = policy.with(params).map_err(|error| match error {
         ParamError::Unknown { .. } => format!("{error}; parameters of the rules: {}", rule_names()),

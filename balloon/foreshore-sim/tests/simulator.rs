@@ -74,9 +74,9 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--policy", "psi,lost=2s,lost=3s"], "lost is specified twice"),
         (
             &["--policy", "fixed"],
-            "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing",
+            "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing: the policy fixed needs it",
         ),
-        (&["--policy", "fixed,floor=64M"], "size= is missing"),
+        (&["--policy", "fixed,floor=64M"], "size= is missing: the policy fixed needs it"),
     ];
     for (arguments, expected) in cases {
         let output = sim(arguments);

@@ -73,6 +73,14 @@ pub enum ConfigError {
     Duplicate { flag: &'static str, key: String },
     #[error("{flag}: {key}= is missing")]
     Missing { flag: &'static str, key: &'static str },
+    /// A key that only some values of another key need.
+    #[error("{flag}: {key}= is missing: {needed_by} needs it")]
+    MissingFor {
+        flag: &'static str,
+        key: &'static str,
+        /// Setting that needs the key.
+        needed_by: &'static str,
+    },
     /// Error in a parameter of a policy, or in a parameter of the rules for all policies.
     #[error("{flag}: {error}")]
     Parameter { flag: &'static str, error: SectionError },

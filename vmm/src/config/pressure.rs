@@ -230,7 +230,7 @@ pub fn check_fixed_size(
         // The default size is 0, but a user of `fixed` without a size hardly intends to unplug all
         // memory.
         return if policy == "fixed" {
-            Err(ConfigError::Missing { flag, key: "size" })
+            Err(ConfigError::MissingFor { flag, key: FIXED_SIZE, needed_by: "policy=fixed" })
         } else {
             Ok(())
         };
@@ -280,7 +280,10 @@ mod tests {
         ] {
             assert_eq!(parsed(text), Err(message.to_owned()));
         }
-        assert_eq!(parsed("policy=fixed"), Err("--pressure: size= is missing".to_owned()));
+        assert_eq!(
+            parsed("policy=fixed"),
+            Err("--pressure: size= is missing: policy=fixed needs it".to_owned())
+        );
     }
 
     #[test]

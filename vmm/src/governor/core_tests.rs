@@ -233,7 +233,7 @@ fn change_of_parameters_is_atomic() {
             r#"vm.pressure: policy="magic" is not one of the policies psi, "#,
         ),
         (json!({"policy": "fixed", "size": 1}), "vm.pressure: size is 1, must be a multiple of 2M"),
-        (json!({"policy": "fixed"}), "vm.pressure: size= is missing"),
+        (json!({"policy": "fixed"}), "vm.pressure: size= is missing: policy=fixed needs it"),
         // Larger than the sum of all zones.
         (
             json!({"dry_run": true, "rules": {"floor": 1152 * MIB + BLOCK, "cool_down": "3s"}}),

@@ -19,7 +19,7 @@ fn invalid_pressure_changes_never_reach_the_owner() {
             (r#"{"policy": ""}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
             (r#"{"policy": "magic"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
             (r#"{"policy": "PSI"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
-            (r#"{"policy": "fixed"}"#, "size= is missing"),
+            (r#"{"policy": "fixed"}"#, "size= is missing: policy=fixed needs it"),
             (
                 r#"{"policy": "psi", "size": 2097152}"#,
                 "is not a parameter of policy psi, only of fixed",
@@ -52,7 +52,7 @@ fn invalid_pressure_changes_never_reach_the_owner() {
                 "rules.cool_down is a list, and must be a whole number, or",
             ),
             (r#"{"rules": ["cool_down"]}"#, "rules is a list, and must be an object"),
-            (r#"{"policy": "fixed", "params": {}}"#, "size= is missing"),
+            (r#"{"policy": "fixed", "params": {}}"#, "size= is missing: policy=fixed needs it"),
             (r#"{"dry_run": "on"}"#, r#"dry_run is "on", and must be true or false"#),
             (r#"{"dry_run": 1}"#, "dry_run is 1, and must be true or false"),
             (r#"{"pause": "yes"}"#, "must be true or false"),
