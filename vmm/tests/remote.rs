@@ -55,7 +55,8 @@ fn ping_waits_for_a_vmm_that_starts_later() {
     let flag = ["--api-socket", path.to_str().unwrap(), "info"];
     let (code, stdout, stderr) = run(&flag, Some(&other));
     assert_eq!((code, &*stdout), (Some(1), ""));
-    assert!(stderr.starts_with("foreshore-remote: 404 Not Found: "), "{stderr}");
+    let message = "foreshore-remote: 404 Not Found: the VM is not created; `create` creates it\n";
+    assert_eq!(stderr, message);
 }
 
 #[test]
@@ -75,6 +76,8 @@ fn ping_that_waits_in_vain_names_the_socket() {
     assert_eq!((code, &*stdout), (Some(1), ""));
     let message = "foreshore-remote: no VMM has answered within 0 s: cannot reach a VMM at ";
     assert!(stderr.starts_with(message), "{stderr}");
+    let remedy = "--api-socket or FORESHORE_API_SOCKET\n";
+    assert!(stderr.contains("(os error 2); start `foreshore ") && stderr.ends_with(remedy));
 }
 
 #[test]

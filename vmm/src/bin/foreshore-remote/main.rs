@@ -9,6 +9,7 @@ mod manual;
 mod output;
 mod ping;
 mod pressure;
+mod remedy;
 mod table;
 
 use std::ffi::{OsStr, OsString};
@@ -20,7 +21,7 @@ use std::sync::LazyLock;
 use anyhow::Context;
 use clap::builder::TypedValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, VolumesAnswer};
 use foreshore::config::COMPATIBLE_WITH;
 use foreshore::vm::request::{ResizeDiskRequest, ResizeRequest, ResizeZoneRequest};
@@ -271,7 +272,8 @@ fn main() -> ExitCode {
             _ => ExitCode::SUCCESS,
         },
         Err(error) => {
-            let message = format!("{error:#}").replace('\n', " ");
+            let verbs = Flags::command();
+            let message = remedy::describe(&error, |verb| verbs.find_subcommand(verb).is_some());
             let _ = writeln!(io::stderr(), "foreshore-remote: {message}");
             let is_usage = error.is::<WrongCommandLine>();
             if is_usage { ExitCode::from(WRONG_COMMAND_LINE) } else { ExitCode::FAILURE }
@@ -391,8 +393,6 @@ async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<S
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-
-    use clap::CommandFactory;
 
     use super::*;
 
