@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::extract::{MatchedPath, Request, State};
+use axum::http::StatusCode;
 use axum::middleware::Next;
 use axum::response::Response;
 use foreshore_devices::log::Occasions;
@@ -175,11 +176,25 @@ impl ConnectionWarnings {
         let flag = self.flag;
         match error.is_parse().then(|| self.invalid.another()).flatten() {
             Some(times) => {
-                warn!(times, flag, %error, "Refused a request that is not valid HTTP/1.1")
+                let status = status_of(error);
+                warn!(times, flag, status, %error, "Refused a request that is not valid HTTP/1.1")
             }
             None => debug!(flag, %error, "A connection has ended"),
         }
     }
+}
+
+/// Returns the status with which hyper answers a request that it cannot parse. It closes the
+/// connection of a client that uses HTTP/2 without an answer (`on_error` in src/proto/h1/role.rs).
+fn status_of(error: &hyper::Error) -> Option<u16> {
+    if error.is_parse_version_h2() {
+        return None;
+    }
+    let status = match error.is_parse_too_large() {
+        true => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+        false => StatusCode::BAD_REQUEST,
+    };
+    Some(status.as_u16())
 }
 
 #[cfg(test)]

@@ -142,3 +142,23 @@ fn refused_connections_are_logged() {
         assert!(logged.is_some_and(|line| line.contains("flag=\"--api-socket\"")), "{lines:#?}");
     }
 }
+
+#[test]
+fn request_without_valid_http_is_logged_with_the_answered_status() {
+    for (bytes, answered) in [
+        ("GET / HTTP/9.9\r\n\r\n".to_owned(), Some(400)),
+        (format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(64 << 10)), Some(431)),
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_owned(), None),
+    ] {
+        let lines = warnings(Limits::API, async |fixture| {
+            let mut client = fixture.connect().await;
+            let _ = client.0.get_mut().write_all(bytes.as_bytes()).await;
+            assert_eq!(client.receive().await.map(|(status, _)| status), answered);
+        });
+        let [line] = &lines[..] else { panic!("{lines:#?}") };
+        assert!(line.starts_with("Refused a request that is not valid HTTP/1.1 times=1"), "{line}");
+        let status = answered.map(|status| format!(" status={status} "));
+        assert_eq!(line.contains(" status="), status.is_some(), "{line}");
+        assert!(status.is_none_or(|status| line.contains(&status)), "{line}");
+    }
+}
