@@ -119,10 +119,12 @@ pub(crate) const GROWTH_HINT: &str = "a guest sees the new size when its VM star
 enlarge the partition, if there is one (growpart), and the file system (resize2fs DEVICE or \
 xfs_growfs FOLDER). A size= of --pm-volume has to name the new size";
 
-/// Prints hints on stderr, unless the JSON document has them.
+/// Prints hints on stderr, unless the JSON document has them. They follow a success, so they lack
+/// the prefix of errors.
 pub(crate) fn print_hints(output: &Output, hints: &[String]) {
     if !output.json {
-        hints.iter().for_each(|hint| print_stderr(format_args!("{hint}")));
+        // If stderr cannot be written, there is nothing left to do.
+        hints.iter().for_each(|hint| drop(writeln!(io::stderr(), "hint: {hint}")));
     }
 }
 

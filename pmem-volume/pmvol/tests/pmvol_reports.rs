@@ -119,6 +119,7 @@ fn growth_of_a_volume_prints_a_hint() {
         String::from_utf8(folder.run(&[&resize, arguments].concat()).stderr).unwrap()
     };
     let grown = note(&["8M"]);
+    assert!(grown.starts_with("hint: a guest sees the new size"), "{grown}");
     assert!(grown.contains("growpart") && grown.contains("resize2fs"), "{grown}");
     assert_eq!(note(&["4M", "--shrink"]), "");
 }
