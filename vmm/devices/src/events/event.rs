@@ -25,6 +25,10 @@ pub enum Event<'a> {
     VmmShutdown,
     /// The VM is being built.
     VmBooting,
+    /// The machine for a boot or reboot could not be built.
+    BootFailed {
+        reason: &'a str,
+    },
     /// The vCPUs have started. Other events report the state of the guest.
     VmBooted,
     /// A pause has begun.
@@ -128,6 +132,7 @@ impl Event<'_> {
             Self::VmmStarting => ("vmm", "starting"),
             Self::VmmShutdown => ("vmm", "shutdown"),
             Self::VmBooting => ("vm", "booting"),
+            Self::BootFailed { .. } => ("foreshore", "boot-failed"),
             Self::VmBooted => ("vm", "booted"),
             Self::VmPausing => ("vm", "pausing"),
             Self::VmPaused => ("vm", "paused"),
@@ -194,7 +199,9 @@ impl Event<'_> {
                 ("reason", without_braces(reason)),
             ],
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
-            Self::Failed { reason } => vec![("reason", without_braces(reason))],
+            Self::Failed { reason } | Self::BootFailed { reason } => {
+                vec![("reason", without_braces(reason))]
+            }
             Self::MemoryReached { zone, plugged_bytes } => {
                 vec![("zone", without_braces(zone)), ("plugged_bytes", plugged_bytes.to_string())]
             }

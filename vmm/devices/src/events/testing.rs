@@ -5,10 +5,11 @@ use super::event::{DeviceEvent, Event};
 const DOCUMENT: &str = include_str!("../../../../docs/reference/events.md");
 
 /// An example of each event.
-const ALL: [Event<'_>; 27] = [
+const ALL: [Event<'_>; 28] = [
     Event::VmmStarting,
     Event::VmmShutdown,
     Event::VmBooting,
+    Event::BootFailed { reason: "r" },
     Event::VmBooted,
     Event::VmPausing,
     Event::VmPaused,

@@ -552,7 +552,10 @@ impl<F: MachineFactory> VmTask<F> {
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
         (vm.failure, vm.kept, vm.restart_at) = (None, None, None);
         vm.config.name_devices();
-        let mut machine = self.factory.build(&vm.config, events)?;
+        let built = self.factory.build(&vm.config, events);
+        let mut machine = built.inspect_err(|error| {
+            self.emitter.emit(Event::BootFailed { reason: &error.to_string() });
+        })?;
         machine.resume();
         vm.machine = Some(machine);
         (vm.started, vm.started_at) = (Instant::now(), SystemTime::now());

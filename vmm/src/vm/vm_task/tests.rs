@@ -331,7 +331,7 @@ fn failed_reboot_shuts_vm_down() {
             emitted
                 .push(serde_json::to_value(&*event).unwrap()["event"].as_str().unwrap().to_owned());
         }
-        assert_eq!(emitted, ["rebooting", "shutdown"]);
+        assert_eq!(emitted, ["rebooting", "boot-failed", "shutdown"]);
     });
 }
 

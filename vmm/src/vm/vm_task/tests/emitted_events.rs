@@ -24,18 +24,33 @@ fn events_are_emitted_in_order() {
             "booting booted failed shutdown deleted",
         ];
         assert_eq!(vm.emitted().await.join(" "), expected.join(" "));
-        // A failed boot emits only its first event. If the guest powers itself off, its VM is
-        // deleted.
+        // A failed boot emits its reason. If the guest powers itself off, its VM is deleted.
         let vm = serve(Some(0), None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
-        assert_eq!(vm.emitted().await, ["booting"]);
+        assert_eq!(vm.emitted().await, ["booting", "boot-failed"]);
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestShutdown);
         while !vm.end.is_finished() {
             tokio::task::yield_now().await;
         }
         assert_eq!(vm.emitted().await, ["booting", "booted", "shutdown", "deleted"]);
+    });
+}
+
+#[test]
+fn failed_boot_emits_the_reason_of_its_answer() {
+    run(async {
+        let mut vm = serve(Some(0), None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+        let error = vm.handle.ask(VmRequest::Boot).await.unwrap_err();
+        vm.events.end();
+        let mut reasons = Vec::new();
+        while let Some(WatcherItem::Event(event)) = vm.watcher.next().await {
+            reasons
+                .extend(event.properties.iter().filter_map(|values| values.get("reason").cloned()));
+        }
+        assert_eq!(reasons, [error.to_string()]);
     });
 }
 
