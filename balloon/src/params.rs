@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use foreshore_types::similar::suggestion_from_list;
 use foreshore_types::size::{self, Size, SizeError};
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -234,7 +235,10 @@ pub enum ParamError {
         unit: Unit,
     },
     /// No parameter has this name.
-    #[error("parameter {name:?} is unknown; parameters of {of}: {known}")]
+    #[error(
+        "parameter {name:?} is unknown{}; parameters of {of}: {known}",
+        suggestion_from_list(name, known)
+    )]
     Unknown {
         /// Name that the user entered.
         name: String,

@@ -10,6 +10,7 @@ use balloon::sim::{SwapDevice, Workload, WorkloadParams};
 use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use foreshore_types::similar::suggestion;
 use foreshore_types::size;
 
 use super::image::PlotFile;
@@ -219,7 +220,8 @@ fn parse_workload(text: &str) -> Result<NamedWorkload, String> {
     let (name, settings) = split(text);
     let workload = Workload::from_name(name).ok_or_else(|| {
         let names: Vec<_> = Workload::ALL.into_iter().map(Workload::name).collect();
-        format!("unknown workload {name:?}; existing workloads: {}", names.join(", "))
+        let similar = suggestion(name, names.iter().copied());
+        format!("unknown workload {name:?}{similar}; existing workloads: {}", names.join(", "))
     })?;
     let mut params = workload.defaults();
     for setting in settings {
@@ -248,7 +250,8 @@ fn workload_parameters(workload: Workload) -> String {
 fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let (name, settings) = split(text);
     let policy = Policy::from_name(name).ok_or_else(|| {
-        format!("unknown policy {name:?}; existing policies: {}", Policy::NAMES.join(", "))
+        let similar = suggestion(name, Policy::NAMES);
+        format!("unknown policy {name:?}{similar}; existing policies: {}", Policy::NAMES.join(", "))
     })?;
     let settings = settings.collect::<Result<Vec<_>, _>>()?;
     for (index, (key, _)) in settings.iter().enumerate() {
@@ -265,7 +268,10 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
         return Err("size= is missing: the policy fixed needs it".to_owned());
     }
     let policy = policy.with(params).map_err(|error| match error {
-        ParamError::Unknown { .. } => format!("{error}; parameters of the rules: {}", rule_names()),
+        ParamError::Unknown { name, of, known } => {
+            let known = format!("{known}; parameters of the rules: {}", rule_names());
+            ParamError::Unknown { name, of, known }.to_string()
+        }
         error => error.to_string(),
     })?;
     let rules = Rules::default().with(rules).map_err(|error| error.to_string())?;

@@ -24,7 +24,7 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 28] = [
+    let cases: [(&[&str], &str); 32] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
@@ -58,6 +58,10 @@ fn bad_input_is_refused_with_value_and_bound() {
         ),
         (&["--plot", "day.jpg"], "'day.jpg' for '--plot <FILE>': day.jpg must end in .svg or .png"),
         (&["--policy", "magic"], "unknown policy \"magic\"; existing policies: psi, amf"),
+        (&["--policy", "psy"], "unknown policy \"psy\"; did you mean 'psi'?; existing policies"),
+        (&["--workload", "leek"], "unknown workload \"leek\"; did you mean 'leak'?; existing"),
+        (&["--policy", "psi,horizn=3s"], "\"horizn\" is unknown; did you mean 'horizon'?; param"),
+        (&["--policy", "psi,cooldown=3s"], "did you mean 'cool_down'?"),
         (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
         (&["--policy", "psi,cool_down=5ms"], "cool_down is 5ms, must be 100ms to 24h"),

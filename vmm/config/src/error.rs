@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 
+use foreshore_types::similar::suggestion_from_list;
 use foreshore_types::size::{Size, SizeError};
 use thiserror::Error;
 
@@ -46,7 +47,10 @@ impl Eq for SectionError {}
 pub enum ConfigError {
     #[error(transparent)]
     Section(#[from] SectionError),
-    #[error("{flag}: unknown key {key:?}; the keys are {known}")]
+    #[error(
+        "{flag}: unknown key {key:?}{}; the keys are {known}",
+        suggestion_from_list(key, known)
+    )]
     UnknownKey {
         flag: &'static str,
         key: String,

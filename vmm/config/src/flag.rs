@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
+use foreshore_types::similar::suggestion;
 use foreshore_types::size::{self, Size};
 use serde::Serialize;
 
@@ -26,12 +27,18 @@ pub trait FlagValue: JsonValue {
     /// Text after "is not" in an error.
     fn expected() -> String;
 
+    /// Words that errors suggest for a similar value.
+    fn words() -> Vec<&'static str> {
+        Vec::new()
+    }
+
     /// Parses the trimmed value.
     fn read(text: &str) -> Option<Self>;
 
     /// Returns the error for a value that cannot be parsed.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
-        let (key, value, expected) = (key.to_owned(), text.to_owned(), Self::expected());
+        let expected = Self::expected() + &suggestion(text, Self::words());
+        let (key, value) = (key.to_owned(), text.to_owned());
         ConfigError::BadValue { flag, key, value, expected }
     }
 

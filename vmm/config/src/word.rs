@@ -1,5 +1,6 @@
 //! Enums whose variants are option words.
 
+use foreshore_types::similar::suggestion;
 use serde_json::Value;
 
 use super::{FlagValue, JsonError, JsonValue, Walk, one_of};
@@ -52,7 +53,9 @@ pub trait Words: Copy + PartialEq + 'static {
         let found = Self::WORDS.iter().find(has);
         found.map(|word| word.value).ok_or_else(|| {
             let shown = Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.json);
-            walk.wrong(json, one_of(&shown.collect::<Vec<_>>()))
+            let shown: Vec<_> = shown.collect();
+            let similar = json.as_str().map(|text| suggestion(text, shown.iter().copied()));
+            walk.wrong(json, one_of(&shown) + &similar.unwrap_or_default())
         })
     }
 }
@@ -70,6 +73,10 @@ impl<T: Words> FlagValue for T {
 
     fn expected() -> String {
         one_of(&Self::flag_words())
+    }
+
+    fn words() -> Vec<&'static str> {
+        Self::flag_words()
     }
 
     fn read(text: &str) -> Option<Self> {

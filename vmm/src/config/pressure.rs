@@ -10,6 +10,7 @@ use balloon::policy::{Policy, fixed};
 use foreshore_config::{
     ConfigError, JsonError, JsonValue, Options, Section, SectionError, Table, Walk, section,
 };
+use foreshore_types::similar::suggestion;
 use foreshore_types::size::Size;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -215,7 +216,11 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
         flag,
         key: "policy".to_owned(),
         value: policy.to_owned(),
-        expected: format!("one of the policies {}", POLICIES.join(", ")),
+        expected: format!(
+            "one of the policies {}{}",
+            POLICIES.join(", "),
+            suggestion(policy, POLICIES.iter().copied())
+        ),
     })
 }
 
@@ -336,22 +341,22 @@ mod tests {
     fn unknown_key_lists_those_of_the_named_policy() {
         let known = |text| {
             let error = PressureConfig::parse(text).unwrap_err().to_string();
-            let known = error.strip_prefix(r#"--pressure: unknown key "tide"; the keys are "#);
+            let known = error.strip_prefix(r#"--pressure: unknown key "moon"; the keys are "#);
             known.unwrap_or_else(|| panic!("{error}")).to_owned()
         };
         let own = "policy=, dry_run=, record=, record_size=, ";
         let rules = "floor=, ceiling=, cool_down=, ";
         for (text, its) in [
-            ("policy=amf,tide=high", "watermark-scale=, watermark-share=, reclaim=, "),
-            ("tide=high,policy=\"pmb\"", "watermark-scale=, unit=, "),
-            ("policy=fixed,size=0,tide=high", "size=, "),
-            ("policy=off,tide=high", ""),
-            ("policy=magic,tide=high", ""),
+            ("policy=amf,moon=high", "watermark-scale=, watermark-share=, reclaim=, "),
+            ("moon=high,policy=\"pmb\"", "watermark-scale=, unit=, "),
+            ("policy=fixed,size=0,moon=high", "size=, "),
+            ("policy=off,moon=high", ""),
+            ("policy=magic,moon=high", ""),
         ] {
             let all = known(text);
             assert!(all.starts_with(&format!("{own}{its}{rules}")), "{text}: {all}");
         }
-        assert!(known("tide=high").starts_with(&format!("{own}burst=, ")));
+        assert!(known("moon=high").starts_with(&format!("{own}burst=, ")));
         // One name is spelled with a hyphen, both in the flag and in JSON. An error about the other
         // spelling lists the right name.
         let error = PressureConfig::parse("watermark_scale=2").unwrap_err().to_string();

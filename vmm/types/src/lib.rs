@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod similar;
 pub mod size;
 mod tier;
 mod volume_format;

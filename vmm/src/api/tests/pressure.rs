@@ -12,7 +12,10 @@ fn invalid_pressure_changes_never_reach_the_owner() {
             (r#""pause""#, "not a JSON object"),
             ("{", "EOF"),
             (r#"{"pause": true"#, "EOF"),
-            (r#"{"polcy": "psi"}"#, r#"unknown key "polcy"; the keys are policy, size, dry_run, "#),
+            (
+                r#"{"polcy": "psi"}"#,
+                r#""polcy"; did you mean 'policy'?; the keys are policy, size, "#,
+            ),
             (r#"{"policy": "psi", "policy": "off"}"#, "policy is given twice"),
             (r#"{"policy": 7}"#, "policy is 7, and must be a string"),
             (r#"{"policy": ["psi"]}"#, "policy is a list, and must be a string"),

@@ -29,17 +29,18 @@ fn error_of_unknown_parameter_lists_known_ones() {
     let mut f = fixture("psi", true);
     f.change(json!({"policy": "amf"})).unwrap();
     let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
-    let expected = |name| {
+    let expected = |name, suggestion| {
         format!(
-            "parameter {name:?} is unknown; parameters of amf: watermark-scale, watermark-share, reclaim; parameters of the rules: {names}"
+            "parameter {name:?} is unknown{suggestion}; parameters of amf: watermark-scale, watermark-share, reclaim; parameters of the rules: {names}"
         )
     };
     // A misspelled parameter, a parameter of another policy, and a rule in the wrong place.
-    for name in ["cooldown", "idle", "ceiling"] {
+    let similar = "; did you mean 'cool_down'?";
+    for (name, suggestion) in [("cooldown", similar), ("idle", ""), ("ceiling", "")] {
         let refused = f.change(json!({"params": {name: "1G"}}));
-        assert_eq!(refused, Err(expected(name)));
+        assert_eq!(refused, Err(expected(name, suggestion)));
         let refused = f.change(json!({"policy": "amf", "params": {name: "1G"}}));
-        assert_eq!(refused, Err(format!("vm.pressure: {}", expected(name))));
+        assert_eq!(refused, Err(format!("vm.pressure: {}", expected(name, suggestion))));
     }
 }
 
