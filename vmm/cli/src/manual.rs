@@ -2,7 +2,7 @@
 //! the two always agree.
 
 use std::fs::{self, Permissions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +13,10 @@ use thiserror::Error;
 
 /// File mode of a manual page. All users of the host may read it.
 const PAGE_MODE: u32 = 0o644;
+
+/// Manual pages of the programs.
+const PROGRAMS: [&str; 5] =
+    ["foreshore(1)", "foreshore-remote(1)", "foreshore-sim(1)", "pmvol(1)", "foreshore-agent(8)"];
 
 #[derive(Debug, Error)]
 pub enum ManualError {
@@ -46,7 +50,7 @@ impl Manual {
     /// command into it and returns an empty text. The folder is created if it does not exist.
     pub fn page_or_write(&self, folder: Option<&Path>) -> Result<String, ManualError> {
         let Some(folder) = folder else {
-            return self.render(&Man::new(self.command.clone())).map_err(ManualError::Render);
+            return self.render(&self.command).map_err(ManualError::Render);
         };
         let written = fs::create_dir_all(folder);
         written
@@ -59,22 +63,64 @@ impl Manual {
         for subcommand in command.get_subcommands().filter(|command| !command.is_hide_set()) {
             self.write_command(subcommand, folder)?;
         }
-        let man = Man::new(command.clone());
-        let path = folder.join(man.get_filename());
-        fs::write(&path, self.render(&man)?)?;
+        let path = folder.join(Man::new(command.clone()).get_filename());
+        fs::write(&path, self.render(command)?)?;
         fs::set_permissions(&path, Permissions::from_mode(PAGE_MODE))
     }
 
     /// Renders a page with sections of man-pages(7) that clap_mangen does not support. clap_mangen
-    /// puts the text after the help into a section EXTRA, and has no section for the exit status.
-    fn render(&self, man: &Man) -> io::Result<String> {
+    /// puts the text after the help into a section EXTRA, and has no sections for the exit status
+    /// and for related pages.
+    fn render(&self, command: &Command) -> io::Result<String> {
+        let man = Man::new(command.clone());
         let mut page = Vec::new();
-        man.render(&mut page)?;
-        let page = String::from_utf8_lossy(&page).replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
-        // clap_mangen adds a letter v.
-        let page = page.replace("\n.SH VERSION\nvv", "\n.SH VERSION\nv");
-        Ok(format!("{}\n.SH EXIT STATUS\n{}\n", page.trim_end(), self.exit_status))
+        man.render_title(&mut page)?;
+        man.render_name_section(&mut page)?;
+        writeln!(page, ".SH SYNOPSIS\n{}", synopsis(command))?;
+        man.render_description_section(&mut page)?;
+        man.render_options_section(&mut page)?;
+        if command.get_subcommands().any(|subcommand| !subcommand.is_hide_set()) {
+            man.render_subcommands_section(&mut page)?;
+        }
+        if command.get_after_help().is_some() || command.get_after_long_help().is_some() {
+            man.render_extra_section(&mut page)?;
+        }
+        if command.get_version().is_some() {
+            man.render_version_section(&mut page)?;
+        }
+        let mut page = String::from_utf8_lossy(&page).into_owned();
+        for (found, section) in [
+            // The heading of the help repeats that of the section.
+            ("\n.SH EXTRA\nExamples:\n", "\n.SH EXAMPLES\n"),
+            ("\n.SH EXTRA\nExample:\n", "\n.SH EXAMPLES\n"),
+            ("\n.SH EXTRA\n", "\n.SH NOTES\n"),
+            ("\nExamples:\n", "\n.SH EXAMPLES\n"),
+            // clap_mangen adds a letter v.
+            ("\n.SH VERSION\nvv", "\n.SH VERSION\nv"),
+        ] {
+            page = page.replace(found, section);
+        }
+        let see_also = Self::see_also(&man.get_filename());
+        let page = page.trim_end();
+        Ok(format!("{page}\n.SH EXIT STATUS\n{}\n.SH SEE ALSO\n{see_also}\n", self.exit_status))
     }
+
+    /// Lists the pages of all programs, except for the page itself.
+    fn see_also(file_name: &str) -> String {
+        let is_other = |page: &&str| {
+            let (name, _) = page.split_once('(').expect("a page has a section");
+            file_name.strip_suffix(".1") != Some(name)
+        };
+        let pages: Vec<_> = PROGRAMS.iter().copied().filter(is_other).collect();
+        pages.join(", ").replace('-', "\\-")
+    }
+}
+
+/// Returns the usage of the help. The synopsis of clap_mangen lists flags without their values.
+fn synopsis(command: &Command) -> String {
+    let usage = command.clone().render_usage().to_string();
+    let lines = usage.trim_start_matches("Usage:").lines().map(str::trim);
+    lines.collect::<Vec<_>>().join("\n.br\n").replace('-', "\\-")
 }
 
 fn without_help(command: Command) -> Command {
@@ -113,12 +159,13 @@ mod tests {
             "tide \\- Set the tide",
             "Phase of the moon",
             "tide\\-level(1)",
-            "\n.SH EXAMPLES\n",
-            "\n.SH EXIT STATUS\n0: done.\n",
+            "\n.SH EXAMPLES\n  tide rise\n",
+            "\n.SH SYNOPSIS\ntide [OPTIONS] [COMMAND]\n",
+            "\n.SH EXIT STATUS\n0: done.\n.SH SEE ALSO\nforeshore(1), foreshore\\-remote(1), ",
         ] {
             assert!(page.contains(text), "{text} is not in {page}");
         }
-        for text in ["EXTRA", "tide\\-help", "secret", "commit"] {
+        for text in ["EXTRA", "Examples:", "subcommands", "tide\\-help", "secret", "commit"] {
             assert!(!page.contains(text), "{text} is in {page}");
         }
     }
