@@ -12,23 +12,23 @@ use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions};
 
 const EXAMPLES: &str = "\
 Examples:
-  pmvol create /pm/pool --size 16G --reserve 4G      a pool of 16 GiB, of which 4 GiB are for volumes
-  pmvol create /dev/dax0.0                        a pool on all of a device
-  pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
-  pmvol grow /pm/pool --size 32G                  to 32 GiB, without moving data
+  pmvol create /pm/pool --size 16G --reserve 4G    a pool of 16 GiB, of which 4 GiB are for volumes
+  pmvol create /dev/dax0.0                         a pool on all of a device
+  pmvol volume create /pm/pool data --size 8G      a volume with atomic sectors (BTT)
+  pmvol grow /pm/pool --size 32G                   to 32 GiB, without moving data
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
-  pmvol btt check /pm/pool data                   check map and log
+  pmvol btt check /pm/pool data                    check map and log
   pmvol volume export /pm/pool data --to data.img  copy its sectors to an image
   pmvol volume import /pm/pool data --from data.img
   pmvol volume rename /pm/pool data data-2026
-  pmvol volume delete /pm/pool data-2026 --force  erase it with its data
+  pmvol volume delete /pm/pool data-2026 --force   erase it with its data
   pmvol volume split /pm/pool rest --into logs=8G --into home=rest
-  pmvol info /pm/pool                             works while a VM uses the pool
-  pmvol check /pm/pool                            exit code 1 for a damaged pool
+  pmvol info /pm/pool                              works while a VM uses the pool
+  pmvol check /pm/pool                             exit code 1 for a damaged pool
   pmvol repair /pm/pool --dry-run
-  pmvol scrub /pm/pool                            erase the memory that a killed VM has left
+  pmvol scrub /pm/pool                             erase the memory that a killed VM has left
 ";
 
 const BOUNDS: &str = "\
@@ -62,9 +62,9 @@ pub(crate) enum Command {
     #[command(after_help = "\
 Examples:
   pmvol create /pm/pool --size 16G --reserve 4G
-  pmvol create /srv/pool --size 1T --thin      a file that allocates blocks on use
-  pmvol create /dev/nvme1n1                    all of a block device
-  pmvol create /dev/dax0.0 --reserve 64G          all of a devdax device")]
+  pmvol create /srv/pool --size 1T --thin  a file that allocates blocks on use
+  pmvol create /dev/nvme1n1                all of a block device
+  pmvol create /dev/dax0.0 --reserve 64G   all of a devdax device")]
     Create {
         /// File to create, or device
         pool: PathBuf,
@@ -96,7 +96,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   pmvol grow /pm/pool --size 32G
-  pmvol grow /dev/vg0/pool                  to all of the device, after that has grown")]
+  pmvol grow /dev/vg0/pool  to all of the device, after that has grown")]
     Grow {
         /// Pool
         pool: PathBuf,
@@ -148,7 +148,7 @@ Examples:
     /// pool cannot be read.
     #[command(after_help = "\
 Examples:
-  pmvol repair /pm/pool --dry-run      print the repairs alone
+  pmvol repair /pm/pool --dry-run  print the repairs alone
   pmvol repair /pm/pool
   pmvol repair /pm/pool --give-up-volume data")]
     Repair {
@@ -293,7 +293,7 @@ Examples:
 Examples:
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume resize /pm/pool data --size remaining
-  pmvol volume resize /pm/pool dax --size 2G --shrink      a raw volume; what lies behind 2G is erased")]
+  pmvol volume resize /pm/pool dax --size 2G --shrink  a raw volume; what lies behind 2G is erased")]
     Resize {
         /// Pool
         pool: PathBuf,
@@ -395,7 +395,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   pmvol volume delete /pm/pool scratch
-  pmvol volume delete /pm/pool data --force       erases its data")]
+  pmvol volume delete /pm/pool data --force  erases its data")]
     Delete {
         /// Pool
         pool: PathBuf,

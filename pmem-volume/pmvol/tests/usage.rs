@@ -96,3 +96,20 @@ fn wrong_value_shows_the_usage_of_its_command() {
     let (_, text) = run(&folder, "volume create pool w --size 3M");
     assert!(text.contains("\n\nUsage: pmvol volume create [OPTIONS] "), "{text}");
 }
+
+#[test]
+fn comments_of_examples_are_aligned() {
+    let folder = Folder::new();
+    for command in ["", "create", "repair", "volume create", "volume resize", "btt check"] {
+        let line = format!("{command} --help");
+        let help = folder.succeed(&line.trim().split(' ').collect::<Vec<_>>());
+        let examples = help.split_once("Examples:\n").unwrap().1;
+        let lines = examples.lines().map_while(|line| line.strip_prefix("  pmvol "));
+        let columns = lines.filter_map(|line| {
+            let (example, comment) = line.split_once("  ")?;
+            Some(example.len() + comment.len() - comment.trim_start().len())
+        });
+        let columns: std::collections::BTreeSet<_> = columns.collect();
+        assert!(columns.len() <= 1, "{command}: {columns:?}");
+    }
+}
