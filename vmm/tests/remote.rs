@@ -156,3 +156,20 @@ fn output_that_cannot_be_written_is_a_failure() {
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(error.starts_with("foreshore-remote: cannot write the output"), "{error}");
 }
+
+#[test]
+fn every_verb_accepts_json_and_prints_an_object() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("api");
+    let _vmm = Vmm::start(&path);
+    let (code, stdout, _) = run(&["ping", "--wait", "--json"], Some(&path));
+    assert!(code == Some(0) && stdout.starts_with("{\"build_version\":"), "{stdout}");
+    for args in [&["boot", "--json"][..], &["--json", "resize", "--cpus", "1"], &["nmi", "--json"]]
+    {
+        let (code, stdout, stderr) = run(args, Some(&path));
+        assert_eq!((code, &*stdout), (Some(1), ""), "{stderr}");
+    }
+    // A call without an answer.
+    let (code, stdout, stderr) = run(&["shutdown-vmm", "--json"], Some(&path));
+    assert_eq!((code, &*stdout), (Some(0), "{}\n"), "{stderr}");
+}

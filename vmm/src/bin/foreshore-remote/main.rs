@@ -56,6 +56,9 @@ struct Flags {
     /// API socket of the VMM
     #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true, value_parser = MaybeEmptyPath)]
     api_socket: Option<PathBuf>,
+    /// Print JSON: the answer of the VMM, or {} if it has none
+    #[arg(long, global = true)]
+    json: bool,
     #[command(subcommand)]
     verb: Verb,
 }
@@ -302,7 +305,8 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
         return Err(WrongCommandLine(missing).into());
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(execute(&Client::new(&api_socket), call))
+    let text = runtime.block_on(execute(&Client::new(&api_socket), call))?;
+    Ok(if flags.json && text.is_empty() { "{}\n".to_owned() } else { text })
 }
 
 /// Hint for arguments like `pressure policy=amf`, the syntax of the VMM's flag.
@@ -500,6 +504,7 @@ mod tests {
         assert!(matches!(call(&["remove-device", "d"]), Call::RemoveDevice { id } if id == "d"));
         assert!(matches!(call(&["events", "--follow"]), Call::Events(_)));
         assert!(matches!(call(&["pool", "--json"]), Call::Pool(Output { json: true })));
+        assert!(matches!(call(&["--json", "pool"]), Call::Pool(Output { json: true })));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
         let lines: Vec<_> = version.lines().collect();
         assert!(lines[0].contains("ch-remote v") && lines[1].starts_with("commit "), "{version}");
