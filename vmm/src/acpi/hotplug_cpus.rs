@@ -87,7 +87,7 @@ impl Registers {
         match offset {
             CPU_SELECT => self.selected = value,
             CPU_STATUS if value & EJECT != 0 => {
-                return self.selected().filter(|&index| self.plug.let_go(index));
+                return self.selected().filter(|&index| self.plug.eject(index));
             }
             _ => {}
         }

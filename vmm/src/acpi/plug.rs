@@ -1,7 +1,7 @@
 //! vCPU hotplug state machine.
 //!
 //! ```text
-//!            put              ask                  let_go              parked
+//!            put              ask                  eject              parked
 //!   Absent ───────► Present ───────► Leaving ────────────────► Gone ─────────► Absent
 //!           (VM task)        (VM task)        (guest's write)       (VM task)
 //! ```
@@ -126,7 +126,7 @@ impl Plug {
 
     /// Ejects a vCPU for the guest. Returns false, and changes nothing, if its removal was not
     /// requested.
-    pub(crate) fn let_go(&mut self, index: u8) -> bool {
+    pub(crate) fn eject(&mut self, index: u8) -> bool {
         let Some(state) = self.states.get_mut(usize::from(index)) else { return false };
         if *state != State::Leaving {
             return false;
@@ -181,12 +181,12 @@ mod tests {
         for desired in [1, 3, 4] {
             assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
         }
-        assert!(plug.let_go(3) && plug.is_there(2) && !plug.is_there(3));
+        assert!(plug.eject(3) && plug.is_there(2) && !plug.is_there(3));
         // The threads are not parked yet.
         assert_eq!(plug.step(4), Err(Pending(vec![2, 3])));
         plug.parked(3);
         assert_eq!(plug.step(4), Err(Pending(vec![2])));
-        assert!(plug.let_go(2));
+        assert!(plug.eject(2));
         plug.parked(2);
         assert_eq!((plug.pending(), plug.step(4)), (vec![], Ok(Step::Come(2..4))));
     }
@@ -197,7 +197,7 @@ mod tests {
         assert!(!plug.ask_again());
         plug.ask(1..3);
         assert_eq!([plug.next_asked(), plug.next_asked()], [Some(2), Some(1)]);
-        assert!(plug.let_go(2) && plug.ask_again());
+        assert!(plug.eject(2) && plug.ask_again());
         assert_eq!([plug.next_asked(), plug.next_asked()], [Some(1), None]);
     }
 
@@ -214,11 +214,11 @@ mod tests {
         let mut plug = Plug::new(2, 3);
         let before = plug.clone();
         for index in 0..=255 {
-            assert!(!plug.let_go(index), "vCPU {index}");
+            assert!(!plug.eject(index), "vCPU {index}");
         }
         assert_eq!(plug, before);
         plug.ask(1..2);
-        assert!(plug.let_go(1) && !plug.let_go(1), "the vCPU is removed once");
+        assert!(plug.eject(1) && !plug.eject(1), "the vCPU is removed once");
     }
 
     proptest! {
@@ -235,7 +235,7 @@ mod tests {
                         Ok(Step::Nothing) => {}
                         Err(Pending(pending)) => prop_assert!(!pending.is_empty()),
                     }
-                } else if plug.let_go(number) {
+                } else if plug.eject(number) {
                     plug.parked(number);
                 }
                 let present = plug.present();

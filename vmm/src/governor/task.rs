@@ -267,7 +267,7 @@ impl GovernorHandle {
             let listen = move || async move { listen(&link, agents, parse).await };
             threads.push(Thread::spawn("_agent", || {}, listen)?);
         }
-        threads.push(Thread::spawn("_pressure", go_before_others, move || async move {
+        threads.push(Thread::spawn("_pressure", prioritize, move || async move {
             tokio::join!(tick(&state, &plugged), decide(&state, queue), answer(&state, called));
         })?);
         let source = Arc::new(Source { calls: calls.clone() });
@@ -325,7 +325,7 @@ impl PressureSource for Source {
 }
 
 /// Raises the priority of the calling thread if the host permits it.
-fn go_before_others() {
+fn prioritize() {
     // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
     let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     if done != 0 {

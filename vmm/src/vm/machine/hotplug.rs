@@ -164,7 +164,7 @@ impl DeviceHotplug for KvmMachine {
         self.hotplug.leaving.wait_for(kind, END_LIMIT);
         let slot = self.attach(device).map_err(|err| {
             self.hotplug.metrics.count(kind, "add", "error");
-            self.why_not(kind, &err)
+            self.refusal_reason(kind, &err)
         })?;
         self.hotplug.metrics.count(kind, "add", "ok");
         self.hotplug.page.slots(|slots| slots.put(slot));
@@ -232,7 +232,7 @@ impl KvmMachine {
 
     /// Error for an addition that failed. If an interface or file is in use while a device of the
     /// same kind is being removed, the error is `DeviceLeaving`. The resource may become free soon.
-    fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
+    fn refusal_reason(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
             true => VmError::DeviceLeaving { reason, leaving },

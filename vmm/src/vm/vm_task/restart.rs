@@ -107,19 +107,19 @@ impl<F: MachineFactory> VmTask<F> {
     }
 
     /// Ends the machine, and builds a new one from the current configuration. DRAM is requested
-    /// with the same size as before. PM has been returned to its pool. `tell` emits the events. It
+    /// with the same size as before. PM has been returned to its pool. `emit` emits the events. It
     /// limits their rate if the guest caused the reboot.
-    pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
+    pub(super) fn reboot(&mut self, emit: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
         self.pauses_over += 1;
-        tell(&self.emitter, Event::VmRebooting);
+        emit(&self.emitter, Event::VmRebooting);
         self.vm()?.machine = None;
         self.emitter.end_machine();
         let result = self.start();
         self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
         match result {
-            Ok(()) => tell(&self.emitter, Event::VmRebooted),
+            Ok(()) => emit(&self.emitter, Event::VmRebooted),
             Err(_) => self.has_shut_down(),
         }
         result
