@@ -16,7 +16,7 @@ const PMB: usize = 7;
 const OFF: usize = 11;
 
 const DRAM: usize = 1;
-/// A zone of PM without a floor.
+/// Index of the second PM zone, which always has a floor of 0.
 const PM: usize = 3;
 
 fn ready(index: usize) -> World {

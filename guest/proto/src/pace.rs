@@ -52,7 +52,8 @@ const STEADY_MS: u64 = 3_000;
 /// the rate at rest.
 const STEADY_FACTOR: u64 = 5;
 
-/// A decrease by the last reported amount divided by this number is reported immediately.
+/// A decrease is reported immediately if it is at least the last reported amount divided by this
+/// number.
 const DECREASE_PART: u64 = 8;
 
 /// Smallest growth of kernel memory that is reported immediately.

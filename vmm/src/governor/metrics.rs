@@ -37,7 +37,7 @@ pub struct PressureSample {
     pub recording: Option<RecordingInfo>,
     pub paused: bool,
     pub dry_run: bool,
-    /// If less memory is available or free, the agent reports more often; 0 before the first plan.
+    /// Available or free memory below which the agent reports more often. 0 before the first plan.
     pub watermark_bytes: u64,
     /// Software of the guest according to the hello of its agent. `None` if no agent is connected.
     pub guest: Option<GuestSoftware>,

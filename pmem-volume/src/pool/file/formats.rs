@@ -538,7 +538,7 @@ impl MagicPosition {
     }
 }
 
-/// Offset at a distance from `offset`.
+/// Adds `distance`, which may be negative, to `offset`.
 fn offset_at(offset: u64, distance: i64) -> u64 {
     offset.checked_add_signed(distance).expect("offsets at the start need bytes of the file")
 }

@@ -59,8 +59,8 @@ mod tests {
     use crate::media::MemoryMedia;
     use crate::media::simulator::Simulator;
 
-    /// Returns the chunks that were found in a run of all chunks except the first, and the reported
-    /// positions.
+    /// Searches all chunks except the first. Returns the chunks that contain data, and the reported
+    /// numbers of examined bytes.
     fn found(media: &dyn Media) -> (Vec<u32>, Vec<u64>) {
         let run = Run { start: ChunkId(1), chunks: (media.len_bytes() / CHUNK_BYTES) as u32 - 1 };
         let (mut found, mut reported) = (vec![], vec![]);

@@ -39,7 +39,7 @@ pub trait PoolVolume: Persist {
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, BttError>;
 }
 
-/// Volume as the content of a disk. The volume keeps the volume open.
+/// Disk whose content is a volume. Its device keeps the volume open.
 pub struct VolumeDisk {
     /// Device with the sectors of the BTT, or with the raw bytes of the volume.
     pub device: Arc<dyn BlockDevice>,

@@ -48,7 +48,8 @@ fn online_bytes_are_limited_to_plugged_bytes() {
     assert_eq!(online, [Some(0), Some(64 * MIB)]);
 }
 
-/// Sends a hello with these texts over a new connection, and returns the software in the metrics.
+/// Connects an agent whose hello contains `kernel` and `agent`. Returns the guest software in the
+/// metrics.
 fn software_after(f: &mut Fixture, kernel: &str, agent: &str) -> GuestSoftware {
     f.core.agent_gone(TimeMs(0));
     f.core.agent_connected(TimeMs(0));
