@@ -1,9 +1,6 @@
 //! Tests `foreshore-remote` as a process: its environment, its exit codes, and its wait for a VMM.
 //! KVM is not needed.
 
-#[path = "../../pmem-volume/pmvol/tests/shell/complete.rs"]
-mod complete;
-
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -102,28 +99,6 @@ fn wrong_command_line_has_exit_code_2() {
     }
     let (code, _, stderr) = run(&["ping"], socket);
     assert_eq!(code, Some(1), "{stderr}");
-}
-
-#[test]
-fn client_completes_its_own_command_line_and_that_of_the_vmm() {
-    let folder = TempDir::new().unwrap();
-    std::fs::write(folder.path().join("vm.sock"), "").unwrap();
-    std::fs::write(folder.path().join("vmlinuz"), "").unwrap();
-    let completed = |words: &[&str]| {
-        let script = ["completion", "bash", words[0]];
-        let program = env!("CARGO_BIN_EXE_foreshore-remote");
-        complete::completions(program, &script, folder.path(), words)
-    };
-    assert_eq!(completed(&["foreshore-remote", "pre"]), "pressure");
-    assert_eq!(completed(&["foreshore-remote", "--api-socket", "vm.s"]), "vm.sock");
-    assert_eq!(completed(&["foreshore-remote", "pressure", "set", "policy=da"]), "policy=dapper");
-    assert_eq!(completed(&["foreshore-remote", "pressure", "set", "--policy", "da"]), "dapper");
-    assert_eq!(completed(&["foreshore-remote", "create", "vm.s"]), "vm.sock");
-    assert_eq!(completed(&["foreshore", "--kernel", "vml"]), "vmlinuz");
-    assert_eq!(completed(&["foreshore", "--disk", "rea"]), "readonly=");
-    assert_eq!(completed(&["foreshore", "--pressure", "policy=ps"]), "policy=psi");
-    assert_eq!(completed(&["foreshore", "--api-socket", "vm.s"]), "vm.sock");
-    assert_eq!(completed(&["foreshore", "--pm-m"]), "--pm-memory");
 }
 
 #[test]

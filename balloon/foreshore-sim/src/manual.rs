@@ -8,7 +8,9 @@ use balloon::params::Param;
 use balloon::policy::Policy;
 use balloon::sim::{Workload, WorkloadParams};
 use clap::{Command, CommandFactory};
-use foreshore_cli::{Manual, Shell, complete_options, completion_script};
+use foreshore_cli::{
+    FlagOption, GivenOptions, Manual, Shell, Values, complete_options, completion_script,
+};
 
 use super::args::{Arguments, EXIT_STATUS};
 
@@ -33,18 +35,21 @@ pub(crate) fn description() -> Command {
     })
 }
 
-fn policies() -> Vec<String> {
-    let names = Policy::NAMES.map(str::to_owned);
-    let tables = Policy::NAMES.into_iter().filter_map(Policy::from_name);
-    let params = tables.flat_map(|policy| policy.table()).chain(Rules::TABLE);
-    names.into_iter().chain(params.map(key)).collect()
+/// Policies, followed by the parameters of the given policy and of the rules above it.
+fn policies(given: &GivenOptions) -> Vec<FlagOption> {
+    let policy = given.first().and_then(Policy::from_name);
+    let params = policy.iter().flat_map(Policy::table).chain(Rules::TABLE);
+    with_params(Policy::NAMES, params)
 }
 
-fn workloads() -> Vec<String> {
-    let names = Workload::ALL.into_iter().map(|workload| workload.name().to_owned());
-    names.chain(WorkloadParams::TABLE.iter().map(key)).collect()
+fn workloads(_: &GivenOptions) -> Vec<FlagOption> {
+    with_params(Workload::ALL.map(Workload::name), WorkloadParams::TABLE)
 }
 
-fn key(param: &Param) -> String {
-    format!("{}=", param.name)
+fn with_params<'a>(
+    names: impl IntoIterator<Item = &'static str>,
+    params: impl IntoIterator<Item = &'a Param>,
+) -> Vec<FlagOption> {
+    let params = params.into_iter().map(|param| FlagOption::new(param.name, Values::Unlisted));
+    std::iter::once(FlagOption::without_key(Values::words(names))).chain(params).collect()
 }

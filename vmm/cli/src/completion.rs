@@ -4,20 +4,26 @@
 //! of the command line after `--`. The program completes them with the same clap description that
 //! parses the command line. Values can therefore depend on the state of the host.
 
+mod options;
+
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::Path;
 
 use clap::Command;
-use clap_complete::engine::{
-    ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter,
-};
+use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
+
+use self::options::paths;
+pub use self::options::{FlagOption, GivenOptions, Values, complete_options};
 
 /// Environment variable that the script sets to the name of the shell. With clap's default name,
 /// `COMPLETE`, programs would react to a variable that the user has set for another purpose.
 const VARIABLE: &str = "FORESHORE_COMPLETE";
+
+/// Function of bash that calls the one from clap_complete.
+const JOINED_WORDS: &str = include_str!("completion/joined_words.bash");
 
 /// Returns a script for `shell` that completes the command line of `program` by calling
 /// `completer`.
@@ -25,9 +31,17 @@ pub fn completion_script(shell: Shell, program: &str, completer: &str) -> io::Re
     let (name, shells) = (shell.to_string(), Shells::builtins());
     let missing = || io::Error::other(format!("no completion for {name}"));
     let mut script = Vec::new();
-    let shell = shells.completer(&name).ok_or_else(missing)?;
-    shell.write_registration(VARIABLE, program, program, completer, &mut script)?;
-    Ok(script)
+    let registration = shells.completer(&name).ok_or_else(missing)?;
+    registration.write_registration(VARIABLE, program, program, completer, &mut script)?;
+    if shell != Shell::Bash {
+        return Ok(script);
+    }
+    let script = String::from_utf8(script).map_err(io::Error::other)?;
+    let name = program.replace('-', "_");
+    let function = JOINED_WORDS.replace("NAME", &name);
+    let registered =
+        script.replace(&format!("-F _clap_complete_{name}"), &format!("-F _joined_words_{name}"));
+    Ok([function, registered].concat().into_bytes())
 }
 
 /// Answers a completion request and exits. Returns if the program was started normally. `describe`
@@ -55,38 +69,17 @@ pub fn complete_values(
     })
 }
 
-/// Creates a completer for options that are separated by commas. `options` returns each option with
-/// its `=`, or once for each of its values. A value that contains a slash is completed as a path.
-pub fn complete_options(
-    options: impl Fn() -> Vec<String> + Send + Sync + 'static,
-) -> ArgValueCompleter {
-    ArgValueCompleter::new(move |current: &OsStr| {
-        let current = current.to_string_lossy();
-        let start = current.rfind(',').map_or(0, |comma| comma + 1);
-        let (before, option) = current.split_at(start);
-        let (key, value) = option.split_at(option.find('=').map_or(0, |sign| sign + 1));
-        if value.contains('/') {
-            let paths = PathCompleter::any().complete(OsStr::new(value)).into_iter();
-            return paths.map(|path| path.add_prefix(format!("{before}{key}"))).collect();
-        }
-        let options = options().into_iter().filter(|name| name.starts_with(option));
-        options.map(|name| CompletionCandidate::new(format!("{before}{name}"))).collect()
-    })
+/// Creates a completer for paths of the files for which `is_wanted` returns true, and of
+/// directories.
+pub fn complete_paths(is_wanted: fn(&Path) -> bool) -> ArgValueCompleter {
+    ArgValueCompleter::new(move |current: &OsStr| paths(current, is_wanted))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use clap::{Arg, ValueEnum};
-    use tempfile::TempDir;
 
     use super::*;
-
-    fn completed(completer: &ArgValueCompleter, current: &str) -> Vec<String> {
-        let candidates = completer.complete(OsStr::new(current));
-        candidates.iter().map(|found| found.get_value().to_string_lossy().into_owned()).collect()
-    }
 
     #[test]
     fn every_shell_has_a_script_that_names_program_and_completer() {
@@ -96,26 +89,6 @@ mod tests {
             assert!(script.contains("tide") && script.contains("moon"), "{shell}");
             assert!(script.contains(VARIABLE), "{shell}");
         }
-    }
-
-    #[test]
-    fn options_are_completed_behind_commas_and_paths_behind_slashes() {
-        let keys = || ["size=", "policy=psi", "policy=pmb", "path="].map(str::to_owned).to_vec();
-        let completer = complete_options(keys);
-        assert_eq!(completed(&completer, "si"), ["size="]);
-        assert_eq!(
-            completed(&completer, "size=1G,policy=p"),
-            ["size=1G,policy=psi", "size=1G,policy=pmb"]
-        );
-        assert_eq!(completed(&completer, "size=1G,").len(), 4);
-        assert_eq!(completed(&completer, "size=1"), Vec::<String>::new());
-        let folder = TempDir::new().unwrap();
-        let file = folder.path().join("disk.raw");
-        fs::write(&file, "").unwrap();
-        let path = format!("size=1G,path={}", file.display());
-        assert_eq!(completed(&completer, path.strip_suffix("sk.raw").unwrap()), [path]);
-        let bare = file.display().to_string();
-        assert_eq!(completed(&completer, bare.strip_suffix("sk.raw").unwrap()), [bare]);
     }
 
     #[test]

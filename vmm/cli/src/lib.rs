@@ -16,7 +16,8 @@ mod usage;
 pub use clap_complete::Shell;
 
 pub use self::completion::{
-    answer_completion, complete_options, complete_values, completion_script,
+    FlagOption, GivenOptions, Values, answer_completion, complete_options, complete_paths,
+    complete_values, completion_script,
 };
 pub use self::manual::{Manual, ManualError};
 pub use self::usage::{WRONG_COMMAND_LINE, report, usage_line};

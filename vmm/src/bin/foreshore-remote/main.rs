@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod answers;
+mod completion;
 mod devices;
 mod events;
 mod manual;

@@ -4,13 +4,11 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use balloon::controller::Rules;
-use balloon::policy::Policy;
-use clap::{Command, CommandFactory, Subcommand, ValueEnum, ValueHint};
-use foreshore::config::{self, TABLES};
-use foreshore_cli::{Manual, Shell, complete_options, completion_script};
+use clap::{Command, CommandFactory, Subcommand, ValueEnum};
+use foreshore::config;
+use foreshore_cli::{Manual, Shell, completion_script};
 
-use crate::Flags;
+use crate::{Flags, completion};
 
 /// Program that the shell runs to complete a command line.
 const COMPLETER: &str = "foreshore-remote";
@@ -92,44 +90,11 @@ impl ManualVerb {
     }
 }
 
-/// Command line description of a program, which also completes options and policies.
+/// Command line description of a program, which also completes values.
 pub(crate) fn description(program: &str) -> Command {
-    let programs = Program::value_variants().iter().map(|program| program.description());
-    let found = programs.into_iter().find(|description| description.get_name() == program);
-    with_values(found.unwrap_or_else(Flags::command))
-}
-
-fn with_values(command: Command) -> Command {
-    let command = command.mut_args(|arg| {
-        let flag = arg.get_long().unwrap_or_default();
-        let table = TABLES.iter().find(|table| table.flag.strip_prefix("--") == Some(flag));
-        match (arg.get_id().as_str(), table) {
-            ("api_socket", _) => arg.value_hint(ValueHint::AnyPath),
-            ("policy", _) => arg.add(complete_options(policies)),
-            ("pressure" | "settings", _) => arg.add(complete_options(settings)),
-            (_, Some(table)) => {
-                let keys = || table.names().map(|key| format!("{key}=")).collect();
-                arg.add(complete_options(keys))
-            }
-            (_, None) => arg,
-        }
-    });
-    command.mut_subcommands(with_values)
-}
-
-/// Names of policies, and of parameters followed by `=`.
-fn policies() -> Vec<String> {
-    let tables = Policy::NAMES.into_iter().filter_map(Policy::from_name);
-    let params = tables.flat_map(|policy| policy.table()).chain(Rules::TABLE);
-    let params = params.map(|param| format!("{}=", param.name));
-    Policy::NAMES.map(str::to_owned).into_iter().chain(params).collect()
-}
-
-/// Options of `--pressure`.
-fn settings() -> Vec<String> {
-    let policies = policies().into_iter().map(|option| match option.ends_with('=') {
-        true => option,
-        false => format!("policy={option}"),
-    });
-    policies.chain(["dry_run=on", "dry_run=off"].map(str::to_owned)).collect()
+    let vmm = Program::Foreshore.description();
+    match vmm.get_name() == program {
+        true => completion::of_vmm(vmm),
+        false => completion::of_client(Program::ForeshoreRemote.description()),
+    }
 }
