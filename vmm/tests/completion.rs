@@ -5,9 +5,11 @@
 mod complete;
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command};
+use std::thread;
 
 use pmem_volume::{OpenMode, Pool, VolumeFormat, VolumeSize};
 use tempfile::TempDir;
@@ -162,4 +164,80 @@ fn volumes_of_a_pool_in_use_are_completed() {
         assert_eq!(of_pool(other, ""), "", "{other}");
     }
     assert_eq!(folder.completed(&["foreshore", "--pm-volume", "name="]), "");
+}
+
+/// VMM process. It is ended when this value is dropped.
+struct Vmm(Child);
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn devices_of_a_vm_are_completed() {
+    let folder = Folder::new();
+    let _vmm = Vmm(Command::new(env!("CARGO_BIN_EXE_foreshore"))
+        .args(["--api-socket", "api"])
+        .current_dir(folder.path())
+        .spawn()
+        .unwrap());
+    let succeed = |args: &[&str]| {
+        let mut command = Command::new(CLIENT);
+        command.args(["--api-socket", "api"]).args(args).current_dir(folder.path());
+        assert!(command.status().unwrap().success(), "{args:?}");
+    };
+    succeed(&["ping", "--wait"]);
+    let config = r#"{
+        "payload": {"kernel": "vmlinuz"},
+        "disks": [{"path": "vm.raw", "id": "root"}, {"path": "vm.raw", "id": "swap"}],
+        "net": [{"id": "lan"}],
+        "vsock": {"cid": 3, "socket": "vsock", "id": "agent"}
+    }"#;
+    fs::write(folder.path().join("vm.json"), config).unwrap();
+    succeed(&["create", "vm.json"]);
+    let completed = |words: &[&str]| {
+        folder.completed(&[&["foreshore-remote", "--api-socket", "api"], words].concat())
+    };
+    // Other candidates are flags.
+    assert!(completed(&["remove-device", ""]).starts_with("root swap lan agent --"));
+    assert_eq!(completed(&["remove-device", "l"]), "lan");
+    assert_eq!(completed(&["resize-disk", "--disk", ""]), "root swap");
+    let words = ["foreshore-remote", "--api-socket=api", "remove-device", "s"];
+    assert_eq!(folder.completed(&words), "swap");
+}
+
+#[test]
+fn zones_of_a_vm_are_completed() {
+    let folder = Folder::new();
+    let api = UnixListener::bind(folder.path().join("api")).unwrap();
+    let zone = |id: &str| {
+        serde_json::json!({
+            "id": id, "tier": "dram", "guest_numa_node": 0, "boot_bytes": 0, "hotplug_bytes": 0,
+            "requested_bytes": 0, "plugged_bytes": 0, "held_bytes": 0, "descriptor_bytes": 0,
+            "resident_bytes": 0, "status": {"state": "reached"},
+        })
+    };
+    let body = serde_json::json!({"zones": [zone("dram"), zone("pm")]}).to_string();
+    thread::spawn(move || {
+        for stream in api.incoming() {
+            let mut stream = stream.unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let call = lines.next().unwrap().unwrap();
+            assert_eq!(call, "GET /api/v1/vm.memory HTTP/1.1");
+            lines.find(|line| line.as_ref().is_ok_and(String::is_empty));
+            let length = body.len();
+            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{body}").unwrap();
+        }
+    });
+    let completed = |socket: &str, words: &[&str]| {
+        folder.completed(&[&["foreshore-remote", "--api-socket", socket], words].concat())
+    };
+    assert_eq!(completed("api", &["resize-zone", "--id", ""]), "dram pm");
+    assert_eq!(completed("api", &["pressure", "resume", "p"]), "pm");
+    // Nothing answers at this socket, and there is no other.
+    assert_eq!(completed("vm.sock", &["resize-zone", "--id", ""]), "");
+    assert_eq!(completed("nowhere", &["resize-zone", "--id", ""]), "");
 }

@@ -1,17 +1,28 @@
-//! Values that the shell completes: options of the VMM's flags, and volumes of a pool.
+//! Values that the shell completes: options of the VMM's flags, volumes of a pool, and IDs of a
+//! running VM.
 
+use std::ffi::OsString;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use std::time::Duration;
 
 use balloon::controller::Rules;
 use balloon::policy::Policy;
 use clap::{Arg, Command};
-use foreshore::config::{FIXED_SIZE, TABLES};
+use foreshore::api::{Client, MemoryAnswer};
+use foreshore::config::{FIXED_SIZE, TABLES, VmConfig};
+use foreshore::vm::request::VmInfo;
 use foreshore_cli::{
     FlagOption, GivenOptions, Values, complete_options, complete_paths, complete_values,
 };
 use foreshore_config::{Key, Table};
 use pmem_volume::{OpenMode, Pool};
+use serde::de::DeserializeOwned;
+
+use crate::API_SOCKET;
+
+/// Time that a completion waits for a VMM.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 const SOCKET_FLAG: &str = "--api-socket";
 const POLICY_KEY: &str = "policy";
@@ -37,6 +48,9 @@ pub(crate) fn of_client(command: Command) -> Command {
         (_, "dry_run") | ("dry-run", "switch") => {
             arg.add(complete_values(|_| SWITCH.map(str::to_owned).to_vec()))
         }
+        ("remove-device", "id") => arg.add(complete_values(removable_devices)),
+        ("resize-disk", "disk") => arg.add(complete_values(disks)),
+        ("resize-zone", "id") | ("resume", "zone") => arg.add(complete_values(zones)),
         (verb, "config") => match verb.strip_prefix("add-") {
             Some(flag) => with_table(arg, flag),
             None => arg,
@@ -114,4 +128,45 @@ fn params(policy: Option<&str>) -> impl Iterator<Item = FlagOption> {
     // The table of `--pressure` has the size of the policy `fixed`.
     let params: Vec<_> = params.filter(|param| param.name != FIXED_SIZE).collect();
     params.into_iter().map(|param| FlagOption::new(param.name, Values::Unlisted))
+}
+
+/// Devices that `remove-device` can remove.
+fn removable_devices(words: &[OsString]) -> Vec<String> {
+    let Some(VmConfig { disks, net, pmem, vsock, .. }) = config(words) else { return Vec::new() };
+    let disks = disks.into_iter().map(|disk| disk.id);
+    let nets = net.into_iter().map(|net| net.id);
+    let pmems = pmem.into_iter().map(|pmem| pmem.id);
+    let vsock = vsock.into_iter().map(|vsock| vsock.id);
+    disks.chain(nets).chain(pmems).chain(vsock).flatten().collect()
+}
+
+fn disks(words: &[OsString]) -> Vec<String> {
+    let disks = config(words).into_iter().flat_map(|config| config.disks);
+    disks.filter_map(|disk| disk.id).collect()
+}
+
+fn zones(words: &[OsString]) -> Vec<String> {
+    let memory = answer::<MemoryAnswer>(words, "vm.memory");
+    memory.into_iter().flat_map(|memory| memory.zones).map(|zone| zone.id).collect()
+}
+
+fn config(words: &[OsString]) -> Option<VmConfig> {
+    answer::<VmInfo>(words, "vm.info").map(|info| info.config)
+}
+
+/// Returns the answer of the VMM to a call, if it arrives in time.
+fn answer<T: DeserializeOwned>(words: &[OsString], call: &str) -> Option<T> {
+    let client = Client::new(Path::new(&socket_of(words)?));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
+    let answer = async { tokio::time::timeout(ANSWER_TIMEOUT, client.get(call)).await };
+    serde_json::from_slice(&runtime.block_on(answer).ok()?.ok()?).ok()
+}
+
+/// Path of the API socket in the command line or the environment.
+fn socket_of(words: &[OsString]) -> Option<OsString> {
+    let value = |(nth, word): (usize, &OsString)| match word.to_str()?.strip_prefix(SOCKET_FLAG)? {
+        "" => words.get(nth + 1).cloned(),
+        value => value.strip_prefix('=').map(OsString::from),
+    };
+    words.iter().enumerate().find_map(value).or_else(|| std::env::var_os(API_SOCKET))
 }
