@@ -7,8 +7,9 @@ use foreshore_cli::book::script::{PageScripts, run, scripts};
 const PMVOL: &str = env!("CARGO_BIN_EXE_pmvol");
 
 /// Paths of the book, and their paths below the temporary directory.
-const PATHS: [(&str, &str); 3] = [
+const PATHS: [(&str, &str); 4] = [
     ("/dev/shm/pool", "pool"),
+    ("/run/vm.sock", "vm.sock"),
     ("/pm/pool", "pm-pool"),
     ("/usr/share/bash-completion/completions", ""),
 ];

@@ -86,8 +86,14 @@ struct Block<'a> {
     needs: Option<&'a str>,
 }
 
+impl Block<'_> {
+    fn is_empty(&self) -> bool {
+        self.lines.is_empty() && self.needs.is_none()
+    }
+}
+
 /// Returns each block of `text` that can hold commands: indented blocks, and fenced blocks marked
-/// with `sh` or nothing.
+/// with `sh` or nothing. A marker that no such block follows is a block without lines.
 ///
 /// Other fenced blocks hold output, files or summaries of flags. In an indented block, a line of
 /// output does not start with the name of a program.
@@ -98,23 +104,28 @@ fn blocks(text: &str) -> Vec<Block<'_>> {
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
         let text = line.trim_start();
+        let is_indented = line.starts_with("    ");
         if let Some(language) = text.strip_prefix(FENCE) {
-            let fenced = lines.by_ref().take_while(|line| !line.trim_start().starts_with(FENCE));
-            let fenced = fenced.map(str::trim_start).collect();
-            if ["", "sh"].contains(&language.trim()) {
-                blocks.push(Block { lines: fenced, needs: block.needs });
+            if !block.lines.is_empty() {
+                blocks.push(std::mem::take(&mut block));
             }
-            block = Block::default();
+            let fenced = lines.by_ref().take_while(|line| !line.trim_start().starts_with(FENCE));
+            let fenced: Vec<_> = fenced.map(str::trim_start).collect();
+            if ["", "sh"].contains(&language.trim()) {
+                block.lines = fenced;
+            }
+            blocks.push(std::mem::take(&mut block));
         } else if let Some(need) = needs_of(text) {
-            block = Block { lines: Vec::new(), needs: Some(need) };
-        } else if line.starts_with("    ") {
+            blocks.push(std::mem::take(&mut block));
+            block.needs = Some(need);
+        } else if is_indented {
             block.lines.push(text);
-        } else if !block.lines.is_empty() || !text.is_empty() {
+        } else if !text.is_empty() {
             blocks.push(std::mem::take(&mut block));
         }
     }
     blocks.push(block);
-    blocks.retain(|block| !block.lines.is_empty());
+    blocks.retain(|block| !block.is_empty());
     blocks
 }
 
@@ -153,21 +164,36 @@ fn names_program(line: &str) -> bool {
     })
 }
 
-/// Splits a line at the operators of the shell, and each command into words. Redirections and
-/// comments are left out. Returns `None` if a shell could not split the line.
+/// Returns the commands of a line, and those of the scripts in its words. `None` if a shell could
+/// not split the line.
 fn simple_commands(line: &str) -> Option<Vec<Vec<String>>> {
+    let mut commands = Vec::new();
+    for command in split_at_operators(line)? {
+        for script in inner_scripts(&command) {
+            commands.extend(simple_commands(script)?);
+        }
+        commands.push(without_prefix(command));
+    }
+    Some(commands)
+}
+
+/// Returns the commands of a line without those of the scripts in its words.
+fn outer_commands(line: &str) -> Option<Vec<Vec<String>>> {
+    Some(split_at_operators(line)?.into_iter().map(without_prefix).collect())
+}
+
+/// Splits a line at the operators of the shell, and each command into words. Redirections and
+/// comments are left out.
+fn split_at_operators(line: &str) -> Option<Vec<Vec<String>>> {
     const OPERATORS: [&str; 5] = ["|", "||", "&&", "&", ";"];
     // shlex splits only at spaces.
     let words = shlex::split(&line.replace("; ", " ; "))?;
-    let mut commands = Vec::new();
-    for command in words.split(|word| OPERATORS.contains(&word.as_str())) {
-        for script in inner_scripts(command) {
-            commands.extend(simple_commands(script)?);
-        }
+    let commands = words.split(|word| OPERATORS.contains(&word.as_str()));
+    let without_redirections = |command: &[String]| {
         let words = command.iter().filter(|word| *word != "..." && !word.contains('>'));
-        commands.push(without_prefix(words.cloned().collect()));
-    }
-    Some(commands)
+        words.cloned().collect()
+    };
+    Some(commands.map(without_redirections).collect())
 }
 
 /// Returns the scripts in the words of a command: `$(SCRIPT)` and `sh -c SCRIPT`.
