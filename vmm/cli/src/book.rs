@@ -299,6 +299,18 @@ Text:
         assert_eq!(commands_in(output, "pool").unwrap(), [["info", "a"]]);
     }
 
+    #[test]
+    fn vm_from_a_debian_image_takes_ten_commands() {
+        let pages = pages();
+        let is_tutorial = |(page, _): &&(PathBuf, String)| page.ends_with("debian-vm.md");
+        let (_, text) = pages.iter().find(is_tutorial).expect("the page exists");
+        let (steps, _) = text.split_once("\n## 5. ").expect("the page has five steps");
+        let lines = blocks(steps).into_iter().flat_map(|block| logical_lines(&block.lines));
+        let lines: Vec<_> = lines.collect();
+        assert_eq!(lines.len(), 10, "{lines:#?}");
+        assert!(lines.iter().all(|line| !line.contains("&&") && !line.contains(';')), "{lines:#?}");
+    }
+
     /// The tests of the agent do not parse command lines of the book.
     #[test]
     fn book_has_no_command_line_of_the_agent() {
