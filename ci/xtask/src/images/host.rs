@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 
 use super::staging::Stage;
-use super::trees::{EXT4, XFS};
+use super::trees::{BOOK, EXT4, XFS};
 use super::{archive, common_inputs, inputs_key, make_file_system, rebuild};
 use crate::apt::Apt;
 use crate::checkout::{Checkout, copy, create_folder, list, lock, remove_folder, rename};
@@ -75,6 +75,7 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
     let mut apt = Apt::new(checkout);
     stage.add_programs(checkout, &mut apt, &EXT4)?;
     stage.add_programs(checkout, &mut apt, &XFS)?;
+    stage.add_programs(checkout, &mut apt, &BOOK)?;
     stage.add_names("", "")?;
     for pin in kernels::pins(checkout)? {
         copy(&pin.image(checkout)?, &stage.path(&format!("guests/vmlinuz-{}", pin.name)))?;

@@ -33,6 +33,19 @@ pub(super) const XFS: ProgramSet = ProgramSet {
     programs: "sbin/mkfs.xfs",
 };
 
+/// Programs of the commands in the book, which busybox lacks or whose options it lacks.
+pub(super) const BOOK: ProgramSet = ProgramSet {
+    name: "book",
+    packages: &[
+        "libc6 bash libtinfo6 coreutils libacl1 libattr1 libselinux1 libpcre2-8-0 jq libjq1 \
+                libonig5 curl libcurl4 libbrotli1 libcom-err2 libffi8 libgmp10 libgnutls30 \
+                libgssapi-krb5-2 libhogweed6 libidn2-0 libk5crypto3 libkeyutils1 libkrb5-3 \
+                libkrb5support0 libldap-2.5-0 libnettle8 libnghttp2-14 libp11-kit0 libpsl5 \
+                librtmp1 libsasl2-2 libssh2-1 libssl3 libtasn1-6 libunistring2 libzstd1 zlib1g",
+    ],
+    programs: "bin/bash bin/cp usr/bin/curl usr/bin/jq",
+};
+
 /// Tools that create and check all other file systems, and that partition disks.
 pub(super) const FILE_SYSTEMS: ProgramSet = ProgramSet {
     name: "file-systems",
