@@ -5,6 +5,7 @@ mod agent;
 mod api;
 mod balloon;
 mod blocks;
+mod book;
 mod boot;
 mod btt_cross;
 mod clients;
@@ -42,7 +43,6 @@ mod pressure;
 mod pressure_reliability;
 mod pvpanic;
 mod raw_volume;
-mod readme;
 mod signature;
 mod too_small;
 mod torn;
@@ -64,7 +64,7 @@ use guest_tests::table::Row;
 fn main() {
     let rows: Vec<Row> = [
         harness::TESTS,
-        readme::TESTS,
+        book::TESTS,
         boot::TESTS,
         agent::TESTS,
         api::TESTS,
