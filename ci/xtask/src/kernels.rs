@@ -189,6 +189,25 @@ fn is_newer(version: &str, known: &str) -> Result<bool> {
 mod tests {
     use super::*;
 
+    /// The guest test of README.md creates these files itself.
+    #[test]
+    fn readme_names_the_kernel_and_the_image_that_the_demo_builds() {
+        let checkout = Checkout::new().unwrap();
+        let readme = read(&checkout.path("README.md")).unwrap();
+        let kernels = "target/ci/kernels";
+        assert!(readme.contains(&format!("{kernels}/*/boot/vmlinuz-6.12*-cloud-amd64")));
+        assert!(readme.contains("target/ci/guests/basic-6.12.img"));
+        assert_eq!(checkout.ci("guests"), checkout.path("target/ci/guests"));
+        let is_of_readme = |pin: &Pin| {
+            pin.package.starts_with("linux-image-6.12") && pin.package.contains("-cloud-amd64")
+        };
+        let mut pins = pins(&checkout).unwrap();
+        pins.retain(is_of_readme);
+        let [pin] = &pins[..] else { panic!("the pattern of README.md matches {}", pins.len()) };
+        assert_eq!(pin.name, DEFAULT);
+        assert_eq!(pin.tree(&checkout).parent(), Some(&*checkout.path(kernels)));
+    }
+
     #[test]
     fn lock_of_the_repository_names_the_kernels_of_the_images() {
         let pins = pins(&Checkout::new().unwrap()).unwrap();
