@@ -24,8 +24,18 @@ const CODE: [&str; 3] = [PACKAGES, "ci/xtask/src/programs.rs", "ci/xtask/Cargo.t
 const OUR_PROGRAMS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
 /// Image programs that come from Debian packages. In this test, each is a copy of the machine's
 /// mke2fs.
-const PACKAGED_PROGRAMS: [&str; 6] =
-    ["mke2fs", "mkfs.ext4", "e2fsck", "fsck.ext4", "resize2fs", "mkfs.xfs"];
+const PACKAGED_PROGRAMS: [&str; 10] = [
+    "sbin/mke2fs",
+    "sbin/mkfs.ext4",
+    "sbin/e2fsck",
+    "sbin/fsck.ext4",
+    "sbin/resize2fs",
+    "sbin/mkfs.xfs",
+    "bin/bash",
+    "bin/cp",
+    "usr/bin/curl",
+    "usr/bin/jq",
+];
 /// Package that contains the files of all packages in this test.
 const LIBC6: &str = "target/ci/packages/libc6";
 const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
@@ -115,7 +125,7 @@ fn add_packages(tree: &Tree) -> Result<()> {
         tree.copy(library.as_ref(), &format!("{LIBC6}/lib/x86_64-linux-gnu/{name}"), 0o644)?;
     }
     PACKAGED_PROGRAMS.iter().try_for_each(|program| {
-        tree.copy(Path::new("/sbin/mke2fs"), &format!("{LIBC6}/sbin/{program}"), 0o755)
+        tree.copy(Path::new("/sbin/mke2fs"), &format!("{LIBC6}/{program}"), 0o755)
     })
 }
 

@@ -126,8 +126,8 @@ fn errors_name_text_and_bound() {
 }
 
 #[test]
-fn readme_has_the_syntax() {
-    assert!(include_str!("../../../../README.md").contains(HELP));
+fn book_has_the_syntax() {
+    assert!(include_str!("../../../../docs/reference/programs.md").contains(HELP));
 }
 
 #[test]
