@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use foreshore_confinement::landlock::{self, Rule};
+use foreshore_confinement::landlock::{self, Access, Rule};
 use foreshore_confinement::seccomp::{self, SeccompError};
 use foreshore_confinement::thread::ThreadKind;
 use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
@@ -140,7 +140,7 @@ fn serve(
 /// Confines a thread of the servers, which opens only files with counters.
 fn confine_server(is_limited: bool) {
     if is_limited {
-        let rules = COUNTERS.map(|path| Rule { path: path.into(), reads: true, writes: false });
+        let rules = COUNTERS.map(|path| Rule { path: path.into(), access: Access::READ });
         if let Err(error) = landlock::restrict(&rules) {
             error!(%error, "A thread of the API is not limited to its files");
         }

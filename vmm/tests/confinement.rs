@@ -123,6 +123,13 @@ fn each_thread_has_a_filter_unless_the_user_wants_none() {
         let threads = vmm.threads("Seccomp");
         assert!(threads.len() >= 3, "{threads:?}");
         assert!(threads.iter().all(|(_, value)| value == expected), "{mode:?}: {threads:?}");
+        // The main thread has one filter. The others have inherited it, and added their own.
+        if expected == "2" {
+            for (name, filters) in vmm.threads("Seccomp_filters") {
+                let least = if name == "foreshore" { 1 } else { 2 };
+                assert!(filters.parse::<u32>().unwrap() >= least, "{name}: {filters}");
+            }
+        }
     }
 }
 
@@ -186,4 +193,25 @@ fn wait_for(api_socket: &Path) {
     let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
     let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
     assert!(ping.unwrap().status.success());
+}
+
+/// The VMM resolves relative paths when it checks that no file is named twice, and when it makes
+/// the rules of Landlock.
+#[test]
+fn vm_with_relative_paths_is_not_ended_by_its_filters() {
+    let folder = TempDir::new().unwrap();
+    fs::write(folder.path().join("kernel"), "no kernel").unwrap();
+    for api_socket in [&[][..], &["--api-socket", "api"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_foreshore"))
+            .current_dir(folder.path())
+            .args(["--kernel", "kernel", "--serial", "file=serial", "--console", "off"])
+            .args(["--vsock", "cid=3,socket=vsock"])
+            .args(api_socket)
+            .output()
+            .unwrap();
+        // The kernel is not valid, or there is no KVM.
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(message.contains("cannot boot the VM"), "{message}");
+    }
 }

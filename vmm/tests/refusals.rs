@@ -101,8 +101,8 @@ fn unknown_keys_words_and_missing_keys_are_refused() {
         &files,
         &[
             (&["--memory", "size=512M,colour=red"], &["unknown key", "colour"]),
-            (&["--memory", "sise=1G"], &["\"sise\"; did you mean 'size='?; the keys are size="]),
-            (&["--console", "ptty"], &["\"ptty\"; did you mean 'pty'?"]),
+            (&["--memory", "sise=1G"], &["\"sise\" (did you mean 'size='?); the keys are size="]),
+            (&["--console", "ptty"], &["\"ptty\" (did you mean 'pty'?)"]),
             (&["--cpus", "boot=1,bot=2"], &["did you mean 'boot='?"]),
             (&["--pressure", "policy=psi,horizn=3s"], &["did you mean 'horizon='?"]),
             (&["--pressure", "policy=daper"], &["did you mean 'dapper'?"]),

@@ -43,7 +43,7 @@ pub fn usage_line(error: &clap::Error) -> String {
                 ContextValue::Strings(names) => names.first().cloned(),
                 _ => None,
             });
-    let suggested = suggested.map_or_else(String::new, |name| format!("; did you mean '{name}'?"));
+    let suggested = suggested.map_or_else(String::new, |name| format!(" (did you mean '{name}'?)"));
     format!("{text}{suggested}; see --help")
 }
 
@@ -63,7 +63,7 @@ mod tests {
         let line = usage_line(&error);
         assert_eq!(
             line,
-            "unexpected argument '--levle' found; did you mean '--level'?; see --help"
+            "unexpected argument '--levle' found (did you mean '--level'?); see --help"
         );
     }
 }

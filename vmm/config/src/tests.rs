@@ -144,7 +144,7 @@ fn option_words_and_switches_are_read_in_any_case_after_a_key() {
     assert!(error("Path=/a").starts_with(r#"--thing: unknown key "Path""#), "keys");
     assert_eq!(
         error("path=/a,kind=rare"),
-        r#"--thing: kind="rare" is not raw or well-done; did you mean 'raw'?"#
+        r#"--thing: kind="rare" is not raw or well-done (did you mean 'raw'?)"#
     );
     assert_eq!(error("path=/a,shared=maybe"), r#"--thing: shared="maybe" is not on or off"#);
 }
@@ -216,7 +216,7 @@ fn unknown_keys_are_named_with_the_known_ones() {
     let known = "tty, path=, size=, count=, kind=, list=, limit=, shared=";
     assert_eq!(
         error("sise=4M"),
-        format!(r#"--thing: unknown key "sise"; did you mean 'size='?; the keys are {known}"#)
+        format!(r#"--thing: unknown key "sise" (did you mean 'size='?); the keys are {known}"#)
     );
     assert!(error("tty=1").contains(r#"unknown key "tty"; the keys are"#));
     assert!(error("path=/a,").contains(r#"unknown key """#));
@@ -308,16 +308,16 @@ fn json_errors_name_field_value_and_bound() {
         ),
         (
             with("kind", json!("Rare")),
-            r#"kind is "Rare", and must be Raw or WellDone; did you mean 'Raw'?"#,
+            r#"kind is "Rare", and must be Raw or WellDone (did you mean 'Raw'?)"#,
         ),
         (
             with("kind", json!("raw")),
-            r#"kind is "raw", and must be Raw or WellDone; did you mean 'Raw'?"#,
+            r#"kind is "raw", and must be Raw or WellDone (did you mean 'Raw'?)"#,
         ),
         (with("kind", json!("uncooked")), r#"kind is "uncooked", and must be Raw or WellDone"#),
         (
             with("kind", json!("well-done")),
-            r#"kind is "well-done", and must be Raw or WellDone; did you mean 'WellDone'?"#,
+            r#"kind is "well-done", and must be Raw or WellDone (did you mean 'WellDone'?)"#,
         ),
         (with("kind", json!(1)), "kind is 1, and must be Raw or WellDone"),
         (with("shared", json!("on")), r#"shared is "on", and must be true or false"#),
@@ -331,7 +331,7 @@ fn json_errors_name_field_value_and_bound() {
         (with("parts", json!([{"name": "a"}])), "parts[0].width is missing"),
         (
             with("parts", json!([{"nam\n": 1}])),
-            r#"--thing: unknown key "nam\n"; did you mean 'name'?; the keys are name, width, on"#,
+            r#"--thing: unknown key "nam\n" (did you mean 'name'?); the keys are name, width, on"#,
         ),
         (
             with("hugepages", json!(true)),

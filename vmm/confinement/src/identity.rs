@@ -6,7 +6,10 @@ use std::path::PathBuf;
 
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, chdir, chroot};
-use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, clear_ambient_capability_set, set_capabilities,
+    set_thread_groups, set_thread_res_gid, set_thread_res_uid,
+};
 use thiserror::Error;
 
 use crate::accounts;
@@ -42,6 +45,9 @@ pub enum IdentityError {
     },
     #[error("--user, --group: cannot change the user and its groups; only root can")]
     Change(#[from] Errno),
+    /// This number means "unchanged" in setresuid(2).
+    #[error("{flag}: {} is not a valid number", u32::MAX)]
+    Reserved { flag: &'static str },
     #[error("cannot read the users and groups of the host")]
     Lookup(#[source] io::Error),
 }
@@ -74,8 +80,18 @@ pub fn assume(identity: &Identity) -> Result<(), IdentityError> {
     }
     if let Some(user) = ids.user {
         set_thread_res_uid(user, user, user)?;
+        if !user.is_root() {
+            give_up_capabilities()?;
+        }
     }
     Ok(())
+}
+
+/// Removes the capabilities that a service manager may have given to the process.
+fn give_up_capabilities() -> Result<(), Errno> {
+    clear_ambient_capability_set()?;
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
 fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
@@ -90,6 +106,9 @@ fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
             }
             None => {
                 let number = wanted.parse().map_err(|_| IdentityError::NoUser(wanted.clone()))?;
+                if number == u32::MAX {
+                    return Err(IdentityError::Reserved { flag: "--user" });
+                }
                 ids.user = Some(Uid::from_raw(number));
                 if identity.group.is_none() {
                     return Err(IdentityError::NoPrimaryGroup(wanted.clone()));
@@ -100,6 +119,9 @@ fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
     if let Some(wanted) = &identity.group {
         let number = accounts::group_id(wanted).map_err(IdentityError::Lookup)?;
         let number = number.ok_or_else(|| IdentityError::NoGroup(wanted.clone()))?;
+        if number == u32::MAX {
+            return Err(IdentityError::Reserved { flag: "--group" });
+        }
         ids.group = Some(gid(number));
     }
     Ok(ids)
@@ -132,6 +154,12 @@ mod tests {
         assert_eq!(error(None, Some("no-such")), "--group: the host has no group \"no-such\"");
         assert!(error(Some("4000000000"), None).contains("--group is required"));
         assert_eq!(error(Some("4000000000"), Some("0")), "");
+        // These numbers would change nothing.
+        assert_eq!(
+            error(Some("4294967295"), Some("0")),
+            "--user: 4294967295 is not a valid number"
+        );
+        assert_eq!(error(None, Some("4294967295")), "--group: 4294967295 is not a valid number");
     }
 
     #[test]

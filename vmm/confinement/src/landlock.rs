@@ -4,8 +4,8 @@
 use std::path::PathBuf;
 
 use landlock::{
-    ABI, Access as _, AccessFs, BitFlags, LandlockStatus, Ruleset, RulesetAttr, RulesetCreatedAttr,
-    RulesetError, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
+    ABI, Access as AccessSet, AccessFs, BitFlags, LandlockStatus, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
 };
 use thiserror::Error;
 
@@ -13,20 +13,45 @@ use thiserror::Error;
 /// version does not restrict what it does not know.
 const NEWEST: ABI = ABI::V5;
 
-/// Reading files and folders.
-const READ: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | ReadDir});
+/// Reading files, folders and properties of devices. Filters limit the requests to devices.
+const READ: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | ReadDir | IoctlDev});
 /// Writing files, and creating, renaming and removing them. Programs are never executed, and
 /// devices, links and folders are never created.
 const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
     WriteFile | Truncate | IoctlDev | MakeReg | MakeSock | MakeFifo | RemoveFile | Refer
 });
 
-/// What threads may do with a file, or with all files below a folder.
+/// Access to a file, or to all files below a folder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    pub reads: bool,
+    /// Includes the creation and removal of files.
+    pub writes: bool,
+    pub removes: bool,
+}
+
+impl Access {
+    pub const READ: Self = Self { reads: true, writes: false, removes: false };
+    pub const READ_WRITE: Self = Self { reads: true, writes: true, removes: true };
+    pub const REMOVE: Self = Self { reads: false, writes: false, removes: true };
+
+    fn rights(self) -> BitFlags<AccessFs> {
+        let parts =
+            [(self.reads, READ), (self.writes, WRITE), (self.removes, AccessFs::RemoveFile.into())];
+        parts.into_iter().filter(|(is_given, _)| *is_given).map(|(_, rights)| rights).collect()
+    }
+
+    /// Returns true if this access permits all that `needed` does.
+    pub fn includes(self, needed: Self) -> bool {
+        self.rights().contains(needed.rights())
+    }
+}
+
+/// Access that threads have to a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub path: PathBuf,
-    pub reads: bool,
-    pub writes: bool,
+    pub access: Access,
 }
 
 /// The kernel refuses the rules.
@@ -52,11 +77,8 @@ pub fn restrict(rules: &[Rule]) -> Result<Option<Enforced>, LandlockError> {
         // refuse signals between threads of this process.
         .scope(Scope::AbstractUnixSocket)?;
     let mut ruleset = ruleset.create()?;
-    for Rule { path, reads, writes } in rules {
-        let mut access = BitFlags::empty();
-        access |= if *reads { READ } else { BitFlags::empty() };
-        access |= if *writes { WRITE } else { BitFlags::empty() };
-        ruleset = ruleset.add_rules(path_beneath_rules([path], access))?;
+    for Rule { path, access } in rules {
+        ruleset = ruleset.add_rules(path_beneath_rules([path], access.rights()))?;
     }
     let status = ruleset.restrict_self()?;
     Ok(match status.landlock {

@@ -106,16 +106,18 @@ pub fn log_panics(config: &LogConfig) {
         }
         let thread = std::thread::current();
         let location = panic.location().map(ToString::to_string);
-        let backtrace = Backtrace::capture();
-        let backtrace =
-            (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
         tracing::error!(
             thread = thread.name(),
             location,
             panic = panic.payload_as_str(),
-            backtrace,
             "Panic: please report this as a bug"
         );
+        // The resolution of names opens the program. A thread whose filter allows no open() ends
+        // the process here.
+        let backtrace = Backtrace::capture();
+        if backtrace.status() == BacktraceStatus::Captured {
+            tracing::error!(%backtrace, "Backtrace of the panic");
+        }
     }));
 }
 

@@ -200,11 +200,9 @@ mod tests {
         assert_eq!(error(with(json!({ "pm_memory": zone }))), message);
         assert_eq!(error(with(json!({ "pm_memory": [zone] }))), message);
         let volume = |key: &str| json!({"pm_volumes": [{"pool": "/p", "name": "a"}, {"pool": "/p", "name": "b", key: true}]});
-        assert!(
-            error(with(volume("read_only"))).starts_with(
-                r#"--pm-volume: unknown key "read_only"; did you mean 'readonly'?; the"#
-            )
-        );
+        assert!(error(with(volume("read_only"))).starts_with(
+            r#"--pm-volume: unknown key "read_only" (did you mean 'readonly'?); the"#
+        ));
         assert!(read(with(volume("readonly"))).is_ok());
         assert_eq!(
             error(with(json!({"pressure": {"policy": "psi", "idle": "10s"}}))),

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use foreshore_confinement::landlock::{LandlockError, Rule, restrict};
+use foreshore_confinement::landlock::{Access, LandlockError, Rule, restrict};
 use foreshore_devices::file_id::{folder_of, link_target};
 use foreshore_devices::metrics::{Expose, Exposition, Family};
 use thiserror::Error;
 use tracing::{info, warn};
 
-use crate::config::VmConfig;
+use crate::config::{LandlockConfig, VmConfig};
 use crate::vm::named_twice::uses_of_running_vmm;
 use crate::vm::uses::{Kind, Use, uses_of_vm};
 
@@ -43,7 +43,7 @@ pub(crate) enum FileLimitsError {
     Outside { name: String, folder: PathBuf, access: &'static str },
 }
 
-/// Whether and how the VMs of this process are limited.
+/// Condition under which VMs of this process are limited.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LandlockPolicy {
     /// True if every VM is limited, and not only those whose configuration requests it.
@@ -81,7 +81,8 @@ impl FileLimits {
     /// are none and the configuration requests them. They last until the process ends.
     pub(crate) fn apply(&mut self, config: &VmConfig) -> Result<(), FileLimitsError> {
         if self.rules.is_some() {
-            return uses_of_vm(config).iter().try_for_each(|this| self.check(this));
+            self.check_given(config)?;
+            return uses_of_vm(config).iter().try_for_each(|object| self.check(object));
         }
         if !config.landlock_enable && !self.policy.is_always {
             return Ok(());
@@ -105,46 +106,87 @@ impl FileLimits {
     }
 
     /// Checks that the limits in force permit the object.
-    pub(in crate::vm) fn check(&self, this: &Use) -> Result<(), FileLimitsError> {
-        let (Some(rules), Some(needed)) = (&self.rules, rule_of(this)) else { return Ok(()) };
-        if covers(rules, &needed) {
+    pub(in crate::vm) fn check(&self, object: &Use) -> Result<(), FileLimitsError> {
+        let Some(needed) = needed_rule(object) else { return Ok(()) };
+        self.check_rule(&object.name, &needed)
+    }
+
+    /// Checks that the limits in force include the rules of another VM.
+    fn check_given(&self, config: &VmConfig) -> Result<(), FileLimitsError> {
+        config.landlock_rules.iter().map(given_rule).try_for_each(|rule| {
+            let name = format!("--landlock-rules path={}", rule.path.display());
+            self.check_rule(&name, &rule)
+        })
+    }
+
+    fn check_rule(&self, name: &str, needed: &Rule) -> Result<(), FileLimitsError> {
+        let Some(rules) = &self.rules else { return Ok(()) };
+        if covers(rules, needed) {
             return Ok(());
         }
         let folder = if needed.path.is_dir() { &*needed.path } else { folder_of(&needed.path) };
-        let access = if needed.writes { "rw" } else { "r" };
-        Err(FileLimitsError::Outside { name: this.name.clone(), folder: folder.to_owned(), access })
+        let access = if needed.access.writes { "rw" } else { "r" };
+        Err(FileLimitsError::Outside { name: name.to_owned(), folder: folder.to_owned(), access })
     }
 }
 
 fn rules_of(config: &VmConfig, vmm: &[Use]) -> Result<Vec<Rule>, FileLimitsError> {
-    let rule = |path: &str, writes| Rule { path: path.into(), reads: true, writes };
-    let mut rules: Vec<_> = READ.map(|path| rule(path, false)).into();
-    rules.extend(DEVICES.map(|path| rule(path, true)));
-    rules.extend(uses_of_vm(config).iter().chain(vmm).filter_map(rule_of));
-    for given in &config.landlock_rules {
-        let path = given.path.clone();
-        fs::metadata(&path)
-            .map_err(|source| FileLimitsError::Missing { path: path.clone(), source })?;
-        let (reads, writes) = (given.access.reads(), given.access.writes());
-        rules.push(Rule { path, reads, writes });
+    let rule = |path: &str, access| Rule { path: path.into(), access };
+    let mut rules: Vec<_> = READ.map(|path| rule(path, Access::READ)).into();
+    rules.extend(DEVICES.map(|path| rule(path, Access::READ_WRITE)));
+    rules.extend(uses_of_vm(config).iter().filter_map(needed_rule));
+    // Files and sockets of the VMM are open. Its sockets are removed when it ends.
+    let sockets = vmm.iter().filter(|object| object.kind == Kind::Output);
+    let folders = sockets.filter(|object| is_socket(&object.path)).map(|object| &object.path);
+    rules.extend(
+        folders.map(|path| Rule { path: folder_of(path).to_owned(), access: Access::REMOVE }),
+    );
+    for given in config.landlock_rules.iter().map(given_rule) {
+        let missing = |source| FileLimitsError::Missing { path: given.path.clone(), source };
+        fs::metadata(&given.path).map_err(missing)?;
+        rules.push(given);
     }
     Ok(rules)
 }
 
-/// Rule that an object needs. `None` if it is open already.
-fn rule_of(this: &Use) -> Option<Rule> {
-    let path = this.path.clone();
-    Some(match this.kind {
+fn given_rule(config: &LandlockConfig) -> Rule {
+    let (reads, writes) = (config.access.reads(), config.access.writes());
+    Rule { path: config.path.clone(), access: Access { reads, writes, removes: writes } }
+}
+
+fn is_socket(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
+}
+
+/// Returns true if the object at the path has no place in a file system. The kernel accepts no
+/// rules for such pipes and sockets, and does not restrict them (security/landlock/fs.c,
+/// `is_nouser_or_private`).
+fn is_nameless(path: &Path) -> bool {
+    let is_stream = fs::metadata(path)
+        .is_ok_and(|metadata| metadata.file_type().is_fifo() || metadata.file_type().is_socket());
+    // The link of such an object in /proc leads to no file, for example to pipe:[7].
+    is_stream && fs::canonicalize(path).is_err()
+}
+
+/// Rule that an object needs. `None` if the object is open, or is not restricted.
+fn needed_rule(object: &Use) -> Option<Rule> {
+    let path = object.path.clone();
+    if is_nameless(&path) {
+        return None;
+    }
+    Some(match object.kind {
         Kind::Stream => return None,
-        Kind::Read | Kind::Boot => Rule { path, reads: true, writes: false },
-        Kind::Written | Kind::Pool => Rule { path, reads: true, writes: true },
+        // A memory zone in a folder is a new file.
+        Kind::Read if path.is_dir() => Rule { path, access: Access::READ_WRITE },
+        Kind::Read | Kind::Boot => Rule { path, access: Access::READ },
+        Kind::Written | Kind::Pool => Rule { path, access: Access::READ_WRITE },
         Kind::Console | Kind::Rotated | Kind::Output | Kind::Vsock => {
             // The file is created, renamed or removed. A terminal or a pipe is only opened.
             let kind = fs::metadata(&path).map(|metadata| metadata.file_type());
             let is_opened = kind.is_ok_and(|kind| kind.is_char_device() || kind.is_fifo());
             let target = link_target(&path).unwrap_or_else(|| path.clone());
             let path = if is_opened { path } else { folder_of(&target).to_owned() };
-            Rule { path, reads: true, writes: true }
+            Rule { path, access: Access::READ_WRITE }
         }
     })
 }
@@ -159,22 +201,22 @@ fn covers(rules: &[Rule], needed: &Rule) -> bool {
         return false;
     };
     rules.iter().any(|rule| {
-        (rule.reads || !needed.reads)
-            && (rule.writes || !needed.writes)
+        rule.access.includes(needed.access)
             && real(&rule.path).is_some_and(|folder| path.starts_with(folder))
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::symlink;
 
     use super::*;
-    use crate::config::{DiskConfig, LandlockConfig, test_config};
+    use crate::config::{DiskConfig, MemoryZoneConfig, test_config};
     use tempfile::TempDir;
 
     fn rule(path: &Path, reads: bool, writes: bool) -> Rule {
-        Rule { path: path.to_owned(), reads, writes }
+        Rule { path: path.to_owned(), access: Access { reads, writes, removes: writes } }
     }
 
     #[test]
@@ -212,6 +254,9 @@ mod tests {
         assert!(rules.contains(&rule(&path("disk"), true, true)));
         assert!(rules.contains(&rule(&path("cdrom"), true, false)));
         assert!(!rules.iter().any(|rule| rule.path == Path::new("/") || rule.path == path("")));
+        let zone = format!("id=a,size=2M,file={}", folder.path().display());
+        config.memory.zones = vec![MemoryZoneConfig::parse(&zone).unwrap()];
+        assert!(rules_of(&config, &[]).unwrap().contains(&rule(folder.path(), true, true)));
         config.landlock_rules = vec![LandlockConfig::parse("path=/nonexistent,access=rw").unwrap()];
         let error = rules_of(&config, &[]).unwrap_err().to_string();
         assert_eq!(error, "--landlock-rules: cannot find \"/nonexistent\"");
@@ -230,5 +275,27 @@ mod tests {
         assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");
         limits.rules = Some(vec![rule(folder.path(), true, true)]);
         assert!(limits.check(&outside).is_ok());
+    }
+
+    #[test]
+    fn pipes_and_open_files_of_the_vmm_need_no_rules() {
+        let folder = TempDir::new().unwrap();
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let pipe = format!("/proc/self/fd/{}", writer.as_raw_fd());
+        assert!(needed_rule(&Use::new("--serial file", Path::new(&pipe), Kind::Console)).is_none());
+        let socket = folder.path().join("api");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let vmm = [
+            Use::new("--api-socket path", &socket, Kind::Output),
+            Use::new("--log-file", &folder.path().join("log"), Kind::Output),
+            Use::new("--event-monitor fd", Path::new(&pipe), Kind::Output),
+        ];
+        let given = rules_of(&test_config(), &[]).unwrap();
+        let rules = rules_of(&test_config(), &vmm).unwrap();
+        let added: Vec<_> = rules.iter().filter(|rule| !given.contains(rule)).collect();
+        let removal = Rule { path: folder.path().to_owned(), access: Access::REMOVE };
+        assert_eq!(added, [&removal]);
+        // The kernel accepts the rules of a VM whose console is a pipe.
+        std::thread::spawn(move || restrict(&rules).unwrap()).join().unwrap();
     }
 }

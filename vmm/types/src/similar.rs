@@ -21,7 +21,7 @@ pub fn suggestion<'a>(text: &str, names: impl IntoIterator<Item = &'a str>) -> S
     let names = names.map(|name| (similarity(name), name));
     let similar = names.filter(|(similarity, _)| *similarity > MIN_SIMILARITY);
     match similar.max_by(|(one, _), (other, _)| one.total_cmp(other)) {
-        Some((_, name)) => format!("; did you mean '{name}'?"),
+        Some((_, name)) => format!(" (did you mean '{name}'?)"),
         None => String::new(),
     }
 }
@@ -39,9 +39,9 @@ mod tests {
     #[test]
     fn most_similar_name_is_suggested() {
         let suggested = |text: &str| suggestion(text, ["size=", "shared=", "hugepages=", "pty"]);
-        assert_eq!(suggested("sise"), "; did you mean 'size='?");
-        assert_eq!(suggested("hugepage"), "; did you mean 'hugepages='?");
-        assert_eq!(suggested("ptty"), "; did you mean 'pty'?");
+        assert_eq!(suggested("sise"), " (did you mean 'size='?)");
+        assert_eq!(suggested("hugepage"), " (did you mean 'hugepages='?)");
+        assert_eq!(suggested("ptty"), " (did you mean 'pty'?)");
         for text in ["", "7", "p", "pty", "1Q", "frobnicate", &"size".repeat(1 << 20)] {
             assert_eq!(suggested(text), "", "{text:.10}");
         }
@@ -50,8 +50,8 @@ mod tests {
     #[test]
     fn names_of_all_lists_are_suggested() {
         let list = "burst, horizon; parameters of the rules: floor, ceiling";
-        assert_eq!(suggestion_from_list("horizn", list), "; did you mean 'horizon'?");
-        assert_eq!(suggestion_from_list("flor", list), "; did you mean 'floor'?");
+        assert_eq!(suggestion_from_list("horizn", list), " (did you mean 'horizon'?)");
+        assert_eq!(suggestion_from_list("flor", list), " (did you mean 'floor'?)");
         assert_eq!(suggestion_from_list("moon", "none"), "");
     }
 }

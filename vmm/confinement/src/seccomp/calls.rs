@@ -13,19 +13,17 @@ use crate::thread::ThreadKind;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Allowed {
     pub call: i64,
-    pub when: When,
+    /// All of these hold.
+    pub conditions: Vec<Condition>,
 }
 
-/// Condition on an argument of a call. Arguments are numbered from 0.
+/// Condition on an argument of a call: the bits in `mask` have one of `values`. Arguments are
+/// numbered from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum When {
-    Always,
-    /// The bits in `mask` have one of `values`.
-    Is {
-        argument: u8,
-        mask: u64,
-        values: Vec<u64>,
-    },
+pub(super) struct Condition {
+    pub argument: u8,
+    pub mask: u64,
+    pub values: Vec<u64>,
 }
 
 /// Bits of an ioctl() request that are compared: its type and number.
@@ -94,10 +92,9 @@ fn every_thread() -> Vec<Allowed> {
         // A signal to a thread of this process: abort(), and a request to leave the guest.
         int(SYS_tgkill, 0, &[getpid().as_raw_nonzero().get()]),
         // Reads a limit. The pointer to a new limit is null.
-        vec![Allowed {
-            call: SYS_prlimit64,
-            when: When::Is { argument: 2, mask: u64::MAX, values: vec![0] },
-        }],
+        vec![Allowed { call: SYS_prlimit64, conditions: vec![is(2, u64::MAX, &[0])] }],
+        // Default actions, which the handlers of faults and abort() restore.
+        int(SYS_rt_sigaction, 0, &[SIGABRT, SIGBUS, SIGSEGV]),
     ]
     .concat()
 }
@@ -146,10 +143,7 @@ fn start_of_threads() -> Vec<Allowed> {
         | CLONE_NEWPID
         | CLONE_NEWNET;
     let mask = (CLONE_THREAD | namespaces) as u64 & INT;
-    vec![Allowed {
-        call: SYS_clone,
-        when: When::Is { argument: 0, mask, values: vec![CLONE_THREAD as u64] },
-    }]
+    vec![Allowed { call: SYS_clone, conditions: vec![is(0, mask, &[CLONE_THREAD as u64])] }]
 }
 
 /// The confinement of a new thread.
@@ -309,7 +303,10 @@ fn governor() -> Vec<Allowed> {
         files_read_only(),
         always(&[SYS_recvfrom, SYS_sendto, SYS_shutdown]),
         // The governor runs before other threads. 0 is the calling thread.
-        int(SYS_setpriority, 1, &[0]),
+        vec![Allowed {
+            call: SYS_setpriority,
+            conditions: vec![is(0, INT, &[PRIO_PROCESS.into()]), is(1, INT, &[0])],
+        }],
     ]
     .concat()
 }
@@ -369,6 +366,7 @@ fn set_up() -> Vec<Allowed> {
         SYS_fsetxattr,
         SYS_fstatfs,
         SYS_getdents64,
+        SYS_getcwd,
         SYS_geteuid,
         SYS_getpeername,
         SYS_getpgrp,
@@ -410,22 +408,25 @@ fn set_up() -> Vec<Allowed> {
 }
 
 fn always(calls: &[i64]) -> Vec<Allowed> {
-    calls.iter().map(|&call| Allowed { call, when: When::Always }).collect()
+    calls.iter().map(|&call| Allowed { call, conditions: Vec::new() }).collect()
 }
 
 /// A call whose argument, of the C type `int`, is one of `values`.
 fn int(call: i64, argument: u8, values: &[i32]) -> Vec<Allowed> {
-    let values = values.iter().map(|value| u64::from(*value as u32)).collect();
-    vec![Allowed { call, when: When::Is { argument, mask: INT, values } }]
+    let values: Vec<_> = values.iter().map(|value| u64::from(*value as u32)).collect();
+    vec![Allowed { call, conditions: vec![is(argument, INT, &values)] }]
 }
 
 /// A call whose argument has none of `bits`.
 fn without(call: i64, argument: u8, bits: i32) -> Vec<Allowed> {
-    let when = When::Is { argument, mask: u64::from(bits as u32), values: vec![0] };
-    vec![Allowed { call, when }]
+    vec![Allowed { call, conditions: vec![is(argument, u64::from(bits as u32), &[0])] }]
 }
 
 fn ioctl(requests: &[u32]) -> Vec<Allowed> {
-    let values = requests.iter().map(|request| u64::from(*request)).collect();
-    vec![Allowed { call: SYS_ioctl, when: When::Is { argument: 1, mask: REQUEST, values } }]
+    let values: Vec<_> = requests.iter().map(|request| u64::from(*request)).collect();
+    vec![Allowed { call: SYS_ioctl, conditions: vec![is(1, REQUEST, &values)] }]
+}
+
+fn is(argument: u8, mask: u64, values: &[u64]) -> Condition {
+    Condition { argument, mask, values: values.to_owned() }
 }

@@ -65,11 +65,21 @@ pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError
     if mode == SeccompMode::False {
         return Ok(());
     }
+    shrink_a_heap();
     report::install(mode, target).map_err(SeccompError::Handler)?;
     let programs = ThreadKind::ALL.map(|kind| (kind, program::compile(kind, mode)));
     let programs = PROGRAMS.get_or_init(|| programs.into());
     apply_filter(of(programs, ThreadKind::SetUp))?;
     Ok(())
+}
+
+/// Makes the C library read a setting that it otherwise reads when a thread first returns memory to
+/// the kernel (glibc malloc/arena.c, `check_may_shrink_heap`). It keeps the result, and most
+/// threads may not open the file later.
+fn shrink_a_heap() {
+    // The heap of the main thread does not need the setting.
+    let fill = || drop((0..4000).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>());
+    std::thread::spawn(fill).join().expect("no panic");
 }
 
 /// Limits the calling thread to the system calls of its kind, if filters are in use.

@@ -8,7 +8,7 @@ use seccompiler::{
     SeccompRule, sock_filter,
 };
 
-use super::calls::{Allowed, When, allowed};
+use super::calls::{Allowed, Condition, allowed};
 use super::request::KVM_RUN;
 use super::{SeccompMode, report};
 use crate::thread::ThreadKind;
@@ -56,26 +56,37 @@ pub(super) fn compile(kind: ThreadKind, mode: SeccompMode) -> BpfProgram {
 /// Returns the rules of each call. A call without rules is allowed with all arguments.
 fn rules(allowed: Vec<Allowed>) -> BTreeMap<i64, Vec<SeccompRule>> {
     let mut rules = BTreeMap::<i64, Option<Vec<SeccompRule>>>::new();
-    for Allowed { call, when } in allowed {
+    for Allowed { call, conditions } in allowed {
         let of_call = rules.entry(call).or_insert(Some(Vec::new()));
-        match when {
-            When::Always => *of_call = None,
-            When::Is { argument, mask, values } => {
-                let added = values.into_iter().map(|value| rule(argument, mask, value));
-                of_call.iter_mut().for_each(|rules| rules.extend(added.clone()));
-            }
+        if conditions.is_empty() {
+            *of_call = None;
+        }
+        if let Some(rules) = of_call {
+            let rule = |conditions| SeccompRule::new(conditions).expect("at least one condition");
+            rules.extend(alternatives(&conditions).into_iter().map(rule));
         }
     }
     rules.into_iter().map(|(call, rules)| (call, rules.unwrap_or_default())).collect()
 }
 
-fn rule(argument: u8, mask: u64, value: u64) -> SeccompRule {
+/// Returns all combinations of a value for each condition.
+fn alternatives(conditions: &[Condition]) -> Vec<Vec<SeccompCondition>> {
+    let Some((first, rest)) = conditions.split_first() else { return vec![Vec::new()] };
+    let rest = alternatives(rest);
+    let with_first = |value: &u64| {
+        let first = compiled(first.argument, first.mask, *value);
+        rest.iter().map(|rest| [std::slice::from_ref(&first), rest].concat()).collect::<Vec<_>>()
+    };
+    first.values.iter().flat_map(with_first).collect()
+}
+
+fn compiled(argument: u8, mask: u64, value: u64) -> SeccompCondition {
     let length = match u32::try_from(mask) {
         Ok(_) => SeccompCmpArgLen::Dword,
         Err(_) => SeccompCmpArgLen::Qword,
     };
     let condition = SeccompCondition::new(argument, length, SeccompCmpOp::MaskedEq(mask), value);
-    SeccompRule::new(vec![condition.expect("an argument of a call")]).expect("one condition")
+    condition.expect("an argument of a call")
 }
 
 /// Allows `KVM_RUN` with few instructions. The kernel remembers only calls that are allowed for all

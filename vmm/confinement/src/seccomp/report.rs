@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::fmt::{self, Write};
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -115,7 +116,8 @@ extern "C" fn on_sigsys(_: c_int, info: *mut libc::siginfo_t, context: *mut c_vo
     if unsafe { (*info).si_code } != SYS_SECCOMP {
         return;
     }
-    let Some(report) = REPORT.get() else { return };
+    // SAFETY: _exit() is signal-safe, and ends the process.
+    let Some(report) = REPORT.get() else { unsafe { libc::_exit(EXIT_STATUS) } };
     // SAFETY: the kernel passes the interrupted context, which the handler may change. The
     // registers are those before the call (Documentation/userspace-api/seccomp_filter.rst).
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
@@ -125,7 +127,7 @@ extern "C" fn on_sigsys(_: c_int, info: *mut libc::siginfo_t, context: *mut c_vo
     let saved_errno = *errno;
     if report.mode != SeccompMode::Log {
         print(report.target, &call, "the VMM ends");
-        // SAFETY: _exit() is signal-safe, and ends the process.
+        // SAFETY: as above.
         unsafe { libc::_exit(EXIT_STATUS) };
     }
     if call.needs_its_own_frame() {
@@ -195,8 +197,19 @@ fn print(target: ReportTarget, call: &Call, result: &str) {
     let _ = line.describe(target.is_json, &thread_name(), call, result);
     let _ = line.bytes[line.len.min(LINE_BYTES - 1)..].first_mut().map(|end| *end = b'\n');
     let len = (line.len + 1).min(LINE_BYTES);
+    if !is_writable(target.fd) {
+        return;
+    }
     // SAFETY: the buffer has `len` bytes. If the descriptor is closed, the write fails.
     unsafe { libc::write(target.fd, line.bytes.as_ptr().cast(), len) };
+}
+
+/// Returns true if a write does not wait for a reader, which might never read.
+fn is_writable(fd: RawFd) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointers are valid during the call, and no signal mask is given.
+    unsafe { libc::ppoll(&raw mut poll, 1, &raw const now, std::ptr::null()) == 1 }
 }
 
 fn thread_name() -> [u8; NAME_BYTES] {

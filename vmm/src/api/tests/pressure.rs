@@ -14,7 +14,7 @@ fn invalid_pressure_changes_never_reach_the_owner() {
             (r#"{"pause": true"#, "EOF"),
             (
                 r#"{"polcy": "psi"}"#,
-                r#""polcy"; did you mean 'policy'?; the keys are policy, size, "#,
+                r#""polcy" (did you mean 'policy'?); the keys are policy, size, "#,
             ),
             (r#"{"policy": "psi", "policy": "off"}"#, "policy is given twice"),
             (r#"{"policy": 7}"#, "policy is 7, and must be a string"),

@@ -35,7 +35,7 @@ fn error_of_unknown_parameter_lists_known_ones() {
         )
     };
     // A misspelled parameter, a parameter of another policy, and a rule in the wrong place.
-    let similar = "; did you mean 'cool_down'?";
+    let similar = " (did you mean 'cool_down'?)";
     for (name, suggestion) in [("cooldown", similar), ("idle", ""), ("ceiling", "")] {
         let refused = f.change(json!({"params": {name: "1G"}}));
         assert_eq!(refused, Err(expected(name, suggestion)));

@@ -27,15 +27,15 @@ impl IdleExecutor {
         Self(Arc::new(Mutex::new(executor)))
     }
 
+    /// Returns the executor, unless the kernel has refused its steps.
     pub(super) fn take(&self) -> Option<Box<dyn Executor>> {
-        self.0.lock().take()
+        self.0.lock().take_if(|executor| !executor.is_given_up())
     }
 
-    /// Keeps a drained executor for the next activation, unless the kernel has refused its steps.
+    /// Keeps a drained executor. If the kernel has refused its steps, it is only dropped with the
+    /// device, because the thread of a queue may not end a ring.
     pub(super) fn keep(&self, executor: Box<dyn Executor>) {
-        if !executor.is_given_up() {
-            *self.0.lock() = Some(executor);
-        }
+        *self.0.lock() = Some(executor);
     }
 }
 

@@ -29,6 +29,9 @@ mod tests {
         assert_eq!(RngConfig::parse("src=/dev/hwrng").unwrap().src, PathBuf::from("/dev/hwrng"));
         assert_eq!(RngConfig::parse("iommu=off"), Ok(RngConfig::default()));
         let error = RngConfig::parse("source=/dev/random").unwrap_err();
-        assert_eq!(error.to_string(), r#"--rng: unknown key "source"; the keys are src="#);
+        assert_eq!(
+            error.to_string(),
+            r#"--rng: unknown key "source" (did you mean 'src='?); the keys are src="#
+        );
     }
 }
