@@ -81,12 +81,12 @@ fn serve(
         // A VM of the command line has limits by default. A client requests them.
         is_required: launch.landlock == LandlockMode::On || launch.config.is_none(),
     };
-    let is_limited = launch.landlock != LandlockMode::Off;
+    let is_required = landlock.is_always;
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime
         .worker_threads(1)
         .thread_name("_api")
-        .on_thread_start(move || confine_server(is_limited))
+        .on_thread_start(move || confine_server(is_required))
         .enable_all()
         .build()?;
     runtime.block_on(async {
@@ -137,12 +137,14 @@ fn serve(
     })
 }
 
-/// Confines a thread of the servers, which opens only files with counters.
-fn confine_server(is_limited: bool) {
-    if is_limited {
-        let rules = COUNTERS.map(|path| Rule { path: path.into(), access: Access::READ });
-        if let Err(error) = landlock::restrict(&rules) {
-            error!(%error, "A thread of the API is not limited to its files");
+/// Confines a thread of the servers, which opens only files with counters. Ends the VMM if the
+/// kernel refuses limits of files that are required.
+fn confine_server(is_required: bool) {
+    let rules = COUNTERS.map(|path| Rule { path: path.into(), access: Access::READ });
+    if let Err(error) = landlock::restrict(&rules) {
+        error!(%error, "A thread of the API is not limited to files with counters");
+        if is_required {
+            std::process::exit(1);
         }
     }
     seccomp::enter(ThreadKind::Api);

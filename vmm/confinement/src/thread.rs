@@ -8,8 +8,8 @@ use crate::seccomp;
 /// Work of a thread. It determines the system calls that the thread may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Builds VMs, adds and removes devices. All other threads are its children, so its filter
-    /// allows everything that any of them needs.
+    /// Builds VMs, adds and removes devices. The other kinds inherit its filter, so it allows
+    /// everything that any of them needs.
     SetUp,
     /// Serves the API and the metrics.
     Api,
@@ -21,7 +21,7 @@ pub enum ThreadKind {
     Vsock,
     /// Serves queues of disks, network interfaces and persistent memory.
     Queue,
-    /// Changes guest memory: serves virtio-mem and the balloon, and detects damaged memory.
+    /// Changes guest memory: serves virtio-mem, and detects lost memory.
     Memory,
     /// Decides about guest memory, and reads the reports of agents.
     Governor,

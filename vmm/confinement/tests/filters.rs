@@ -19,7 +19,7 @@ const NOT_PERMITTED: i32 = 3;
 /// Exit status of a child whose filter has refused the call: 128 and the number of SIGSYS.
 const REFUSED: i32 = 159;
 
-/// What a child does in its thread.
+/// Action of a child in its thread.
 type Action = fn() -> io::Result<()>;
 
 /// What code tries in a thread of the VMM after an escape from a guest, by the name of the call.
@@ -171,10 +171,10 @@ fn child() {
 fn escaped_guest_can_do_nothing_in_any_thread() {
     for (name, _) in ATTEMPTS {
         // Without this, the rest would prove nothing.
-        let free = attempt(name, SeccompMode::False, ThreadKind::Vcpu, "text");
+        let free = attempt(name, SeccompMode::Off, ThreadKind::Vcpu, "text");
         assert_eq!(free.status.code(), Some(0), "{name}: {free:?}");
         for kind in ThreadKind::ALL {
-            let refused = attempt(name, SeccompMode::True, kind, "text");
+            let refused = attempt(name, SeccompMode::Enforce, kind, "text");
             assert_eq!(refused.status.code(), Some(REFUSED), "{name}, {kind:?}: {refused:?}");
             let printed = String::from_utf8(refused.stderr).unwrap();
             let start = format!("foreshore: thread attempt: the system call {name} (");
@@ -189,7 +189,7 @@ fn escaped_guest_can_do_nothing_in_any_thread() {
 fn special_calls_are_limited_to_the_threads_that_need_them() {
     for (name, _, kinds) in SPECIAL {
         for kind in ThreadKind::ALL {
-            let output = attempt(name, SeccompMode::True, kind, "text");
+            let output = attempt(name, SeccompMode::Enforce, kind, "text");
             let expected = if kinds.contains(&kind) { 0 } else { REFUSED };
             assert_eq!(output.status.code(), Some(expected), "{name}, {kind:?}: {output:?}");
         }
@@ -199,7 +199,7 @@ fn special_calls_are_limited_to_the_threads_that_need_them() {
 #[test]
 fn refused_call_is_one_line() {
     let [text, json] = ["text", "json"].map(|format| {
-        let output = attempt("setfsuid", SeccompMode::True, ThreadKind::Vcpu, format);
+        let output = attempt("setfsuid", SeccompMode::Enforce, ThreadKind::Vcpu, format);
         String::from_utf8(output.stderr).unwrap()
     });
     let line = "the system call setfsuid (122) with the arguments 0xffffffff ";
@@ -223,7 +223,7 @@ fn logged_call_is_carried_out_and_printed_once() {
 #[test]
 fn thread_can_live_under_its_filter() {
     for kind in ThreadKind::ALL {
-        let output = attempt("live", SeccompMode::True, kind, "text");
+        let output = attempt("live", SeccompMode::Enforce, kind, "text");
         assert_eq!(output.status.code(), Some(0), "{kind:?}: {output:?}");
     }
 }
@@ -231,7 +231,7 @@ fn thread_can_live_under_its_filter() {
 #[test]
 fn only_kinds_that_need_it_start_threads() {
     for kind in ThreadKind::ALL {
-        let output = attempt("start_thread", SeccompMode::True, kind, "text");
+        let output = attempt("start_thread", SeccompMode::Enforce, kind, "text");
         let may_start = [ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Memory].contains(&kind);
         assert_eq!(output.status.success(), may_start, "{kind:?}: {output:?}");
         // The C library blocks signals while it starts a thread, so the kernel ends the process

@@ -37,7 +37,7 @@ fn rule(path: &Path, access: Access) -> Vec<Rule> {
     vec![Rule { path: path.to_owned(), access }]
 }
 
-/// What code tries with a file, by name.
+/// Action on a file, by name.
 type Attempt = (&'static str, fn(&Path) -> io::Result<()>);
 
 const READS: [Attempt; 2] = [

@@ -121,8 +121,8 @@ struct Flags {
     /// Keep the VMM when the guest powers off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// Action on a system call that a thread does not need: true ends the VMM, log prints the call,
-    /// errno lets it fail, false allows all calls [default: true]
+    /// Result of a system call that a thread does not need: true ends the VMM, log logs the call,
+    /// errno makes it fail, false allows all calls [default: true]
     #[arg(long, value_name = "true|false|log|errno", help_heading = "Confinement")]
     seccomp: Option<String>,
     /// Become this user, by name or number, before files are opened
@@ -134,7 +134,7 @@ struct Flags {
     /// Make this the root folder, in which all paths are looked up
     #[arg(long, value_name = "FOLDER", help_heading = "Confinement")]
     chroot: Option<PathBuf>,
-    /// Limit the VMM to the files of the VM: auto if the kernel has Landlock
+    /// Limit the VMM to the files of the VM by Landlock
     #[arg(long, value_name = "MODE", num_args = 0..=1, default_value = "auto", default_missing_value = "on", ignore_case = true, help_heading = "Confinement")]
     landlock: LandlockMode,
     /// Log to a file [default: standard error]
@@ -735,7 +735,7 @@ mod tests {
 
     #[test]
     fn system_calls_are_filtered_by_default() {
-        assert_eq!(launch(&[]).seccomp, SeccompMode::True);
+        assert_eq!(launch(&[]).seccomp, SeccompMode::Enforce);
         for mode in SeccompMode::ALL {
             assert_eq!(launch(&["--seccomp", mode.name()]).seccomp, mode);
         }

@@ -5,15 +5,15 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use foreshore_config::{section, words};
 
-/// `--landlock`: whether a VM on the command line is limited to its files.
+/// Condition under which VMs are limited to their files (`--landlock`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum LandlockMode {
-    /// It is limited if the kernel has Landlock.
+    /// The VM of the command line is limited if the kernel has Landlock.
     #[default]
     Auto,
-    /// It is limited, and so is each VM that a client creates. Without Landlock, no VM starts.
+    /// All VMs are limited. Without Landlock, no VM starts.
     On,
-    /// It is not limited.
+    /// Only VMs are limited whose client requests it.
     Off,
 }
 

@@ -76,7 +76,7 @@ pub(super) struct SeccompMetrics(pub SeccompMode);
 impl Expose for SeccompMetrics {
     fn expose(&self, out: &mut Exposition) {
         let help = "1 if system calls that a thread does not need are refused.";
-        let is_refused = matches!(self.0, SeccompMode::True | SeccompMode::Errno);
+        let is_refused = matches!(self.0, SeccompMode::Enforce | SeccompMode::Errno);
         out.flags(Family("seccomp_enabled", help, None), [(vec![], is_refused)]);
     }
 }

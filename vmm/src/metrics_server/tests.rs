@@ -232,7 +232,7 @@ fn calls() -> Arc<CallMetrics> {
 fn everything() -> Everything {
     let metrics = Arc::new(Metrics::new("vm \"1\""));
     metrics.add(event_counters());
-    register_process(&metrics, SeccompMode::False);
+    register_process(&metrics, SeccompMode::Off);
     metrics.add(Arc::new(RefusedHosts::default()));
     let restarts = Arc::<RestartMetrics>::default();
     restarts.count(Duration::from_millis(2500));
@@ -715,7 +715,7 @@ fn enforced_filter_is_a_metric() {
         metrics.encode(&ZoneMetrics::default()).unwrap()
     };
     for mode in SeccompMode::ALL {
-        let flag = u8::from(matches!(mode, SeccompMode::True | SeccompMode::Errno));
+        let flag = u8::from(matches!(mode, SeccompMode::Enforce | SeccompMode::Errno));
         let sample = format!("foreshore_seccomp_enabled{{vm=\"a\"}} {flag}.0");
         assert!(encode(mode).contains(&sample), "{mode:?}");
     }

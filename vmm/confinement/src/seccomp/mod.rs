@@ -18,9 +18,9 @@ use crate::thread::ThreadKind;
 pub enum SeccompMode {
     /// The VMM prints the call and ends.
     #[default]
-    True,
+    Enforce,
     /// There are no filters.
-    False,
+    Off,
     /// The VMM prints the call and carries it out.
     Log,
     /// The call fails with EPERM.
@@ -28,13 +28,13 @@ pub enum SeccompMode {
 }
 
 impl SeccompMode {
-    pub const ALL: [Self; 4] = [Self::True, Self::False, Self::Log, Self::Errno];
+    pub const ALL: [Self; 4] = [Self::Enforce, Self::Off, Self::Log, Self::Errno];
 
     /// Name of the mode in the flag.
     pub fn name(self) -> &'static str {
         match self {
-            Self::True => "true",
-            Self::False => "false",
+            Self::Enforce => "true",
+            Self::Off => "false",
             Self::Log => "log",
             Self::Errno => "errno",
         }
@@ -50,7 +50,7 @@ pub enum SeccompError {
     Install(#[from] seccompiler::Error),
 }
 
-/// Where a refused call is printed, and how.
+/// Destination and format of reports about refused calls.
 #[derive(Clone, Copy, Debug)]
 pub struct ReportTarget {
     pub fd: RawFd,
@@ -62,7 +62,7 @@ static PROGRAMS: OnceLock<Vec<(ThreadKind, BpfProgram)>> = OnceLock::new();
 /// Compiles the filters of all threads, and installs that of the calling thread, which is inherited
 /// by the threads that it starts. Must be called only once.
 pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError> {
-    if mode == SeccompMode::False {
+    if mode == SeccompMode::Off {
         return Ok(());
     }
     shrink_a_heap();

@@ -34,9 +34,9 @@ const X86_64: u32 = 0xc000_003e;
 pub(super) fn compile(kind: ThreadKind, mode: SeccompMode) -> BpfProgram {
     let rules = rules(allowed(kind));
     let otherwise = match mode {
-        SeccompMode::True | SeccompMode::Log => SeccompAction::Trap,
+        SeccompMode::Enforce | SeccompMode::Log => SeccompAction::Trap,
         SeccompMode::Errno => SeccompAction::Errno(libc::EPERM as u32),
-        SeccompMode::False => SeccompAction::Allow,
+        SeccompMode::Off => SeccompAction::Allow,
     };
     let architecture = ARCH.try_into().expect("an architecture of seccompiler");
     let filter = SeccompFilter::new(rules, otherwise, SeccompAction::Allow, architecture);

@@ -130,7 +130,7 @@ extern "C" fn on_sigsys(_: c_int, info: *mut libc::siginfo_t, context: *mut c_vo
         // SAFETY: as above.
         unsafe { libc::_exit(EXIT_STATUS) };
     }
-    if call.needs_its_own_frame() {
+    if call.returns_elsewhere() {
         print(report.target, &call, "it cannot be repeated, so the VMM ends");
         // SAFETY: as above.
         unsafe { libc::_exit(EXIT_STATUS) };
@@ -153,7 +153,7 @@ impl Call {
     }
 
     /// Returns true for calls that return twice, or to another place.
-    fn needs_its_own_frame(&self) -> bool {
+    fn returns_elsewhere(&self) -> bool {
         let calls = [
             libc::SYS_clone,
             libc::SYS_clone3,
