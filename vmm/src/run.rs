@@ -23,8 +23,9 @@ use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
 use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 
-/// Files with counters of the process and of its network interfaces.
-const COUNTERS: [&str; 2] = ["/proc", "/sys"];
+/// Files that the servers open: counters of the process and of its network interfaces, and random
+/// numbers.
+const SERVER_FILES: [&str; 4] = ["/proc", "/sys", "/dev/random", "/dev/urandom"];
 
 /// Error that ends the VMM.
 #[derive(Debug, Error)]
@@ -137,12 +138,12 @@ fn serve(
     })
 }
 
-/// Confines a thread of the servers, which opens only files with counters. Ends the VMM if the
+/// Confines a thread of the servers, which opens only [`SERVER_FILES`]. Ends the VMM if the
 /// kernel refuses limits of files that are required.
 fn confine_server(is_required: bool) {
-    let rules = COUNTERS.map(|path| Rule { path: path.into(), access: Access::READ });
+    let rules = SERVER_FILES.map(|path| Rule { path: path.into(), access: Access::READ });
     if let Err(error) = landlock::restrict(&rules) {
-        error!(%error, "A thread of the API is not limited to files with counters");
+        error!(%error, "A thread of the API can open all files");
         if is_required {
             std::process::exit(1);
         }

@@ -252,9 +252,20 @@ impl EventLoopHandle {
             .map_err(EventLoopError::Ended)
     }
 
-    /// Removes a subscriber, and drops it on the loop's thread. Its end may need system calls that
-    /// the caller, for example a vCPU, may not make. Must not be called on the loop's thread.
-    pub fn remove(&self, id: SubscriberId) -> Result<(), EventLoopError> {
+    /// Removes and returns a subscriber. The loop no longer uses it. Must not be called on the
+    /// loop's thread.
+    pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
+        self.endpoint
+            .call_blocking::<_, _, event_manager::Error>(move |manager| {
+                manager.remove_subscriber(id)
+            })
+            .map_err(EventLoopError::Ended)
+    }
+
+    /// Same as [`EventLoopHandle::remove`], but drops the subscriber on the loop's thread. Use this
+    /// if the end of the subscriber needs system calls that the caller, for example a vCPU, may not
+    /// make.
+    pub fn remove_and_drop(&self, id: SubscriberId) -> Result<(), EventLoopError> {
         self.endpoint
             .call_blocking::<_, _, event_manager::Error>(move |manager| {
                 manager.remove_subscriber(id).map(drop)
@@ -485,7 +496,7 @@ mod tests {
         let id = event_loop.handle().add(Box::new(subscriber)).unwrap();
         fd.write(3).unwrap();
         assert_eq!(counts.recv().unwrap(), 3);
-        event_loop.handle().remove(id).unwrap();
+        drop(event_loop.handle().remove(id).unwrap());
         fd.write(1).unwrap();
         // The subscriber owned the only sender. The closed channel proves that the event can no
         // longer be handled.

@@ -16,8 +16,8 @@ use crate::config::{LandlockConfig, VmConfig};
 use crate::vm::named_twice::uses_of_running_vmm;
 use crate::vm::uses::{Kind, Use, uses_of_vm};
 
-/// Paths that a VMM reads: counters of its process and its guest, and properties of the host.
-const READ: [&str; 2] = ["/proc", "/sys"];
+/// Paths that a VMM reads: counters of its process, properties of the host, and random numbers.
+const READ: [&str; 4] = ["/proc", "/sys", "/dev/random", "/dev/urandom"];
 /// Devices that a VMM opens: KVM, network interfaces and pseudo terminals.
 const DEVICES: [&str; 5] = ["/dev/kvm", "/dev/net/tun", "/dev/vhost-net", "/dev/ptmx", "/dev/pts"];
 
@@ -75,6 +75,11 @@ pub(crate) struct FileLimits {
 impl FileLimits {
     pub(crate) fn new(policy: LandlockPolicy, metrics: Arc<LandlockMetrics>) -> Self {
         Self { policy, metrics, rules: None }
+    }
+
+    /// Makes the limits that later VMs request a requirement, because a client has created them.
+    pub(crate) fn require(&mut self) {
+        self.policy.is_required = true;
     }
 
     /// Checks that the limits in force permit the files of `config`. Puts limits in force if there

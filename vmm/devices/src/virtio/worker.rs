@@ -37,7 +37,7 @@ impl WorkerSlot {
     /// worker was running.
     pub(super) fn stop(&mut self) -> bool {
         let Some(worker) = self.worker.take() else { return false };
-        if let Err(err) = self.event_loop.remove(worker) {
+        if let Err(err) = self.event_loop.remove_and_drop(worker) {
             // The event loop has ended, so its workers no longer exist.
             debug!(%err, "Device worker had already ended");
         }

@@ -52,6 +52,7 @@ impl MachineFactory for KvmFactory {
     }
 
     fn release(&mut self) {
+        self.file_limits.require();
         self.resources = self.resources.anew();
     }
 }

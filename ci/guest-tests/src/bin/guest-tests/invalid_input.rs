@@ -199,7 +199,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     for path in [&pool_path, &pmem_path, &image_path, &device_path] {
         refuses(&disk(path, ""), &["--disk", path, &holder])?;
     }
-    let refused = pool.create_volume("other", "16M").err().context("pmvol created a volume")?;
+    let refused = pool.create_volume("other", "32M").err().context("pmvol created a volume")?;
     let refused = format!("{refused:#}");
     ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
     // Console files may be truncated only when the start can no longer fail.
