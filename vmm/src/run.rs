@@ -79,7 +79,7 @@ fn serve(
     // or ended. The servers run on another thread, and can answer some requests in that time.
     let landlock = LandlockPolicy {
         is_always: launch.landlock == LandlockMode::On,
-        // A VM of the command line has limits by default. A client requests them.
+        // VMs of the command line are limited by default. VMs of clients are limited on request.
         is_required: launch.landlock == LandlockMode::On || launch.config.is_none(),
     };
     let is_required = landlock.is_always;

@@ -112,7 +112,7 @@ fn api_socket_is_completed_with_sockets_and_folders() {
     }
 }
 
-/// Other shells pass whole words and replace whole words.
+/// Other shells pass and replace whole words.
 #[test]
 fn options_are_completed_as_whole_words_in_zsh_and_fish() {
     let folder = Folder::new();
@@ -151,7 +151,7 @@ fn volumes_of_a_pool_in_use_are_completed() {
     drop(owner);
     assert_eq!(of_pool("pool", "l"), "logs");
     assert!(fs::read(&path).unwrap() == before, "completion changes nothing");
-    // No pools. To open a FIFO in the usual way waits for a writer.
+    // None of these is a pool. A blocking open of a FIFO would wait for a writer.
     rustix::fs::mknodat(
         rustix::fs::CWD,
         folder.path().join("fifo"),
@@ -237,7 +237,7 @@ fn zones_of_a_vm_are_completed() {
     };
     assert_eq!(completed("api", &["resize-zone", "--id", ""]), "dram pm");
     assert_eq!(completed("api", &["pressure", "resume", "p"]), "pm");
-    // Nothing answers at this socket, and there is no other.
+    // The first socket does not answer, and the second does not exist.
     assert_eq!(completed("vm.sock", &["resize-zone", "--id", ""]), "");
     assert_eq!(completed("nowhere", &["resize-zone", "--id", ""]), "");
 }

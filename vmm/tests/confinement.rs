@@ -106,7 +106,7 @@ fn process_cannot_gain_privileges() {
 }
 
 #[test]
-fn each_thread_has_a_filter_unless_the_user_wants_none() {
+fn each_thread_has_a_filter_unless_filters_are_disabled() {
     // Mode 2 of seccomp(2) is a filter.
     for (mode, expected) in [
         (None, "2"),
@@ -159,7 +159,7 @@ fn vmm_becomes_another_user_without_capabilities() {
 }
 
 #[test]
-fn vmm_has_the_root_folder_that_is_given() {
+fn chroot_changes_the_root_folder() {
     if !rustix::process::geteuid().is_root() {
         return eprintln!("skipped: only root can change the root folder");
     }

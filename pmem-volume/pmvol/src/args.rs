@@ -96,7 +96,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   pmvol grow /pm/pool --size 32G
-  pmvol grow /dev/vg0/pool  to all of the device, after that has grown")]
+  pmvol grow /dev/vg0/pool  to all of the device, after it has grown")]
     Grow {
         /// Pool
         pool: PathBuf,
@@ -293,7 +293,7 @@ Examples:
 Examples:
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume resize /pm/pool data --size remaining
-  pmvol volume resize /pm/pool dax --size 2G --shrink  a raw volume; what lies behind 2G is erased")]
+  pmvol volume resize /pm/pool dax --size 2G --shrink  a raw volume; data beyond 2G is erased")]
     Resize {
         /// Pool
         pool: PathBuf,

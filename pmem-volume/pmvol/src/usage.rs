@@ -24,13 +24,13 @@ pub(crate) enum UsageError {
     Parts(SplitError),
     #[error("{name:?} is both the old and the new name; choose another new name")]
     SameName { name: String },
-    #[error("--size: the size of stdin is unknown; name the size of the volume")]
+    #[error("--size: the size of stdin is unknown; set the size of the volume")]
     StdinSize,
     #[error(
         "{flag} -: qcow2 cannot be streamed, because its reader and its writer seek; use a file, or leave {format_flag} out"
     )]
     Qcow2Stream { flag: &'static str, format_flag: &'static str },
-    #[error("--to -: --json prints on stdout, which gets the image; leave one of them out")]
+    #[error("--to -: --json prints on stdout, which receives the image; leave one of them out")]
     JsonWithImage,
 }
 

@@ -70,7 +70,7 @@ fn run(folder: &Folder, line: &str) -> (Output, String) {
 }
 
 #[test]
-fn wrong_command_lines_end_with_2_and_refusals_with_1() {
+fn wrong_command_line_exits_with_2_and_refusal_with_1() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "v", "--size", "22M"]);

@@ -93,7 +93,7 @@ impl Block<'_> {
 }
 
 /// Returns each block of `text` that can hold commands: indented blocks, and fenced blocks marked
-/// with `sh` or nothing. A marker that no such block follows is a block without lines.
+/// with `sh` or nothing. A marker without such a block below it is a block without lines.
 ///
 /// Other fenced blocks hold output, files or summaries of flags. In an indented block, a line of
 /// output does not start with the name of a program.

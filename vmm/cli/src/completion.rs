@@ -22,7 +22,7 @@ pub use self::options::{FlagOption, GivenOptions, Values, complete_options};
 /// `COMPLETE`, programs would react to a variable that the user has set for another purpose.
 const VARIABLE: &str = "FORESHORE_COMPLETE";
 
-/// Function of bash that calls the one from clap_complete.
+/// Bash function that wraps the completion function of clap_complete.
 const JOINED_WORDS: &str = include_str!("completion/joined_words.bash");
 
 /// Returns a script for `shell` that completes the command line of `program` by calling

@@ -22,7 +22,7 @@ const KVM: &str = "dev/kvm";
 pub struct Identity {
     /// Name or number.
     pub user: Option<String>,
-    /// Name or number. By default the primary group of the user.
+    /// Name or number. The default is the primary group of the user.
     pub group: Option<String>,
     pub root: Option<PathBuf>,
 }
@@ -37,13 +37,13 @@ pub enum IdentityError {
     NoGroup(String),
     #[error("--chroot {root:?}: {} is not a character device; bind-mount /dev/kvm there", root.join(KVM).display())]
     NoKvm { root: PathBuf },
-    #[error("--chroot: cannot make {root:?} the root folder; only root can")]
+    #[error("--chroot: cannot make {root:?} the root folder; run the VMM as root")]
     Chroot {
         root: PathBuf,
         #[source]
         source: Errno,
     },
-    #[error("--user, --group: cannot change the user and its groups; only root can")]
+    #[error("--user, --group: cannot change the user and its groups; run the VMM as root")]
     Change(#[from] Errno),
     /// This number means "unchanged" in setresuid(2).
     #[error("{flag}: {} is not a valid number", u32::MAX)]
@@ -64,7 +64,7 @@ struct Ids {
 /// threads are started, and before files are opened. A user other than root has no capabilities
 /// afterwards (capabilities(7), "Effect of user ID changes on capabilities").
 pub fn assume(identity: &Identity) -> Result<(), IdentityError> {
-    // Users and groups are those of the host.
+    // The files with users and groups are those of the host, so they are read before the chroot.
     let ids = look_up(identity)?;
     if let Some(root) = &identity.root {
         let kind = std::fs::metadata(root.join(KVM)).map(|metadata| metadata.file_type());

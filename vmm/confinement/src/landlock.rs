@@ -10,7 +10,7 @@ use landlock::{
 use thiserror::Error;
 
 /// Newest version of the kernel's interface whose rights for files are used. A kernel with an older
-/// version does not restrict what it does not know.
+/// version does not restrict the rights that it does not know.
 const NEWEST: ABI = ABI::V5;
 
 /// Reading files, folders and properties of devices. Filters limit the requests to devices.

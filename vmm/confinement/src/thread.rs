@@ -8,7 +8,7 @@ use crate::seccomp;
 /// Work of a thread. It determines the system calls that the thread may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Builds VMs, adds and removes devices. The other kinds inherit its filter, so it allows
+    /// Builds VMs, and adds and removes devices. The other kinds inherit its filter, so it allows
     /// everything that any of them needs.
     SetUp,
     /// Serves the API and the metrics.

@@ -22,7 +22,7 @@ const REFUSED: i32 = 159;
 /// Action of a child in its thread.
 type Action = fn() -> io::Result<()>;
 
-/// What code tries in a thread of the VMM after an escape from a guest, by the name of the call.
+/// Calls that an attacker may try after an escape from a guest into the VMM, by name.
 /// No kind of thread needs any of these calls.
 const ATTEMPTS: [(&str, Action); 8] = [
     ("execve", || {
@@ -168,9 +168,9 @@ fn child() {
 }
 
 #[test]
-fn escaped_guest_can_do_nothing_in_any_thread() {
+fn calls_of_an_attacker_are_refused_in_every_thread() {
     for (name, _) in ATTEMPTS {
-        // Without this, the rest would prove nothing.
+        // The call succeeds without a filter, so the filter causes the later failures.
         let free = attempt(name, SeccompMode::Off, ThreadKind::Vcpu, "text");
         assert_eq!(free.status.code(), Some(0), "{name}: {free:?}");
         for kind in ThreadKind::ALL {
@@ -221,7 +221,7 @@ fn logged_call_is_carried_out_and_printed_once() {
 }
 
 #[test]
-fn thread_can_live_under_its_filter() {
+fn thread_allocates_and_waits_under_its_filter() {
     for kind in ThreadKind::ALL {
         let output = attempt("live", SeccompMode::Enforce, kind, "text");
         assert_eq!(output.status.code(), Some(0), "{kind:?}: {output:?}");

@@ -112,8 +112,8 @@ pub fn log_panics(config: &LogConfig) {
             panic = panic.payload_as_str(),
             "Panic: please report this as a bug"
         );
-        // The resolution of names opens the program. A thread whose filter allows no open() ends
-        // the process here.
+        // To resolve names, the backtrace opens the program file. A thread whose filter allows no
+        // open() ends the process here.
         let backtrace = Backtrace::capture();
         if backtrace.status() == BacktraceStatus::Captured {
             tracing::error!(%backtrace, "Backtrace of the panic");

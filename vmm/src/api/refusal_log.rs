@@ -184,8 +184,8 @@ impl ConnectionWarnings {
     }
 }
 
-/// Returns the status with which hyper answers a request that it cannot parse. It closes the
-/// connection of a client that uses HTTP/2 without an answer (`on_error` in src/proto/h1/role.rs).
+/// Returns the status with which hyper answers a request that it cannot parse. hyper
+/// closes HTTP/2 connections without an answer (`on_error` in src/proto/h1/role.rs).
 fn status_of(error: &hyper::Error) -> Option<u16> {
     if error.is_parse_version_h2() {
         return None;

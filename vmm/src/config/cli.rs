@@ -128,7 +128,7 @@ struct Flags {
     /// Become this user, by name or number, before files are opened
     #[arg(long, value_name = "USER", help_heading = "Confinement")]
     user: Option<String>,
-    /// Take on this group instead of the user's primary group
+    /// Use this group instead of the user's primary group
     #[arg(long, value_name = "GROUP", help_heading = "Confinement")]
     group: Option<String>,
     /// Make this the root folder, in which all paths are looked up

@@ -13,7 +13,7 @@ pub enum LandlockMode {
     Auto,
     /// All VMs are limited. Without Landlock, no VM starts.
     On,
-    /// Only VMs are limited whose client requests it.
+    /// VMs are limited only if their client requests it.
     Off,
 }
 
@@ -26,7 +26,7 @@ words! {
 }
 
 section! {
-    /// Files that devices may use that are added to a running VM.
+    /// Files for devices that are added to a running VM.
     pub struct LandlockConfig: "--landlock-rules" "Files for devices that are added later" {
         path: PathBuf => "File, or folder with all files below it",
         access: LandlockAccess => "Read (r), write (w) or both",

@@ -264,7 +264,7 @@ impl VcpuThread {
         let (started, start) = mpsc::channel();
         // libvirt searches for vCPU threads by this name when it pins them.
         let work = move || {
-            // Fails if pinning has failed.
+            // The send fails if pinning has failed.
             let _ = started.send(gettid().as_raw_nonzero().get());
             cores.claim(index);
             // If creating the vCPU failed, the channel is closed without a vCPU.

@@ -35,7 +35,7 @@ pub(crate) enum FileLimitsError {
         #[source]
         source: std::io::Error,
     },
-    /// The limits cannot be extended after they are in force.
+    /// The object needs a rule, but limits that are in force cannot be extended.
     #[error(
         "{name} is outside the files to which Landlock limits this VMM; restart it with \
          --landlock-rules path={},access={access} or with --landlock off", folder.display()
@@ -196,7 +196,7 @@ fn needed_rule(object: &Use) -> Option<Rule> {
     })
 }
 
-/// Returns true if one of `rules` permits what `needed` does. A missing file is outside, as its
+/// Returns true if one of `rules` permits what `needed` does. A missing file is covered if its
 /// folder is.
 fn covers(rules: &[Rule], needed: &Rule) -> bool {
     let real = |path: &Path| fs::canonicalize(path).ok();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn vm_may_use_what_its_configuration_names() {
+    fn rules_permit_the_files_of_the_configuration() {
         let folder = TempDir::new().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["disk", "cdrom"] {

@@ -1,4 +1,4 @@
-//! Suggestions for mistyped names, by the measure that clap uses for flags: the similarity of Jaro.
+//! Suggestions for mistyped names, by the measure that clap uses for flags: the Jaro similarity.
 
 use std::ops::RangeInclusive;
 
@@ -16,7 +16,7 @@ pub fn suggestion<'a>(text: &str, names: impl IntoIterator<Item = &'a str>) -> S
         return String::new();
     }
     let similarity = |name: &str| strsim::jaro(text, name.trim_end_matches('='));
-    // A known word is refused as a key that has a value.
+    // A text that equals a name is not mistyped, for example `tty` in `tty=1`.
     let names = names.into_iter().filter(|name| *name != text);
     let names = names.map(|name| (similarity(name), name));
     let similar = names.filter(|(similarity, _)| *similarity > MIN_SIMILARITY);

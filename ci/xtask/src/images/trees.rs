@@ -33,7 +33,7 @@ pub(super) const XFS: ProgramSet = ProgramSet {
     programs: "sbin/mkfs.xfs",
 };
 
-/// Programs of the commands in the book, which busybox lacks or whose options it lacks.
+/// Programs for the commands of the book. Busybox lacks these programs or some of their options.
 pub(super) const BOOK: ProgramSet = ProgramSet {
     name: "book",
     packages: &[

@@ -16,7 +16,7 @@ pub(crate) enum BttCommand {
 Examples:
   pmvol btt info /pm/pool data
   pmvol btt info /pm/pool data --json | jq .sectors
-  pmvol btt info --file /dev/pmem0  a namespace that no pool is on")]
+  pmvol btt info --file /dev/pmem0  a namespace without a pool")]
     Info {
         #[command(flatten)]
         location: Location,
@@ -34,7 +34,7 @@ Examples:
 Examples:
   pmvol btt check /pm/pool data
   pmvol btt check /pm/pool data --json | jq .clean
-  pmvol btt check --file media.img  a namespace's media in a file, as Linux leaves it")]
+  pmvol btt check --file media.img  a namespace's media in a file, as Linux writes it")]
     Check {
         #[command(flatten)]
         location: Location,

@@ -120,7 +120,7 @@ fn check_marker(block: &Block<'_>) -> Result<(), MarkerError> {
     }
 }
 
-/// Returns true if a line starts a VMM or calls one.
+/// Returns true if a line starts a VMM or calls its API.
 fn needs_vmm(line: &str) -> bool {
     const WITHOUT_VMM: [&str; 4] = ["--help", "--version", "completion", "man"];
     let is_for_vmm = |words: &Vec<String>| {
@@ -203,8 +203,9 @@ fn outside<'a>(script: &'a str, root: &str) -> Option<&'a str> {
 
 /// Runs a script with bash in `folder` until a command or a part of a pipe fails.
 ///
-/// `paths` are those of [`map_paths`]. `program` is the path of our program. Panics if the script
-/// fails. If the machine lacks an optional program of the script, prints the reason and returns.
+/// `paths` are those of [`map_paths`]. `program` is the path of the program under test. Panics if
+/// the script fails. If the machine lacks an optional program of the script, prints the reason and
+/// returns.
 pub fn run(script: &str, program: &Path, folder: &Path, paths: &[(&str, &str)]) {
     let mapped = map_paths(script, folder, paths);
     if let Some(missing) = missing_program(script) {
@@ -309,7 +310,7 @@ Text:
     }
 
     #[test]
-    fn guest_lines_have_their_programs() {
+    fn guest_lines_list_their_programs() {
         let text = "\
 Text:
 

@@ -1,7 +1,7 @@
 //! System calls that each kind of thread may make.
 //!
-//! A table consists of groups, each of which names what needs it. `--seccomp log` prints the calls
-//! that a table lacks.
+//! A table consists of groups. The comment of each group states its purpose. `--seccomp log` prints
+//! the calls that a table lacks.
 
 use libc::*;
 use rustix::process::getpid;
@@ -13,7 +13,7 @@ use crate::thread::ThreadKind;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Allowed {
     pub call: i64,
-    /// All of these hold.
+    /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
 }
 
@@ -28,11 +28,11 @@ pub(super) struct Condition {
 
 /// Bits of an ioctl() request that are compared: its type and number.
 const REQUEST: u64 = 0xffff;
-/// linux/prctl.h. The C library and rustix read the auxiliary vector with it.
+/// Option by which the C library and rustix read the auxiliary vector (linux/prctl.h).
 const PR_GET_AUXV: i32 = 0x4155_5856;
-/// asm/prctl.h of x86.
+/// Option for features of vCPUs with large registers (asm/prctl.h of x86).
 const ARCH_REQ_XCOMP_GUEST_PERM: i32 = 0x1025;
-/// An argument of the C type `int`.
+/// Bits of an argument of the C type `int`.
 const INT: u64 = 0xffff_ffff;
 
 /// Returns the table of a thread.
@@ -134,7 +134,7 @@ fn transfers() -> Vec<Allowed> {
 }
 
 fn start_of_threads() -> Vec<Allowed> {
-    // A new namespace needs one of the other flags.
+    // The namespace flags must be absent, so a thread cannot create a namespace.
     let namespaces = CLONE_NEWNS
         | CLONE_NEWCGROUP
         | CLONE_NEWUTS
@@ -146,7 +146,7 @@ fn start_of_threads() -> Vec<Allowed> {
     vec![Allowed { call: SYS_clone, conditions: vec![is(0, mask, &[CLONE_THREAD as u64])] }]
 }
 
-/// The confinement of a new thread.
+/// Calls that confine a new thread.
 fn confinement() -> Vec<Allowed> {
     [
         int(SYS_prctl, 0, &[PR_SET_NO_NEW_PRIVS]),
@@ -181,16 +181,16 @@ fn api() -> Vec<Allowed> {
             SYS_sendto,
             SYS_shutdown,
         ]),
-        // A new API client has descriptors close themselves on exec.
+        // Sets FD_CLOEXEC on the descriptors of a new API client.
         int(SYS_fcntl, 1, &[F_SETFD]),
-        // The time of the guest's clock.
+        // Reads the guest's clock.
         ioctl(&[request::KVM_GET_CLOCK]),
     ]
     .concat()
 }
 
-/// The guest, accesses to device registers, the activation of devices, and flushes that a guest
-/// waits for in an exit.
+/// Execution of the guest, accesses to device registers, activation of devices, and flushes during
+/// an exit of the guest.
 fn vcpu() -> Vec<Allowed> {
     [
         event_loop(),
@@ -204,7 +204,7 @@ fn vcpu() -> Vec<Allowed> {
             request::KVM_IRQ_LINE,
             request::KVM_KVMCLOCK_CTRL,
             request::KVM_NMI,
-            // State of a vCPU that is added again.
+            // Reset the state of a vCPU that is added again.
             request::KVM_SET_LAPIC,
             request::KVM_SET_MP_STATE,
             request::KVM_SET_MSRS,
@@ -214,7 +214,7 @@ fn vcpu() -> Vec<Allowed> {
             request::TIOCGWINSZ,
             request::TUNSETOFFLOAD,
             request::TUNSETQUEUE,
-            // A reset of a network interface.
+            // Reset a network interface.
             request::VHOST_NET_SET_BACKEND,
             request::VHOST_RESET_OWNER,
         ]),
@@ -302,7 +302,7 @@ fn governor() -> Vec<Allowed> {
         event_loop(),
         files_read_only(),
         always(&[SYS_recvfrom, SYS_sendto, SYS_shutdown]),
-        // The governor runs before other threads. 0 is the calling thread.
+        // Raises the priority of the governor. Process 0 is the calling thread.
         vec![Allowed {
             call: SYS_setpriority,
             conditions: vec![is(0, INT, &[PRIO_PROCESS.into()]), is(1, INT, &[0])],
@@ -316,7 +316,7 @@ fn writer() -> Vec<Allowed> {
     always(&[SYS_poll, SYS_statx])
 }
 
-/// Files with the output of consoles, which are renamed when they have reached their size.
+/// Files with the output of consoles, which are renamed when they reach their maximum size.
 fn console_file() -> Vec<Allowed> {
     always(&[
         SYS_fchmod,
@@ -339,7 +339,7 @@ fn scrubber() -> Vec<Allowed> {
     [transfers(), always(&[SYS_mincore])].concat()
 }
 
-/// The construction of VMs and devices. Other threads inherit this filter, and then add their own.
+/// Construction of VMs and devices. Other threads inherit this filter, and then add their own.
 fn set_up() -> Vec<Allowed> {
     let mut allowed = every_thread();
     for kind in ThreadKind::ALL.into_iter().filter(|kind| *kind != ThreadKind::SetUp) {

@@ -13,13 +13,13 @@ use thiserror::Error;
 
 use crate::thread::ThreadKind;
 
-/// `--seccomp`: what happens at a system call that a thread's filter does not allow.
+/// Reaction to a system call that a thread's filter does not allow (`--seccomp`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SeccompMode {
     /// The VMM prints the call and ends.
     #[default]
     Enforce,
-    /// There are no filters.
+    /// No filters are installed.
     Off,
     /// The VMM prints the call and carries it out.
     Log,
@@ -74,8 +74,8 @@ pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError
 }
 
 /// Makes the C library read a setting that it otherwise reads when a thread first returns memory to
-/// the kernel (glibc malloc/arena.c, `check_may_shrink_heap`). It keeps the result, and most
-/// threads may not open the file later.
+/// the kernel (glibc malloc/arena.c, `check_may_shrink_heap`). The library caches the setting, and
+/// most threads may not open its file later.
 fn shrink_a_heap() {
     // The heap of the main thread does not need the setting.
     let fill = || drop((0..4000).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>());

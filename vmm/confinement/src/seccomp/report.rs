@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{ReportTarget, SeccompMode};
 use crate::thread::ThreadKind;
 
-/// Exit status of a VMM that ends because of a refused call: 128 and the number of SIGSYS, as a
-/// shell reports a process that the signal ends.
+/// Exit status of a VMM that ends because of a refused call: 128 plus the number of SIGSYS, as
+/// shells report a process that the signal ends.
 const EXIT_STATUS: c_int = 128 + libc::SIGSYS;
 /// Code of a SIGSYS that comes from a filter (asm-generic/siginfo.h).
 const SYS_SECCOMP: c_int = 1;
@@ -23,7 +23,7 @@ const SYS_SECCOMP: c_int = 1;
 const LINE_BYTES: usize = 512;
 /// Buffer for the name of a thread (prctl(2), `PR_GET_NAME`).
 const NAME_BYTES: usize = 16;
-/// Number of different calls of which mode `log` prints only the first.
+/// Number of different calls that mode `log` remembers, so that it prints each of them once.
 const PRINTED_CALLS: usize = 1024;
 
 #[derive(Clone, Copy, Debug)]
@@ -172,7 +172,7 @@ impl Call {
 }
 
 /// Returns true if no thread of this kind has made such a call before. Calls with different
-/// requests are different calls.
+/// requests count as different calls.
 fn is_first(call: &Call) -> bool {
     let request = match call.number {
         libc::SYS_ioctl | libc::SYS_fcntl => call.arguments[1] as u32,

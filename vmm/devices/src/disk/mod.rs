@@ -90,8 +90,8 @@ pub trait BlockDevice: Send + Sync {
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
     /// Starts a ring for one queue, which never has more than `depth` steps in flight. The ring
-    /// serves all activations of the device. Returns `None` if the calls of this trait are better,
-    /// or if a ring is not available.
+    /// serves all activations of the device. Returns `None` if the blocking methods of this
+    /// trait are better suited, or if a ring is not available.
     fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
         None
     }

@@ -18,7 +18,7 @@ pub(super) enum Verb {
     Shutdown,
     /// End the machine, and start a new one.
     Reboot,
-    /// Any other call to a machine. A paused guest notices a change when it is resumed.
+    /// Any other call to a machine. A change takes effect in a paused guest on resume.
     Use(&'static str),
 }
 

@@ -1,8 +1,8 @@
 //! Runs the commands of the book and of README.md that need a VM, in the order of each page.
 //!
-//! A page becomes one script of bash. Its VMMs run in the background, and each one starts when the
-//! guest of the previous one has been ended. Commands for a VMM without a VM on the page are run
-//! with the VM of [`OPTIONS`], which also completes `foreshore ...`.
+//! A page becomes one bash script. Its VMMs run in the background, and each one starts after the
+//! guest of the previous one has ended. If a page calls the API but starts no VM, the script starts
+//! one with [`OPTIONS`]. These options also replace the ellipsis in `foreshore ...`.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -21,9 +21,9 @@ use guest_tests::{Image, Kernel};
 struct Page {
     name: &'static str,
     text: &'static str,
-    /// Options of `foreshore ...` beside [`OPTIONS`].
+    /// Options of `foreshore ...` in addition to [`OPTIONS`].
     more: &'static [(&'static str, &'static str)],
-    /// Words in the output of the commands.
+    /// Words that the output of the commands must contain.
     expected: &'static [&'static str],
 }
 
@@ -133,7 +133,7 @@ const OPTIONS: [(&str, &str); 10] = [
     ("--api-socket", "/run/vm.sock"),
 ];
 
-/// Configuration for `create`, which pages obtain from another VM.
+/// Configuration for `create`. Pages obtain it from another VM.
 const VM_JSON: &str = r#"{
     "payload": {"kernel": "vmlinuz", "initramfs": "initrd.img", "cmdline": "console=hvc0"},
     "memory": {"size": 536870912},
@@ -261,8 +261,8 @@ fn script(page: &Page, lines: &[GuestLine]) -> String {
     script
 }
 
-/// Starts a command in the background that prints events until the VMM ends, and causes events
-/// of the source `foreshore`.
+/// Starts a command that prints events in the background until the VMM ends, and causes events of
+/// the source `foreshore`.
 fn follow(line: &str, number: usize) -> String {
     format!(
         "{{ {line}; }} >{number}.followed & followers=\"$followers $!\"\nuntil_connected {number}"

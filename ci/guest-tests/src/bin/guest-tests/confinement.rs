@@ -13,7 +13,7 @@ use serde_json::json;
 
 guest_tests::tests![
     each_thread_of_a_running_vm_is_confined: 240,
-    files_outside_the_limits_are_refused_when_a_device_comes: 240,
+    device_with_file_outside_the_limits_is_refused: 240,
 ];
 
 const MIB: u64 = 1 << 20;
@@ -70,7 +70,7 @@ fn each_thread_of_a_running_vm_is_confined() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn files_outside_the_limits_are_refused_when_a_device_comes() -> Result<()> {
+fn device_with_file_outside_the_limits_is_refused() -> Result<()> {
     // The folder of the VM's sockets and console is within the limits.
     let inside = sparse_file("inside", 64 * MIB)?;
     let folder = std::env::temp_dir().join("outside-the-limits");

@@ -32,8 +32,8 @@ impl IdleExecutor {
         self.0.lock().take_if(|executor| !executor.is_given_up())
     }
 
-    /// Keeps a drained executor. If the kernel has refused its steps, it is only dropped with the
-    /// device, because the thread of a queue may not end a ring.
+    /// Retains a drained executor. One whose steps the kernel has refused remains until the device
+    /// is dropped, because the thread of a queue may not end a ring.
     pub(super) fn keep(&self, executor: Box<dyn Executor>) {
         *self.0.lock() = Some(executor);
     }

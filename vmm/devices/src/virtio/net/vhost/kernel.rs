@@ -23,7 +23,7 @@ fn call(operation: &'static str) -> impl Fn(vhost::Error) -> VhostError {
     move |source| VhostError::Call { operation, source }
 }
 
-/// Guest memory in which the rings of a pair are.
+/// Guest memory that contains the rings of a pair.
 #[derive(Clone, Default)]
 struct RingMemory(Arc<Mutex<Arc<GuestMemoryMmap>>>);
 
@@ -54,7 +54,7 @@ impl OpenFile {
 }
 
 /// Files that serve no pair at present. They are opened with the device, because a driver activates
-/// it on threads whose filters allow no open().
+/// the device on threads whose filters allow no open().
 #[derive(Clone)]
 pub(super) struct IdleFiles(Arc<Mutex<Vec<OpenFile>>>);
 
@@ -150,7 +150,7 @@ impl KernelRings {
 
 impl Drop for KernelRings {
     /// The reset ends all accesses of the kernel to guest memory (vhost_net_reset_owner), so that
-    /// the reservations can be dropped. If it fails, closing the file ends them.
+    /// the reservations can be dropped. If the reset fails, closing the file ends them.
     fn drop(&mut self) {
         if let Some(file) = self.file.take()
             && file.net.reset_owner().is_ok()

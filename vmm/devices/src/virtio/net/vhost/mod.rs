@@ -39,7 +39,7 @@ pub enum VhostError {
     /// The device does not exist or is not accessible.
     #[error("cannot open {DEVICE}; is the module vhost_net loaded?")]
     Open(#[source] io::Error),
-    /// The files are opened with the device. One that the kernel does not reset is closed.
+    /// The files are opened with the device. A file that the kernel fails to reset is closed.
     #[error("the kernel refused to reset a file of {DEVICE}; reboot the VM to open another")]
     NoFile,
     #[error("{DEVICE} lacks the features {missing:#x}")]
