@@ -263,7 +263,7 @@ impl EventLoopHandle {
     }
 
     /// Same as [`EventLoopHandle::remove`], but drops the subscriber on the loop's thread. Use this
-    /// if the end of the subscriber needs system calls that the caller, for example a vCPU, may not
+    /// if the drop needs system calls that the caller, for example a vCPU, may not
     /// make.
     pub fn remove_and_drop(&self, id: SubscriberId) -> Result<(), EventLoopError> {
         self.endpoint
