@@ -126,7 +126,8 @@ impl FileLimits {
 
     fn check_rule(&self, name: &str, needed: &Rule) -> Result<(), FileLimitsError> {
         let Some(rules) = &self.rules else { return Ok(()) };
-        if covers(rules, needed) {
+        // A missing path is reported when it is opened.
+        if fs::metadata(&needed.path).is_err() || covers(rules, needed) {
             return Ok(());
         }
         let folder = if needed.path.is_dir() { &*needed.path } else { folder_of(&needed.path) };
@@ -272,9 +273,12 @@ mod tests {
         let folder = TempDir::new().unwrap();
         let policy = LandlockPolicy { is_always: false, is_required: false };
         let mut limits = FileLimits::new(policy, Arc::default());
-        let outside = Use::new("--disk path", &folder.path().join("image"), Kind::Written);
+        let image = folder.path().join("image");
+        let outside = Use::new("--disk path", &image, Kind::Written);
         assert!(limits.check(&outside).is_ok(), "no limits are in force");
         limits.rules = Some(vec![rule(Path::new("/sys"), true, true)]);
+        assert!(limits.check(&outside).is_ok(), "the file is missing");
+        fs::write(image, "").unwrap();
         let error = limits.check(&outside).unwrap_err().to_string();
         let missing = format!("--landlock-rules path={},access=rw", folder.path().display());
         assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");

@@ -153,7 +153,17 @@ until_guest_is_ready() {
 }
 until_connected() {
     until [ "$(grep -c ' 03 [0-9 ]*/.*/vm.sock$' /proc/net/unix)" -ge "$1" ]; do sleep 0.2; done
-    foreshore-remote --api-socket "$PWD/vm.sock" resize-zone --id dram --size 640M
+    # A connection receives only events after its request. A later client that has received one
+    # shows that the server has read the requests of the earlier ones.
+    foreshore-remote --api-socket "$PWD/vm.sock" events --json >probe & probe=$!
+    size=640M
+    until [ -s probe ]; do
+        foreshore-remote --api-socket "$PWD/vm.sock" resize-zone --id dram --size $size
+        [ $size = 640M ] && size=576M || size=640M
+        sleep 0.2
+    done
+    kill $probe
+    rm probe
 }
 end_vmm() {
     [ -n "$vmm" ] || return 0

@@ -211,7 +211,8 @@ fn a_file_comes_as_pmem_is_used_and_goes() -> Result<()> {
 fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     ensure!(vsock["id"] == "_vsock0", "{vsock}");
-    let second = guest.try_put("vm.add-vsock", json!({"cid": 4, "socket": "/tmp/other"}))?;
+    let other = this_tests_dir().join("other");
+    let second = guest.try_put("vm.add-vsock", json!({"cid": 4, "socket": other}))?;
     ensure!(second.status == 400 && second.body.contains("one vsock device"), "{second:?}");
     for _ in 0..3 {
         ensure!(remove(guest, "_vsock0")? == 204, "vm.remove-device failed");
