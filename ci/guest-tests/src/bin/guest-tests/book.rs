@@ -59,6 +59,7 @@ const WATCH: Page = page!("docs/how-to/watch.md").expect(&["REQUESTED", "LENDABL
 const API: Page = page!("docs/reference/api.md").expect(&["\"state\":\"Running\""]);
 const BALLOON: Page = page!("docs/reference/balloon.md");
 const BOOT: Page = page!("docs/reference/boot.md");
+const CONFINEMENT: Page = page!("docs/reference/confinement.md");
 const CPUS: Page = page!("docs/reference/cpus.md").with(&[("--cpus", "boot=1,max=4")]);
 const DISKS: Page = page!("docs/reference/disks.md");
 const EVENTS: Page = page!("docs/reference/events.md");
@@ -83,6 +84,7 @@ guest_tests::tests![
     api (long) => run(&API),
     balloon (long) => run(&BALLOON),
     boot (long) => run(&BOOT),
+    confinement (long) => run(&CONFINEMENT),
     cpus (long) x several => run(&CPUS),
     disks: 240 (long) => run(&DISKS),
     events (long) => run(&EVENTS),
@@ -323,6 +325,7 @@ mod tests {
             API,
             BALLOON,
             BOOT,
+            CONFINEMENT,
             CPUS,
             DISKS,
             EVENTS,

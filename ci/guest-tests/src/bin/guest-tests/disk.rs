@@ -254,8 +254,9 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     guest.wait_until_run("all disks exist", IO_LIMIT, all_disks_exist)?;
     for (path, is_direct) in [(&direct, true), (&cached, false)] {
         let flags = open_flags(guest.pid(), path)?;
+        // The last partial unit of a direct image is read through the page cache.
         ensure!(
-            flags.iter().all(|flags| (flags & libc::O_DIRECT != 0) == is_direct),
+            flags.iter().any(|flags| flags & libc::O_DIRECT != 0) == is_direct,
             "{} is open with the flags {flags:#x?}",
             path.display()
         );
