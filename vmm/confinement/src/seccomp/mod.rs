@@ -77,8 +77,9 @@ pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError
 /// the kernel (glibc malloc/arena.c, `check_may_shrink_heap`). The library caches the setting, and
 /// most threads may not open its file later.
 fn shrink_a_heap() {
-    // The heap of the main thread does not need the setting.
-    let fill = || drop((0..4000).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>());
+    // The heap of the main thread does not need the setting. Memory is returned from 128 KiB on
+    // (mallopt(3), M_TRIM_THRESHOLD).
+    let fill = || drop((0..64).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>());
     std::thread::spawn(fill).join().expect("no panic");
 }
 
