@@ -17,15 +17,11 @@ use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, Socket, Socke
 use crate::config::{LandlockMode, Launch, MetricsAddress};
 use crate::metrics_server;
 use crate::vm::build::factory::KvmFactory;
-use crate::vm::landlock::{FileLimits, LandlockMetrics, LandlockPolicy};
+use crate::vm::landlock::{FileLimits, LandlockMetrics, LandlockPolicy, READABLE};
 use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
 use crate::vm::vm_task::{self, RestartMetrics, VmTask};
-
-/// Files that the servers open: counters of the process and of its network interfaces, and random
-/// numbers.
-const SERVER_FILES: [&str; 4] = ["/proc", "/sys", "/dev/random", "/dev/urandom"];
 
 /// Error that ends the VMM.
 #[derive(Debug, Error)]
@@ -138,10 +134,10 @@ fn serve(
     })
 }
 
-/// Confines a thread of the servers, which opens only [`SERVER_FILES`]. Ends the VMM if the
+/// Confines a thread of the servers, which opens only [`READABLE`]. Ends the VMM if the
 /// kernel refuses limits of files that are required.
 fn confine_server(is_required: bool) {
-    let rules = SERVER_FILES.map(|path| Rule { path: path.into(), access: Access::READ });
+    let rules = READABLE.map(|path| Rule { path: path.into(), access: Access::Read });
     if let Err(error) = landlock::restrict(&rules) {
         error!(%error, "A thread of the API can open all files");
         if is_required {

@@ -209,7 +209,7 @@ fn vm_with_relative_paths_is_not_ended_by_its_filters() {
             .args(api_socket)
             .output()
             .unwrap();
-        // The kernel is not valid, or there is no KVM.
+        // The boot fails, because the kernel is not valid or the host has no KVM.
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         let message = String::from_utf8(output.stderr).unwrap();
         assert!(message.contains("cannot boot the VM"), "{message}");

@@ -62,7 +62,7 @@ struct Ids {
 
 /// Changes the root folder, the groups and the user of the process. Must be called before other
 /// threads are started, and before files are opened. A user other than root has no capabilities
-/// afterwards (capabilities(7), "Effect of user ID changes on capabilities").
+/// afterwards.
 pub fn assume(identity: &Identity) -> Result<(), IdentityError> {
     // The files with users and groups are those of the host, so they are read before the chroot.
     let ids = look_up(identity)?;
@@ -100,16 +100,14 @@ fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
         match accounts::user(wanted).map_err(IdentityError::Lookup)? {
             Some(user) => {
                 let groups = accounts::supplementary_groups(&user.name);
-                ids.groups = groups.map_err(IdentityError::Lookup)?.into_iter().map(gid).collect();
-                ids.user = Some(Uid::from_raw(user.uid));
-                ids.group = Some(gid(user.gid));
+                let groups = groups.map_err(IdentityError::Lookup)?;
+                ids.groups = groups.into_iter().map(gid).collect::<Result<_, _>>()?;
+                ids.user = Some(uid(user.uid)?);
+                ids.group = Some(gid(user.gid)?);
             }
             None => {
                 let number = wanted.parse().map_err(|_| IdentityError::NoUser(wanted.clone()))?;
-                if number == u32::MAX {
-                    return Err(IdentityError::Reserved { flag: "--user" });
-                }
-                ids.user = Some(Uid::from_raw(number));
+                ids.user = Some(uid(number)?);
                 if identity.group.is_none() {
                     return Err(IdentityError::NoPrimaryGroup(wanted.clone()));
                 }
@@ -119,16 +117,19 @@ fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
     if let Some(wanted) = &identity.group {
         let number = accounts::group_id(wanted).map_err(IdentityError::Lookup)?;
         let number = number.ok_or_else(|| IdentityError::NoGroup(wanted.clone()))?;
-        if number == u32::MAX {
-            return Err(IdentityError::Reserved { flag: "--group" });
-        }
-        ids.group = Some(gid(number));
+        ids.group = Some(gid(number)?);
     }
     Ok(ids)
 }
 
-fn gid(number: u32) -> Gid {
-    Gid::from_raw(number)
+fn uid(number: u32) -> Result<Uid, IdentityError> {
+    let is_valid = number != u32::MAX;
+    is_valid.then(|| Uid::from_raw(number)).ok_or(IdentityError::Reserved { flag: "--user" })
+}
+
+fn gid(number: u32) -> Result<Gid, IdentityError> {
+    let is_valid = number != u32::MAX;
+    is_valid.then(|| Gid::from_raw(number)).ok_or(IdentityError::Reserved { flag: "--group" })
 }
 
 #[cfg(test)]

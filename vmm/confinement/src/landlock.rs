@@ -22,28 +22,29 @@ const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
 });
 
 /// Access to a file, or to all files below a folder.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Access {
-    pub reads: bool,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
     /// Includes the creation and removal of files.
-    pub writes: bool,
-    pub removes: bool,
+    Write,
+    ReadWrite,
+    /// Removal of files only.
+    Remove,
 }
 
 impl Access {
-    pub const READ: Self = Self { reads: true, writes: false, removes: false };
-    pub const READ_WRITE: Self = Self { reads: true, writes: true, removes: true };
-    pub const REMOVE: Self = Self { reads: false, writes: false, removes: true };
-
     fn rights(self) -> BitFlags<AccessFs> {
-        let parts =
-            [(self.reads, READ), (self.writes, WRITE), (self.removes, AccessFs::RemoveFile.into())];
-        parts.into_iter().filter(|(is_given, _)| *is_given).map(|(_, rights)| rights).collect()
+        match self {
+            Self::Read => READ,
+            Self::Write => WRITE,
+            Self::ReadWrite => READ | WRITE,
+            Self::Remove => AccessFs::RemoveFile.into(),
+        }
     }
 
-    /// Returns true if this access permits all that `needed` does.
-    pub fn includes(self, needed: Self) -> bool {
-        self.rights().contains(needed.rights())
+    /// Returns true if this access includes `other`.
+    pub fn includes(self, other: Self) -> bool {
+        self.rights().contains(other.rights())
     }
 }
 

@@ -141,16 +141,16 @@ fn outcome(value: i64) -> io::Result<()> {
 fn attempt(name: &str, mode: SeccompMode, kind: ThreadKind, format: &str) -> Output {
     let nth = ThreadKind::ALL.iter().position(|one| *one == kind).expect("one of all kinds");
     Command::new(env::current_exe().unwrap())
-        .args(["child", "--exact", "--ignored", "--nocapture"])
+        .args(["child", "--exact", "--nocapture"])
         .env(CHILD, format!("{} {} {nth} {format}", name.replace(' ', "-"), mode.name()))
         .output()
         .unwrap()
 }
 
+/// Runs in a child process of the other tests.
 #[test]
-#[ignore = "runs in a child process of the other tests"]
 fn child() {
-    let given = env::var(CHILD).unwrap();
+    let Ok(given) = env::var(CHILD) else { return };
     let [name, mode, nth, format] = given.split(' ').collect::<Vec<_>>().try_into().unwrap();
     let mode = SeccompMode::ALL.into_iter().find(|one| one.name() == mode).unwrap();
     let kind = ThreadKind::ALL[nth.parse::<usize>().unwrap()];

@@ -64,7 +64,7 @@ fn is_permitted((name, attempt): Attempt, rules: &[Rule], file: &Path) -> Option
 
 #[test]
 fn rule_permits_its_access_below_its_folder_only() {
-    for (access, reads, writes) in [(Access::READ, true, false), (Access::READ_WRITE, true, true)] {
+    for (access, reads, writes) in [(Access::Read, true, false), (Access::ReadWrite, true, true)] {
         for (attempts, expected) in [(&READS[..], reads), (&WRITES[..], writes)] {
             for attempt in attempts {
                 let (_folder, inside, outside) = folders();
@@ -85,7 +85,7 @@ fn rule_permits_its_access_below_its_folder_only() {
 #[test]
 fn removal_does_not_permit_reads_and_writes() {
     let (_folder, inside, _outside) = folders();
-    let rules = rule(&inside, Access::REMOVE);
+    let rules = rule(&inside, Access::Remove);
     let file = inside.join("file");
     for attempt in READS.into_iter().chain(WRITES) {
         let Some(permitted) = is_permitted(attempt, &rules, &file) else { return };
@@ -98,7 +98,7 @@ fn removal_does_not_permit_reads_and_writes() {
 fn rule_for_a_file_permits_no_other_file() {
     let (_folder, inside, _outside) = folders();
     fs::write(inside.join("other"), "").unwrap();
-    let rules = rule(&inside.join("file"), Access::READ_WRITE);
+    let rules = rule(&inside.join("file"), Access::ReadWrite);
     let write = WRITES[0];
     let Some(file) = is_permitted(write, &rules, &inside.join("file")) else { return };
     assert!(file);
@@ -108,7 +108,7 @@ fn rule_for_a_file_permits_no_other_file() {
 
 #[test]
 fn missing_path_is_no_error() {
-    let rules = rule(Path::new("/nonexistent"), Access::READ);
+    let rules = rule(Path::new("/nonexistent"), Access::Read);
     let Some(read) = limited(&rules, || fs::read("/etc/passwd")) else { return };
     assert_eq!(read.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
 }

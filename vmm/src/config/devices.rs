@@ -79,7 +79,7 @@ macro_rules! removable {
             }
 
             /// Flags and IDs of the removable devices that have an ID.
-            fn removable_ids(&self) -> Vec<(&'static str, &str)> {
+            pub fn removable_ids(&self) -> Vec<(&'static str, &str)> {
                 let mut ids = Vec::new();
                 $(
                     let given = self.$field.iter().filter_map(|section| section.id.as_deref());

@@ -12,12 +12,13 @@ use foreshore_devices::metrics::{Expose, Exposition, Family};
 use thiserror::Error;
 use tracing::{info, warn};
 
-use crate::config::{LandlockConfig, VmConfig};
+use crate::config::{LandlockAccess, LandlockConfig, VmConfig};
 use crate::vm::named_twice::uses_of_running_vmm;
 use crate::vm::uses::{Kind, Use, uses_of_vm};
 
-/// Paths that a VMM reads: counters of its process, properties of the host, and random numbers.
-const READ: [&str; 4] = ["/proc", "/sys", "/dev/random", "/dev/urandom"];
+/// Paths that each thread that opens files may read: counters of the process, properties of the
+/// host, and random numbers.
+pub(crate) const READABLE: [&str; 4] = ["/proc", "/sys", "/dev/random", "/dev/urandom"];
 /// Devices that a VMM opens: KVM, network interfaces and pseudo terminals.
 const DEVICES: [&str; 5] = ["/dev/kvm", "/dev/net/tun", "/dev/vhost-net", "/dev/ptmx", "/dev/pts"];
 
@@ -82,8 +83,8 @@ impl FileLimits {
         self.policy.is_required = true;
     }
 
-    /// Checks that the limits in force permit the files of `config`. Puts limits in force if there
-    /// are none and the configuration requests them. They last until the process ends.
+    /// Checks that the limits in force permit the files of `config`. If no limits are in force and
+    /// the configuration requests them, puts limits in force until the process ends.
     pub(crate) fn apply(&mut self, config: &VmConfig) -> Result<(), FileLimitsError> {
         if self.rules.is_some() {
             self.check_given(config)?;
@@ -131,21 +132,21 @@ impl FileLimits {
             return Ok(());
         }
         let folder = if needed.path.is_dir() { &*needed.path } else { folder_of(&needed.path) };
-        let access = if needed.access.writes { "rw" } else { "r" };
+        let access = if needed.access == Access::Read { "r" } else { "rw" };
         Err(FileLimitsError::Outside { name: name.to_owned(), folder: folder.to_owned(), access })
     }
 }
 
 fn rules_of(config: &VmConfig, vmm: &[Use]) -> Result<Vec<Rule>, FileLimitsError> {
     let rule = |path: &str, access| Rule { path: path.into(), access };
-    let mut rules: Vec<_> = READ.map(|path| rule(path, Access::READ)).into();
-    rules.extend(DEVICES.map(|path| rule(path, Access::READ_WRITE)));
+    let mut rules: Vec<_> = READABLE.map(|path| rule(path, Access::Read)).into();
+    rules.extend(DEVICES.map(|path| rule(path, Access::ReadWrite)));
     rules.extend(uses_of_vm(config).iter().filter_map(needed_rule));
     // Files and sockets of the VMM are open. Its sockets are removed when it ends.
     let sockets = vmm.iter().filter(|object| object.kind == Kind::Output);
     let folders = sockets.filter(|object| is_socket(&object.path)).map(|object| &object.path);
     rules.extend(
-        folders.map(|path| Rule { path: folder_of(path).to_owned(), access: Access::REMOVE }),
+        folders.map(|path| Rule { path: folder_of(path).to_owned(), access: Access::Remove }),
     );
     for given in config.landlock_rules.iter().map(given_rule) {
         let missing = |source| FileLimitsError::Missing { path: given.path.clone(), source };
@@ -156,8 +157,12 @@ fn rules_of(config: &VmConfig, vmm: &[Use]) -> Result<Vec<Rule>, FileLimitsError
 }
 
 fn given_rule(config: &LandlockConfig) -> Rule {
-    let (reads, writes) = (config.access.reads(), config.access.writes());
-    Rule { path: config.path.clone(), access: Access { reads, writes, removes: writes } }
+    let access = match config.access {
+        LandlockAccess::Read => Access::Read,
+        LandlockAccess::Write => Access::Write,
+        LandlockAccess::ReadWrite => Access::ReadWrite,
+    };
+    Rule { path: config.path.clone(), access }
 }
 
 fn is_socket(path: &Path) -> bool {
@@ -183,32 +188,26 @@ fn needed_rule(object: &Use) -> Option<Rule> {
     Some(match object.kind {
         Kind::Stream => return None,
         // A memory zone in a folder is a new file.
-        Kind::Read if path.is_dir() => Rule { path, access: Access::READ_WRITE },
-        Kind::Read | Kind::Boot => Rule { path, access: Access::READ },
-        Kind::Written | Kind::Pool => Rule { path, access: Access::READ_WRITE },
+        Kind::Read if path.is_dir() => Rule { path, access: Access::ReadWrite },
+        Kind::Read | Kind::Boot => Rule { path, access: Access::Read },
+        Kind::Written | Kind::Pool => Rule { path, access: Access::ReadWrite },
         Kind::Console | Kind::Rotated | Kind::Output | Kind::Vsock => {
             // The file is created, renamed or removed. A terminal or a pipe is only opened.
             let kind = fs::metadata(&path).map(|metadata| metadata.file_type());
             let is_opened = kind.is_ok_and(|kind| kind.is_char_device() || kind.is_fifo());
             let target = link_target(&path).unwrap_or_else(|| path.clone());
             let path = if is_opened { path } else { folder_of(&target).to_owned() };
-            Rule { path, access: Access::READ_WRITE }
+            Rule { path, access: Access::ReadWrite }
         }
     })
 }
 
-/// Returns true if one of `rules` permits what `needed` does. A missing file is covered if its
-/// folder is.
+/// Returns true if one of `rules` includes `needed`, whose path exists.
 fn covers(rules: &[Rule], needed: &Rule) -> bool {
-    let real = |path: &Path| fs::canonicalize(path).ok();
-    let Some(path) = real(&needed.path)
-        .or_else(|| Some(real(folder_of(&needed.path))?.join(needed.path.file_name()?)))
-    else {
-        return false;
-    };
+    let Ok(path) = fs::canonicalize(&needed.path) else { return false };
     rules.iter().any(|rule| {
         rule.access.includes(needed.access)
-            && real(&rule.path).is_some_and(|folder| path.starts_with(folder))
+            && fs::canonicalize(&rule.path).is_ok_and(|folder| path.starts_with(folder))
     })
 }
 
@@ -221,8 +220,8 @@ mod tests {
     use crate::config::{DiskConfig, MemoryZoneConfig, test_config};
     use tempfile::TempDir;
 
-    fn rule(path: &Path, reads: bool, writes: bool) -> Rule {
-        Rule { path: path.to_owned(), access: Access { reads, writes, removes: writes } }
+    fn rule(path: &Path, access: Access) -> Rule {
+        Rule { path: path.to_owned(), access }
     }
 
     #[test]
@@ -234,14 +233,17 @@ mod tests {
             fs::write(path(name), "").unwrap();
         }
         symlink(path("other"), path("a/link")).unwrap();
-        let rules = [rule(&path("a"), true, true), rule(&path("other"), true, false)];
-        let is_covered = |name: &str, writes| covers(&rules, &rule(&path(name), true, writes));
-        assert!(is_covered("a/image", true) && is_covered("a/missing", true));
-        assert!(is_covered("other", false) && !is_covered("other", true));
+        use Access::{Read, ReadWrite, Remove, Write};
+        let rules = [rule(&path("a"), ReadWrite), rule(&path("other"), Read)];
+        let is_covered = |name: &str, access| covers(&rules, &rule(&path(name), access));
+        for access in [Read, Write, ReadWrite, Remove] {
+            assert!(is_covered("a/image", access), "{access:?}");
+        }
+        assert!(is_covered("other", Read) && !is_covered("other", ReadWrite));
         // The kernel follows links before it checks a rule.
-        assert!(is_covered("a/link", false) && !is_covered("a/link", true));
-        assert!(!is_covered("a/../third", false) && !is_covered("nowhere/image", false));
-        assert!(!covers(&[rule(&path("a"), false, true)], &rule(&path("a/image"), true, true)));
+        assert!(is_covered("a/link", Read) && !is_covered("a/link", ReadWrite));
+        assert!(is_covered("a/../other", Read) && !is_covered("a/../other", Remove));
+        assert!(!covers(&[rule(&path("a"), Write)], &rule(&path("a/image"), ReadWrite)));
     }
 
     #[test]
@@ -257,12 +259,12 @@ mod tests {
         config.disks =
             vec![disk("path=DIRdisk").unwrap(), disk("path=DIRcdrom,readonly=on").unwrap()];
         let rules = rules_of(&config, &[]).unwrap();
-        assert!(rules.contains(&rule(&path("disk"), true, true)));
-        assert!(rules.contains(&rule(&path("cdrom"), true, false)));
+        assert!(rules.contains(&rule(&path("disk"), Access::ReadWrite)));
+        assert!(rules.contains(&rule(&path("cdrom"), Access::Read)));
         assert!(!rules.iter().any(|rule| rule.path == Path::new("/") || rule.path == path("")));
         let zone = format!("id=a,size=2M,file={}", folder.path().display());
         config.memory.zones = vec![MemoryZoneConfig::parse(&zone).unwrap()];
-        assert!(rules_of(&config, &[]).unwrap().contains(&rule(folder.path(), true, true)));
+        assert!(rules_of(&config, &[]).unwrap().contains(&rule(folder.path(), Access::ReadWrite)));
         config.landlock_rules = vec![LandlockConfig::parse("path=/nonexistent,access=rw").unwrap()];
         let error = rules_of(&config, &[]).unwrap_err().to_string();
         assert_eq!(error, "--landlock-rules: cannot find \"/nonexistent\"");
@@ -276,13 +278,13 @@ mod tests {
         let image = folder.path().join("image");
         let outside = Use::new("--disk path", &image, Kind::Written);
         assert!(limits.check(&outside).is_ok(), "no limits are in force");
-        limits.rules = Some(vec![rule(Path::new("/sys"), true, true)]);
+        limits.rules = Some(vec![rule(Path::new("/sys"), Access::ReadWrite)]);
         assert!(limits.check(&outside).is_ok(), "the file is missing");
         fs::write(image, "").unwrap();
         let error = limits.check(&outside).unwrap_err().to_string();
         let missing = format!("--landlock-rules path={},access=rw", folder.path().display());
         assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");
-        limits.rules = Some(vec![rule(folder.path(), true, true)]);
+        limits.rules = Some(vec![rule(folder.path(), Access::ReadWrite)]);
         assert!(limits.check(&outside).is_ok());
     }
 
@@ -302,7 +304,7 @@ mod tests {
         let given = rules_of(&test_config(), &[]).unwrap();
         let rules = rules_of(&test_config(), &vmm).unwrap();
         let added: Vec<_> = rules.iter().filter(|rule| !given.contains(rule)).collect();
-        let removal = Rule { path: folder.path().to_owned(), access: Access::REMOVE };
+        let removal = Rule { path: folder.path().to_owned(), access: Access::Remove };
         assert_eq!(added, [&removal]);
         // The kernel accepts the rules of a VM whose console is a pipe.
         std::thread::spawn(move || restrict(&rules).unwrap()).join().unwrap();

@@ -5,6 +5,7 @@ mod program;
 mod report;
 mod request;
 
+use std::hint::black_box;
 use std::os::fd::RawFd;
 use std::sync::OnceLock;
 
@@ -79,7 +80,7 @@ pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError
 fn shrink_a_heap() {
     // The heap of the main thread does not need the setting. Memory is returned from 128 KiB on
     // (mallopt(3), M_TRIM_THRESHOLD).
-    let fill = || drop((0..64).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>());
+    let fill = || drop(black_box((0..64).map(|_| Box::new([0_u8; 4096])).collect::<Vec<_>>()));
     std::thread::spawn(fill).join().expect("no panic");
 }
 

@@ -116,8 +116,7 @@ extern "C" fn on_sigsys(_: c_int, info: *mut libc::siginfo_t, context: *mut c_vo
     if unsafe { (*info).si_code } != SYS_SECCOMP {
         return;
     }
-    // SAFETY: _exit() is signal-safe, and ends the process.
-    let Some(report) = REPORT.get() else { unsafe { libc::_exit(EXIT_STATUS) } };
+    let Some(report) = REPORT.get() else { end() };
     // SAFETY: the kernel passes the interrupted context, which the handler may change. The
     // registers are those before the call (Documentation/userspace-api/seccomp_filter.rst).
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
@@ -127,19 +126,22 @@ extern "C" fn on_sigsys(_: c_int, info: *mut libc::siginfo_t, context: *mut c_vo
     let saved_errno = *errno;
     if report.mode != SeccompMode::Log {
         print(report.target, &call, "the VMM ends");
-        // SAFETY: as above.
-        unsafe { libc::_exit(EXIT_STATUS) };
+        end();
     }
     if call.returns_elsewhere() {
         print(report.target, &call, "it cannot be repeated, so the VMM ends");
-        // SAFETY: as above.
-        unsafe { libc::_exit(EXIT_STATUS) };
+        end();
     }
     if is_first(&call) {
         print(report.target, &call, "it is carried out");
     }
     registers[libc::REG_RAX as usize] = call.repeat();
     *errno = saved_errno;
+}
+
+fn end() -> ! {
+    // SAFETY: _exit() is signal-safe, and ends the process.
+    unsafe { libc::_exit(EXIT_STATUS) }
 }
 
 impl Call {

@@ -132,12 +132,9 @@ fn params(policy: Option<&str>) -> impl Iterator<Item = FlagOption> {
 
 /// Devices that `remove-device` can remove.
 fn removable_devices(words: &[OsString]) -> Vec<String> {
-    let Some(VmConfig { disks, net, pmem, vsock, .. }) = config(words) else { return Vec::new() };
-    let disks = disks.into_iter().map(|disk| disk.id);
-    let nets = net.into_iter().map(|net| net.id);
-    let pmems = pmem.into_iter().map(|pmem| pmem.id);
-    let vsock = vsock.into_iter().map(|vsock| vsock.id);
-    disks.chain(nets).chain(pmems).chain(vsock).flatten().collect()
+    let config = config(words);
+    let ids = config.iter().flat_map(VmConfig::removable_ids);
+    ids.map(|(_flag, id)| id.to_owned()).collect()
 }
 
 fn disks(words: &[OsString]) -> Vec<String> {

@@ -25,9 +25,11 @@ fn builder() -> GuestBuilder {
 /// Returns the names of the VMM's threads, each with its value of `key` (proc(5)).
 fn threads(guest: &Guest, key: &str) -> Result<Vec<(String, String)>> {
     let tasks = fs::read_dir(format!("/proc/{}/task", guest.pid()))?;
-    tasks
-        .map(|task| {
-            let status = fs::read_to_string(task?.path().join("status"))?;
+    // A thread may end while its status is read.
+    let statuses =
+        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("status")).ok());
+    statuses
+        .map(|status| {
             let value = |key: &str| {
                 let value =
                     status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
