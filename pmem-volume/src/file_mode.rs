@@ -1,5 +1,8 @@
 //! Permissions of files and sockets that the programs create.
 
+use rustix::fs::Mode;
+use rustix::process::umask;
+
 /// Mode of a file or socket that only the program's user can access.
 pub const PRIVATE_MODE: u32 = 0o600;
 
@@ -7,6 +10,5 @@ pub const PRIVATE_MODE: u32 = 0o600;
 /// now on. Call it first in `main`, before any file or thread is created, because all threads share
 /// the umask.
 pub fn make_files_private() {
-    // SAFETY: umask() takes a number, touches no memory and cannot fail (umask(2)).
-    unsafe { libc::umask(0o077) };
+    umask(Mode::RWXG | Mode::RWXO);
 }

@@ -1,13 +1,13 @@
 //! File that gets its name only when it is complete. A crash before that leaves no file.
 
-use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{AtFlags, CWD, RenameFlags, linkat, renameat_with};
+use rustix::io::Errno;
 use thiserror::Error;
 use uuid::Uuid;
 
@@ -128,44 +128,22 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn c_path(path: &Path) -> io::Result<CString> {
-    Ok(CString::new(path.as_os_str().as_bytes())?)
-}
-
 /// Gives an unnamed file its name through its descriptor. Before Linux 6.10, only a privileged
 /// process may do so. The alternative is through /proc, which may not be mounted (open(2),
 /// O_TMPFILE).
 fn link(file: &File, path: &Path) -> io::Result<()> {
-    let target = c_path(path)?;
-    let link_at = |folder, source: &CString, flags| {
-        // SAFETY: both are C strings that outlive the call, and the descriptor lives as long as
-        // `file`.
-        match unsafe {
-            libc::linkat(folder, source.as_ptr(), libc::AT_FDCWD, target.as_ptr(), flags)
-        } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
+    match linkat(file, "", CWD, path, AtFlags::EMPTY_PATH) {
+        Err(Errno::NOENT) => {
+            let source = format!("/proc/self/fd/{}", file.as_raw_fd());
+            Ok(linkat(CWD, source, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
         }
-    };
-    let by_descriptor = link_at(file.as_raw_fd(), &CString::default(), libc::AT_EMPTY_PATH);
-    match by_descriptor {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let source = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-            link_at(libc::AT_FDCWD, &source, libc::AT_SYMLINK_FOLLOW)
-        }
-        result => result,
+        result => Ok(result?),
     }
 }
 
 /// Renames without replacing an existing file.
 fn rename_no_replace(from: &Path, to: &Path) -> io::Result<()> {
-    let (source, target) = (c_path(from)?, c_path(to)?);
-    let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
-    // SAFETY: both are C strings that outlive the call.
-    match unsafe { libc::renameat2(here, source.as_ptr(), here, target.as_ptr(), flags) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 
+use rustix::fs::{FallocateFlags, FsWord, IFlags, fstatfs, ioctl_getflags};
+
 use super::page_cache;
 use super::zeroing::is_unsupported;
 
@@ -18,9 +20,6 @@ use super::zeroing::is_unsupported;
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660bu32 as libc::Ioctl;
 const EXTENT_LAST: u32 = 0x1;
 const EXTENT_SHARED: u32 = 0x2000;
-/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h. It copies blocks that the file shares with a clone,
-/// so that the file has its own (XFS).
-const UNSHARE_RANGE: libc::c_int = 0x40;
 /// Number of extents that are requested from the kernel per call.
 const EXTENTS: usize = 256;
 
@@ -147,10 +146,11 @@ pub(crate) fn allocate_missing(
     missing: MissingBlocks,
 ) -> io::Result<()> {
     if missing.hole_bytes > 0 {
-        page_cache::fallocate(file, 0, &(0..len_bytes))?;
+        page_cache::fallocate(file, FallocateFlags::empty(), &(0..len_bytes))?;
     }
     if missing.shared_bytes > 0 {
-        page_cache::fallocate(file, UNSHARE_RANGE, &(0..len_bytes))?;
+        // The file gets its own copies of blocks that it shares with a clone (XFS).
+        page_cache::fallocate(file, FallocateFlags::UNSHARE_RANGE, &(0..len_bytes))?;
     }
     Ok(())
 }
@@ -158,21 +158,12 @@ pub(crate) fn allocate_missing(
 /// Returns the name of the file system of `file` if it writes changed blocks to a new place. On
 /// such a file system, even a store to an allocated block can fail because the file system is full.
 pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
-    // SAFETY: statfs contains only numbers, for which zero is valid.
-    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct, which outlives the call.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(copy_on_write_name(stat.f_type, || overwrites_in_place(file)))
+    Ok(copy_on_write_name(fstatfs(file)?.f_type, || overwrites_in_place(file)))
 }
 
 /// Returns the name of a copy-on-write file system by its magic number (linux/magic.h; openzfs
 /// include/sys/fs/zfs.h). `in_place` returns true if blocks of the file are overwritten in place.
-fn copy_on_write_name(
-    magic: libc::__fsword_t,
-    in_place: impl FnOnce() -> bool,
-) -> Option<&'static str> {
+fn copy_on_write_name(magic: FsWord, in_place: impl FnOnce() -> bool) -> Option<&'static str> {
     let name = match magic {
         0x9123_683e => "btrfs",
         0xca45_1a4e => "bcachefs",
@@ -182,15 +173,9 @@ fn copy_on_write_name(
     (!in_place()).then_some(name)
 }
 
-/// Checks for FS_NOCOW_FL of linux/fs.h, which `chattr +C` sets.
+/// Returns true if `chattr +C` has set FS_NOCOW_FL (linux/fs.h).
 fn overwrites_in_place(file: &File) -> bool {
-    const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
-    let mut flags: libc::c_int = 0;
-    // SAFETY: the kernel writes an int (fs/ioctl.c, ioctl_getflags), and the variable outlives the
-    // call.
-    let result =
-        unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
-    result == 0 && flags & FS_NOCOW_FL != 0
+    ioctl_getflags(file).is_ok_and(|flags| flags.contains(IFlags::NOCOW))
 }
 
 #[cfg(test)]
@@ -204,7 +189,7 @@ mod tests {
     /// Creates a file of 8 MiB on a disk, with all blocks allocated and data at its start.
     fn file() -> File {
         let file = tempfile::tempfile_in(".").unwrap();
-        page_cache::fallocate(&file, 0, &(0..8 * MIB)).unwrap();
+        page_cache::fallocate(&file, FallocateFlags::empty(), &(0..8 * MIB)).unwrap();
         file.write_all_at(&[0x5a; 4096], 0).unwrap();
         file
     }
@@ -217,7 +202,7 @@ mod tests {
     #[test]
     fn holes_are_counted_and_allocated_without_changing_content() {
         let file = file();
-        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         page_cache::fallocate(&file, punch, &(2 * MIB..3 * MIB)).unwrap();
         page_cache::fallocate(&file, punch, &(7 * MIB..8 * MIB)).unwrap();
         let missing = MissingBlocks::of(&file, 8 * MIB).unwrap();

@@ -10,6 +10,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, compiler_fence};
 
+use rustix::fs::FallocateFlags;
 use thiserror::Error;
 
 use super::flush::{self, CACHE_LINE_BYTES, LineFlush};
@@ -598,7 +599,7 @@ pub(crate) fn allocate(
 }
 
 fn allocate_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::Result<()> {
-    let fallocate = |step| page_cache::fallocate(file, 0, &step);
+    let fallocate = |step| page_cache::fallocate(file, FallocateFlags::empty(), &step);
     match run_in_steps(Task::Allocate, range.clone(), ALLOCATE_STEP_BYTES, progress, fallocate) {
         Err(error) if is_unsupported(&error) => {}
         result => return result,

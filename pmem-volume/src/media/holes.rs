@@ -3,32 +3,30 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 
 /// Returns the first part of a range that contains data, or `None` if the range is a hole. Blocks
 /// that were allocated but never written are holes if the file system reports them as such.
 pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
-    let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end)
+    let Some(start) = find(file, SeekFrom::Data(range.start))?.filter(|start| *start < range.end)
     else {
         return Ok(None);
     };
     // The file ends with an implicit hole.
-    let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(range.end).min(range.end);
+    let end = find(file, SeekFrom::Hole(start))?.unwrap_or(range.end).min(range.end);
     // The data may have been removed in the meantime. In that case, a single byte is reported.
     Ok(Some(start..end.max(start + 1)))
 }
 
-/// Seeks the next data or hole, and returns its offset. Returns `None` if the file has none from
-/// `from` on. The call moves the file's position, which this crate does not use.
-fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
-    // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
-    let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), whence) };
-    match u64::try_from(at) {
-        Ok(at) => Ok(Some(at)),
-        Err(_) => match io::Error::last_os_error() {
-            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-            error => Err(error),
-        },
+/// Returns the offset of the next data or hole, or `None` if the rest of the file has none. The
+/// call moves the file's position, which this crate does not use.
+fn find(file: &File, from: SeekFrom) -> io::Result<Option<u64>> {
+    match seek(file, from) {
+        Ok(offset) => Ok(Some(offset)),
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -4,11 +4,11 @@
 use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use rustix::fs::{FsWord, fstatfs, major, minor};
 use thiserror::Error;
 
 use crate::CHUNK_BYTES;
@@ -132,7 +132,7 @@ fn inspect_error(inspected: impl Display, source: io::Error) -> MediaKindError {
 
 /// Returns the directory of a device in sysfs. `kind` is `block` or `char`.
 pub(crate) fn sysfs_of(kind: &str, device: u64) -> PathBuf {
-    format!("/sys/dev/{kind}/{}:{}", libc::major(device), libc::minor(device)).into()
+    format!("/sys/dev/{kind}/{}:{}", major(device), minor(device)).into()
 }
 
 fn attribute(entry: &Path, name: &str) -> Result<u64, MediaKindError> {
@@ -166,14 +166,9 @@ fn is_on_nvdimm(device: &Path) -> bool {
 
 /// Returns true if the file system of a regular file keeps its data in memory.
 fn is_in_memory(file: &File) -> io::Result<bool> {
-    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
-    // SAFETY: statfs contains only numbers, for which zero is valid.
-    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct, which outlives the call.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
+    const RAMFS_MAGIC: FsWord = 0x8584_58f6;
+    let magic = fstatfs(file)?.f_type;
+    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&magic))
 }
 
 #[cfg(test)]

@@ -11,6 +11,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+use rustix::fs::FallocateFlags;
+use rustix::io::retry_on_intr;
+
 /// Writes the dirty pages of all `ranges` and waits for them. Issues no barrier and writes no
 /// metadata.
 pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> {
@@ -33,18 +36,9 @@ fn sync_file_range(file: &File, range: &Range<u64>, flags: libc::c_uint) -> io::
 }
 
 /// Calls fallocate() on a range, with `mode`.
-pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> io::Result<()> {
-    let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
-    loop {
-        // SAFETY: fallocate() takes only numbers, and the descriptor lives as long as `file`.
-        if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+pub(super) fn fallocate(file: &File, mode: FallocateFlags, range: &Range<u64>) -> io::Result<()> {
+    let length = range.end - range.start;
+    Ok(retry_on_intr(|| rustix::fs::fallocate(file, mode, range.start, length))?)
 }
 
 /// Drops clean pages of `ranges` from the page cache, so that the next read returns the content of

@@ -5,6 +5,8 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
+use rustix::fs::FallocateFlags;
+
 use super::page_cache;
 
 const PIECE_BYTES: u64 = 1 << 20;
@@ -28,7 +30,7 @@ pub(super) fn makes_holes(file: &File) -> bool {
         .map_or_else(|error| !is_unsupported(&error), |()| true)
 }
 
-const PUNCH_HOLE: libc::c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const PUNCH_HOLE: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
 
 /// Frees the blocks or pages, or writes zeros if the file system does not support holes.
 pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
@@ -40,7 +42,7 @@ pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
 /// coherent, because the kernel first drops the cached pages of a device (Linux block/fops.c,
 /// blkdev_fallocate).
 pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
-    let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+    let mode = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
         Err(error) if is_full(&error) => for_each_piece(range, |piece| {
             zero_on_full(

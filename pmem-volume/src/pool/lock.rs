@@ -7,8 +7,10 @@
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+
+use rustix::fs::{FlockOperation, flock, major, minor};
+use rustix::io::{Errno, retry_on_intr};
 
 /// Process that holds the lock, as far as this process can identify it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,22 +43,15 @@ pub enum LockKind {
 /// Takes the lock, or returns its current holder. The lock is held until the open file is closed.
 pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     let operation = match kind {
-        LockKind::Shared => libc::LOCK_SH,
-        LockKind::Exclusive => libc::LOCK_EX,
+        LockKind::Shared => FlockOperation::NonBlockingLockShared,
+        LockKind::Exclusive => FlockOperation::NonBlockingLockExclusive,
     };
-    loop {
-        // SAFETY: flock() takes only numbers, and the descriptor lives as long as `file`.
-        if unsafe { libc::flock(file.as_raw_fd(), operation | libc::LOCK_NB) } == 0 {
-            return Ok(Ok(()));
+    match retry_on_intr(|| flock(file, operation)) {
+        Ok(()) => Ok(Ok(())),
+        Err(Errno::WOULDBLOCK) => {
+            Ok(Err(holder(file).unwrap_or(Holder { pid: None, program: None })))
         }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::EWOULDBLOCK) => {
-                return Ok(Err(holder(file).unwrap_or(Holder { pid: None, program: None })));
-            }
-            _ => return Err(error),
-        }
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -85,7 +80,7 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
 /// `->` belong to waiting processes. Some file systems (btrfs, overlays) report a different device
 /// than stat(). Therefore, a match of the inode is enough, unless `is_exact` is set.
 fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
-    let lock_id = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
+    let lock_id = format!("{:02x}:{:02x}:{inode}", major(device), minor(device));
     let mut by_inode = None;
     for line in locks.lines() {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -106,11 +101,12 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
+    use rustix::fs::makedev;
+
     use super::*;
 
     fn unlock(file: &File) {
-        // SAFETY: flock() takes only numbers, and the descriptor lives as long as `file`.
-        assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) }, 0);
+        flock(file, FlockOperation::Unlock).unwrap();
     }
 
     #[test]
@@ -171,11 +167,11 @@ mod tests {
                      2: FLOCK  ADVISORY  WRITE 22 00:1b:77 0 EOF\n\
                      2: -> FLOCK  ADVISORY  WRITE 33 00:1a:77 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 44 00:1a:77 0 EOF\n";
-        let device = libc::makedev(0, 0x1a);
+        let device = makedev(0, 0x1a);
         assert_eq!(pid_in_locks(locks, device, 77, false), Some(44));
         assert_eq!(pid_in_locks(locks, device, 77, true), Some(44));
-        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77, false), Some(22));
-        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77, true), None);
+        assert_eq!(pid_in_locks(locks, makedev(9, 9), 77, false), Some(22));
+        assert_eq!(pid_in_locks(locks, makedev(9, 9), 77, true), None);
         assert_eq!(pid_in_locks(locks, device, 78, false), None);
     }
 }

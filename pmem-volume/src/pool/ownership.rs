@@ -9,6 +9,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use thiserror::Error;
 
 use super::file::formats::{self, Format};
@@ -72,15 +73,7 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
 }
 
 fn set_blocking(file: &File) -> io::Result<()> {
-    // SAFETY: fcntl() with F_GETFL takes only numbers, and the descriptor lives as long as `file`.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let waiting = flags & !libc::O_NONBLOCK;
-    // SAFETY: as above.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, waiting) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    Ok(fcntl_setfl(file, fcntl_getfl(file)? - OFlags::NONBLOCK)?)
 }
 
 /// Result of searching a file for a pool.
@@ -239,9 +232,7 @@ mod tests {
     fn claimed_file_is_blocking() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let claimed = claim(file.path(), true, 0).unwrap();
-        // SAFETY: a query.
-        let flags = unsafe { libc::fcntl(claimed.as_raw_fd(), libc::F_GETFL) };
-        assert_eq!(flags & libc::O_NONBLOCK, 0);
+        assert!(!fcntl_getfl(&claimed).unwrap().contains(OFlags::NONBLOCK));
         assert_eq!(pool_content(&claimed, file.path()), PoolContent::NoPool);
     }
 

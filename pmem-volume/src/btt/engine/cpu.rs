@@ -5,11 +5,13 @@
 use std::cell::Cell;
 pub(super) use std::cell::UnsafeCell;
 pub(super) use std::hint::spin_loop;
-use std::ptr;
 use std::sync::atomic::compiler_fence;
 pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(super) use std::thread::yield_now;
 use std::time::Duration;
+
+use rustix::fs::Timespec;
+use rustix::thread::futex;
 
 thread_local! {
     /// Slot that this thread used last, which is probably free.
@@ -61,33 +63,13 @@ pub(super) fn writer_fence_after_locked() {
 /// Sleeps while a word has the given value, until the thread is woken or `at_most` has passed. May
 /// return early (futex(2)).
 pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
-    let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
-    let timeout = libc::timespec { tv_sec: seconds, tv_nsec: at_most.subsec_nanos().into() };
-    // SAFETY: the system call reads the word and the time. The caller checks the word again in any
-    // case.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-            value,
-            &raw const timeout,
-            ptr::null::<u32>(),
-            0,
-        )
-    };
+    let timeout = Timespec::try_from(at_most).ok();
+    // The caller checks the word again in any case.
+    let _ = futex::wait(word, futex::Flags::PRIVATE, value, timeout.as_ref());
 }
 
 /// Wakes all threads that sleep on a word.
 #[cold]
 pub(super) fn wake_all(word: &AtomicU32) {
-    // SAFETY: the system call uses the address only as a key, and accesses nothing there.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-            i32::MAX,
-        )
-    };
+    let _ = futex::wake(word, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
 }

@@ -5,8 +5,9 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 
+use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr};
+use rustix::io::Errno;
 use thiserror::Error;
 
 /// Name of the mark's attribute, and name of a test attribute. The test attribute reveals if a file
@@ -76,22 +77,14 @@ impl Mark {
 
     fn in_attribute(file: &File, name: &CStr) -> io::Result<Option<Self>> {
         let mut value = [0_u8; 8];
-        // SAFETY: the name is a C string. The kernel stores at most as many bytes as `value` has,
-        // and `value` outlives the call.
-        let len = unsafe {
-            libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
-        };
         let find_mark = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
-        let Ok(len) = usize::try_from(len) else {
-            let error = io::Error::last_os_error();
-            return match error.raw_os_error() {
-                Some(libc::ENODATA | libc::EOPNOTSUPP) => Ok(None),
-                // The value is longer than that of any known mark.
-                Some(libc::ERANGE) => Ok(Some(Self::Unknown)),
-                _ => Err(error),
-            };
-        };
-        Ok(Some(find_mark(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
+        match fgetxattr(file, name, &mut value) {
+            Ok(len) => Ok(Some(find_mark(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark))),
+            Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
+            // The value is longer than that of any known mark.
+            Err(Errno::RANGE) => Ok(Some(Self::Unknown)),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Marks a file. Replaces an existing mark unless that mark is unknown.
@@ -104,9 +97,9 @@ impl Mark {
             _ => {}
         }
         let [user, trusted] = &ATTRIBUTES;
-        let Err(error) = store(file, user.name, value, 0) else { return Ok(()) };
+        let Err(error) = store(file, user.name, value, XattrFlags::empty()) else { return Ok(()) };
         let is_unsupported = |error: &io::Error| error.raw_os_error() == Some(libc::EOPNOTSUPP);
-        match store(file, trusted.name, value, 0) {
+        match store(file, trusted.name, value, XattrFlags::empty()) {
             Ok(()) => Ok(()),
             _ if !is_unsupported(&error) => Err(MarkError::Io(error)),
             // Only root can set trusted attributes.
@@ -124,11 +117,10 @@ impl Mark {
     /// the function sets a test attribute and removes it again. The test attribute has a separate
     /// name, because a crash in between would leave it behind.
     pub fn settable_attribute(file: &File) -> Option<&'static str> {
-        let can_have = |probe: &CStr| match store(file, probe, b"", libc::XATTR_CREATE) {
+        let can_have = |probe: &CStr| match store(file, probe, b"", XattrFlags::CREATE) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => false,
             Ok(()) | Err(_) => {
-                // SAFETY: the name is a C string, which outlives the call.
-                unsafe { libc::fremovexattr(file.as_raw_fd(), probe.as_ptr()) };
+                let _ = fremovexattr(file, probe);
                 true
             }
         };
@@ -143,20 +135,17 @@ pub(in crate::pool) fn set_unknown(file: &File, value: &[u8]) {
     let name = Mark::settable_attribute(file).unwrap();
     let attribute =
         ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap();
-    store(file, attribute.name, value, libc::XATTR_CREATE).unwrap();
+    store(file, attribute.name, value, XattrFlags::CREATE).unwrap();
 }
 
-fn store(file: &File, name: &CStr, value: &[u8], flags: libc::c_int) -> io::Result<()> {
-    // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both
-    // outlive the call.
-    let failed = unsafe {
-        libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
-    };
-    if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+fn store(file: &File, name: &CStr, value: &[u8], flags: XattrFlags) -> io::Result<()> {
+    Ok(fsetxattr(file, name, value, flags)?)
 }
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::flistxattr;
+
     use super::*;
 
     #[test]
@@ -176,10 +165,8 @@ mod tests {
     /// Returns the names of all attributes of a file.
     fn attributes(file: &File) -> String {
         let mut names = [0_u8; 1024];
-        // SAFETY: the kernel stores at most as many bytes as `names` has.
-        let len =
-            unsafe { libc::flistxattr(file.as_raw_fd(), names.as_mut_ptr().cast(), names.len()) };
-        String::from_utf8(names[..len as usize].to_vec()).unwrap()
+        let len = flistxattr(file, &mut names).unwrap();
+        String::from_utf8(names[..len].to_vec()).unwrap()
     }
 
     fn attribute_of(file: &File) -> &'static Attribute {
@@ -194,7 +181,7 @@ mod tests {
         let attribute = attribute_of(file);
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
         // Simulates an attribute that a test left behind between its two calls.
-        store(file, attribute.probe, b"", 0).unwrap();
+        store(file, attribute.probe, b"", XattrFlags::empty()).unwrap();
         assert_eq!(Mark::of(file).unwrap(), None);
         assert_eq!(attribute_of(file).name, attribute.name);
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
@@ -217,17 +204,9 @@ mod tests {
                 assert!(matches!(mark.set(file), Err(MarkError::Unknown)));
             }
             Mark::settable_attribute(file).unwrap();
-            let mut kept = [0; 100];
-            // SAFETY: the kernel stores at most as many bytes as `kept` has.
-            let len = unsafe {
-                libc::fgetxattr(
-                    file.as_raw_fd(),
-                    name.as_ptr(),
-                    kept.as_mut_ptr().cast(),
-                    kept.len(),
-                )
-            };
-            assert_eq!(&kept[..len as usize], value);
+            let mut kept = [0_u8; 100];
+            let len = fgetxattr(file, name, &mut kept).unwrap();
+            assert_eq!(&kept[..len], value);
         }
     }
 
@@ -250,7 +229,7 @@ mod tests {
             matches!(&error, MarkError::Read(source) if source.raw_os_error() == Some(libc::EBADF)),
             "{error}"
         );
-        let error = store(&file, ATTRIBUTES[0].name, b"disk", 0).unwrap_err();
+        let error = store(&file, ATTRIBUTES[0].name, b"disk", XattrFlags::empty()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 }

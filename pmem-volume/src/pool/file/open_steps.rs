@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{major, minor};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::signature;
@@ -288,7 +289,7 @@ pub(in crate::pool) fn device_user(path: &Path, device: u64) -> Result<Holder, S
 /// Returns the mount point of a device. In /proc/pid/mountinfo, the third field is the device, and
 /// the fifth is the mount point (proc(5)).
 fn mount_point(mounts: &str, device: u64) -> Option<&str> {
-    let wanted = format!("{}:{}", libc::major(device), libc::minor(device));
+    let wanted = format!("{}:{}", major(device), minor(device));
     mounts.lines().find_map(|line| {
         let mut fields = line.split(' ').skip(2);
         (fields.next() == Some(&wanted)).then(|| fields.nth(1)).flatten()
@@ -365,14 +366,16 @@ pub(in crate::pool) fn select_superblock(
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::makedev;
+
     use super::*;
 
     #[test]
     fn mounted_device_is_found_by_its_number() {
         let mounts = "21 1 0:20 / /proc rw - proc proc rw\n\
                       30 1 7:1 / /mnt/with\\040space rw shared:1 - ext4 /dev/loop1 rw\n";
-        assert_eq!(mount_point(mounts, libc::makedev(7, 1)), Some("/mnt/with\\040space"));
-        assert_eq!(mount_point(mounts, libc::makedev(7, 2)), None);
+        assert_eq!(mount_point(mounts, makedev(7, 1)), Some("/mnt/with\\040space"));
+        assert_eq!(mount_point(mounts, makedev(7, 2)), None);
     }
 
     #[test]
