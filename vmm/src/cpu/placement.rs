@@ -6,17 +6,14 @@ use std::mem;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::process::Pid;
+use rustix::thread::CoreSchedulingScope::Thread;
+use rustix::thread::{create_core_scheduling_cookie, gettid, pull_core_scheduling_cookie};
 use tracing::{debug, warn};
 
 use super::CpuError;
 use super::config::CoreScheduling;
 
-/// Commands of prctl(2) since Linux 5.14, which some C libraries do not define.
-const PR_SCHED_CORE: libc::c_int = 62;
-const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
-const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;
-/// `PIDTYPE_PID`: the command applies to a thread, not to its process.
-const SCOPE_THREAD: libc::c_ulong = 0;
 /// File with the online host CPUs, as a list of ranges such as `0-1,3`.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 
@@ -29,7 +26,7 @@ pub(crate) enum Cores {
     Nobody,
     /// All vCPU threads of the VM have the same cookie. The first thread creates it, and the others
     /// copy it.
-    Vm(Arc<Mutex<Option<libc::pid_t>>>),
+    Vm(Arc<Mutex<Option<Pid>>>),
 }
 
 impl Cores {
@@ -46,35 +43,25 @@ impl Cores {
         match self {
             Self::Anybody => {}
             Self::Nobody => {
-                if let Err(err) = core_scheduling(PR_SCHED_CORE_CREATE, 0) {
+                if let Err(err) = create_core_scheduling_cookie(gettid(), Thread) {
                     warn!(vcpu = index, %err, "Core scheduling is not available: the vCPU may share a core of the host with other tasks");
                 }
             }
             Self::Vm(first) => {
                 let mut first = first.lock();
                 let result = match *first {
-                    Some(thread) => core_scheduling(PR_SCHED_CORE_SHARE_FROM, thread),
-                    None => core_scheduling(PR_SCHED_CORE_CREATE, 0),
+                    Some(thread) => pull_core_scheduling_cookie(thread, Thread),
+                    None => create_core_scheduling_cookie(gettid(), Thread),
                 };
                 match result {
                     // A vCPU thread lives as long as the VM, so the others can copy its cookie.
-                    // SAFETY: a system call without arguments.
-                    Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
+                    Ok(()) => drop(first.get_or_insert_with(gettid)),
                     // Not a warning, because core scheduling is on by default, and many hosts have
                     // no threads that share a core.
                     Err(err) => debug!(vcpu = index, %err, "Core scheduling is not available"),
                 }
             }
         }
-    }
-}
-
-fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()> {
-    let (no_cookie, thread) = (0 as libc::c_ulong, libc::c_ulong::from(thread.unsigned_abs()));
-    // SAFETY: a system call with numbers as arguments. With these commands, it writes nothing.
-    match unsafe { libc::prctl(PR_SCHED_CORE, command, thread, SCOPE_THREAD, no_cookie) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
     }
 }
 
@@ -115,19 +102,14 @@ mod tests {
     use std::sync::{Barrier, mpsc};
     use std::thread;
 
+    use rustix::thread::{CpuSet, core_scheduling_cookie, sched_getaffinity};
+
     use super::*;
 
     /// CPUs that the calling thread may run on.
     fn allowed() -> Vec<usize> {
-        // SAFETY: as in `pin`.
-        let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
-        // SAFETY: the kernel writes no more than the size of the set.
-        let result = unsafe { libc::sched_getaffinity(0, mem::size_of_val(&set), &raw mut set) };
-        assert_eq!(result, 0);
-        // SAFETY: each CPU number fits into the set.
-        (0..libc::CPU_SETSIZE as usize)
-            .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
-            .collect()
+        let set = sched_getaffinity(None).unwrap();
+        (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
     }
 
     #[test]
@@ -154,19 +136,6 @@ mod tests {
         assert_eq!(allowed(), here, "the affinity of another thread is unchanged");
     }
 
-    /// Core scheduling cookie of the calling thread. Fails if the kernel has no core scheduling.
-    fn cookie() -> io::Result<u64> {
-        const PR_SCHED_CORE_GET: libc::c_ulong = 0;
-        let mut cookie = 0_u64;
-        // SAFETY: the kernel writes the cookie. 0 stands for the calling thread.
-        match unsafe {
-            libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie)
-        } {
-            0 => Ok(cookie),
-            _ => Err(io::Error::last_os_error()),
-        }
-    }
-
     /// If the kernel has no core scheduling, the test checks only that `claim` returns.
     #[test]
     fn core_scheduling_cookies_match_the_configuration() {
@@ -177,7 +146,7 @@ mod tests {
             let claim = |index| {
                 cores.claim(index);
                 claimed.wait();
-                let cookie = cookie();
+                let cookie = core_scheduling_cookie(gettid(), Thread);
                 claimed.wait();
                 cookie
             };

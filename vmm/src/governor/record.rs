@@ -22,6 +22,7 @@ use balloon::{HostView, TimeMs};
 use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::Mutex;
 use pmem_volume::file_mode::PRIVATE_MODE;
+use rustix::fs::{OFlags, fcntl_setfl};
 use tracing::{info, warn};
 
 use crate::governor::info::{RecordingInfo, RecordingState};
@@ -96,10 +97,7 @@ fn name_of(path: &Path, nth: u64) -> PathBuf {
 /// Makes writes to the file blocking. Blocking is safe because the recording has a thread of its
 /// own.
 fn wait_in_writes(file: &File) -> io::Result<()> {
-    use std::os::fd::AsRawFd;
-    // SAFETY: the call uses no pointers, and the descriptor is open.
-    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, 0) };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    Ok(fcntl_setfl(file, OFlags::empty())?)
 }
 
 /// State of a recording, shared by both ends of the queue.

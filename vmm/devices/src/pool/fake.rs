@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use pmem_volume::pool::layout::FORMAT_VERSION;
+use rustix::fs::{FallocateFlags, fallocate};
 use uuid::Uuid;
 
 use super::{
@@ -100,10 +101,8 @@ impl PmPool for FakePool {
             let len = extent.end - extent.start;
             let (first, count) =
                 ((extent.start / CHUNK_BYTES) as usize, (len / CHUNK_BYTES) as usize);
-            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            let (offset, size) = (extent.start as libc::off_t, len as libc::off_t);
-            // SAFETY: the call affects only the pool's own file.
-            assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, size) }, 0);
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&self.file, mode, extent.start, len).unwrap();
             self.erased_bytes.fetch_add(len, Ordering::Relaxed);
             let mut used = self.used.lock();
             assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");

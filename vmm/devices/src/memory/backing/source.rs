@@ -6,10 +6,12 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use foreshore_types::size::Size;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use rustix::io::retry_on_intr;
 use thiserror::Error;
 use tracing::warn;
 
@@ -132,12 +134,15 @@ impl DramSource {
                 return Err(DramError::NotWhole { len, page_bytes });
             }
             Pages::Huge(page_bytes) => {
-                let shift = page_bytes.trailing_zeros();
-                let flags = libc::MFD_HUGETLB | shift << libc::MFD_HUGE_SHIFT;
+                // The base-2 logarithm of the size stands in the upper bits (memfd_create(2)).
+                let size = page_bytes.trailing_zeros() << libc::MFD_HUGE_SHIFT;
+                let flags = MemfdFlags::HUGETLB | MemfdFlags::from_bits_retain(size);
                 let file = memory_file(len, flags);
                 Some(file.map_err(|source| DramError::NoSuchSize { page_bytes, source })?)
             }
-            _ if host.shared => Some(memory_file(len, 0).map_err(DramError::NoFile)?),
+            _ if host.shared => {
+                Some(memory_file(len, MemfdFlags::empty()).map_err(DramError::NoFile)?)
+            }
             _ => None,
         };
         let file =
@@ -231,33 +236,16 @@ impl DramSource {
 }
 
 /// Creates an unnamed in-memory file.
-fn memory_file(len: u64, flags: libc::c_uint) -> io::Result<File> {
-    // SAFETY: the name ends with a zero.
-    let fd = unsafe { libc::memfd_create(c"foreshore-dram".as_ptr(), libc::MFD_CLOEXEC | flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was just opened and has no other users.
-    let file = unsafe { File::from_raw_fd(fd) };
+fn memory_file(len: u64, flags: MemfdFlags) -> io::Result<File> {
+    let file = File::from(memfd_create("foreshore-dram", MemfdFlags::CLOEXEC | flags)?);
     file.set_len(len)?;
     Ok(file)
 }
 
 /// Removes the pages in `offset..offset + len` from a file.
 pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
-    let (offset, len) = (offset.try_into().map_err(invalid)?, len.try_into().map_err(invalid)?);
-    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    loop {
-        // SAFETY: no memory is passed; the file is open.
-        if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) } == 0 {
-            return Ok(());
-        }
-        let err = io::Error::last_os_error();
-        if err.kind() != io::ErrorKind::Interrupted {
-            return Err(err);
-        }
-    }
+    let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    Ok(retry_on_intr(|| fallocate(file, mode, offset, len))?)
 }
 
 /// Default size of huge pages on the host.

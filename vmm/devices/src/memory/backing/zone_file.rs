@@ -2,7 +2,6 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -11,6 +10,8 @@ use foreshore_types::size::Size;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::mark::Mark;
 use pmem_volume::pool::ownership::overwritten_content;
+use rustix::fs::{SeekFrom, fstatfs, seek};
+use rustix::io::Errno;
 use thiserror::Error;
 use tracing::warn;
 
@@ -145,25 +146,16 @@ impl ZoneFile {
 
 /// Offset of the first data in a file. `None` if the file has only holes.
 fn first_data(file: &File) -> io::Result<Option<u64>> {
-    // SAFETY: no memory is passed; the file is open.
-    let at = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_DATA) };
-    match u64::try_from(at) {
-        Ok(at) => Ok(Some(at)),
-        Err(_) => match io::Error::last_os_error() {
-            // The file has no data.
-            err if err.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-            err => Err(err),
-        },
+    match seek(file, SeekFrom::Data(0)) {
+        Ok(offset) => Ok(Some(offset)),
+        // The file has no data.
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
 fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
-    // SAFETY: a structure of integers, all of which may be 0.
-    let mut system: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the file is open, and the call fills the structure.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut system) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let system = fstatfs(file)?;
     let is_huge = system.f_type == libc::HUGETLBFS_MAGIC;
     Ok(is_huge.then_some(system.f_bsize as u64))
 }
