@@ -30,7 +30,7 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-fn wait_for_init(vm: &Vm, started: Instant) -> Result<Duration> {
+pub(crate) fn wait_for_init(vm: &Vm, started: Instant) -> Result<Duration> {
     loop {
         if vm.console_log()?.contains(INIT_LINE) {
             return Ok(started.elapsed());

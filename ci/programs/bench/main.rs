@@ -7,6 +7,7 @@
 mod agent;
 mod api;
 mod boot;
+mod confinement;
 mod disk;
 mod idle;
 mod net;
@@ -29,7 +30,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream,confinement|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   also measure a VMM with Cloud Hypervisor's flags and API";
 
 /// Maximum number of attempts to measure a group under one VMM.
@@ -37,7 +38,7 @@ const TRIES: usize = 3;
 
 /// Groups that every VMM supports. `peers` selects all of them.
 const PEERS: [&str; 5] = ["boot", "plug", "disk", "net", "api"];
-const FORESHORE_ALONE: [&str; 5] = ["volume", "tree", "pressure", "agent", "stream"];
+const FORESHORE_ALONE: [&str; 6] = ["volume", "tree", "pressure", "agent", "stream", "confinement"];
 
 struct Options {
     rounds: usize,
@@ -132,6 +133,7 @@ fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
         "tree" => tree::measure(vmms, samples),
         "pressure" => pressure::measure(samples),
         "agent" => agent::measure(samples),
+        "confinement" => confinement::measure(samples),
         _ => stream::measure(samples),
     }
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::{Map, Value, json};
 
 use crate::samples::{Row, Samples, Target, median, p99, smallest};
-use crate::vmm::{FORESHORE, QEMU};
+use crate::vmm::{FORESHORE, QEMU, UNCONFINED};
 
 /// Returns the description of the machine that ci/nested/host has set.
 fn measured_on() -> String {
@@ -64,9 +64,13 @@ fn values<'a>(samples: &'a Samples, row: Row, vmm: &str) -> &'a [f64] {
     samples.of(if vmm == FORESHORE { row } else { row.peer_row() }, vmm)
 }
 
-/// Returns Foreshore's median divided by QEMU's median.
+/// Returns Foreshore's median divided by that of the VMM to which the row is compared.
 fn ratio(samples: &Samples, row: Row) -> Option<f64> {
-    Some(median(values(samples, row, FORESHORE))? / median(values(samples, row, QEMU))?)
+    let other = match row.target() {
+        Target::TimesUnconfined(_) => UNCONFINED,
+        Target::TimesQemu(_) | Target::AtMost(_) | Target::Open => QEMU,
+    };
+    Some(median(values(samples, row, FORESHORE))? / median(values(samples, row, other))?)
 }
 
 /// Returns the text of the target, and whether the target was met.
@@ -76,6 +80,10 @@ fn verdict(samples: &Samples, row: Row) -> (String, &'static str) {
         Target::Open => (String::new(), ""),
         Target::TimesQemu(limit) => (
             format!("{limit:.2} x QEMU"),
+            yes_or_no(ratio(samples, row).map(|ratio| ratio <= limit)),
+        ),
+        Target::TimesUnconfined(limit) => (
+            format!("{limit:.2} x {UNCONFINED}"),
             yes_or_no(ratio(samples, row).map(|ratio| ratio <= limit)),
         ),
         Target::AtMost(limit) => {

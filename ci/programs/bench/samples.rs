@@ -8,6 +8,8 @@ use anyhow::{Context, Result};
 pub(crate) enum Target {
     /// Foreshore's value may be at most this multiple of QEMU's.
     TimesQemu(f64),
+    /// Foreshore's value may be at most this multiple of that without confinement.
+    TimesUnconfined(f64),
     /// Maximum value, in the unit of the row.
     AtMost(f64),
     /// The measurement has no target.
@@ -134,6 +136,26 @@ rows! {
     AgentCpu AtMost(0.2) "agent_at_rest_cpu_percent" "idle agent, share of a CPU";
     MonitorsCpu Open "agent_at_rest_damon_cpu_percent" "DAMON for the idle agent, share of a CPU";
     AgentRss AtMost(3.0) "agent_at_rest_resident_mebibytes" "idle agent, resident memory";
+    ConfinedBoot TimesUnconfined(1.03) "confinement_boot_seconds" "exec to guest init";
+    ConfinedMemory Open "confinement_anonymous_mebibytes" "anonymous memory of the VMM";
+    ConfinedExit TimesUnconfined(1.03) "confinement_exit_microseconds" "read of an I/O port";
+    ConfinedPlug TimesUnconfined(1.03) "confinement_plug_1_gib_seconds" "plug 1 GiB";
+    ConfinedImageWrite TimesUnconfined(1.03) "confinement_image_write_4_kib_microseconds"
+        "image, virtio-blk: write 4 KiB";
+    ConfinedImageRead TimesUnconfined(1.03) "confinement_image_read_4_kib_microseconds"
+        "image, virtio-blk: read 4 KiB";
+    ConfinedEngineWrite TimesUnconfined(1.03) "confinement_virtio_blk_write_4_kib_microseconds"
+        "BTT, virtio-blk: write 4 KiB";
+    ConfinedEngineRead TimesUnconfined(1.03) "confinement_virtio_blk_read_4_kib_microseconds"
+        "BTT, virtio-blk: read 4 KiB";
+    ConfinedPmemWrite TimesUnconfined(1.03) "confinement_virtio_pmem_write_4_kib_microseconds"
+        "BTT, virtio-pmem: write 4 KiB";
+    ConfinedPmemRead TimesUnconfined(1.03) "confinement_virtio_pmem_read_4_kib_microseconds"
+        "BTT, virtio-pmem: read 4 KiB";
+    ConfinedNvdimmWrite TimesUnconfined(1.03) "confinement_nvdimm_write_4_kib_microseconds"
+        "BTT, nvdimm: write 4 KiB";
+    ConfinedNvdimmRead TimesUnconfined(1.03) "confinement_nvdimm_read_4_kib_microseconds"
+        "BTT, nvdimm: read 4 KiB";
     StreamCopy AtMost(1.01) "stream_copy_devdax_ratio"
         "STREAM copy: time on a raw devdax volume, relative to pool memory";
     StreamScale AtMost(1.01) "stream_scale_devdax_ratio" "STREAM scale, the same";

@@ -32,7 +32,7 @@ pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 time(vmm, disk, "pmem0s", [Row::NvdimmUntar, Row::NvdimmTar], samples)?;
             }
             // Only Foreshore supports these interfaces of a volume.
-            Vmm::Other { .. } => {}
+            Vmm::Unconfined | Vmm::Other { .. } => {}
         }
     }
     Ok(())

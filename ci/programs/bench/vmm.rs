@@ -15,6 +15,7 @@ use crate::forget;
 
 pub(crate) const FORESHORE: &str = "foreshore";
 pub(crate) const QEMU: &str = "qemu";
+pub(crate) const UNCONFINED: &str = "unconfined";
 
 pub(crate) const MIB: u64 = 1 << 20;
 /// Boot memory of every guest in these benchmarks.
@@ -28,6 +29,8 @@ const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Vmm {
     Foreshore,
+    /// Foreshore without filters and limits of files.
+    Unconfined,
     Qemu,
     /// Another VMM that has Cloud Hypervisor's flags and API.
     Other {
@@ -102,6 +105,7 @@ impl Vmm {
     pub(crate) fn name(&self) -> &str {
         match self {
             Self::Foreshore => FORESHORE,
+            Self::Unconfined => UNCONFINED,
             Self::Qemu => QEMU,
             Self::Other { name, .. } => name,
         }
@@ -132,6 +136,11 @@ impl Vmm {
             }
             Self::Foreshore => {
                 Ok(Vm::Cli(cli(extras, &program("foreshore")).pressure("off").start()?))
+            }
+            Self::Unconfined => {
+                let builder = cli(extras, &program("foreshore")).pressure("off");
+                let builder = builder.argument("--seccomp", "false").argument("--landlock", "off");
+                Ok(Vm::Cli(builder.start()?))
             }
             Self::Other { program, .. } => {
                 Ok(Vm::Cli(cli(extras, program).without("--metrics").start()?))

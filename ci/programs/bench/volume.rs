@@ -23,19 +23,19 @@ pub(crate) const VOLUME_BYTES: u64 = 128 * MIB;
 /// Effort for a row, which is the median of `repeats` runs with `transfers` transfers each. The
 /// first run is discarded, because it touches all memory for the first time.
 #[derive(Clone, Copy)]
-struct Effort {
+pub(crate) struct Effort {
     transfers: u32,
     repeats: usize,
 }
 
 /// Effort without flushes. A run takes about 10 ms, so a single interrupt on the host would be
 /// significant.
-const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
+pub(crate) const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
 /// Effort with flushes to a disk. A BTT write flushes four times (data, both halves of the log
 /// entry, map), and each flush takes as long as the disk needs.
 const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 /// Effort if each flush is an exit.
-const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
+pub(crate) const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
@@ -51,7 +51,7 @@ pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 time(vmm, disk, UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
             }
             // Only Foreshore supports these interfaces of a volume.
-            Vmm::Other { .. } => {}
+            Vmm::Unconfined | Vmm::Other { .. } => {}
         }
     }
     Ok(())
@@ -74,7 +74,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
 }
 
 /// Adds the medians of several runs in one guest.
-fn time(
+pub(crate) fn time(
     vmm: &Vmm,
     disk: Disk,
     effort: Effort,
@@ -105,7 +105,7 @@ pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
 }
 
 /// Creates an image of zeros that is fully allocated.
-fn make_image() -> Result<PathBuf> {
+pub(crate) fn make_image() -> Result<PathBuf> {
     let path = this_tests_dir().join("image");
     forget(&path)?;
     fs::create_dir_all(this_tests_dir())?;

@@ -21,12 +21,23 @@ use crate::programs::{self, user_path};
 use crate::setup;
 
 const FOLDER: &str = "target/bench";
-const MEASUREMENTS: [&str; 11] = [
-    "peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream",
+const MEASUREMENTS: [&str; 12] = [
+    "peers",
+    "boot",
+    "plug",
+    "disk",
+    "net",
+    "api",
+    "volume",
+    "tree",
+    "pressure",
+    "agent",
+    "stream",
+    "confinement",
 ];
-/// Only benchmark that works with a counted clock. Such a host has one CPU. Its guests have one CPU
-/// as well, because two vCPUs on it would wait for each other.
-const COUNTABLE: &str = "agent";
+/// Benchmarks that work with a counted clock. Such a host has one CPU. Its guests have one CPU as
+/// well, because two vCPUs on it would wait for each other.
+const COUNTABLE: [&str; 2] = ["agent", "confinement"];
 /// Variable with the path of another VMM to measure.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
 const PEERS: &str = "FORESHORE_PEERS";
@@ -51,7 +62,7 @@ pub(crate) struct Arguments {
     )]
     only: Vec<String>,
     /// Clock of the emulated host; with counted, each instruction takes one nanosecond (requires
-    /// --only agent)
+    /// --only agent or confinement)
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
     /// Instead count the instructions of virtio-blk and virtio-mem requests, on this machine;
@@ -70,8 +81,9 @@ impl Arguments {
     /// Arguments for `host`, separated by spaces.
     fn of_host(&self) -> Result<String> {
         let is_counted = self.clock == Clock::Counted;
-        if is_counted && self.only != [COUNTABLE] {
-            refuse!("--clock counted requires --only {COUNTABLE}");
+        let is_countable = |name: &String| COUNTABLE.contains(&name.as_str());
+        if is_counted && (self.only.is_empty() || !self.only.iter().all(is_countable)) {
+            refuse!("--clock counted requires --only {}", COUNTABLE.join(" or "));
         }
         let counted = if is_counted { " --cpus 1 --counted" } else { "" };
         Ok(format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out"))
@@ -165,6 +177,7 @@ mod tests {
             |line: &str| crate::tests::parse::<Arguments>(line).unwrap().of_host().unwrap();
         assert!(!of_host("--only boot,plug").contains("--counted"));
         assert!(of_host("--clock counted --only agent").contains(" --cpus 1 --counted "));
+        assert!(of_host("--clock counted --only confinement").contains(" --cpus 1 --counted "));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 mod blocks;
 mod burst;
 mod exhausted_memory;
+mod exits;
 mod files;
 mod filled_folder;
 mod hostile;
@@ -74,6 +75,8 @@ usage:
       writes up to LONGEST before a flush. Print a line per flush
   guest-tool time-blocks DEVICE read|write COUNT [DEPTH]
       time direct 4 KiB transfers, DEPTH (1) at a time, in microseconds
+  guest-tool time-exits COUNT
+      time COUNT reads of an I/O port, which are exits to the VMM, in microseconds
   guest-tool net-serve PORT
       serve the network transfers of net-time
   guest-tool net-time ADDRESS:PORT send|receive BYTES
@@ -185,6 +188,7 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["time-blocks", device, what, count, depth] => {
             blocks::time(device, what, number(count)?, number(depth)?)
         }
+        ["time-exits", count] => exits::time(number(count)?),
         ["net-serve", port] => net_serve(u16::try_from(number(port)?)?),
         ["net-time", server, what, count] => {
             net_time(server, what, usize::try_from(number(count)?)?)
