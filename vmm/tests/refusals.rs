@@ -106,6 +106,8 @@ fn unknown_keys_words_and_missing_keys_are_refused() {
             (&["--cpus", "boot=1,bot=2"], &["did you mean 'boot='?"]),
             (&["--pressure", "policy=psi,horizn=3s"], &["did you mean 'horizon='?"]),
             (&["--pressure", "policy=daper"], &["did you mean 'dapper'?"]),
+            (&["--seccomp", "ture"], &["true, false, log, errno] (did you mean 'true'?)"]),
+            (&["--landlock", "ofd"], &["auto, on, off] (did you mean 'off'?)"]),
             (&["--memory", "hotplug_method=virtio-men"], &["did you mean 'virtio-mem'?"]),
             (&["--rng", "source=/dev/urandom"], &["unknown key", "source"]),
             (&["--pmem", "file=file,colour=red"], &["unknown key", "colour"]),

@@ -287,6 +287,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn error_about_a_misspelled_word_suggests_the_right_one() {
+        assert!(foreshore_cli::misspelled::check_suggestions(&Arguments::command()) > 0);
+    }
+
+    #[test]
     fn commands_in_the_book_are_valid() {
         let commands = foreshore_cli::book::commands("foreshore-sim");
         assert!(commands.len() >= 4, "{commands:?}");

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use foreshore_types::similar::suggestion;
 use foreshore_types::size::{self, SizeError};
 use pmem_volume::pool::VolumeName;
 use pmem_volume::{VolumeFormat, VolumeSize};
@@ -449,27 +450,53 @@ fn check_name(name: String) -> Result<String, String> {
     }
 }
 
-fn parse_volume_size(text: &str) -> Result<VolumeSize, SizeError> {
-    if text == "remaining" {
-        Ok(VolumeSize::Remaining)
-    } else {
-        size::parse(text).map(VolumeSize::Bytes)
+/// Size of a volume that takes all free space.
+const REMAINING: &str = "remaining";
+/// Size of a part that takes what the other parts leave.
+const REST: &str = "rest";
+
+fn parse_volume_size(text: &str) -> Result<VolumeSize, String> {
+    parse_size_or(REMAINING, text)
+}
+
+/// Parses a size or `word`, which stands for the remaining space.
+fn parse_size_or(word: &str, text: &str) -> Result<VolumeSize, String> {
+    if text == word {
+        return Ok(VolumeSize::Remaining);
     }
+    size::parse(text).map(VolumeSize::Bytes).map_err(|error| match error {
+        SizeError::Malformed { .. } => format!("{error}, or {word}{}", suggestion(text, [word])),
+        other => other.to_string(),
+    })
 }
 
 fn parse_part(text: &str) -> Result<(String, VolumeSize), String> {
     let (name, size) =
         text.split_once('=').ok_or_else(|| format!("{text:?} is not NAME=SIZE or NAME=rest"))?;
-    let size = match size {
-        "rest" => VolumeSize::Remaining,
-        size => VolumeSize::Bytes(size::parse(size).map_err(|error| error.to_string())?),
-    };
+    let size = parse_size_or(REST, size)?;
     Ok((check_name(name.to_owned())?, size))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn error_about_a_misspelled_word_suggests_the_right_one() {
+        use clap::CommandFactory;
+
+        assert!(foreshore_cli::misspelled::check_suggestions(&Arguments::command()) > 0);
+        let error = parse_volume_size("remaning").unwrap_err();
+        assert_eq!(
+            error,
+            r#""remaning" is not a size: bytes, or a number with K, M, G or T, or remaining (did you mean 'remaining'?)"#
+        );
+        assert!(parse_part("data=rst").unwrap_err().ends_with("or rest (did you mean 'rest'?)"));
+        assert_eq!(
+            parse_volume_size("1.3").unwrap_err(),
+            r#""1.3" is not a whole number of bytes"#
+        );
+    }
 
     #[test]
     fn commands_in_the_book_are_valid() {

@@ -11,6 +11,8 @@ pub mod book;
 mod build_info;
 mod completion;
 mod manual;
+#[cfg(any(test, feature = "book"))]
+pub mod misspelled;
 mod usage;
 
 pub use clap_complete::Shell;

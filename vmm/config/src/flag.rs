@@ -79,6 +79,10 @@ impl FlagValue for bool {
         "on or off".to_owned()
     }
 
+    fn words() -> Vec<&'static str> {
+        [ON, OFF].concat()
+    }
+
     fn read(text: &str) -> Option<Self> {
         let is = |words: &[&str]| words.iter().any(|word| word.eq_ignore_ascii_case(text));
         is(ON).then_some(true).or_else(|| is(OFF).then_some(false))

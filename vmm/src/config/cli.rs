@@ -121,10 +121,9 @@ struct Flags {
     /// Keep the VMM when the guest powers off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// Result of a system call that a thread does not need: true ends the VMM, log logs the call,
-    /// errno makes it fail, false allows all calls [default: true]
-    #[arg(long, value_name = "true|false|log|errno", help_heading = "Confinement")]
-    seccomp: Option<String>,
+    /// Result of a system call that a thread does not need
+    #[arg(long, value_name = "MODE", help_heading = "Confinement", default_value = "true", value_parser = seccomp_mode())]
+    seccomp: SeccompMode,
     /// Become this user, by name or number, before files are opened
     #[arg(long, value_name = "USER", help_heading = "Confinement")]
     user: Option<String>,
@@ -303,7 +302,6 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         return Err(CliError::Foreign { flag: "--debug-console".to_owned(), why });
     }
     let mut warnings = Vec::new();
-    let seccomp = flags.seccomp.as_deref().map(seccomp_mode).transpose()?.unwrap_or_default();
     if flags.log_format == GivenLogFormat::Template {
         let text = "--log-format: ignored; templates are not supported, use text or json";
         warnings.push(text.to_owned());
@@ -348,7 +346,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         vm_name,
         log,
         warnings,
-        seccomp,
+        seccomp: flags.seccomp,
         landlock: flags.landlock,
         identity: Identity { user: flags.user, group: flags.group, root: flags.chroot },
     };
@@ -417,12 +415,18 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
-fn seccomp_mode(text: &str) -> Result<SeccompMode, ConfigError> {
-    let mode = SeccompMode::ALL.into_iter().find(|mode| mode.name() == text);
-    mode.ok_or_else(|| ConfigError::NotOneOf {
-        flag: "--seccomp",
-        text: text.to_owned(),
-        forms: "true, false, log and errno",
+fn seccomp_mode() -> impl TypedValueParser<Value = SeccompMode> {
+    let value = |mode: SeccompMode| {
+        PossibleValue::new(mode.name()).help(match mode {
+            SeccompMode::Enforce => "End the VMM",
+            SeccompMode::Off => "Allow all calls",
+            SeccompMode::Log => "Log the call and carry it out",
+            SeccompMode::Errno => "Let the call fail",
+        })
+    };
+    PossibleValuesParser::new(SeccompMode::ALL.map(value)).map(|name| {
+        let mode = SeccompMode::ALL.into_iter().find(|mode| mode.name() == name);
+        mode.expect("a possible value")
     })
 }
 
@@ -674,7 +678,7 @@ mod tests {
         assert_eq!(twice, "--event-monitor: fd 7 is also used by --api-socket");
         let twice = error(&["--api-socket", "fd=7", "--net", "fd=7"]);
         assert_eq!(twice, "--api-socket: fd 7 is also used by --net");
-        assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
+        assert!(error(&["--seccomp", "maybe"]).contains("'--seccomp <MODE>'"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
         assert!(error(&["--serial", "tty,pty"]).starts_with("--serial:"));
     }

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use foreshore_cli::misspelled::{check_suggestions, misspelled};
 use foreshore_config::{Key, Options, Table};
 use foreshore_types::size;
 use serde_json::Value;
@@ -64,6 +65,37 @@ fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
 /// at least one of them.
 fn unreadable() -> [String; 5] {
     ["!", "\"\"", "a::b", "__a", &"x".repeat(1 << 10)].map(str::to_owned)
+}
+
+/// Words in the form of a key's value. Placeholders such as `SIZE` are upper case.
+fn words_of(key: &Key) -> Vec<String> {
+    let syntax = (key.syntax)();
+    let is_word =
+        |form: &&str| form.chars().all(|c| c.is_ascii_lowercase() || c == '-') && !form.is_empty();
+    syntax.split('|').filter(is_word).map(str::to_owned).collect()
+}
+
+#[test]
+fn error_about_a_misspelled_word_lists_and_suggests_words() {
+    let mut count = 0;
+    for table in TABLES {
+        for key in (table.keys)() {
+            let words = words_of(&key);
+            for word in &words {
+                let error = refusal(table.flag, key.name, &misspelled(word)).unwrap();
+                let suggested = error.contains(&format!("(did you mean '{word}'?)"));
+                assert!(suggested && words.iter().all(|word| error.contains(word)), "{error}");
+            }
+            count += words.len();
+        }
+        for word in table.words {
+            let error = Options::parse(&table, &[], &misspelled(word)).unwrap_err().to_string();
+            let suggested = error.contains(&format!("(did you mean '{word}'?)"));
+            assert!(suggested && table.words.iter().all(|word| error.contains(word)), "{error}");
+        }
+    }
+    assert!(count > 70, "{count} words");
+    assert!(check_suggestions(&description()) >= 4);
 }
 
 /// The parser accepts the keys in the tables. Only an error about the value proves that the section

@@ -106,20 +106,27 @@ impl FlagValue for CpuTopology {
     }
 }
 
+/// Name of [`CpuFeatures::amx`] in the flag.
+const AMX: &str = "amx";
+
 impl FlagValue for CpuFeatures {
     fn syntax() -> String {
-        "amx".to_owned()
+        AMX.to_owned()
     }
 
     fn expected() -> String {
         Self::syntax()
     }
 
+    fn words() -> Vec<&'static str> {
+        vec![AMX]
+    }
+
     fn read(text: &str) -> Option<Self> {
         let mut features = Self::default();
         for name in items(text)? {
             match name {
-                "amx" => features.amx = true,
+                AMX => features.amx = true,
                 _ => return None,
             }
         }

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, FlagValue, JsonError, JsonValue, Walk, section, size, words};
 use foreshore_types::VolumeFormat;
+use foreshore_types::similar::suggestion;
+use foreshore_types::size::SizeError;
 use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -74,7 +76,11 @@ impl FlagValue for VolumeSize {
     }
 
     fn expected() -> String {
-        u64::expected()
+        format!("{}, or {REMAINING}", u64::expected())
+    }
+
+    fn words() -> Vec<&'static str> {
+        vec![REMAINING]
     }
 
     fn read(text: &str) -> Option<Self> {
@@ -85,7 +91,14 @@ impl FlagValue for VolumeSize {
     }
 
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
-        u64::error(flag, key, text)
+        match u64::error(flag, key, text) {
+            ConfigError::NotASize { error: SizeError::Malformed { .. }, .. } => {
+                let expected = Self::expected() + &suggestion(text, Self::words());
+                let (key, value) = (key.to_owned(), text.to_owned());
+                ConfigError::BadValue { flag, key, value, expected }
+            }
+            other => other,
+        }
     }
 }
 

@@ -512,6 +512,11 @@ mod tests {
     }
 
     #[test]
+    fn error_about_a_misspelled_word_suggests_the_right_one() {
+        assert!(foreshore_cli::misspelled::check_suggestions(&Flags::command()) > 0);
+    }
+
+    #[test]
     fn missing_command_is_a_usage_error() {
         for args in [&["foreshore-remote"][..], &["foreshore-remote", "--api-socket", "/s"]] {
             let error = run(args.iter().map(OsString::from).collect()).unwrap_err();

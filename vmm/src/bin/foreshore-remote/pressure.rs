@@ -6,12 +6,14 @@ use anyhow::{Context, Result, bail};
 use balloon::controller::Rules;
 use balloon::params::{Param, Setting};
 use balloon::policy::Policy;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 use foreshore::api::Client;
 use foreshore::config::{FIXED_SIZE, ParamSettings};
 use foreshore::governor::info::{PressureChange, PressureInfo};
 use foreshore::vm::decision::{DecisionInfo, MAX_DECISIONS, Outcome};
 use foreshore_config::FlagValue;
+use foreshore_types::similar::suggestion;
 use foreshore_types::size;
 
 use crate::output::{Origin, Output};
@@ -38,7 +40,7 @@ pub(crate) struct Pressure {
     #[command(flatten)]
     set: Choice,
     /// Same as `pressure dry-run`
-    #[arg(long, value_name = "SWITCH", value_parser = switch)]
+    #[arg(long, value_name = "SWITCH", value_parser = switch_parser(), ignore_case = true)]
     dry_run: Option<bool>,
     /// Same as `pressure resume`
     #[arg(long)]
@@ -55,10 +57,10 @@ enum PressureVerb {
         /// ID of the zone
         zone: Option<String>,
     },
-    /// Decide without changing anything: on or off
+    /// Decide without changing anything
     DryRun {
-        /// on or off
-        #[arg(action = ArgAction::Set, value_parser = switch)]
+        /// New value
+        #[arg(action = ArgAction::Set, value_parser = switch_parser(), ignore_case = true)]
         switch: bool,
     },
     /// Set the policy or parameters
@@ -125,7 +127,15 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
 
 /// Parses the value of `dry_run` in the syntax of the VMM's flags.
 fn switch(value: &str) -> Result<bool> {
-    bool::read(value).with_context(|| format!("dry_run={value:?} is not {}", bool::expected()))
+    bool::read(value).with_context(|| {
+        let similar = suggestion(value, bool::words());
+        format!("dry_run={value:?} is not {}{similar}", bool::expected())
+    })
+}
+
+fn switch_parser() -> impl TypedValueParser<Value = bool> {
+    let words = [PossibleValue::new("on").alias("true"), PossibleValue::new("off").alias("false")];
+    PossibleValuesParser::new(words).map(|word| bool::read(&word).expect("a possible value"))
 }
 
 impl Pressure {
@@ -408,6 +418,10 @@ mod tests {
             (&["set", "--policy", "psi", "policy=amf"], "policy is given twice".to_owned()),
             (&["set", "--size", "1G", "policy=fixed,size=1G"], "size is given twice".to_owned()),
             (&["set", "dry_run=maybe"], r#"dry_run="maybe" is not on or off"#.to_owned()),
+            (
+                &["set", "dry_run=onn"],
+                r#"dry_run="onn" is not on or off (did you mean 'on'?)"#.to_owned(),
+            ),
             (&["set", "record=/t"], "record= is for the command line of the VMM alone".to_owned()),
         ] {
             assert_eq!(change(args).unwrap_err().to_string(), message, "{args:?}");
