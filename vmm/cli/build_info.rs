@@ -185,7 +185,7 @@ mod tests {
         };
         let expected = ["pmem-volume/pmvol/src", "pmem-volume/src", "vmm/cli/src", "vmm/types/src"];
         assert_eq!(names("pmem-volume/pmvol"), expected.map(PathBuf::from));
-        let expected = ["guest/agent/src", "guest/proto/src"];
+        let expected = ["guest/agent/src", "guest/proto/src", "vmm/types/src"];
         assert_eq!(names("guest/agent"), expected.map(PathBuf::from));
     }
 

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use foreshore_proto::VSOCK_PORT;
+use foreshore_types::similar::{most_similar, suggestion};
 use thiserror::Error;
 
 pub(crate) const HELP: &str = "\
@@ -69,6 +70,14 @@ pub(crate) enum Online {
     None,
 }
 
+impl Online {
+    /// All policies, each with its word in the option.
+    const WORDS: [(&str, Self); 3] =
+        [("movable", Self::Movable), ("auto", Self::Auto), ("none", Self::None)];
+}
+
+const SWITCH_WORDS: [(&str, bool); 2] = [("on", true), ("off", false)];
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Options {
     pub address: Address,
@@ -105,12 +114,23 @@ pub(crate) enum Command {
 pub(crate) enum ArgsError {
     #[error("argument {0:?} is not UTF-8")]
     NotUtf8(OsString),
-    #[error("unknown option {0}")]
-    Unknown(String),
+    #[error("unknown option {option}{}", similar_option(option))]
+    Unknown { option: String },
     #[error("{0} needs a value")]
     NoValue(String),
     #[error("{option} is {value}, must be {expected}")]
     WrongValue { option: String, value: String, expected: String },
+}
+
+/// Returns a clause for an error about `option`, with the most similar option of the help.
+fn similar_option(option: &str) -> String {
+    // The dashes are not compared, because all options begin with them.
+    let words = HELP.split([' ', ',', '\n']).filter_map(|word| word.strip_prefix("--"));
+    let name = option.split('=').next().and_then(|option| option.strip_prefix("--"));
+    match name.and_then(|name| most_similar(name, words)) {
+        Some(name) => format!(" (did you mean '--{name}'?)"),
+        None => String::new(),
+    }
 }
 
 /// Parses the arguments, which do not include the program's name.
@@ -134,15 +154,15 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command,
             "--cid" => cid = number(option, value()?)?,
             "--port" => port = number(option, value()?)?,
             "--unix" => unix = Some(PathBuf::from(value()?)),
-            "--online" => online = policy(option, value()?)?,
-            "--reserve" => reserve = switch(option, value()?)?,
-            "--kernel-blocks" => kernel_blocks = switch(option, value()?)?,
-            "--tune" => tune = switch(option, value()?)?,
-            "--idle" => idle = switch(option, value()?)?,
+            "--online" => online = word(option, value()?, Online::WORDS)?,
+            "--reserve" => reserve = word(option, value()?, SWITCH_WORDS)?,
+            "--kernel-blocks" => kernel_blocks = word(option, value()?, SWITCH_WORDS)?,
+            "--tune" => tune = word(option, value()?, SWITCH_WORDS)?,
+            "--idle" => idle = word(option, value()?, SWITCH_WORDS)?,
             "--once" if inline.is_none() => once = true,
             "--version" if inline.is_none() => return Ok(Command::Version),
             "--help" | "-h" if inline.is_none() => return Ok(Command::Help),
-            _ => return Err(ArgsError::Unknown(arg)),
+            _ => return Err(ArgsError::Unknown { option: arg }),
         }
     }
     if once {
@@ -163,21 +183,19 @@ fn number(option: &str, value: String) -> Result<u32, ArgsError> {
     }
 }
 
-fn policy(option: &str, value: String) -> Result<Online, ArgsError> {
-    match value.as_str() {
-        "movable" => Ok(Online::Movable),
-        "auto" => Ok(Online::Auto),
-        "none" => Ok(Online::None),
-        _ => Err(wrong_value(option, value, "movable, auto or none")),
+/// Parses one of `words`. The error lists them and suggests a similar one.
+fn word<T: Copy, const N: usize>(
+    option: &str,
+    value: String,
+    words: [(&str, T); N],
+) -> Result<T, ArgsError> {
+    if let Some((_, meaning)) = words.into_iter().find(|(word, _)| *word == value) {
+        return Ok(meaning);
     }
-}
-
-fn switch(option: &str, value: String) -> Result<bool, ArgsError> {
-    match value.as_str() {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(wrong_value(option, value, "on or off")),
-    }
+    let names = words.map(|(word, _)| word);
+    let (last, others) = names.split_last().expect("a value has words");
+    let expected = format!("{} or {last}{}", others.join(", "), suggestion(&value, names));
+    Err(wrong_value(option, value, expected))
 }
 
 #[cfg(test)]
@@ -220,10 +238,34 @@ mod tests {
         assert_eq!(parsed("-h"), Ok(Command::Help));
     }
 
+    /// The help lists the words of a switch in its form, and those of a policy in its description.
+    #[test]
+    fn error_about_a_misspelled_word_lists_and_suggests_words() {
+        let forms = HELP.lines().filter_map(|line| line.trim().split_once(' '));
+        let mut count = 0;
+        for (option, form) in forms.filter(|(option, _)| option.starts_with("--")) {
+            let form = form.split_whitespace().next().unwrap();
+            let words: Vec<&str> = match form {
+                "POLICY" => Online::WORDS.iter().map(|(word, _)| *word).collect(),
+                form => form.split('|').filter(|_| form.contains('|')).collect(),
+            };
+            for word in &words {
+                let error = parsed(&format!("{option} {word}{}", &word[word.len() - 1..]));
+                let error = error.unwrap_err().to_string();
+                let suggested = error.contains(&format!("(did you mean '{word}'?)"));
+                assert!(suggested && words.iter().all(|word| error.contains(word)), "{error}");
+            }
+            count += words.len();
+        }
+        assert_eq!(count, 3 + 2 * HELP.matches("on|off").count());
+    }
+
     #[test]
     fn errors_name_the_option_the_value_and_the_bound() {
         for (line, error) in [
-            ("--prot 5", "unknown option --prot"),
+            ("--prot 5", "unknown option --prot (did you mean '--port'?)"),
+            ("--prot=5", "unknown option --prot=5 (did you mean '--port'?)"),
+            ("--moon 5", "unknown option --moon"),
             ("--once=yes", "unknown option --once=yes"),
             ("--version=x", "unknown option --version=x"),
             ("--help=", "unknown option --help="),

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 #[test]
 fn wrong_arguments_are_refused_with_a_line_and_exit_code_2() {
     for (args, message) in [
-        (&[&b"--prot"[..]][..], "unknown option --prot"),
+        (&[&b"--prot"[..]][..], "unknown option --prot (did you mean '--port'?)"),
         (&[b"report"], "unknown option report"),
         (&[b"--port"], "--port needs a value"),
         (&[b"--port", b"65536x"], "--port is 65536x, must be a number from 0 to 4294967294"),
