@@ -90,6 +90,8 @@ fn wrong_command_line_has_exit_code_2() {
         (&["add-net", "fd=x"], socket, "fd"),
         (&["pressure", "set"], socket, "NAME=VALUE"),
         (&["pressure", "set", "idle=5s,idle=6s"], socket, "idle is given twice"),
+        (&["pressure", "set", "policy=foo"], socket, "psi, amf, dapper, pmb, memorage, fixed"),
+        (&["pressure", "set", "idel=5s"], socket, "did you mean 'idle'?"),
         (&["ping", "--wait", "soon"], socket, "'soon'"),
     ] {
         let (code, stdout, stderr) = run(args, socket);

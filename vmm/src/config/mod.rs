@@ -57,7 +57,7 @@ pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
 pub use self::pressure::{
     FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size,
-    check_policy, rules_as_well,
+    check_policy, parameter_names, rules_as_well,
 };
 pub use self::socket::{ApiSocket, MetricsAddress};
 pub use self::switches::{SWITCHES, Switches};

@@ -18,8 +18,8 @@ use serde_json::Value;
 const FLAG: &str = PressureConfig::FLAG;
 
 /// Names of the parameters of all policies and of the rules. The names are compared with those of
-/// the chosen policy later.
-fn parameters() -> Vec<&'static str> {
+/// the chosen policy later. [`FIXED_SIZE`] is not included, because it is a key of its own.
+pub fn parameter_names() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
     let mut names: Vec<_> =
@@ -136,7 +136,7 @@ pub(super) const TABLE: Table = Table::of::<PressureConfig>();
 
 impl PressureConfig {
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let parameters = parameters();
+        let parameters = parameter_names();
         let options =
             Options::parse(&TABLE, &parameters, text).map_err(|error| of_policy(error, text))?;
         let settings = options.given().filter(|(key, _)| parameters.contains(key));

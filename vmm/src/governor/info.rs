@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use balloon::governor::AgentState;
 use balloon::governor::decision::DecisionInfo;
-use foreshore_config::section;
+use foreshore_config::{ConfigError, section};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
+use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, check_fixed_size, check_policy};
 
 /// Answer to `vm.pressure`. The default value has no policy and no history.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -86,6 +86,36 @@ section! {
 }
 
 impl PressureChange {
+    /// Checks the parts of the change that do not depend on the VM. Errors mention `caller`.
+    pub fn check(&self, caller: &'static str) -> Result<(), ConfigError> {
+        let has_param = self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE));
+        if self.size.is_some() && has_param {
+            return Err(ConfigError::Duplicate { flag: caller, key: FIXED_SIZE.to_owned() });
+        }
+        if let Some(policy) = &self.policy {
+            check_policy(caller, policy)?;
+            if !has_param {
+                check_fixed_size(caller, policy, self.size)?;
+            }
+        }
+        let refused = |key: &str, value: &str, expected: &str| {
+            Err(ConfigError::BadValue {
+                flag: caller,
+                key: key.to_owned(),
+                value: value.to_owned(),
+                expected: expected.to_owned(),
+            })
+        };
+        let resumes = self.resume == Some(true);
+        match &self.zone {
+            Some(zone) if !resumes => refused("zone", zone, "valid without \"resume\": true"),
+            None if resumes && self.pause == Some(true) => {
+                refused("pause", "true", "valid with \"resume\": true, which ends a pause")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Applies the change to `config`. Pins are not included, because a rebuilt machine has no
     /// pinned zones.
     pub fn apply(&self, config: &mut PressureConfig) {

@@ -7,7 +7,6 @@ use foreshore_config::ConfigError;
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::config::{FIXED_SIZE, check_fixed_size, check_policy};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_SHOWN, MAX_DECISIONS};
 use crate::vm::request::{VmHandle, VmRequest};
@@ -27,39 +26,9 @@ pub(super) async fn change(
     State(vm): State<VmHandle>,
     JsonBody(change): JsonBody<PressureChange>,
 ) -> Result<StatusCode, ApiError> {
-    check(&change)?;
+    change.check(CALL)?;
     vm.ask(|reply| VmRequest::ChangePressure(change, reply)).await?;
     Ok(StatusCode::NO_CONTENT)
-}
-
-/// Checks the parts of a change that do not depend on the VM.
-fn check(change: &PressureChange) -> Result<(), ConfigError> {
-    let has_param = change.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE));
-    if change.size.is_some() && has_param {
-        return Err(ConfigError::Duplicate { flag: CALL, key: FIXED_SIZE.to_owned() });
-    }
-    if let Some(policy) = &change.policy {
-        check_policy(CALL, policy)?;
-        if !has_param {
-            check_fixed_size(CALL, policy, change.size)?;
-        }
-    }
-    let refused = |key: &str, value: &str, expected: &str| {
-        Err(ConfigError::BadValue {
-            flag: CALL,
-            key: key.to_owned(),
-            value: value.to_owned(),
-            expected: expected.to_owned(),
-        })
-    };
-    let resumes = change.resume == Some(true);
-    match &change.zone {
-        Some(zone) if !resumes => refused("zone", zone, "valid without \"resume\": true"),
-        None if resumes && change.pause == Some(true) => {
-            refused("pause", "true", "valid with \"resume\": true, which ends a pause")
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Parses `decisions=N`, the only supported query parameter.

@@ -9,7 +9,7 @@ use balloon::policy::Policy;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 use foreshore::api::Client;
-use foreshore::config::{FIXED_SIZE, ParamSettings};
+use foreshore::config::{FIXED_SIZE, ParamSettings, parameter_names};
 use foreshore::governor::info::{PressureChange, PressureInfo};
 use foreshore::vm::decision::{DecisionInfo, MAX_DECISIONS, Outcome};
 use foreshore_config::FlagValue;
@@ -19,6 +19,9 @@ use foreshore_types::size;
 use crate::output::{Origin, Output};
 use crate::table::{size_cell, table};
 use crate::{WrongCommandLine, put};
+
+/// Name of the subcommand in errors.
+const CALLER: &str = "pressure";
 
 /// Default number of decisions to show.
 const SHOWN: u64 = 10;
@@ -87,7 +90,11 @@ struct Choice {
 
 impl Choice {
     /// Builds the change from the options and from `more`, which have the syntax of the VMM's
-    /// `--pressure`. The VMM validates the values.
+    /// `--pressure`.
+    ///
+    /// The client checks the parts that do not depend on the VM, such as names, so that an error in
+    /// them is a wrong command line. The VMM validates the values, because their bounds depend on
+    /// its present policy and on its VM.
     fn change(self, more: &[String]) -> Result<PressureChange> {
         let mut change = PressureChange { size: self.size, ..PressureChange::default() };
         let policy = self.policy.map(|policy| format!("policy={policy}"));
@@ -98,6 +105,7 @@ impl Choice {
             })?;
             set(&mut change, name, value)?;
         }
+        change.check(CALLER)?;
         Ok(change)
     }
 }
@@ -110,6 +118,13 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
         "policy" => change.policy.replace(value.to_owned()).is_none(),
         "dry_run" => change.dry_run.replace(switch(value)?).is_none(),
         "record" | "record_size" => bail!("{name}= is for the command line of the VMM alone"),
+        _ if name != FIXED_SIZE && !parameter_names().contains(&name) => {
+            let known = ["policy", "dry_run", FIXED_SIZE].into_iter().chain(parameter_names());
+            let similar = suggestion(name, known);
+            bail!(
+                "no policy and no rule has the parameter {name:?}{similar}; `pressure --params` lists those in use"
+            )
+        }
         _ => {
             let settings: &mut ParamSettings =
                 if is_rule { &mut change.rules } else { &mut change.params }
@@ -422,6 +437,15 @@ mod tests {
                 &["set", "dry_run=onn"],
                 r#"dry_run="onn" is not on or off (did you mean 'on'?)"#.to_owned(),
             ),
+            (
+                &["set", "idel=5s"],
+                r#"no policy and no rule has the parameter "idel" (did you mean 'idle'?); `pressure --params` lists those in use"#.to_owned(),
+            ),
+            (
+                &["set", "policy=ps"],
+                r#"pressure: policy="ps" is not one of the policies psi, amf, dapper, pmb, memorage, fixed, off (did you mean 'psi'?)"#.to_owned(),
+            ),
+            (&["--policy", "fixed"], "pressure: size= is missing: policy=fixed needs it".to_owned()),
             (&["set", "record=/t"], "record= is for the command line of the VMM alone".to_owned()),
         ] {
             assert_eq!(change(args).unwrap_err().to_string(), message, "{args:?}");
