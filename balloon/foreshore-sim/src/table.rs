@@ -29,6 +29,27 @@ impl Unit {
             Unit::Count => "",
         }
     }
+
+    /// Number of decimals of each figure, so that the figures of a column can be compared.
+    fn decimals(self) -> usize {
+        match self {
+            Unit::Count => 0,
+            Unit::Gib => 1,
+            Unit::Second | Unit::Kilojoule | Unit::Ratio => 2,
+            Unit::GibHour => 3,
+        }
+    }
+
+    /// Formats a figure. Only zero is shown as zero.
+    fn figure(self, value: f64) -> String {
+        let decimals = self.decimals();
+        let text = format!("{value:.decimals$}");
+        if value > 0.0 && text.parse() == Ok(0.0) {
+            let least = 10_f64.powi(-(decimals as i32));
+            return format!("<{least:.decimals$}");
+        }
+        text
+    }
 }
 
 /// A column of the table: its heading, its unit, and the figure in that unit.
@@ -52,29 +73,12 @@ const COLUMNS: [Column; 15] = [
     ("PM wear", Unit::Ratio, |outcome| outcome.storage_wear),
 ];
 
-/// Formats a figure with three significant digits and at most four decimals. Only zero is shown as
-/// 0.
-fn figure(value: f64) -> String {
-    match value {
-        0.0 => "0".to_owned(),
-        _ if value >= 99.95 => format!("{value:.0}"),
-        _ if value >= 9.995 => format!("{value:.1}"),
-        _ if value >= 0.9995 => format!("{value:.2}"),
-        _ if value >= 0.09995 => format!("{value:.3}"),
-        _ if value < 0.00005 => "<0.0001".to_owned(),
-        _ => format!("{value:.4}"),
-    }
-}
-
 /// Returns a table with one line for each policy.
 pub(crate) fn text(rows: &[Row]) -> String {
     let mut lines = vec![vec!["policy".to_owned()], vec![String::new()]];
     lines.extend(rows.iter().map(|row| vec![row.label.clone()]));
     for (heading, unit, value) in COLUMNS {
-        let figures = rows.iter().map(|row| match unit {
-            Unit::Count => value(&row.outcome).to_string(),
-            _ => figure(value(&row.outcome)),
-        });
+        let figures = rows.iter().map(|row| unit.figure(value(&row.outcome)));
         let cells = [heading.to_owned(), unit.heading().to_owned()].into_iter().chain(figures);
         lines.iter_mut().zip(cells).for_each(|(line, cell)| line.push(cell));
     }
@@ -197,23 +201,15 @@ mod tests {
     }
 
     #[test]
-    fn figures_have_three_digits_and_only_zero_is_shown_as_zero() {
-        let cases = [
-            (0.0, "0"),
-            (1e-9, "<0.0001"),
-            (0.000_05, "0.0001"),
-            (0.001_52, "0.0015"),
-            (0.099_94, "0.0999"),
-            (0.25, "0.250"),
-            (0.999_6, "1.00"),
-            (9.994, "9.99"),
-            (9.996, "10.0"),
-            (31.26, "31.3"),
-            (99.96, "100"),
-            (31_679.4, "31679"),
-        ];
-        for (value, expected) in cases {
-            assert_eq!(figure(value), expected);
+    fn figures_of_a_unit_have_the_same_decimals_and_only_zero_is_shown_as_zero() {
+        for (unit, figures) in [
+            (Unit::Count, ["0", "<1", "1", "32", "31679"]),
+            (Unit::Gib, ["0.0", "<0.1", "0.7", "31.7", "31679.5"]),
+            (Unit::Second, ["0.00", "<0.01", "0.71", "31.68", "31679.46"]),
+            (Unit::GibHour, ["0.000", "<0.001", "0.712", "31.679", "31679.458"]),
+        ] {
+            let values = [0.0, 1e-9, 0.712_3, 31.679_2, 31_679.458_1];
+            assert_eq!(values.map(|value| unit.figure(value)), figures);
         }
     }
 }
