@@ -12,7 +12,7 @@ use foreshore_devices::metrics::{Expose, Exposition, Family, and, get, one};
 use parking_lot::Mutex;
 
 use super::ConnectionCounters;
-use super::routes::{PREFIX, successes};
+use super::routes::{PREFIX, REFUSALS, successes};
 
 #[derive(Debug)]
 pub struct ServerMetrics {
@@ -30,7 +30,7 @@ impl ServerMetrics {
 #[derive(Debug, Default)]
 pub struct CallMetrics(Mutex<BTreeMap<(String, u16), u64>>);
 
-/// Status codes of refusals and failures whose series exist from the start.
+/// Status codes of refusals and failures for which each call has a series from the start.
 const USUAL_ERRORS: [StatusCode; 4] = [
     StatusCode::BAD_REQUEST,
     StatusCode::NOT_FOUND,
@@ -58,6 +58,9 @@ impl CallMetrics {
         };
         for (call, successes) in successes() {
             successes.iter().chain(&USUAL_ERRORS).for_each(|code| create(call, *code));
+        }
+        for (call, refusals) in REFUSALS {
+            refusals.iter().for_each(|code| create(call, *code));
         }
         create(UNKNOWN, StatusCode::NOT_FOUND);
     }

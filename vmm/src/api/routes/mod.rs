@@ -109,6 +109,25 @@ pub(super) fn successes() -> Vec<(&'static str, &'static [StatusCode])> {
     ]
 }
 
+/// Status codes of refusals that only some calls have.
+pub(super) const REFUSALS: &[(&str, &[StatusCode])] = {
+    const CONFLICT: &[StatusCode] = &[StatusCode::CONFLICT];
+    const LATER: &[StatusCode] = &[StatusCode::TOO_MANY_REQUESTS];
+    const BOTH: &[StatusCode] = &[StatusCode::CONFLICT, StatusCode::TOO_MANY_REQUESTS];
+    &[
+        ("vmm.events", LATER),
+        ("vm.create", CONFLICT),
+        ("vm.boot", CONFLICT),
+        ("vm.resume", CONFLICT),
+        ("vm.resize", BOTH),
+        ("vm.resize-zone", CONFLICT),
+        ("vm.add-disk", BOTH),
+        ("vm.add-net", BOTH),
+        ("vm.add-pmem", BOTH),
+        ("vm.add-vsock", BOTH),
+    ]
+};
+
 /// Wraps a call that takes no body, so that any body is ignored.
 fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
     methods.layer(from_fn(async |request: Request, next: Next| {

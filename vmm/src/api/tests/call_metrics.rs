@@ -5,6 +5,8 @@ use axum::routing::put;
 use foreshore_devices::metrics::Metrics;
 
 use super::*;
+use crate::api::call_names;
+use crate::api::routes::REFUSALS;
 
 #[test]
 fn usual_series_of_calls_exist_before_the_first_call() {
@@ -16,10 +18,23 @@ fn usual_series_of_calls_exist_before_the_first_call() {
         r#"call="vm.boot",code="500""#,
         r#"call="vm.add-disk",code="200""#,
         r#"call="vm.add-disk",code="204""#,
+        r#"call="vm.add-disk",code="409""#,
+        r#"call="vm.add-vsock",code="429""#,
+        r#"call="vm.resize",code="409""#,
+        r#"call="vm.resize",code="429""#,
+        r#"call="vmm.events",code="429""#,
         r#"call="unknown",code="404""#,
     ] {
         let series = format!(r#"foreshore_api_requests_total{{vm="a",{labels}}} 0"#);
         assert!(text.lines().any(|line| line == series), "{series} in {text}");
+    }
+}
+
+#[test]
+fn calls_with_refusals_of_their_own_exist() {
+    let calls = call_names();
+    for (call, _) in REFUSALS {
+        assert!(calls.contains(call), "{call}");
     }
 }
 
