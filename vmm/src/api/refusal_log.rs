@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,15 @@ const NEW_REASONS: u32 = 8;
 /// Time until another new reason may be logged.
 const NEW_REASON_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Log line that is due.
+#[derive(Debug, PartialEq)]
+struct DueLine {
+    /// Number of refusals for this reason.
+    times: u64,
+    /// Number of refusals of the same kind that were not logged since its last line.
+    suppressed: Option<NonZero<u64>>,
+}
+
 /// Refusals of one kind.
 struct Refusals {
     /// Count for each status and hash of a reason, in the order of the last refusal.
@@ -42,16 +52,27 @@ struct Refusals {
     /// Number of new reasons that may be logged, as of `since`.
     budget: u32,
     since: Instant,
+    /// Number of refusals since the last log line.
+    suppressed: u64,
 }
 
 impl Refusals {
     fn new(now: Instant) -> Self {
-        Self { reasons: VecDeque::new(), budget: NEW_REASONS, since: now }
+        Self { reasons: VecDeque::new(), budget: NEW_REASONS, since: now, suppressed: 0 }
+    }
+
+    /// Counts a refusal at `now`, and returns the log line if one is due.
+    fn another(&mut self, reason: (u16, u64), now: Instant) -> Option<DueLine> {
+        let Some(times) = self.count(reason, now) else {
+            self.suppressed += 1;
+            return None;
+        };
+        Some(DueLine { times, suppressed: NonZero::new(std::mem::take(&mut self.suppressed)) })
     }
 
     /// Counts a refusal at `now`. Returns the count if a log line is due: for a new reason while
     /// the budget lasts, and for a known reason at powers of two.
-    fn another(&mut self, reason: (u16, u64), now: Instant) -> Option<u64> {
+    fn count(&mut self, reason: (u16, u64), now: Instant) -> Option<u64> {
         if let Some(at) = self.reasons.iter().position(|(known, _)| *known == reason) {
             let known = self.reasons.remove(at)?;
             self.reasons.push_back(known);
@@ -84,15 +105,14 @@ impl Refusals {
 }
 
 impl RefusalLog {
-    /// Counts a refusal at `now`. Returns the count if the refusal is due to be logged as a
-    /// warning.
+    /// Counts a refusal at `now`. Returns the line if the refusal is due to be logged as a warning.
     fn another(
         &self,
         route: Option<String>,
         status: u16,
         reason: Option<&str>,
         now: Instant,
-    ) -> Option<u64> {
+    ) -> Option<DueLine> {
         let mut hasher = DefaultHasher::new();
         reason.hash(&mut hasher);
         let mut kinds = self.0.lock();
@@ -114,7 +134,10 @@ pub(super) async fn log_refusals(
     if status >= 400 {
         let reason = answer.extensions().get().map(|RefusalReason(reason)| &**reason);
         match log.another(route, status, reason, Instant::now()) {
-            Some(times) => warn!(times, %method, path, status, reason, "Refused an API call"),
+            Some(DueLine { times, suppressed }) => {
+                let suppressed = suppressed.map(NonZero::get);
+                warn!(times, suppressed, %method, path, status, reason, "Refused an API call")
+            }
             None => debug!(%method, path, status, reason, "Refused an API call"),
         }
     }
@@ -209,6 +232,16 @@ mod tests {
         status: u16,
         reason: &str,
     ) -> Option<u64> {
+        due(log, start, at_s, status, reason).map(|line| line.times)
+    }
+
+    fn due(
+        log: &RefusalLog,
+        start: Instant,
+        at_s: u64,
+        status: u16,
+        reason: &str,
+    ) -> Option<DueLine> {
         let now = start + Duration::from_secs(at_s);
         log.another(Some("/api/v1/vm.boot".to_owned()), status, Some(reason), now)
     }
@@ -241,6 +274,29 @@ mod tests {
         }
         let most = log.0.lock().values().map(|kind| kind.reasons.len()).max();
         assert_eq!(most, Some(MOST_REASONS));
+    }
+
+    #[test]
+    fn line_after_suppressed_refusals_has_their_number() {
+        let (log, start) = (RefusalLog::default(), Instant::now());
+        let suppressed = |at_s, reason: &str| {
+            let line = due(&log, start, at_s, 400, reason);
+            line.map(|line| line.suppressed.map_or(0, NonZero::get))
+        };
+        for nth in 0..8 {
+            assert_eq!(suppressed(0, &nth.to_string()), Some(0));
+        }
+        for nth in 8..100 {
+            assert_eq!(suppressed(0, &nth.to_string()), None);
+        }
+        assert_eq!(suppressed(60, "after a pause"), Some(92));
+        assert_eq!(suppressed(120, "another"), Some(0));
+        let known: Vec<_> = (0..3).map(|_| suppressed(120, "another")).collect();
+        assert_eq!(known, [Some(0), None, Some(1)]);
+        // Failures are counted separately.
+        assert_eq!(suppressed(120, "another"), None);
+        let failure = due(&log, start, 120, 500, "no space left").unwrap();
+        assert_eq!(failure, DueLine { times: 1, suppressed: None });
     }
 
     #[test]
