@@ -81,23 +81,21 @@ pub struct GuestSoftwareHistory {
 }
 
 impl GuestSoftwareHistory {
-    /// Number of changes that are followed: updates of the agent, and kernels started by kexec.
+    /// Number of changes that are followed, for example updates of the agent, and kernels started
+    /// by kexec.
     const MAX_CHANGES: u32 = 4;
 
-    /// Stores `software`, unless it has changed too often since the guest's boot.
+    /// Stores `software`.
     pub fn update(&mut self, software: GuestSoftware) {
-        if self.last.as_ref() == Some(&software) {
-            return;
-        }
-        let is_first = self.last.is_none();
-        if is_first || self.changes < Self::MAX_CHANGES {
-            self.changes += u32::from(!is_first);
+        if self.last.as_ref() != Some(&software) {
+            self.changes += u32::from(self.last.is_some());
             self.last = Some(software);
         }
     }
 
-    pub fn last(&self) -> Option<&GuestSoftware> {
-        self.last.as_ref()
+    /// Returns the present software, or `None` if it has changed too often since the boot.
+    pub fn shown(&self) -> Option<&GuestSoftware> {
+        self.last.as_ref().filter(|_| self.changes <= Self::MAX_CHANGES)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Tests of the metrics that a scraper receives if every kind of source is registered.
 
 mod golden;
+mod governor;
 mod http;
 mod queries;
 
@@ -719,52 +720,4 @@ fn enforced_filter_is_a_metric() {
         let sample = format!("foreshore_seccomp_enabled{{vm=\"a\"}} {flag}.0");
         assert!(encode(mode).contains(&sample), "{mode:?}");
     }
-}
-
-/// Governor of a guest that has just booted.
-#[derive(Debug)]
-struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
-
-impl PressureSource for JustStarted {
-    fn sample(&self) -> Option<PressureSample> {
-        Some(self.0.lock().sample(balloon::TimeMs(0)))
-    }
-}
-
-#[test]
-fn every_reason_is_exposed_from_the_start() {
-    use crate::governor::info::PressureChange;
-    let core = crate::governor::fake::fixture("psi", true).core;
-    let governor = Arc::new(JustStarted(core.into()));
-    let metrics = Metrics::new("a");
-    let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
-    let _registration = metrics.register(Arc::new(PressureMetrics(source)));
-    let text = metrics.encode(&ZoneMetrics::default()).unwrap();
-    let has = |text: &str, line: String| {
-        assert!(text.lines().any(|shown| shown == line), "{line} in {text}")
-    };
-    let plans = |text: &str, policy: &str| {
-        for direction in balloon::plan::Direction::ALL.map(|direction| direction.label()) {
-            for reason in balloon::plan::Reason::ALL.iter().map(|reason| reason.label()) {
-                let labels = format!(
-                    r#"vm="a",policy="{policy}",direction="{direction}",reason="{reason}""#
-                );
-                has(text, format!("foreshore_pressure_plans_total{{{labels}}} 0"));
-            }
-        }
-    };
-    plans(&text, "psi");
-    assert!(!text.contains(r#"policy="amf""#), "{text}");
-    for reason in balloon::proto::Refusal::LABELS {
-        has(
-            &text,
-            format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#),
-        );
-    }
-    // A change of the policy adds the reasons of the new policy, and keeps those of the old one.
-    let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
-    governor.0.lock().change(&change, balloon::TimeMs(0)).unwrap();
-    let text = metrics.encode(&ZoneMetrics::default()).unwrap();
-    plans(&text, "psi");
-    plans(&text, "amf");
 }

@@ -286,7 +286,7 @@ impl Core {
             paused: governor.controller().status().paused,
             recording: self.recorder.as_ref().map(Recorder::info),
             dry_run: governor.controller().rules().dry_run,
-            guest: self.guest.last().cloned().filter(|_| governor.is_agent_connected()),
+            guest: self.guest.shown().cloned().filter(|_| governor.is_agent_connected()),
             watermark_bytes: governor.settings().watermark_bytes,
             report: governor.last_report().map(|(at, report)| (age(at), report.clone())),
             report_to_plan: self.report_to_plan.sample(),
