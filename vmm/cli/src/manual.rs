@@ -170,6 +170,19 @@ mod tests {
         }
     }
 
+    /// The page of the agent is a file, because its command line is not described with clap.
+    #[test]
+    fn page_of_the_agent_refers_to_all_other_programs() {
+        let page = include_str!("../../../guest/systemd/foreshore-agent.8");
+        let (_, see_also) = page.split_once("\n.Sh SEE ALSO\n").unwrap();
+        let pages = see_also.lines().map(|line| {
+            let line = line.strip_prefix(".Xr ").unwrap().trim_end_matches(" ,");
+            line.replace(' ', "(") + ")"
+        });
+        let others = PROGRAMS.iter().filter(|page| **page != "foreshore-agent(8)");
+        assert_eq!(pages.collect::<Vec<_>>(), others.copied().collect::<Vec<_>>());
+    }
+
     #[test]
     fn every_command_has_a_page_that_all_users_can_read() {
         let folder = TempDir::new().unwrap();
