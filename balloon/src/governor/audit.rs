@@ -148,7 +148,7 @@ impl ZoneRequest {
     }
 
     /// Amount of memory to plug or unplug for this request.
-    fn asked_bytes(&self) -> u64 {
+    fn change_bytes(&self) -> u64 {
         self.moved_bytes(self.target_bytes)
     }
 }
@@ -408,10 +408,10 @@ impl Entry {
             near: self.near,
             wanted_bytes: plan.wanted_bytes,
             requested_bytes: plan.requested_bytes(),
-            asked_bytes: self
+            change_bytes: self
                 .requests
                 .iter()
-                .fold(0, |sum: u64, request| sum.saturating_add(request.asked_bytes())),
+                .fold(0, |sum: u64, request| sum.saturating_add(request.change_bytes())),
             available_bytes: self.report.as_ref().map(|report| report.available_bytes),
             dry_run: plan.dry_run,
             input: DecisionInput {

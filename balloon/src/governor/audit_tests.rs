@@ -242,14 +242,14 @@ fn grow_during_shrink_counts_as_grow() {
     f.record(&grow([150, 0]), [(100, 200), (0, 0)], 10);
     let superseded = Outcome::Superseded { moved_bytes: 0, after_ms: 10, by: 2 };
     assert_eq!(f.outcomes([200, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
-    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(10)).asked_bytes, 0);
+    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(10)).change_bytes, 0);
     // If the request exceeds the plugged size, only the excess has to be plugged.
     f.record(&grow([230, 0]), [(150, 200), (0, 0)], 20);
     f.observe([(230, 190), (0, 0)], 25);
     assert_eq!(f.outcomes([190, 0], false)[2], Outcome::Pending { moved_bytes: 0 });
     f.observe([(230, 230), (0, 0)], 30);
     assert_eq!(f.outcomes([230, 0], false)[2], Outcome::Reached { after_ms: 10 });
-    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(30)).asked_bytes, 30);
+    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(30)).change_bytes, 30);
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub struct DecisionInfo {
     /// Sum of the requested sizes of all zones.
     pub requested_bytes: u64,
     /// Amount of memory that the guest has to plug or unplug to follow the decision.
-    pub asked_bytes: u64,
+    pub change_bytes: u64,
     /// Guest's available memory. `None` before the first report.
     pub available_bytes: Option<u64>,
     /// The decision was made in a dry run, so nothing was requested from the guest.

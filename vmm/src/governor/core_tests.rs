@@ -162,7 +162,7 @@ fn decision_is_shown_with_input_and_outcome() {
     let dram = f.dram.sizes().requested_bytes;
     assert_eq!((grow.targets[0].zone.as_str(), grow.targets[0].requested_bytes), ("dram", dram));
     assert_eq!(
-        grow.asked_bytes,
+        grow.change_bytes,
         grow.targets.iter().map(|target| target.requested_bytes).sum::<u64>()
     );
     assert!(f.core.info(0, TimeMs(100)).decisions.is_empty());

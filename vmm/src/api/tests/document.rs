@@ -102,7 +102,7 @@ fn decision() -> DecisionInfo {
         near: None,
         wanted_bytes: 256 << 20,
         requested_bytes: 256 << 20,
-        asked_bytes: 128 << 20,
+        change_bytes: 128 << 20,
         available_bytes: Some(20 << 20),
         dry_run: false,
         input: DecisionInput {

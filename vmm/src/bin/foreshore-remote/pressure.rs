@@ -238,7 +238,7 @@ fn show(info: &PressureInfo) -> String {
         "POLICY",
         "ACTION",
         "AVAILABLE",
-        "ASKED",
+        "CHANGE",
         "REQUESTED",
         "REASON",
         "OUTCOME",
@@ -305,7 +305,7 @@ fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
             decision.policy.clone(),
             decision.direction.clone(),
             decision.available_bytes.map_or_else(|| "-".to_owned(), size_cell),
-            size_cell(decision.asked_bytes),
+            size_cell(decision.change_bytes),
             size_cell(decision.requested_bytes),
             why,
             outcome(&decision.outcome),
@@ -464,7 +464,7 @@ mod tests {
             near: None,
             wanted_bytes: 1 << 30,
             requested_bytes: 256 << 20,
-            asked_bytes: 128 << 20,
+            change_bytes: 128 << 20,
             available_bytes: Some(20 << 20),
             dry_run: false,
             input: DecisionInput { report: None, pool_free_bytes: 0, zones: Vec::new() },
@@ -483,7 +483,7 @@ mod tests {
             direction: "hold".to_owned(),
             reason: "enough".to_owned(),
             limited_by: None,
-            asked_bytes: 0,
+            change_bytes: 0,
             requested_bytes: 128 << 20,
             available_bytes: None,
             outcome: Outcome::None,
@@ -507,7 +507,7 @@ paused: nothing is decided
 ZONE  DRIVER  PINNED
 pm    yes     yes
 
-DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE    ASKED  REQUESTED                       REASON  OUTCOME
+DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE   CHANGE  REQUESTED                       REASON  OUTCOME
        6     2 h     12     amf    hold          -        0    128 MiB                       enough  -
        7  61.2 s      1     psi    grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
 ";
