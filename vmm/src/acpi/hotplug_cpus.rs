@@ -29,7 +29,7 @@ pub(crate) const CPU_STATUS: u64 = 0x04;
 /// Offset of the list of added vCPUs.
 pub(crate) const CPU_ADDED: u64 = 0x08;
 /// Offset of the list of vCPUs whose removal is requested.
-pub(crate) const CPU_ASKED: u64 = 0x0c;
+pub(crate) const CPU_REMOVAL: u64 = 0x0c;
 pub(crate) const CPU_REGISTERS_LEN: u64 = 0x10;
 
 /// Marks the end of a list.
@@ -77,7 +77,7 @@ impl Registers {
             CPU_SELECT => self.selected,
             CPU_STATUS => self.selected().is_some_and(|index| self.plug.is_there(index)).into(),
             CPU_ADDED => self.plug.next_added().map_or(NONE, u32::from),
-            CPU_ASKED => self.plug.next_asked().map_or(NONE, u32::from),
+            CPU_REMOVAL => self.plug.next_removal().map_or(NONE, u32::from),
             _ => 0,
         }
     }
@@ -139,14 +139,14 @@ mod tests {
         let (registers, gone) = registers(1, 4);
         registers.plug(|plug| plug.put(1..3));
         assert_eq!([(); 3].map(|()| read(&registers, CPU_ADDED)), [1, 2, NONE]);
-        assert_eq!(read(&registers, CPU_ASKED), NONE);
+        assert_eq!(read(&registers, CPU_REMOVAL), NONE);
         let status = |index| {
             write(&registers, CPU_SELECT, index);
             read(&registers, CPU_STATUS)
         };
         assert_eq!([0, 1, 2, 3, 4, 255, 256, u32::MAX].map(status), [1, 1, 1, 0, 0, 0, 0, 0]);
         registers.plug(|plug| plug.ask(1..3));
-        assert_eq!([(); 3].map(|()| read(&registers, CPU_ASKED)), [2, 1, NONE]);
+        assert_eq!([(); 3].map(|()| read(&registers, CPU_REMOVAL)), [2, 1, NONE]);
         assert_eq!(status(2), 1, "a vCPU stays until it is ejected");
         write(&registers, CPU_STATUS, !EJECT);
         assert!(gone.lock().is_empty());
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!((byte, long), ([0], [0; 8]));
         registers.write(CPU_STATUS, &[1]);
         registers.write(CPU_STATUS, &[1; 8]);
-        write(&registers, CPU_ASKED, 1);
+        write(&registers, CPU_REMOVAL, 1);
         assert_eq!((read(&registers, 2), read(&registers, 0x1c)), (0, 0));
         assert!(gone.lock().is_empty());
     }

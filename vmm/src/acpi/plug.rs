@@ -148,7 +148,7 @@ impl Plug {
     }
 
     /// Takes the highest vCPU from the list of unreported removals.
-    pub(crate) fn next_asked(&mut self) -> Option<u8> {
+    pub(crate) fn next_removal(&mut self) -> Option<u8> {
         self.asked.pop_last()
     }
 }
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!([(); 4].map(|()| plug.next_added()), [Some(1), Some(2), Some(3), None]);
         assert_eq!(plug.step(2), Ok(Step::Go(2..4)));
         plug.ask(2..4);
-        assert_eq!([(); 3].map(|()| plug.next_asked()), [Some(3), Some(2), None]);
+        assert_eq!([(); 3].map(|()| plug.next_removal()), [Some(3), Some(2), None]);
         assert_eq!((plug.present(), plug.pending()), (2, vec![2, 3]));
     }
 
@@ -196,9 +196,9 @@ mod tests {
         let mut plug = Plug::new(3, 3);
         assert!(!plug.ask_again());
         plug.ask(1..3);
-        assert_eq!([plug.next_asked(), plug.next_asked()], [Some(2), Some(1)]);
+        assert_eq!([plug.next_removal(), plug.next_removal()], [Some(2), Some(1)]);
         assert!(plug.eject(2) && plug.ask_again());
-        assert_eq!([plug.next_asked(), plug.next_asked()], [Some(1), None]);
+        assert_eq!([plug.next_removal(), plug.next_removal()], [Some(1), None]);
     }
 
     #[test]
@@ -206,7 +206,7 @@ mod tests {
         let mut plug = Plug::new(1, 2);
         plug.put(1..2);
         plug.ask(1..2);
-        assert_eq!((plug.next_added(), plug.next_asked()), (None, Some(1)));
+        assert_eq!((plug.next_added(), plug.next_removal()), (None, Some(1)));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use foreshore_devices::memory::layout::HOTPLUG_START;
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, PRESENT, Raw, path};
 use crate::acpi::AcpiInput;
 use crate::acpi::hotplug_cpus::{
-    CPU_ADDED, CPU_ASKED, CPU_REGISTERS_LEN, CPU_SELECT, CPU_STATUS, CPUS_OFFSET,
+    CPU_ADDED, CPU_REGISTERS_LEN, CPU_REMOVAL, CPU_SELECT, CPU_STATUS, CPUS_OFFSET,
 };
 
 const NO_TIMEOUT: u16 = 0xffff;
@@ -43,8 +43,12 @@ fn registers(sink: &mut Vec<u8>) {
         u32::try_from(HOTPLUG_START + CPUS_OFFSET).expect("a device of the layout below 4 GiB");
     let len = u32::try_from(CPU_REGISTERS_LEN).expect("a few registers");
     OpRegion::new(path("CREG"), OpRegionSpace::SystemMemory, &start, &len).to_aml_bytes(sink);
-    let fields =
-        [(b"CSEL", CPU_SELECT), (b"CSTS", CPU_STATUS), (b"CADD", CPU_ADDED), (b"CASK", CPU_ASKED)];
+    let fields = [
+        (b"CSEL", CPU_SELECT),
+        (b"CSTS", CPU_STATUS),
+        (b"CADD", CPU_ADDED),
+        (b"CREM", CPU_REMOVAL),
+    ];
     let fields = (0..).zip(fields).map(|(nth, (name, offset))| {
         assert_eq!(offset, 4 * nth, "fields follow each other");
         FieldEntry::Named(*name, 32)
@@ -100,7 +104,7 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
     Method::new(path("CTFY"), 2, true, vec![&Raw(notify)]).to_aml_bytes(sink);
     // Takes vCPUs from each list until the end marker, which is not a valid vCPU number.
     let mut changed = Vec::new();
-    for (list, notification) in [("CADD", NOTIFY_DEVICE_CHECK), ("CASK", NOTIFY_EJECT_REQUEST)] {
+    for (list, notification) in [("CADD", NOTIFY_DEVICE_CHECK), ("CREM", NOTIFY_EJECT_REQUEST)] {
         Store::new(&Local(0), &path(list)).to_aml_bytes(&mut changed);
         While::new(
             &LessThan::new(&Local(0), &max_vcpus),
@@ -177,7 +181,7 @@ mod tests {
         // Buffer of 8 bytes: UID 2, ID 2, enabled although the vCPU is absent at boot.
         assert_eq!(count(&aml, b"_MAT\x11\x0b\x0a\x08\x00\x08\x02\x02\x01\x00\x00\x00"), 1);
         // Each list register is read once before its loop and once inside the loop.
-        assert_eq!((count(&aml, b"\x70CADD\x60"), count(&aml, b"\x70CASK\x60")), (2, 2));
+        assert_eq!((count(&aml, b"\x70CADD\x60"), count(&aml, b"\x70CREM\x60")), (2, 2));
     }
 
     #[test]
