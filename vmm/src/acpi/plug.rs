@@ -108,7 +108,7 @@ impl Plug {
     }
 
     /// Notifies the guest of the leaving vCPUs again. Returns false if no vCPU is leaving.
-    pub(crate) fn ask_again(&mut self) -> bool {
+    pub(crate) fn notify_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()
     }
@@ -194,10 +194,10 @@ mod tests {
     #[test]
     fn ignored_removal_request_is_repeated() {
         let mut plug = Plug::new(3, 3);
-        assert!(!plug.ask_again());
+        assert!(!plug.notify_again());
         plug.ask(1..3);
         assert_eq!([plug.next_removal(), plug.next_removal()], [Some(2), Some(1)]);
-        assert!(plug.eject(2) && plug.ask_again());
+        assert!(plug.eject(2) && plug.notify_again());
         assert_eq!([plug.next_removal(), plug.next_removal()], [Some(1), None]);
     }
 

@@ -237,7 +237,7 @@ impl KvmMachine {
         let registers = Arc::clone(&self.vcpus.registers);
         match step {
             Step::Nothing => {
-                if registers.plug(|plug| plug.ask_again()) {
+                if registers.plug(|plug| plug.notify_again()) {
                     self.notify_vcpus();
                 }
             }
