@@ -120,13 +120,13 @@ fn proximity(sink: &mut Vec<u8>) {
 
 /// Notifies the guest of each added DIMM. Reading the register removes one DIMM from the list.
 fn changed(sink: &mut Vec<u8>) {
-    let mut tell = Vec::new();
+    let mut notify = Vec::new();
     for index in 0..MAX_DIMMS {
         If::new(
             &Equal::new(&Local(0), &(index as u32)),
             vec![&Notify::new(&path(&name(index)), &NOTIFY_DEVICE_CHECK)],
         )
-        .to_aml_bytes(&mut tell);
+        .to_aml_bytes(&mut notify);
     }
     let next = path("MNXT");
     Method::new(
@@ -137,7 +137,7 @@ fn changed(sink: &mut Vec<u8>) {
             &Store::new(&Local(0), &next),
             &While::new(
                 &LessThan::new(&Local(0), &(MAX_DIMMS as u32)),
-                vec![&Raw(tell), &Store::new(&Local(0), &next)],
+                vec![&Raw(notify), &Store::new(&Local(0), &next)],
             ),
         ],
     )
