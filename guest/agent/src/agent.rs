@@ -217,8 +217,8 @@ mod tests {
 
     /// Runs an agent whose termination is requested before it starts.
     fn run_to_the_end(mut agent: Agent, tree: &Tree) {
-        let (termination, mut told) = io::pipe().expect("pipe");
-        told.write_all(&[15]).expect("write");
+        let (termination, mut sender) = io::pipe().expect("pipe");
+        sender.write_all(&[15]).expect("write");
         agent.termination = Some(termination.into());
         agent.run(&Address::Unix(tree.at("nobody")));
     }

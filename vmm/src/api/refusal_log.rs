@@ -29,7 +29,7 @@ pub(super) struct RefusalLog(Mutex<BTreeMap<Kind, Refusals>>);
 /// have the same path, so that the number of kinds is limited.
 type Kind = (Option<String>, bool);
 
-/// Number of reasons that are told apart for each kind.
+/// Number of reasons that are distinguished for each kind.
 const MOST_REASONS: usize = 32;
 /// Number of new reasons of a kind that are logged without a pause.
 const NEW_REASONS: u32 = 8;

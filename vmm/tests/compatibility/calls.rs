@@ -219,9 +219,9 @@ pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Optio
     }
     let (_, method, call, body, path) = ANSWERS.iter().find(|(of, ..)| *of == schema)?;
     let answer = api.answer(method, call, body).await;
-    let is_told = answer.pointer(path).is_some_and(|object| object.get(field).is_some());
-    let not_told = || Verdict::NotThere("it is not told".to_owned());
-    Some(if is_told { Verdict::Implemented } else { not_told() })
+    let is_in_answer = answer.pointer(path).is_some_and(|object| object.get(field).is_some());
+    let not_in_answer = || Verdict::NotThere("it is not in the answer".to_owned());
+    Some(if is_in_answer { Verdict::Implemented } else { not_in_answer() })
 }
 
 /// Verdicts on all calls. The statuses of successful calls should be those in Cloud Hypervisor's

@@ -484,8 +484,8 @@ mod tests {
             |name: &str, end: &str| page.lines().any(|row| row.contains(name) && row.contains(end));
         for (name, args, path) in CH_REMOTE {
             let parsed = call(&[&[name], args].concat());
-            let told = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);
-            match (parsed, told) {
+            let refusal = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);
+            match (parsed, refusal) {
                 (Call::Refused(refused), Some((_, why))) => {
                     assert_eq!(refused.call(), path);
                     assert!(

@@ -171,9 +171,9 @@ fn lines_of_agent_that_does_not_read_are_handled() {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
-            let mut told = tokio::io::BufReader::new(from).lines();
+            let mut received = tokio::io::BufReader::new(from).lines();
             let mut count = 1;
-            while !told.next_line().await.unwrap().unwrap().contains(&LAST.to_string()) {
+            while !received.next_line().await.unwrap().unwrap().contains(&LAST.to_string()) {
                 count += 1;
             }
             assert!(count < LINES, "{count} lines waited for it");
