@@ -299,8 +299,8 @@ mod tests {
             for (index, segment) in demand.segments().iter().enumerate() {
                 let end = demand.segments().get(index + 1).map_or(demand.end(), |next| next.at);
                 for bytes in [segment.anon_bytes, segment.anon_bytes_at(end)] {
-                    let slack = high / 20;
-                    let span = low - low / 20..=high + slack;
+                    let tolerance = high / 20;
+                    let span = low - low / 20..=high + tolerance;
                     assert!(
                         span.contains(&bytes),
                         "{} at {}: {}",

@@ -444,7 +444,7 @@ mod tests {
             ("low_pages", |r| r.zones[0].low_pages = 751),
             ("min_pages", |r| r.zones[0].min_pages = 626),
             ("managed_pages", |r| r.zones[0].managed_pages = u64::MAX),
-            // One block more than the zone can have, even with the allowed slack.
+            // One block more than the zone can have, even with the allowed tolerance.
             ("largest_free_blocks", |r| r.zones[0].largest_free_blocks = Some(193)),
             ("user_pages", |r| r.zones[0].user_pages = Some(u64::MAX)),
             ("protected_pages", |r| r.zones[0].protected_pages = Some(u64::MAX)),

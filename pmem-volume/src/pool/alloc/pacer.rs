@@ -141,8 +141,8 @@ mod tests {
                     done += begun[to - 1].1;
                     let allowed = (begun[to].0 - begun[from].0).as_nanos() * u128::from(rate) / 1_000_000_000;
                     // Allows 1 ns for each rounding.
-                    let slack = (to as u128) * (u128::from(rate) / 1_000_000_000 + 1);
-                    prop_assert!(u128::from(done) <= allowed + slack, "{} bytes, {} allowed", done, allowed);
+                    let tolerance = (to as u128) * (u128::from(rate) / 1_000_000_000 + 1);
+                    prop_assert!(u128::from(done) <= allowed + tolerance, "{} bytes, {} allowed", done, allowed);
                 }
             }
         }
