@@ -195,7 +195,7 @@ fn hotplug() -> Arc<HotplugMetrics> {
     hotplug.devices.store(4, Ordering::Relaxed);
     hotplug.pending.store(1, Ordering::Relaxed);
     hotplug.count("disk", "add", "ok");
-    hotplug.count("disk", "remove", "asked");
+    hotplug.count("disk", "remove", "requested");
     Arc::new(hotplug)
 }
 
@@ -553,7 +553,9 @@ fn scrape_shows_the_values_of_all_sources() {
         format!(r#"foreshore_vcpus{{{vm},state="parked"}} 0.0"#),
         format!(r#"foreshore_pci_devices{{{vm}}} 4.0"#),
         format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
-        format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
+        format!(
+            r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="requested"}} 1"#
+        ),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab-unreclaimable"}} 1"#),
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab-reclaimable"}} 2"#),

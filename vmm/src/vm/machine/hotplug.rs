@@ -184,7 +184,7 @@ impl DeviceHotplug for KvmMachine {
             return Err(VmError::Failed(format!("device {id} cannot be removed")));
         };
         if !std::mem::replace(&mut attached.is_leaving, true) {
-            self.hotplug.metrics.count(kind, "remove", "asked");
+            self.hotplug.metrics.count(kind, "remove", "requested");
             self.hotplug.metrics.pending.fetch_add(1, Ordering::Relaxed);
         }
         let slot = attached.slot;

@@ -252,7 +252,7 @@ impl KvmMachine {
                 self.context.machine.events.emit(Event::VcpusResized { vcpus: desired });
             }
             Step::Go(go) => {
-                go.clone().for_each(|_| self.hotplug.metrics.count(KIND, "remove", "asked"));
+                go.clone().for_each(|_| self.hotplug.metrics.count(KIND, "remove", "requested"));
                 registers.plug(|plug| plug.ask(go));
                 self.vcpus.count();
                 self.notify_vcpus();
