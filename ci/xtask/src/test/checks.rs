@@ -1,8 +1,9 @@
 //! Checks with one verdict each: formatting, lints, fuzz targets, references to documents, the
-//! book, power cuts.
+//! book, metrics, power cuts.
 
 use anyhow::Result;
 
+use super::promtool;
 use super::report::Report;
 use crate::book;
 use crate::cargo;
@@ -40,6 +41,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) {
     });
     check(report, "dependencies (cargo deny)", || check_dependencies(checkout));
     check(report, "book (cargo xtask book)", || book::build(checkout));
+    check(report, "metrics, alerts and queries (promtool)", || promtool::check(checkout));
 }
 
 /// Runs a check and returns true if it passed. A check adds to the report only if it fails.

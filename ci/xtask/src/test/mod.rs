@@ -3,6 +3,7 @@
 mod checks;
 mod guests;
 mod lanes;
+mod promtool;
 mod report;
 mod shares;
 mod unit;
