@@ -56,6 +56,9 @@ macro_rules! removable {
         }
 
         impl DeviceConfig {
+            /// Kinds of devices, each in one word.
+            pub const KINDS: &'static [&'static str] = &[$(<$Config>::KIND),*];
+
             /// Kind of device in one word.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$Kind(_) => <$Config>::KIND,)* }

@@ -12,7 +12,7 @@ use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
 /// Kind of device in the hotplug metrics.
-const KIND: &str = "dimm";
+pub(super) const KIND: &str = "dimm";
 
 /// Reason why a DIMM is refused. Virtio-mem memory is plugged in steps while there is little room
 /// for page descriptors. Unlike it, a DIMM is added completely or not at all.

@@ -22,7 +22,7 @@ use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
 /// Kind of device in the hotplug metrics.
-const KIND: &str = "vcpu";
+pub(super) const KIND: &str = "vcpu";
 
 /// Maximum time to wait until parked vCPUs have completed their last exits, before they are added
 /// again. An exit may wait for a disk, and the disk may wait for its host.
