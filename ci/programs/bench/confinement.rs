@@ -14,7 +14,7 @@ use crate::usage::{vmm_memory, wait_until_idle};
 use crate::vmm::{BOOT_MIB, Disk, Extras, MIB, Vmm};
 use crate::volume::{EXITING, UNFLUSHED, make_image, make_pool, time};
 
-/// Reads of an I/O port in a run. Each is an exit to the VMM.
+/// Reads of PCI configuration space in a run. Each is an exit to the VMM.
 const EXITS: u32 = 5_000;
 const EXIT_RUNS: usize = 3;
 const PLUG_MIB: u64 = 1024;

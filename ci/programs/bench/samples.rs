@@ -138,7 +138,7 @@ rows! {
     AgentRss AtMost(3.0) "agent_at_rest_resident_mebibytes" "idle agent, resident memory";
     ConfinedBoot TimesUnconfined(1.03) "confinement_boot_seconds" "exec to guest init";
     ConfinedMemory Open "confinement_anonymous_mebibytes" "anonymous memory of the VMM";
-    ConfinedExit TimesUnconfined(1.03) "confinement_exit_microseconds" "read of an I/O port";
+    ConfinedExit TimesUnconfined(1.03) "confinement_exit_microseconds" "read of PCI configuration space";
     ConfinedPlug TimesUnconfined(1.03) "confinement_plug_1_gib_seconds" "plug 1 GiB";
     ConfinedImageWrite TimesUnconfined(1.03) "confinement_image_write_4_kib_microseconds"
         "image, virtio-blk: write 4 KiB";

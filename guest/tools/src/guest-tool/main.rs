@@ -76,7 +76,7 @@ usage:
   guest-tool time-blocks DEVICE read|write COUNT [DEPTH]
       time direct 4 KiB transfers, DEPTH (1) at a time, in microseconds
   guest-tool time-exits COUNT
-      time COUNT reads of an I/O port, which are exits to the VMM, in microseconds
+      time COUNT reads of PCI configuration space, which are exits to the VMM, in microseconds
   guest-tool net-serve PORT
       serve the network transfers of net-time
   guest-tool net-time ADDRESS:PORT send|receive BYTES
