@@ -8,14 +8,14 @@
 use std::io::Cursor;
 use std::ops::Range;
 
+use foreshore_decompress::Packed;
 use foreshore_devices::memory::layout::{BootMemory, HIMEM_START, MIB};
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::DecompressError;
-use super::decompress::Packed;
 use super::elf::{self, LoadedElf, Segment};
 use super::pvh::{self, RangeKind};
 use super::scratch::Scratch;
+use super::unpack::{UnpackError, buffer_for};
 
 /// Address to which an image is unpacked.
 ///
@@ -48,7 +48,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
     boot_memory: BootMemory,
-) -> Result<Outcome, DecompressError> {
+) -> Result<Outcome, UnpackError> {
     let image_bytes = packed.unpacked_bytes() as u64;
     let window = window(boot_memory, image_bytes);
     let Some(window) = window.and_then(|window| in_one_region(memory, window, image_bytes)) else {
@@ -81,7 +81,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         return Ok(Outcome::Loaded(loaded));
     }
     // 4. If that is not possible, move the image to a buffer outside guest memory.
-    let mut copy = Scratch::new(image.len()).map_err(|source| packed.no_memory(source))?;
+    let mut copy = buffer_for(packed)?;
     copy.bytes_mut().copy_from_slice(&bytes[image.clone()]);
     clear(&mut bytes[image]);
     Ok(Outcome::Unpacked(copy))

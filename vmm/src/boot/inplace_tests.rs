@@ -1,14 +1,15 @@
 //! Tests of unpacking in place. The reference result comes from unpacking outside guest memory and
 //! then loading.
 
+use foreshore_decompress::Compression;
 use foreshore_devices::memory::layout::GIB;
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
-use super::super::decompress::Compression;
-use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
 use super::super::elf::ElfError;
 use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};
+use super::super::payloads::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
+use super::super::unpack::unpack;
 use super::*;
 
 /// Loads into memory of the test.
@@ -16,7 +17,7 @@ fn load(
     memory: &GuestMemoryMmap,
     packed: &Packed,
     boot_memory_bytes: u64,
-) -> Result<Outcome, DecompressError> {
+) -> Result<Outcome, UnpackError> {
     // SAFETY: the memory is anonymous and belongs to the test.
     unsafe { super::load(memory, packed, BootMemory::of_small_pages(boot_memory_bytes)) }
 }
@@ -50,7 +51,7 @@ fn unpack_beside(
     compression: Compression,
     memory_bytes: u64,
 ) -> Result<LoadedElf, ElfError> {
-    let image = Packed::new(payload, compression).unwrap().unpack().unwrap();
+    let image = unpack(&Packed::new(payload, compression).unwrap()).unwrap();
     elf::load(
         memory,
         &mut Cursor::new(image.bytes()),
@@ -212,7 +213,7 @@ fn damaged_stream_has_the_same_error_as_the_reference() {
         short.drain(payload.len() / 2..payload.len() - 4);
         let packed = Packed::new(&short, compression).unwrap();
         let here = load(&memory(MEMORY_BYTES), &packed, MEMORY_BYTES).unwrap_err();
-        assert_eq!(here.to_string(), packed.unpack().err().unwrap().to_string());
+        assert_eq!(here.to_string(), unpack(&packed).err().unwrap().to_string());
     }
 }
 

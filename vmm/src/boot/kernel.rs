@@ -4,13 +4,14 @@ use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::Path;
 
+use foreshore_decompress::{Compression, DecompressError, Packed};
 use foreshore_devices::memory::layout::BootMemory;
 use vm_memory::GuestMemoryBackend;
 
-use super::decompress::{Compression, Packed};
 use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
-use super::{BootError, DecompressError, elf};
+use super::unpack::{self, UnpackError};
+use super::{BootError, elf};
 
 /// Number of bytes that suffices to identify a file. The setup header ends before it (boot.rst,
 /// "The Real-Mode Kernel Header").
@@ -85,11 +86,12 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         return Err(BootError::NotAKernel { path: path.to_path_buf(), found: describe(&head) });
     };
     let payload = read_payload(path, &mut file, file_bytes, &header)?;
-    let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
-    let compression = detect_compression(payload.bytes()).map_err(decompress_error)?;
+    let unpack_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
+    let compression =
+        detect_compression(payload.bytes()).map_err(|error| unpack_error(error.into()))?;
     // SAFETY: this function has the same contract.
     let unpacked = unsafe { unpack(memory, payload, compression, boot_memory) };
-    let loaded = match unpacked.map_err(decompress_error)? {
+    let loaded = match unpacked.map_err(unpack_error)? {
         Unpacked::InPlace(loaded) => loaded,
         Unpacked::Image(image) => load_image(memory, &image, boot_memory).map_err(elf_error)?,
     };
@@ -177,7 +179,7 @@ unsafe fn unpack<M: GuestMemoryBackend>(
     payload: Scratch,
     compression: Compression,
     boot_memory: BootMemory,
-) -> Result<Unpacked, DecompressError> {
+) -> Result<Unpacked, UnpackError> {
     if compression == Compression::None {
         return Ok(Unpacked::Image(payload));
     }
@@ -186,7 +188,7 @@ unsafe fn unpack<M: GuestMemoryBackend>(
     Ok(match unsafe { inplace::load(memory, &packed, boot_memory) }? {
         Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
         Outcome::Unpacked(image) => Unpacked::Image(image),
-        Outcome::NoRoom => Unpacked::Image(packed.unpack()?),
+        Outcome::NoRoom => Unpacked::Image(unpack::unpack(&packed)?),
     })
 }
 
@@ -228,9 +230,9 @@ mod tests {
     use tempfile::NamedTempFile;
     use vm_memory::{GuestAddress, GuestMemoryMmap};
 
-    use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
     use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
     use super::super::inplace::tests::contents;
+    use super::super::payloads::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
     use super::*;
 
     /// Too little memory to unpack in place.
@@ -393,7 +395,7 @@ mod tests {
         let beside = self::memory(memory_bytes);
         let expected = load_image(
             &beside,
-            &packed.unpack().unwrap(),
+            &unpack::unpack(&packed).unwrap(),
             BootMemory::of_small_pages(memory_bytes),
         )
         .unwrap();

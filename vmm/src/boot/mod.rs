@@ -16,7 +16,6 @@
 //! | end of low memory | initial RAM file system |
 
 mod cmdline;
-mod decompress;
 mod elf;
 mod initramfs;
 mod inplace;
@@ -25,6 +24,11 @@ mod kernel_share;
 mod pvh;
 mod reset_vector;
 mod scratch;
+mod unpack;
+
+#[cfg(test)]
+#[path = "../../decompress/tests/payloads/mod.rs"]
+mod payloads;
 
 use std::fs::{self, File};
 use std::io;
@@ -36,12 +40,12 @@ use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
 
 pub(crate) use cmdline::{CommandLineError, Pluggable};
-pub(crate) use decompress::DecompressError;
 pub(crate) use elf::ElfError;
 pub(crate) use initramfs::Initramfs;
 pub(crate) use kernel::LoadedKernel;
 pub(crate) use kernel_share::{KernelShare, check_ratio};
 pub(crate) use pvh::{PvhEntry, Segment};
+pub(crate) use unpack::UnpackError;
 
 /// Kernel or firmware, and the machine that boots it.
 #[derive(Clone, Copy, Debug)]
@@ -133,7 +137,7 @@ pub(crate) enum BootError {
         actual_bytes: u64,
     },
     #[error("--kernel {}: cannot unpack the file", path.display())]
-    Decompress { path: PathBuf, source: DecompressError },
+    Decompress { path: PathBuf, source: UnpackError },
     /// The ELF file, or the ELF file inside the bzImage, cannot be loaded.
     #[error("{flag} {}: cannot load the file", path.display())]
     Elf {

@@ -1,0 +1,82 @@
+//! Tests of all decoders.
+
+mod payloads;
+
+use foreshore_decompress::{Compression, DecompressError, Packed};
+
+use payloads::{gzip_payload, lz4_payload, with_trailer, xz_payload, zstd_payload};
+
+fn sample(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i / 7 % 251) as u8).collect()
+}
+
+fn payloads(data: &[u8]) -> [Vec<u8>; 4] {
+    [zstd_payload(data), lz4_payload(data, 4000), gzip_payload(data), xz_payload(data)]
+}
+
+fn unpack(payload: &[u8]) -> Result<Vec<u8>, DecompressError> {
+    let packed = Packed::new(payload, Compression::of(payload).unwrap())?;
+    let mut output = vec![0; packed.unpacked_bytes()];
+    packed.unpack_into(&mut output)?;
+    Ok(output)
+}
+
+#[test]
+fn every_compression_round_trips() {
+    let data = sample(300_000);
+    for payload in payloads(&data) {
+        assert_eq!(unpack(&payload).unwrap(), data, "{:?}", Compression::of(&payload));
+    }
+    assert_eq!(unpack(&lz4_payload(&data, 1 << 20)).unwrap(), data);
+}
+
+#[test]
+fn every_truncation_is_an_error() {
+    let data = sample(10_000);
+    for payload in payloads(&data) {
+        for len in 6..payload.len() - 1 {
+            // The trailer is correct, but the stream is too short.
+            let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
+            if let Some(compression) = Compression::of(&cut) {
+                assert!(unpack(&cut).is_err(), "{compression} cut to {len}");
+            }
+        }
+    }
+    assert!(matches!(
+        Packed::new(&[0, 0], Compression::Lz4),
+        Err(DecompressError::Truncated { .. })
+    ));
+}
+
+#[test]
+fn wrong_trailer_is_an_error() {
+    let data = sample(10_000);
+    for payload in payloads(&data) {
+        let stream = payload[..payload.len() - 4].to_vec();
+        for claim in [0, 9_999] {
+            assert!(matches!(
+                unpack(&with_trailer(stream.clone(), claim)),
+                Err(DecompressError::Damaged { .. })
+            ));
+        }
+        // gzip's decoder may detect the wrong trailer itself.
+        assert!(matches!(
+            unpack(&with_trailer(stream.clone(), 10_001)),
+            Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. }
+                | DecompressError::Damaged { compression: Compression::Gzip, .. })
+        ));
+        assert!(matches!(
+            unpack(&with_trailer(stream, u32::MAX as usize)),
+            Err(DecompressError::TooLarge { claimed_bytes: u32::MAX })
+        ));
+    }
+}
+
+#[test]
+fn compression_is_detected_by_magic_number() {
+    assert_eq!(Compression::of(b"\x7fELF\x02"), Some(Compression::None));
+    assert_eq!(Compression::of(b"\x1f\x8b\x08\x00"), Some(Compression::Gzip));
+    assert_eq!(Compression::of(b"#!/bin/sh"), None);
+    let error = unpack(b"BZh91AY&SY\0\0\0\0").err().unwrap();
+    assert!(error.to_string().contains("compressed with bzip2"), "{error}");
+}
