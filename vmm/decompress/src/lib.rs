@@ -7,7 +7,10 @@
 //! be guest memory. The decoders of zstd and lz4 also use that buffer as their window. Sharing the
 //! buffer saves a second copy and a separate window of 128 MiB.
 
+#![forbid(unsafe_code)]
+
 mod lz4;
+mod zstd;
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -61,7 +64,7 @@ impl Compression {
     pub fn of(payload: &[u8]) -> Option<Self> {
         const MAGICS: [(&[u8], Compression); 8] = [
             (b"\x7fELF", Compression::None),
-            (&[0x28, 0xb5, 0x2f, 0xfd], Compression::Zstd),
+            (&zstd::MAGIC, Compression::Zstd),
             (&lz4::MAGIC, Compression::Lz4),
             (&[0x1f, 0x8b], Compression::Gzip),
             (b"\xfd7zXZ\0", Compression::Xz),
@@ -142,7 +145,9 @@ impl<'a> Packed<'a> {
         assert_eq!(output.len(), self.unpacked_bytes(), "the buffer has the size in the trailer");
         let damaged = |reason: String| DecompressError::Damaged { compression, reason };
         let actual_bytes = match compression {
-            Compression::Zstd => unpack_zstd(stream, output).map_err(|e| damaged(e.to_string()))?,
+            Compression::Zstd => {
+                zstd::unpack(stream, output).map_err(|e| damaged(e.to_string()))?
+            }
             // The trailer is part of gzip's stream.
             Compression::Gzip => {
                 fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?
@@ -161,10 +166,6 @@ impl<'a> Packed<'a> {
         }
         Ok(())
     }
-}
-
-fn unpack_zstd(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
-    zstd::bulk::Decompressor::new()?.decompress_to_buffer(stream, output)
 }
 
 fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {

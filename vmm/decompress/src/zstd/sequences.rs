@@ -1,0 +1,317 @@
+//! Sequences of a block: copies of literals and of earlier output (RFC 8878, section 3.1.1.3.2).
+
+use super::bits::BackwardBits;
+use super::fse::{Distribution, MAX_STATES};
+use super::output::Output;
+use super::{MAX_BLOCK_BYTES, ZstdError};
+
+const LITERAL_LENGTHS: Alphabet = Alphabet {
+    max_log: 9,
+    max_symbol: 35,
+    default: &[
+        4, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 2, 1, 1, 1,
+        1, 1, -1, -1, -1, -1,
+    ],
+    default_log: 6,
+    value: |symbol| {
+        const RANGES: [(u32, u8); 20] = [
+            (16, 1),
+            (18, 1),
+            (20, 1),
+            (22, 1),
+            (24, 2),
+            (28, 2),
+            (32, 3),
+            (40, 3),
+            (48, 4),
+            (64, 6),
+            (128, 7),
+            (256, 8),
+            (512, 9),
+            (1024, 10),
+            (2048, 11),
+            (4096, 12),
+            (8192, 13),
+            (16_384, 14),
+            (32_768, 15),
+            (65_536, 16),
+        ];
+        match symbol.checked_sub(16) {
+            None => (u32::from(symbol), 0),
+            Some(nth) => RANGES[usize::from(nth)],
+        }
+    },
+};
+const MATCH_LENGTHS: Alphabet = Alphabet {
+    max_log: 9,
+    max_symbol: 52,
+    default: &[
+        1, 4, 3, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1,
+    ],
+    default_log: 6,
+    value: |symbol| {
+        const RANGES: [(u32, u8); 21] = [
+            (35, 1),
+            (37, 1),
+            (39, 1),
+            (41, 1),
+            (43, 2),
+            (47, 2),
+            (51, 3),
+            (59, 3),
+            (67, 4),
+            (83, 4),
+            (99, 5),
+            (131, 7),
+            (259, 8),
+            (515, 9),
+            (1027, 10),
+            (2051, 11),
+            (4099, 12),
+            (8195, 13),
+            (16_387, 14),
+            (32_771, 15),
+            (65_539, 16),
+        ];
+        match symbol.checked_sub(32) {
+            None => (u32::from(symbol) + 3, 0),
+            Some(nth) => RANGES[usize::from(nth)],
+        }
+    },
+};
+const OFFSETS: Alphabet = Alphabet {
+    max_log: 8,
+    max_symbol: 31,
+    default: &[
+        1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1,
+    ],
+    default_log: 5,
+    value: |symbol| (1 << symbol, symbol),
+};
+
+/// Symbols of a kind of value.
+struct Alphabet {
+    max_log: u32,
+    max_symbol: u8,
+    /// Probabilities of the predefined table.
+    default: &'static [i16],
+    default_log: u32,
+    /// Base value of a symbol, and the number of extra bits that are added to it.
+    value: fn(u8) -> (u32, u8),
+}
+
+/// State of a table with the value of its symbol.
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    base: u32,
+    /// Next state, if the bits for it are 0.
+    next: u16,
+    extra_bits: u8,
+    state_bits: u8,
+}
+
+/// Table of a kind of value, which later blocks may use again.
+struct Table {
+    entries: Box<[Entry; MAX_STATES]>,
+    log: u8,
+    is_set: bool,
+}
+
+impl Table {
+    fn new() -> Self {
+        Self { entries: Box::new([Entry::default(); MAX_STATES]), log: 0, is_set: false }
+    }
+
+    /// Reads the table that `mode` selects, and returns the rest of the block.
+    fn read<'a>(
+        &mut self,
+        mode: u8,
+        alphabet: &Alphabet,
+        block: &'a [u8],
+    ) -> Result<&'a [u8], ZstdError> {
+        let rest = match mode & 3 {
+            0 => {
+                let distribution = Distribution::new(alphabet.default, alphabet.default_log);
+                self.fill(&distribution, alphabet);
+                block
+            }
+            1 => {
+                let (&symbol, rest) = block.split_first().ok_or(ZstdError::Truncated)?;
+                if symbol > alphabet.max_symbol {
+                    return Err(ZstdError::Symbols { max_symbol: alphabet.max_symbol });
+                }
+                let (base, extra_bits) = (alphabet.value)(symbol);
+                self.entries[0] = Entry { base, extra_bits, next: 0, state_bits: 0 };
+                self.log = 0;
+                rest
+            }
+            2 => {
+                let (distribution, rest) =
+                    Distribution::parse(block, alphabet.max_log, alphabet.max_symbol)?;
+                self.fill(&distribution, alphabet);
+                rest
+            }
+            _ if self.is_set => block,
+            _ => return Err(ZstdError::NothingToRepeat),
+        };
+        self.is_set = true;
+        Ok(rest)
+    }
+
+    fn fill(&mut self, distribution: &Distribution, alphabet: &Alphabet) {
+        self.log = distribution.log() as u8;
+        let states = distribution.states();
+        for (entry, state) in self.entries.iter_mut().zip(&states[..1 << self.log]) {
+            let (base, extra_bits) = (alphabet.value)(state.symbol);
+            *entry = Entry { base, extra_bits, next: state.next, state_bits: state.bits };
+        }
+    }
+
+    #[inline(always)]
+    fn at(&self, state: usize) -> Entry {
+        self.entries[state % MAX_STATES]
+    }
+}
+
+/// Tables and offsets that carry over from one block to the next.
+pub(super) struct Sequences {
+    literal_lengths: Table,
+    offsets: Table,
+    match_lengths: Table,
+    /// The last three offsets.
+    recent: [u32; 3],
+}
+
+impl Sequences {
+    pub(super) fn new() -> Self {
+        Self {
+            literal_lengths: Table::new(),
+            offsets: Table::new(),
+            match_lengths: Table::new(),
+            recent: [1, 4, 8],
+        }
+    }
+
+    /// Decodes the sequences in `data`, and carries them out. The first `literal_bytes` of
+    /// `literals` are the block's literals.
+    pub(super) fn carry_out(
+        &mut self,
+        data: &[u8],
+        literals: &[u8],
+        literal_bytes: usize,
+        output: &mut Output,
+    ) -> Result<(), ZstdError> {
+        let (count, data) = read_count(data)?;
+        let mut next_literal = 0;
+        if count > 0 {
+            let bits = self.read_tables(data)?;
+            next_literal = self.run(count, bits, literals, literal_bytes, output)?;
+        } else if !data.is_empty() {
+            return Err(ZstdError::TrailingBytes { bytes: data.len() });
+        }
+        output.push(&literals[next_literal..literal_bytes])
+    }
+
+    fn read_tables<'a>(&mut self, data: &'a [u8]) -> Result<BackwardBits<'a>, ZstdError> {
+        let (&modes, data) = data.split_first().ok_or(ZstdError::Truncated)?;
+        if modes & 3 != 0 {
+            return Err(ZstdError::Reserved);
+        }
+        let data = self.literal_lengths.read(modes >> 6, &LITERAL_LENGTHS, data)?;
+        let data = self.offsets.read(modes >> 4, &OFFSETS, data)?;
+        let data = self.match_lengths.read(modes >> 2, &MATCH_LENGTHS, data)?;
+        BackwardBits::new(data)
+    }
+
+    /// Carries out `count` sequences. Returns the number of literals that they have used.
+    fn run(
+        &mut self,
+        count: usize,
+        mut bits: BackwardBits,
+        literals: &[u8],
+        literal_bytes: usize,
+        output: &mut Output,
+    ) -> Result<usize, ZstdError> {
+        /// Bits for the next three states.
+        const STATE_BITS: u32 = 9 + 9 + 8;
+        let start = output.len();
+        let mut next_literal = 0;
+        let mut literal_state = bits.read(self.literal_lengths.log) as usize;
+        let mut offset_state = bits.read(self.offsets.log) as usize;
+        let mut match_state = bits.read(self.match_lengths.log) as usize;
+        let mut recent = self.recent;
+        for left in (0..count).rev() {
+            let literal = self.literal_lengths.at(literal_state);
+            let offset = self.offsets.at(offset_state);
+            let matched = self.match_lengths.at(match_state);
+            bits.refill();
+            let value = offset.base.wrapping_add(bits.read(offset.extra_bits) as u32);
+            let extra_bits = u32::from(offset.extra_bits)
+                + u32::from(matched.extra_bits)
+                + u32::from(literal.extra_bits);
+            let is_long = extra_bits + STATE_BITS > BackwardBits::REFILLED;
+            if is_long {
+                bits.refill();
+            }
+            let match_len = matched.base as usize + bits.read(matched.extra_bits) as usize;
+            let literal_len = literal.base as usize + bits.read(literal.extra_bits) as usize;
+            if is_long {
+                bits.refill();
+            }
+            if left > 0 {
+                literal_state = usize::from(literal.next) + bits.read(literal.state_bits) as usize;
+                match_state = usize::from(matched.next) + bits.read(matched.state_bits) as usize;
+                offset_state = usize::from(offset.next) + bits.read(offset.state_bits) as usize;
+            }
+            let distance = distance(&mut recent, value, literal_len);
+            let literal_end = next_literal + literal_len;
+            if literal_end > literal_bytes {
+                return Err(ZstdError::TooFewLiterals { bytes: literal_bytes });
+            }
+            output.push_with_slack(literals, next_literal, literal_len)?;
+            output.repeat(distance as usize, match_len)?;
+            next_literal = literal_end;
+            if output.len() - start > MAX_BLOCK_BYTES {
+                return Err(ZstdError::BlockBytes { bytes: output.len() - start });
+            }
+        }
+        self.recent = recent;
+        bits.check_end()?;
+        Ok(next_literal)
+    }
+}
+
+/// Converts an offset value to a distance, and updates the recent distances (RFC 8878, section
+/// 3.1.1.5). Values up to 3 select a recent distance. A distance of 0 is refused when it is used.
+#[inline(always)]
+fn distance(recent: &mut [u32; 3], value: u32, literal_len: usize) -> u32 {
+    let [first, second, third] = *recent;
+    if value > 3 {
+        let distance = value - 3;
+        *recent = [distance, first, second];
+        return distance;
+    }
+    // Without literals, the last distance cannot occur again, and the values select the next one.
+    match value + u32::from(literal_len == 0) {
+        0 | 1 => {}
+        2 => *recent = [second, first, third],
+        3 => *recent = [third, first, second],
+        _ => *recent = [first.wrapping_sub(1), first, second],
+    }
+    recent[0]
+}
+
+/// Reads the number of sequences, and returns the rest of the block.
+fn read_count(data: &[u8]) -> Result<(usize, &[u8]), ZstdError> {
+    match *data {
+        [count @ 0..128, ref rest @ ..] => Ok((usize::from(count), rest)),
+        [255, low, high, ref rest @ ..] => {
+            Ok((0x7f00 + usize::from(u16::from_le_bytes([low, high])), rest))
+        }
+        [high, low, ref rest @ ..] if (128..255).contains(&high) => {
+            Ok((usize::from(high - 128) << 8 | usize::from(low), rest))
+        }
+        _ => Err(ZstdError::Truncated),
+    }
+}
