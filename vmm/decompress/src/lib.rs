@@ -16,16 +16,16 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read};
 
 use flate2::read::GzDecoder;
-use liblzma::read::XzDecoder;
-use liblzma::stream::Stream;
+use lzma_rust2::XzReader;
 use thiserror::Error;
 
 /// Upper limit of the unpacked size in a trailer. Kernels of distributions unpack to about 60 MiB.
 const MAX_KERNEL_BYTES: u32 = 1 << 30;
 /// Size of the trailer at the end of the stream.
 const TRAILER_BYTES: usize = 4;
-/// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB.
-const XZ_MEMORY_BYTES: u64 = 256 << 20;
+/// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB. Its pages use memory
+/// once they are written, so the decoder uses no more than the size of the kernel.
+const XZ_MEMORY_KIB: u32 = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
@@ -169,7 +169,7 @@ impl<'a> Packed<'a> {
 }
 
 fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
-    fill(XzDecoder::new_stream(stream, Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)?), output)
+    fill(XzReader::new_mem_limit(stream, false, XZ_MEMORY_KIB), output)
 }
 
 /// Reads all of `source` into `output` and returns its length. Fails if `source` does not fit.

@@ -4,7 +4,9 @@ mod payloads;
 
 use foreshore_decompress::{Compression, DecompressError, Packed};
 
-use payloads::{gzip_payload, lz4_payload, with_trailer, xz_payload, zstd_payload};
+use payloads::{
+    gzip_payload, lz4_payload, with_trailer, xz_payload, xz_payload_with, zstd_payload,
+};
 
 fn sample(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i / 7 % 251) as u8).collect()
@@ -79,4 +81,38 @@ fn compression_is_detected_by_magic_number() {
     assert_eq!(Compression::of(b"#!/bin/sh"), None);
     let error = unpack(b"BZh91AY&SY\0\0\0\0").err().unwrap();
     assert!(error.to_string().contains("compressed with bzip2"), "{error}");
+}
+
+/// A stream with a checksum is refused, or unpacks to the same bytes. Streams of lz4 and zstd have
+/// none here.
+#[test]
+fn every_flipped_bit_is_refused_or_without_effect() {
+    let data = sample(3000);
+    for payload in payloads(&data) {
+        let compression = Compression::of(&payload).unwrap();
+        let stream_bytes = payload.len() - 4;
+        for bit in 0..8 * stream_bytes {
+            let mut damaged = payload.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            let unpacked = Packed::new(&damaged, compression).and_then(|packed| {
+                let mut output = vec![0; packed.unpacked_bytes()];
+                packed.unpack_into(&mut output).map(|()| output)
+            });
+            if matches!(compression, Compression::Gzip | Compression::Xz)
+                && let Ok(unpacked) = unpacked
+            {
+                assert!(unpacked == data, "{compression}, bit {bit}");
+            }
+        }
+    }
+}
+
+/// The header of the first block requests a dictionary. The decoder must not allocate it.
+#[test]
+fn xz_dictionary_above_the_limit_is_refused() {
+    let data = sample(10_000);
+    let refusal = |dictionary_bytes| unpack(&xz_payload_with(&data, dictionary_bytes));
+    assert_eq!(refusal(128 << 20).unwrap(), data);
+    let error = refusal(512 << 20).unwrap_err().to_string();
+    assert!(error.contains("memory"), "{error}");
 }

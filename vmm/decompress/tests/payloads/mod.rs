@@ -33,8 +33,13 @@ pub(crate) fn gzip_payload(data: &[u8]) -> Vec<u8> {
 }
 
 pub(crate) fn xz_payload(data: &[u8]) -> Vec<u8> {
+    xz_payload_with(data, 1 << 20)
+}
+
+/// The encoder allocates several times the size of the dictionary.
+pub(crate) fn xz_payload_with(data: &[u8], dictionary_bytes: u32) -> Vec<u8> {
     let mut options = LzmaOptions::new_preset(1).unwrap();
-    options.dict_size(1 << 20);
+    options.dict_size(dictionary_bytes);
     let mut filters = Filters::new();
     filters.x86().lzma2(&options);
     let stream = Stream::new_stream_encoder(&filters, Check::Crc32).unwrap();
