@@ -4,11 +4,15 @@
 //! place. The other segments are moved. A buffer outside guest memory would cost about 60 MiB of
 //! pages, which the host must zero and the VMM must copy. Kernels with another layout also load,
 //! but more slowly: see [`Outcome`].
+//!
+//! The window is borrowed as a slice, so it must be in [`PrivateRanges`]. Other memory is written
+//! by volatile accesses from a buffer.
 
 use std::io::Cursor;
 use std::ops::Range;
 
 use foreshore_decompress::Packed;
+use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::{BootMemory, HIMEM_START, MIB};
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
@@ -36,7 +40,7 @@ pub(super) enum Outcome {
     /// because the kernel is invalid. The usual loader then reports the reason. Guest memory reads
     /// as before.
     Unpacked(Scratch),
-    /// Guest memory has no room for the image, and was not changed.
+    /// No private range of guest memory has room for the image. Guest memory was not changed.
     NoRoom,
 }
 
@@ -48,10 +52,13 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
     boot_memory: BootMemory,
+    private: &PrivateRanges,
 ) -> Result<Outcome, UnpackError> {
     let image_bytes = packed.unpacked_bytes() as u64;
     let window = window(boot_memory, image_bytes);
-    let Some(window) = window.and_then(|window| in_one_region(memory, window, image_bytes)) else {
+    let Some(window) =
+        window.and_then(|window| in_one_region(memory, window, private, image_bytes))
+    else {
         return Ok(Outcome::NoRoom);
     };
     let window_bytes = (window.end - window.start) as usize;
@@ -64,8 +71,9 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     }
     let guard = slice.ptr_guard_mut();
     // SAFETY: vm-memory guarantees that the slice's bytes are mapped, readable and writable while
-    // `slice` borrows `memory`. The caller guarantees that no other code accesses them during the
-    // call, and the rest of this function does not use `memory`.
+    // `slice` borrows `memory`. They are private, so no other process accesses them. The caller
+    // guarantees that no other code of this process accesses them during the call, and the rest of
+    // this function does not use `memory`.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
     // 2. Unpack the image.
     let start = (IMAGE_START - window.start) as usize;
@@ -101,13 +109,15 @@ fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
         .map(|range| range.start..range.end())
 }
 
-/// Part of the window that is a single mapping in the VMM, if it has room for the image. Zones that
-/// are adjacent in the guest are separate mappings in the VMM.
+/// Part of the window that is private and a single mapping in the VMM, if it has room for the
+/// image. Zones that are adjacent in the guest are separate mappings in the VMM.
 fn in_one_region<M: GuestMemoryBackend>(
     memory: &M,
     window: Range<u64>,
+    private: &PrivateRanges,
     image_bytes: u64,
 ) -> Option<Range<u64>> {
+    let window = private.start_of(window)?;
     let region = memory.find_region(GuestAddress(window.start))?;
     let end = window.end.min(region.last_addr().raw_value() + 1);
     (IMAGE_START + image_bytes <= end).then_some(window.start..end)
@@ -234,9 +244,8 @@ fn clear(bytes: &mut [u8]) {
     let Some(aligned) = bytes.get_mut(skip..) else { return };
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
-        // After the call, the range reads as zeros in every mapping that `load` accepts. Anonymous
-        // memory is replaced by zeroed pages, a shared mapping keeps its zeros, and a private
-        // mapping is backed by a file without data. SAFETY: the range is part of `bytes`, which is
+        // After the call, the range reads as zeros. Anonymous memory is replaced by zeroed pages,
+        // and an unnamed file keeps its zeros. SAFETY: the range is part of `bytes`, which is
         // borrowed mutably. Its contents stay zero.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }

@@ -1,6 +1,8 @@
 //! Tests of unpacking in place. The reference result comes from unpacking outside guest memory and
 //! then loading.
 
+use std::iter;
+
 use foreshore_decompress::Compression;
 use foreshore_devices::memory::layout::GIB;
 use proptest::prelude::*;
@@ -12,6 +14,11 @@ use super::super::payloads::{gzip_payload, lz4_payload, xz_payload, zstd_payload
 use super::super::unpack::unpack;
 use super::*;
 
+/// All memory of a test is private.
+pub(crate) fn all_private() -> PrivateRanges {
+    PrivateRanges::of_test(iter::once(0..u64::MAX))
+}
+
 /// Loads into memory of the test.
 fn load(
     memory: &GuestMemoryMmap,
@@ -19,7 +26,9 @@ fn load(
     boot_memory_bytes: u64,
 ) -> Result<Outcome, UnpackError> {
     // SAFETY: the memory is anonymous and belongs to the test.
-    unsafe { super::load(memory, packed, BootMemory::of_small_pages(boot_memory_bytes)) }
+    unsafe {
+        super::load(memory, packed, BootMemory::of_small_pages(boot_memory_bytes), &all_private())
+    }
 }
 
 const MEMORY_BYTES: u64 = 20 * MIB;
@@ -179,6 +188,32 @@ fn without_room_memory_stays_unchanged() {
     // There is enough memory, but it is split into two regions.
     let split = split_memory(IMAGE_START + 0x1000);
     assert!(matches!(load(&split, &packed, MEMORY_BYTES).unwrap(), Outcome::NoRoom));
+}
+
+#[test]
+fn image_is_unpacked_only_into_private_memory() {
+    let load = |memory: &GuestMemoryMmap, image: &[u8], private: Range<u64>| {
+        let payload = zstd_payload(image);
+        let packed = Packed::new(&payload, Compression::Zstd).unwrap();
+        let private = PrivateRanges::of_test(iter::once(private));
+        let boot_memory = BootMemory::of_small_pages(MEMORY_BYTES);
+        // SAFETY: the memory is anonymous and belongs to the test.
+        unsafe { super::load(memory, &packed, boot_memory, &private) }.unwrap()
+    };
+    let image = kernel(&linux_parts(), 0);
+    let needed = IMAGE_START + image.len() as u64;
+    for too_little in [0..0, 0..needed - 1, MIB + 1..MEMORY_BYTES] {
+        let memory = memory(MEMORY_BYTES);
+        let outcome = load(&memory, &image, too_little.clone());
+        assert!(matches!(outcome, Outcome::NoRoom), "{too_little:?}: {outcome:?}");
+        assert!(contents(&memory).iter().all(|&byte| byte == 0), "{too_little:?}");
+    }
+    let outcome = load(&memory(MEMORY_BYTES), &image, 0..MEMORY_BYTES);
+    assert!(matches!(outcome, Outcome::Loaded(_)), "{outcome:?}");
+    // The last segment ends above the private range, so it cannot be moved there.
+    let far = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1), part(0x3000, 19 * MIB, 0x1000, 2)], 0);
+    let outcome = load(&memory(MEMORY_BYTES), &far, 0..18 * MIB);
+    assert!(matches!(outcome, Outcome::Unpacked(_)), "{outcome:?}");
 }
 
 /// Memory of the same size, split into two regions.

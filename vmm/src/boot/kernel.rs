@@ -5,6 +5,7 @@ use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::Path;
 
 use foreshore_decompress::{Compression, DecompressError, Packed};
+use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::BootMemory;
 use vm_memory::GuestMemoryBackend;
 
@@ -70,6 +71,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     boot_memory: BootMemory,
+    private: &PrivateRanges,
 ) -> Result<LoadedKernel, BootError> {
     let read_error =
         |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
@@ -90,7 +92,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     let compression =
         detect_compression(payload.bytes()).map_err(|error| unpack_error(error.into()))?;
     // SAFETY: this function has the same contract.
-    let unpacked = unsafe { unpack(memory, payload, compression, boot_memory) };
+    let unpacked = unsafe { unpack(memory, payload, compression, boot_memory, private) };
     let loaded = match unpacked.map_err(unpack_error)? {
         Unpacked::InPlace(loaded) => loaded,
         Unpacked::Image(image) => load_image(memory, &image, boot_memory).map_err(elf_error)?,
@@ -179,13 +181,14 @@ unsafe fn unpack<M: GuestMemoryBackend>(
     payload: Scratch,
     compression: Compression,
     boot_memory: BootMemory,
+    private: &PrivateRanges,
 ) -> Result<Unpacked, UnpackError> {
     if compression == Compression::None {
         return Ok(Unpacked::Image(payload));
     }
     let packed = Packed::new(payload.bytes(), compression)?;
     // SAFETY: this function has the same contract.
-    Ok(match unsafe { inplace::load(memory, &packed, boot_memory) }? {
+    Ok(match unsafe { inplace::load(memory, &packed, boot_memory, private) }? {
         Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
         Outcome::Unpacked(image) => Unpacked::Image(image),
         Outcome::NoRoom => Unpacked::Image(unpack::unpack(&packed)?),
@@ -231,7 +234,7 @@ mod tests {
     use vm_memory::{GuestAddress, GuestMemoryMmap};
 
     use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
-    use super::super::inplace::tests::contents;
+    use super::super::inplace::tests::{all_private, contents};
     use super::super::payloads::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
     use super::*;
 
@@ -260,7 +263,7 @@ mod tests {
     /// Loads into memory of the test.
     fn load(memory: &GuestMemoryMmap, path: &Path, bytes: u64) -> Result<LoadedKernel, BootError> {
         // SAFETY: the memory is anonymous and belongs to the test.
-        unsafe { super::load(memory, path, BootMemory::of_small_pages(bytes)) }
+        unsafe { super::load(memory, path, BootMemory::of_small_pages(bytes), &all_private()) }
     }
 
     fn load_into(memory_bytes: u64, bytes: &[u8]) -> Result<LoadedKernel, BootError> {
@@ -293,6 +296,20 @@ mod tests {
                 assert_eq!(loaded, LoadedKernel { bzimage: Some(compression), ..elf.clone() });
             }
         }
+    }
+
+    #[test]
+    fn kernel_is_the_same_in_memory_of_other_processes() {
+        let mut file = NamedTempFile::new().unwrap();
+        file.write_all(&bzimage(&zstd_payload(&kernel()))).unwrap();
+        let [private, shared] = [all_private(), PrivateRanges::default()].map(|private| {
+            let memory = memory(MORE_MEMORY_BYTES);
+            let boot_memory = BootMemory::of_small_pages(MORE_MEMORY_BYTES);
+            // SAFETY: the memory is anonymous and belongs to the test.
+            let loaded = unsafe { super::load(&memory, file.path(), boot_memory, &private) };
+            (loaded.unwrap(), contents(&memory))
+        });
+        assert!(private == shared);
     }
 
     #[test]
@@ -407,6 +424,7 @@ mod tests {
                 &self::memory(memory_bytes),
                 &packed,
                 BootMemory::of_small_pages(memory_bytes),
+                &all_private(),
             )
         }
         .unwrap();

@@ -35,6 +35,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::BootMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
@@ -60,6 +61,8 @@ pub(crate) struct BootRequest<'a> {
     /// Command line given by the user.
     pub cmdline: &'a str,
     pub boot_memory: BootMemory,
+    /// Memory that a kernel can be unpacked into.
+    pub private: &'a PrivateRanges,
     /// Hotpluggable memory, which determines default parameters on the command line.
     pub pluggable: Pluggable,
     /// Division of boot memory between the kernel and user programs.
@@ -199,10 +202,12 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 /// function does not write the ACPI tables, but the start info points to their address,
 /// [`RSDP_START`](foreshore_devices::memory::layout::RSDP_START).
 ///
+/// Files are parsed in memory of this process: their headers and compressed payloads are never read
+/// from guest memory that another process can access.
+///
 /// # Safety
-/// No other code accesses the memory during the call, because no vCPU runs and devices do not exist
-/// yet. The memory is anonymous, or mapped shared, or a private mapping of a file without data. If
-/// the file had data, returned pages would read as that data again.
+/// `request.private` describes `memory`. No other code of this process accesses the memory during
+/// the call, because no vCPU runs and devices do not exist yet.
 pub(crate) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     request: &BootRequest,
@@ -212,10 +217,11 @@ pub(crate) unsafe fn load<M: GuestMemoryBackend>(
         true => String::new(),
         false => cmdline::compose(request.cmdline, request.pluggable, request.kernel_share)?,
     };
+    let BootRequest { boot_memory, private, .. } = *request;
     let kernel = match request.is_firmware {
-        true => kernel::load_firmware(memory, request.kernel, request.boot_memory)?,
+        true => kernel::load_firmware(memory, request.kernel, boot_memory)?,
         // SAFETY: this function has the same contract.
-        false => unsafe { kernel::load(memory, request.kernel, request.boot_memory) }?,
+        false => unsafe { kernel::load(memory, request.kernel, boot_memory, private) }?,
     };
     let initramfs = request
         .initramfs

@@ -23,6 +23,7 @@ use super::dimms::{DimmPlan, Dimms};
 use super::file_ranges::{FileRanges, MappedRange};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
+use super::private_ranges::PrivateRanges;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
@@ -306,6 +307,13 @@ impl Memory {
         &self.boot
     }
 
+    /// Ranges of boot memory that no other process can access.
+    pub fn private_boot(&self) -> PrivateRanges {
+        let zones = self.map.zones().iter().zip(&self.zones);
+        let private = zones.filter(|(_, spec)| spec.host.is_private());
+        PrivateRanges::new(private.flat_map(|(placement, _)| placement.boot.clone()).collect())
+    }
+
     /// All guest memory, for devices.
     pub fn view(&self) -> &GuestView {
         &self.view
@@ -451,6 +459,28 @@ mod tests {
             hotplugged_bytes: 0,
             plug_bytes_per_s: None,
         }
+    }
+
+    #[test]
+    fn boot_memory_of_shared_zones_and_of_files_is_not_private() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let file = folder.path().join("memory");
+        File::create(&file).unwrap().set_len(64 * MIB).unwrap();
+        let host = |shared, file| HostMemory { shared, file, ..HostMemory::default() };
+        let zones = [
+            host(false, None),
+            host(true, None),
+            host(false, Some(file.clone())),
+            host(true, Some(file)),
+            host(false, Some(folder.path().to_owned())),
+            host(false, None),
+        ];
+        let zones = zones.map(|host| ZoneSpec { host, ..dram_zone(64 * MIB, 0) });
+        let memory = build(zones.into(), None, Arc::new(FakeSlots::default()), OPTIONS).unwrap();
+        let private = memory.private_boot();
+        let starts = (0..6).map(|nth| private.start_of(64 * nth * MIB..GIB));
+        let expected = [Some(0..64 * MIB), None, None, None, None, Some(320 * MIB..384 * MIB)];
+        assert_eq!(starts.collect::<Vec<_>>(), expected);
     }
 
     #[test]

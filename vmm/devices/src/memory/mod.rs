@@ -7,9 +7,11 @@ mod file_ranges;
 pub mod layout;
 pub mod lost_memory;
 mod populate;
+mod private_ranges;
 pub mod slots;
 pub mod view;
 pub mod zone;
 
 pub use build::{BLOCK_BYTES, HotplugPart, Memory, MemoryError, MemoryOptions, build};
 pub use file_ranges::MappedRange;
+pub use private_ranges::PrivateRanges;

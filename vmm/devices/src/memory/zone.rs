@@ -47,6 +47,14 @@ pub struct HostMemory {
     pub file: Option<PathBuf>,
 }
 
+impl HostMemory {
+    /// Returns true if no other process can access the memory. It is then anonymous, or, with huge
+    /// pages, an unnamed file of this process.
+    pub fn is_private(&self) -> bool {
+        !self.shared && self.file.is_none()
+    }
+}
+
 /// ID of a zone's virtio-mem device in the API.
 pub fn device_id(zone_id: &str) -> String {
     format!("mem-{zone_id}")

@@ -270,19 +270,20 @@ fn load_kernel(
     topology: &Topology,
     memory: &Memory,
 ) -> Result<BootInfo, BuildError> {
-    let firmware = config.payload.firmware.as_deref();
+    let (firmware, private) = (config.payload.firmware.as_deref(), memory.private_boot());
     let request = BootRequest {
         kernel: firmware.or(config.payload.kernel.as_deref()).ok_or(BuildError::NoKernel)?,
         is_firmware: firmware.is_some(),
         initramfs: config.payload.initramfs.as_deref(),
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
         boot_memory: memory.map().boot(),
+        private: &private,
         pluggable: Pluggable::of(topology.zones()),
         kernel_share: KernelShare::of(topology.zones()),
     };
     let started = Instant::now();
-    // SAFETY: vCPUs and devices do not exist yet (`build`, steps 3, 4 and 6). Boot memory is
-    // anonymous, or mapped shared, or a mapping of a file without data (`ZoneFile`).
+    // SAFETY: vCPUs and devices do not exist yet (`build`, steps 3, 4 and 6). The private ranges
+    // are those of `memory`.
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
     // Unpacking the kernel accounts for most of the time before the guest starts.
     let loading_ms = started.elapsed().as_millis();
