@@ -69,6 +69,8 @@ fn run(launch: Launch, log_fd: RawFd) -> Result<(), RunError> {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }
     let target = ReportTarget { fd: log_fd, is_json: launch.log.format == LogFormat::Json };
+    // Before `run`, which builds the VM: a kernel may come from the guest's owner. If it exploits
+    // an error in its decoder or in the ELF loader, the code that it runs is already limited.
     seccomp::start(launch.seccomp, target)?;
     foreshore::run::run(launch)
 }

@@ -26,6 +26,7 @@ impl MachineFactory for KvmFactory {
         config: &VmConfig,
         events: EventSender,
     ) -> Result<Box<dyn Machine>, VmError> {
+        // Before the build, which opens and parses the kernel, the firmware and the images.
         let limited = self.file_limits.apply(config);
         limited.map_err(|error| VmError::Failed(foreshore_types::chain(&error)))?;
         match builder::build(config, &mut self.resources, &events) {
