@@ -1,9 +1,9 @@
 //! Decoder of zstd (RFC 8878).
 //!
-//! Crates with a decoder of zstd either are slow or contain much unsafe code (decision 0027). This
-//! one has neither, because it decodes only what a kernel is: one frame of a known size, without a
-//! dictionary. The frame is decoded into one buffer, which is also the window. Apart from that
-//! buffer, the decoder uses about 150 KiB.
+//! The decoders on crates.io are slow or contain much unsafe code
+//! (docs/design/decisions/0028-decoders.md). This one is neither, because it decodes only what a
+//! kernel is: one frame of a known size, without a dictionary. The frame is decoded into one
+//! buffer, which is also the window. Apart from that buffer, the decoder uses about 150 KiB.
 
 mod bits;
 mod fse;
