@@ -5,11 +5,12 @@ use std::os::fd::RawFd;
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
+use foreshore::governor::task::NICE;
 use foreshore::inherited::InheritedError;
 use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
 use foreshore_confinement::seccomp::{self, ReportTarget};
-use foreshore_confinement::{identity, process};
+use foreshore_confinement::{capabilities, identity, process};
 use foreshore_devices::log::LogFormat;
 use foreshore_types::chain;
 
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         }
         Err(error @ InheritedError::Close(_)) => return fail(&error),
     }
+    process::permit_nice(NICE);
     if let Err(error) = identity::assume(&launch.identity) {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
@@ -65,6 +67,7 @@ fn run(launch: Launch, log_fd: RawFd) -> Result<(), RunError> {
         tracing::warn!("{warning}");
     }
     process::harden().map_err(RunError::Harden)?;
+    capabilities::start(NICE).map_err(|error| RunError::Harden(error.into()))?;
     if let Err(error) = foreshore_devices::open_files::raise_limit() {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }

@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use foreshore_confinement::landlock::{self, Access, Rule};
-use foreshore_confinement::seccomp::{self, SeccompError};
-use foreshore_confinement::thread::ThreadKind;
+use foreshore_confinement::seccomp::SeccompError;
+use foreshore_confinement::thread::{self, ThreadKind};
 use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
 use foreshore_devices::metrics::Metrics;
 use foreshore_devices::virtio::net::tap::TapError;
@@ -144,7 +144,7 @@ fn confine_server(is_required: bool) {
             std::process::exit(1);
         }
     }
-    seccomp::enter(ThreadKind::Api);
+    thread::enter(ThreadKind::Api);
 }
 
 /// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does.

@@ -38,6 +38,13 @@ impl Vmm {
         vmm
     }
 
+    /// Returns true if RLIMIT_NICE permits the governor's nice value of -10, which is 30 there.
+    fn permits_nice(&self) -> bool {
+        let limits = fs::read_to_string(format!("/proc/{}/limits", self.0.id())).unwrap();
+        let nice = limits.lines().find_map(|line| line.strip_prefix("Max nice priority"));
+        nice.unwrap().split_whitespace().next() == Some("30")
+    }
+
     /// Returns the names of all threads, each with its value of `key` (proc(5)).
     fn threads(&self, key: &str) -> Vec<(String, String)> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
@@ -53,6 +60,12 @@ impl Vmm {
             })
             .collect()
     }
+}
+
+/// Returns true if this process may raise limits of its children.
+fn may_set_limits() -> bool {
+    let held = rustix::thread::capabilities(None).unwrap();
+    held.effective.contains(rustix::thread::CapabilitySet::SYS_RESOURCE)
 }
 
 impl Drop for Vmm {
@@ -154,8 +167,38 @@ fn vmm_becomes_another_user_without_capabilities() {
             assert_eq!(value.trim(), expected, "{key} of {name}");
         }
     }
+    assert_eq!(vmm.permits_nice(), may_set_limits());
     let socket = fs::metadata(folder.path().join("api")).unwrap();
     assert_eq!((socket.uid().to_string(), socket.mode() & 0o777), (NOBODY.to_owned(), 0o600));
+}
+
+/// Capabilities of the main thread: CHOWN, DAC_OVERRIDE, FOWNER, NET_ADMIN and IPC_LOCK.
+const OF_MAIN_THREAD: u64 = 0x500b;
+const NONE: &str = "0000000000000000";
+
+#[test]
+fn threads_of_root_have_only_the_capabilities_that_they_need() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root has capabilities");
+    }
+    for seccomp in ["true", "false"] {
+        let folder = TempDir::new().unwrap();
+        let (_reader, writer) = io::pipe().unwrap();
+        let arguments = ["--event-monitor", "fd=200", "--seccomp", seccomp];
+        let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+        // Without the limit, the governor's thread needs SYS_NICE for its priority.
+        let nice = if vmm.permits_nice() { 0 } else { 1 << 23 };
+        let of_main = format!("{:016x}", OF_MAIN_THREAD | nice);
+        for key in ["CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd"] {
+            let threads = vmm.threads(key);
+            assert!(threads.len() >= 3, "{threads:?}");
+            for (name, value) in threads {
+                let is_main = name == "foreshore" && ["CapEff", "CapPrm"].contains(&key);
+                let expected = if is_main { &of_main } else { NONE };
+                assert_eq!(value, expected, "{key} of {name}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! crate limits what the code finds there.
 
 pub mod accounts;
+pub mod capabilities;
 pub mod descriptors;
 pub mod identity;
 pub mod landlock;

@@ -19,6 +19,28 @@ pub fn harden() -> io::Result<()> {
     Ok(())
 }
 
+/// Lets threads of the process raise their priority to `nice` later, without CAP_SYS_NICE
+/// (setrlimit(2), `RLIMIT_NICE`). If the maximum is lower, this needs CAP_SYS_RESOURCE.
+pub fn permit_nice(nice: i32) {
+    if is_nice_permitted(nice) {
+        return;
+    }
+    let wanted = limit_of(nice);
+    let maximum = getrlimit(Resource::Nice).maximum.map(|maximum| maximum.max(wanted));
+    // The thread reports the failure of its attempt.
+    let _ = setrlimit(Resource::Nice, Rlimit { current: Some(wanted), maximum });
+}
+
+/// Returns true if threads may raise their priority to `nice` without CAP_SYS_NICE.
+pub(crate) fn is_nice_permitted(nice: i32) -> bool {
+    getrlimit(Resource::Nice).current.is_none_or(|current| current >= limit_of(nice))
+}
+
+/// The limit of the priority is 20 minus the nice value.
+fn limit_of(nice: i32) -> u64 {
+    u64::try_from(20 - nice).unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use rustix::process::dumpable_behavior;

@@ -3,13 +3,13 @@
 use std::io;
 use std::thread::{Builder, JoinHandle};
 
-use crate::seccomp;
+use crate::{capabilities, seccomp};
 
-/// Work of a thread. It determines the system calls that the thread may make.
+/// Work of a thread. It determines the system calls that the thread may make, and its capabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Builds VMs, and adds and removes devices. The other kinds inherit its filter, so it allows
-    /// everything that any of them needs.
+    /// Builds VMs, and adds and removes devices. The other kinds inherit its filter and its
+    /// capabilities, so it has everything that any of them needs.
     SetUp,
     /// Serves the API and the metrics.
     Api,
@@ -49,6 +49,15 @@ impl ThreadKind {
     ];
 }
 
+/// Confines the calling thread to its kind, for the rest of its life.
+///
+/// # Panics
+/// Panics if the kernel refuses, because the thread must not run without its limits.
+pub fn enter(kind: ThreadKind) {
+    capabilities::limit(kind);
+    seccomp::enter(kind);
+}
+
 /// Starts a thread that is confined to its kind before it runs `work`. The kernel keeps at most 15
 /// bytes of the thread's `name`.
 pub fn spawn_confined<T: Send + 'static>(
@@ -57,7 +66,7 @@ pub fn spawn_confined<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     Builder::new().name(name.into()).spawn(move || {
-        seccomp::enter(kind);
+        enter(kind);
         work()
     })
 }

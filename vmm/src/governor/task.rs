@@ -49,7 +49,7 @@ const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
 const APART: Duration = Duration::from_millis(10);
 
 /// Nice value of the governor's thread. The agent has the same value in its guest.
-const NICE: libc::c_int = -10;
+pub const NICE: libc::c_int = -10;
 
 /// Milliseconds since the governor started. Clones share the same state.
 #[derive(Clone, Debug)]

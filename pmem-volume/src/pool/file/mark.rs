@@ -18,7 +18,7 @@ struct Attribute {
 }
 
 /// Regular files support user attributes. Device nodes, and files on tmpfs before Linux 6.6,
-/// support only trusted attributes, which require CAP_SYS_ADMIN (xattr(7)).
+/// support only trusted attributes, which require CAP_SYS_ADMIN (xattr(7)). The VMM gives it up.
 const ATTRIBUTES: [Attribute; 2] = [
     Attribute { name: c"user.foreshore", probe: c"user.foreshore.probe" },
     Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },

@@ -151,7 +151,12 @@ fn confinement() -> Vec<Allowed> {
     [
         int(SYS_prctl, 0, &[PR_SET_NO_NEW_PRIVS]),
         int(SYS_seccomp, 0, &[SECCOMP_SET_MODE_FILTER as i32]),
-        always(&[SYS_landlock_add_rule, SYS_landlock_create_ruleset, SYS_landlock_restrict_self]),
+        always(&[
+            SYS_capset,
+            SYS_landlock_add_rule,
+            SYS_landlock_create_ruleset,
+            SYS_landlock_restrict_self,
+        ]),
     ]
     .concat()
 }

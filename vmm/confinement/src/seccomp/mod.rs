@@ -88,7 +88,7 @@ fn shrink_a_heap() {
 ///
 /// # Panics
 /// Panics if the kernel refuses the filter, because the thread must not run without it.
-pub fn enter(kind: ThreadKind) {
+pub(crate) fn enter(kind: ThreadKind) {
     let Some(programs) = PROGRAMS.get() else { return };
     report::set_kind(kind);
     apply_filter(of(programs, kind)).expect("the kernel has accepted a filter before");

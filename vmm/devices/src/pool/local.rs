@@ -7,8 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use foreshore_confinement::seccomp;
-use foreshore_confinement::thread::ThreadKind;
+use foreshore_confinement::thread::{self, ThreadKind};
 use foreshore_types::size::Size;
 use pmem_volume::btt::{
     ArenaResult, ArenaStatus, BttError, Engine, InfoError, InfoSource, arenas, is_replaced,
@@ -44,7 +43,7 @@ impl LocalPool {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         warn_of_blocks(&pool);
         let scrubber =
-            Scrubber::start(&pool, scrub_bytes_per_s, || seccomp::enter(ThreadKind::Scrubber))?;
+            Scrubber::start(&pool, scrub_bytes_per_s, || thread::enter(ThreadKind::Scrubber))?;
         Ok(Arc::new(Self { scrubber, pool }))
     }
 
