@@ -1,7 +1,7 @@
 //! Threads of the VMM, by what they do.
 
 use std::io;
-use std::thread::{Builder, JoinHandle};
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use crate::{capabilities, seccomp};
 
@@ -67,6 +67,18 @@ pub fn spawn_confined<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     Builder::new().name(name.into()).spawn(move || {
         enter(kind);
+        work()
+    })
+}
+
+/// Starts a thread that has the kind and the limits of the calling thread.
+pub fn spawn_same_kind<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> ScopedJoinHandle<'scope, T> {
+    let kind = seccomp::kind();
+    scope.spawn(move || {
+        seccomp::inherit_kind(kind);
         work()
     })
 }

@@ -4,13 +4,14 @@
 //! thread. Its exit status and its output show what has happened.
 
 use std::env;
+use std::fs::File;
 use std::io::{self, stderr};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, exit};
 
 use foreshore_confinement::seccomp::{self, ReportTarget, SeccompMode};
-use foreshore_confinement::thread::{ThreadKind, spawn_confined};
+use foreshore_confinement::thread::{ThreadKind, spawn_confined, spawn_same_kind};
 
 /// Variable that names the call, the mode, the kind of the thread and the format of the report.
 const CHILD: &str = "FORESHORE_TEST_CHILD";
@@ -74,7 +75,7 @@ const ATTEMPTS: [(&str, Action); 8] = [
 const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
     (
         "openat",
-        || std::fs::File::open("/proc/version").map(drop),
+        || File::open("/proc/version").map(drop),
         &[
             ThreadKind::SetUp,
             ThreadKind::Api,
@@ -86,7 +87,7 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
     (
         // An existing file is opened for writing, but not written to.
         "openat, writable",
-        || std::fs::File::options().write(true).open("/dev/zero").map(drop),
+        || File::options().write(true).open("/dev/zero").map(drop),
         &[ThreadKind::SetUp, ThreadKind::ConsoleFile],
     ),
     (
@@ -108,11 +109,11 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
 ];
 
 /// Other actions of children.
-const CHECKS: [(&str, Action); 3] = [
+const CHECKS: [(&str, Action); 4] = [
     ("open", || {
         for _ in 0..3 {
             assert!(std::fs::read_to_string("/proc/self/status")?.starts_with("Name:"));
-            let missing = std::fs::File::open("/proc/self/missing").unwrap_err();
+            let missing = File::open("/proc/self/missing").unwrap_err();
             assert_eq!(missing.kind(), io::ErrorKind::NotFound);
         }
         Ok(())
@@ -126,6 +127,11 @@ const CHECKS: [(&str, Action); 3] = [
         assert!(receiver.recv_timeout(std::time::Duration::from_millis(1)).is_err());
         drop(sender);
         io::Write::write_all(&mut stderr(), b"live\n")
+    }),
+    ("open_on_two_threads", || {
+        let open = || File::options().write(true).open("/dev/zero").map(drop);
+        open()?;
+        std::thread::scope(|scope| spawn_same_kind(scope, open).join().unwrap())
     }),
     ("start_thread", || {
         assert_eq!(std::thread::spawn(|| 1).join().unwrap(), 1);
@@ -215,6 +221,14 @@ fn refused_call_is_one_line() {
 #[test]
 fn logged_call_is_carried_out_and_printed_once() {
     let output = attempt("open", SeccompMode::Log, ThreadKind::Writer, "text");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let printed = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(printed.matches("the system call openat (257)").count(), 1, "{printed}");
+}
+
+#[test]
+fn logged_call_is_printed_once_for_threads_of_one_kind() {
+    let output = attempt("open_on_two_threads", SeccompMode::Log, ThreadKind::Memory, "text");
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     let printed = String::from_utf8(output.stderr).unwrap();
     assert_eq!(printed.matches("the system call openat (257)").count(), 1, "{printed}");

@@ -84,6 +84,17 @@ fn shrink_a_heap() {
     std::thread::spawn(fill).join().expect("no panic");
 }
 
+/// Kind that reports of the calling thread name.
+pub(crate) fn kind() -> ThreadKind {
+    report::kind()
+}
+
+/// Makes reports of the calling thread name `kind`. A thread inherits the filter of the thread that
+/// starts it, but not its kind.
+pub(crate) fn inherit_kind(kind: ThreadKind) {
+    report::set_kind(kind);
+}
+
 /// Limits the calling thread to the system calls of its kind, if filters are in use.
 ///
 /// # Panics

@@ -88,6 +88,10 @@ pub(super) fn set_kind(kind: ThreadKind) {
     KIND.set(kind);
 }
 
+pub(super) fn kind() -> ThreadKind {
+    KIND.get()
+}
+
 /// Instruction pointer that filters see at a repeated call: that of the next instruction.
 pub(super) fn repeated_call_address() -> u64 {
     foreshore_after_call as *const () as u64

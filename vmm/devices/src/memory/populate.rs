@@ -4,6 +4,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
+use foreshore_confinement::thread::spawn_same_kind;
+
 use super::backing::Reservation;
 use super::layout::MIB;
 
@@ -47,7 +49,7 @@ fn populate_in_steps(
         }
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> = (1..threads).map(|_| spawn_same_kind(scope, work)).collect();
         let first = work();
         let others = threads.into_iter().map(|thread| thread.join().expect("no panic in populate"));
         others.fold(first, io::Result::and)
