@@ -72,7 +72,7 @@ const ATTEMPTS: [(&str, Action); 8] = [
 ];
 
 /// Same as [`ATTEMPTS`], for calls that only some kinds of threads need.
-const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
+const SPECIAL: [(&str, Action, &[ThreadKind]); 5] = [
     (
         "openat",
         || File::open("/proc/version").map(drop),
@@ -105,6 +105,18 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 4] = [
             if result < 0 && !is_reached { Err(error) } else { Ok(()) }
         },
         &[ThreadKind::SetUp],
+    ),
+    (
+        "reset of vhost",
+        || {
+            const VHOST_RESET_OWNER: libc::Ioctl = 0xaf02;
+            // SAFETY: no file is open at this number.
+            let result = unsafe { libc::ioctl(-1, VHOST_RESET_OWNER) };
+            let error = io::Error::last_os_error();
+            let is_reached = error.raw_os_error() == Some(libc::EBADF);
+            if result < 0 && !is_reached { Err(error) } else { Ok(()) }
+        },
+        &[ThreadKind::SetUp, ThreadKind::Queue, ThreadKind::Memory],
     ),
 ];
 

@@ -219,9 +219,6 @@ fn vcpu() -> Vec<Allowed> {
             request::TIOCGWINSZ,
             request::TUNSETOFFLOAD,
             request::TUNSETQUEUE,
-            // Reset a network interface.
-            request::VHOST_NET_SET_BACKEND,
-            request::VHOST_RESET_OWNER,
         ]),
     ]
     .concat()
@@ -294,8 +291,9 @@ fn memory() -> Vec<Allowed> {
         always(&[SYS_mbind, SYS_mincore]),
         ioctl(&[
             request::KVM_SET_USER_MEMORY_REGION,
+            // Updates the memory of a queue pair, or disables the pair after a failure.
             request::VHOST_SET_MEM_TABLE,
-            request::VHOST_NET_SET_BACKEND,
+            request::VHOST_RESET_OWNER,
         ]),
     ]
     .concat()
