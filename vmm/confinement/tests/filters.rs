@@ -227,6 +227,9 @@ fn refused_call_is_one_line() {
     );
     let value: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(value["level"], "ERROR");
+    // UTC with microseconds, for example 2026-01-31T12:00:00.000001Z.
+    let time = value["timestamp"].as_str().unwrap();
+    assert!(time.len() == 27 && time.starts_with("20") && time.ends_with('Z'), "{time}");
     assert!(value["message"].as_str().unwrap().contains(line), "{json}");
 }
 

@@ -4,6 +4,7 @@ mod calls;
 mod program;
 mod report;
 mod request;
+mod utc;
 
 use std::hint::black_box;
 use std::os::fd::RawFd;

@@ -2,6 +2,11 @@
 //!
 //! The handler may interrupt any code, so it makes system calls only, and allocates nothing
 //! (signal-safety(7)).
+//!
+//! The kernel ends the process without the handler if SIGSYS is blocked (kernel/signal.c,
+//! `force_sig_info_to_task`). No code of the VMM blocks signals. The C library blocks all of them
+//! for a moment when it starts or ends a thread, sends a signal to a thread, or aborts. Each table
+//! therefore contains the calls that it makes meanwhile, except in threads that start no threads.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -11,6 +16,7 @@ use std::os::fd::RawFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::utc::Utc;
 use super::{ReportTarget, SeccompMode};
 use crate::thread::ThreadKind;
 
@@ -244,13 +250,18 @@ impl Line {
         let name = std::str::from_utf8(name).ok().filter(|name| name.bytes().all(|b| is_plain(&b)));
         let name = name.unwrap_or("?");
         let known = syscall_numbers::x86_64::sys_call_name(call.number).unwrap_or("unknown");
-        let (start, end) = match is_json {
-            true => ("{\"level\":\"ERROR\",\"message\":\"", "\"}"),
-            false => ("foreshore: ", ""),
-        };
+        let end = if is_json { "\"}" } else { "" };
+        match is_json {
+            true => write!(
+                self,
+                "{{\"timestamp\":\"{}\",\"level\":\"ERROR\",\"message\":\"",
+                Utc::now()
+            )?,
+            false => self.write_str("foreshore: ")?,
+        }
         write!(
             self,
-            "{start}thread {name}: the system call {known} ({}) with the arguments",
+            "thread {name}: the system call {known} ({}) with the arguments",
             call.number
         )?;
         for argument in call.arguments {
