@@ -18,8 +18,9 @@ use crate::config::{LandlockMode, Launch, MetricsAddress};
 use crate::metrics_server;
 use crate::vm::build::factory::KvmFactory;
 use crate::vm::landlock::{FileLimits, LandlockMetrics, LandlockPolicy, READABLE};
-use crate::vm::request::{VmHandle, VmRequest};
+use crate::vm::request::{VmError, VmHandle, VmRequest};
 use crate::vm::resources::Resources;
+use crate::vm::resources::host_devices::HostDevices;
 use crate::vm::resources::taps;
 use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 
@@ -50,13 +51,17 @@ pub enum RunError {
 /// VM never starts without its API.
 pub fn run(mut launch: Launch) -> Result<(), RunError> {
     launch.config.as_mut().map_or(Ok(()), taps::hold_named)?;
+    let devices = HostDevices::open(launch.config.as_mut()).map_err(|error| {
+        let error = VmError::Failed(foreshore_types::chain(&error));
+        vm_task::RunError::Boot(error)
+    })?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
     let events = Events::start();
     let monitor =
         launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
     events.emit(Event::VmmStarting);
     let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
-    let result = serve(launch, api, metrics_socket, &events);
+    let result = serve(launch, devices, api, metrics_socket, &events);
     events.end();
     if let Some(monitor) = monitor {
         monitor.finish();
@@ -67,6 +72,7 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
 /// Serves requests until the VM, a client or a signal ends the VMM.
 fn serve(
     launch: Launch,
+    devices: HostDevices,
     api: Option<Socket>,
     metrics_socket: Option<Socket>,
     events: &Events,
@@ -120,7 +126,7 @@ fn serve(
         let limits = Arc::<LandlockMetrics>::default();
         metrics.add(Arc::clone(&limits) as _);
         let limits = FileLimits::new(landlock, limits);
-        let factory = KvmFactory::new(Resources::new(metrics, events.clone()), limits);
+        let factory = KvmFactory::new(Resources::new(metrics, events.clone(), devices), limits);
         let vm_task = VmTask::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = vm_task.run(launch.config, requests).await;
         // This is the last event. libvirt treats it as the end of the VMM, and it ends the event

@@ -108,16 +108,26 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 }
 
 impl Hypervisor {
-    /// Opens KVM, and creates an empty VM with interrupt controllers in the kernel. If `amx` is
-    /// true, its vCPUs may use AMX. The process requests this permission first, because the CPUID
-    /// that KVM reports as supported depends on it. The process cannot give up the permission
-    /// again.
-    pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
+    /// Creates an empty VM with interrupt controllers in the kernel. Opens KVM unless it was opened
+    /// at the start, because its module may have been loaded since.
+    ///
+    /// If `amx` is true, the vCPUs may use AMX. The process requests this permission first, because
+    /// the CPUID that KVM reports as supported depends on it. The process cannot give up the
+    /// permission again.
+    pub(super) fn open(opened: Option<&Kvm>, amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
         }
         let call = |what| move |source| KvmError::Call { what, source };
-        let kvm = Kvm::new().map_err(|source| KvmError::Open { path: DEVICE.into(), source })?;
+        let opened_now;
+        let kvm = match opened {
+            Some(kvm) => kvm,
+            None => {
+                let failed = |source| KvmError::Open { path: DEVICE.into(), source };
+                opened_now = Kvm::new().map_err(failed)?;
+                &opened_now
+            }
+        };
         if kvm.get_api_version() != KVM_API_VERSION as i32 {
             return Err(KvmError::Version { found: kvm.get_api_version() });
         }

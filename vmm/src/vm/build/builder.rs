@@ -75,7 +75,7 @@ pub(crate) fn build(
     if let Err(err) = boot::check_ratio(topology.zones()) {
         warn!("{err}");
     }
-    let hypervisor = Hypervisor::open(config.cpus.features.amx)?;
+    let hypervisor = Hypervisor::open(resources.kvm(), config.cpus.features.amx)?;
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
     let steps = resources.open_pools(config)?;

@@ -18,6 +18,7 @@ use foreshore_devices::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use foreshore_devices::metrics::Registration;
 use foreshore_devices::serial::Serial;
 use foreshore_devices::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
+use foreshore_devices::virtio::net::VhostFiles;
 use foreshore_devices::virtio::net::tap::Tap;
 use foreshore_devices::virtio::vsock::{GuestPorts, VsockPorts};
 use foreshore_devices::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
@@ -93,7 +94,7 @@ pub(in crate::vm) fn attach_removable(
         devices.push(build_disk(disk, context)?);
     }
     for (net, tap) in resources.taps().list() {
-        devices.push(build_net(&net, &tap, context)?);
+        devices.push(build_net(&net, &tap, resources.vhost(), context)?);
     }
     Ok(())
 }
@@ -123,10 +124,11 @@ pub(in crate::vm) fn build_disk(
 pub(in crate::vm) fn build_net(
     config: &NetConfig,
     tap: &Arc<Tap>,
+    files: &VhostFiles,
     context: &DeviceContext,
 ) -> Result<AttachedDevice, BuildError> {
     let flag = format!("--net id={}", config.id.as_deref().unwrap_or_default());
-    net::build(config, tap, context).map_err(BuildError::device(flag))
+    net::build(config, tap, files, context).map_err(BuildError::device(flag))
 }
 
 /// Builds the vsock device. The VMM itself accepts connections to the agent's port.

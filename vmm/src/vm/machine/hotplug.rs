@@ -269,7 +269,8 @@ impl KvmMachine {
             DeviceConfig::Disk(config) => devices::build_disk(config, &self.context),
             DeviceConfig::Net(config) => {
                 let tap = taps::open(config)?;
-                let attached = devices::build_net(config, &tap, &self.context)?;
+                let attached =
+                    devices::build_net(config, &tap, &self.open_files.vhost, &self.context)?;
                 self.open_files.taps.add(config, tap);
                 Ok(attached)
             }

@@ -186,6 +186,7 @@ mod tests {
     use crate::config::{PmMemoryConfig, test_config};
     use crate::vm::machine::KvmMachine;
     use crate::vm::machine::tests::machine;
+    use crate::vm::resources::host_devices::HostDevices;
 
     const MIB: u64 = 1 << 20;
 
@@ -206,7 +207,7 @@ mod tests {
 
     fn resources() -> Resources {
         let events = foreshore_devices::events::Events::start();
-        Resources::new(Arc::new(Metrics::new("vm")), events)
+        Resources::new(Arc::new(Metrics::new("vm")), events, HostDevices::default())
     }
 
     fn config(pool: &Path, volumes: &[&str]) -> VmConfig {

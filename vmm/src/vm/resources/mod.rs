@@ -1,6 +1,7 @@
 //! Resources that outlive a machine. After a reboot, the new machine uses the same pools, and
 //! metrics continue.
 
+pub(crate) mod host_devices;
 pub(crate) mod pools;
 pub(crate) mod taps;
 
@@ -19,14 +20,17 @@ use foreshore_devices::metrics::Metrics;
 use foreshore_devices::pool::PoolMetrics;
 use foreshore_devices::pool::{LocalPool, PmPool};
 use foreshore_devices::virtio::mem::PlugBudgets;
+use foreshore_devices::virtio::net::VhostFiles;
 use foreshore_devices::volume::file::PmemFile;
 use foreshore_devices::volume::plan::{Step, plan};
+use kvm_ioctls::Kvm;
 use parking_lot::Mutex;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use crate::config::{PmemConfig, VmConfig};
 use crate::vm::error::BuildError;
+use crate::vm::resources::host_devices::HostDevices;
 use crate::vm::resources::pools::OpenPool;
 use crate::vm::resources::taps::Taps;
 
@@ -36,6 +40,8 @@ use crate::vm::resources::taps::Taps;
 pub(crate) struct OpenFiles {
     /// Network interfaces of `--net`.
     pub(crate) taps: Taps,
+    /// Files of vhost-net for these interfaces.
+    pub(crate) vhost: VhostFiles,
     /// Files of `--pmem`.
     pub(crate) pmem: PmemFiles,
     /// Consoles to which clients connect.
@@ -50,21 +56,32 @@ pub(crate) struct Resources {
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
+    kvm: Option<Arc<Kvm>>,
     metrics: Arc<Metrics>,
     events: Events,
     machines: u64,
 }
 
 impl Resources {
-    /// Creates resources for the first VM. No files are open.
-    pub(crate) fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        let (pools, paths_of_pools, open_files, plug_budgets) = Default::default();
-        Self { pools, paths_of_pools, open_files, plug_budgets, metrics, events, machines: 0 }
+    /// Creates resources for the first VM. `devices` were opened at the start.
+    pub(crate) fn new(metrics: Arc<Metrics>, events: Events, devices: HostDevices) -> Self {
+        let (pools, paths_of_pools, plug_budgets) = Default::default();
+        let HostDevices { kvm, taps, vhost } = devices;
+        let open_files = OpenFiles { taps, vhost, ..OpenFiles::default() };
+        let machines = 0;
+        Self { pools, paths_of_pools, open_files, plug_budgets, kvm, metrics, events, machines }
     }
 
     /// Creates resources for another VM.
     pub(crate) fn anew(&self) -> Self {
-        Self::new(Arc::clone(&self.metrics), self.events.clone())
+        let (kvm, vhost) = (self.kvm.clone(), self.open_files.vhost.clone());
+        let devices = HostDevices { kvm, taps: Taps::default(), vhost };
+        Self::new(Arc::clone(&self.metrics), self.events.clone(), devices)
+    }
+
+    /// KVM, if it could be opened at the start.
+    pub(in crate::vm) fn kvm(&self) -> Option<&Kvm> {
+        self.kvm.as_deref()
     }
 
     /// Files that remain open for the next machine.
@@ -89,6 +106,11 @@ impl Resources {
     /// Network interfaces of `--net`.
     pub(crate) fn taps(&self) -> &Taps {
         &self.open_files.taps
+    }
+
+    /// Files of vhost-net that no device uses.
+    pub(in crate::vm) fn vhost(&self) -> &VhostFiles {
+        &self.open_files.vhost
     }
 
     /// Closes the interfaces and files that `config` no longer contains. Must be called while there
@@ -317,7 +339,7 @@ mod tests {
 
     fn resources() -> Resources {
         let events = Events::start();
-        Resources::new(Arc::new(Metrics::new("vm")), events)
+        Resources::new(Arc::new(Metrics::new("vm")), events, HostDevices::default())
     }
 
     fn pm_zone(pool: &Path, size: u64) -> PmMemoryConfig {

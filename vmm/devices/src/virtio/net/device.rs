@@ -13,7 +13,7 @@ use super::header::Offloads;
 use super::metrics::NetMetrics;
 use super::state::{Interface, NetShape};
 use super::tap::HostInterface;
-use super::vhost;
+use super::vhost::{self, VhostFiles};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -53,8 +53,9 @@ impl Net {
     pub fn moved_by_kernel(
         shape: NetShape,
         host: Arc<dyn HostInterface>,
+        files: &VhostFiles,
     ) -> Result<Self, NetError> {
-        let connect = vhost::connect(shape.pairs)?;
+        let connect = vhost::connect(shape.pairs, files)?;
         Self::with(shape, host, Some(connect))
     }
 

@@ -30,9 +30,16 @@ use crate::device::{DeviceContext, SetupResult};
 pub use device::Net;
 pub use metrics::{NetDeviceMetrics, NetMetrics};
 pub use state::NetShape;
+pub use vhost::VhostFiles;
 
-/// Builds the `--net` device on `tap`. The configuration must have an id and an address.
-pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> SetupResult {
+/// Builds the `--net` device on `tap`. The configuration must have an id and an address. If the
+/// kernel transfers the frames, the device uses `files` first.
+pub fn build(
+    config: &NetConfig,
+    tap: &Arc<Tap>,
+    files: &VhostFiles,
+    context: &DeviceContext,
+) -> SetupResult {
     let id = config.id.clone().expect("a VM's devices have ids");
     info!(net = id, tap = tap.name(), "Network interface attached to a host interface");
     let shape = NetShape {
@@ -45,11 +52,12 @@ pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> Set
         tso: config.offload_tso,
         ufo: config.offload_ufo,
     };
-    let is_kernel_used = mover::is_kernel_used(config.vhost, &id, vhost::probe)?;
+    let is_kernel_used = mover::is_kernel_used(config.vhost, &id, || vhost::probe(files))?;
     let host = Arc::clone(tap) as Arc<dyn HostInterface>;
-    let device =
-        if is_kernel_used { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
-    let device = device?;
+    let device = match is_kernel_used {
+        true => Net::moved_by_kernel(shape, host, files)?,
+        false => Net::new(shape, host)?,
+    };
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
     let source = Arc::new(metrics.clone());
     let new = new_device_with_id(&id, device, context)?.removable(NetConfig::KIND);

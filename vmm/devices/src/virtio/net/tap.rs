@@ -58,7 +58,9 @@ pub trait HostQueue: Send {
 /// Error that occurred while creating or opening an interface.
 #[derive(Debug, Error)]
 pub enum TapError {
-    #[error("cannot open {DEVICE}; is the module tun loaded?")]
+    #[error(
+        "cannot open {DEVICE}; is the module tun loaded, and the device in the folder of --chroot?"
+    )]
     Open(#[source] io::Error),
     #[error("cannot attach to the interface {name}{hint}")]
     Attach {
@@ -390,7 +392,7 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     call(&file, libc::TUNSETIFF, &mut interface).map_err(|source| {
         let hint = match source.raw_os_error() {
             Some(libc::EPERM) => {
-                ": creating one needs CAP_NET_ADMIN, and an existing one must belong to this user"
+                ": creating one needs CAP_NET_ADMIN; create it for this user, name it in --net at the start, or pass it as fd="
             }
             Some(libc::EBUSY) => ": another process uses it",
             Some(libc::EINVAL) => ": it is not a tap, or was created without multi_queue",

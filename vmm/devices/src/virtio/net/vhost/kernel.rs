@@ -53,16 +53,54 @@ impl OpenFile {
     }
 }
 
-/// Files that serve no pair at present. They are opened with the device, because a driver activates
-/// the device on threads whose filters allow no open().
-#[derive(Clone)]
-pub(super) struct IdleFiles(Arc<Mutex<Vec<OpenFile>>>);
+/// Files that no device uses at present. A VMM that has changed its user or its root folder may be
+/// unable to open others. Clones share the files.
+#[derive(Clone, Default)]
+pub struct VhostFiles(Arc<Mutex<Vec<OpenFile>>>);
 
-impl IdleFiles {
-    /// Opens a file for each of `pairs` queue pairs.
-    pub(super) fn open(pairs: u16) -> Result<Self, VhostError> {
+impl VhostFiles {
+    /// Opens a file for each of `pairs` queue pairs, after a check that vhost-net is usable.
+    pub fn open(pairs: u16) -> Result<Self, VhostError> {
+        super::probe(&Self::default())?;
         let files = (0..pairs).map(|_| OpenFile::open()).collect::<Result<_, _>>()?;
         Ok(Self(Arc::new(Mutex::new(files))))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
+    fn take(&self) -> Result<OpenFile, VhostError> {
+        let file = self.0.lock().pop();
+        file.map_or_else(OpenFile::open, Ok)
+    }
+}
+
+/// Files of a device that serve no pair at present. They are opened with the device, because a
+/// driver activates the device on threads whose filters allow no open().
+#[derive(Clone)]
+pub(super) struct IdleFiles(Arc<FilesOfDevice>);
+
+struct FilesOfDevice {
+    files: Mutex<Vec<OpenFile>>,
+    /// Receives the files when the device has ended.
+    unused: VhostFiles,
+}
+
+impl IdleFiles {
+    /// Takes a file for each of `pairs` queue pairs. Opens those that are missing.
+    pub(super) fn take(pairs: u16, unused: &VhostFiles) -> Result<Self, VhostError> {
+        let mut device = FilesOfDevice { files: Mutex::default(), unused: unused.clone() };
+        for _ in 0..pairs {
+            device.files.get_mut().push(unused.take()?);
+        }
+        Ok(Self(Arc::new(device)))
+    }
+}
+
+impl Drop for FilesOfDevice {
+    fn drop(&mut self) {
+        self.unused.0.lock().append(self.files.get_mut());
     }
 }
 
@@ -89,7 +127,7 @@ struct KernelRings {
 pub(super) fn connect(idle: &IdleFiles, setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     let Setup { regions, features, queues, kicks, calls, errors, tap } = setup;
     let table = Table::new(&regions.memory)?;
-    let file = idle.0.lock().pop().ok_or(VhostError::NoFile)?;
+    let file = idle.0.files.lock().pop().ok_or(VhostError::NoFile)?;
     *file.memory.0.lock() = Arc::new(regions.memory.clone());
     let (idle, reservations) = (idle.clone(), regions.reservations.clone());
     // Returns the file if a later step fails.
@@ -156,7 +194,7 @@ impl Drop for KernelRings {
             && file.net.reset_owner().is_ok()
         {
             *file.memory.0.lock() = Arc::default();
-            self.idle.0.lock().push(file);
+            self.idle.0.files.lock().push(file);
         }
     }
 }
@@ -205,6 +243,20 @@ fn reserved(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_of_a_device_return_when_it_has_ended() {
+        let unused = match VhostFiles::open(2) {
+            Ok(files) => files,
+            Err(error) => return eprintln!("skipped: {}", foreshore_types::chain(&error)),
+        };
+        let count = || unused.0.lock().len();
+        let device = IdleFiles::take(1, &unused).unwrap();
+        let large = IdleFiles::take(3, &unused).unwrap();
+        assert_eq!((count(), device.0.files.lock().len(), large.0.files.lock().len()), (0, 1, 3));
+        drop((device, large));
+        assert_eq!(count(), 4);
+    }
 
     #[test]
     fn reservation_of_a_ring_outlives_its_region() {

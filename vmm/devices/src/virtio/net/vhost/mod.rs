@@ -20,6 +20,7 @@ use virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 pub(super) use engine::Connect;
+pub use kernel::VhostFiles;
 pub(super) use worker::Worker;
 
 const DEVICE: &str = "/dev/vhost-net";
@@ -83,14 +84,19 @@ pub enum VhostError {
     Io(#[from] io::Error),
 }
 
-/// Returns the function that passes the `pairs` queue pairs of a device to the kernel.
-pub(super) fn connect(pairs: u16) -> Result<Connect, VhostError> {
-    let idle = kernel::IdleFiles::open(pairs)?;
+/// Returns the function that passes the `pairs` queue pairs of a device to the kernel. The device
+/// takes its files from `unused`, and opens those that are missing.
+pub(super) fn connect(pairs: u16, unused: &VhostFiles) -> Result<Connect, VhostError> {
+    let idle = kernel::IdleFiles::take(pairs, unused)?;
     Ok(Arc::new(move |setup| kernel::connect(&idle, setup)))
 }
 
-/// Checks that vhost-net on this host has all required features and can be used safely.
-pub(super) fn probe() -> Result<(), VhostError> {
+/// Checks that vhost-net on this host has all required features and can be used safely. This was
+/// checked if files are open.
+pub(super) fn probe(unused: &VhostFiles) -> Result<(), VhostError> {
+    if !unused.is_empty() {
+        return Ok(());
+    }
     // Opening the device loads the module. The module's parameters can be read only after that.
     check_features(kernel::features()?)?;
     check_zero_copy(fs::read_to_string(ZERO_COPY))
