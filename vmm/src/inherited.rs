@@ -24,6 +24,9 @@ pub enum InheritedError {
 /// Checks that every descriptor of a key `fd=` is open, and closes all that no argument names. A
 /// guest that breaks out of the VM must not find files of the shell that has started the VMM.
 ///
+/// API calls cannot name inherited descriptors. As with Cloud Hypervisor, clients send descriptors
+/// with the request (`SCM_RIGHTS`).
+///
 /// # Safety
 /// Must be called before the process opens any file (see [`descriptors::close_others`]). Otherwise
 /// a new file could also get the number of a missing descriptor, and events, for example, would be

@@ -14,5 +14,6 @@ mod cpu;
 pub mod governor;
 pub mod inherited;
 mod metrics_server;
+pub mod opened;
 pub mod run;
 pub mod vm;

@@ -7,17 +7,18 @@ use std::process::ExitCode;
 use foreshore::config::{Command, Launch, parse_command_line};
 use foreshore::governor::task::NICE;
 use foreshore::inherited::InheritedError;
+use foreshore::opened::{OpenError, Opened};
 use foreshore::run::RunError;
 use foreshore_cli::WRONG_COMMAND_LINE;
 use foreshore_confinement::seccomp::{self, ReportTarget};
-use foreshore_confinement::{capabilities, identity, process};
+use foreshore_confinement::{capabilities, process};
 use foreshore_devices::log::LogFormat;
 use foreshore_types::chain;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     let args: Vec<_> = std::env::args_os().collect();
-    let launch = match parse_command_line(args.iter().cloned()) {
+    let mut launch = match parse_command_line(args.iter().cloned()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {
             // The reader, for example `head`, may have closed the pipe.
@@ -29,21 +30,18 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
     };
-    // SAFETY: nothing has been opened yet.
-    match unsafe { foreshore::inherited::take(&launch, &args) } {
-        Ok(()) => {}
-        Err(error @ InheritedError::NotOpen { .. }) => {
+    // 1. Opens what it may be unable to open later.
+    // SAFETY: nothing has been opened yet, and no thread was started.
+    let opened = match unsafe { Opened::open(&mut launch, &args) } {
+        Ok(opened) => opened,
+        Err(error @ OpenError::Inherited(InheritedError::Close(_))) => return fail(&error),
+        Err(error) => {
             fail(&error);
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
-        Err(error @ InheritedError::Close(_)) => return fail(&error),
-    }
-    process::permit_nice(NICE);
-    if let Err(error) = identity::assume(&launch.identity) {
-        fail(&error);
-        return ExitCode::from(WRONG_COMMAND_LINE);
-    }
-    if let Err(error) = foreshore::vm::check_launch(&launch) {
+    };
+    // 2. Drops privileges. The log belongs to the user that the process becomes.
+    if let Err(error) = opened.ids.assume() {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
     }
@@ -53,7 +51,10 @@ fn main() -> ExitCode {
     };
     foreshore_devices::log::log_panics(&launch.log);
     let (has_file, format) = (launch.log.file.is_some(), launch.log.format);
-    let Err(error) = run(launch, log_fd) else { return ExitCode::SUCCESS };
+    let confined = drop_privileges(&launch, log_fd);
+    // 3. Runs.
+    let result = confined.and_then(|()| foreshore::run::run(launch, opened));
+    let Err(error) = result else { return ExitCode::SUCCESS };
     let is_json = format == LogFormat::Json;
     if has_file || is_json {
         tracing::error!(error = chain(&error), "The VMM ends because of an error");
@@ -62,7 +63,7 @@ fn main() -> ExitCode {
     if is_json && !has_file { ExitCode::FAILURE } else { fail(&error) }
 }
 
-fn run(launch: Launch, log_fd: RawFd) -> Result<(), RunError> {
+fn drop_privileges(launch: &Launch, log_fd: RawFd) -> Result<(), RunError> {
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
@@ -72,10 +73,9 @@ fn run(launch: Launch, log_fd: RawFd) -> Result<(), RunError> {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }
     let target = ReportTarget { fd: log_fd, is_json: launch.log.format == LogFormat::Json };
-    // Before `run`, which builds the VM: a kernel may come from the guest's owner. If it exploits
-    // an error in its decoder or in the ELF loader, the code that it runs is already limited.
-    seccomp::start(launch.seccomp, target)?;
-    foreshore::run::run(launch)
+    // Before the VM is built: a kernel may come from the guest's owner. If it exploits an error in
+    // its decoder or in the ELF loader, the code that it runs is already limited.
+    Ok(seccomp::start(launch.seccomp, target)?)
 }
 
 /// Prints an error and its causes in one line.

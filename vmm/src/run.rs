@@ -13,15 +13,15 @@ use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info};
 
-use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, Socket, SocketError};
+use crate::api::{self, CallMetrics, Limits, Server, ServerMetrics, SocketError};
 use crate::config::{LandlockMode, Launch, MetricsAddress};
 use crate::metrics_server;
+use crate::opened::{Opened, Sockets};
 use crate::vm::build::factory::KvmFactory;
 use crate::vm::landlock::{FileLimits, LandlockMetrics, LandlockPolicy, READABLE};
-use crate::vm::request::{VmError, VmHandle, VmRequest};
+use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::host_devices::HostDevices;
-use crate::vm::resources::taps;
 use crate::vm::vm_task::{self, RestartMetrics, VmTask};
 
 /// Error that ends the VMM.
@@ -47,21 +47,14 @@ pub enum RunError {
 
 /// Runs the VMM until it ends.
 ///
-/// Sockets are bound first, so that a socket in use is detected before anything is created, and a
-/// VM never starts without its API.
-pub fn run(mut launch: Launch) -> Result<(), RunError> {
-    launch.config.as_mut().map_or(Ok(()), taps::hold_named)?;
-    let devices = HostDevices::open(launch.config.as_mut()).map_err(|error| {
-        let error = VmError::Failed(foreshore_types::chain(&error));
-        vm_task::RunError::Boot(error)
-    })?;
-    let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
+/// Its sockets are bound, so a VM never starts without its API.
+pub fn run(launch: Launch, opened: Opened) -> Result<(), RunError> {
+    let (devices, sockets) = opened.into_parts()?;
     let events = Events::start();
     let monitor =
         launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
     events.emit(Event::VmmStarting);
-    let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
-    let result = serve(launch, devices, api, metrics_socket, &events);
+    let result = serve(launch, devices, sockets, &events);
     events.end();
     if let Some(monitor) = monitor {
         monitor.finish();
@@ -73,8 +66,7 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
 fn serve(
     launch: Launch,
     devices: HostDevices,
-    api: Option<Socket>,
-    metrics_socket: Option<Socket>,
+    sockets: Sockets,
     events: &Events,
 ) -> Result<(), RunError> {
     // The VM task runs on this thread, which is blocked for seconds while a machine is built
@@ -95,7 +87,7 @@ fn serve(
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
         let calls = Arc::<CallMetrics>::default();
-        let server = match api {
+        let server = match sockets.api {
             Some(socket) => Some(Server::start(
                 socket,
                 calls.count_calls(api::router(handle.clone(), events.clone())),
@@ -107,7 +99,7 @@ fn serve(
         metrics.add(events.counters());
         metrics.add(calls);
         metrics_server::register_process(&metrics, launch.seccomp);
-        let exposition = match metrics_socket {
+        let exposition = match sockets.metrics {
             Some(socket) => {
                 let names = launch.metrics.as_ref().and_then(MetricsAddress::host_names);
                 let router = metrics_server::router(Arc::clone(&metrics), handle.clone(), names);

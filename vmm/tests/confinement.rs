@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// Number of the descriptor that a VMM inherits. It is greater than those that this process uses,
@@ -66,6 +67,15 @@ impl Vmm {
 fn may_set_limits() -> bool {
     let held = rustix::thread::capabilities(None).unwrap();
     held.effective.contains(rustix::thread::CapabilitySet::SYS_RESOURCE)
+}
+
+impl Vmm {
+    /// Ends the VMM as a service manager does, and waits for its end.
+    fn terminate(&mut self) {
+        let pid = Pid::from_child(&self.0);
+        kill_process(pid, Signal::TERM).unwrap();
+        assert!(self.0.wait().unwrap().success());
+    }
 }
 
 impl Drop for Vmm {
@@ -201,35 +211,99 @@ fn threads_of_root_have_only_the_capabilities_that_they_need() {
     }
 }
 
+/// Runs a VMM that ends by itself. Returns its exit code and its error.
+fn run(arguments: &[&str]) -> (Option<i32>, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).args(arguments).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// Returns true if the user of [`NOBODY`] cannot open KVM, but this process can.
+fn is_kvm_private() -> bool {
+    let is_private = fs::metadata("/dev/kvm").is_ok_and(|kvm| kvm.mode() & 0o006 == 0);
+    is_private && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()
+}
+
+#[test]
+fn kvm_is_opened_before_the_user_and_the_root_folder_change() {
+    if !rustix::process::geteuid().is_root() || !is_kvm_private() {
+        return eprintln!("skipped: only root can become another user, and needs KVM");
+    }
+    let folder = TempDir::new().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(folder.path().join("kernel"), "no kernel").unwrap();
+    let root = folder.path().to_str().unwrap();
+    let identity = ["--user", NOBODY, "--group", NOBODY, "--chroot", root];
+    let (code, error) = run(&[&["--kernel", "/kernel"], &identity[..]].concat());
+    // The boot fails later, because the host has no hardware virtualization, or no kernel is given.
+    assert!(code == Some(1) && error.contains("cannot boot the VM"), "{error}");
+    assert!(!error.contains("cannot open /dev/kvm"), "{error}");
+}
+
+#[test]
+fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can become another user");
+    }
+    let (_reader, writer) = io::pipe().unwrap();
+    for (mode, is_removed) in [(0o755, false), (0o777, true)] {
+        let folder = TempDir::new().unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(mode)).unwrap();
+        let path = folder.path().join("api");
+        let mut vmm = Vmm::start(&path, &["--user", NOBODY, "--group", NOBODY], &writer);
+        for name in ["api", "api.lock"] {
+            let file = fs::metadata(folder.path().join(name)).unwrap();
+            let owner = [file.uid().to_string(), file.gid().to_string()];
+            assert_eq!((owner, file.mode() & 0o777), ([NOBODY; 2].map(str::to_owned), 0o600));
+        }
+        vmm.terminate();
+        let left = fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(left == 0, is_removed, "{left} files are left");
+        // The next VMM replaces files that are left.
+        Vmm::start(&path, &["--user", NOBODY, "--group", NOBODY], &writer).terminate();
+    }
+}
+
 #[test]
 fn chroot_changes_the_root_folder() {
     if !rustix::process::geteuid().is_root() {
         return eprintln!("skipped: only root can change the root folder");
     }
     let folder = TempDir::new().unwrap();
-    fs::create_dir(folder.path().join("dev")).unwrap();
     let root = folder.path().to_str().unwrap().to_owned();
     let refused = |arguments: &[&str]| {
-        let output =
-            Command::new(env!("CARGO_BIN_EXE_foreshore")).args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{output:?}");
-        String::from_utf8(output.stderr).unwrap()
+        let (code, error) = run(&[&["--api-socket", "/api"], arguments].concat());
+        assert_eq!(code, Some(2), "{error}");
+        error
     };
-    let error = refused(&["--api-socket", "/api", "--chroot", &root]);
-    assert!(error.contains("dev/kvm is not a character device"), "{error}");
-    let error = refused(&["--api-socket", "/api", "--user", "no-such-user"]);
+    let missing = format!("{root}/missing");
+    let error = refused(&["--chroot", &missing]);
+    let expected = format!("foreshore: --chroot: cannot make {missing:?} the root folder: ");
+    assert!(error.starts_with(&expected) && error.contains("No such file"), "{error}");
+    let error = refused(&["--user", "no-such-user"]);
     assert_eq!(error, "foreshore: --user: the host has no user \"no-such-user\"\n");
-    let device = folder.path().join("dev/kvm");
-    let made = Command::new("mknod").arg(&device).args(["c", "10", "232"]).status().unwrap();
-    if !made.success() {
-        return eprintln!("skipped: no device can be created here");
-    }
+    let groups = fs::read_to_string("/etc/group").unwrap();
+    let mut groups = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
+    let group = groups.find(|fields| fields.len() == 4 && fields[2] != "0").unwrap();
+    // The folder is empty. Names of users and groups are those of the host.
+    let socket = format!("/api,group={}", group[0]);
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-    let child = command.args(["--api-socket", "/api", "--chroot", &root]).spawn().unwrap();
+    let arguments = ["--api-socket", &socket, "--chroot", &root, "--user", NOBODY];
+    let child = command.args(arguments).args(["--group", NOBODY]).spawn().unwrap();
     let vmm = Vmm(child);
     wait_for(&folder.path().join("api"));
     let link = fs::read_link(format!("/proc/{}/root", vmm.0.id())).unwrap();
     assert_eq!(link, folder.path().canonicalize().unwrap());
+    let socket = fs::metadata(folder.path().join("api")).unwrap();
+    assert_eq!([socket.uid().to_string(), socket.gid().to_string()], [NOBODY, group[2]]);
+}
+
+#[test]
+fn group_that_the_host_lacks_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let socket = format!("{}/api,group=no-such-group", folder.path().display());
+    let (code, error) = run(&["--api-socket", &socket]);
+    let expected = "--api-socket: cannot look up group=: the host has no group \"no-such-group\"";
+    assert_eq!((code, error), (Some(1), format!("foreshore: {expected}\n")));
 }
 
 fn wait_for(api_socket: &Path) {

@@ -30,7 +30,8 @@ impl Vmm {
         command.args(["--metrics", metrics]);
         let mut vmm = Self(umask::set(&mut command, umask).spawn().unwrap());
         let begin = Instant::now();
-        while !folder.join("metrics").exists() {
+        // The last file that the VMM creates.
+        while !folder.join("events").exists() {
             assert!(vmm.0.try_wait().unwrap().is_none(), "the VMM has ended");
             assert!(begin.elapsed() < Duration::from_secs(60), "the VMM does not start");
             std::thread::sleep(Duration::from_millis(10));

@@ -1,8 +1,7 @@
 //! User, groups and root folder of the process.
 
 use std::io;
-use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, chdir, chroot};
@@ -13,9 +12,6 @@ use rustix::thread::{
 use thiserror::Error;
 
 use crate::accounts;
-
-/// Device that the VMM opens in its root folder.
-const KVM: &str = "dev/kvm";
 
 /// Identity that a process started by root takes on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,11 +31,11 @@ pub enum IdentityError {
     NoPrimaryGroup(String),
     #[error("--group: the host has no group {0:?}")]
     NoGroup(String),
-    #[error("--chroot {root:?}: {} is not a character device; bind-mount /dev/kvm there", root.join(KVM).display())]
-    NoKvm { root: PathBuf },
-    #[error("--chroot: cannot make {root:?} the root folder; run the VMM as root")]
+    #[error("--chroot: cannot make {root:?} the root folder{hint}")]
     Chroot {
         root: PathBuf,
+        /// Remedy, preceded by a semicolon. May be empty.
+        hint: &'static str,
         #[source]
         source: Errno,
     },
@@ -52,39 +48,50 @@ pub enum IdentityError {
     Lookup(#[source] io::Error),
 }
 
-#[derive(Default)]
-struct Ids {
+/// Users and groups that an [`Identity`] names.
+#[derive(Clone, Debug, Default)]
+pub struct Ids {
     user: Option<Uid>,
     group: Option<Gid>,
     /// Supplementary groups.
     groups: Vec<Gid>,
 }
 
-/// Changes the root folder, the groups and the user of the process. Must be called before other
-/// threads are started, and before files are opened. A user other than root has no capabilities
-/// afterwards.
-pub fn assume(identity: &Identity) -> Result<(), IdentityError> {
-    // The files with users and groups are those of the host, so they are read before the chroot.
-    let ids = look_up(identity)?;
-    if let Some(root) = &identity.root {
-        let kind = std::fs::metadata(root.join(KVM)).map(|metadata| metadata.file_type());
-        if !kind.is_ok_and(|kind| kind.is_char_device()) {
-            return Err(IdentityError::NoKvm { root: root.clone() });
+/// Changes the root folder of the process. Must be called before other threads are started. Files
+/// that are open remain accessible.
+pub fn enter_root(root: &Path) -> Result<(), IdentityError> {
+    chroot(root).and_then(|()| chdir("/")).map_err(|source| {
+        let hint = if source == Errno::PERM { "; run the VMM as root" } else { "" };
+        IdentityError::Chroot { root: root.to_owned(), hint, source }
+    })
+}
+
+impl Ids {
+    /// Changes the groups and the user of the process. Must be called before other threads are
+    /// started. A user other than root has no capabilities afterwards.
+    pub fn assume(&self) -> Result<(), IdentityError> {
+        if let Some(group) = self.group {
+            set_thread_groups(&self.groups)?;
+            set_thread_res_gid(group, group, group)?;
         }
-        let failed = |source| IdentityError::Chroot { root: root.clone(), source };
-        chroot(root).and_then(|()| chdir("/")).map_err(failed)?;
-    }
-    if let Some(group) = ids.group {
-        set_thread_groups(&ids.groups)?;
-        set_thread_res_gid(group, group, group)?;
-    }
-    if let Some(user) = ids.user {
-        set_thread_res_uid(user, user, user)?;
-        if !user.is_root() {
-            give_up_capabilities()?;
+        if let Some(user) = self.user {
+            set_thread_res_uid(user, user, user)?;
+            if !user.is_root() {
+                give_up_capabilities()?;
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// User that the process becomes. `None` if it remains the same.
+    pub fn user(&self) -> Option<u32> {
+        self.user.map(Uid::as_raw)
+    }
+
+    /// Primary group that the process gets. `None` if it remains the same.
+    pub fn group(&self) -> Option<u32> {
+        self.group.map(Gid::as_raw)
+    }
 }
 
 /// Removes the capabilities that a service manager may have given to the process.
@@ -94,32 +101,37 @@ fn give_up_capabilities() -> Result<(), Errno> {
     set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
-fn look_up(identity: &Identity) -> Result<Ids, IdentityError> {
-    let mut ids = Ids::default();
-    if let Some(wanted) = &identity.user {
-        match accounts::user(wanted).map_err(IdentityError::Lookup)? {
-            Some(user) => {
-                let groups = accounts::supplementary_groups(&user.name);
-                let groups = groups.map_err(IdentityError::Lookup)?;
-                ids.groups = groups.into_iter().map(gid).collect::<Result<_, _>>()?;
-                ids.user = Some(uid(user.uid)?);
-                ids.group = Some(gid(user.gid)?);
-            }
-            None => {
-                let number = wanted.parse().map_err(|_| IdentityError::NoUser(wanted.clone()))?;
-                ids.user = Some(uid(number)?);
-                if identity.group.is_none() {
-                    return Err(IdentityError::NoPrimaryGroup(wanted.clone()));
+impl Identity {
+    /// Looks up the user and the group. Must be called before the root folder is changed, because
+    /// the files with users and groups are those of the host.
+    pub fn look_up(&self) -> Result<Ids, IdentityError> {
+        let mut ids = Ids::default();
+        if let Some(wanted) = &self.user {
+            match accounts::user(wanted).map_err(IdentityError::Lookup)? {
+                Some(user) => {
+                    let groups = accounts::supplementary_groups(&user.name);
+                    let groups = groups.map_err(IdentityError::Lookup)?;
+                    ids.groups = groups.into_iter().map(gid).collect::<Result<_, _>>()?;
+                    ids.user = Some(uid(user.uid)?);
+                    ids.group = Some(gid(user.gid)?);
+                }
+                None => {
+                    let number =
+                        wanted.parse().map_err(|_| IdentityError::NoUser(wanted.clone()))?;
+                    ids.user = Some(uid(number)?);
+                    if self.group.is_none() {
+                        return Err(IdentityError::NoPrimaryGroup(wanted.clone()));
+                    }
                 }
             }
         }
+        if let Some(wanted) = &self.group {
+            let number = accounts::group_id(wanted).map_err(IdentityError::Lookup)?;
+            let number = number.ok_or_else(|| IdentityError::NoGroup(wanted.clone()))?;
+            ids.group = Some(gid(number)?);
+        }
+        Ok(ids)
     }
-    if let Some(wanted) = &identity.group {
-        let number = accounts::group_id(wanted).map_err(IdentityError::Lookup)?;
-        let number = number.ok_or_else(|| IdentityError::NoGroup(wanted.clone()))?;
-        ids.group = Some(gid(number)?);
-    }
-    Ok(ids)
 }
 
 fn uid(number: u32) -> Result<Uid, IdentityError> {
@@ -139,17 +151,17 @@ mod tests {
     fn error(user: Option<&str>, group: Option<&str>) -> String {
         let text = |name: &str| name.to_owned();
         let identity = Identity { user: user.map(text), group: group.map(text), root: None };
-        look_up(&identity).err().map(|error| error.to_string()).unwrap_or_default()
+        identity.look_up().err().map(|error| error.to_string()).unwrap_or_default()
     }
 
     #[test]
     fn users_and_groups_are_found_by_name_and_number() {
         let identity = Identity { user: Some("root".to_owned()), ..Identity::default() };
-        let ids = look_up(&identity).unwrap();
+        let ids = identity.look_up().unwrap();
         assert_eq!((ids.user, ids.group), (Some(Uid::from_raw(0)), Some(Gid::from_raw(0))));
         let identity =
             Identity { user: Some("0".to_owned()), group: Some("12345".to_owned()), root: None };
-        let ids = look_up(&identity).unwrap();
+        let ids = identity.look_up().unwrap();
         assert_eq!((ids.user, ids.group), (Some(Uid::from_raw(0)), Some(Gid::from_raw(12345))));
         assert_eq!(error(Some("no-such"), None), "--user: the host has no user \"no-such\"");
         assert_eq!(error(None, Some("no-such")), "--group: the host has no group \"no-such\"");
@@ -164,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn root_folder_without_kvm_is_refused() {
-        let identity = Identity { root: Some("/nonexistent".into()), ..Identity::default() };
-        let error = assume(&identity).unwrap_err().to_string();
-        assert!(error.contains("/nonexistent/dev/kvm is not a character device"), "{error}");
+    fn missing_root_folder_is_refused() {
+        let error = enter_root(Path::new("/nonexistent")).unwrap_err();
+        let expected = "--chroot: cannot make \"/nonexistent\" the root folder";
+        assert_eq!(error.to_string(), expected);
     }
 }

@@ -7,6 +7,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use foreshore_confinement::identity::Ids;
 use foreshore_devices::unix_socket::SocketAccess;
 use foreshore_devices::unix_socket::{self, SocketFile, UnixSocketError};
 use rustix::io::{FdFlags, fcntl_setfd};
@@ -74,6 +75,16 @@ impl Socket {
                 Ok(Self { flag, listener: Listener::Tcp(listener), file: None })
             }
         }
+    }
+
+    /// Gives the socket's file to the user and the group that the process is about to get.
+    pub(crate) fn give_to(&self, ids: &Ids, access: &SocketAccess) -> Result<(), SocketError> {
+        let Some(file) = self.file.as_ref().filter(|_| ids.user().or(ids.group()).is_some()) else {
+            return Ok(());
+        };
+        let (flag, path) = (self.flag, file.path().to_owned());
+        let given = file.give_to(ids.user(), ids.group(), access);
+        Ok(given.map_err(|source| UnixSocketError::Owner { flag, path, source })?)
     }
 
     /// TCP address of the socket, if it has one.

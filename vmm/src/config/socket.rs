@@ -27,6 +27,14 @@ pub enum ApiSocket {
 }
 
 impl ApiSocket {
+    /// Users who may connect. `None` for an inherited socket.
+    pub(crate) fn access_mut(&mut self) -> Option<&mut SocketAccess> {
+        match self {
+            Self::Path(_, access) => Some(access),
+            Self::Fd(_) => None,
+        }
+    }
+
     pub(super) const TABLE: Table = Table::of::<ApiKeys>();
 
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
@@ -103,6 +111,14 @@ text_value!(
 );
 
 impl MetricsAddress {
+    /// Users who may connect. `None` for a TCP address.
+    pub(crate) fn access_mut(&mut self) -> Option<&mut SocketAccess> {
+        match self {
+            Self::Unix(_, access) => Some(access),
+            Self::Tcp(..) => None,
+        }
+    }
+
     pub(super) const TABLE: Table = Table::of::<MetricsKeys>();
 
     /// Parses the flag's value. Returns the address, and the name in `vm=NAME` if there is one.

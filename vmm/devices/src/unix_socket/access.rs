@@ -1,9 +1,11 @@
 //! Access permissions of a Unix socket, and the maximum length of its path.
 
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use foreshore_config::{ConfigError, Label, section, text_value};
+use foreshore_confinement::accounts;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use serde::Serialize;
 
@@ -36,6 +38,15 @@ text_value!(
 );
 
 impl SocketAccess {
+    /// Replaces the name of the group with its number, because /etc/group may differ after a change
+    /// of the root folder.
+    pub fn look_up_group(&mut self) -> io::Result<()> {
+        if let Some(group) = &mut self.group {
+            group.0 = group_id(&group.0)?.to_string();
+        }
+        Ok(())
+    }
+
     /// Refuses both keys for a socket whose file does not belong to this process. `reason` is a
     /// clause about the socket.
     pub fn check_absent(&self, flag: &'static str, reason: &str) -> Result<(), ConfigError> {
@@ -45,6 +56,11 @@ impl SocketAccess {
         let reason = format!("mode= and group= need the path of a socket, but {reason}");
         Err(ConfigError::Conflict { flag, reason })
     }
+}
+
+pub(super) fn group_id(name: &str) -> io::Result<u32> {
+    let missing = || io::Error::other(format!("the host has no group {name:?}"));
+    accounts::group_id(name)?.ok_or_else(missing)
 }
 
 /// Checks that a socket can be bound to `path`.

@@ -6,20 +6,20 @@
 mod access;
 mod path_lock;
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use foreshore_confinement::accounts;
 use pmem_volume::file_mode::PRIVATE_MODE;
-use rustix::fs::Mode;
+use rustix::fs::{AtFlags, Gid, Mode, Uid, chownat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 
+use self::access::group_id;
 pub use self::access::{MAX_SOCKET_PATH_BYTES, SocketAccess, SocketMode, check_path};
 use self::path_lock::PathLock;
 
@@ -37,6 +37,19 @@ pub enum UnixSocketError {
     BindPath {
         flag: &'static str,
         path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{flag}: cannot give {path:?} to the user of --user")]
+    Owner {
+        flag: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{flag}: cannot look up group=")]
+    Group {
+        flag: &'static str,
         #[source]
         source: io::Error,
     },
@@ -88,17 +101,30 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
         return Ok(());
     }
     let group = access.group.as_ref().map(|group| group_id(&group.0)).transpose()?;
-    let file =
-        OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    let file = open_path(path)?;
     if !file.metadata()?.file_type().is_socket() {
-        return Err(io::Error::other("the path was replaced meanwhile"));
+        return Err(replaced());
     }
+    if group.is_some() {
+        set_owner(&file, None, group)?;
+    }
+    let Some(mode) = access.mode else { return Ok(()) };
     let file = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    if let Some(group) = group {
-        std::os::unix::fs::chown(&file, None, Some(group))?;
-    }
-    let mode = access.mode.map_or(PRIVATE_MODE, |mode| mode.0);
-    fs::set_permissions(&file, fs::Permissions::from_mode(mode))
+    fs::set_permissions(&file, fs::Permissions::from_mode(mode.0))
+}
+
+/// Opens a file only to change its attributes.
+fn open_path(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)
+}
+
+fn replaced() -> io::Error {
+    io::Error::other("the path was replaced meanwhile")
+}
+
+fn set_owner(file: &File, user: Option<u32>, group: Option<u32>) -> io::Result<()> {
+    let (user, group) = (user.map(Uid::from_raw), group.map(Gid::from_raw));
+    Ok(chownat(file, "", user, group, AtFlags::EMPTY_PATH)?)
 }
 
 /// Kind of object at a path.
@@ -142,18 +168,39 @@ pub struct SocketFile {
     device: u64,
     inode: u64,
     /// Lock of the path, held until the file is removed.
-    _lock: PathLock,
+    lock: PathLock,
 }
 
 impl SocketFile {
     fn at(path: &Path, lock: PathLock) -> io::Result<Self> {
         let metadata = fs::symlink_metadata(path)?;
-        Ok(Self {
-            path: path.to_owned(),
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            _lock: lock,
-        })
+        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), lock })
+    }
+}
+
+impl SocketFile {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives the file and its lock to another user, who can then remove them, and to a group unless
+    /// `access` names one.
+    pub fn give_to(
+        &self,
+        user: Option<u32>,
+        group: Option<u32>,
+        access: &SocketAccess,
+    ) -> io::Result<()> {
+        let file = open_path(&self.path)?;
+        let metadata = file.metadata()?;
+        let is_own = (metadata.dev(), metadata.ino()) == (self.device, self.inode);
+        // The user may have replaced the socket or its lock by a link to a file of root.
+        if !is_own || !metadata.file_type().is_socket() || self.lock.file().metadata()?.nlink() > 1
+        {
+            return Err(replaced());
+        }
+        set_owner(&file, user, group.filter(|_| access.group.is_none()))?;
+        set_owner(self.lock.file(), user, group)
     }
 }
 
@@ -165,11 +212,6 @@ impl Drop for SocketFile {
             tracing::warn!(path = ?self.path, %error, "Cannot remove the socket");
         }
     }
-}
-
-fn group_id(name: &str) -> io::Result<u32> {
-    let missing = || io::Error::other(format!("the host has no group {name:?}"));
-    accounts::group_id(name)?.ok_or_else(missing)
 }
 
 #[cfg(test)]

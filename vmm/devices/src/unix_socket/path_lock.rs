@@ -18,7 +18,7 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 #[derive(Debug)]
 pub(super) struct PathLock {
     path: PathBuf,
-    _file: File,
+    file: File,
 }
 
 impl PathLock {
@@ -40,9 +40,15 @@ impl PathLock {
             // The previous holder may have removed the file after it was opened here. A lock on a
             // removed file has no effect.
             if is_at(&file, &path)? {
-                return Ok(Some(Self { path, _file: file }));
+                return Ok(Some(Self { path, file }));
             }
         }
+    }
+}
+
+impl PathLock {
+    pub(super) fn file(&self) -> &File {
+        &self.file
     }
 }
 
