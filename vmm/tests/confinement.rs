@@ -1,5 +1,6 @@
 //! Tests of what a VMM process keeps after its start. KVM is not needed.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
@@ -7,6 +8,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
@@ -16,7 +18,8 @@ use tempfile::TempDir;
 /// because dup2() to the same number would not clear FD_CLOEXEC.
 const INHERITED: RawFd = 200;
 /// A VMM starts within milliseconds. The limit only ends a test that has failed.
-const LIMIT: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+const LIMIT_SECS: u64 = 30;
+const LIMIT: Timespec = Timespec { tv_sec: LIMIT_SECS as i64, tv_nsec: 0 };
 
 /// VMM process without a VM. It is ended when this value is dropped.
 struct Vmm(Child);
@@ -310,6 +313,59 @@ fn wait_for(api_socket: &Path) {
     let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
     let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
     assert!(ping.unwrap().status.success());
+}
+
+/// Returns the files that the VMM has open, each with the number of its descriptors. `folder` is
+/// replaced with a dot, and sockets, pipes and anonymous files have no number.
+fn open_files(vmm: &Vmm, folder: &Path) -> BTreeMap<String, usize> {
+    let folder = format!("{}/", folder.canonicalize().unwrap().display());
+    let mut files = BTreeMap::new();
+    for descriptor in fs::read_dir(format!("/proc/{}/fd", vmm.0.id())).unwrap() {
+        let descriptor = descriptor.unwrap();
+        // The first three are the streams of the test.
+        if descriptor.file_name().to_str().unwrap().parse::<u32>().unwrap() > 2 {
+            let file = fs::read_link(descriptor.path()).unwrap().display().to_string();
+            let file = file.replace(&folder, "./");
+            let end = file.find(":[").unwrap_or(file.len());
+            let name = if file.starts_with("anon_inode:") { &*file } else { &file[..end] };
+            *files.entry(name.to_owned()).or_default() += 1;
+        }
+    }
+    files
+}
+
+/// A new descriptor must be added here, because code that a guest runs in the VMM can use it.
+#[test]
+fn vmm_has_only_the_files_open_that_it_needs() {
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (_reader, writer) = io::pipe().unwrap();
+    let (metrics, log) = (format!("unix:{}", path("metrics")), path("log"));
+    let events = format!("path={}", path("events"));
+    let arguments = ["--metrics", &metrics, "--event-monitor", &events, "--log-file", &log];
+    let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
+    let expected = [
+        // Locks of the sockets' paths.
+        ("./api.lock", 1),
+        ("./events", 1),
+        ("./log", 1),
+        ("./metrics.lock", 1),
+        ("/dev/kvm", usize::from(kvm)),
+        // Event loop of the servers.
+        ("anon_inode:[eventfd]", 1),
+        ("anon_inode:[eventpoll]", 2),
+        // The sockets of the API and of metrics, and three by which handlers of signals report.
+        ("socket", 2 + 3),
+    ];
+    let expected = expected.map(|(name, count)| (name.to_owned(), count));
+    let expected: BTreeMap<_, _> = expected.into_iter().filter(|(_, count)| *count > 0).collect();
+    // The VMM closes the connection of `wait_for` when it notices that the client has closed it.
+    let begin = Instant::now();
+    while open_files(&vmm, folder.path()) != expected && begin.elapsed().as_secs() < LIMIT_SECS {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(open_files(&vmm, folder.path()), expected);
 }
 
 /// The VMM resolves relative paths when it checks that no file is named twice, and when it makes
