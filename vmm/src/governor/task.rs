@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Interval, MissedTickBehavior};
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::GovernedZones;
 use super::agent::{self, Heard, LineBudget, Parse};
@@ -329,7 +329,12 @@ fn prioritize() {
     // SAFETY: the call uses no pointers. On Linux, 0 stands for the calling thread.
     let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     if done != 0 {
-        debug!(err = %io::Error::last_os_error(), "Cannot raise the priority of the governor's thread");
+        let err = io::Error::last_os_error();
+        info!(
+            %err,
+            "Cannot raise the priority of the governor's thread, so it may act later when the host \
+             is busy; RLIMIT_NICE can permit it (LimitNICE=-10 of systemd)"
+        );
     }
 }
 
