@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -264,6 +265,21 @@ fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
         // The next VMM replaces files that are left.
         Vmm::start(&path, &["--user", NOBODY, "--group", NOBODY], &writer).terminate();
     }
+}
+
+#[test]
+fn port_of_root_is_bound_before_the_user_changes() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can become another user");
+    }
+    let (_reader, writer) = io::pipe().unwrap();
+    // Ports below 1024 need CAP_NET_BIND_SERVICE (ip(7)).
+    let mut free = (512..1024).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    let metrics = free.next().unwrap().to_string();
+    let folder = TempDir::new().unwrap();
+    let arguments = ["--metrics", &metrics, "--user", NOBODY, "--group", NOBODY];
+    let _vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    TcpStream::connect(("127.0.0.1", metrics.parse().unwrap())).unwrap();
 }
 
 #[test]

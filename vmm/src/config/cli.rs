@@ -124,7 +124,7 @@ struct Flags {
     /// Result of a system call that a thread does not need
     #[arg(long, value_name = "MODE", help_heading = "Confinement", default_value = "true", value_parser = seccomp_mode())]
     seccomp: SeccompMode,
-    /// Become this user, by name or number, before files are opened
+    /// Become this user, by name or number, before the VM's files are opened
     #[arg(long, value_name = "USER", help_heading = "Confinement")]
     user: Option<String>,
     /// Use this group instead of the user's primary group
