@@ -263,7 +263,14 @@ fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
         let left = fs::read_dir(folder.path()).unwrap().count();
         assert_eq!(left == 0, is_removed, "{left} files are left");
         // The next VMM replaces files that are left.
-        Vmm::start(&path, &["--user", NOBODY, "--group", NOBODY], &writer).terminate();
+        let logs = TempDir::new().unwrap();
+        fs::set_permissions(logs.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let log = logs.path().join("log");
+        let arguments = ["--user", NOBODY, "--group", NOBODY, "-v", "--log-file"];
+        let arguments = [&arguments[..], &[log.to_str().unwrap()]].concat();
+        Vmm::start(&path, &arguments, &writer).terminate();
+        let log = fs::read_to_string(log).unwrap();
+        assert_eq!(log.contains("Replaced a stale socket"), !is_removed, "{log}");
     }
 }
 

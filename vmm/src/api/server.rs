@@ -95,6 +95,7 @@ pub struct Server {
 impl Server {
     /// Serves `router` on `socket`. Must be called on a tokio runtime with I/O and time.
     pub fn start(socket: Socket, router: Router, limits: Limits) -> io::Result<Self> {
+        socket.file.iter().for_each(SocketFile::log_replacement);
         let (stop, stopped) = watch::channel(());
         let counters = Arc::<ConnectionCounters>::default();
         let warnings = Arc::new(ConnectionWarnings::new(socket.flag));

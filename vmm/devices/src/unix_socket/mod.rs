@@ -66,18 +66,19 @@ pub fn listen(
     let fail = |source| UnixSocketError::BindPath { flag, path: path.to_owned(), source };
     let in_use = |claim| UnixSocketError::InUse { flag, path: path.to_owned(), claim };
     let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("holds its lock"))?;
-    match path_state(path).map_err(fail)? {
+    let state = path_state(path).map_err(fail)?;
+    match state {
         PathState::Free => {}
         PathState::Used => return Err(in_use("listens on it")),
         PathState::NotSocket => {
             return Err(UnixSocketError::Exists { flag, path: path.to_owned() });
         }
         PathState::Stale => {
-            tracing::info!(?path, "Replaced a stale socket");
             fs::remove_file(path).map_err(fail)?;
         }
     }
-    let (listener, file) = bind(path, lock).map_err(fail)?;
+    let (listener, mut file) = bind(path, lock).map_err(fail)?;
+    file.has_replaced_stale = state == PathState::Stale;
     // If setting the access fails, dropping `file` removes the socket again.
     open_to(path, access).map_err(fail)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
@@ -167,6 +168,7 @@ pub struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
+    has_replaced_stale: bool,
     /// Lock of the path, held until the file is removed.
     lock: PathLock,
 }
@@ -174,13 +176,26 @@ pub struct SocketFile {
 impl SocketFile {
     fn at(path: &Path, lock: PathLock) -> io::Result<Self> {
         let metadata = fs::symlink_metadata(path)?;
-        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), lock })
+        Ok(Self {
+            path: path.to_owned(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            has_replaced_stale: false,
+            lock,
+        })
     }
 }
 
 impl SocketFile {
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Logs that the file has replaced a stale socket. The log may start after [`listen`].
+    pub fn log_replacement(&self) {
+        if self.has_replaced_stale {
+            tracing::info!(path = ?self.path, "Replaced a stale socket");
+        }
     }
 
     /// Gives the file and its lock to another user, who can then remove them, and to a group unless

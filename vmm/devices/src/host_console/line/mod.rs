@@ -143,6 +143,7 @@ impl Line {
             let socket = config.socket.as_ref().ok_or(ConsoleError::NoSocket)?;
             let (listener, file) =
                 unix_socket::listen(port.flag(), socket, &SocketAccess::default())?;
+            file.log_replacement();
             (End::Socket { listener, _file: file }, None, None)
         };
         let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };

@@ -133,6 +133,7 @@ impl HostSide {
     /// Listens on `path`. Replaces a stale socket file.
     pub(super) fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
         let (listener, file) = unix_socket::listen("--vsock", path, &SocketAccess::default())?;
+        file.log_replacement();
         Ok(Self { path: path.to_owned(), listener, _file: file, ports })
     }
 
