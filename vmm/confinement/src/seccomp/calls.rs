@@ -54,7 +54,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<Allowed> {
 }
 
 /// Memory, locks, time, the log, and the end of a thread or of the process.
-fn every_thread() -> Vec<Allowed> {
+pub(super) fn every_thread() -> Vec<Allowed> {
     [
         always(&[
             SYS_brk,

@@ -4,6 +4,8 @@ mod calls;
 mod program;
 mod report;
 mod request;
+#[cfg(test)]
+mod unreached;
 mod utc;
 
 use std::hint::black_box;

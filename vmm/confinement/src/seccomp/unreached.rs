@@ -1,0 +1,223 @@
+//! Comparison of the tables with traces of strace(1): calls that no test reaches, and calls that a
+//! table lacks. `cargo xtask calls` records traces and runs the comparison.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
+use syscall_numbers::x86_64::sys_call_name;
+
+use super::calls::{Allowed, Condition, allowed, every_thread};
+use crate::thread::ThreadKind;
+
+/// Variable with the paths of traces, separated by colons.
+const TRACES: &str = "FORESHORE_CALL_TRACES";
+
+/// System call of a thread that has a filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Made {
+    /// Position in [`ThreadKind::ALL`].
+    kind: usize,
+    call: i64,
+    arguments: [u64; 6],
+}
+
+/// Line of a trace, as `strace -f -n -Y -e raw=all` prints it:
+///
+/// ```text
+/// 4711<_api> [ 257] openat(0xffffffffffffff9c, 0x7ffd, 0) = 0x5
+/// ```
+struct Line<'a> {
+    thread: u64,
+    name: &'a str,
+    call: i64,
+    /// `None` if the line only has the result of a call of an earlier line.
+    arguments: Option<[u64; 6]>,
+    result: Option<u64>,
+}
+
+impl<'a> Line<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let (thread, rest) = line.split_once('<')?;
+        let (name, rest) = rest.split_once("> [")?;
+        let (call, rest) = rest.split_once("] ")?;
+        let given =
+            rest.split_once('(').filter(|_| !rest.starts_with("<...")).map(|(_, rest)| rest);
+        let number = |text: &str| {
+            let text = text.trim();
+            let hex = text.strip_prefix("0x").map(|hex| u64::from_str_radix(hex, 16).ok());
+            hex.unwrap_or_else(|| text.parse().ok())
+        };
+        let arguments = given.map(|given| {
+            let end = given.find([')', '<']).unwrap_or(given.len());
+            let mut arguments = [0; 6];
+            for (argument, text) in arguments.iter_mut().zip(given[..end].split(',')) {
+                *argument = number(text).unwrap_or_default();
+            }
+            arguments
+        });
+        let result = rest.rsplit_once(" = ").and_then(|(_, result)| number(result));
+        let call = call.trim().parse().ok()?;
+        Some(Self { thread: thread.trim().parse().ok()?, name, call, arguments, result })
+    }
+}
+
+/// Returns the calls of a trace that a filter has checked.
+fn made(trace: &str) -> BTreeSet<Made> {
+    let lines: Vec<_> = trace.lines().filter_map(Line::parse).collect();
+    // A child may appear before the result of the call that has created it.
+    let creators: BTreeMap<_, _> = lines
+        .iter()
+        .filter(|line| line.call == libc::SYS_clone)
+        .filter_map(|line| Some((line.result?, line.thread)))
+        .collect();
+    let mut filters = BTreeMap::<u64, Option<usize>>::new();
+    let mut made = BTreeSet::new();
+    for line in lines {
+        let inherited = creators.get(&line.thread).and_then(|creator| *filters.get(creator)?);
+        let filter = filters.entry(line.thread).or_insert(inherited);
+        let Some(mut arguments) = line.arguments else { continue };
+        if line.call == libc::SYS_tgkill {
+            // Tables have the ID of the process that makes them.
+            arguments[0] = std::process::id().into();
+        }
+        made.extend(filter.map(|kind| Made { kind, call: line.call, arguments }));
+        let mode = libc::SECCOMP_SET_MODE_FILTER.into();
+        if line.call == libc::SYS_seccomp && arguments[0] == mode {
+            let kind = kind_of(line.name);
+            *filter = ThreadKind::ALL.iter().position(|one| *one == kind);
+        }
+    }
+    made
+}
+
+/// Kind of a thread that has entered a filter, by its name.
+fn kind_of(name: &str) -> ThreadKind {
+    match name {
+        "_api" => ThreadKind::Api,
+        "_device" | "_console" => ThreadKind::Device,
+        "_vsock" => ThreadKind::Vsock,
+        "_pmem" => ThreadKind::Queue,
+        "_mem" | "_lost" => ThreadKind::Memory,
+        "_agent" | "_pressure" => ThreadKind::Governor,
+        "_events" | "_record" => ThreadKind::Writer,
+        "_console_file" => ThreadKind::ConsoleFile,
+        "pool-scrubber" => ThreadKind::Scrubber,
+        _ if name.starts_with("vcpu") => ThreadKind::Vcpu,
+        _ if name.contains("_q") => ThreadKind::Queue,
+        _ => ThreadKind::SetUp,
+    }
+}
+
+impl Condition {
+    fn holds(&self, arguments: &[u64; 6]) -> bool {
+        self.values.contains(&(arguments[usize::from(self.argument)] & self.mask))
+    }
+
+    /// Returns a condition for each value.
+    fn single(&self) -> impl Iterator<Item = Self> {
+        self.values.iter().map(|value| Self { values: vec![*value], ..self.clone() })
+    }
+}
+
+impl Allowed {
+    fn allows(&self, made: &Made) -> bool {
+        let holds = |condition: &Condition| condition.holds(&made.arguments);
+        self.call == made.call && self.conditions.iter().all(holds)
+    }
+
+    /// Returns an entry for each value of a condition, because tests may reach only some of them.
+    fn single(&self) -> Vec<Self> {
+        let [condition] = &self.conditions[..] else { return vec![self.clone()] };
+        let one = |condition| Self { call: self.call, conditions: vec![condition] };
+        condition.single().map(one).collect()
+    }
+
+    fn text(&self) -> String {
+        let name = sys_call_name(self.call).unwrap_or("unknown");
+        let of =
+            |condition: &Condition| format!(" {}={:#x}", condition.argument, condition.values[0]);
+        self.conditions.iter().map(of).fold(name.to_owned(), |text, condition| text + &condition)
+    }
+}
+
+/// Entries that no thread has reached, each with the kind of thread, or with `every thread`.
+fn unreached(made: &BTreeSet<Made>) -> Vec<String> {
+    let mut found = Vec::new();
+    let common: Vec<_> = every_thread().iter().flat_map(Allowed::single).collect();
+    let is_made = |entry: &Allowed, kind: Option<usize>| {
+        made.iter().any(|made| kind.is_none_or(|kind| made.kind == kind) && entry.allows(made))
+    };
+    let all = common.iter().filter(|entry| !is_made(entry, None));
+    found.extend(all.map(|entry| format!("every thread: {}", entry.text())));
+    let mut own_of_others = Vec::new();
+    // The table of the first kind includes those of all others.
+    for (nth, kind) in ThreadKind::ALL.iter().enumerate().rev() {
+        let mut own: Vec<_> = allowed(*kind).iter().flat_map(Allowed::single).collect();
+        own.retain(|entry| !common.contains(entry));
+        if *kind == ThreadKind::SetUp {
+            own.retain(|entry| !own_of_others.contains(entry));
+        }
+        let mut missing: Vec<_> = own.iter().filter(|entry| !is_made(entry, Some(nth))).collect();
+        missing.dedup();
+        found.extend(missing.iter().map(|entry| format!("{kind:?}: {}", entry.text())));
+        own_of_others.extend(own);
+    }
+    found
+}
+
+/// Calls that the table of the thread lacks.
+fn lacking(made: &BTreeSet<Made>) -> BTreeSet<String> {
+    let tables = ThreadKind::ALL.map(allowed);
+    // Filters make clone3() fail on purpose.
+    let is_allowed = |made: &&Made| {
+        made.call == libc::SYS_clone3 || tables[made.kind].iter().any(|entry| entry.allows(made))
+    };
+    let text = |made: &Made| {
+        let name = sys_call_name(made.call).unwrap_or("unknown");
+        let [first, second, third, ..] = made.arguments;
+        format!("{:?}: {name}({first:#x}, {second:#x}, {third:#x})", ThreadKind::ALL[made.kind])
+    };
+    made.iter().filter(|made| !is_allowed(made)).map(text).collect()
+}
+
+#[test]
+fn traces_are_compared_with_the_tables() {
+    let Ok(paths) = std::env::var(TRACES) else {
+        return eprintln!("skipped: {TRACES} names no traces");
+    };
+    let mut all = BTreeSet::new();
+    for path in paths.split(':') {
+        all.extend(made(&fs::read_to_string(path).unwrap()));
+    }
+    assert!(!all.is_empty(), "no thread in {paths} has a filter");
+    let (unreached, lacking) = (unreached(&all), lacking(&all));
+    println!("{} allowed calls that no trace has:", unreached.len());
+    unreached.iter().for_each(|line| println!("  {line}"));
+    println!("{} calls that a filter does not allow:", lacking.len());
+    lacking.iter().for_each(|line| println!("  {line}"));
+    assert!(lacking.is_empty());
+}
+
+#[test]
+fn calls_count_after_a_filter_and_are_inherited() {
+    let trace = "\
+        7<sh> [ 257] openat(0xffffff9c, 0x1, 0) = 0x3\n\
+        7<sh> [ 317] seccomp(0x1, 0, 0x5) = 0\n\
+        7<sh> [  56] clone(0x3d0f00, 0x1 <unfinished ...>\n\
+        8<sh> [  24] sched_yield() = 0\n\
+        7<sh> [  56] <... clone resumed>, 0x1, 0x1) = 0x8\n\
+        8<vcpu0> [ 317] seccomp(0x1, 0, 0x5) = 0\n\
+        8<vcpu0> [  16] ioctl(0x9, 0xae80, 0 <unfinished ...>\n\
+        8<vcpu0> [  62] kill(0x7, 0x9) = 0xffffffffffffffff\n";
+    let made = made(trace);
+    let calls: Vec<_> = made.iter().map(|made| (ThreadKind::ALL[made.kind], made.call)).collect();
+    assert!(!calls.contains(&(ThreadKind::SetUp, libc::SYS_openat)), "{calls:?}");
+    assert!(calls.contains(&(ThreadKind::SetUp, libc::SYS_sched_yield)), "{calls:?}");
+    assert!(calls.contains(&(ThreadKind::Vcpu, libc::SYS_ioctl)), "{calls:?}");
+    let lacking: Vec<_> = lacking(&made).into_iter().collect();
+    assert_eq!(lacking, ["Vcpu: kill(0x7, 0x9, 0x0)"]);
+    let unreached = unreached(&made);
+    assert!(!unreached.contains(&"Vcpu: ioctl 1=0xae80".to_owned()), "{unreached:?}");
+    assert!(unreached.contains(&"Vcpu: ioctl 1=0xae61".to_owned()), "{unreached:?}");
+    assert!(!unreached.contains(&"every thread: sched_yield".to_owned()), "{unreached:?}");
+}

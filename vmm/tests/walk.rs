@@ -1,0 +1,241 @@
+//! Walk through the features of a VMM, the calls of its API and its error paths. The guest only
+//! halts, so it runs wherever KVM can create a VM. No thread may make a system call that its filter
+//! lacks. `cargo xtask calls` runs this test to find filters that allow more than the VMM needs.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+
+use pmem_volume::Pool;
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+/// Physical address of the guest's kernel.
+const KERNEL_ADDRESS: u64 = 16 * MIB;
+/// Part of each log line about a call that a filter does not allow.
+const REFUSED: &str = "is not allowed by its filter";
+/// Shell command that starts a VMM as if the processor had hardware virtualization, which the VMM
+/// requires for stock guests.
+const START: &str = "mount --bind \"$0\" /proc/cpuinfo && exec \"$@\"";
+
+/// Flags of a VM with all kinds of devices. `DIR` is the folder of its files, and `TAP` begins the
+/// names of its interfaces.
+const FLAGS: &[&str] = &[
+    "--kernel DIR/kernel --cpus boot=1,max=2 --memory size=128M,hotplug_method=virtio-mem,hotplug_size=128M",
+    "--pm-memory pool=DIR/pool,size=64M --pm-volume pool=DIR/pool,name=data,size=64M,create=on",
+    "--disk path=DIR/disk path=DIR/direct,direct=on,num_queues=2 path=DIR/read,readonly=on",
+    "--pmem file=DIR/pmem --net tap=TAP0 --balloon size=0 --rng --watchdog --pvpanic",
+    "--serial file=DIR/serial --console socket=DIR/console --vsock cid=3,socket=DIR/vsock",
+    "--pressure policy=psi,record=DIR/record --event-monitor path=DIR/events --landlock on",
+    "--api-socket DIR/api -v --seccomp log",
+];
+
+/// Commands of `foreshore-remote`. A command after `!` fails, and one after `?` may fail.
+const COMMANDS: &str = "ping; info; memory; pool; volumes; counters; pressure; pressure --params;
+    pressure --log 5; pressure pause; pressure resume; pressure dry-run on;
+    ! pressure set policy=fixed; pressure set policy=psi; pressure set policy=off;
+    resize --memory 192M; resize --balloon 16M; resize --cpus 2; resize --cpus 1;
+    ! resize --memory 1T; resize-zone --id dram --size 160M; resize-zone --id pm --size 32M;
+    add-disk path=DIR/more,id=more; resize-disk --disk more --size 128M;
+    add-disk path=DIR/read,readonly=on,id=again; ! add-disk path=/nonexistent;
+    ! add-disk path=/etc/passwd; add-net tap=TAP1,id=net1; add-pmem file=DIR/more-pmem,id=pmem1;
+    ! add-vsock cid=4,socket=DIR/vsock4; remove-device more; remove-device net1;
+    remove-device pmem1; ! remove-device none; pause; info; resize --balloon 0; resume;
+    power-button; reboot; shutdown; info; boot; pause; reboot; nmi; ? reboot; shutdown; delete;
+    ! info; create DIR/vm.json; boot; add-vsock cid=4,socket=DIR/vsock4; shutdown; delete";
+
+/// VMM process in a folder with its files. It is ended when this value is dropped.
+struct Vmm {
+    process: Child,
+    folder: TempDir,
+    metrics: (Ipv4Addr, u16),
+}
+
+impl Vmm {
+    /// Boots a VM. Returns `None` if that is not possible here.
+    fn boot() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can replace /proc/cpuinfo");
+            return None;
+        }
+        for device in ["/dev/kvm", "/dev/net/tun"] {
+            if let Err(error) = File::options().read(true).write(true).open(device) {
+                eprintln!("skipped: {device}: {error}");
+                return None;
+            }
+        }
+        let folder = TempDir::new().unwrap();
+        create_files(&folder);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let metrics = (Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
+        drop(listener);
+        let file = |name: &str| folder.path().join(name);
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", START]).arg(file("cpuinfo"));
+        command.arg(env!("CARGO_BIN_EXE_foreshore")).args(words(&folder, &FLAGS.join(" ")));
+        command.arg("--metrics").arg(format!("{}:{}", metrics.0, metrics.1));
+        let process = command.stderr(File::create(file("log")).unwrap()).spawn().unwrap();
+        let mut vmm = Self { process, folder, metrics };
+        vmm.wait_until_booted();
+        Some(vmm)
+    }
+
+    fn wait_until_booted(&mut self) {
+        let is_running =
+            |info: Output| String::from_utf8_lossy(&info.stdout).contains("\"Running\"");
+        while !is_running(self.remote("info --json")) {
+            assert!(self.process.try_wait().unwrap().is_none(), "the VMM has ended");
+        }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.file("log")).unwrap()
+    }
+
+    fn command(&self, arguments: &str) -> Command {
+        let mut remote = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
+        remote.arg("--api-socket").arg(self.file("api")).args(words(&self.folder, arguments));
+        remote
+    }
+
+    fn remote(&self, arguments: &str) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Connects to all sockets, and sends valid and invalid requests.
+    fn use_sockets(&self) {
+        let scrape = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        for request in [scrape, "no HTTP\r\n\r\n"] {
+            let mut metrics = TcpStream::connect(self.metrics).unwrap();
+            metrics.write_all(request.as_bytes()).unwrap();
+            let _ = metrics.read_to_end(&mut Vec::new());
+        }
+        for (socket, request) in [
+            ("api", "no HTTP\r\n\r\n"),
+            ("vsock", "CONNECT 1\n"),
+            ("vsock", "?\n"),
+            ("console", "a\n"),
+        ] {
+            let mut stream = UnixStream::connect(self.file(socket)).unwrap();
+            stream.write_all(request.as_bytes()).unwrap();
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.process), signal).unwrap();
+    }
+
+    /// Waits for the end of the VMM, and checks that it has made no calls that its filters lack.
+    fn end(mut self) -> ExitStatus {
+        let status = self.process.wait().unwrap();
+        let refused: Vec<_> =
+            self.log().lines().filter(|line| line.contains(REFUSED)).map(str::to_owned).collect();
+        assert!(refused.is_empty(), "{refused:#?}");
+        status
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        if std::thread::panicking() {
+            eprintln!("{}", self.log());
+        }
+    }
+}
+
+fn words(folder: &TempDir, text: &str) -> Vec<String> {
+    let folder = folder.path().to_str().unwrap();
+    // Names of interfaces are unique, because tests run at the same time.
+    let tap = format!("w{}", &folder[folder.len() - 6..]);
+    let word = |word: &str| word.replace("DIR", folder).replace("TAP", &tap);
+    text.split_ascii_whitespace().map(word).collect()
+}
+
+fn create_files(folder: &TempDir) {
+    let file = |name: &str| folder.path().join(name);
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap();
+    fs::write(file("cpuinfo"), format!("flags\t\t: svm\n{cpuinfo}")).unwrap();
+    fs::write(file("kernel"), kernel()).unwrap();
+    for name in ["disk", "direct", "read", "more", "pmem", "more-pmem"] {
+        File::create(file(name)).unwrap().set_len(64 * MIB).unwrap();
+    }
+    drop(Pool::create(&file("pool"), 256 * MIB, 0).unwrap());
+    let config = serde_json::json!({
+        "payload": {"kernel": file("kernel")},
+        "memory": {"size": 128 * MIB},
+        "console": {"mode": "Pty"},
+        "serial": {"mode": "Pty"},
+    });
+    fs::write(file("vm.json"), config.to_string()).unwrap();
+}
+
+/// ELF file with a PVH note (Linux arch/x86/platform/pvh/head.S). Its code writes one byte to the
+/// serial port and halts.
+fn kernel() -> Vec<u8> {
+    const CODE: &[u8] = b"\x66\xba\xf8\x03\xb0\x78\xee\xf4\xeb\xfd\x90\x90";
+    const HEADERS: u64 = 64 + 2 * 56;
+    let entry = KERNEL_ADDRESS + HEADERS;
+    let note_at = HEADERS + CODE.len() as u64;
+    // Type 18 is XEN_ELFNOTE_PHYS32_ENTRY.
+    let mut note = [4_u32, 4, 18].map(u32::to_le_bytes).concat();
+    note.extend(b"Xen\0");
+    note.extend((entry as u32).to_le_bytes());
+    let file_len = note_at + note.len() as u64;
+    let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    elf.extend([entry, 64, 0].map(u64::to_le_bytes).concat());
+    elf.extend([0_u8; 4]);
+    elf.extend([64_u16, 56, 2, 64, 0, 0].map(u16::to_le_bytes).concat());
+    for (kind, offset, len) in [(1_u32, 0, file_len), (4, note_at, note.len() as u64)] {
+        let address = KERNEL_ADDRESS + offset;
+        elf.extend([kind, 5].map(u32::to_le_bytes).concat());
+        elf.extend([offset, address, address, len, len, 4].map(u64::to_le_bytes).concat());
+    }
+    elf.extend(CODE);
+    elf.extend(note);
+    elf
+}
+
+#[test]
+fn no_thread_makes_a_call_that_its_filter_lacks() {
+    let Some(vmm) = Vmm::boot() else { return };
+    let mut events = vmm.command("events").stdout(Stdio::null()).spawn().unwrap();
+    vmm.use_sockets();
+    for command in COMMANDS.split(';').map(str::trim) {
+        let output = vmm.remote(command.trim_start_matches(['!', '?']));
+        let must_succeed = !command.starts_with('!');
+        let is_expected = command.starts_with('?') || output.status.success() == must_succeed;
+        assert!(is_expected, "{command}: {output:?}");
+    }
+    assert!(vmm.remote("shutdown-vmm").status.success());
+    let _ = events.wait();
+    assert!(vmm.end().success());
+}
+
+#[test]
+fn signals_end_the_vmm_within_its_filters() {
+    for (signal, is_fault) in
+        [(Signal::TERM, false), (Signal::INT, false), (Signal::SEGV, true), (Signal::ABORT, true)]
+    {
+        let Some(mut vmm) = Vmm::boot() else { return };
+        vmm.signal(signal);
+        // The handler of a fault restores the default action, and expects the fault to recur.
+        while is_fault && vmm.process.try_wait().unwrap().is_none() {
+            vmm.signal(signal);
+        }
+        let status = vmm.end();
+        let expected =
+            if is_fault { status.signal() == Some(signal.as_raw()) } else { status.success() };
+        assert!(expected, "{signal:?}: {status}");
+    }
+}
