@@ -3,6 +3,7 @@
 mod apt;
 mod bench;
 mod book;
+mod calls;
 mod cargo;
 mod checkout;
 mod demo;
@@ -117,6 +118,12 @@ enum Task {
     /// tables, time series and plots in target/soak/pressure. Times that psi does not meet are
     /// reported, but do not affect the exit code.
     Soak(soak::Arguments),
+    /// Print the system calls that filters allow and no test makes, and those that a filter lacks
+    ///
+    /// Runs tests of the VMM under strace, as root on a machine with /dev/kvm. Their guest only
+    /// halts, so devices make fewer calls than with a kernel: add traces of other guests as
+    /// arguments. The exit code is 1 if a filter lacks a call.
+    Calls(calls::Arguments),
     /// Build the disk and the initramfs of the emulated host, which `host` does as well
     #[command(hide = true)]
     HostDisk,
@@ -184,6 +191,7 @@ fn run(task: Task) -> Result<u8> {
         Task::Tidy => return print(tidy::violations(&Repository::at(checkout.root()))?),
         Task::Book => return Ok(u8::from(!book::build(checkout)?)),
         Task::DrawLayers => print!("{}", tidy::drawing(&Repository::at(checkout.root()))?),
+        Task::Calls(arguments) => calls::run(checkout, &arguments)?,
         Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),
