@@ -11,6 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use escaped_guest::threads::{self, VmmThread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -52,18 +53,9 @@ impl Vmm {
 
     /// Returns the names of all threads, each with its value of `key` (proc(5)).
     fn threads(&self, key: &str) -> Vec<(String, String)> {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
-        tasks
-            .map(|task| {
-                let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
-                let value = |key: &str| {
-                    let mut lines = status.lines();
-                    let value = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
-                    value.unwrap_or_else(|| panic!("no {key} in {status}")).to_owned()
-                };
-                (value("Name"), value(key))
-            })
-            .collect()
+        let threads = threads::of(self.0.id()).unwrap();
+        let value = |thread: &VmmThread| thread.status(key).unwrap().to_owned();
+        threads.iter().map(|thread| (thread.name.clone(), value(thread))).collect()
     }
 }
 
@@ -178,7 +170,7 @@ fn vmm_becomes_another_user_without_capabilities() {
         [("Uid", all.as_str()), ("Gid", &all), ("CapEff", "0000000000000000"), ("Seccomp", "2")]
     {
         for (name, value) in vmm.threads(key) {
-            assert_eq!(value.trim(), expected, "{key} of {name}");
+            assert_eq!(value, expected, "{key} of {name}");
         }
     }
     assert_eq!(vmm.permits_nice(), may_set_limits());

@@ -5,11 +5,10 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
-use escaped_guest::threads::{self, VmmThread};
+use escaped_guest::threads::{self, ThreadKind, VmmThread};
 use escaped_guest::{
     ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, execute_program,
 };
-use foreshore_confinement::thread::ThreadKind;
 use tempfile::TempDir;
 
 /// Kinds of threads that start without a guest.

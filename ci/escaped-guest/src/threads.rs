@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use foreshore_confinement::thread::ThreadKind;
+pub use foreshore_confinement::thread::ThreadKind;
 use guest_tools::wait::wait_for;
 
 /// Flags of threads that the kernel starts in a process, and that run no code of it: workers of

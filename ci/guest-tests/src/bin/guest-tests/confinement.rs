@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
+use escaped_guest::threads::{self, VmmThread};
 use guest_tests::Guest;
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
@@ -24,20 +25,9 @@ fn builder() -> GuestBuilder {
 
 /// Returns the names of the VMM's threads, each with its value of `key` (proc(5)).
 fn threads(guest: &Guest, key: &str) -> Result<Vec<(String, String)>> {
-    let tasks = fs::read_dir(format!("/proc/{}/task", guest.pid()))?;
-    // A thread may end while its status is read.
-    let statuses =
-        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("status")).ok());
-    statuses
-        .map(|status| {
-            let value = |key: &str| {
-                let value =
-                    status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
-                value.map(str::to_owned).with_context(|| format!("no {key} in {status}"))
-            };
-            Ok((value("Name")?, value(key)?))
-        })
-        .collect()
+    let threads = threads::of(guest.pid())?;
+    let value = |thread: &VmmThread| Ok((thread.name.clone(), thread.status(key)?.to_owned()));
+    threads.iter().map(value).collect()
 }
 
 fn each_thread_of_a_running_vm_is_confined() -> Result<()> {

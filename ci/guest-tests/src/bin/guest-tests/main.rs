@@ -16,6 +16,7 @@ mod dax;
 mod decisions;
 mod dimms;
 mod disk;
+mod escaped;
 mod esp;
 mod file_systems;
 mod firmware;
@@ -92,6 +93,7 @@ fn main() {
         policies::TESTS,
         too_small::TESTS,
         disk::TESTS,
+        escaped::TESTS,
         volume::TESTS,
         volume_disk::TESTS,
         volume_damaged::TESTS,
