@@ -71,7 +71,6 @@ pub(super) fn every_thread() -> Vec<Allowed> {
             SYS_madvise,
             SYS_mremap,
             SYS_munmap,
-            SYS_nanosleep,
             SYS_ppoll,
             SYS_read,
             SYS_restart_syscall,
@@ -104,7 +103,6 @@ fn event_loop() -> Vec<Allowed> {
     [
         always(&[
             SYS_epoll_ctl,
-            SYS_epoll_pwait,
             SYS_epoll_wait,
             SYS_eventfd2,
             SYS_poll,
@@ -125,9 +123,7 @@ fn transfers() -> Vec<Allowed> {
         SYS_lseek,
         SYS_msync,
         SYS_pread64,
-        SYS_preadv,
         SYS_pwrite64,
-        SYS_pwritev,
         SYS_statx,
         SYS_sync_file_range,
     ])
@@ -182,7 +178,6 @@ fn api() -> Vec<Allowed> {
             SYS_getsockopt,
             SYS_recvfrom,
             SYS_recvmsg,
-            SYS_sendmsg,
             SYS_sendto,
             SYS_shutdown,
         ]),
@@ -233,8 +228,6 @@ fn device() -> Vec<Allowed> {
             request::FIONBIO,
             request::TCGETS,
             request::TCSETS,
-            request::TCSETSW,
-            request::TCXONC,
             request::TIOCGWINSZ,
             request::TIOCSWINSZ,
         ]),
@@ -259,7 +252,7 @@ fn queue() -> Vec<Allowed> {
     [
         event_loop(),
         transfers(),
-        always(&[SYS_io_uring_enter, SYS_readv]),
+        always(&[SYS_io_uring_enter]),
         ioctl(&[
             request::TUNGETIFF,
             request::TUNSETOFFLOAD,
@@ -350,7 +343,6 @@ fn set_up() -> Vec<Allowed> {
     }
     allowed.extend(confinement());
     allowed.extend(always(&[
-        SYS_access,
         SYS_bind,
         SYS_chmod,
         SYS_chown,
@@ -359,9 +351,6 @@ fn set_up() -> Vec<Allowed> {
         SYS_faccessat2,
         SYS_fadvise64,
         SYS_fchmod,
-        SYS_fchmodat,
-        SYS_fchmodat2,
-        SYS_fchownat,
         SYS_fgetxattr,
         SYS_flistxattr,
         SYS_flock,
@@ -371,7 +360,6 @@ fn set_up() -> Vec<Allowed> {
         SYS_getdents64,
         SYS_getcwd,
         SYS_geteuid,
-        SYS_getpeername,
         SYS_getpgrp,
         SYS_getsockname,
         SYS_getuid,
@@ -379,31 +367,21 @@ fn set_up() -> Vec<Allowed> {
         SYS_inotify_init1,
         SYS_io_uring_register,
         SYS_io_uring_setup,
-        SYS_link,
-        SYS_linkat,
         SYS_listen,
-        SYS_lstat,
         SYS_mbind,
         SYS_memfd_create,
         SYS_open,
         SYS_openat,
         SYS_pipe2,
         SYS_readlink,
-        SYS_renameat,
-        SYS_renameat2,
         SYS_rt_sigaction,
-        SYS_sched_setaffinity,
         SYS_setsockopt,
-        SYS_stat,
-        SYS_statfs,
         SYS_sysinfo,
-        SYS_umask,
         SYS_uname,
         SYS_unlink,
-        SYS_unlinkat,
     ]));
     allowed.extend(int(SYS_socket, 0, &[AF_UNIX, AF_INET, AF_INET6]));
-    allowed.extend(int(SYS_fcntl, 1, &[F_ADD_SEALS, F_OFD_SETLK, F_SETFD]));
+    allowed.extend(int(SYS_fcntl, 1, &[F_OFD_SETLK, F_SETFD]));
     // Permission for features of vCPUs with large registers (AMX).
     allowed.extend(int(SYS_arch_prctl, 0, &[ARCH_REQ_XCOMP_GUEST_PERM]));
     allowed.extend(ioctl(request::SET_UP));
