@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use escaped_guest::threads::{self, VmmThread};
 use guest_tests::Guest;
 use guest_tests::disk::sparse_file;
@@ -12,8 +12,11 @@ use guest_tests::pool::Pool;
 use guest_tests::runner::this_tests_dir;
 use serde_json::json;
 
+use crate::escaped;
+
 guest_tests::tests![
     each_thread_of_a_running_vm_is_confined: 240,
+    descriptors_are_those_of_the_devices_and_servers: 240,
     device_with_file_outside_the_limits_is_refused: 240,
 ];
 
@@ -60,6 +63,95 @@ fn each_thread_of_a_running_vm_is_confined() -> Result<()> {
     ensure!(guest.metric("foreshore_seccomp_enabled", &[])? == 1.0);
     ensure!(guest.metric("foreshore_landlock_enabled", &[])? == 1.0);
     guest.no_kernel_complaints()
+}
+
+/// Returns the open descriptors of a process by access and kind, for example `rw /dev/net/tun`.
+fn descriptors(pid: u32) -> Result<BTreeSet<String>> {
+    let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}"));
+    let (unix, tcp) = (read("net/unix")?, read("net/tcp")?);
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        let number = path.file_name().context("a descriptor")?.display().to_string();
+        // A descriptor may be closed while its files are read.
+        let (Ok(target), Ok(info)) = (fs::read_link(&path), read(&format!("fdinfo/{number}")))
+        else {
+            continue;
+        };
+        let target = target.display().to_string();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:\t"));
+        let flags = i32::from_str_radix(flags.context("no flags")?, 8)?;
+        // The event-manager crate creates eventfds without FD_CLOEXEC. No thread may execute a
+        // program, which would inherit them.
+        let is_inheritable = number.parse::<u32>()? < 3 || target == "anon_inode:[eventfd]";
+        ensure!(
+            is_inheritable || flags & libc::O_CLOEXEC != 0,
+            "a program would inherit descriptor {number}: {target}"
+        );
+        let access = match flags & libc::O_ACCMODE {
+            libc::O_RDONLY => "r",
+            libc::O_WRONLY => "w",
+            _ => "rw",
+        };
+        let inode = target.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']'));
+        let kind = inode.map_or(target.clone(), |inode| socket_kind(inode, &unix, &tcp));
+        found.insert(format!("{access} {kind}"));
+    }
+    Ok(found)
+}
+
+/// Returns the kind of a socket by its row in the tables /proc/PID/net/unix and /proc/PID/net/tcp
+/// (proc(5)).
+fn socket_kind(inode: &str, unix: &str, tcp: &str) -> String {
+    const LISTENS: &str = "00010000";
+    const TCP_LISTENS: &str = "0A";
+    let row = |table: &str, column: usize| {
+        let rows = table.lines().map(|row| row.split_ascii_whitespace().collect::<Vec<_>>());
+        let mut rows = rows.filter(|fields| fields.get(column) == Some(&inode));
+        rows.next().map(|fields| fields.into_iter().map(str::to_owned).collect::<Vec<_>>())
+    };
+    match (row(unix, 6), row(tcp, 9)) {
+        (Some(fields), _) if fields[3] == LISTENS => {
+            format!("Unix socket, listens at {}", fields[7])
+        }
+        (Some(_), _) => "Unix socket, connected".to_owned(),
+        (None, Some(fields)) if fields[3] == TCP_LISTENS => "TCP socket, listens".to_owned(),
+        (None, Some(_)) => "TCP socket, connected".to_owned(),
+        (None, None) => format!("socket of another family: {inode}"),
+    }
+}
+
+fn descriptors_are_those_of_the_devices_and_servers() -> Result<()> {
+    let guest = escaped::builder()?.name("all").boot()?;
+    let found = descriptors(guest.pid())?;
+    let folder = this_tests_dir();
+    let file = |access: &str, name: &str| format!("{access} {}", folder.join(name).display());
+    let listens = |name: &str| file("rw Unix socket, listens at", name);
+    let expected = BTreeSet::from([
+        "r /dev/null".to_owned(),
+        "r /dev/urandom".to_owned(),
+        // Standard output and error.
+        file("w", "all0.vmm.log"),
+        file("w", "all0.api.lock"),
+        file("w", "all0.vsock.lock"),
+        listens("all0.api"),
+        listens("all0.vsock"),
+        "rw TCP socket, listens".to_owned(),
+        "rw Unix socket, connected".to_owned(),
+        file("w", "events"),
+        file("w", "all0.console.log"),
+        file("rw", "disk"),
+        file("rw", "pool"),
+        "rw /dev/net/tun".to_owned(),
+        "rw anon_inode:[eventfd]".to_owned(),
+        "rw anon_inode:[eventpoll]".to_owned(),
+        "rw anon_inode:[io_uring]".to_owned(),
+        "rw anon_inode:[timerfd]".to_owned(),
+        "rw anon_inode:kvm-vm".to_owned(),
+        "rw anon_inode:kvm-vcpu:0".to_owned(),
+    ]);
+    ensure!(found == expected, "{found:#?} instead of {expected:#?}");
+    Ok(())
 }
 
 fn device_with_file_outside_the_limits_is_refused() -> Result<()> {

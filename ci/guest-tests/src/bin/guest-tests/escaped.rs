@@ -27,7 +27,7 @@ const MIB: u64 = 1 << 20;
 const REFUSED: i32 = 159;
 
 /// Returns a builder of a VM that has threads of all kinds.
-fn builder() -> Result<GuestBuilder> {
+pub(crate) fn builder() -> Result<GuestBuilder> {
     load_modules(&["tun"]);
     let disk = sparse_file("disk", 64 * MIB)?;
     let pool = Pool::create("128M")?;
