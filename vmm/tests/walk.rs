@@ -26,7 +26,7 @@ const START: &str = "mount --bind \"$0\" /proc/cpuinfo && exec \"$@\"";
 /// Flags of a VM with all kinds of devices. `DIR` is the folder of its files, and `TAP` begins the
 /// names of its interfaces.
 const FLAGS: &[&str] = &[
-    "--kernel DIR/kernel --cpus boot=1,max=2 --memory size=128M,hotplug_method=virtio-mem,hotplug_size=128M",
+    "--kernel DIR/kernel --cpus boot=1,max=2,affinity=[0@[0]] --memory size=128M,hotplug_method=virtio-mem,hotplug_size=128M",
     "--pm-memory pool=DIR/pool,size=64M --pm-volume pool=DIR/pool,name=data,size=64M,create=on",
     "--disk path=DIR/disk path=DIR/direct,direct=on,num_queues=2 path=DIR/read,readonly=on",
     "--pmem file=DIR/pmem --net tap=TAP0 --balloon size=0 --rng --watchdog --pvpanic",

@@ -375,6 +375,7 @@ fn set_up() -> Vec<Allowed> {
         SYS_pipe2,
         SYS_readlink,
         SYS_rt_sigaction,
+        SYS_sched_setaffinity,
         SYS_setsockopt,
         SYS_sysinfo,
         SYS_uname,
