@@ -23,7 +23,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use rustix::thread::gettid;
 use thiserror::Error;
-use tracing::{debug, error, warn};
+use tracing::{debug, error};
 use vmm_sys_util::signal::{Killable, SIGRTMIN};
 
 use super::CpuError;
@@ -439,11 +439,8 @@ impl Runner {
     fn begin_afresh(&mut self) {
         self.shared.set_immediate_exit(1);
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
-        let Some(fresh) = &self.fresh else { return };
-        if let Err(err) = fresh.restore(&self.fd, self.index) {
-            // The guest can put a vCPU into a state that KVM cannot reset, which is acceptable: the
-            // guest must start the vCPU again, and its INIT clears most of the remaining state.
-            warn!(vcpu = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
+        if let Some(fresh) = &self.fresh {
+            fresh.restore_if_possible(&self.fd, self.index, is_over);
         }
     }
 

@@ -9,6 +9,7 @@ use kvm_bindings::{
     kvm_segment, kvm_sregs, kvm_vcpu_events,
 };
 use kvm_ioctls::VcpuFd;
+use tracing::warn;
 
 use super::CpuError;
 use crate::boot::{PvhEntry, Segment};
@@ -134,6 +135,16 @@ impl Fresh {
         })
     }
 
+    /// Resets `vcpu`, or logs that KVM refuses this. `is_over` is true if the instruction of the
+    /// last exit is complete.
+    pub(crate) fn restore_if_possible(&self, vcpu: &VcpuFd, index: u8, is_over: bool) {
+        if let Err(err) = self.restore(vcpu, index) {
+            // The guest can put a vCPU into a state that KVM cannot reset, which is acceptable: the
+            // guest must start the vCPU again, and its INIT clears most of the remaining state.
+            warn!(vcpu = index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
+        }
+    }
+
     /// Resets `vcpu` so that it waits for INIT and SIPI as if it had never run. The instruction of
     /// its last exit must be complete.
     ///
@@ -143,7 +154,7 @@ impl Fresh {
     /// 3. Restore the system registers before the APIC registers, because they select the APIC's
     ///    addressing mode.
     /// 4. Set the MP state again, because the earlier steps may have changed it.
-    pub(crate) fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
+    fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let waiting = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };
         vcpu.get_mp_state().map_err(error("read the state of"))?;
@@ -159,5 +170,53 @@ impl Fresh {
         vcpu.set_vcpu_events(&self.events).map_err(error("set the pending events of"))?;
         vcpu.set_lapic(&self.lapic).map_err(error("set the local APIC of"))?;
         vcpu.set_mp_state(waiting).map_err(error("set the state of"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvm_bindings::KVM_MP_STATE_RUNNABLE;
+    use kvm_ioctls::{Kvm, VmFd};
+
+    use super::*;
+    use crate::governor::fake::logged;
+
+    const INDEX: u8 = 1;
+    /// Value that the guest has left in a register.
+    const LEFT: u64 = 0x1234;
+
+    /// Returns a running vCPU with its initial state, or `None` if the host has no KVM.
+    fn running_vcpu() -> Option<(VmFd, VcpuFd, Fresh)> {
+        let kvm = Kvm::new().ok()?;
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        let vcpu = vm.create_vcpu(u64::from(INDEX)).unwrap();
+        initialise(&vcpu, INDEX).unwrap();
+        let fresh = Fresh::of(&vcpu, INDEX).unwrap();
+        vcpu.set_mp_state(kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE }).unwrap();
+        vcpu.set_regs(&kvm_regs { rbx: LEFT, ..vcpu.get_regs().unwrap() }).unwrap();
+        Some((vm, vcpu, fresh))
+    }
+
+    #[test]
+    fn vcpu_that_kvm_cannot_reset_keeps_its_registers_and_waits_for_init() {
+        let Some((_vm, vcpu, mut fresh)) = running_vcpu() else {
+            return eprintln!("skipped: the host has no KVM");
+        };
+        let rbx = || vcpu.get_regs().unwrap().rbx;
+        let valid_efer = fresh.sregs.efer;
+        // KVM refuses reserved bits.
+        fresh.sregs.efer = u64::MAX;
+        let lines = logged(|| fresh.restore_if_possible(&vcpu, INDEX, true));
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        let expected = "Cannot reset the vCPU; it keeps the state in which the guest left it";
+        assert!(lines[0].contains("WARN") && lines[0].contains(expected), "{lines:?}");
+        assert!(lines[0].contains("vcpu=1 is_over=true"), "{lines:?}");
+        assert_eq!(rbx(), LEFT);
+        assert_eq!(vcpu.get_mp_state().unwrap().mp_state, KVM_MP_STATE_UNINITIALIZED);
+        fresh.sregs.efer = valid_efer;
+        assert_eq!(logged(|| fresh.restore_if_possible(&vcpu, INDEX, true)), [""; 0]);
+        assert_ne!(rbx(), LEFT);
+        assert_eq!(vcpu.get_mp_state().unwrap().mp_state, KVM_MP_STATE_UNINITIALIZED);
     }
 }
