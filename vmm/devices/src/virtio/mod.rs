@@ -11,6 +11,8 @@ pub mod console;
 pub mod mem;
 pub mod net;
 pub mod pmem;
+#[cfg(test)]
+mod read_once;
 pub mod rng;
 #[cfg(test)]
 mod testing;

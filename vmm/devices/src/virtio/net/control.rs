@@ -238,6 +238,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::virtio::read_once;
+    use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
     const FEATURES: u64 = 1 << VIRTIO_NET_F_MQ
         | 1 << VIRTIO_NET_F_CTRL_GUEST_OFFLOADS
@@ -264,6 +266,19 @@ mod tests {
             assert_eq!(parse(bytes, FEATURES, 4), result, "{bytes:?}");
         }
         assert!(parse(&[4, 0, 1, 0], 0, 4).is_err(), "the command was not negotiated");
+    }
+
+    #[test]
+    fn command_and_its_descriptors_are_read_once() {
+        let mut driver = TestDriver::new(1);
+        driver.write(BUFFERS, &[4, 0, 1, 0]);
+        let parts =
+            [Buffer::Out(BUFFERS, 1), Buffer::Out(BUFFERS + 1, 3), Buffer::In(BUFFERS + 4, 1)];
+        let request = read_once::with_chain(&mut driver, &parts, |memory, chain| {
+            super::read(memory, chain).expect("a valid chain")
+        });
+        assert_eq!((&request.bytes[..request.len], request.len), (&[4, 0, 1, 0][..], 4));
+        assert_eq!(request.answer, Some(GuestAddress(BUFFERS + 4)));
     }
 
     #[test]

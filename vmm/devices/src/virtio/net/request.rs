@@ -247,6 +247,7 @@ mod tests {
 
     use super::*;
     use crate::memory::view::MappedMemory;
+    use crate::virtio::read_once;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     const LIMITS: Limits = Limits {
@@ -292,6 +293,30 @@ mod tests {
                 .collect();
             assert_eq!(read(&mut driver, &buffers).unwrap(), packet, "{cuts:?}");
         }
+    }
+
+    #[test]
+    fn packet_and_its_descriptors_are_read_once() {
+        let mut driver = TestDriver::new(1);
+        driver.write(BUFFERS, &[0; 12]);
+        driver.write(BUFFERS + 12, &[7; 88]);
+        for cut in [0, 5, 12, 20, 100] {
+            let parts =
+                [Buffer::Out(BUFFERS, cut), Buffer::Out(BUFFERS + u64::from(cut), 100 - cut)];
+            let packet = read_once::with_chain(&mut driver, &parts, |memory, chain| {
+                let mut room = [0xaa; PACKET_LEN_MAX];
+                read_packet(memory, chain, &LIMITS, &mut room).map(|len| room[..len].to_vec())
+            });
+            assert_eq!(packet.unwrap(), [[0; 12].as_slice(), &[7; 88]].concat(), "{cut}");
+        }
+        let mut chain_buffer = ChainBuffer::default();
+        let parts = [Buffer::In(BUFFERS, 30), Buffer::In(BUFFERS + 30, 70)];
+        read_once::with_chain(&mut driver, &parts, |memory, chain| {
+            chain_buffer.take(chain, 2).unwrap();
+            let mut used = Vec::new();
+            chain_buffer.write(memory, &mut [1; 100], 1, &mut used).unwrap();
+            assert_eq!(used, [(0, 100)]);
+        });
     }
 
     #[test]

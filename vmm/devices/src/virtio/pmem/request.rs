@@ -107,3 +107,25 @@ fn word(
     }
     Ok(descriptor.addr())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::virtio::read_once;
+    use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+
+    #[test]
+    fn request_and_its_descriptors_are_read_once() {
+        let mut driver = TestDriver::new(1);
+        for (word, kind) in [(0u32, Kind::Flush), (7, Kind::Unknown(7))] {
+            driver.write(BUFFERS, &word.to_le_bytes());
+            let buffers = [Buffer::Out(BUFFERS, 4), Buffer::In(BUFFERS + 4, 4)];
+            let request = read_once::with_chain(&mut driver, &buffers, |memory, chain| {
+                let request = Request::parse(memory, chain).unwrap();
+                request.answer(memory, Answer::Durable).unwrap();
+                request
+            });
+            assert_eq!(request.kind, kind);
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! Tests of requests that are larger than one piece.
 
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES};
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::*;
@@ -9,6 +10,7 @@ use crate::disk::range::{DiskRange, Unmap};
 use crate::virtio::block::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use crate::virtio::block::request::{Limits, Operation, Request, disk_range};
 use crate::virtio::block::segments::{Segment, Segments};
+use crate::virtio::read_once;
 
 const LEN: u64 = 2 * PIECE_BYTES_MAX + 1536;
 
@@ -56,6 +58,41 @@ fn large_write_in_pieces_has_one_flush() {
     }
     assert!(written == data);
     assert_eq!(flushes, 1);
+}
+
+/// Parses a request of type `kind` with `data`, and returns its first step. The header and the data
+/// are divided into three buffers.
+fn first_step_of(kind: u32, data: &[u8]) -> Step {
+    let mut driver = TestDriver::new(1);
+    let bytes = [&kind.to_le_bytes()[..], &[0; 4], &3u64.to_le_bytes(), data].concat();
+    driver.write(BUFFERS, &bytes);
+    // The header ends in the middle of the second buffer.
+    let mut chain = vec![Buffer::Out(BUFFERS, 7), Buffer::Out(BUFFERS + 7, 14)];
+    chain.push(Buffer::Out(BUFFERS + 21, bytes.len() as u32 - 21));
+    chain.push(Buffer::In(BUFFERS + 0x1000, 1));
+    read_once::with_chain(&mut driver, &chain, |memory, chain| {
+        let request = Request::parse(memory, chain, &LIMITS).unwrap();
+        match Job::new(request).next(memory, &mut Buffers::default(), || false).unwrap() {
+            Next::Step(step) => step,
+            Next::Finished(_) => panic!("no step"),
+        }
+    })
+}
+
+#[test]
+fn request_its_data_and_its_descriptors_are_read_once() {
+    let Step::Write(offset, data) = first_step_of(VIRTIO_BLK_T_OUT, &pattern(512, 6)) else {
+        panic!("another step")
+    };
+    assert_eq!((offset, data.bytes()), (3 * 512, &pattern(512, 6)[..]));
+    let range = [&9u64.to_le_bytes()[..], &2u32.to_le_bytes(), &[0; 4]].concat();
+    for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+        let (Step::Discard(piece) | Step::WriteZeroes(piece, _)) = first_step_of(kind, &range)
+        else {
+            panic!("another step")
+        };
+        assert_eq!((piece.offset_bytes(), piece.len_bytes()), (9 * 512, 2 * 512));
+    }
 }
 
 #[test]
