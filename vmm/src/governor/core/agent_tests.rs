@@ -77,6 +77,35 @@ fn guest_software_has_short_plain_label_values() {
     assert_eq!(software.agent, "7".repeat(64));
 }
 
+/// Returns the requested sizes of both zones after each report of an agent whose hello contains
+/// `kernel` as release and as version.
+fn requests_of(kernel: &str) -> Vec<[u64; 2]> {
+    let mut f = fixture("psi", true);
+    f.core.agent_connected(TimeMs(0));
+    let mut line = hello();
+    (line["kernel_release"], line["kernel_version"]) = (json!(kernel), json!(kernel));
+    f.line(&line);
+    assert!(f.core.sample(TimeMs(0)).guest.is_some(), "the hello of {kernel:?} is refused");
+    [[12; 20], [300; 20], [5; 20]]
+        .concat()
+        .into_iter()
+        .map(|available_mib| {
+            f.report(available_mib);
+            [&f.dram, &f.pm].map(|zone| zone.sizes.lock().requested_bytes)
+        })
+        .collect()
+}
+
+#[test]
+fn false_kernel_version_does_not_change_sizes() {
+    let expected = requests_of("6.12.117");
+    assert!(expected.iter().any(|sizes| *sizes != expected[0]), "{expected:?}");
+    let long = "9".repeat(128);
+    for kernel in ["5.15.0-25-generic", "6.1.0-56-cloud-amd64", "0", "-1", "%s\\n{}", &long] {
+        assert_eq!(requests_of(kernel), expected, "{kernel}");
+    }
+}
+
 #[test]
 fn change_of_online_policy_is_logged_once() {
     let mut f = fixture("psi", true);
