@@ -5,7 +5,7 @@
 mod umask;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -22,12 +22,18 @@ use tempfile::TempDir;
 struct Vmm(Child);
 
 impl Vmm {
-    fn start(umask: libc::mode_t, folder: &Path, metrics: &str) -> Self {
+    fn start(umask: libc::mode_t, folder: &Path) -> Self {
+        Self::start_with(umask, folder, ["", ""])
+    }
+
+    /// Starts a VMM. `keys` are appended to the values of `--api-socket` and `--metrics`.
+    fn start_with(umask: libc::mode_t, folder: &Path, [api_keys, metrics_keys]: [&str; 2]) -> Self {
         let path = |name| folder.join(name).display().to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-        command.args(["--api-socket", &path("api"), "--log-file", &path("log"), "-v"]);
+        command.args(["--api-socket", &format!("path={}{api_keys}", path("api"))]);
+        command.args(["--log-file", &path("log"), "-v"]);
         command.args(["--event-monitor", &format!("path={}", path("events"))]);
-        command.args(["--metrics", metrics]);
+        command.args(["--metrics", &format!("unix:{}{metrics_keys}", path("metrics"))]);
         let mut vmm = Self(umask::set(&mut command, umask).spawn().unwrap());
         let begin = Instant::now();
         // The last file that the VMM creates.
@@ -62,8 +68,7 @@ fn modes(folder: &Path) -> Vec<(String, u32)> {
 fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
     for umask in [0o000, 0o022, 0o002] {
         let folder = TempDir::new().unwrap();
-        let metrics = folder.path().join("metrics").display().to_string();
-        let _vmm = Vmm::start(umask, folder.path(), &format!("unix:{metrics}"));
+        let _vmm = Vmm::start(umask, folder.path());
         let modes = modes(folder.path());
         let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["api", "api.lock", "events", "log", "metrics", "metrics.lock"]);
@@ -81,11 +86,10 @@ fn programs_deny_others_access_before_anything_else() {
 #[test]
 fn vmm_disables_its_core_dumps_and_keeps_the_hard_limit() {
     let folder = TempDir::new().unwrap();
-    let metrics = folder.path().join("metrics").display().to_string();
     // The VMM inherits the limit from this process.
     let hard = getrlimit(Resource::Core).maximum;
     setrlimit(Resource::Core, Rlimit { current: hard, maximum: hard }).unwrap();
-    let vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics}"));
+    let vmm = Vmm::start(0o022, folder.path());
     let limit = |pid: u32| {
         let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
         let line = limits.lines().find_map(|line| line.strip_prefix("Max core file size")).unwrap();
@@ -153,20 +157,46 @@ fn files_and_sockets_of_a_vm_are_private_at_every_umask() {
     }
 }
 
-#[test]
-fn mode_opens_the_metrics_socket_to_others() {
-    let folder = TempDir::new().unwrap();
-    let metrics = folder.path().join("metrics").display().to_string();
-    let _vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics},mode=0666"));
+/// Waits until the files in `folder` with another mode or another group than usual are `expected`.
+fn wait_for_changed(folder: &Path, expected: &[(&str, u32, u32)]) {
+    let usual_group = rustix::process::getegid().as_raw();
+    let changed = || {
+        let of = |(name, mode): (String, u32)| {
+            let group = fs::symlink_metadata(folder.join(&name)).unwrap().gid();
+            (name, mode, group)
+        };
+        let files = modes(folder).into_iter().map(of);
+        files.filter(|(_, mode, group)| (*mode, *group) != (0o600, usual_group)).collect::<Vec<_>>()
+    };
+    let expected: Vec<_> =
+        expected.iter().map(|(name, mode, group)| (name.to_string(), *mode, *group)).collect();
     let begin = Instant::now();
-    let open =
-        || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
     // The socket gets its name slightly before its mode is set.
-    while open().is_empty() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
+    while changed() != expected {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", changed());
         std::thread::yield_now();
     }
-    assert_eq!(open(), [("metrics".to_owned(), 0o666)]);
+}
+
+#[test]
+fn mode_and_group_open_only_their_socket_to_others() {
+    let usual_group = rustix::process::getegid().as_raw();
+    let start = |keys| {
+        let folder = TempDir::new().unwrap();
+        (Vmm::start_with(0o022, folder.path(), keys), folder)
+    };
+    let (_vmm, folder) = start(["", ",mode=0666"]);
+    wait_for_changed(folder.path(), &[("metrics", 0o666, usual_group)]);
+    let (_vmm, folder) = start([",mode=0660", ""]);
+    wait_for_changed(folder.path(), &[("api", 0o660, usual_group)]);
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can give a file to any group");
+    }
+    const GROUP: u32 = 65534;
+    let (_vmm, folder) = start(["", ",mode=0620,group=65534"]);
+    wait_for_changed(folder.path(), &[("metrics", 0o620, GROUP)]);
+    let (_vmm, folder) = start([",mode=0620,group=65534", ""]);
+    wait_for_changed(folder.path(), &[("api", 0o620, GROUP)]);
 }
 
 #[test]
