@@ -1,6 +1,7 @@
 //! Tests of what a VMM process keeps after its start. KVM is not needed.
 
 use std::collections::BTreeMap;
+use std::ffi::CString;
 use std::fs;
 use std::io::{self, Read};
 use std::net::{TcpListener, TcpStream};
@@ -279,6 +280,70 @@ fn port_of_root_is_bound_before_the_user_changes() {
     let arguments = ["--metrics", &metrics, "--user", NOBODY, "--group", NOBODY];
     let _vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
     TcpStream::connect(("127.0.0.1", metrics.parse().unwrap())).unwrap();
+}
+
+/// Result of each way to read or debug a process as an ordinary user: its mappings, its memory, and
+/// ptrace(2).
+fn attempts(pid: u32) -> [io::Result<()>; 3] {
+    let path = |name| CString::new(format!("/proc/{pid}/{name}")).unwrap();
+    let open = |path: CString| {
+        // SAFETY: `path` is a string. The descriptor is closed when the child process ends.
+        as_ordinary_user(move || unsafe { libc::open(path.as_ptr(), libc::O_RDONLY) })
+    };
+    let pid = pid as libc::pid_t;
+    // SAFETY: attaching affects only the other process. The attachment ends with this child
+    // process.
+    let attach = move || unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) } as libc::c_int;
+    [open(path("maps")), open(path("mem")), as_ordinary_user(attach)]
+}
+
+/// Makes a system call in a child process that is an ordinary user, and returns its result.
+fn as_ordinary_user(call: impl Fn() -> libc::c_int + Send + Sync + 'static) -> io::Result<()> {
+    let mut command = Command::new("true");
+    become_ordinary_user(&mut command);
+    // SAFETY: the child process only makes system calls. It already is the ordinary user.
+    unsafe {
+        command.pre_exec(move || match call() {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        })
+    };
+    command.status().map(|_| ())
+}
+
+/// Starts `command` as another user if this process is root.
+fn become_ordinary_user(command: &mut Command) {
+    if rustix::process::geteuid().is_root() {
+        let nobody = NOBODY.parse().unwrap();
+        command.uid(nobody).gid(nobody);
+    }
+}
+
+/// `--user` is not used, because the kernel makes a process that changes its user not dumpable
+/// anyway.
+#[test]
+fn process_of_the_same_user_can_neither_read_nor_debug_the_vmm() {
+    let mut other = Command::new("sleep");
+    become_ordinary_user(&mut other);
+    let other = Vmm(other.arg("1000").spawn().unwrap());
+    let permitted = attempts(other.0.id());
+    assert!(permitted[0].is_ok(), "{permitted:?}");
+    let folder = TempDir::new().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    // The other user may not be able to enter the folder of the program.
+    let program = fs::File::open(env!("CARGO_BIN_EXE_foreshore")).unwrap();
+    let mut command = Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()));
+    become_ordinary_user(&mut command);
+    let api_socket = folder.path().join("api");
+    let vmm = Vmm(command.arg("--api-socket").arg(&api_socket).spawn().unwrap());
+    wait_for(&api_socket);
+    for (nth, attempt) in attempts(vmm.0.id()).into_iter().enumerate() {
+        let error = attempt.expect_err("an attempt is permitted");
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{nth}: {error}");
+    }
+    if permitted.iter().any(Result::is_err) {
+        eprintln!("partly skipped: the host restricts debugging of all processes: {permitted:?}");
+    }
 }
 
 #[test]
