@@ -1,6 +1,9 @@
 //! Tests of metrics over HTTP.
 
+use std::path::PathBuf;
 use std::sync::mpsc;
+
+use tokio::task::yield_now;
 
 use super::*;
 use crate::config::test_config;
@@ -112,6 +115,126 @@ fn other_requests_are_served_while_a_source_waits() {
         drop(release);
         assert!(scrape.await.unwrap().starts_with("HTTP/1.1 200 "));
         server.stop().await;
+    });
+}
+
+/// Metrics server on a socket, with the limits of the VMM. It must be served on a runtime whose
+/// clock is paused.
+struct Limited {
+    path: PathBuf,
+    server: Server,
+}
+
+impl Limited {
+    fn start(folder: &Path) -> Self {
+        let path = folder.join("metrics");
+        let (vm, _) = VmHandle::channel();
+        let address = MetricsAddress::Unix(path.clone(), Default::default());
+        let router = router(Arc::new(Metrics::new("a")), vm, None);
+        let socket = Socket::for_metrics(&address).unwrap();
+        Self { path, server: Server::start(socket, router, Limits::METRICS).unwrap() }
+    }
+
+    /// Connects, and waits until the server has accepted the connection.
+    async fn connect(&self) -> UnixStream {
+        let accepted = || self.counts()[0];
+        let before = accepted();
+        let stream = UnixStream::connect(&self.path).await.unwrap();
+        while accepted() == before {
+            yield_now().await;
+        }
+        stream
+    }
+
+    /// Connects, and requests a page.
+    async fn connect_and_request(&self) -> UnixStream {
+        let mut stream = self.connect().await;
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        while !answer.ends_with(INDEX) {
+            let mut part = [0; 1024];
+            let len = stream.read(&mut part).await.unwrap();
+            assert_ne!(len, 0, "{answer}");
+            answer.push_str(std::str::from_utf8(&part[..len]).unwrap());
+        }
+        stream
+    }
+
+    /// Numbers of connections that were accepted, closed without a request and closed idle to make
+    /// room, and closed after a time limit.
+    fn counts(&self) -> [u64; 4] {
+        let counters = self.server.counters();
+        [&counters.accepted, &counters.silent, &counters.idle, &counters.timed_out]
+            .map(|counter| counter.load(Ordering::Relaxed))
+    }
+}
+
+/// Runs `test` with a clock that only the test advances. An idle runtime with a paused clock would
+/// skip to the next timer instead of waiting for a socket.
+fn with_stopped_clock(test: impl AsyncFnOnce(Limited)) {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.enable_all().start_paused(true).build().unwrap().block_on(async {
+        let folder = tempfile::tempdir().unwrap();
+        let begin = std::time::Instant::now();
+        let stay_busy = async {
+            while begin.elapsed() < Duration::from_secs(60) {
+                yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = test(Limited::start(folder.path())) => {}
+            () = stay_busy => panic!("the server does not answer or close a connection"),
+        }
+    });
+}
+
+/// Waits until the server closes the connection.
+async fn wait_until_closed(stream: &mut UnixStream) {
+    assert_eq!(stream.read(&mut [0]).await.unwrap(), 0);
+}
+
+#[test]
+fn idle_metrics_connections_are_closed_after_60_seconds() {
+    with_stopped_clock(async |server| {
+        let mut idle = [server.connect().await, server.connect_and_request().await];
+        tokio::time::advance(Duration::from_millis(59_900)).await;
+        server.connect_and_request().await;
+        assert_eq!(server.counts(), [3, 0, 0, 0]);
+        tokio::time::advance(Duration::from_millis(200)).await;
+        for stream in &mut idle {
+            wait_until_closed(stream).await;
+        }
+        while server.counts() != [3, 0, 0, 2] {
+            yield_now().await;
+        }
+    });
+}
+
+#[test]
+fn metrics_server_accepts_64_connections_and_32_without_a_request() {
+    /// Longer than the time that a client has to send its request.
+    const LATER: Duration = Duration::from_secs(1);
+    with_stopped_clock(async |server| {
+        let mut silent = Vec::new();
+        for _ in 0..32 {
+            silent.push(server.connect().await);
+        }
+        tokio::time::advance(LATER).await;
+        // One more connection is accepted only after the server has closed the first one.
+        silent.push(server.connect().await);
+        assert_eq!(server.counts(), [33, 1, 0, 0]);
+        wait_until_closed(&mut silent[0]).await;
+    });
+    with_stopped_clock(async |server| {
+        let mut idle = Vec::new();
+        for _ in 0..64 {
+            idle.push(server.connect_and_request().await);
+        }
+        tokio::time::advance(LATER).await;
+        assert_eq!(server.counts(), [64, 0, 0, 0]);
+        idle.push(server.connect_and_request().await);
+        assert_eq!(server.counts(), [65, 0, 1, 0]);
+        wait_until_closed(&mut idle[0]).await;
     });
 }
 
