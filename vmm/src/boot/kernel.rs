@@ -230,8 +230,10 @@ mod tests {
     use std::io::Write;
     use std::path::PathBuf;
 
+    use foreshore_devices::memory::layout::HIMEM_START;
+    use proptest::prelude::*;
     use tempfile::NamedTempFile;
-    use vm_memory::{GuestAddress, GuestMemoryMmap};
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
     use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
     use super::super::inplace::tests::{all_private, contents};
@@ -241,6 +243,7 @@ mod tests {
     /// Too little memory to unpack in place.
     const MEMORY_BYTES: u64 = 4 << 20;
     const MORE_MEMORY_BYTES: u64 = 20 << 20;
+    const LOW_BYTES: u64 = HIMEM_START.0;
 
     fn bzimage(payload: &[u8]) -> Vec<u8> {
         let mut image = vec![0; 3 * 512 + 0x100];
@@ -336,6 +339,51 @@ mod tests {
                 let _ = load_into(MORE_MEMORY_BYTES, &damaged);
             }
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+
+        /// Replaces words of the headers and the notes of a valid ELF file.
+        #[test]
+        fn any_elf_file_is_loaded_into_boot_memory_or_refused(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), word()), 0..6),
+            tail in prop::collection::vec(any::<u8>(), 0..64),
+        ) {
+            let notes = [linux_note(), pvh_note()].concat();
+            let mut image = build(&[0x90; 0x100], &notes);
+            let code = 64 + 2 * 56..64 + 2 * 56 + 0x100;
+            let places: Vec<_> =
+                (4..image.len() - 8).step_by(4).filter(|at| !code.contains(at)).collect();
+            for (place, word) in &changes {
+                let at = *place.get(&places);
+                image[at..at + 8].copy_from_slice(&word.to_le_bytes());
+            }
+            image.extend_from_slice(&tail);
+            let mut file = NamedTempFile::new().unwrap();
+            file.write_all(&image).unwrap();
+            // Memory behind boot memory belongs to another zone.
+            let memory = memory(MEMORY_BYTES + LOW_BYTES);
+            if let Ok(loaded) = load(&memory, file.path(), MEMORY_BYTES) {
+                prop_assert!((LOW_BYTES..=MEMORY_BYTES).contains(&loaded.end), "{:?}", loaded);
+                prop_assert!((LOW_BYTES..loaded.end).contains(&loaded.entry), "{:?}", loaded);
+            }
+            let zeros = vec![0; LOW_BYTES as usize];
+            for start in [0, MEMORY_BYTES] {
+                let mut outside = zeros.clone();
+                memory.read_slice(&mut outside, GuestAddress(start)).unwrap();
+                prop_assert!(outside == zeros, "written from {:#x}", start);
+            }
+        }
+    }
+
+    /// Any number, but often one that is valid or next to a limit.
+    fn word() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            any::<u64>(),
+            0..2 * MEMORY_BYTES,
+            (0u64..64, -2i64..3).prop_map(|(bit, more)| (1u64 << bit).wrapping_add_signed(more)),
+        ]
     }
 
     #[test]
