@@ -220,3 +220,27 @@ fn read_only_media_refuses_stores() {
     assert!(matches!(erase(&media, 0..CHUNK_BYTES), Err(MediaError::ReadOnly)));
     assert_eq!(media.load_word(0).unwrap(), 0);
 }
+
+/// Returns the flags of the mapping at `start` (VmFlags in proc_pid_smaps(5)).
+fn mapping_flags(start: NonNull<u8>) -> String {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut lines = smaps.lines().skip_while(|line| {
+        let range = line.split_once('-').map(|(start, _)| u64::from_str_radix(start, 16));
+        range != Some(Ok(start.as_ptr() as u64))
+    });
+    lines.find_map(|line| line.strip_prefix("VmFlags: ")).expect("a mapping").to_owned()
+}
+
+#[test]
+fn core_dumps_exclude_mapped_files() {
+    for folder in folders() {
+        let media = media_in(&folder, CHUNK_BYTES);
+        let grown = media.grown(2 * CHUNK_BYTES, &mut ignore_progress).unwrap();
+        let read_only =
+            FileMedia::new(media.file().try_clone().unwrap(), CHUNK_BYTES, false).unwrap();
+        for media in [&media, &grown, &read_only] {
+            let flags = mapping_flags(media.map);
+            assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
+        }
+    }
+}
