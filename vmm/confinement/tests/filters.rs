@@ -12,6 +12,7 @@ use std::process::{Command, Output, exit};
 
 use foreshore_confinement::seccomp::{self, ReportTarget, SeccompMode};
 use foreshore_confinement::thread::{ThreadKind, spawn_confined, spawn_same_kind};
+use rustix::thread::{NanosleepRelativeResult, Timespec, nanosleep};
 
 /// Variable that names the call, the mode, the kind of the thread and the format of the report.
 const CHILD: &str = "FORESHORE_TEST_CHILD";
@@ -19,6 +20,11 @@ const CHILD: &str = "FORESHORE_TEST_CHILD";
 const NOT_PERMITTED: i32 = 3;
 /// Exit status of a child whose filter has refused the call: 128 and the number of SIGSYS.
 const REFUSED: i32 = 159;
+
+/// Request of rustix's tcsetattr() (asm-generic/ioctls.h).
+const TCSETS2: libc::Ioctl = 0x402c_542b;
+/// linux/vhost.h.
+const VHOST_RESET_OWNER: libc::Ioctl = 0xaf02;
 
 /// Action of a child in its thread.
 type Action = fn() -> io::Result<()>;
@@ -72,7 +78,7 @@ const ATTEMPTS: [(&str, Action); 8] = [
 ];
 
 /// Same as [`ATTEMPTS`], for calls that only some kinds of threads need.
-const SPECIAL: [(&str, Action, &[ThreadKind]); 5] = [
+const SPECIAL: [(&str, Action, &[ThreadKind]); 7] = [
     (
         "openat",
         || File::open("/proc/version").map(drop),
@@ -108,15 +114,23 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 5] = [
     ),
     (
         "reset of vhost",
-        || {
-            const VHOST_RESET_OWNER: libc::Ioctl = 0xaf02;
-            // SAFETY: no file is open at this number.
-            let result = unsafe { libc::ioctl(-1, VHOST_RESET_OWNER) };
-            let error = io::Error::last_os_error();
-            let is_reached = error.raw_os_error() == Some(libc::EBADF);
-            if result < 0 && !is_reached { Err(error) } else { Ok(()) }
-        },
+        || ioctl(VHOST_RESET_OWNER),
         &[ThreadKind::SetUp, ThreadKind::Queue, ThreadKind::Memory],
+    ),
+    (
+        // Any thread waits for vCPUs if it finds that memory is lost.
+        "nanosleep",
+        || match nanosleep(&Timespec { tv_sec: 0, tv_nsec: 1 }) {
+            NanosleepRelativeResult::Err(error) => Err(error.into()),
+            NanosleepRelativeResult::Ok | NanosleepRelativeResult::Interrupted(_) => Ok(()),
+        },
+        &ThreadKind::ALL,
+    ),
+    (
+        // A console whose terminal has hung up restores the settings of the terminal.
+        "tcsetattr",
+        || ioctl(TCSETS2),
+        &[ThreadKind::SetUp, ThreadKind::Device],
     ),
 ];
 
@@ -150,6 +164,15 @@ const CHECKS: [(&str, Action); 4] = [
         Ok(())
     }),
 ];
+
+/// Makes a request to a descriptor that is not open. Fails unless the request reaches the kernel.
+fn ioctl(request: libc::Ioctl) -> io::Result<()> {
+    // SAFETY: no file is open at this number.
+    let result = unsafe { libc::ioctl(-1, request) };
+    let error = io::Error::last_os_error();
+    let is_reached = error.raw_os_error() == Some(libc::EBADF);
+    if result < 0 && !is_reached { Err(error) } else { Ok(()) }
+}
 
 fn outcome(value: i64) -> io::Result<()> {
     if value < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }

@@ -71,6 +71,8 @@ pub(super) fn every_thread() -> Vec<Allowed> {
             SYS_madvise,
             SYS_mremap,
             SYS_munmap,
+            // A handler of faults calls it by rustix, without the C library.
+            SYS_nanosleep,
             SYS_ppoll,
             SYS_read,
             SYS_restart_syscall,
@@ -227,7 +229,7 @@ fn device() -> Vec<Allowed> {
         ioctl(&[
             request::FIONBIO,
             request::TCGETS,
-            request::TCSETS,
+            request::TCSETS2,
             request::TIOCGWINSZ,
             request::TIOCSWINSZ,
         ]),

@@ -23,7 +23,7 @@ pub(super) const KVM_KVMCLOCK_CTRL: u32 = 0xaead;
 
 // asm-generic/ioctls.h.
 pub(super) const TCGETS: u32 = 0x5401;
-pub(super) const TCSETS: u32 = 0x5402;
+pub(super) const TCSETS2: u32 = 0x542b;
 pub(super) const TIOCGWINSZ: u32 = 0x5413;
 pub(super) const TIOCSWINSZ: u32 = 0x5414;
 pub(super) const FIONBIO: u32 = 0x5421;
@@ -66,8 +66,7 @@ pub(super) const SET_UP: &[u32] = &[
     0xaea3, // KVM_ENABLE_CAP and KVM_GET_TSC_KHZ
     0x540f, // TIOCGPGRP
     0x542a, // TCGETS2
-    0x542b, // TCSETS2
-    0x5430, // TIOCGPTN
+    TCSETS2, 0x5430, // TIOCGPTN
     0x5431, // TIOCSPTLCK
     0x5441, // TIOCGPTPEER
     0x54ca, // TUNSETIFF
