@@ -7,7 +7,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 
 use escaped_guest::threads::{self, ThreadKind, VmmThread};
 use escaped_guest::{
-    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, execute_program,
+    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, check_attempts_without_limits,
+    execute_program,
 };
 use tempfile::TempDir;
 
@@ -97,6 +98,7 @@ fn targets() -> Option<(Targets, TempDir)> {
 #[test]
 fn attempts_succeed_without_confinement() {
     let Some((targets, _folder)) = targets() else { return };
+    check_attempts_without_limits(&targets).unwrap();
     for (nth, kind) in KINDS.into_iter().enumerate() {
         let mut vmm = Vmm::start("false", "off");
         let thread = &vmm.threads()[nth];

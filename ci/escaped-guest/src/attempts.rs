@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -57,12 +58,16 @@ impl Targets {
     }
 
     /// Starts a process that waits, and returns its ID.
-    fn process(&self) -> Result<u64> {
-        // The program reads from its input until this value is dropped.
-        let process = Command::new("cat").stdin(Stdio::piped()).spawn()?;
+    fn process(&self) -> Result<u32> {
+        // The program copies its input until this value is dropped.
+        let mut command = Command::new("cat");
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        // Once it has copied a byte, it has loaded its libraries.
+        process.stdin.as_mut().context("no input")?.write_all(&[0])?;
+        process.stdout.as_mut().context("no output")?.read_exact(&mut [0])?;
         let id = process.id();
         self.processes.borrow_mut().push(process);
-        Ok(id.into())
+        Ok(id)
     }
 }
 
@@ -87,6 +92,8 @@ pub struct Attempt {
     /// can neither mount file systems nor trace processes (Linux
     /// Documentation/userspace-api/landlock.rst).
     landlock_error: Option<i32>,
+    /// True if a capability is needed that no thread of a VMM has.
+    needs_capability: bool,
     /// Kinds of threads whose filters allow all calls of the attempt, each with the reason.
     allowed: &'static [(ThreadKind, &'static str)],
     /// Returns the result of the first call that fails, or of the last call.
@@ -118,6 +125,8 @@ impl Attempt {
             Confinement::On if self.is_filtered(kind) => is(libc::EPERM),
             Confinement::On if self.landlock_error.is_some() => is_limited,
             // Landlock limits the threads of the API in any case, if the kernel has it.
+            // Threads give up capabilities in any case.
+            Confinement::Off if self.needs_capability => is(libc::EPERM),
             Confinement::Off if kind == ThreadKind::Api => result >= 0 || is_limited,
             Confinement::On | Confinement::Off => result >= 0,
         }
@@ -157,6 +166,17 @@ pub fn check_attempts(
     Ok(())
 }
 
+/// Makes all attempts in a process of root that is not a VMM, and fails unless they succeed.
+pub fn check_attempts_without_limits(targets: &Targets) -> Result<()> {
+    let process = targets.process()?;
+    let mut traced = TracedThread::attach(process, process)?;
+    for attempt in &ATTEMPTS {
+        let result = attempt.make(&mut traced, targets)?;
+        ensure!(result >= 0, "{}: {result}", attempt.name);
+    }
+    Ok(())
+}
+
 /// Makes a thread execute another program, which exits with code 0, instead of the VMM. Without
 /// confinement, every thread can do this except those of the API.
 pub fn execute_program(mut thread: TracedThread) -> Result<()> {
@@ -180,6 +200,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "read a file",
         call: "openat",
         landlock_error: Some(libc::EACCES),
+        needs_capability: false,
         allowed: &OPENS_FILES,
         make: |thread, targets| {
             let path = thread.place_text(targets.secret)?;
@@ -190,6 +211,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "write to the pool of another VM",
         call: "openat",
         landlock_error: Some(libc::EACCES),
+        needs_capability: false,
         allowed: &[OPENS_FILES[0], OPENS_FILES[4]],
         make: |thread, targets| {
             let path = place_path(thread, &targets.pool)?;
@@ -205,6 +227,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "open a file through io_uring",
         call: "io_uring_setup",
         landlock_error: Some(libc::EACCES),
+        needs_capability: false,
         allowed: &[(ThreadKind::SetUp, "creates the rings of disks; Landlock limits the files")],
         make: ring::open_through_new_ring,
     },
@@ -212,6 +235,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "connect to a socket",
         call: "socket",
         landlock_error: None,
+        needs_capability: false,
         allowed: &[
             (ThreadKind::SetUp, "binds sockets, and its filter includes that of vsock"),
             (ThreadKind::Vsock, "connects to services of the host"),
@@ -233,9 +257,10 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "trace another process",
         call: "ptrace",
         landlock_error: Some(libc::EPERM),
+        needs_capability: true,
         allowed: &[],
         make: |thread, targets| {
-            let process = targets.process()?;
+            let process = targets.process()?.into();
             thread.call(libc::SYS_ptrace, &[PTRACE_SEIZE, process, 0, 0])
         },
     },
@@ -243,9 +268,10 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "kill another process",
         call: "kill",
         landlock_error: None,
+        needs_capability: false,
         allowed: &[],
         make: |thread, targets| {
-            let process = targets.process()?;
+            let process = targets.process()?.into();
             thread.call(libc::SYS_kill, &[process, libc::SIGKILL as u64])
         },
     },
@@ -253,6 +279,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "map executable memory",
         call: "mmap",
         landlock_error: None,
+        needs_capability: false,
         allowed: &[],
         make: |thread, _| {
             let access = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
@@ -265,6 +292,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "mount a file system",
         call: "mount",
         landlock_error: Some(libc::EPERM),
+        needs_capability: true,
         allowed: &[],
         make: |thread, targets| {
             let name = thread.place_text("tmpfs")?;
@@ -276,6 +304,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "become root",
         call: "setuid",
         landlock_error: None,
+        needs_capability: false,
         allowed: &[],
         make: |thread, _| thread.call(libc::SYS_setuid, &[0]),
     },
@@ -283,6 +312,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
         name: "create a namespace",
         call: "unshare",
         landlock_error: None,
+        needs_capability: true,
         allowed: &[],
         make: |thread, _| thread.call(libc::SYS_unshare, &[libc::CLONE_NEWUTS as u64]),
     },

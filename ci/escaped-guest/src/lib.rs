@@ -8,6 +8,9 @@ mod system_calls;
 pub mod threads;
 mod traced_thread;
 
-pub use attempts::{ATTEMPTS, Attempt, Confinement, Targets, check_attempts, execute_program};
+pub use attempts::{
+    ATTEMPTS, Attempt, Confinement, Targets, check_attempts, check_attempts_without_limits,
+    execute_program,
+};
 pub use ring::open_through_ring_of_disk;
 pub use traced_thread::TracedThread;

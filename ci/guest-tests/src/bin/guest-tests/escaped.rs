@@ -79,6 +79,7 @@ fn attempts_fail_in_each_kind_of_thread() -> Result<()> {
 
 fn attempts_succeed_without_confinement() -> Result<()> {
     let targets = targets()?;
+    check_attempts_without_limits(&targets)?;
     let (guest, threads) = boot("false", "off")?;
     for thread in &threads {
         check_attempts(thread, &mut attach(&guest, thread)?, &targets, Confinement::Off)?;
