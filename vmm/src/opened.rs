@@ -4,7 +4,7 @@
 //! | | Opened | Reason |
 //! |---|---|---|
 //! | Inherited descriptors | At the start. Those that no argument names are closed ([`inherited`]) | A guest that breaks out must not find them |
-//! | KVM | At the start | The user need not be in the group kvm, and `--chroot` need not contain it |
+//! | KVM | At the start | The user need not be in the group kvm, and the folder of `--chroot` need not contain /dev/kvm |
 //! | Taps and vhost-net of `--net` | At the start | Only CAP_NET_ADMIN may create taps |
 //! | Sockets of the API and of metrics | At the start | They may be in a folder of root. A socket in use is found before anything is created |
 //! | Priority of the governor | Permitted at the start | RLIMIT_NICE can be raised only with CAP_SYS_RESOURCE |
@@ -12,7 +12,7 @@
 //! | Pools, images, kernels, memory files | At each boot, by the user | `pmvol` or a package manager may have replaced them. Landlock limits them |
 //! | Added devices | When they are added, by the thread that builds VMs | It has the capabilities that are left. A failure is reported to the client |
 //!
-//! userfaultfd(2) is not used.
+//! No privilege is needed for userfaultfd(2), because the VMM does not use it.
 
 use std::ffi::OsString;
 
@@ -46,7 +46,7 @@ pub enum OpenError {
 pub struct Opened {
     /// User and groups to become.
     pub ids: Ids,
-    /// An error is reported after the log was opened.
+    /// An error is reported only when the log is open.
     devices: Result<HostDevices, RunError>,
     sockets: Result<Sockets, SocketError>,
 }

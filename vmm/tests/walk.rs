@@ -229,7 +229,8 @@ fn signals_end_the_vmm_within_its_filters() {
     {
         let Some(mut vmm) = Vmm::boot() else { return };
         vmm.signal(signal);
-        // The handler of a fault restores the default action, and expects the fault to recur.
+        // The handler of a fault restores the default action and returns, because a real fault
+        // recurs. A signal of another process must be sent again.
         while is_fault && vmm.process.try_wait().unwrap().is_none() {
             vmm.signal(signal);
         }

@@ -21,7 +21,7 @@ const POOL_CONTENT: &str = "pool of another VM";
 /// `PTRACE_SEIZE` of linux/ptrace.h traces a process without stopping it.
 const PTRACE_SEIZE: u64 = libc::PTRACE_SEIZE as u64;
 
-/// Objects of the host that are no part of a VM.
+/// Objects of the host that do not belong to a VM.
 pub struct Targets {
     /// File that only root may read.
     pub(crate) secret: &'static str,
@@ -34,8 +34,8 @@ pub struct Targets {
 }
 
 impl Targets {
-    /// Creates the objects in a folder, to which the VM must have no access. They must outlive the
-    /// VMM, which may trace some of them.
+    /// Creates the objects in `folder`, which must be outside the limits of the VM. They must
+    /// outlive the VMM, because an attempt may have made it the tracer of a process.
     pub fn create(folder: &Path) -> Result<Self> {
         let mut secrets = ["/etc/shadow", "/etc/passwd"].into_iter();
         let secret = secrets.find(|path| Path::new(path).exists());

@@ -1,4 +1,4 @@
-//! Files that an attacker opens through io_uring, whose operations no filter sees.
+//! Files that an attacker opens through io_uring. Filters do not apply to its operations.
 
 use std::fs;
 
@@ -51,7 +51,7 @@ pub(crate) fn open_through_new_ring(thread: &mut TracedThread, targets: &Targets
     Ring { fd: fd as u64, submissions, completions, entries, offsets }.open(thread, targets.secret)
 }
 
-/// Opens a file, which neither Landlock nor permissions protect, through the ring of a disk. The
+/// Opens a file through the ring of a disk. Neither Landlock nor permissions protect the file. The
 /// process must have only this ring, and the thread must be its owner.
 pub fn open_through_ring_of_disk(thread: &mut TracedThread) -> Result<i64> {
     Ring::of_process(thread.pid())?.open(thread, READABLE)
@@ -109,7 +109,7 @@ impl Ring {
         let submitted =
             thread.call(libc::SYS_io_uring_enter, &[self.fd, 1, 1, WAIT_FOR_COMPLETION, 0, 0])?;
         if submitted < 0 {
-            // The kernel has not seen the entry, and the owner of the ring must not submit it.
+            // The kernel has not consumed the entry. The ring's owner must not submit it later.
             thread.write(tail_address, &tail.to_ne_bytes())?;
             return Ok(submitted);
         }

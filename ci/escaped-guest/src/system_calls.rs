@@ -21,7 +21,7 @@ pub(crate) enum Stop {
 pub(crate) fn wait(pid: u32, tid: libc::pid_t) -> Result<Stop> {
     let info = wait_for_change(tid, libc::WNOWAIT)?;
     let is_stop = [libc::CLD_TRAPPED, libc::CLD_STOPPED].contains(&info.si_code);
-    // The exit of the process remains for its parent. Other exits must be waited for.
+    // The parent waits for the exit of the process. The tracer must wait for all other changes.
     if is_stop || tid as u32 != pid {
         wait_for_change(tid, 0)?;
     }

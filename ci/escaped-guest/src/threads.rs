@@ -30,7 +30,7 @@ impl VmmThread {
         field(&self.status, key).with_context(|| format!("no {key} in {}", self.status))
     }
 
-    /// Kind whose filter the thread has, by the thread's name.
+    /// Kind of the thread, which follows from its name.
     pub fn kind(&self) -> Result<ThreadKind> {
         kind_of(&self.name).with_context(|| format!("thread {} has no known kind", self.name))
     }

@@ -7,10 +7,10 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::system_calls::{Stop, registers, request, set_registers, wait};
 
-/// Machine code of a system call.
+/// Machine code of the instruction `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// Machine code of a return. The VMM's handler of refused calls repeats calls with an instruction
-/// that a return follows, and filters allow all calls of that instruction in mode `log`.
+/// Machine code of the instruction `ret`. In mode `log`, the VMM's handler repeats refused calls
+/// with a `syscall` before a `ret`, and filters allow every call from there.
 const RETURN: u8 = 0xc3;
 /// Results of calls that the kernel repeats after an interruption (include/linux/errno.h).
 const RESTARTS: [i64; 4] = [-512, -513, -514, -516];
@@ -19,15 +19,15 @@ const RED_ZONE: u64 = 128;
 /// Unused part of the stack that holds arguments of calls.
 const SCRATCH_BYTES: u64 = 16 << 10;
 
-/// Stopped thread of another process. The thread continues where it was when this value is dropped.
-/// All methods must be called on the test's thread that has attached to it.
+/// Stopped thread of another process. When this value is dropped, the thread continues where it was
+/// stopped. All methods must be called on the test's thread that has attached to it.
 pub struct TracedThread {
     pid: u32,
     tid: libc::pid_t,
     memory: File,
     /// Registers of the thread when it was stopped.
     registers: libc::user_regs_struct,
-    /// Address of an instruction for system calls in the program.
+    /// Address of a `syscall` instruction in the program.
     syscall: u64,
     /// Lowest address of the scratch memory, and the end of its used part.
     scratch: (u64, u64),
@@ -67,8 +67,8 @@ impl TracedThread {
             {
                 return Ok(now.rax as i64);
             }
-            // Otherwise, a handler of a signal runs, for example that of a refused call. The stops
-            // at its system calls include that at its end.
+            // Otherwise, a signal handler runs, for example that of refused calls. The thread stops
+            // at each system call of the handler, and last at the sigreturn(2) that ends it.
             let is_before = (now.rsp, now.rip) == (calling.rsp, self.syscall);
             resume = if is_before { libc::PTRACE_SINGLESTEP } else { libc::PTRACE_SYSCALL };
             signal = match stop {
@@ -130,8 +130,8 @@ impl Drop for TracedThread {
     }
 }
 
-/// Returns registers with which a thread repeats the call that a stop has interrupted. The kernel
-/// repeats it only if the thread continues at the stop that has interrupted it.
+/// Returns registers that make a thread repeat the call that a stop has interrupted. The kernel
+/// repeats the call only if the thread continues directly from that stop.
 fn restarting(interrupted: libc::user_regs_struct) -> libc::user_regs_struct {
     let is_call = interrupted.orig_rax as i64 >= 0;
     if !is_call || !RESTARTS.contains(&(interrupted.rax as i64)) {
@@ -141,7 +141,7 @@ fn restarting(interrupted: libc::user_regs_struct) -> libc::user_regs_struct {
     libc::user_regs_struct { rax, rip, orig_rax: u64::MAX, ..interrupted }
 }
 
-/// Returns the address of an instruction for system calls in the program of a process.
+/// Returns the address of a `syscall` instruction in the program of a process.
 fn find_syscall(pid: u32, memory: &File) -> Result<u64> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
     for line in maps.lines().filter(|line| line.contains(" r-xp ") && line.contains('/')) {

@@ -18,7 +18,7 @@ use crate::volume::{EXITING, UNFLUSHED, make_image, make_pool, time};
 const EXITS: u32 = 5_000;
 const EXIT_RUNS: usize = 3;
 const PLUG_MIB: u64 = 1024;
-/// Plugs per value. A single one takes only some hundred milliseconds, and its end is polled.
+/// Plugs per value. A single plug takes a few hundred milliseconds, and its end is polled.
 const PLUGS: usize = 5;
 
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {

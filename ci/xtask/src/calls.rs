@@ -11,8 +11,8 @@ use crate::jobs;
 use crate::messages::{refuse, report};
 use crate::programs;
 
-/// Test programs of the VMM that start it with filters. In `escaped`, a test traces the VMM, which
-/// has only one tracer at a time.
+/// Test programs that start the VMM with filters. `escaped` is not among them, because its tests
+/// trace the VMM, and a process has only one tracer at a time.
 const TESTS: [&str; 7] = [
     "--test=walk",
     "--test=confinement",
@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
     traces: Vec<PathBuf>,
 }
 
-/// Prints the calls that filters allow and no test makes, and those that a filter lacks.
+/// Prints the calls that filters allow and no test makes, and calls that a filter does not allow.
 pub(super) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     if programs::find("strace", programs::user_path()).is_none() {
         refuse!("calls requires strace (apt install strace)");

@@ -8,7 +8,7 @@ use super::usage_line;
 /// Returns the number of words.
 ///
 /// Panics if an error does not list all words and suggest the right one, or if the name of a value
-/// lists words that clap does not have.
+/// lists words but clap has no list of them.
 pub fn check_suggestions(command: &Command) -> usize {
     check_below(command, command, &mut vec![command.get_name().to_owned()])
 }

@@ -28,14 +28,14 @@ static KEPT: OnceLock<CapabilitySet> = OnceLock::new();
 /// Returns the capabilities that a thread may need. Other kinds of threads inherit those of
 /// [`ThreadKind::SetUp`], so it has every capability that any of them needs.
 ///
-/// Some that threads do not need:
+/// These are left out:
 /// - CAP_SYS_PTRACE. A thread may read /proc/self of a process that is not dumpable, because the
 ///   threads of a process may inspect each other (kernel/ptrace.c, `__ptrace_may_access`).
 /// - CAP_DAC_OVERRIDE in the thread that changes guest memory. Without it, mincore(2) reports all
 ///   pages of a file of another user as present (mm/mincore.c, `can_do_mincore`), so blocks are not
 ///   allocated ahead of the guest.
-/// - CAP_SYS_ADMIN. Without it, the VMM neither reads nor sets `trusted.` attributes (xattr(7)), as
-///   a VMM of another user.
+/// - CAP_SYS_ADMIN. Without it, the VMM neither reads nor sets `trusted.` attributes (xattr(7)),
+///   like a VMM that another user runs.
 fn needed(kind: ThreadKind) -> CapabilitySet {
     match kind {
         ThreadKind::SetUp => {

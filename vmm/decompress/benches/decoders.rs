@@ -1,8 +1,8 @@
-//! Decoders of kernels beside those of C libraries:
-//! `docs/design/decisions/0028-decoders.md`.
+//! Compares the decoders of kernels with those of C libraries.
+//! `docs/design/decisions/0028-decoders.md` contains results.
 //!
 //! `FORESHORE_BENCH_KERNEL` is the path of an unpacked kernel, as `scripts/extract-vmlinux` of
-//! Linux prints it. Without it, and in a trial run, the benchmark generates data.
+//! Linux prints it. Without it, and in a short run (`cargo test`), the benchmark generates data.
 
 use std::env;
 use std::fs;

@@ -44,7 +44,7 @@ fn unpack_by_reference(stream: &[u8], bytes: usize) -> Option<Vec<u8>> {
 /// Run of bytes in compressible data.
 #[derive(Clone, Debug)]
 enum Run {
-    /// Bytes of an alphabet with so many symbols.
+    /// Bytes of an alphabet with `count` symbols.
     Symbols {
         count: u16,
         seed: u64,

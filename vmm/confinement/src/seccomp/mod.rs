@@ -87,13 +87,13 @@ fn shrink_a_heap() {
     std::thread::spawn(fill).join().expect("no panic");
 }
 
-/// Kind that reports of the calling thread name.
+/// Kind that appears in reports of the calling thread.
 pub(crate) fn kind() -> ThreadKind {
     report::kind()
 }
 
-/// Makes reports of the calling thread name `kind`. A thread inherits the filter of the thread that
-/// starts it, but not its kind.
+/// Sets the `kind` that appears in reports of the calling thread. A thread inherits the filter of
+/// the thread that starts it, but not this kind.
 pub(crate) fn inherit_kind(kind: ThreadKind) {
     report::set_kind(kind);
 }

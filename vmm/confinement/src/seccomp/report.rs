@@ -4,9 +4,10 @@
 //! (signal-safety(7)).
 //!
 //! The kernel ends the process without the handler if SIGSYS is blocked (kernel/signal.c,
-//! `force_sig_info_to_task`). No code of the VMM blocks signals. The C library blocks all of them
+//! `force_sig_info_to_task`). No code of the VMM blocks signals. The C library blocks all signals
 //! for a moment when it starts or ends a thread, sends a signal to a thread, or aborts. Each table
-//! therefore contains the calls that it makes meanwhile, except in threads that start no threads.
+//! therefore contains the calls that the library makes during this time. The tables of threads that
+//! start no threads are an exception.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};

@@ -77,7 +77,7 @@ fn made(trace: &str) -> BTreeSet<Made> {
         let filter = filters.entry(line.thread).or_insert(inherited);
         let Some(mut arguments) = line.arguments else { continue };
         if line.call == libc::SYS_tgkill {
-            // Tables have the ID of the process that makes them.
+            // The tables contain the ID of this process, and the trace that of the VMM.
             arguments[0] = std::process::id().into();
         }
         made.extend(filter.map(|kind| Made { kind, call: line.call, arguments }));

@@ -33,7 +33,7 @@ impl<'a> ForwardBits<'a> {
         bits
     }
 
-    /// Bytes after the last one of which bits have been read.
+    /// Bytes of which no bit has been read.
     pub(super) fn rest(&self) -> Result<&'a [u8], ZstdError> {
         self.data.get(self.at.div_ceil(8)..).ok_or(ZstdError::Truncated)
     }

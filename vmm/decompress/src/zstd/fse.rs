@@ -5,7 +5,7 @@ use super::bits::ForwardBits;
 
 /// Upper limit of the number of symbols: weights of Huffman codes are at most 255.
 const MAX_SYMBOLS: usize = 256;
-/// States of the largest table.
+/// Number of states of the largest table.
 pub(super) const MAX_STATES: usize = 1 << 9;
 
 /// Decoded symbol and transition of a state.

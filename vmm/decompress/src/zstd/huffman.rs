@@ -8,7 +8,7 @@ use super::fse::Distribution;
 const MAX_BITS: u32 = 11;
 /// Maximum accuracy of the table for weights.
 const MAX_WEIGHTS_LOG: u32 = 6;
-/// Symbols that one refill suffices for.
+/// Number of symbols that can be decoded after one refill.
 const SYMBOLS_PER_REFILL: usize = (BackwardBits::REFILLED / MAX_BITS) as usize;
 
 /// Symbol, and the length of its code.
@@ -167,7 +167,7 @@ fn read_weights(data: &[u8], weights: &mut [u8; 256]) -> Result<usize, ZstdError
             let state = states[pair[nth] as usize];
             push(state.symbol)?;
             if i64::from(state.bits) > bits.left() {
-                // The stream is used up, except for the other state.
+                // All bits have been read. Only the symbol of the other state remains.
                 return push(states[pair[1 - nth] as usize].symbol);
             }
             pair[nth] = u64::from(state.next) + bits.read(state.bits);

@@ -1,9 +1,10 @@
 //! Decoder of zstd (RFC 8878).
 //!
 //! The decoders on crates.io are slow or contain much unsafe code
-//! (docs/design/decisions/0028-decoders.md). This one is neither, because it decodes only what a
-//! kernel is: one frame of a known size, without a dictionary. The frame is decoded into one
-//! buffer, which is also the window. Apart from that buffer, the decoder uses about 150 KiB.
+//! (docs/design/decisions/0028-decoders.md). This one is neither slow nor unsafe, because it
+//! decodes only the form of a kernel: one frame of a known size, without a dictionary. The frame is
+//! decoded into one buffer, which is also the window. Apart from that buffer, the decoder uses
+//! about 150 KiB.
 
 mod bits;
 mod fse;
@@ -101,7 +102,7 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
             }
         }
         if header.has_checksum {
-            // The bytes of this block are still in the processor's cache.
+            // Hashed now, because this block is still in the processor's cache.
             hash.add_stripes(output.written());
         }
         if block.is_last {

@@ -24,7 +24,8 @@ impl PrivateRanges {
         Self(ranges.map(|Range { start, end }| GuestRange { start, len: end - start }).collect())
     }
 
-    /// Part of `range` from its start that is in one private range.
+    /// First part of `range`, up to the end of the private range that contains its start. `None` if
+    /// no private range does.
     pub fn start_of(&self, range: Range<u64>) -> Option<Range<u64>> {
         let private = self.0.iter().find(|private| private.contains(range.start, 1))?;
         Some(range.start..range.end.min(private.end()))

@@ -63,7 +63,7 @@ fn attempts_fail_in_each_kind_of_thread() -> Result<()> {
     let targets = targets()?;
     let (guest, _) = boot("errno", "on")?;
     let threads = threads::of(guest.pid())?;
-    // Later, the set-up thread creates another ring.
+    // This attempt is the first, because the set-up thread's attempts create a second ring.
     let queue = threads.iter().find(|thread| thread.name == "_disk0_q0").expect("one disk");
     let result = open_through_ring_of_disk(&mut attach(&guest, queue)?)?;
     ensure!(result == -i64::from(libc::EACCES), "openat through the ring of the disk: {result}");

@@ -91,8 +91,8 @@ pub(super) fn connect(pairs: u16, unused: &VhostFiles) -> Result<Connect, VhostE
     Ok(Arc::new(move |setup| kernel::connect(&idle, setup)))
 }
 
-/// Checks that vhost-net on this host has all required features and can be used safely. This was
-/// checked if files are open.
+/// Checks that vhost-net on this host has all required features and can be used safely. If `unused`
+/// has files, the check was made when they were opened.
 pub(super) fn probe(unused: &VhostFiles) -> Result<(), VhostError> {
     if !unused.is_empty() {
         return Ok(());
