@@ -84,7 +84,7 @@ pub enum DecompressError {
     #[error("the compression of the payload is unknown: it starts with {0:02x?}")]
     Unknown(Vec<u8>),
     #[error(
-        "the kernel is compressed with {0}; zstd and lz4 are supported, or unpack it with extract-vmlinux"
+        "the kernel is compressed with {0}; zstd, lz4, xz and gzip are supported, or unpack it with extract-vmlinux"
     )]
     Unsupported(Compression),
     #[error("the {compression} stream of {stream_bytes} bytes ends early")]
