@@ -19,8 +19,9 @@ use flate2::read::GzDecoder;
 use lzma_rust2::XzReader;
 use thiserror::Error;
 
-/// Upper limit of the unpacked size in a trailer. Kernels of distributions unpack to about 60 MiB.
-const MAX_KERNEL_BYTES: u32 = 1 << 30;
+/// Upper limit of the size of a payload and of the unpacked size in its trailer. Kernels of
+/// distributions unpack to about 60 MiB.
+pub const MAX_KERNEL_BYTES: u32 = 1 << 30;
 /// Size of the trailer at the end of the stream.
 const TRAILER_BYTES: usize = 4;
 /// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB. Its pages use memory

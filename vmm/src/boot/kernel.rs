@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::Path;
 
-use foreshore_decompress::{Compression, DecompressError, Packed};
+use foreshore_decompress::{Compression, DecompressError, MAX_KERNEL_BYTES, Packed};
 use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::BootMemory;
 use vm_memory::GuestMemoryBackend;
@@ -142,6 +142,10 @@ fn read_payload(
     }
     if header.payload_bytes == 0 {
         return Err(BootError::NoPayload { path: path.to_path_buf() });
+    }
+    if header.payload_bytes > MAX_KERNEL_BYTES.into() {
+        let (path, payload_bytes) = (path.to_path_buf(), header.payload_bytes);
+        return Err(BootError::PayloadTooLarge { path, payload_bytes });
     }
     let expected_bytes = header.payload_start + header.payload_bytes;
     if expected_bytes > file_bytes {
@@ -281,6 +285,21 @@ mod tests {
 
     fn load_bytes(bytes: &[u8]) -> Result<LoadedKernel, BootError> {
         load_into(MEMORY_BYTES, bytes)
+    }
+
+    /// A sparse file of 4 GiB uses no space on the host, and reading it would use 4 GiB of memory.
+    #[test]
+    fn payload_above_the_limit_is_refused_unread() {
+        let mut image = bzimage(&kernel());
+        let payload_bytes = MAX_KERNEL_BYTES + 1;
+        image[0x24c..0x250].copy_from_slice(&payload_bytes.to_le_bytes());
+        let mut file = NamedTempFile::new().unwrap();
+        file.write_all(&image).unwrap();
+        file.as_file().set_len(4 << 30).unwrap();
+        let error = load(&memory(MEMORY_BYTES), file.path(), MEMORY_BYTES).unwrap_err();
+        assert!(matches!(error, BootError::PayloadTooLarge { .. }), "{error}");
+        let end = "its payload has 1073741825 bytes, and must have at most 1073741824";
+        assert!(error.to_string().ends_with(end), "{error}");
     }
 
     #[test]

@@ -35,6 +35,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use foreshore_decompress::MAX_KERNEL_BYTES;
 use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::BootMemory;
 use thiserror::Error;
@@ -117,6 +118,11 @@ pub(crate) enum BootError {
          foreshore boots Linux, and ELF files with a PVH note", path.display()
     )]
     NoPayload { path: PathBuf },
+    #[error(
+        "--kernel {}: its payload has {payload_bytes} bytes, and must have at most {MAX_KERNEL_BYTES}",
+        path.display()
+    )]
+    PayloadTooLarge { path: PathBuf, payload_bytes: u64 },
     /// The bzImage has a boot protocol without `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
