@@ -40,8 +40,8 @@ pub(crate) enum ZstdError {
     Window { bytes: u64 },
     #[error("it requires the dictionary {id:#x}")]
     Dictionary { id: u64 },
-    #[error("a block has {bytes} bytes, more than {MAX_BLOCK_BYTES}")]
-    BlockBytes { bytes: usize },
+    #[error("a block has {bytes} bytes, more than {max_bytes}")]
+    BlockBytes { bytes: usize, max_bytes: usize },
     #[error("a block has {bytes} bytes of literals, more than {MAX_BLOCK_BYTES}")]
     TooManyLiterals { bytes: usize },
     #[error("a sequence uses more than the {bytes} literals of its block")]
@@ -86,7 +86,7 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
     let mut output = Output::new(output);
     let mut hash = Xxh64::new();
     loop {
-        let (block, rest) = Block::parse(input)?;
+        let (block, rest) = Block::parse(input, header.max_block_bytes)?;
         input = rest;
         match block.content {
             Content::Raw(data) => output.push(data)?,
@@ -96,8 +96,9 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
                 let (literals, literal_bytes, data) = literals.decode(data)?;
                 sequences.carry_out(data, literals, literal_bytes, &mut output)?;
                 let bytes = output.len() - start;
-                if bytes > MAX_BLOCK_BYTES {
-                    return Err(ZstdError::BlockBytes { bytes });
+                let max_bytes = header.max_block_bytes;
+                if bytes > max_bytes {
+                    return Err(ZstdError::BlockBytes { bytes, max_bytes });
                 }
             }
         }
@@ -133,6 +134,8 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
 /// Header of a frame (RFC 8878, section 3.1.1.1).
 struct FrameHeader {
     content_bytes: Option<u64>,
+    /// The window, but at most [`MAX_BLOCK_BYTES`] (RFC 8878, section 3.1.1.2.4).
+    max_block_bytes: usize,
     has_checksum: bool,
 }
 
@@ -145,6 +148,7 @@ impl FrameHeader {
             return Err(ZstdError::Reserved);
         }
         let is_single_segment = descriptor & 0x20 != 0;
+        let mut window_bytes = None;
         if !is_single_segment {
             let window = take_number(&mut rest, 1)?;
             let base = 1u64 << (10 + (window >> 3));
@@ -152,6 +156,7 @@ impl FrameHeader {
             if bytes > MAX_WINDOW_BYTES {
                 return Err(ZstdError::Window { bytes });
             }
+            window_bytes = Some(bytes);
         }
         match take_number(&mut rest, [0, 1, 2, 4][usize::from(descriptor & 3)])? {
             0 => {}
@@ -164,7 +169,11 @@ impl FrameHeader {
             2 => Some(take_number(&mut rest, 4)?),
             _ => Some(take_number(&mut rest, 8)?),
         };
-        Ok((Self { content_bytes, has_checksum: descriptor & 4 != 0 }, rest))
+        // The window of a single segment is its content.
+        let window_bytes = window_bytes.or(content_bytes).unwrap_or(u64::MAX);
+        let max_block_bytes =
+            MAX_BLOCK_BYTES.min(usize::try_from(window_bytes).unwrap_or(usize::MAX));
+        Ok((Self { content_bytes, max_block_bytes, has_checksum: descriptor & 4 != 0 }, rest))
     }
 }
 
@@ -181,11 +190,11 @@ enum Content<'a> {
 
 impl<'a> Block<'a> {
     /// Parses a block (RFC 8878, section 3.1.1.2), and returns the bytes after it.
-    fn parse(mut input: &'a [u8]) -> Result<(Self, &'a [u8]), ZstdError> {
+    fn parse(mut input: &'a [u8], max_bytes: usize) -> Result<(Self, &'a [u8]), ZstdError> {
         let header = take_number(&mut input, 3)?;
         let (kind, bytes) = (header >> 1 & 3, (header >> 3) as usize);
-        if bytes > MAX_BLOCK_BYTES {
-            return Err(ZstdError::BlockBytes { bytes });
+        if bytes > max_bytes {
+            return Err(ZstdError::BlockBytes { bytes, max_bytes });
         }
         let data_bytes = if kind == 1 { 1 } else { bytes };
         let (data, rest) = input.split_at_checked(data_bytes).ok_or(ZstdError::Truncated)?;

@@ -272,8 +272,10 @@ impl Sequences {
             output.push_with_slack(literals, next_literal, literal_len)?;
             output.repeat(distance as usize, match_len)?;
             next_literal = literal_end;
-            if output.len() - start > MAX_BLOCK_BYTES {
-                return Err(ZstdError::BlockBytes { bytes: output.len() - start });
+            // The caller compares the block with its own limit.
+            let (bytes, max_bytes) = (output.len() - start, MAX_BLOCK_BYTES);
+            if bytes > max_bytes {
+                return Err(ZstdError::BlockBytes { bytes, max_bytes });
             }
         }
         self.recent = recent;
