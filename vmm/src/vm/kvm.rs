@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use foreshore_devices::interrupt::MsiController;
@@ -14,6 +13,7 @@ use kvm_bindings::{
     kvm_enable_cap,
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
+use rustix::process::geteuid;
 use thiserror::Error;
 use tracing::debug;
 
@@ -23,9 +23,13 @@ const DEVICE: &str = "/dev/kvm";
 
 #[derive(Debug, Error)]
 pub(crate) enum KvmError {
-    #[error("cannot open {}; load the module of KVM and give this user access to the device", path.display())]
-    Open {
-        path: PathBuf,
+    #[error("cannot open {DEVICE}; load the module kvm_intel or kvm_amd")]
+    Open(#[source] kvm_ioctls::Error),
+    #[error(
+        "cannot open {DEVICE} as user {user}; add the user to the group of the device, usually kvm"
+    )]
+    Denied {
+        user: u32,
         #[source]
         source: kvm_ioctls::Error,
     },
@@ -49,6 +53,15 @@ pub(crate) enum KvmError {
         #[source]
         source: kvm_ioctls::Error,
     },
+}
+
+impl KvmError {
+    fn of_open(source: kvm_ioctls::Error) -> Self {
+        match source.errno() {
+            libc::EACCES => Self::Denied { user: geteuid().as_raw(), source },
+            _ => Self::Open(source),
+        }
+    }
 }
 
 /// KVM, and an empty VM that the machine is built on.
@@ -123,8 +136,7 @@ impl Hypervisor {
         let kvm = match opened {
             Some(kvm) => kvm,
             None => {
-                let failed = |source| KvmError::Open { path: DEVICE.into(), source };
-                opened_now = Kvm::new().map_err(failed)?;
+                opened_now = Kvm::new().map_err(KvmError::of_open)?;
                 &opened_now
             }
         };
@@ -177,6 +189,23 @@ impl Hypervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn error_of_an_open_has_the_remedy() {
+        let text = |errno| KvmError::of_open(kvm_ioctls::Error::new(errno)).to_string();
+        assert_eq!(
+            text(libc::ENOENT),
+            "cannot open /dev/kvm; load the module kvm_intel or kvm_amd"
+        );
+        let user = geteuid().as_raw();
+        assert_eq!(
+            text(libc::EACCES),
+            format!(
+                "cannot open /dev/kvm as user {user}; add the user to the group of the device, \
+                 usually kvm"
+            )
+        );
+    }
 
     #[test]
     fn hardware_virtualization_is_detected_by_whole_flag() {
