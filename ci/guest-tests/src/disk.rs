@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::runner::{skip, this_tests_dir};
+use crate::user::need_root;
 
 const WRITEBACK: &str = "/proc/sys/vm/dirty_writeback_centisecs";
 
@@ -191,6 +192,7 @@ impl HeldWriteback {
         if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
             return skip("holding write-back would change a machine that is not ours");
         }
+        need_root("hold back write-back")?;
         let before =
             fs::read_to_string(WRITEBACK).with_context(|| format!("Cannot read {WRITEBACK}"))?;
         fs::write(WRITEBACK, "0").with_context(|| format!("Cannot change {WRITEBACK}"))?;
@@ -219,6 +221,7 @@ impl LoopDevice {
     }
 
     pub fn create_in(dir: &Path, size_mib: u64) -> Result<Self> {
+        need_root("attach a loop device")?;
         let image = dir.join("loop-image");
         let free = Command::new("losetup").arg("-f").output().context("Cannot start losetup")?;
         let device = PathBuf::from(String::from_utf8(free.stdout)?.trim());
@@ -285,6 +288,7 @@ pub fn unmount(at: &Path) -> Result<()> {
 /// Makes later mounts visible only to this process and its children. They disappear when these
 /// processes have ended. Skips the test if this is not allowed.
 pub fn need_private_mounts() -> Result<()> {
+    need_root("mount a file system")?;
     match private_mounts() {
         Ok(()) => Ok(()),
         Err(error) => skip(format!("file systems cannot be mounted here: {error}")),

@@ -7,6 +7,8 @@ use std::fs;
 
 use anyhow::{Result, ensure};
 
+use crate::user::need_proc;
+
 /// Maximum size of the VMM's own mappings. Mappings of guest memory are larger.
 const MAX_OWN_MAPPING_BYTES: u64 = 64 << 20;
 /// Allowed increase in the number of mappings. An allocator may map new heaps.
@@ -30,7 +32,7 @@ impl ResourceCounts {
         let count = |folder: &str| {
             Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{folder}"))?.count())
         };
-        let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+        let smaps = fs::read_to_string(need_proc(pid, "smaps")?)?;
         let (mut mappings, mut own_bytes, mut size) = (0, 0, 0);
         for line in smaps.lines() {
             if let Some(bytes) = bytes_of(line, "Size:") {
@@ -42,7 +44,7 @@ impl ResourceCounts {
             }
         }
         let mut files = BTreeMap::new();
-        for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        for entry in fs::read_dir(need_proc(pid, "fd")?)? {
             // A descriptor that has been closed in the meantime is not counted.
             if let Ok(target) = fs::read_link(entry?.path()) {
                 *files.entry(kind_of(&target.to_string_lossy())).or_default() += 1;

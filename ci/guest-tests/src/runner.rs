@@ -20,6 +20,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use crate::boots::Boots;
 use crate::guest::{console, unpacked, without_logs};
 use crate::table::{Class, Row, Test, begin_test, table};
+use crate::user;
 
 /// Reason why a test did not run. [`skip`] returns it as an error.
 #[derive(Debug)]
@@ -65,6 +66,9 @@ struct Options {
     /// Time limit for all tests together; a test that has no time left fails
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     within: Option<u32>,
+    /// Run the tests as an ordinary user in the group of /dev/kvm; tests that need root are skipped
+    #[arg(long)]
+    as_user: bool,
     /// Run this test in this process
     #[arg(long, value_name = "NAME", hide = true)]
     one: Option<String>,
@@ -130,6 +134,9 @@ pub fn main(rows: &[Row]) -> Result<i32> {
         let name = |test: &Test| format!("{}\n", test.name);
         print!("{}", if options.list { table(&chosen) } else { chosen.iter().map(name).collect() });
         return Ok(0);
+    }
+    if options.as_user {
+        user::become_ordinary(true)?;
     }
     let deadline =
         options.within.map(|seconds| Instant::now() + Duration::from_secs(seconds.into()));
@@ -415,7 +422,11 @@ pub fn this_tests_dir() -> PathBuf {
 /// Returns the directory of a test. It is on tmpfs, because the emulated host's disk is read-only.
 /// The path is short, because the path of a Unix socket has at most 107 bytes.
 fn test_dir(name: &str) -> PathBuf {
-    std::env::temp_dir().join("guest-tests").join(name.replace("::", "-"))
+    tests_dir().join(name.replace("::", "-"))
+}
+
+pub(crate) fn tests_dir() -> PathBuf {
+    std::env::temp_dir().join("guest-tests")
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::console::LogTails;
 use super::describe;
+use crate::user::need_proc;
 
 /// Returns the path of one of this repository's programs: FORESHORE_TEST_<NAME> if it is set, and
 /// otherwise the program in PATH. A test can therefore run with a debug build or another VMM.
@@ -127,11 +128,12 @@ impl VmmProcess {
 
     /// Returns a field of /proc/PID/smaps_rollup in bytes, for example `Rss`, `Pss` or `Anonymous`.
     pub fn smaps_rollup_bytes(&self, field: &str) -> Result<u64> {
-        let path = format!("/proc/{}/smaps_rollup", self.pid);
-        let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
+        let path = need_proc(self.pid, "smaps_rollup")?;
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("Cannot read {}", path.display()))?;
         let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
         let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-        Ok(kib.with_context(|| format!("{path} has no {field}"))? * 1024)
+        Ok(kib.with_context(|| format!("smaps_rollup has no {field}"))? * 1024)
     }
 }
 

@@ -22,6 +22,8 @@ const FOLDERS: &[&str] = &[
     "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc",
     "guests", "usr/bin", "usr/sbin",
 ];
+/// Group of `/dev/kvm`. Debian chooses its number when udev is installed.
+const KVM_GROUP: u32 = 104;
 const MODULES: &str = "\
     kvm_amd virtio_net virtio_rng loop nd_e820 nd_pmem nd_btt dax_pmem device_dax kmem \
     vhost_vsock vhost_net xfs tun bridge";
@@ -76,7 +78,7 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
     stage.add_programs(checkout, &mut apt, &EXT4)?;
     stage.add_programs(checkout, &mut apt, &XFS)?;
     stage.add_programs(checkout, &mut apt, &BOOK)?;
-    stage.add_names("", "")?;
+    stage.add_names("", &format!("kvm:x:{KVM_GROUP}:\n"))?;
     for pin in kernels::pins(checkout)? {
         copy(&pin.image(checkout)?, &stage.path(&format!("guests/vmlinuz-{}", pin.name)))?;
     }

@@ -50,6 +50,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     let hosts = hosts.clamp(1, tests.len().max(1));
     let lanes = Lanes {
         checkout,
+        user: arguments.user(),
         started,
         seconds: arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S,
         queue: Mutex::new(Queue::new(&tests, hosts)),
@@ -88,6 +89,8 @@ fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
 /// Emulated hosts that run tests concurrently.
 struct Lanes<'run> {
     checkout: &'run Checkout,
+    /// Argument of `guest-tests`.
+    user: Option<&'run str>,
     started: Instant,
     /// Time limit of each lane.
     seconds: u64,
@@ -145,7 +148,8 @@ impl Host for EmulatedHost<'_> {
             left + RUNNER_END_S
         );
         command.args(options.split(' ')).arg(self.folder);
-        command.args(["--", "guest-tests", "--within", &left.to_string(), "--exact"]).args(tests);
+        command.args(["--", "guest-tests", "--within", &left.to_string()]);
+        command.args(self.lanes.user).arg("--exact").args(tests);
         command.current_dir(self.lanes.checkout.root());
         let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
         Ok(jobs::exit_code(status))

@@ -42,6 +42,9 @@ pub(crate) struct Arguments {
     /// Treat each FILTER as the whole name of a test
     #[arg(long, requires = "guest")]
     exact: bool,
+    /// Run guest tests as an ordinary user in group kvm; those that need root are skipped
+    #[arg(long, requires = "guest")]
+    as_user: bool,
     /// Run the guest tests whose names contain a filter, of any class
     ///
     /// Each filter must match a test.
@@ -55,6 +58,11 @@ impl Arguments {
         let flags = [("--long", self.long), ("--all", self.all), ("--exact", self.exact)];
         let flags = flags.into_iter().filter_map(|(flag, is_set)| is_set.then_some(flag));
         flags.chain(self.filters.iter().map(String::as_str)).collect()
+    }
+
+    /// Returns the arguments that make `guest-tests` run the tests as the same user.
+    fn user(&self) -> Option<&str> {
+        self.as_user.then_some("--as-user")
     }
 
     fn guest_tests_s(&self) -> u64 {
@@ -140,6 +148,10 @@ mod tests {
         assert_eq!(choice("--long --long"), "--long");
         assert_eq!(choice("--guest --all --exact a::b c::d"), "--all --exact a::b c::d");
         assert_eq!(parse("--all").guest_tests_s(), 2 * GUEST_TESTS_S);
+        assert_eq!(parse("--guest --as-user").user(), Some("--as-user"));
+        assert_eq!(parse("--guest").user(), None);
+        // Unit tests do not change their user.
+        assert!(crate::tests::parse::<Arguments>("--as-user").is_err());
     }
 
     #[test]

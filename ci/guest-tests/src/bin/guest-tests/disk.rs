@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
+use guest_tests::user::need_proc;
 use guest_tests::{Disk, Guest, Pool};
 use guest_tools::content::Bytes;
 use guest_tools::sectors::{Outcome, Program, Shape};
@@ -219,7 +220,7 @@ fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
 /// Returns the flags of a process's open files with this path.
 fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+    for entry in fs::read_dir(need_proc(pid, "fd")?)? {
         let entry = entry?;
         // Other files may have been closed in the meantime.
         if fs::read_link(entry.path()).is_ok_and(|target| target == path) {

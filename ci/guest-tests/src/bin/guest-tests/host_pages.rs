@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
+use guest_tests::user::{need_proc, need_root};
 use guest_tests::{Guest, skip, wait_until};
 use pmem_volume::media::{OnPageLost, Watch};
 use serde_json::json;
@@ -55,7 +56,7 @@ impl Mapping {
 }
 
 fn mappings(guest: &Guest, min_bytes: u64) -> Result<Vec<Mapping>> {
-    let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+    let smaps = fs::read_to_string(need_proc(guest.pid(), "smaps")?)?;
     let mut found: Vec<Mapping> = Vec::new();
     for line in smaps.lines() {
         let first = line.split_whitespace().next().unwrap_or_default();
@@ -121,7 +122,7 @@ fn in_memory_files(guest: &Guest) -> Result<u64> {
             .is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:foreshore"))
     };
     let (mut bytes, mut files) = (0, 0);
-    for file in fs::read_dir(format!("/proc/{}/fd", guest.pid()))? {
+    for file in fs::read_dir(need_proc(guest.pid(), "fd")?)? {
         let path = file?.path();
         if is_memory(&path) {
             bytes += fs::metadata(&path)?.blocks() * 512;
@@ -231,6 +232,7 @@ impl SetAside {
         if !Path::new(HUGE_PAGES).exists() {
             return Ok(None);
         }
+        need_root("reserve huge pages")?;
         let path = format!("{HUGE_PAGES}/nr_hugepages");
         fs::write(&path, pages.to_string()).with_context(|| format!("Cannot write {path}"))?;
         let aside = Self { pages };

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
+use guest_tests::user::need_proc;
 use guest_tests::{BOOT_LIMIT, Guest};
 use serde_json::{Value, json};
 
@@ -197,7 +198,7 @@ fn a_file_comes_as_pmem_is_used_and_goes() -> Result<()> {
             "The metrics still count the device"
         );
         guest.wait_until("the file is no longer mapped", LIMIT, || {
-            Ok(!fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?
+            Ok(!fs::read_to_string(need_proc(guest.pid(), "maps")?)?
                 .contains(&path.display().to_string()))
         })?;
         added = add_pmem(&guest, &path, "quay")?;

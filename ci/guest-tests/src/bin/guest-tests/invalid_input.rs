@@ -11,7 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::{FileSystem, LoopDevice, mount, need_private_mounts, unmount};
 use guest_tests::guest::{GuestBuilder, program};
-use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::user::need_root;
 use guest_tests::{Guest, Kernel, Pool};
 use serde_json::json;
 
@@ -138,9 +139,7 @@ fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
 }
 
 fn missing_kvm_and_kvm_without_hardware_are_refused() -> Result<()> {
-    if !rustix::process::geteuid().is_root() {
-        return skip("mounting over /dev needs root");
-    }
+    need_root("mount a file system")?;
     let pool = Pool::create("64M")?;
     let none = refusal_where("mount -t tmpfs none /dev", &pool)?;
     ensure!(none.contains("cannot open /dev/kvm"), "Without /dev/kvm: {none}");

@@ -10,6 +10,7 @@ use std::ptr;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::sparse_file;
 use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::user::need_root;
 use guest_tests::{Guest, Pool};
 
 use crate::dax::{EXT4, HEAP, HEAP_BYTES};
@@ -198,6 +199,7 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
 
 /// The kernel removes a bad page from all processes, and raises a signal for each access to it.
 fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
+    need_root("poison a page")?;
     let path = file(&this_tests_dir(), "file", 16, "x")?;
     let flag = format!("--pmem file={}", path.display());
     let guest = guest_with(&format!("file={}", path.display())).boot()?;

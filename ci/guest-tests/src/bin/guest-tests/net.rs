@@ -15,6 +15,7 @@ use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::host::{self, Bridge, load_modules};
 use guest_tests::http::{self, Response};
 use guest_tests::runner::skip;
+use guest_tests::user::need_root;
 use guest_tests::{BOOT_LIMIT, Guest, Kernel, tap};
 use serde_json::{Value, json};
 
@@ -96,6 +97,7 @@ impl Net {
 }
 
 pub(crate) fn need_tun() -> Result<()> {
+    need_root("create a tap")?;
     load_modules(&["tun", "bridge"]);
     if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }

@@ -14,6 +14,7 @@ use guest_tests::guest::program;
 use guest_tests::lent_memory::LentMemory;
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
+use guest_tests::user::need_root;
 use guest_tests::{Disk, FileSystem, Guest, LoopDevice, Pool, skip};
 use pmem_volume::media::{self, FileMedia, Media};
 use pmem_volume::{OpenMode, Shrink, VolumeFormat, VolumeSize};
@@ -61,6 +62,7 @@ pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
         return skip(format!("{device} may hold data of this machine's owner"));
     }
+    need_root("open a device of persistent memory")?;
     if !path.exists() {
         return skip(format!(
             "no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"

@@ -13,6 +13,7 @@ use guest_tests::Guest;
 use guest_tests::guest::program;
 use guest_tests::host;
 use guest_tests::runner::{emulated, skip, this_tests_dir};
+use guest_tests::user::need_root;
 use serde_json::json;
 
 use crate::hotplug;
@@ -38,6 +39,7 @@ const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
 pub(crate) fn network(nth: u8) -> Result<Net> {
+    need_root("create a tap")?;
     // An error is ignored, because the module may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use guest_tests::disk::{HeldWriteback, LimitedTmpfs, LoopDevice, need_dax};
 use guest_tests::pool::pmvol;
+use guest_tests::user::need_proc;
 use guest_tests::{Disk, Guest, Pool};
 use serde_json::Value;
 
@@ -212,7 +213,7 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
 /// durable.
 fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     let guest = guest_with(pool, "interface=nvdimm").boot()?;
-    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+    let smaps = std::fs::read_to_string(need_proc(guest.pid(), "smaps")?)?;
     let mut flags = Vec::new();
     let mut of_pool = false;
     for line in smaps.lines() {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::HeldWriteback;
+use guest_tests::user::need_proc;
 use guest_tests::{Guest, Pool};
 
 use crate::volume::{IO_LIMIT, guest_with, wait_for_disk};
@@ -31,7 +32,7 @@ struct Dirty {
 
 impl Dirty {
     fn of(guest: &Guest, pool: &Pool) -> Result<Self> {
-        let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+        let smaps = fs::read_to_string(need_proc(guest.pid(), "smaps")?)?;
         let all_bytes = fs::metadata(pool.path())?.len();
         let mut dirty = Self { volume_bytes: 0, lent_bytes: 0 };
         let mut mapped_bytes = None;
