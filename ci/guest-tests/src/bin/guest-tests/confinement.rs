@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use escaped_guest::threads::{self, VmmThread};
@@ -9,18 +11,24 @@ use guest_tests::Guest;
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
 use guest_tests::pool::Pool;
-use guest_tests::runner::this_tests_dir;
+use guest_tests::runner::{emulated, skip, this_tests_dir};
+use guest_tests::user;
+use rustix::process::geteuid;
 use serde_json::json;
 
 use crate::escaped;
+use crate::zones::zone;
 
 guest_tests::tests![
     each_thread_of_a_running_vm_is_confined: 240,
     descriptors_are_those_of_the_devices_and_servers: 240,
     device_with_file_outside_the_limits_is_refused: 240,
+    ordinary_user_runs_a_vm_on_a_pool_of_its_own: 240,
+    user_without_the_group_of_kvm_is_refused on none,
 ];
 
 const MIB: u64 = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
@@ -181,5 +189,57 @@ fn device_with_file_outside_the_limits_is_refused() -> Result<()> {
         guest.put("vm.add-disk", disk.clone())?;
         ensure!(guest.metric("foreshore_landlock_enabled", &[])? == enabled);
     }
+    Ok(())
+}
+
+fn ordinary_user_runs_a_vm_on_a_pool_of_its_own() -> Result<()> {
+    if geteuid().is_root() {
+        user::become_ordinary(true)?;
+    }
+    let uid = geteuid().as_raw();
+    let pool = Pool::create("384M")?;
+    // Only root can add to the folder of unpacked kernels.
+    let guest = builder()
+        .packed_kernel()
+        .pm_volume(&format!("pool={},name=data,size=64M,create=on", pool.name()))
+        .pm_memory(&format!("pool={},size=128M", pool.name()))
+        .pressure("fixed,size=128M")
+        .boot()?;
+    guest.wait_until("the guest has PM as memory", LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 128 * MIB)
+    })?;
+    guest.run("guest-tool write-blocks /dev/pmem0s direct 0 100 1 1")?;
+    guest.run("guest-tool check-blocks /dev/pmem0s 0 100 1 1")?;
+    let ids = vec![uid.to_string(); 4].join("\t");
+    let none = "0000000000000000";
+    for (key, expected) in [("Uid", ids.as_str()), ("CapEff", none), ("Seccomp", "2")] {
+        for (name, value) in threads(&guest, key)? {
+            ensure!(value == expected, "{key} of thread {name} is {value}");
+        }
+    }
+    for entry in fs::read_dir(this_tests_dir())? {
+        let entry = entry?;
+        // The runner has created the file of the test's output.
+        let (name, owner) = (entry.file_name(), entry.metadata()?.uid());
+        ensure!(name == "output" || owner == uid, "{name:?} belongs to user {owner}");
+    }
+    for path in [pool.path(), &guest.api_socket(), &guest.vsock_socket(), &guest.console_file()] {
+        ensure!(path.exists(), "{} is missing", path.display());
+    }
+    guest.no_kernel_complaints()
+}
+
+fn user_without_the_group_of_kvm_is_refused() -> Result<()> {
+    if fs::metadata("/dev/kvm")?.mode() & 0o006 != 0 && !emulated() {
+        return skip("all users of this host may open /dev/kvm");
+    }
+    user::become_ordinary(false)?;
+    let refused = builder().packed_kernel().expect_refusal()?.message;
+    let user = user::ORDINARY;
+    let expected = format!(
+        "foreshore: cannot boot the VM: cannot open /dev/kvm as user {user}; add the user to the \
+         group of the device, usually kvm: Permission denied (os error 13)\n"
+    );
+    ensure!(refused == expected, "{refused}");
     Ok(())
 }
