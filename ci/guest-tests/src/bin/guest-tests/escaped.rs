@@ -5,8 +5,8 @@ use std::fs;
 use anyhow::{Result, ensure};
 use escaped_guest::threads::{self, ThreadKind, VmmThread};
 use escaped_guest::{
-    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, execute_program,
-    open_through_ring_of_disk,
+    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, check_attempts_without_limits,
+    execute_program, open_through_ring_of_disk,
 };
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
