@@ -15,7 +15,7 @@ mod zstd;
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
 
-use flate2::read::GzDecoder;
+use flate2::bufread::GzDecoder;
 use lzma_rust2::XzReader;
 use thiserror::Error;
 
@@ -151,7 +151,7 @@ impl<'a> Packed<'a> {
             }
             // The trailer is part of gzip's stream.
             Compression::Gzip => {
-                fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?
+                unpack_gzip(payload, output).map_err(|e| damaged(e.to_string()))?
             }
             Compression::Xz => unpack_xz(stream, output).map_err(|e| damaged(e.to_string()))?,
             Compression::Lz4 => lz4::unpack(stream, output).map_err(|error| match error {
@@ -169,12 +169,32 @@ impl<'a> Packed<'a> {
     }
 }
 
+fn unpack_gzip(payload: &[u8], output: &mut [u8]) -> io::Result<usize> {
+    let mut decoder = GzDecoder::new(payload);
+    let unpacked_bytes = fill(&mut decoder, output)?;
+    refuse_trailing_bytes(decoder.into_inner())?;
+    Ok(unpacked_bytes)
+}
+
 fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
-    fill(XzReader::new_mem_limit(stream, false, XZ_MEMORY_KIB), output)
+    let mut decoder = XzReader::new_mem_limit(stream, false, XZ_MEMORY_KIB);
+    let unpacked_bytes = fill(&mut decoder, output)?;
+    refuse_trailing_bytes(decoder.into_inner())?;
+    Ok(unpacked_bytes)
+}
+
+/// Fails if a decoder has not read all of its stream.
+fn refuse_trailing_bytes(rest: &[u8]) -> io::Result<()> {
+    match rest.len() {
+        0 => Ok(()),
+        bytes => {
+            Err(io::Error::new(ErrorKind::InvalidData, format!("{bytes} bytes follow its end")))
+        }
+    }
 }
 
 /// Reads all of `source` into `output` and returns its length. Fails if `source` does not fit.
-fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
+fn fill(source: &mut impl Read, output: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < output.len() {
         match source.read(&mut output[filled..])? {

@@ -51,6 +51,19 @@ fn every_truncation_is_an_error() {
 }
 
 #[test]
+fn bytes_after_the_end_of_a_stream_are_refused() {
+    let data = sample(10_000);
+    for payload in payloads(&data) {
+        let mut stream = payload[..payload.len() - 4].to_vec();
+        if Compression::of(&payload) == Some(Compression::Gzip) {
+            stream = payload;
+        }
+        stream.extend_from_slice(b"trailing");
+        assert!(unpack(&with_trailer(stream.clone(), data.len())).is_err(), "{stream:02x?}");
+    }
+}
+
+#[test]
 fn wrong_trailer_is_an_error() {
     let data = sample(10_000);
     for payload in payloads(&data) {

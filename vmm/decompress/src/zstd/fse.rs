@@ -61,11 +61,7 @@ impl Distribution {
                 }
             }
         }
-        let rest = bits.rest()?;
-        if left < 0 {
-            return Err(ZstdError::Probabilities { excess: left.unsigned_abs() });
-        }
-        Ok((distribution, rest))
+        Ok((distribution, bits.rest()?))
     }
 
     fn push(&mut self, probability: i16, max_symbol: u8) -> Result<(), ZstdError> {
@@ -113,7 +109,7 @@ impl Distribution {
     }
 }
 
-/// Reads a probability. `values` is the number of possible values. Lower values need one bit less.
+/// Reads a probability below `values`, or -1. Lower values need one bit less.
 fn read_probability(bits: &mut ForwardBits, values: u32) -> i32 {
     let count = values.ilog2() + 1;
     let (low_mask, spare) = ((1 << (count - 1)) - 1, (1 << count) - 1 - values);

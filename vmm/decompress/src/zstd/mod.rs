@@ -50,8 +50,6 @@ pub(crate) enum ZstdError {
     NothingToRepeat,
     #[error("a table has 2^{log} states, more than 2^{max_log}")]
     TableLog { log: u32, max_log: u32 },
-    #[error("the probabilities of a table exceed their sum by {excess}")]
-    Probabilities { excess: u32 },
     #[error("a table has symbols above {max_symbol}")]
     Symbols { max_symbol: u8 },
     #[error("a Huffman code has a weight of {weight}")]
