@@ -80,7 +80,7 @@ pub fn listen(
     let (listener, mut file) = bind(path, lock).map_err(fail)?;
     file.has_replaced_stale = state == PathState::Stale;
     // If setting the access fails, dropping `file` removes the socket again.
-    open_to(path, access).map_err(fail)?;
+    file.open_to(access).map_err(fail)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
     Ok((listener, file))
 }
@@ -93,25 +93,6 @@ fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     rustix::fs::fchmod(&socket, Mode::from_raw_mode(PRIVATE_MODE))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
-}
-
-/// Sets group and mode of the socket at `path`. Uses a descriptor, so that another file is not
-/// changed if it replaces the socket at `path` meanwhile.
-fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
-    if *access == SocketAccess::default() {
-        return Ok(());
-    }
-    let group = access.group.as_ref().map(|group| group_id(&group.0)).transpose()?;
-    let file = open_path(path)?;
-    if !file.metadata()?.file_type().is_socket() {
-        return Err(replaced());
-    }
-    if group.is_some() {
-        set_owner(&file, None, group)?;
-    }
-    let Some(mode) = access.mode else { return Ok(()) };
-    let file = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    fs::set_permissions(&file, fs::Permissions::from_mode(mode.0))
 }
 
 /// Opens a file only to change its attributes.
@@ -187,6 +168,31 @@ impl SocketFile {
 }
 
 impl SocketFile {
+    /// Opens the file only to change its attributes. Fails if another file has replaced it, for
+    /// example a socket of another user who may write to the folder.
+    fn open(&self) -> io::Result<File> {
+        let file = open_path(&self.path)?;
+        let metadata = file.metadata()?;
+        let is_own = (metadata.dev(), metadata.ino()) == (self.device, self.inode);
+        if is_own && metadata.file_type().is_socket() { Ok(file) } else { Err(replaced()) }
+    }
+
+    /// Sets group and mode of the file. Uses a descriptor, so that another file is not changed if
+    /// it replaces the socket meanwhile.
+    fn open_to(&self, access: &SocketAccess) -> io::Result<()> {
+        if *access == SocketAccess::default() {
+            return Ok(());
+        }
+        let group = access.group.as_ref().map(|group| group_id(&group.0)).transpose()?;
+        let file = self.open()?;
+        if group.is_some() {
+            set_owner(&file, None, group)?;
+        }
+        let Some(mode) = access.mode else { return Ok(()) };
+        let file = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode.0))
+    }
+
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -206,12 +212,9 @@ impl SocketFile {
         group: Option<u32>,
         access: &SocketAccess,
     ) -> io::Result<()> {
-        let file = open_path(&self.path)?;
-        let metadata = file.metadata()?;
-        let is_own = (metadata.dev(), metadata.ino()) == (self.device, self.inode);
-        // The user may have replaced the socket or its lock by a link to a file of root.
-        if !is_own || !metadata.file_type().is_socket() || self.lock.file().metadata()?.nlink() > 1
-        {
+        let file = self.open()?;
+        // The user may have replaced the lock by a link to a file of root.
+        if self.lock.file().metadata()?.nlink() > 1 {
             return Err(replaced());
         }
         set_owner(&file, user, group.filter(|_| access.group.is_none()))?;
@@ -290,6 +293,19 @@ mod tests {
             drop(socket);
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         }
+    }
+
+    #[test]
+    fn socket_that_has_replaced_another_is_not_opened_to_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let (_listener, file) = listen_on(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        let _other = UnixListener::bind(&path).unwrap();
+        let before = mode_of(&path);
+        let access = SocketAccess { mode: Some(SocketMode(0o666)), ..SocketAccess::default() };
+        assert_eq!(file.open_to(&access).unwrap_err().to_string(), replaced().to_string());
+        assert_eq!(mode_of(&path), before);
     }
 
     #[test]
