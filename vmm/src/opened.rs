@@ -1,5 +1,5 @@
-//! First phase of the VMM's life. The process opens what it may be unable to open later, then drops
-//! its privileges, then runs.
+//! First phase of the VMM. The process first opens the objects that it may be unable to open later.
+//! Then it drops its privileges, and runs.
 //!
 //! | | Opened | Reason |
 //! |---|---|---|

@@ -214,7 +214,7 @@ fn run(arguments: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
-/// Returns true if the user of [`NOBODY`] cannot open KVM, but this process can.
+/// Returns true if this process can open KVM, and the user [`NOBODY`] cannot.
 fn is_kvm_private() -> bool {
     let is_private = fs::metadata("/dev/kvm").is_ok_and(|kvm| kvm.mode() & 0o006 == 0);
     is_private && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()

@@ -32,7 +32,8 @@ impl VmmThread {
 
     /// Kind of the thread, which follows from its name.
     pub fn kind(&self) -> Result<ThreadKind> {
-        kind_of(&self.name).with_context(|| format!("thread {} has no known kind", self.name))
+        ThreadKind::of_name(&self.name)
+            .with_context(|| format!("thread {} has no known kind", self.name))
     }
 }
 
@@ -40,7 +41,7 @@ impl VmmThread {
     /// Returns true if the thread has the filter of its kind, or runs without filters. A thread of
     /// any kind but [`ThreadKind::SetUp`] inherits one filter, and then adds its own.
     fn has_started(&self) -> bool {
-        let own = if kind_of(&self.name) == Some(ThreadKind::SetUp) { 1 } else { 2 };
+        let own = if ThreadKind::of_name(&self.name) == Some(ThreadKind::SetUp) { 1 } else { 2 };
         let filters = self.status("Seccomp_filters").ok().and_then(|number| number.parse().ok());
         filters.is_none_or(|number: u32| number == 0 || number >= own)
     }
@@ -71,7 +72,7 @@ pub fn wait_for_kinds(pid: u32, kinds: &[ThreadKind]) -> Result<Vec<VmmThread>> 
     wait_for("each kind of thread has started", START_LIMIT, || {
         let threads = of(pid)?;
         let find = |kind: &ThreadKind| {
-            let is_of_kind = |thread: &&VmmThread| kind_of(&thread.name) == Some(*kind);
+            let is_of_kind = |thread: &&VmmThread| ThreadKind::of_name(&thread.name) == Some(*kind);
             threads.iter().filter(is_of_kind).find(|thread| thread.has_started()).cloned()
         };
         Ok(kinds.iter().map(find).collect())
@@ -89,31 +90,6 @@ fn flags(stat: &str) -> Result<u64> {
     Ok(flags.with_context(|| format!("no flags in {stat}"))?.parse()?)
 }
 
-fn kind_of(name: &str) -> Option<ThreadKind> {
-    Some(match name {
-        "foreshore" | "_removed" => ThreadKind::SetUp,
-        "_api" => ThreadKind::Api,
-        "_device" | "_console" => ThreadKind::Device,
-        "_vsock" => ThreadKind::Vsock,
-        "_pmem" => ThreadKind::Queue,
-        "_mem" | "_lost" => ThreadKind::Memory,
-        "_agent" | "_pressure" => ThreadKind::Governor,
-        "_events" | "_record" => ThreadKind::Writer,
-        "_console_file" => ThreadKind::ConsoleFile,
-        "pool-scrubber" => ThreadKind::Scrubber,
-        _ if is_numbered(name, "vcpu") => ThreadKind::Vcpu,
-        _ => {
-            let (_device, queue) = name.rsplit_once('_')?;
-            let is_queue = is_numbered(queue, "q") || is_numbered(queue, "qp");
-            return is_queue.then_some(ThreadKind::Queue);
-        }
-    })
-}
-
-fn is_numbered(name: &str, prefix: &str) -> bool {
-    name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -128,7 +104,7 @@ mod tests {
             ("vcpu", None),
             ("tokio-runtime", None),
         ] {
-            assert_eq!(kind_of(name), kind, "{name}");
+            assert_eq!(ThreadKind::of_name(name), kind, "{name}");
         }
     }
 

@@ -22,7 +22,7 @@ pub fn need_root(purpose: &str) -> Result<()> {
 }
 
 /// Returns the path of a private file in /proc/PID. Skips the test if its user cannot open the
-/// file. Those of a process that is not dumpable, such as a VMM, belong to root (proc(5)).
+/// file. Files of a process that is not dumpable, such as a VMM, belong to root (proc(5)).
 pub fn need_proc(pid: u32, name: &str) -> Result<PathBuf> {
     let path = PathBuf::from(format!("/proc/{pid}/{name}"));
     let metadata = fs::metadata(&path).with_context(|| format!("No {}", path.display()))?;

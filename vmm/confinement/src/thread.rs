@@ -47,6 +47,32 @@ impl ThreadKind {
         Self::ConsoleFile,
         Self::Scrubber,
     ];
+
+    /// Returns the kind of a thread by its name, for tests of all threads of a VMM.
+    pub fn of_name(name: &str) -> Option<Self> {
+        Some(match name {
+            "foreshore" | "_removed" => Self::SetUp,
+            "_api" => Self::Api,
+            "_device" | "_console" => Self::Device,
+            "_vsock" => Self::Vsock,
+            "_pmem" => Self::Queue,
+            "_mem" | "_lost" => Self::Memory,
+            "_agent" | "_pressure" => Self::Governor,
+            "_events" | "_record" => Self::Writer,
+            "_console_file" => Self::ConsoleFile,
+            "pool-scrubber" => Self::Scrubber,
+            _ if is_numbered(name, "vcpu") => Self::Vcpu,
+            _ => {
+                let (_device, queue) = name.rsplit_once('_')?;
+                let is_queue = is_numbered(queue, "q") || is_numbered(queue, "qp");
+                return is_queue.then_some(Self::Queue);
+            }
+        })
+    }
+}
+
+fn is_numbered(name: &str, prefix: &str) -> bool {
+    name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
 /// Confines the calling thread to its kind, for the rest of its life.

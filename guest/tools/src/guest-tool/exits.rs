@@ -10,7 +10,7 @@ const DEVICES: &str = "/sys/bus/pci/devices";
 
 /// Prints the time of `count` reads of a PCI device's configuration space.
 pub(crate) fn time(count: u64) -> Result<()> {
-    let device = fs::read_dir(DEVICES)?.next().context("There is no PCI device")??;
+    let device = fs::read_dir(DEVICES)?.next().context("The guest has no PCI device")??;
     let configuration = File::open(device.path().join("config"))?;
     let started = Instant::now();
     for _ in 0..count {

@@ -83,29 +83,12 @@ fn made(trace: &str) -> BTreeSet<Made> {
         made.extend(filter.map(|kind| Made { kind, call: line.call, arguments }));
         let mode = libc::SECCOMP_SET_MODE_FILTER.into();
         if line.call == libc::SYS_seccomp && arguments[0] == mode {
-            let kind = kind_of(line.name);
+            // A process enters the filter of set-up first, under any name.
+            let kind = ThreadKind::of_name(line.name).unwrap_or(ThreadKind::SetUp);
             *filter = ThreadKind::ALL.iter().position(|one| *one == kind);
         }
     }
     made
-}
-
-/// Kind of a thread that has entered a filter, by its name.
-fn kind_of(name: &str) -> ThreadKind {
-    match name {
-        "_api" => ThreadKind::Api,
-        "_device" | "_console" => ThreadKind::Device,
-        "_vsock" => ThreadKind::Vsock,
-        "_pmem" => ThreadKind::Queue,
-        "_mem" | "_lost" => ThreadKind::Memory,
-        "_agent" | "_pressure" => ThreadKind::Governor,
-        "_events" | "_record" => ThreadKind::Writer,
-        "_console_file" => ThreadKind::ConsoleFile,
-        "pool-scrubber" => ThreadKind::Scrubber,
-        _ if name.starts_with("vcpu") => ThreadKind::Vcpu,
-        _ if name.contains("_q") => ThreadKind::Queue,
-        _ => ThreadKind::SetUp,
-    }
 }
 
 impl Condition {

@@ -1,4 +1,4 @@
-//! Bit streams of zstd. All of them have their least significant bit first. Those of entropy codes
+//! Bit streams of zstd. Each stream starts with its least significant bit. Streams of entropy codes
 //! are read from the end.
 
 use super::ZstdError;
@@ -33,7 +33,7 @@ impl<'a> ForwardBits<'a> {
         bits
     }
 
-    /// Bytes of which no bit has been read.
+    /// Returns the bytes after the last byte that was read in part or completely.
     pub(super) fn rest(&self) -> Result<&'a [u8], ZstdError> {
         self.data.get(self.at.div_ceil(8)..).ok_or(ZstdError::Truncated)
     }

@@ -1,4 +1,4 @@
-//! Guest memory of which each byte can be read only once. Another thread of the guest may change a
+//! Guest memory that allows only one read of each byte. Another thread of the guest may change a
 //! byte after the VMM has checked it, so a second read may return another value.
 
 use std::collections::HashSet;
