@@ -6,7 +6,6 @@ mod report;
 mod request;
 #[cfg(test)]
 mod unreached;
-mod utc;
 
 use std::hint::black_box;
 use std::os::fd::RawFd;

@@ -17,9 +17,9 @@ use std::os::fd::RawFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::utc::Utc;
 use super::{ReportTarget, SeccompMode};
 use crate::thread::ThreadKind;
+use jiff::Timestamp;
 
 /// Exit status of a VMM that ends because of a refused call: 128 plus the number of SIGSYS, as
 /// shells report a process that the signal ends.
@@ -255,8 +255,9 @@ impl Line {
         match is_json {
             true => write!(
                 self,
-                "{{\"timestamp\":\"{}\",\"level\":\"ERROR\",\"message\":\"",
-                Utc::now()
+                "{{\"timestamp\":\"{:.6}\",\"level\":\"ERROR\",\"message\":\"",
+                // Reads the clock and calculates, which is safe in a handler of a signal.
+                Timestamp::now()
             )?,
             false => self.write_str("foreshore: ")?,
         }
