@@ -50,7 +50,7 @@ impl PciSlots {
     }
 
     /// Requests the removal of the device in `slot`. A repeated request notifies the guest again.
-    pub(crate) fn ask(&mut self, slot: u8) {
+    pub(crate) fn request_removal(&mut self, slot: u8) {
         self.down |= bit(slot);
         self.leaving |= bit(slot);
     }
@@ -186,12 +186,12 @@ mod tests {
     fn page_dispatches_to_vcpu_registers() {
         let cpus = Arc::new(CpuRegisters::new(Plug::new(2, 2), |_| ()));
         let page = HotplugPage::new(|_| ()).with_cpus(Arc::clone(&cpus));
-        page.slots(|slots| slots.ask(1));
+        page.slots(|slots| slots.request_removal(1));
         page.write(CPUS_OFFSET + CPU_SELECT, &[1, 0, 0, 0]);
         let mut register = [0; 4];
         page.read(CPUS_OFFSET + CPU_STATUS, &mut register);
         assert_eq!(register, [1, 0, 0, 0]);
-        cpus.plug(|plug| plug.ask(1..2));
+        cpus.plug(|plug| plug.request_removal(1..2));
         page.write(CPUS_OFFSET + CPU_STATUS, &[1, 0, 0, 0]);
         assert!(!cpus.plug(|plug| plug.is_there(1)));
         assert!(page.slots(|slots| slots.is_leaving(1)), "the register names no slot");
@@ -202,12 +202,12 @@ mod tests {
         let mut slots = PciSlots::default();
         slots.put(3);
         slots.put(31);
-        slots.ask(5);
+        slots.request_removal(5);
         assert_eq!((slots.read(PCI_UP), slots.read(PCI_UP)), (1 << 3 | 1 << 31, 0));
         assert_eq!((slots.read(PCI_DOWN), slots.read(PCI_DOWN)), (1 << 5, 0));
         assert!(slots.is_leaving(5) && !slots.is_leaving(3));
         // A request that the guest has not read or not completed is repeated.
-        slots.ask(5);
+        slots.request_removal(5);
         assert_eq!(slots.read(PCI_DOWN), 1 << 5);
         assert_eq!((slots.read(PCI_EJECT), slots.read(2), slots.read(0x100)), (0, 0, 0));
     }
@@ -215,8 +215,8 @@ mod tests {
     #[test]
     fn only_requested_slots_are_ejected() {
         let mut slots = PciSlots::default();
-        slots.ask(5);
-        slots.ask(7);
+        slots.request_removal(5);
+        slots.request_removal(7);
         assert!(slots.write(PCI_EJECT, 1 << 6).is_empty());
         assert!(slots.write(PCI_DOWN, u32::MAX).is_empty());
         assert_eq!(slots.write(PCI_EJECT, u32::MAX), [5, 7]);
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn added_device_clears_earlier_removal_request() {
         let mut slots = PciSlots::default();
-        slots.ask(5);
+        slots.request_removal(5);
         slots.put(5);
         assert_eq!(
             (slots.is_leaving(5), slots.read(PCI_DOWN), slots.read(PCI_UP)),
@@ -245,7 +245,7 @@ mod tests {
         });
         page.slots(|slots| {
             slots.put(1);
-            slots.ask(2);
+            slots.request_removal(2);
         });
         let mut byte = [0xff];
         page.read(PCI_UP, &mut byte);
@@ -282,20 +282,20 @@ mod tests {
         #[test]
         fn slot_is_freed_at_most_once_per_request(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
             let mut slots = PciSlots::default();
-            let mut asked = 0u32;
+            let mut requested = 0u32;
             for (kind, offset, value) in steps {
                 let slot = (value % 32) as u8;
                 match kind {
-                    0 => { slots.put(slot); asked &= !(1 << slot); }
-                    1 => { slots.ask(slot); asked |= 1 << slot; }
+                    0 => { slots.put(slot); requested &= !(1 << slot); }
+                    1 => { slots.request_removal(slot); requested |= 1 << slot; }
                     2 => drop(slots.read(offset)),
                     _ => for freed in slots.write(offset, value) {
-                        prop_assert!(asked & 1 << freed != 0 && value & 1 << freed != 0);
-                        asked &= !(1 << freed);
+                        prop_assert!(requested & 1 << freed != 0 && value & 1 << freed != 0);
+                        requested &= !(1 << freed);
                     },
                 }
                 for slot in 0..32 {
-                    prop_assert_eq!(slots.is_leaving(slot), asked & 1 << slot != 0);
+                    prop_assert_eq!(slots.is_leaving(slot), requested & 1 << slot != 0);
                 }
             }
         }

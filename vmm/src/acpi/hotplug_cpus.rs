@@ -145,7 +145,7 @@ mod tests {
             read(&registers, CPU_STATUS)
         };
         assert_eq!([0, 1, 2, 3, 4, 255, 256, u32::MAX].map(status), [1, 1, 1, 0, 0, 0, 0, 0]);
-        registers.plug(|plug| plug.ask(1..3));
+        registers.plug(|plug| plug.request_removal(1..3));
         assert_eq!([(); 3].map(|()| read(&registers, CPU_REMOVAL)), [2, 1, NONE]);
         assert_eq!(status(2), 1, "a vCPU stays until it is ejected");
         write(&registers, CPU_STATUS, !EJECT);
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn accesses_outside_registers_have_no_effect() {
         let (registers, gone) = registers(2, 2);
-        registers.plug(|plug| plug.ask(1..2));
+        registers.plug(|plug| plug.request_removal(1..2));
         write(&registers, CPU_SELECT, 1);
         let mut byte = [0xff];
         registers.read(CPU_STATUS, &mut byte);
@@ -179,8 +179,8 @@ mod tests {
             boot in 1u8..8, down_to in 1u8..8, accesses in prop::collection::vec((0u64..0x14, any::<bool>(), 0u32..10), 0..200)
         ) {
             let (registers, gone) = registers(boot, 8);
-            let asked = down_to.min(boot)..boot;
-            registers.plug(|plug| plug.ask(asked.clone()));
+            let requested = down_to.min(boot)..boot;
+            registers.plug(|plug| plug.request_removal(requested.clone()));
             for (offset, writes, value) in accesses {
                 match writes {
                     true => write(&registers, offset, value),
@@ -190,7 +190,7 @@ mod tests {
             let gone = gone.lock().clone();
             for index in 0..8 {
                 let times = gone.iter().filter(|&&one| one == index).count();
-                prop_assert!(times <= usize::from(asked.contains(&index)));
+                prop_assert!(times <= usize::from(requested.contains(&index)));
                 let there = registers.plug(|plug| plug.is_there(index));
                 prop_assert_eq!(there, index < boot && times == 0);
             }

@@ -1,9 +1,9 @@
 //! vCPU hotplug state machine.
 //!
 //! ```text
-//!            put              ask                  eject              parked
-//!   Absent ───────► Present ───────► Leaving ────────────────► Gone ─────────► Absent
-//!           (VM task)        (VM task)        (guest's write)       (VM task)
+//!            put         request_removal            eject              parked
+//!   Absent ───────► Present ───────────────► Leaving ────────────────► Gone ─────────► Absent
+//!           (VM task)           (VM task)            (guest's write)       (VM task)
 //! ```
 //!
 //! Present vCPUs always have the lowest indices, because removal starts with the highest. While a
@@ -44,7 +44,7 @@ pub(crate) struct Plug {
     /// Added vCPUs that the guest has not been notified of.
     added: BTreeSet<u8>,
     /// vCPUs whose requested removal the guest has not been notified of.
-    asked: BTreeSet<u8>,
+    requested: BTreeSet<u8>,
 }
 
 impl Plug {
@@ -54,7 +54,7 @@ impl Plug {
         Self {
             states: (0..max).map(state).collect(),
             added: BTreeSet::new(),
-            asked: BTreeSet::new(),
+            requested: BTreeSet::new(),
         }
     }
 
@@ -98,19 +98,19 @@ impl Plug {
     }
 
     /// Requests the removal of `go`.
-    pub(crate) fn ask(&mut self, go: Range<u8>) {
+    pub(crate) fn request_removal(&mut self, go: Range<u8>) {
         for index in go {
             assert_ne!(index, 0, "vCPU 0 stays");
             self.set(index, State::Present, State::Leaving);
             self.added.remove(&index);
-            self.asked.insert(index);
+            self.requested.insert(index);
         }
     }
 
     /// Notifies the guest of the leaving vCPUs again. Returns false if no vCPU is leaving.
     pub(crate) fn notify_again(&mut self) -> bool {
-        self.asked = self.of(State::Leaving).collect();
-        !self.asked.is_empty()
+        self.requested = self.of(State::Leaving).collect();
+        !self.requested.is_empty()
     }
 
     fn set(&mut self, index: u8, from: State, to: State) {
@@ -132,7 +132,7 @@ impl Plug {
             return false;
         }
         *state = State::Gone;
-        self.asked.remove(&index);
+        self.requested.remove(&index);
         true
     }
 
@@ -149,7 +149,7 @@ impl Plug {
 
     /// Takes the highest vCPU from the list of unreported removals.
     pub(crate) fn next_removal(&mut self) -> Option<u8> {
-        self.asked.pop_last()
+        self.requested.pop_last()
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!((plug.present(), plug.step(4)), (4, Ok(Step::Nothing)));
         assert_eq!([(); 4].map(|()| plug.next_added()), [Some(1), Some(2), Some(3), None]);
         assert_eq!(plug.step(2), Ok(Step::Go(2..4)));
-        plug.ask(2..4);
+        plug.request_removal(2..4);
         assert_eq!([(); 3].map(|()| plug.next_removal()), [Some(3), Some(2), None]);
         assert_eq!((plug.present(), plug.pending()), (2, vec![2, 3]));
     }
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn no_other_resize_while_a_vcpu_is_leaving() {
         let mut plug = Plug::new(4, 4);
-        plug.ask(2..4);
+        plug.request_removal(2..4);
         assert_eq!(plug.step(2), Ok(Step::Nothing), "a repeated request is harmless");
         for desired in [1, 3, 4] {
             assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
@@ -195,7 +195,7 @@ mod tests {
     fn ignored_removal_request_is_repeated() {
         let mut plug = Plug::new(3, 3);
         assert!(!plug.notify_again());
-        plug.ask(1..3);
+        plug.request_removal(1..3);
         assert_eq!([plug.next_removal(), plug.next_removal()], [Some(2), Some(1)]);
         assert!(plug.eject(2) && plug.notify_again());
         assert_eq!([plug.next_removal(), plug.next_removal()], [Some(1), None]);
@@ -205,7 +205,7 @@ mod tests {
     fn vcpu_removed_before_announcement_is_not_announced() {
         let mut plug = Plug::new(1, 2);
         plug.put(1..2);
-        plug.ask(1..2);
+        plug.request_removal(1..2);
         assert_eq!((plug.next_added(), plug.next_removal()), (None, Some(1)));
     }
 
@@ -217,7 +217,7 @@ mod tests {
             assert!(!plug.eject(index), "vCPU {index}");
         }
         assert_eq!(plug, before);
-        plug.ask(1..2);
+        plug.request_removal(1..2);
         assert!(plug.eject(1) && !plug.eject(1), "the vCPU is removed once");
     }
 
@@ -231,7 +231,7 @@ mod tests {
                     let desired = 1 + number % 6;
                     match plug.step(desired) {
                         Ok(Step::Come(come)) => plug.put(come),
-                        Ok(Step::Go(go)) => plug.ask(go),
+                        Ok(Step::Go(go)) => plug.request_removal(go),
                         Ok(Step::Nothing) => {}
                         Err(Pending(pending)) => prop_assert!(!pending.is_empty()),
                     }

@@ -282,7 +282,9 @@ impl Devices for GovernedDevices {
                 }
                 Request::Remind(zone) => device(zone).remind(),
                 Request::ReportHeld(zone) => device(zone).report_held(),
-                Request::Statistics => self.balloon.iter().for_each(|balloon| balloon.ask()),
+                Request::Statistics => {
+                    self.balloon.iter().for_each(|balloon| balloon.request_statistics())
+                }
             }
         }
     }

@@ -111,7 +111,7 @@ fn device_receives_a_size_without_room_for_its_descriptors() {
 struct FakeBalloon(Mutex<u64>);
 
 impl BalloonSource for FakeBalloon {
-    fn ask(&self) {
+    fn request_statistics(&self) {
         *self.0.lock() += 1;
     }
     fn state(&self) -> BalloonState {

@@ -121,7 +121,7 @@ impl UnmanagedMemory {
 /// Balloon of a guest as a source of statistics.
 pub trait BalloonSource: Send + Sync {
     /// Requests statistics from the driver.
-    fn ask(&self);
+    fn request_statistics(&self);
 
     fn state(&self) -> BalloonState;
 }

@@ -24,8 +24,8 @@ use crate::vm::error::BuildError;
 use crate::vm::resources::Resources;
 
 impl BalloonSource for BalloonHandle {
-    fn ask(&self) {
-        self.request_statistics();
+    fn request_statistics(&self) {
+        BalloonHandle::request_statistics(self);
     }
 
     fn state(&self) -> BalloonState {

@@ -152,7 +152,7 @@ impl DeviceHotplug for KvmMachine {
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
-        let leaving = self.being_asked(kind);
+        let leaving = self.leaving(kind);
         if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
             // The other device has been removed from the configuration, but the guest still has it.
             self.hotplug.metrics.count(kind, "add", "error");
@@ -193,7 +193,7 @@ impl DeviceHotplug for KvmMachine {
             // device.
             return Ok(());
         }
-        self.hotplug.page.slots(|slots| slots.ask(slot));
+        self.hotplug.page.slots(|slots| slots.request_removal(slot));
         self.notify_slots(slot);
         Ok(())
     }
@@ -221,7 +221,7 @@ impl DeviceHotplug for KvmMachine {
 impl KvmMachine {
     /// IDs of devices of a kind that the guest was requested to eject and has not ejected yet.
     /// Empty if there are no such devices.
-    fn being_asked(&self, kind: &str) -> String {
+    fn leaving(&self, kind: &str) -> String {
         let attached = self.devices.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> = attached
             .filter(|attached| attached.is_leaving)
@@ -233,7 +233,7 @@ impl KvmMachine {
     /// Error for an addition that failed. If an interface or file is in use while a device of the
     /// same kind is being removed, the error is `DeviceLeaving`. The resource may become free soon.
     fn refusal_reason(&self, kind: &str, err: &BuildError) -> VmError {
-        let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
+        let (reason, leaving) = (foreshore_types::chain(err), self.leaving(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
             true => VmError::DeviceLeaving { reason, leaving },
             false => VmError::Failed(reason),

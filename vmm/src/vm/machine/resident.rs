@@ -17,7 +17,7 @@ const MAX_AGE: Duration = Duration::from_secs(1);
 
 pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
-    asked: Mutex<Asked>,
+    queue: Mutex<Queue>,
     /// Value read last, for these plugged sizes. Locked only by the answering thread.
     last: Mutex<CachedValue<Vec<u64>, Vec<u64>>>,
 }
@@ -25,7 +25,7 @@ pub(crate) struct Resident {
 type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
 
 #[derive(Default)]
-struct Asked {
+struct Queue {
     waiting: Vec<Request>,
     /// True while a thread is answering. It will answer all waiting requests.
     is_answering: bool,
@@ -37,7 +37,7 @@ impl Resident {
         read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static,
     ) -> Arc<Self> {
         let last = Mutex::new(CachedValue::new(MAX_AGE));
-        Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
+        Arc::new(Self { read: Box::new(read), queue: Mutex::default(), last })
     }
 
     /// Answers with `zones` and their resident bytes, from a thread that may block. Returns
@@ -46,9 +46,9 @@ impl Resident {
     /// One thread answers all requests. Otherwise, each waiting client would block another thread.
     pub(crate) fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
-            let mut asked = self.asked.lock();
-            asked.waiting.push((zones, reply));
-            std::mem::replace(&mut asked.is_answering, true)
+            let mut queue = self.queue.lock();
+            queue.waiting.push((zones, reply));
+            std::mem::replace(&mut queue.is_answering, true)
         };
         if !was_answering {
             tokio::task::spawn_blocking(move || self.answer_all());
@@ -67,10 +67,10 @@ impl Resident {
 
     /// Takes all waiting requests. If no request is waiting, the next one starts a new thread.
     fn take_waiting(&self) -> Option<Vec<Request>> {
-        let mut asked = self.asked.lock();
-        let waiting = std::mem::take(&mut asked.waiting);
-        asked.is_answering = !waiting.is_empty();
-        asked.is_answering.then_some(waiting)
+        let mut queue = self.queue.lock();
+        let waiting = std::mem::take(&mut queue.waiting);
+        queue.is_answering = !waiting.is_empty();
+        queue.is_answering.then_some(waiting)
     }
 
     fn fill_in(&self, zones: &mut [ZoneInfo]) {

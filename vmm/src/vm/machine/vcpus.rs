@@ -253,7 +253,7 @@ impl KvmMachine {
             }
             Step::Go(go) => {
                 go.clone().for_each(|_| self.hotplug.metrics.count(KIND, "remove", "requested"));
-                registers.plug(|plug| plug.ask(go));
+                registers.plug(|plug| plug.request_removal(go));
                 self.vcpus.count();
                 self.notify_vcpus();
             }
@@ -417,7 +417,7 @@ mod tests {
         /// Requests the ejection of a vCPU, ejects it as a guest would, and parks it.
         fn take(&mut self, index: u8) -> Option<u8> {
             let registers = &self.vcpus.registers;
-            registers.plug(|plug| plug.ask(index..index + 1));
+            registers.plug(|plug| plug.request_removal(index..index + 1));
             registers.write(CPU_SELECT, &u32::from(index).to_le_bytes());
             registers.write(CPU_STATUS, &[1, 0, 0, 0]);
             self.vcpus.park(index)
@@ -521,7 +521,7 @@ mod tests {
     #[test]
     fn last_ejection_returns_number_of_vcpus() {
         let mut rig = Rig::new(3, 3);
-        rig.vcpus.registers.plug(|plug| plug.ask(1..3));
+        rig.vcpus.registers.plug(|plug| plug.request_removal(1..3));
         for (index, left) in [(2u32, None), (1, Some(1))] {
             rig.vcpus.registers.write(CPU_SELECT, &index.to_le_bytes());
             rig.vcpus.registers.write(CPU_STATUS, &[1, 0, 0, 0]);

@@ -314,15 +314,15 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration if the result is valid. An error mentions `asked`, the request.
+    /// Changes the configuration if the result is valid. An error mentions `request`, the request.
     fn reconfigure(
         &mut self,
-        asked: impl fmt::Display,
+        request: impl fmt::Display,
         change: impl FnOnce(&mut VmConfig) -> Result<(), VmError>,
     ) -> Result<(), VmError> {
         let mut config = self.config.clone();
         change(&mut config)?;
-        config.validate().map_err(|error| VmError::BadRequest(format!("{asked}: {error}")))?;
+        config.validate().map_err(|error| VmError::BadRequest(format!("{request}: {error}")))?;
         self.config = config;
         Ok(())
     }
