@@ -30,7 +30,7 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
     };
-    // 1. Opens what it may be unable to open later.
+    // 1. Opens files and sockets that the process may be unable to open without its privileges.
     // SAFETY: nothing has been opened yet, and no thread was started.
     let opened = match unsafe { Opened::open(&mut launch, &args) } {
         Ok(opened) => opened,
@@ -73,8 +73,9 @@ fn drop_privileges(launch: &Launch, log_fd: RawFd) -> Result<(), RunError> {
         tracing::warn!(%error, "Cannot raise the limit of open files");
     }
     let target = ReportTarget { fd: log_fd, is_json: launch.log.format == LogFormat::Json };
-    // Before the VM is built: a kernel may come from the guest's owner. If it exploits an error in
-    // its decoder or in the ELF loader, the code that it runs is already limited.
+    // The filter is installed before the VM is built, because the kernel file may come from the
+    // guest's owner. If the file exploits an error in a decoder or in the ELF loader, the filter
+    // already applies.
     Ok(seccomp::start(launch.seccomp, target)?)
 }
 

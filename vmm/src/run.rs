@@ -47,7 +47,7 @@ pub enum RunError {
 
 /// Runs the VMM until it ends.
 ///
-/// Its sockets are bound, so a VM never starts without its API.
+/// `opened` contains the bound sockets, so a VM never starts without its API.
 pub fn run(launch: Launch, opened: Opened) -> Result<(), RunError> {
     let (devices, sockets) = opened.into_parts()?;
     let events = Events::start();
@@ -132,8 +132,8 @@ fn serve(
     })
 }
 
-/// Confines a thread of the servers, which opens only [`READABLE`]. Ends the VMM if the
-/// kernel refuses limits of files that are required.
+/// Confines a thread of the servers, which opens only [`READABLE`]. Ends the VMM if the kernel
+/// refuses the limits although they are required.
 fn confine_server(is_required: bool) {
     let rules = READABLE.map(|path| Rule { path: path.into(), access: Access::Read });
     if let Err(error) = landlock::restrict(&rules) {

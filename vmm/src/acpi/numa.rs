@@ -4,7 +4,8 @@
 //! hot-pluggable range in the SRAT from the start. Otherwise its memory is added to another node.
 //!
 //! The table bodies are built here, because acpi_tables has no affinity structure for x86
-//! processors. Its HMAT has revision 1, in which Linux reads latencies in other units.
+//! processors. The HMAT of acpi_tables has revision 1, in which Linux reads latencies in other
+//! units.
 
 use super::table;
 
@@ -39,7 +40,7 @@ pub(crate) struct NumaNode {
     pub memory: Vec<NodeMemory>,
     /// Distance to each node, in order of index.
     pub distances: Vec<u8>,
-    /// Node with the vCPUs that the memory controller is attached to.
+    /// Node whose vCPUs are closest to the memory: the attached initiator in the HMAT.
     pub near: u32,
     /// Performance for each node with vCPUs, in order of index. The HMAT is omitted unless every
     /// node with memory has it.

@@ -26,7 +26,7 @@ enum State {
 /// Change that a resize requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The number is right, or enough vCPUs are already leaving to reach it.
+    /// The number of vCPUs is already right, or will be once the leaving vCPUs are ejected.
     Nothing,
     Come(Range<u8>),
     /// Removal of these vCPUs must be requested.

@@ -193,7 +193,7 @@ async fn send(
     body: Option<String>,
 ) -> Result<Response<Incoming>, AnyError> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // The connection ends with the answer. Errors of the connection also appear in the answer.
+    // The task ends with the answer. Its error is ignored, because reading the answer fails too.
     tokio::spawn(connection);
     let request = Request::builder()
         .method(method)

@@ -23,16 +23,16 @@ use tokio::time::{Instant, sleep_until};
 
 use super::server::Limits;
 
-/// Event that a connection waits for.
+/// Event that a connection waits for. The time is the start of the wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
     /// First read from the connection. The client may already have sent its request.
     ForRead,
-    /// Next request of the client, since the last answer.
+    /// First byte of the client's next request.
     ForRequest(Instant),
-    /// Rest of a request's head, since its first byte.
+    /// Rest of a request's head, whose first byte has arrived.
     ForRest(Instant),
-    /// Rest of a request's body, since the head. The call has not started.
+    /// Rest of a request's body, whose head has arrived. The call has not started.
     ForBody(Instant),
     /// End of a call that is in progress, or of its answer.
     ForCall,
@@ -178,7 +178,8 @@ impl ConnectionSlot {
         if state.waits != before.waits && state.waits != Waits::ForCall {
             self.changed.notify_one();
         }
-        // Both changes affect which connections may be closed to make room.
+        // Only after its first read may this connection be closed to make room. After its first
+        // request, it is closed later than silent ones.
         let is_read = before.waits == Waits::ForRead && state.waits != Waits::ForRead;
         if is_read || state.has_asked != before.has_asked {
             self.idle.notify_one();
@@ -546,7 +547,8 @@ mod tests {
                 let slots = slots();
                 let slot = slots.take();
                 prepare(&slot);
-                // Consumes exactly the two notifications, from accepting and from preparing.
+                // Consumes the notifications of `take` and `prepare`, so that only `change` can
+                // cause others.
                 for _ in 0..2 {
                     is_ready(slots.one_waits()).await;
                     is_ready(slot.changed.notified()).await;

@@ -194,8 +194,8 @@ mod tests {
         )
     }
 
-    /// Checks that every other process and thread closes the descriptor that is passed to `send`.
-    /// Only then does the reader of the pipe reach its end.
+    /// Checks that the receiver closes the descriptor that `send` passes: the pipe ends for its
+    /// reader once all copies of the write end are closed.
     #[track_caller]
     fn assert_closed(send: impl FnOnce(&File)) {
         let (mut reader, writer) = std::io::pipe().unwrap();
@@ -216,8 +216,8 @@ mod tests {
             // libvirt sends the whole request with the descriptors.
             send(&stream, &request("take", "{}"), &[&a, &b]);
             assert_eq!(receive(&mut stream).unwrap(), "a,b");
-            // Cloud Hypervisor's client sends the descriptors with the first line. The connection
-            // is the same.
+            // Cloud Hypervisor's client sends the descriptors with the first line. Here, it does so
+            // on the same connection.
             let (c, whole) = (file("c"), request("take", "{}"));
             send(&stream, &whole[..10], &[&c]);
             send(&stream, &whole[10..], &[]);

@@ -38,7 +38,8 @@ const USUAL_ERRORS: [StatusCode; 4] = [
     StatusCode::INTERNAL_SERVER_ERROR,
 ];
 
-/// Value of the label `call` for calls that do not exist. Their paths would be unlimited.
+/// Value of the label `call` for calls that do not exist. Labels with their paths would create any
+/// number of series.
 const UNKNOWN: &str = "unknown";
 
 impl CallMetrics {

@@ -16,7 +16,8 @@ use tracing::{debug, warn};
 
 use super::server::Limits;
 
-/// Reason of a refusal, as in the body of the answer. An extension of the answer.
+/// Reason of a refusal, as in the body of the answer. `ApiError` attaches it to the answer as an
+/// extension.
 #[derive(Clone, Debug)]
 pub(super) struct RefusalReason(pub String);
 
@@ -25,8 +26,8 @@ pub(super) struct RefusalReason(pub String);
 #[derive(Default)]
 pub(super) struct RefusalLog(Mutex<BTreeMap<Kind, Refusals>>);
 
-/// Path of the call, and whether the VMM has failed (5xx) or the client (4xx). All unknown calls
-/// have the same path, so that the number of kinds is limited.
+/// Path of the call, and true for an error of the VMM (5xx), false for one of the client (4xx). All
+/// unknown calls have the same path, so that the number of kinds is limited.
 type Kind = (Option<String>, bool);
 
 /// Number of reasons that are distinguished for each kind.
@@ -47,7 +48,8 @@ struct DueLine {
 
 /// Refusals of one kind.
 struct Refusals {
-    /// Count for each status and hash of a reason, in the order of the last refusal.
+    /// Number of refusals for each pair of a status and a reason's hash, ordered by the last
+    /// refusal.
     reasons: VecDeque<((u16, u64), Occasions)>,
     /// Number of new reasons that may be logged, as of `since`.
     budget: u32,

@@ -127,7 +127,7 @@ impl Server {
     }
 }
 
-/// Calls and limits of each connection.
+/// Router, limits and log that all connections of a server share.
 #[derive(Clone)]
 struct Service {
     router: Router,
@@ -142,8 +142,8 @@ impl Drop for Server {
 }
 
 trait Accepted: Send + 'static {
-    /// Returns the byte stream of the connection. Descriptors that arrive with them are added to
-    /// `waiting`.
+    /// Returns the byte stream of the connection. Descriptors that arrive with the bytes are added
+    /// to `waiting`.
     fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static;
 }
 

@@ -1,4 +1,4 @@
-//! Tests of the API on the level of bytes on a unix socket, with a scripted owner.
+//! Tests of the API on the level of bytes on a unix socket, with a fake VM task.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -515,7 +515,7 @@ fn unsupported_calls_are_refused_by_name_for_any_body() {
             }
             assert_eq!(fixture.call("GET", call, "").await.0, 405);
         }
-        // A long body does not end the connection either.
+        // The server keeps a connection whose refused calls have long bodies.
         let mut client = fixture.connect().await;
         for body in ["[".repeat(60_000), "{}".to_owned(), "[".repeat(60_000)] {
             assert_eq!(client.call("PUT", "vm.add-fs", &body).await.0, 501);
@@ -672,7 +672,7 @@ fn body_over_the_limit_is_refused() {
         let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));
         let (status, body) = fixture.call("PUT", "vm.resize", &huge).await;
         assert_eq!((status, messages(&body).len()), (413, 1));
-        // Nor does a body that only announces its length, or one that is sent in chunks.
+        // A body is also refused by its announced length alone, and if it is sent in chunks.
         let mut client = fixture.connect().await;
         client
             .send(

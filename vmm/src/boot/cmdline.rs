@@ -28,10 +28,10 @@ const MOVABLE_DRAM: &str = "movablecore";
 /// Parameter for the reserve in the zones below ZONE_MOVABLE. Linux accepts sysctls on the command
 /// line (fs/proc/proc_sysctl.c, process_sysctl_arg).
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
-/// Parameter that divides DRAM in another way.
+/// Parameter that sets the size of the zones below ZONE_MOVABLE instead.
 const KERNEL_DRAM: &str = "kernelcore";
-/// Parameter that also divides DRAM. The parameter has no value, because the division comes from
-/// the firmware.
+/// Parameter that makes all memory movable that the firmware marks as hot-pluggable. The parameter
+/// has no value.
 const MOVABLE_NODE: &str = "movable_node";
 
 /// Memory that can be added after boot.

@@ -218,8 +218,8 @@ where
     Ok(loaded)
 }
 
-/// Verifies everything that loading relies on. Returns the segments, and the kernel that loading
-/// them produces.
+/// Verifies the headers, notes and segments. Returns the segments to load, and a description of the
+/// kernel.
 pub(super) fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,

@@ -5,8 +5,9 @@
 //! pages, which the host must zero and the VMM must copy. Kernels with another layout also load,
 //! but more slowly: see [`Outcome`].
 //!
-//! The window is borrowed as a slice, so it must be in [`PrivateRanges`]. Other memory is written
-//! by volatile accesses from a buffer.
+//! The image and its segments are in a range of guest memory, the window. It is borrowed as a
+//! slice, so it must be in [`PrivateRanges`]. Other memory is written by volatile accesses from a
+//! buffer.
 
 use std::io::Cursor;
 use std::ops::Range;

@@ -7,8 +7,7 @@ use vm_memory::MmapRegion;
 /// Zeroed bytes in a mapping of their own, outside the allocator.
 ///
 /// When they are dropped, the memory is returned to the host immediately. If the allocator freed
-/// such a buffer, it would raise its threshold for mappings. Later buffers would then stay in the
-/// heap.
+/// such a buffer, it would raise its mmap threshold, and later buffers would stay in the heap.
 #[derive(Debug)]
 pub(super) struct Scratch {
     /// `None` for an empty buffer, because a mapping cannot be empty.

@@ -430,7 +430,7 @@ fn seccomp_mode() -> impl TypedValueParser<Value = SeccompMode> {
     })
 }
 
-/// Checks that no two flags name the same descriptor, because each flag closes its own. `--net`
+/// Checks that no two flags name the same descriptor, because each of them would close it. `--net`
 /// compares its descriptors with each other.
 fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
     let all = launch.descriptors();

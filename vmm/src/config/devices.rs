@@ -15,7 +15,7 @@ use super::{
 
 /// Sections for one kind of device in a [`VmConfig`]: a list, or at most one section.
 trait Sections<T> {
-    /// Adds a section. Returns false if the VM cannot have another.
+    /// Adds a section. Returns false if the VM already has the only section of this kind.
     fn put(&mut self, section: T) -> bool;
 
     fn retain_if(&mut self, stays: impl Fn(&T) -> bool);

@@ -132,7 +132,8 @@ mod tests {
         assert_eq!(read(shown).unwrap(), config);
     }
 
-    /// For example, `vm.info` returns such fields for an interface with inherited descriptors.
+    /// Clients may send `fds`, because `vm.info` returns it for an interface with inherited
+    /// descriptors.
     #[test]
     fn descriptors_of_an_interface_are_ignored_with_a_warning() {
         let read = |nets: Value| {

@@ -104,7 +104,8 @@ fn error_about_a_misspelled_word_lists_and_suggests_words() {
 #[test]
 fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {
-        // An error about a volume's name quotes the name without its key. The key is required.
+        // `name` of `--pm-volume` is left out: its errors do not mention the key, which is required
+        // and therefore read.
         for name in table.names().filter(|name| (table.flag, *name) != ("--pm-volume", "name")) {
             let mut errors =
                 unreadable().into_iter().map(|value| refusal(table.flag, name, &value));

@@ -19,7 +19,7 @@ const PM_FLAG: &str = "--pm-memory";
 /// Default distance between nodes. Linux assumes the same distance for another socket.
 const REMOTE_DISTANCE: u8 = 20;
 /// Default distance added for PM to the distance of the nearest DRAM. PM is then at distance 17
-/// from its own node and at 28 from the other node, as servers with PM on two sockets report.
+/// from its near node and at 27 from the other; servers with PM on two sockets report 17 and 28.
 const PM_DETOUR: u8 = 7;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -207,8 +207,8 @@ impl Core {
         self.check_room(dimm_bytes, &self.devices.view(), now)
     }
 
-    /// Repeats the check for a DIMM and counts the DIMM towards the limit of rule 4. Its room for
-    /// page descriptors then cannot be used for other memory.
+    /// Repeats the check for a DIMM, and reserves the room for its page descriptors, so that other
+    /// memory cannot use it (rule 4 in docs/reference/policies.md).
     pub fn add_dimm(&mut self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         let host = self.devices.view();
         self.check_room(dimm_bytes, &host, now)?;

@@ -29,7 +29,7 @@ pub struct AboveZones {
     pub most_bytes: u64,
 }
 
-/// Reason why no DIMM can be added to the guest (rule 4).
+/// The guest has no room for the page descriptors of a DIMM (rule 4 in docs/reference/policies.md).
 #[derive(Debug, Error)]
 #[error(
     "no room for the page descriptors of {}, at most for those of {}",

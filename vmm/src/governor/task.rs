@@ -185,8 +185,8 @@ impl Drop for Thread {
 enum AgentInput {
     Connected,
     Gone,
-    /// The sender is notified once the message has led to a decision. The sender is closed if
-    /// the message's connection has ended.
+    /// Message, and the channel on which the agent thread waits for its decision. If the message's
+    /// connection has ended, the channel is closed instead.
     Message(Box<Heard>, oneshot::Sender<()>),
 }
 

@@ -210,7 +210,7 @@ fn lost_memory() -> LostMemory {
     lost
 }
 
-/// Sources that their metrics reference weakly.
+/// Sources to which the metrics hold only weak references.
 type Others = (Arc<dyn PressureSource>, Arc<dyn BlockDevice>);
 
 /// Metrics with a source of every kind, and the objects that must stay alive for them.
@@ -426,7 +426,7 @@ fn every_source_is_compared_with_the_document() {
     let names: BTreeSet<_> = folders.iter().flat_map(|folder| types_that_expose(folder)).collect();
     let code: Vec<_> =
         include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    // The last two devices have no options. `everything` creates all of them.
+    // The devices of the last two have no options, and `everything` creates all such devices.
     let elsewhere =
         ["EventCounters", "SeccompMetrics", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
     let is_made =
@@ -686,7 +686,7 @@ fn label_values_are_lower_case_with_hyphens() {
             let (label, value) = label.split_once("=\"").unwrap();
             let value = value.trim_end_matches('"');
             let defined_elsewhere = match label {
-                // Given by the user.
+                // Names that the user has chosen.
                 "vm" | "zone" | "pool" | "volume" | "disk" | "net" | "pmem" | "file" | "key" => {
                     true
                 }

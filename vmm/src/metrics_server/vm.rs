@@ -13,7 +13,7 @@ use crate::vm::request::{VmError, VmHandle, VmState, VmStatus, ZoneInfo};
 #[derive(Debug)]
 pub(super) struct VmSource {
     vm: VmHandle,
-    /// Start of the machine of the last scrape, and its zones.
+    /// Zones in the last scrape, and the start time of their machine.
     last_zones: Mutex<Option<(SystemTime, Vec<ZoneInfo>)>>,
 }
 
@@ -83,7 +83,7 @@ impl Expose for VmMetrics {
             states.into_iter().chain([absent]),
         );
         let Some(started) = started else { return };
-        // A clock before 1970 is not worth an error.
+        // If the host's clock is before 1970, the value is 0.
         let started_s = started.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         let family = Family(
             "vm_start_time",

@@ -44,7 +44,7 @@ pub(crate) enum FileLimitsError {
     Outside { name: String, folder: PathBuf, access: &'static str },
 }
 
-/// Condition under which VMs of this process are limited.
+/// Condition under which Landlock limits the VMs of this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LandlockPolicy {
     /// True if every VM is limited, and not only those whose configuration requests it.
@@ -78,7 +78,8 @@ impl FileLimits {
         Self { policy, metrics, rules: None }
     }
 
-    /// Makes the limits that later VMs request a requirement, because a client has created them.
+    /// From now on, a VM that requests limits does not run without them, because clients create all
+    /// later VMs.
     pub(crate) fn require(&mut self) {
         self.policy.is_required = true;
     }
@@ -142,7 +143,8 @@ fn rules_of(config: &VmConfig, vmm: &[Use]) -> Result<Vec<Rule>, FileLimitsError
     let mut rules: Vec<_> = READABLE.map(|path| rule(path, Access::Read)).into();
     rules.extend(DEVICES.map(|path| rule(path, Access::ReadWrite)));
     rules.extend(uses_of_vm(config).iter().filter_map(needed_rule));
-    // Files and sockets of the VMM are open. Its sockets are removed when it ends.
+    // The VMM's own files and sockets are already open. Only the removal of the sockets at exit
+    // needs rules.
     let sockets = vmm.iter().filter(|object| object.kind == Kind::Output);
     let folders = sockets.filter(|object| is_socket(&object.path)).map(|object| &object.path);
     rules.extend(

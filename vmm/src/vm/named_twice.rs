@@ -317,7 +317,7 @@ mod tests {
         let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
         assert!(text.contains("--serial") && text.contains("max_size"), "{text}");
         checked(&[(SERIAL, &file), (RECORD, &older)]).unwrap_err();
-        // The added names are in the folder of the link's target, which does not exist yet.
+        // The name of the rotated file is derived from the link's target, which does not exist yet.
         let link = folder.path().join("link");
         symlink("log", &link).unwrap();
         checked(&[(SERIAL, &link), (RECORD, &older)]).unwrap_err();

@@ -207,7 +207,7 @@ mod tests {
         };
         assert_eq!(of(0), [(90, 86, 40_000), (180, 172, 20_000)]);
         assert_eq!(of(1), [(180, 172, 20_000), (90, 86, 40_000)]);
-        // PM is at distance 17 from its own node and at 27 from the other. From the other node, it
+        // PM is at distance 17 from its near node and at 27 from the other. From the other node, it
         // has the latency of one more DRAM hop, and 17/27 of the bandwidth.
         assert_eq!(of(2), [(305, 90, 6600), (395, 176, 4155)]);
         assert_eq!(of(3), [(490, 286, 1259), (400, 200, 2000)]);

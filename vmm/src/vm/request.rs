@@ -54,11 +54,11 @@ impl VmState {
 #[derive(Clone, Copy, Debug)]
 pub struct VmStatus {
     pub state: VmState,
-    /// Last boot or reboot. `None` while the VM has no machine.
+    /// Time of the last boot or reboot. `None` while the VM has no machine.
     pub started: Option<SystemTime>,
 }
 
-/// VM before the work that the VM task is busy with.
+/// State of the VM before the work in progress, for answers while the VM task is busy.
 #[derive(Clone, Debug)]
 pub struct BusyVm {
     pub info: VmInfo,
@@ -594,7 +594,7 @@ impl Requests {
         self.queue.recv().await
     }
 
-    /// Channel for the state of the VM while its owner cannot serve requests.
+    /// Channel for the state of the VM while the VM task is busy.
     pub(crate) fn busy(&self) -> watch::Sender<Option<BusyVm>> {
         self.busy.clone()
     }
@@ -615,8 +615,8 @@ impl VmHandle {
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// Sends a request, and waits for the answer. While the VM task is busy, for up to seconds,
-    /// returns the VM before the work in progress instead.
+    /// Sends a request, and waits for the answer. While the VM task is busy, which can last
+    /// seconds, returns the state before the work in progress instead.
     async fn ask_unless_busy<T>(
         &self,
         request: impl FnOnce(Reply<T>) -> VmRequest,

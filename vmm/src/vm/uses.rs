@@ -39,7 +39,8 @@ pub(super) enum Kind {
     /// Log or events on the VMM's standard output or standard error. The user may have redirected
     /// both to the same file.
     Stream,
-    /// Socket of the vsock device. Each port of the host adds the name of another socket.
+    /// Socket of the vsock device. Port N of the host has a socket of its own, whose name ends in
+    /// `_N`.
     Vsock,
 }
 

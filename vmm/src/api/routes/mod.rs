@@ -56,7 +56,8 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.reboot", bare(put(vm::reboot))),
         ("vm.power-button", bare(put(vm::power_button))),
         ("vm.nmi", bare(put(vm::nmi))),
-        // Name of the call in API descriptions before 0.3.0, and in clients generated from them.
+        // Name of the call in Cloud Hypervisor's API descriptions before 0.3.0, and in clients
+        // generated from them.
         ("vmm.nmi", bare(put(vm::nmi))),
         ("vm.resize", put(memory::resize)),
         ("vm.resize-zone", put(memory::resize_zone)),

@@ -35,8 +35,8 @@ fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
 
 /// Bodies that set each field of the section to each value, in addition to all required fields.
 fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
+    // Each value in place of the whole section, and then in place of each field.
     let mut all = values();
-    // The section itself takes each value.
     all.extend(names.iter().flat_map(|name| {
         let with = move |value: Value| {
             let mut object = needed.clone();

@@ -136,7 +136,7 @@ fn silent_connections_do_not_displace_requests() {
         let counters = fixture.server.counters();
         let closed = || counters.silent.load(Ordering::Relaxed);
         let mut answered = 0;
-        // Each connection was closed several times.
+        // The silent clients are disconnected four times each on average.
         while closed() < 4 * SILENT as u64 {
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
             assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
@@ -280,7 +280,7 @@ fn unexpected_body_may_arrive_late() {
             let head =
                 format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n");
             client.send(head).await;
-            // Any call that is answered by now was answered before its body arrived.
+            // While this call is served, the server reads the head and could answer too early.
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
             client.send("null").await;
             let (status, _) = client.receive().await.expect("an answer");

@@ -1,5 +1,4 @@
-//! Tests that replay requests of real clients byte by byte, against the VMM's owner with fake
-//! machines.
+//! Tests that replay requests of real clients byte by byte, against a VM task with fake machines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IoSlice, Read};
@@ -249,7 +248,7 @@ fn every_call_succeeds_with_its_described_status() {
         let vm = r#"{"payload":{"kernel":"/vmlinux"},"cpus":{"boot_vcpus":1,"max_vcpus":2},"disks":[{"path":"/d"}],
                      "memory":{"size":536870912,"hotplug_method":"VirtioMem","hotplug_size":268435456}}"#;
         say("PUT", "vm.create", vm);
-        // Both for a stopped VM and for a running one.
+        // Devices are added and removed first before the VM boots, and then while it runs.
         for runs in [false, true] {
             if runs {
                 say("PUT", "vm.boot", "");

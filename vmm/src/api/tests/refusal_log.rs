@@ -84,7 +84,7 @@ fn repeated_refusal_is_logged_sparsely_and_hides_no_other() {
     assert_eq!(of("/vm.boot\""), ["times=1", "times=2", "times=4"]);
     let counted: Vec<_> = lines.iter().filter(|line| line.contains("suppressed=")).collect();
     assert!(matches!(&counted[..], [line] if line.contains("times=4 suppressed=1 ")), "{lines:?}");
-    // Each names its path, which is another reason.
+    // The reason contains the path, so each of these refusals has a new reason.
     assert_eq!(of("path=\"/api/v1/vm.fly"), ["times=1"; 5]);
     assert_eq!(of("/vm.reboot\""), ["times=1"]);
 }

@@ -105,7 +105,7 @@ pub(crate) fn info_lines(info: &VmInfo) -> String {
     }));
     let mut text: String =
         lines.iter().map(|(name, value)| format!("{name:<8} {value}\n")).collect();
-    // A PCI function has the address, and its children are the IDs of its devices.
+    // The node of a PCI function contains the address, and the IDs of its devices as children.
     let functions = info.device_tree.iter().flat_map(BTreeMap::values);
     let mut devices: Vec<_> = functions
         .filter_map(|function| Some([function.pci_bdf.clone()?, function.children.join(", ")]))

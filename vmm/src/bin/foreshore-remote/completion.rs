@@ -125,7 +125,7 @@ fn settings(given: &GivenOptions) -> Vec<FlagOption> {
 fn params(policy: Option<&str>) -> impl Iterator<Item = FlagOption> {
     let policy = policy.and_then(Policy::from_name);
     let params = policy.iter().flat_map(Policy::table).chain(Rules::TABLE);
-    // The table of `--pressure` has the size of the policy `fixed`.
+    // The size of the policy `fixed` is left out, because it is a key of `--pressure` itself.
     let params: Vec<_> = params.filter(|param| param.name != FIXED_SIZE).collect();
     params.into_iter().map(|param| FlagOption::new(param.name, Values::Unlisted))
 }

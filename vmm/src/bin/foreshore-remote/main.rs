@@ -255,7 +255,7 @@ struct ResizeZone {
 #[error("{0}")]
 struct WrongCommandLine(String);
 
-/// Writes the output. A buffered rest would be lost without an error at exit.
+/// Writes and flushes the output. At exit, Rust would ignore an error in writing the rest.
 fn print(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes())?;

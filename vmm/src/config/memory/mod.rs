@@ -127,8 +127,8 @@ impl MemoryConfig {
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        // Clients also set `shared` together with zones, although each zone has its own `shared`
-        // key. Cloud Hypervisor ignores it in that case.
+        // Clients set `shared` of `--memory` even if there are zones, which have their own `shared`
+        // key. Cloud Hypervisor then ignores that of `--memory`.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
             let reason = format!("{key}=on has no effect with --memory-zone; set it for each zone");

@@ -137,7 +137,7 @@ pub struct ZoneState {
     pub resize: Option<ZoneResize>,
 }
 
-/// Sizes of a zone, and the resize status that matches them.
+/// Sizes of a zone, and the resize status at the time when they were read.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ZoneResize {
     pub sizes: ZoneSizes,

@@ -154,7 +154,7 @@ fn problems(expression: &str, scrape: &str) -> Vec<String> {
     if groupings.is_empty() {
         problems.extend(unmatched_quotients(expression, &exposed));
     }
-    // Prometheus makes this metric.
+    // Prometheus itself generates the metric `up`.
     for (name, matchers) in metrics.iter().filter(|(name, _)| *name != "up") {
         let Some((_, labels)) = exposed.get(*name) else {
             problems.push(format!("{name} is not a metric"));

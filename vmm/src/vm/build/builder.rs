@@ -87,7 +87,7 @@ pub(crate) fn build(
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Memory devices have an event loop of their own, because an unplug waits until
-    //    other devices release their guards.
+    //    other devices have ended their accesses to guest memory.
     let (device_loop, memory_loop) = (
         EventLoop::spawn(ThreadKind::Device, "_device")?,
         EventLoop::spawn(ThreadKind::Memory, "_mem")?,

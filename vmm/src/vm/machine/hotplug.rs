@@ -335,7 +335,7 @@ mod tests {
         machine: KvmMachine,
     }
 
-    /// State of all registries that devices register with.
+    /// Everything that all devices occupy: entries on buses and in KVM, threads, files and metrics.
     #[derive(Clone, Debug, PartialEq)]
     struct Footprint {
         devices: usize,

@@ -18,7 +18,8 @@ const MAX_AGE: Duration = Duration::from_secs(1);
 pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     queue: Mutex<Queue>,
-    /// Value read last, for these plugged sizes. Locked only by the answering thread.
+    /// Resident bytes read last, and the plugged sizes at that time. Locked only by the answering
+    /// thread.
     last: Mutex<CachedValue<Vec<u64>, Vec<u64>>>,
 }
 

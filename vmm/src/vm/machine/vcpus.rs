@@ -30,7 +30,7 @@ const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Thread that runs a vCPU.
 pub(in crate::vm) trait Processor {
-    /// vCPU as KVM created it, before it is completed.
+    /// vCPU that KVM has created, without its initial state and without a thread.
     type Created;
 
     /// ID of the thread in /proc.
@@ -76,16 +76,16 @@ pub(in crate::vm) trait Maker<P: Processor>: Send {
     /// if its `kvm_run` page cannot be mapped.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
-    /// Completes a vCPU that KVM has created. On failure, returns the created vCPU for another
-    /// attempt.
+    /// Starts the thread of a vCPU that KVM has created, and sets the initial state of the vCPU. On
+    /// failure, returns the created vCPU for another attempt.
     fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
 }
 
 struct Made<P> {
     processor: P,
-    /// True if the vCPU is not in the guest or was ejected.
+    /// True if the guest has not been given the vCPU yet, or has ejected it.
     is_parked: bool,
-    /// True if the vCPU is in the guest or was in the guest before.
+    /// True if the guest has the vCPU, or had it before.
     is_used: bool,
 }
 

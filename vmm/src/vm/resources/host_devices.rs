@@ -18,7 +18,8 @@ pub(crate) struct HostDevices {
     pub(crate) kvm: Option<Arc<Kvm>>,
     /// Interfaces of `--net`.
     pub(crate) taps: Taps,
-    /// Files of vhost-net for these interfaces. If it is not usable, the next boot reports it.
+    /// Files of vhost-net for these interfaces. If vhost-net is not usable, the next boot reports
+    /// the error.
     pub(crate) vhost: VhostFiles,
 }
 

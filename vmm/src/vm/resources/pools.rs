@@ -100,7 +100,8 @@ mod tests {
         }
     }
 
-    /// Both commands use the same field names, so that users need to learn only one set.
+    /// `pool.info` and `pmvol info --json` use the same field names, so that users need to learn
+    /// only one set.
     #[test]
     fn pool_info_and_pmvol_info_share_names_and_values() {
         let (pool, open, _folder) = open();

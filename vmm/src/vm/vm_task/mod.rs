@@ -92,7 +92,7 @@ impl EventSender {
 
     /// Sends `event` to the VM task without blocking. Any thread may call it.
     ///
-    /// The queue of a busy owner cannot grow without bound, because a guest can cause only the
+    /// The queue of a busy VM task cannot grow without bound, because a guest can cause only the
     /// following events:
     /// - Only the first power-off or reset of each machine is sent, because it ends the machine. A
     ///   register or the watchdog can cause it.
@@ -136,7 +136,7 @@ struct Vm {
     state: VmState,
     machine: Option<Box<dyn Machine>>,
     started: Instant,
-    /// `started` on the host's clock.
+    /// `started` as wall-clock time.
     started_at: SystemTime,
     restarts: RestartGuard,
     /// Time of the delayed restart, after the guest has reset itself or a vCPU has faulted.
@@ -314,7 +314,8 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration if the result is valid. An error mentions `request`, the request.
+    /// Changes the configuration if the result is valid. Errors about an invalid result begin with
+    /// `request`.
     fn reconfigure(
         &mut self,
         request: impl fmt::Display,
@@ -343,7 +344,8 @@ pub struct VmTask<F> {
     pauses_over: u64,
     /// Pauses in progress, each with the value of `pauses_over` at its start, and its reply.
     pauses: JoinSet<(u64, Reply<()>)>,
-    /// VM while requests have to wait. It is used to answer `vm.info` and scrapes of the metrics.
+    /// State of the VM while this task is busy, for answers to `vm.info` and to scrapes of the
+    /// metrics.
     busy: watch::Sender<Option<BusyVm>>,
 }
 
@@ -469,8 +471,8 @@ impl<F: MachineFactory> VmTask<F> {
         vm.resume()?;
         emitter.emit(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
-            // The event is handled before the next request. Sending it cannot fail, because the
-            // owner holds the receiver.
+            // The event is handled before the next request. Sending it cannot fail, because this
+            // task holds the receiver.
             let _ = self.sender.send((self.generation, event));
         }
         Ok(())
@@ -483,7 +485,7 @@ impl<F: MachineFactory> VmTask<F> {
         Ok(())
     }
 
-    /// Emits the events after the end of a machine if its VM remains.
+    /// Emits the events after a shutdown that does not delete the VM.
     fn has_shut_down(&mut self) {
         self.emitter.end_machine();
         self.emitter.emit(Event::VmShutdown);

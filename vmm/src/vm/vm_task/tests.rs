@@ -443,7 +443,7 @@ fn empty_change_of_governor_is_not_stored() {
         let said = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure;
         change(PressureChange::default()).await.unwrap();
         assert_eq!(said().await, None);
-        // Without PM, the policy is `off`. It can be paused nevertheless.
+        // Without PM, the policy is `off`, but a client can still pause the governor.
         change(PressureChange { pause: Some(true), ..PressureChange::default() }).await.unwrap();
         let paused =
             PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
