@@ -24,7 +24,7 @@ pub enum ApiError {
     },
     #[error("{path} does not support {method}")]
     WrongMethod { method: String, path: String },
-    #[error("events have {most} followers, the maximum; disconnect another one first")]
+    #[error("at most {most} clients can follow events; disconnect one of them first")]
     TooManyFollowers { most: usize },
     /// The body is incomplete or too large.
     #[error("cannot read the body of the request: {reason}")]

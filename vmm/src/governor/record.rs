@@ -208,7 +208,7 @@ impl Recorder {
             move || {
                 let _ended = ended;
                 if let Err(err) = write_lines(BufWriter::new(file), &lines, &shared) {
-                    warn!(file = %path.display(), %err, "Cannot write the recording of reports; it ends");
+                    warn!(file = %path.display(), %err, "Cannot write the recording of reports; the recording ends");
                     shared.end(RecordingState::Failed(err.to_string()));
                 }
             }

@@ -196,7 +196,7 @@ fn followers_of_events_are_limited() {
         let (status, body) = fixture.call("GET", "vmm.events", "").await;
         assert_eq!(
             (status, &*messages(&body)[0]),
-            (429, "events have 64 followers, the maximum; disconnect another one first")
+            (429, "at most 64 clients can follow events; disconnect one of them first")
         );
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         // A failing write detects that the client has disconnected.

@@ -69,7 +69,7 @@ impl Core {
                 "The guest has no room for the page descriptors of the requested memory; the rest is held back"
             ),
             Note::Online { took_ms, grown_bytes } => {
-                info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
+                info!(took_ms, grown_bytes, "The memory requested for the shortage is online");
                 self.report_to_online.observe(Duration::from_millis(took_ms));
             }
             Note::Reached(zone, plugged_bytes) => {

@@ -157,7 +157,7 @@ fn record(
                 .map_err(BuildError::device("--pressure record="))
         }
         Err(err) if nth > 0 => {
-            warn!(file = %path.display(), %err, "Reports are not recorded after this boot");
+            warn!(file = %path.display(), %err, "Cannot open the recording; reports are not recorded until the next boot");
             Ok(core)
         }
         Err(err) => Err(BuildError::device(format!("--pressure record={}", path.display()))(err)),
