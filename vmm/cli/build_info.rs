@@ -76,7 +76,7 @@ fn git(root: &Path, arguments: &[&str]) -> Option<String> {
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }
 
-/// Removes the paths that a hook of git or a rebase exports for its own repository.
+/// Removes the variables by which a git hook or a rebase passes the paths of its own repository.
 fn ignore_outer_repository(git: &mut Command) {
     for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
         git.env_remove(variable);

@@ -90,12 +90,12 @@ impl Manual {
         }
         let mut page = String::from_utf8_lossy(&page).into_owned();
         for (found, section) in [
-            // The heading of the help repeats that of the section.
+            // The heading in the help becomes that of the section.
             ("\n.SH EXTRA\nExamples:\n", "\n.SH EXAMPLES\n"),
             ("\n.SH EXTRA\nExample:\n", "\n.SH EXAMPLES\n"),
             ("\n.SH EXTRA\n", "\n.SH NOTES\n"),
             ("\nExamples:\n", "\n.SH EXAMPLES\n"),
-            // clap_mangen adds a letter v.
+            // clap_mangen puts a `v` before the version, which begins with one already.
             ("\n.SH VERSION\nvv", "\n.SH VERSION\nv"),
         ] {
             page = page.replace(found, section);

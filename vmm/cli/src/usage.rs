@@ -31,7 +31,8 @@ fn message(program: &str, error: &clap::Error) -> String {
 /// Returns a one-line description of why clap refuses a command line, with clap's suggestion.
 pub fn usage_line(error: &clap::Error) -> String {
     let rendered = error.render().to_string();
-    // Uses the first paragraph. The lines after its first line list missing arguments.
+    // Joins the lines of the first paragraph: the reason, and a list of missing arguments if there
+    // is one.
     let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     let text = text.strip_prefix(CLAP_PREFIX).unwrap_or(&text);

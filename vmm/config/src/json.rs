@@ -86,8 +86,8 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Creates a parser state for a response of a VMM. A newer VMM may send unknown fields, which
-    /// cause no warnings.
+    /// Creates a parser state for a response of a VMM. Unknown fields cause no warnings, because
+    /// the VMM may be newer.
     pub fn of_answer() -> Self {
         Self { is_answer: true, ..Self::default() }
     }

@@ -41,7 +41,7 @@
 /// | `flatten` | a section whose keys are added to these |
 #[macro_export]
 macro_rules! section {
-    // Lookups of an option. They test one option after the other.
+    // Each of these rules looks for one option in a key's list of options.
     (@flag_name [flag $name:literal $($rest:tt)*] $field:ident) => { $name };
     (@flag_name [$other:tt $($rest:tt)*] $field:ident) => {
         $crate::section!(@flag_name [$($rest)*] $field)

@@ -42,7 +42,8 @@ pub struct PageScripts {
 
 /// Returns the lines with commands of `program` in all blocks without a marker, by page.
 ///
-/// Assignments and options of the shell are retained for them. Panics if a marker is wrong.
+/// The lines with assignments and options of the shell, on which the commands may depend, are
+/// returned too. Panics if a marker is wrong.
 pub fn scripts(program: &str) -> Vec<PageScripts> {
     let of_page = |(page, text): (PathBuf, String)| {
         let scripts = scripts_in(&text, program)
