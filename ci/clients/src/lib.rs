@@ -2,7 +2,7 @@
 //! the others are replayed byte by byte.
 //!
 //! Each client is a function that receives a VMM without a VM, and leaves it without a VM. Clients
-//! run in tests with a fake VM owner that has no machines, and in guest tests with real guests.
+//! run in tests with a fake VM task without machines, and in guest tests with real guests.
 
 #![forbid(unsafe_code)]
 

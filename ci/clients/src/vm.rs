@@ -21,7 +21,8 @@ pub struct Vm {
     pub disks: [PathBuf; 2],
     /// File of 128 MiB that is added as persistent memory.
     pub pmem: PathBuf,
-    /// FIFO for events. Only libvirt reads it, and its VMM waits until it has been opened.
+    /// FIFO for events. Only libvirt reads it, and a VMM that libvirt starts waits until libvirt
+    /// has opened it.
     pub events: PathBuf,
     /// Tap interfaces. If the client passes descriptors, its VM has a NIC for each tap.
     pub taps: Vec<String>,

@@ -1,5 +1,5 @@
-//! Runs every client against the API server. The fake VM owner has no machine, but responds as if
-//! it had one.
+//! Runs every client against the API server. The fake VM task has no machine, but responds as if it
+//! had one.
 
 use std::collections::BTreeSet;
 use std::fs::File;

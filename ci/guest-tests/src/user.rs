@@ -75,11 +75,11 @@ mod tests {
         }
         need_root("mount").unwrap();
         assert_eq!(need_proc(1, "smaps").unwrap(), PathBuf::from("/proc/1/smaps"));
-        // The user belongs to a thread.
+        // In Linux, each thread has its own user ID, so only this thread changes its user.
         let errors = thread::spawn(|| {
             let uid = Uid::from_raw(ORDINARY);
             set_thread_res_uid(uid, uid, uid).unwrap();
-            // The first process belongs to root.
+            // Process 1 belongs to root.
             [need_root("mount").unwrap_err(), need_proc(1, "smaps").unwrap_err()]
         });
         let errors = errors.join().unwrap().map(|error| error.to_string());

@@ -154,7 +154,7 @@ fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> R
     eprintln!("bench:   {} is left out: its measurement failed {TRIES} times", vmm.name());
 }
 
-/// Removes a file. The VMM requires that it does not exist.
+/// Removes a file of an earlier run, because the VMM has to create it.
 fn forget(file: &Path) -> Result<()> {
     match std::fs::remove_file(file) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

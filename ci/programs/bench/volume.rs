@@ -83,7 +83,7 @@ pub(crate) fn time(
 ) -> Result<()> {
     let Effort { transfers, repeats } = effort;
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
-    // Only one of the two exists.
+    // The disk has one of these names, depending on its interface.
     let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
     wait_until("the disk exists", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();

@@ -29,7 +29,8 @@ impl<'checkout> Apt<'checkout> {
 
     pub(crate) fn install(&mut self, packages: &[&str]) -> Result<()> {
         report!("installing by apt: {}", packages.join(" "));
-        // Checked here, because errors of the first attempt below are discarded.
+        // Lack of permission is reported here, because errors of the first attempt below are
+        // discarded.
         self.root.require(&["apt-get", "install"])?;
         let command: Vec<_> = INSTALL.split(' ').chain(packages.iter().copied()).collect();
         if self.root.run(&command, true)?.success() {

@@ -142,7 +142,7 @@ fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()>
     ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
     let serial = &info["config"]["serial"];
     ensure!(serial["mode"] == "Pty", "The serial console is not a Pty: {serial}");
-    // The fake owner without machines has no terminal.
+    // The fake VM task without machines has no terminal.
     let path = serial["file"].as_str().map(str::to_owned);
     if path.is_some() && path != *followed {
         let mut terminal = File::open(path.as_deref().unwrap_or_default())?;

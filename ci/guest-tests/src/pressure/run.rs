@@ -14,7 +14,7 @@ use crate::guest::Script;
 
 /// Maximum time between two lines of a workload. A slower workload would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
-/// Time limit for the watch. In a guest that swaps, it gets little CPU time.
+/// Time limit for `guest-tool watch`, which gets little CPU time in a guest that swaps.
 const WATCH_LIMIT: Duration = Duration::from_secs(600);
 const WATCH_INTERVAL_MS: u64 = 250;
 /// Number of samples after the end of the workload that may still show an earlier state.

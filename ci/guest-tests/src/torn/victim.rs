@@ -101,7 +101,7 @@ impl FromStr for Interface {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Btt,
-    /// Sectors are not atomic. Used by counterparts, which should fail.
+    /// Sectors are not atomic. Used to show that the tests can detect torn sectors.
     Raw,
 }
 
@@ -369,8 +369,8 @@ impl Victim {
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
     }
 
-    /// Waits until it is time for the kill, soon after the last stop. If a stop finds a fault, it
-    /// is immediately, so that the fault is preserved.
+    /// Waits until the guest should be killed, soon after the last stop. If a stop finds a fault,
+    /// returns immediately, so that the fault is preserved.
     fn wait_for_kill_time(
         &mut self,
         guest: &Guest,

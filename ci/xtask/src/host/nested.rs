@@ -284,7 +284,7 @@ fn cause(status: ExitStatus, resets: &str) -> Option<String> {
 fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
     create_folder(out)?;
     copy(&run.join("console.log"), &out.join(ends::CONSOLE))?;
-    // Removes registers left by an earlier host.
+    // Removes the register dump of an earlier host.
     let registers = out.join(ends::REGISTERS);
     remove_file(&registers)?;
     if has_registers {

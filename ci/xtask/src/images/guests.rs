@@ -157,8 +157,8 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let mut lz4 = programs::system("lz4");
     lz4.args(["-l", "-9", "-q"]).stdin(archive).stdout(File::create(&new)?);
     let mut packer = jobs::spawn(&mut lz4)?;
-    // The command holds an end of the pipe. While it does, cpio would not notice that lz4 has
-    // failed.
+    // Closes the read end of the pipe in `lz4`. Otherwise, cpio would not notice that the lz4
+    // process has failed.
     lz4.stdin(Stdio::null());
     jobs::check(&cpio, archiver.wait()?)?;
     let status = packer.wait()?;

@@ -92,7 +92,7 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
     let code = loop {
         log.begin_boot();
         let code = host.boot(&left, log)?;
-        // A host that ended before it ran tests has booted in vain.
+        // Counts the boot even if the host ended before it ran tests.
         log.end_boot();
         log.end_line()?;
         left = log.events.without_verdict(tests);

@@ -28,8 +28,8 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Matches text inside the line, because a host may die in the middle of a line. The failure
-    /// must still be counted.
+    /// Parses the result of a test. An incomplete `FAILED` counts as a failure, because a host may
+    /// die in the middle of a line.
     fn of_result(result: &str) -> Option<Self> {
         if result.starts_with("ok") {
             Some(Self::Passed)

@@ -157,8 +157,8 @@ fn command(tree: &Tree, settings: Settings, line: &str) -> Result<Command> {
     if is_machine {
         command.args(["-m", "bash", "-c", IN_NAMESPACE, "bash", "bash"]);
     }
-    // PATH is set by env, so that the commands above are the machine's. env keeps the script's name
-    // relative, which tests CDPATH.
+    // The user's PATH applies only to the script, because the commands above should be the
+    // machine's. env keeps the script's name relative, which tests CDPATH.
     let hostile = |path: &str| tree.path("hostile").join(path).display().to_string();
     let mut path = tree.user_path()?;
     if is_hostile {

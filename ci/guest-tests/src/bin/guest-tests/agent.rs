@@ -220,7 +220,8 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     ensure!(monitors(&guest)? != "0", "The agent has no monitors");
     let mut lines = vmm.accept()?;
     is_small_and_reports_free_blocks(&guest, &mut lines)?;
-    // Counterpart: the same counts detect an agent that reports more often, as requested here.
+    // Shows that these checks can fail: the same counts detect an agent that reports more often, as
+    // requested here.
     lines.send(
         &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
         "watermark_interval_ms": 50 }),
@@ -398,7 +399,8 @@ fn huge_pages_come_from_pm_as_well() -> Result<()> {
         "{small} of {} faults got small pages",
         huge + small
     );
-    // Counterpart: with the kernel's own setting, PM would only serve small pages.
+    // Shows that this check can fail: with the kernel's own setting, PM would only serve small
+    // pages.
     guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} and {small} with the kernel's own setting");

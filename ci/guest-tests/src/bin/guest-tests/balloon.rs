@@ -124,8 +124,8 @@ fn reported_free_pages_return_to_the_host() -> Result<()> {
             .pressure("off")
             .boot()
     };
-    // The guest that does not report frees its memory first. The guest has then had enough time
-    // when the other guest's memory has been returned.
+    // The guest without reporting frees its memory first. When the other guest's memory has been
+    // returned, this guest has had enough time, too.
     let (without_reporting, with_reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
         let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
@@ -183,7 +183,8 @@ fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
     let pressure = guest.get("vm.pressure")?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
-    // The watermarks are approximately those of the kernel. khugepaged accounts for most of them.
+    // The VMM's estimate of the watermarks should be close to the kernel's, most of which
+    // khugepaged causes.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
     let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;

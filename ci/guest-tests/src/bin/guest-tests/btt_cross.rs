@@ -319,8 +319,8 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     Ok(())
 }
 
-/// Each lane of a BTT is in one of the states. The lanes of the guest's CPUs continue from these
-/// states. Across all BTTs, they cover every state.
+/// The lanes of a BTT start in different states ([`Flogs::states`]), from which the guest's CPUs
+/// continue. All BTTs together cover every state.
 fn linux_replays_a_log_in_every_state_as_the_engine() -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;

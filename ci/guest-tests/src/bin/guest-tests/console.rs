@@ -225,7 +225,8 @@ fn a_shell_on_a_consoles_pty_follows_the_terminals_size() -> Result<()> {
     // Resizes with `stty -F`, without any input.
     resize(&open_client(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
-    // The size should also survive a reboot. The class of this kernel has time for that.
+    // The size should also survive a reboot. Only the class of this kernel's test leaves time for
+    // that.
     if this_tests_kernel() == Kernel::V6_1 {
         guest.reboot_from_inside()?;
         wait_for_size(&guest, 90, 25)?;
@@ -239,8 +240,8 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     grantpt(&master)?;
     unlockpt(&master)?;
     let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);
-    // The terminal exists as long as a slave is open. This one keeps it alive after the VMM closes
-    // its own.
+    // The terminal exists as long as a slave is open. This slave keeps the terminal alive after the
+    // VMM has closed its slave.
     let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;
     let mut client = ConsoleClient::new(File::from(master.try_clone()?));

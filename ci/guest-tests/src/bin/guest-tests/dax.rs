@@ -138,7 +138,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     volume.store(extents[0].1, 4711)?;
     ensure!(waiting.next_line().as_deref() == Some("seen"), "The host's store is not in the guest");
     volume.store(extents[0].1, SEED)?;
-    // 3. No flush may have been necessary.
+    // 3. The stores should have arrived without a flush.
     let after = flushes(guest, "ok")?;
     ensure!(after == before, "The VMM received {} flushes", after - before);
     Ok(())
@@ -228,8 +228,8 @@ fn devdax_reaches_the_pool() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, &convert(0, Kind::DevDax))?;
     wait_for_devdax(&guest)?;
-    // The device begins after its superblock. The seed of the next device does not have an address
-    // yet, and reading its file returns an error.
+    // The data of a devdax device begins after the superblock of its namespace. `dax0.*` also
+    // matches the seed of the next device, which has no address yet, so reading its file fails.
     let resources = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
     let resources = guest.run(resources)?;
     let resources: Vec<u64> = resources
@@ -244,7 +244,7 @@ fn devdax_reaches_the_pool() -> Result<()> {
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // The next boot should find it as a devdax device.
+    // The next boot should find the namespace as a devdax device.
     let guest = builder.boot()?;
     wait_for_devdax(&guest)?;
     guest

@@ -116,7 +116,8 @@ impl FrameCounts {
             let path = format!("/sys/class/net/{}/statistics/{name}", net.tap);
             std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
         };
-        // Must be read first, so that frames in transit count as sent.
+        // The kernel's counters must be read before `given`, so that frames in transit count as
+        // given.
         let (to_guest, dropped) = (count("tx_packets")?, count("tx_dropped")?);
         let given = given.load(Ordering::SeqCst);
         Ok(Self { given, to_guest, dropped, from_guest: count("rx_packets")? })
@@ -270,8 +271,8 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(38)?;
     let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
     garbage_is_survived(&guest, NET)?;
-    // When vhost found errors in the ring, it signaled the event that the VMM had registered for
-    // that.
+    // vhost reported errors in the ring by the eventfd that the VMM had passed for that
+    // (VHOST_SET_VRING_ERR).
     let broken_queues = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
     ensure!(broken_queues > 0.0, "The metrics count no broken queue");
     Ok(())
@@ -315,8 +316,8 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     guest.get("vm.info").map(drop)
 }
 
-/// An address without a slot has no memory and reads as all ones, like an address without a device.
-/// The VM should continue to run.
+/// An address without a memory slot reads as all ones, like an address without a device. The VM
+/// should continue to run.
 fn read_of_unplugged_memory_returns_all_ones() -> Result<()> {
     // The kernel does not allow access to a range that virtio_mem has claimed, not even to root.
     // The SRAT contains the range, but exists only with two nodes.

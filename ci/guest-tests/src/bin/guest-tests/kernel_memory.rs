@@ -481,9 +481,9 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
     Ok(())
 }
 
-/// Tests the counterpart: if no blocks are converted, the OOM killer kills `load`. Two loads have
-/// no counterpart, because Linux can reclaim the dentries of missing files, and because the tables
-/// of 2,000 processes fit into boot memory.
+/// Shows that the test of `load` can fail: if no blocks are converted, the OOM killer kills `load`.
+/// Two loads have no such test, because Linux can reclaim the dentries of missing files, and
+/// because the tables of 2,000 processes fit into boot memory.
 fn is_killed_without_blocks(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(&pool)

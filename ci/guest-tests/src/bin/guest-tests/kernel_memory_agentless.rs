@@ -101,7 +101,7 @@ fn full_dram_leaves_the_kernel_its_reserve_without_an_agent() -> Result<()> {
     nothing_died(&guest)
 }
 
-/// Counterpart of [`full_dram_leaves_the_kernel_its_reserve_without_an_agent`].
+/// Shows that [`full_dram_leaves_the_kernel_its_reserve_without_an_agent`] can fail.
 fn kernel_has_no_reserve_without_the_command_line() -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = boot(&pool, "movablecore=0")?;

@@ -409,7 +409,7 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
     check_lost_tap(&Net::new(6)?, "", "")
 }
 
-/// `check` is a shell prefix for each check of the link.
+/// `check` is shell code that precedes each check of the link.
 pub(crate) fn check_lost_tap(net: &Net, more: &str, check: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;

@@ -102,7 +102,8 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, the same load should not fit into memory.
+/// Shows that the test above can fail: without the governor, the same load should not fit into
+/// memory.
 fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -157,7 +158,8 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Counterpart: without the governor, kswapd should have to reclaim memory for this load.
+/// Shows that the test above can fail: without the governor, kswapd should have to reclaim memory
+/// for this load.
 fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -258,7 +260,8 @@ fn has_run_out(console: &str) -> bool {
         .any(|message| console.contains(message))
 }
 
-/// Counterpart: without a reserve for the kernel, this load should cause a shortage.
+/// Shows that the test of the reserve can fail: without a reserve for the kernel, its load should
+/// cause a shortage.
 fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;

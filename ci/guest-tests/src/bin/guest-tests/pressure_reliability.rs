@@ -178,7 +178,7 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     let plan = "foreshore_pressure_report_to_plan_seconds";
     let count = metrics.value(&format!("{plan}_count"), &[])?;
     let quick = metrics.value(&format!("{plan}_bucket"), &[("le", "0.001")])?;
-    // The time is only logged. The time is not checked.
+    // The time is only logged, and not checked.
     println!("{quick} of {count} lines of the agent took less than 1 ms from report to plan");
     guest.no_kernel_complaints()
 }

@@ -60,8 +60,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
         "With {} MiB of DRAM under psi: {missed:?}",
         dram_mib(SHARE_PERCENT)
     );
-    // Counterpart: the same conditions should detect a guest that the governor does not grow, even
-    // if it has more DRAM.
+    // Shows that these conditions can fail: they should detect a guest that the governor does not
+    // grow, even if it has more DRAM.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let has_swap_ins = missed.iter().any(|(kind, _)| *kind == ConditionKind::SwapIns);

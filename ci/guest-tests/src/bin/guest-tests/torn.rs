@@ -56,7 +56,7 @@ fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     )
 }
 
-/// Counterpart: the same kills should tear sectors of a raw device.
+/// Shows that the tests above can fail: the same kills should tear sectors of a raw device.
 fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     let setup = Setup { format: Format::Raw, checks: 60, ..Setup::new(Interface::VirtioPmem) };
     let tally = run_rounds(victims(&this_tests_dir(), setup)?, MAX_KILLS_UNTIL_TORN, Until::Torn)?;
@@ -91,7 +91,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Classification> {
     victim.classify_at(pool.path())
 }
 
-/// Counterpart: if flushes do nothing, acknowledged data should be lost.
+/// Shows that the test above can fail: if flushes do nothing, acknowledged data should be lost.
 fn power_cuts_lose_data_of_ignored_flushes() -> Result<()> {
     let classification =
         after_power_cut(Setup { has_noop_flushes: true, ..Setup::new(Interface::Nvdimm) })?;

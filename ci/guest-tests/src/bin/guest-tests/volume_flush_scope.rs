@@ -115,7 +115,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         "{written} bytes were written for 100 blocks; {before:?}"
     );
 
-    // 2. Counterpart: the same check should detect a flush of the whole file.
+    // 2. Shows that this check can fail: it should detect a flush of the whole file.
     File::open(pool.path())?.sync_data()?;
     let (at_end, written_at_end) =
         (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
