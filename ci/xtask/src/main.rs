@@ -105,9 +105,9 @@ enum Task {
     /// kernel and guest
     ///
     /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static
-    /// program). Prints a table, and leaves it with all samples in target/bench. A figure never
-    /// makes the task fail. If the emulation breaks a kernel (docs/design/testing.md), everything
-    /// runs again, at most twice, and the output reports that.
+    /// program). Prints a table, and leaves it with all samples in target/bench. Measured values do
+    /// not affect the exit code. If the emulation breaks a kernel (docs/design/testing.md),
+    /// everything runs again, at most twice, and the output reports that.
     Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///

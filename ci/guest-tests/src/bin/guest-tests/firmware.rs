@@ -43,20 +43,20 @@ test_firmware:
     jne 9f
     mov $(test_firmware_started - test_firmware + 0x101000), %esi
     call test_firmware_puts
-    // The number of entries of the memory map, and of their usable bytes those of the last.
+    // The number of entries in the memory map.
     mov 48(%ebp), %eax
     call test_firmware_put_number
-    // The tables.
+    // The first 4 bytes of the RSDP.
     mov 32(%ebp), %edi
     mov (%edi), %eax
     call test_firmware_put_number
-    // The command line, which is empty.
+    // The first byte of the command line, which is empty.
     mov 24(%ebp), %edi
     movzbl (%edi), %eax
     call test_firmware_put_number
     mov $(test_firmware_newline - test_firmware + 0x101000), %esi
     call test_firmware_puts
-    // Configuration space by ports, slot after slot.
+    // The ID of the device in each slot, read through the configuration ports.
     xor %ecx, %ecx
 2:
     mov %ecx, %eax
@@ -73,8 +73,8 @@ test_firmware:
     call test_firmware_puts
     mov %ebx, %eax
     call test_firmware_put_number
-    // BAR 0 as it is, and the byte at 0x14 there: of virtio, the status of a device that was reset,
-    // which is 0.
+    // The byte at 0x14 in BAR 0, which the firmware leaves where it is: the status of a virtio
+    // device, which is 0 after a reset.
     mov %ecx, %eax
     shl $11, %eax
     or $0x80000010, %eax
@@ -94,7 +94,7 @@ test_firmware:
     inc %ecx
     cmp $32, %ecx
     jne 2b
-    // The century, and whether the time is just changing.
+    // The century, and the flag of an update in progress, from the RTC.
     mov $(test_firmware_clock - test_firmware + 0x101000), %esi
     call test_firmware_puts
     mov $0x32, %al
