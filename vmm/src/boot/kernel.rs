@@ -381,7 +381,7 @@ mod tests {
             image.extend_from_slice(&tail);
             let mut file = NamedTempFile::new().unwrap();
             file.write_all(&image).unwrap();
-            // Memory behind boot memory belongs to another zone.
+            // Memory above boot memory belongs to another zone.
             let memory = memory(MEMORY_BYTES + LOW_BYTES);
             if let Ok(loaded) = load(&memory, file.path(), MEMORY_BYTES) {
                 prop_assert!((LOW_BYTES..=MEMORY_BYTES).contains(&loaded.end), "{:?}", loaded);

@@ -32,7 +32,7 @@ use super::error::ApiError;
 use super::refusal_log::{RefusalLog, log_refusals};
 use crate::vm::request::VmHandle;
 
-/// Path of each call before its name.
+/// Path of a call up to its name.
 pub(super) const PREFIX: &str = "/api/v1/";
 
 /// Longest time without a line in the stream of events.

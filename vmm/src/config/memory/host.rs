@@ -1,4 +1,4 @@
-//! Keys that `--memory` and `--memory-zone` have in common: host memory behind guest memory.
+//! Keys of both `--memory` and `--memory-zone`, for the host memory that backs guest memory.
 
 use foreshore_config::{ConfigError, section};
 use foreshore_types::UNIT_BYTES;
@@ -34,7 +34,8 @@ impl HostMemoryConfig {
         switches.into_iter().find_map(|(key, is_on)| is_on.then_some(key))
     }
 
-    /// Checks the page size, and that all `sizes` are multiples of it. Each is listed with its key.
+    /// Checks the page size, and that all `sizes`, pairs of a key and its value, are multiples of
+    /// it.
     pub(super) fn validate(
         &self,
         flag: &'static str,

@@ -160,8 +160,8 @@ impl Limited {
         stream
     }
 
-    /// Numbers of connections that were accepted, closed without a request and closed idle to make
-    /// room, and closed after a time limit.
+    /// Numbers of connections: accepted; closed to make room, before and after their first request;
+    /// closed after a time limit.
     fn counts(&self) -> [u64; 4] {
         let counters = self.server.counters();
         [&counters.accepted, &counters.silent, &counters.idle, &counters.timed_out]

@@ -107,7 +107,7 @@ impl<F: MachineFactory> VmTask<F> {
     }
 
     /// Ends the machine, and builds a new one from the current configuration. DRAM is requested
-    /// with the same size as before. PM has been returned to its pool. `emit` emits the events. It
+    /// with the same size as before. PM has been returned to its pool. `emit` emits the events, and
     /// limits their rate if the guest caused the reboot.
     pub(super) fn reboot(&mut self, emit: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
