@@ -1,5 +1,5 @@
-//! Clients of Cloud Hypervisor, for tests of Foreshore. One client uses a crate. The requests of
-//! the others are replayed byte by byte.
+//! Clients of Cloud Hypervisor, for tests of Foreshore. One client uses the crate
+//! cloud-hypervisor-client. The requests of the others are replayed byte by byte.
 //!
 //! Each client is a function that receives a VMM without a VM, and leaves it without a VM. Clients
 //! run in tests with a fake VM task without machines, and in guest tests with real guests.

@@ -18,7 +18,8 @@ use crate::kernels;
 use crate::messages::refuse;
 use crate::programs;
 
-/// Variable that overrides the choice. The command receives it with the place where it runs.
+/// Variable that overrides the choice. For the command, it is set to the place where the command
+/// runs.
 pub(super) const HOST_VARIABLE: &str = "FORESHORE_HOST";
 /// Memory that an emulated host needs in addition to its guest memory, for QEMU and for cached
 /// pages of its disks.

@@ -42,9 +42,9 @@ pub(crate) struct Arguments {
 /// Kernels for which a flavor has images.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernels {
-    /// All of the cloud flavor.
+    /// All kernels of the cloud flavor.
     Cloud,
-    /// All of the generic flavor.
+    /// All kernels of the generic flavor.
     Generic,
     Default,
 }

@@ -135,7 +135,7 @@ const OPTIONS: [(&str, &str); 10] = [
     ("--api-socket", "/run/vm.sock"),
 ];
 
-/// Configuration for `create`. Pages obtain it from another VM.
+/// Configuration for `create`, which the pages take from another VM.
 const VM_JSON: &str = r#"{
     "payload": {"kernel": "vmlinuz", "initramfs": "initrd.img", "cmdline": "console=hvc0"},
     "memory": {"size": 536870912},
@@ -202,7 +202,7 @@ fn run(page: &Page) -> Result<()> {
     Ok(())
 }
 
-/// Creates the files that the lines name.
+/// Creates the files that the pages name, and a pool unless `lines` create one.
 fn prepare(dir: &Path, lines: &[GuestLine]) -> Result<()> {
     let (kernel, initramfs) = (Kernel::V6_12.path(), Image::Basic.path(Kernel::V6_12));
     for folder in ["bin", "images", "target/ci/guests", "target/ci/kernels/a/boot"] {
@@ -211,7 +211,8 @@ fn prepare(dir: &Path, lines: &[GuestLine]) -> Result<()> {
     for (file, name) in [
         (&kernel, "vmlinuz"),
         (&initramfs, "initrd.img"),
-        // Files of `ci/demo`. A unit test of ci/xtask checks that it creates them there.
+        // Files of `ci/demo`. A unit test of ci/xtask checks that `ci/demo` creates them at these
+        // paths.
         (&kernel, "target/ci/kernels/a/boot/vmlinuz-6.12-cloud-amd64"),
         (&initramfs, "target/ci/guests/basic-6.12.img"),
     ] {

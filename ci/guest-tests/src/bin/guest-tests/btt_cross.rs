@@ -1,7 +1,8 @@
 //! Compatibility tests for our BTT engine and Linux' driver, in both directions.
 //!
-//! Both sides run seeded programs ([`guest_tools::sectors`]), so each can compute the content that
-//! the other should have written. `FORESHORE_TEST_SEED=N` selects other programs.
+//! Both sides run programs of random operations that a seed determines ([`guest_tools::sectors`]),
+//! so each can compute the content that the other should have written. `FORESHORE_TEST_SEED=N`
+//! selects other programs.
 
 use std::ops::Range;
 use std::path::PathBuf;

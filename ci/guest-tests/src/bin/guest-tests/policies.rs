@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Time for a shrink, including cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 const PM_MIB: u64 = 640;
-/// Size of a load that exceeds the remaining DRAM but not the amount in a row.
+/// Size of a load that exceeds the free DRAM, but not the PM that a row of the table requests.
 const LOAD_MIB: u64 = 250;
 /// Number of reports below the agent's watermark that are sufficient to show the policy's behavior.
 const MIN_CHECKS: u64 = 6;
