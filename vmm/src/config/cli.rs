@@ -121,7 +121,7 @@ struct Flags {
     /// Keep the VMM when the guest powers off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// Result of a system call that a thread does not need
+    /// Action on a system call that a thread's filter does not allow
     #[arg(long, value_name = "MODE", help_heading = "Confinement", default_value = "true", value_parser = seccomp_mode())]
     seccomp: SeccompMode,
     /// Become this user, by name or number, before the VM's files are opened
@@ -133,7 +133,7 @@ struct Flags {
     /// Make this the root folder, in which all paths are looked up
     #[arg(long, value_name = "FOLDER", help_heading = "Confinement")]
     chroot: Option<PathBuf>,
-    /// Limit the VMM to the files of the VM by Landlock
+    /// Limit the VMM by Landlock to the files of the VM
     #[arg(long, value_name = "MODE", num_args = 0..=1, default_value = "auto", default_missing_value = "on", ignore_case = true, help_heading = "Confinement")]
     landlock: LandlockMode,
     /// Log to a file [default: standard error]

@@ -138,7 +138,7 @@ impl Write for Queue {
             warn!(
                 file = %self.path.display(),
                 max_bytes = self.max_bytes,
-                "The recording of reports has reached its maximum size; it ends"
+                "The recording of reports has reached its maximum size; the recording ends"
             );
             self.shared.end(RecordingState::Full);
             self.lines = None;

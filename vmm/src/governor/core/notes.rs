@@ -66,7 +66,7 @@ impl Core {
             Note::Held(zone) => rate_limited!(
                 warn,
                 zone = self.name(zone),
-                "The guest has no room for the page descriptors of the requested memory; the rest is held back"
+                "The guest lacks room for the page descriptors of all requested memory; the excess is held back"
             ),
             Note::Online { took_ms, grown_bytes } => {
                 info!(took_ms, grown_bytes, "The memory requested for the shortage is online");
@@ -104,7 +104,7 @@ impl Core {
             warn,
             online_policy,
             lent_permille = self.governor.controller().rules().unmovable_permille,
-            "The guest does not online plugged memory as movable, so it may not be returned; only this part of each zone is lent"
+            "The guest does not online plugged memory as movable, so it may be unable to return memory; lent_permille is the part of each zone that is lent"
         );
     }
 
