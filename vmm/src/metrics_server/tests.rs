@@ -691,7 +691,7 @@ fn label_values_are_lower_case_with_hyphens() {
                     true
                 }
                 "le" | "version" | "kernel" | "agent" | "call" => true,
-                // Traces contain these words, and agents of other versions.
+                // Traces contain the reasons of plans, so these words do not change.
                 "reason" => name.starts_with("foreshore_pressure_"),
                 // The guest kernel's words in /sys/devices/system/memory/auto_online_blocks.
                 "policy" => name == "foreshore_guest_online_policy",

@@ -296,7 +296,8 @@ mod tests {
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
         let emitted = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
         assert!((2..100).contains(&emitted), "{emitted}");
-        // Half of these events differ from the event emitted last, and are withheld by the limit.
+        // Once the limit is reached, half of these events repeat the event emitted last, and the
+        // others are withheld.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
         // A later machine of the same VM has no additional budget for events.
         for nth in 0..1000 {

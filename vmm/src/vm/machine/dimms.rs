@@ -14,8 +14,8 @@ use crate::vm::request::VmError;
 /// Kind of device in the hotplug metrics.
 pub(super) const KIND: &str = "dimm";
 
-/// Reason why a DIMM is refused. Virtio-mem memory is plugged in steps while there is little room
-/// for page descriptors. Unlike it, a DIMM is added completely or not at all.
+/// Reason why a DIMM is refused. While there is little room for page descriptors, virtio-mem memory
+/// is plugged in steps, but a DIMM is added completely or not at all.
 #[derive(Debug, Error)]
 enum Refusal {
     #[error(transparent)]

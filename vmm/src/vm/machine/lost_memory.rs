@@ -119,7 +119,7 @@ impl MutEventSubscriber for Watcher {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // Each event source is ready, unless it has already been read.
+        // Clears the event. The timer is ready, and the eventfd does not block.
         match (events.data(), &mut self.timer) {
             (LOOK, Some(timer)) => drop(timer.wait()),
             _ => drop(self.memory.event().read()),
