@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: Foreshore with and without system call filters and limits of
-//! files, in turn.
+//! Measures the cost of confinement: Foreshore with and without system call filters and Landlock,
+//! in turn.
 
 use std::time::Instant;
 

@@ -29,7 +29,7 @@ const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Vmm {
     Foreshore,
-    /// Foreshore without filters and limits of files.
+    /// Foreshore without system call filters and Landlock.
     Unconfined,
     Qemu,
     /// Another VMM that has Cloud Hypervisor's flags and API.

@@ -20,8 +20,8 @@ const VALUE_BYTES: u64 = 16_360;
 
 /// Number of redis-benchmark runs per fill. A fill is split into runs to show its progress.
 const ROUNDS: u64 = 20;
-/// Number of values per round. redis-benchmark rounds up to a multiple of the pipeline's length, so
-/// this is one.
+/// Number of values per round. redis-benchmark would round it up to a multiple of the pipeline's
+/// length, so it is such a multiple.
 const VALUES_PER_ROUND: u64 = 2496;
 /// Number of commands in flight. With one at a time, an emulated host would mainly measure its own
 /// task switches.

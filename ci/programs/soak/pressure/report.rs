@@ -25,7 +25,7 @@ pub(super) struct Row {
 pub(super) struct Verdict {
     pub description: String,
     pub met: bool,
-    /// True if this is a condition. Times are only reported.
+    /// True for a condition that must hold, false for a time, which is only reported.
     pub is_condition: bool,
 }
 

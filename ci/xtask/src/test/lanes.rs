@@ -81,7 +81,8 @@ pub(super) trait Host {
     /// Returns true if the emulation ended the last boot, which returned `code`.
     fn has_died(&self, code: u8) -> bool;
 
-    /// Keeps the logs of a dead host. `death` numbers the deaths of this lane.
+    /// Keeps the logs of a dead host. `death` is the number of hosts of this lane that have died so
+    /// far.
     fn store_logs(&mut self, death: usize) -> Result<()>;
 }
 
@@ -252,7 +253,7 @@ mod tests {
         let death =
             "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\nrunning 2";
         assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
-        // A death after the last verdict loses no result, but it is counted.
+        // If a host dies after the last verdict, no result is lost, but the death is counted.
         let (host, log) = run("a", [died("test a ... ok (1.0 s)\n")]);
         assert_eq!(
             log,
