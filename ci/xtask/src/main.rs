@@ -115,7 +115,7 @@ enum Task {
     /// are too small) describe the conditions. Each part prints its seed. The table of results is
     /// printed at the end, and written to target/soak/table row by row. The exit code is 0 only if
     /// all conditions held. Logs and pools of failures are under target/soak. Pressure leaves
-    /// tables, time series and plots in target/soak/pressure. Times that psi does not meet are
+    /// tables, time series and plots in target/soak/pressure. Target times that psi misses are
     /// reported, but do not affect the exit code.
     Soak(soak::Arguments),
     /// Print the system calls that filters allow and no test makes, and those that a filter lacks
