@@ -21,8 +21,7 @@ use crate::{logged, sys};
 const FIRST_BACK_OFF_MS: u64 = 100;
 const MAX_BACK_OFF_MS: u64 = 5_000;
 
-/// Duration after which a connection counts as good. The next attempt after a good connection
-/// follows soon.
+/// Duration of a connection after which the agent reconnects with the shortest wait again.
 const GOOD_CONNECTION_MS: u64 = 10_000;
 
 /// Interval between readings of memory while no reports can be sent.
@@ -49,8 +48,8 @@ pub(crate) struct Agent {
 
 impl Agent {
     /// Opens the files that reports are read from. Outside of tests, `proc_root` is /proc and
-    /// `memory_root` is /sys/devices/system/memory. The caller adds the optional parts: the watch
-    /// of memory blocks, triggers, termination, and the parts that change the guest.
+    /// `memory_root` is /sys/devices/system/memory. The caller sets the optional fields: the block
+    /// watch, the triggers, the termination descriptor, and all that change the guest's settings.
     pub(crate) fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(ChangeHints::default(), sys::monotonic_ms);
@@ -108,7 +107,8 @@ impl Agent {
             logged("set vm.lowmem_reserve_ratio", result).is_none()
         });
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            // A report must follow soon after a block became kernel memory.
+            // If a block was converted, makes the block thread read all blocks immediately, so that
+            // a report follows soon.
             self.start_onlining |=
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
@@ -190,7 +190,7 @@ impl Agent {
             if events.is_ok_and(|[termination]| !termination.is_empty()) {
                 return true;
             }
-            // The next report will return the error.
+            // The error is ignored here, because the next report returns it again.
             let _ = self.observe_if_due();
         }
     }
@@ -230,8 +230,8 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
         let reserve = Reserve::open(tree.path(), &tree.at("run"), "").expect("opens");
-        // Fake zones of the guest. The zones of this machine may differ, and the agent reads them
-        // while it waits.
+        // Fake zones of the guest. They replace those of the machine that runs the test, which the
+        // agent would otherwise read while it waits.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
         agent.reserve.insert(reserve).adapt(&zones, 0).expect("writes");
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn settings_written_before_a_failure_are_restored_at_the_end() {
         let defrag = "sys/kernel/mm/transparent_hugepage/defrag";
-        // The file lists no CPUs, so all nodes with memory have none.
+        // The file lists no nodes with CPUs, so each node with memory counts as PM.
         let tree = Tree::new(&[("sys/devices/system/node/has_cpu", "\n"), (defrag, "madvise")]);
         tree.make("sys/kernel/mm/transparent_hugepage/khugepaged/defrag");
         let mut agent =

@@ -46,8 +46,8 @@ serve the kernel and huge pages that were enabled stay as well.
 ";
 
 const HOST_CID: u32 = 2;
-/// Last vsock context and port. The next number is `VMADDR_CID_ANY` and `VMADDR_PORT_ANY`, to which
-/// no socket can connect (include/uapi/linux/vm_sockets.h).
+/// Largest valid vsock context ID and port. The number above it is `VMADDR_CID_ANY` and
+/// `VMADDR_PORT_ANY`, to which no socket can connect (include/uapi/linux/vm_sockets.h).
 const LAST_NUMBER: u32 = u32::MAX - 1;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,12 +66,12 @@ pub(crate) enum Online {
     Movable,
     /// In the zone that the kernel chooses.
     Auto,
-    /// Not by the agent.
+    /// The agent does not bring it online.
     None,
 }
 
 impl Online {
-    /// All policies, each with its word in the option.
+    /// Values of the option, with the policies that they select.
     const WORDS: [(&str, Self); 3] =
         [("movable", Self::Movable), ("auto", Self::Auto), ("none", Self::None)];
 }
@@ -89,7 +89,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Returns options with the same address and without parts that change the machine.
+    /// Returns options with the same address, but with every feature off that changes the machine.
     pub(crate) fn reporting_only(&self) -> Self {
         Self {
             address: self.address.clone(),
@@ -122,7 +122,7 @@ pub(crate) enum ArgsError {
     WrongValue { option: String, value: String, expected: String },
 }
 
-/// Returns a clause for an error about `option`, with the most similar option of the help.
+/// Returns a suggestion for an error about `option`: the most similar option in the help text.
 fn similar_option(option: &str) -> String {
     // The dashes are not compared, because all options begin with them.
     let words = HELP.split([' ', ',', '\n']).filter_map(|word| word.strip_prefix("--"));
@@ -238,7 +238,8 @@ mod tests {
         assert_eq!(parsed("-h"), Ok(Command::Help));
     }
 
-    /// The help lists the words of a switch in its form, and those of a policy in its description.
+    /// Takes the values of an option from the help text: `on|off` after the option's name, or
+    /// [`Online::WORDS`] for `POLICY`.
     #[test]
     fn error_about_a_misspelled_word_lists_and_suggests_words() {
         let forms = HELP.lines().filter_map(|line| line.trim().split_once(' '));

@@ -1,9 +1,9 @@
 //! Reads states of memory blocks and the onlining policy in /sys/devices/system/memory.
 //!
 //! Each block has its own directory, so a guest with a terabyte of memory has eight thousand of
-//! them. They are read when the total has changed, and reading takes at most a twentieth of the
-//! time. While the kernel plugs memory, a write to a block has to wait. Reports matter most at that
-//! time, so a separate thread reads and writes blocks.
+//! them. The agent reads them again when the guest's total memory has changed, and spends at most a
+//! twentieth of the time on this. While the kernel plugs memory, a write to a block's state has to
+//! wait. Reports matter most at that time, so a separate thread reads and writes blocks.
 
 use std::fs::{self, File};
 use std::io;
@@ -27,7 +27,8 @@ impl Online {
         }
     }
 
-    /// Returns true if a kernel with this policy itself brings memory online as requested.
+    /// Returns true if a kernel with this policy brings memory online as requested, without the
+    /// agent.
     fn is_met_by(self, policy: OnlinePolicy) -> bool {
         match self {
             Online::Movable => policy == OnlinePolicy::OnlineMovable,
@@ -53,9 +54,8 @@ const IDLE_COST_PART: u64 = 1_000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChangeHints {
     pub total_bytes: u64,
-    /// Number of links to the directory of blocks. The number is that of the blocks plus a
-    /// constant. It also reveals plugged blocks that are still offline and so missing from the
-    /// total.
+    /// Link count of the directory of blocks: the number of blocks plus a constant. It also counts
+    /// plugged blocks that are still offline and therefore missing from `total_bytes`.
     pub links: u64,
 }
 
@@ -253,8 +253,8 @@ pub(crate) const STACK_BYTES: usize = 64 * 1024;
 /// Runs a [`BlockReader`] in a separate thread.
 #[derive(Debug)]
 pub(crate) struct BlockWatch {
-    /// Directory of all blocks. The directory is kept open, because looking up its path takes the
-    /// kernel many times as long.
+    /// Directory of all blocks. It is kept open, because stat() by path takes many times as long as
+    /// fstat().
     root: Option<File>,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
@@ -267,13 +267,13 @@ pub(crate) struct BlockWatch {
 #[derive(Clone, Copy, Debug)]
 struct Request {
     hints: ChangeHints,
-    /// Take charge first, and then read even if no reading is due.
+    /// Call [`BlockReader::start_onlining`] first, and then read even if no reading is due.
     start_onlining: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Answer {
-    /// Blocks and their address ranges, if they were read.
+    /// Blocks and their address ranges, if the thread has read them.
     blocks: Option<(Blocks, Vec<Range>)>,
     /// Time of the next request if nothing changes until then.
     next_request_ms: u64,

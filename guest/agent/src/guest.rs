@@ -13,8 +13,8 @@ const FADT: &str = "firmware/acpi/tables/FACP";
 /// Offset of the OEM ID in an ACPI table (ACPI 6.5, 5.2.6).
 const OEM_ID_OFFSET: usize = 10;
 
-/// Checks the ACPI tables. They are valid even before the VMM is ready to accept reports, and
-/// memory that it plugs that early must also come online.
+/// Checks the ACPI tables. They are valid even before the VMM accepts reports, and memory that the
+/// VMM plugs that early must also come online.
 ///
 /// Returns the reason if the machine is not recognized as a guest.
 fn check_is_foreshore_guest(sys: &Path) -> Result<(), String> {
@@ -26,8 +26,8 @@ fn check_is_foreshore_guest(sys: &Path) -> Result<(), String> {
     is_foreshore.then_some(()).ok_or_else(|| "This is not a guest of Foreshore (ACPI)".to_owned())
 }
 
-/// Returns `options`. On a machine that is not a Foreshore guest, removes the parts that change the
-/// machine. `sys` is /sys outside of tests.
+/// Returns `options`. On a machine that is not a Foreshore guest, turns off every feature that
+/// changes the machine. `sys` is /sys outside of tests.
 pub(crate) fn permitted(options: &Options, sys: &Path) -> Options {
     match check_is_foreshore_guest(sys) {
         Ok(()) => options.clone(),

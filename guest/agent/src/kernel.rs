@@ -35,8 +35,8 @@ struct Evidence {
     /// Content of /sys/kernel/debug/sched/preempt, with the selected model in parentheses. debugfs
     /// is not always mounted.
     scheduler: String,
-    /// Kernel log. It contains a line "Dynamic Preempt: MODEL" from boot and from each change
-    /// (kernel/sched/core.c). A busy log may have lost this line.
+    /// Kernel log. Linux logs a line "Dynamic Preempt: MODEL" at boot and at each change
+    /// (kernel/sched/core.c). Later messages may have overwritten this line.
     log: String,
     /// Content of /proc/cmdline, with the model requested at boot.
     command_line: String,

@@ -38,11 +38,11 @@ pub(crate) struct KernelBlocks {
     exhausted: Option<Exhausted>,
 }
 
-/// Node that has no block to convert. Its movable blocks are boot memory.
+/// Node without a block to convert, because its movable blocks are boot memory.
 #[derive(Debug)]
 struct Exhausted {
     node: u32,
-    /// Blocks when this was found. The node is tried again if they change.
+    /// Blocks of the guest when the search failed. The node is searched again when they change.
     blocks: Blocks,
 }
 
@@ -335,7 +335,7 @@ mod tests {
         while kernel_blocks.exhausted.is_none() {
             kernel_blocks.poll(&report, 0, now_ms);
         }
-        // A wait longer than any pause.
+        // Longer than any pause between conversions.
         now_ms += 600_000;
         kernel_blocks.poll(&report, 0, now_ms);
         assert!(!kernel_blocks.is_busy);

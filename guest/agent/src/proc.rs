@@ -11,8 +11,7 @@ use thiserror::Error;
 
 use crate::parse::{self, ParseError};
 
-/// Initial buffer size. It is larger than any text in a small guest, and the buffer grows if
-/// necessary.
+/// Initial buffer size. All texts of a small guest fit, and the buffer grows if necessary.
 const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 
 /// Upper limit of a text's length. zoneinfo has 150 bytes per zone and CPU.
@@ -261,8 +260,8 @@ mod tests {
         ] {
             assert_eq!(pieces.is_whole(count), whole, "{pieces:?} {count}");
         }
-        // Uses files of the machine that runs the test. Another read would have returned the end of
-        // the text.
+        // Uses files of the machine that runs the test. A second read must find nothing, because
+        // the first one read the whole text.
         let proc = Proc::open(Path::new("/proc")).expect("open");
         let texts = [
             Some(&proc.meminfo),
@@ -317,8 +316,8 @@ mod tests {
         assert_eq!(zones_at(2_050), by_buddyinfo);
         put_meminfo(&tree, 1_000_004, 335_488);
         assert_eq!(zones_at(2_100), by_zoneinfo, "memory was plugged");
-        // Blocks that are being unplugged are on the free lists, which have 2 MiB more than free
-        // memory.
+        // Blocks that are being unplugged are on the free lists, which then contain 2 MiB more than
+        // meminfo counts as free.
         put_meminfo(&tree, 1_000_004, 335_488 - 2_048);
         assert_eq!(zones_at(2_150), by_zoneinfo, "free memory exceeds total memory");
         put_meminfo(&tree, 1_000_004, 335_488 + 2_047);

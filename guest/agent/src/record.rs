@@ -23,8 +23,8 @@ pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
     fs::rename(&new, record)
 }
 
-/// Writes the record before `what` is changed. If that fails, the agent continues without a record.
-/// The old value is then lost only if the agent is killed.
+/// Writes the record. Call this before the setting `what` is changed. If the write fails, the agent
+/// continues without a record, and the old value is lost only if the agent is killed.
 pub(crate) fn save(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("record the guest's {what} in {}", record.display()), result);

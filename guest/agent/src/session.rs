@@ -153,8 +153,8 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Checks free memory. Reads the measured memory only if the check is suspicious, because
-    /// reading it costs more.
+    /// Checks free memory. Reads the measured amount from /proc only if free memory alone does not
+    /// rule out a report, because that costs more.
     fn check_memory(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes();
         if !self.pace.needs_read(free_bytes, now_ms) {

@@ -1,4 +1,4 @@
-//! Kernel settings whose defaults suit guests with one kind of memory, but not guests with two.
+//! Kernel settings whose defaults suit guests with only DRAM, but not guests with DRAM and PM.
 
 use std::fs;
 use std::io;
@@ -168,7 +168,7 @@ impl Tuning {
         let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {
             (free.saturating_add(zone.free_pages), managed.saturating_add(zone.managed_pages))
         });
-        // PM that was full counts as full until twice as much is free.
+        // PM that was full counts as full until twice the limit is free.
         let full_pages = full_pm_pages(managed_pages);
         managed_pages > 0
             && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }

@@ -131,7 +131,7 @@ fn listening() -> (tempfile::TempDir, UnixListener) {
     (dir, listener)
 }
 
-/// Starts an agent. Returns it when it has sent its hello to a VMM with these settings.
+/// Starts an agent and a VMM with these settings, and returns both after the agent's hello.
 fn connected(settings: Settings) -> (Agent, Vmm) {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
@@ -252,7 +252,7 @@ fn restarted_agent_begins_with_a_hello() {
     }
 }
 
-/// The agent's cost is mainly its number of wake-ups. Time would depend on the machine.
+/// The agent's cost is mainly its number of wake-ups. CPU time would depend on the machine.
 #[test]
 fn agent_at_rest_wakes_up_ten_times_per_second_and_once_to_report() {
     const REPORTS: u64 = 3;

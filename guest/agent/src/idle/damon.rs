@@ -26,8 +26,8 @@ const MAX_REGIONS: u64 = 100;
 /// starts at 0, so one more aggregation has passed by then.
 const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 
-/// Value of an interval that has no effect for physical addresses. With it, an agent recognizes
-/// monitors of a killed predecessor.
+/// Value of an interval that DAMON ignores for physical addresses. An agent recognizes monitors of
+/// a killed predecessor by this value.
 const MARKER_US: u64 = 59_746_059;
 
 /// Time for which a result is kept without new counts from the monitor: two periods.
@@ -70,7 +70,8 @@ impl Damon {
         let nodes = nodes.clamp(1, MAX_NODES);
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
-            // The kind is not ResourceBusy, which callers take for a temporary error.
+            // The kind must not be ResourceBusy, because callers would treat the error as
+            // temporary.
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 "another program uses DAMON",

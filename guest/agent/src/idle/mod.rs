@@ -1,8 +1,9 @@
 //! Finds idle memory per node, with DAMON if the kernel has it and with idle page tracking
 //! otherwise.
 //!
-//! Both may block (a write to DAMON's files waits for its next sample), so they run in a separate
-//! thread. The number of samples limits the cost. The amount of memory has no effect on it.
+//! Both interfaces may block (a write to DAMON's files waits for its next sample), so a separate
+//! thread uses them. The number of samples limits the cost. The amount of memory has no effect on
+//! it.
 
 mod bitmap;
 mod damon;
@@ -132,7 +133,7 @@ impl Source {
             Ok(damon) => Ok(Source::Damon(damon)),
             Err(error) => match Bitmap::open(&roots.bitmap) {
                 Ok(bitmap) => Ok(Source::Bitmap(bitmap)),
-                // Reports the error of DAMON, because current kernels have DAMON.
+                // If both fail, returns the error of DAMON, because current kernels have DAMON.
                 Err(_) => Err(error),
             },
         }
@@ -146,11 +147,10 @@ impl Source {
     }
 }
 
-/// Source of idle memory that may be busy.
+/// Source of idle memory that is opened again later if the kernel reports it as busy.
 ///
-/// Linux accepts only one write to DAMON's files at a time, and fails others as busy. A write may
-/// take until the next sample. Therefore, an agent that was killed during a write blocks its
-/// successor.
+/// Linux accepts only one write to DAMON's files at a time, and fails others with EBUSY. A write
+/// may take until the next sample. Therefore, the write of a killed agent may block its successor.
 struct RetryingSource<O> {
     open: O,
     source: Option<Source>,

@@ -10,8 +10,8 @@ const FILE: &str = "/proc/buddyinfo";
 /// Order of the blocks to count: 1024 pages of 4 KiB.
 const LARGEST_ORDER: usize = 10;
 
-/// Sets the number of largest free blocks in each of `zones`. It is unknown if the kernel's
-/// allocator has no blocks of that order.
+/// Sets the number of free blocks of the largest order in each of `zones`. If the kernel's
+/// allocator has no blocks of that order, the number is `None`.
 pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
     for line in lines(text) {
