@@ -68,9 +68,9 @@ impl BootMemory {
         self.movable_bytes().saturating_sub(descriptor_bytes(self.boot_bytes))
     }
 
-    /// Ratios for `vm.lowmem_reserve_ratio`. A guest without an agent keeps them, and an agent
-    /// adapts them. They take DRAM that can be added into account, because it is also movable and
-    /// is filled before PM.
+    /// Ratios for `vm.lowmem_reserve_ratio`. Without an agent, they stay in effect. An agent adapts
+    /// them. They take into account DRAM that can be added, because it is also movable and is
+    /// filled before PM.
     pub fn reserve_ratios(&self) -> [u64; 5] {
         let mut ratios = LINUX_RESERVE_RATIOS;
         self.node().lower_ratios(&mut ratios, self.boot_bytes, self.hotplug_bytes());
@@ -148,7 +148,8 @@ mod tests {
 
     #[test]
     fn kernel_keeps_dram_for_the_descriptors_of_all_pm() {
-        // A sixteenth of 512 MiB, 16 MiB per GiB, and 8 MiB of descriptors for boot memory.
+        // A sixteenth of 512 MiB, descriptors of 16 MiB per GiB of PM, and 8 MiB of descriptors for
+        // boot memory.
         assert_eq!(division(512, 0, 1536), (64, [1, 32]));
         assert_eq!(division(512, 0, 7168), (152, [1, 32]));
         assert_eq!(division(256, 0, 3584), (76, [1, 32]));

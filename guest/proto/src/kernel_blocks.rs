@@ -164,7 +164,8 @@ mod tests {
         let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
         growth.counted.update(Some(&holds(0)), 0, 0);
         growth.counted.update(Some(&holds(100)), 0, 1_000);
-        // Half of a sixteenth of 592 MiB, and 50 MiB.
+        // Threshold: half of the usual reserve (a sixteenth of 592 MiB), plus expected growth of 50
+        // MiB.
         assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth, None), None);
         growth.counted.update(Some(&holds(10_000)), 0, 2_000);
@@ -184,7 +185,7 @@ mod tests {
             zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
             growth.of_zones.update(&zones, 0, Some(&KernelUse::default()), tenth * 100);
         }
-        // Half of a sixteenth of 592 MiB, and 30 MiB.
+        // Threshold: half of the usual reserve, plus expected growth of 30 MiB.
         assert_eq!(short_node(&zones(48, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(49, 300), &blocks(2), &growth, None), None);
         assert_eq!(
@@ -259,7 +260,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_short_gets_a_block_of_its_node() {
-        // Half of a sixteenth of 592 MiB.
+        // Threshold: half of the usual reserve (a sixteenth of 592 MiB).
         assert_eq!(short(&zones(18, 300), &blocks(2)), Some(0));
         assert_eq!(short(&zones(19, 300), &blocks(2)), None);
         assert_eq!(short(&zones(0, 127), &blocks(2)), None, "no room for the pages of the block");

@@ -1,19 +1,19 @@
 //! Decides when the agent checks memory and when it sends reports.
 //!
 //! This module does no I/O. Callers pass the time and the values. The agent and the simulated
-//! guests use the same code, so their timing is the same.
+//! guests both use this module, so their timing is the same.
 //!
 //! For a report, the guest has to format four files in /proc. A check costs only one cheap system
 //! call. Therefore, at rest, the agent reports once per second and checks more often. The less
 //! memory is left, the more often it checks. If a check finds a large decrease, the agent reports
 //! immediately.
 //!
-//! A check compares the kind of memory that the VMM's settings select ([`Settings::watermark_of`]),
-//! free or available memory, because the VMM bases its decisions on it.
+//! The VMM's settings select whether checks measure free or available memory
+//! ([`Settings::watermark_of`]), because the VMM bases its decisions on one of them.
 //!
-//! If a check finds that memory is falling, the next check is early. The VMM then learns of the
-//! fall while more memory is left. (The simulated guests do not use early checks, and so report a
-//! fall up to 35 ms later.)
+//! If a check finds that the measured amount is falling, the next check is early. The VMM is then
+//! notified while more memory is left. (The simulated guests do not use early checks, and so report
+//! a fall up to 35 ms later.)
 //!
 //! Between the fastest and the slowest rate, the report interval depends on two values: the
 //! distance to the watermark, and the time until the watermark is reached at the current rate
@@ -29,12 +29,12 @@ const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 /// plenty of memory.
 const MAX_CHECK_MS: u64 = 100;
 
-/// Time to the next check while memory is falling. Each of these checks has found a decrease by an
-/// eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
+/// Time to the next check while the measured amount is falling. Each of these checks has found a
+/// decrease by an eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
 const FALLING_CHECK_MS: u64 = 15;
 
-/// Memory counts as falling if it decreases between two checks by more than [`Pace::margin_bytes`]
-/// divided by this number.
+/// The measured amount counts as falling if it decreases between two checks by more than
+/// [`Pace::margin_bytes`] divided by this number.
 const FALLING_PART: u64 = 8;
 
 /// Time after which available memory is read again even if the number of free pages is unchanged.
@@ -42,7 +42,7 @@ const FALLING_PART: u64 = 8;
 /// the exact number.
 const UNCHANGED_READ_MS: u64 = 500;
 
-/// Duration of fast reports after an alert. They show how the situation develops.
+/// Duration of fast reports after an alert. They show the VMM how the shortage develops.
 const ALERT_MS: u64 = 1_000;
 
 /// Time without a change after which reports become slower.
@@ -77,13 +77,14 @@ pub struct Pace {
     /// Time when the measured memory was last read, and the free memory at that time.
     read_ms: u64,
     read_free_bytes: u64,
-    /// Free memory and measured memory at the last check. `is_falling` is true if the last check
+    /// Free memory and measured amount at the last check. `is_falling` is true if the last check
     /// found a decrease.
     checked_free_bytes: u64,
     checked_measured_bytes: u64,
     is_falling: bool,
     alert_until_ms: u64,
-    /// Amount of memory while it is steady, and the time of the first report with it.
+    /// Measured amount when it last changed too much to count as steady, and the time of that
+    /// report.
     steady_bytes: u64,
     steady_since_ms: u64,
     /// Rate computed by [`fall_rate`].
@@ -350,7 +351,7 @@ mod tests {
     fn growth_of_kernel_memory_is_reported_at_once() {
         let mut pace = pace(800, 800);
         pace.record_kernel(40 * MIB);
-        // A sixteenth of available memory.
+        // The limit is a growth by 50 MiB, a sixteenth of available memory.
         assert!(!pace.needs_kernel_report(90 * MIB));
         assert!(pace.needs_kernel_report(91 * MIB));
         assert!(!pace.needs_kernel_report(0));
@@ -667,8 +668,8 @@ mod tests {
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
         for (free, available, report_due_ms) in [
             (59, 8_000, 1_050),
-            // The amount of available memory has no effect. Above the watermark, the interval is
-            // proportional.
+            // The amount of available memory has no effect. Between the watermark and twice the
+            // watermark, the interval is proportional.
             (8_000, 59, 2_000),
             (90, 0, 1_000 + 50 + 950 / 2),
         ] {

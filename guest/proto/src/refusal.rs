@@ -106,7 +106,8 @@ pub enum Refusal {
 /// Maximum length of text from the sender in an error message.
 const MAX_QUOTED_CHARS: usize = 32;
 
-/// Defines the labels and the match over them together, so that neither can omit one.
+/// Defines the list of labels and the `match` that returns a label in one place, so that neither
+/// can omit a reason.
 macro_rules! labels {
     ($($variant:ident: $label:literal,)+) => {
         /// Labels of all reasons, for a metric that exports each of them from the start.

@@ -290,13 +290,14 @@ mod tests {
     fn ratios_keep_the_reserve_in_each_node_with_movable_memory() {
         use ZoneKind::{Dma, Dma32, Movable, Normal};
         for (zones, hotplug_bytes, ratios) in [
-            // A sixteenth of 480 MiB is 30 MiB. A quarter of 128 MiB keeps 32 MiB of ZONE_DMA32.
+            // The reserve is a sixteenth of 480 MiB, 30 MiB. With a ratio of 4, ZONE_DMA32 keeps a
+            // quarter of 128 MiB, 32 MiB.
             (
                 vec![(0, Dma, 15), (0, Dma32, 337), (0, Movable, 128), (1, Movable, 1024)],
                 0,
                 [256, 4, 32, 0, 0],
             ),
-            // A sixteenth is 28 MiB, and the descriptors of 7 GiB take 112 MiB.
+            // A sixteenth of 455 MiB is 28 MiB, and the descriptors of 7 GiB take 112 MiB.
             (vec![(0, Dma32, 311), (0, Movable, 144)], 0, [256, 5, 32, 0, 0]),
             (vec![(0, Dma32, 311), (0, Movable, 144)], 7 << 30, [256, 1, 32, 0, 0]),
             // At most half of the kernel zones is kept, here 155 MiB.

@@ -52,7 +52,7 @@ pub enum Cause {
     Watermark,
     /// A pressure trigger in the kernel fired.
     Stall,
-    /// Reason that only later versions know.
+    /// Reason that this version does not know.
     #[serde(other)]
     Other,
 }
@@ -296,8 +296,8 @@ pub enum OnlinePolicy {
     Online,
     /// Plugged memory goes to ZONE_NORMAL, from which it may be impossible to unplug.
     OnlineKernel,
-    /// Plugged memory goes to ZONE_MOVABLE, from which it can be unplugged. Memory is lent without
-    /// a limit only under this policy.
+    /// Plugged memory goes to ZONE_MOVABLE, from which it can be unplugged. Under any other known
+    /// policy, the governor limits how much memory it plugs.
     OnlineMovable,
     /// Unknown policy.
     #[default]
