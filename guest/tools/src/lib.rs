@@ -20,14 +20,13 @@ pub mod torn {
     pub mod stamp;
 }
 
-/// Context of an error that no fault of the host can excuse: stored data is missing or wrong. A
-/// test that fails with it is not repeated.
+/// Error context for stored data that is missing or wrong. A test that fails with it is not
+/// repeated, because no temporary fault of the host can be the cause.
 #[derive(Debug)]
 pub struct CorruptData;
 
 impl CorruptData {
-    /// Exit code of a process that fails with this error. The process is a test, or a guest program
-    /// that verifies a disk.
+    /// Exit code of a test, or of a guest program that verifies a disk, that fails with this error.
     pub const CODE: i32 = 78;
 
     pub fn code_of(error: &anyhow::Error) -> i32 {

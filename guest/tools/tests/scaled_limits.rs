@@ -1,4 +1,4 @@
-//! Stretched limits affect a whole process, so this test runs in its own process.
+//! Scaling the time limits affects the whole process, so this test runs in its own process.
 
 use std::time::{Duration, Instant};
 

@@ -17,15 +17,15 @@ const PAGE: usize = 4096;
 const STEP: usize = 64 << 10;
 /// Capacity of each pipe. The capacity is Linux' default maximum (fs.pipe-max-size).
 const PIPE: usize = 1 << 20;
-/// Interval between checks for freed memory. Memory found is taken as well.
+/// Interval between checks for memory that was freed in the meantime, which is then taken as well.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of checks without free memory after which all memory counts as exhausted.
 const QUIET_CHECKS: u32 = 25;
-/// Value of vm.min_free_kbytes. Real-time tasks may use half of it (mm/page_alloc.c,
+/// Value of vm.min_free_kbytes. Real-time tasks may use half of this memory (mm/page_alloc.c,
 /// gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
-/// Number of empty slabs of each kind that the kernel keeps. The number is higher than any actual
-/// number.
+/// Number of empty slabs of each kind that the kernel keeps. No kernel has that many, so all are
+/// kept.
 const EMPTY_SLABS: &str = "1000";
 /// Kernel thread that starts all other kernel threads.
 const KTHREADD: libc::pid_t = 2;
@@ -86,8 +86,8 @@ fn release_caches() -> Result<()> {
     let set = |setting: &str, value: &str| {
         fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
     };
-    // A report of an allocation failure has a hundred lines, which take seconds on a serial line.
-    // During that time, a block without descriptors would exist.
+    // Linux logs a hundred lines about a failed allocation, which take seconds on a serial line. A
+    // block without descriptors would exist during that time.
     set("/proc/sys/kernel/printk", "1")?;
     set("/proc/sys/vm/min_free_kbytes", RESERVE_KIB)?;
     // Limits the free pages on per-CPU lists, which count as used.
@@ -103,7 +103,7 @@ fn release_caches() -> Result<()> {
 }
 
 /// Gives real-time priority to all other programs, and to the thread that starts kernel threads.
-/// They may then allocate below the watermark. Tasks that they start inherit this.
+/// They may then allocate below the watermark. Tasks that they start inherit the priority.
 fn let_others_use_reserve() -> Result<()> {
     let ours = std::process::id() as libc::pid_t;
     for process in fs::read_dir("/proc").context("Cannot read /proc")? {

@@ -10,7 +10,8 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::mapped::Mapping;
 
 const MIB: usize = 1 << 20;
-/// Alignment and unit of each place. Places are mapped with huge pages if the kernel supports them.
+/// Alignment and unit of the memory in each place (a NUMA node or a file). It is mapped with huge
+/// pages if the kernel supports them.
 const HUGE_PAGE_BYTES: usize = 2 * MIB;
 /// Factor used by `scale` and `triad`.
 const SCALAR: f64 = 3.0;
@@ -34,7 +35,7 @@ impl Place {
     }
 }
 
-/// Memory of a place. The memory is never unmapped.
+/// Mapped memory of a place. It is never unmapped.
 enum Memory {
     Anonymous(*mut f64),
     Mapped(Mapping),

@@ -268,7 +268,7 @@ mod tests {
             Ok(())
         };
         outcome.check(reads_but_70).unwrap();
-        // The outcome does not expect the failure, but no wrong data was found either.
+        // The failed read is unexpected, but it is not wrong data.
         let error = Outcome::untouched(SHAPE).check(reads_but_70).unwrap_err();
         assert_ne!(CorruptData::code_of(&error), CorruptData::CODE, "{error:?}");
     }

@@ -16,15 +16,15 @@ use crate::content::Bytes;
 const STRIPE_SECTORS: u64 = 64;
 /// Maximum number of sectors in a page. A program's range also begins at a page boundary.
 const PAGE_SECTORS: u64 = 8;
-/// Longest operation in sectors. Lengths are distributed logarithmically: each halving is equally
-/// frequent.
+/// Longest operation in sectors. Lengths are distributed logarithmically: each operation has a
+/// random length up to a random power of two.
 const MAX_SECTORS: u64 = 32;
 /// Number of operations after which a thread flushes.
 const FLUSH_INTERVAL: u64 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mix {
-    /// Only writes. Linux' BTT driver supports nothing else.
+    /// Only writes, because Linux' BTT driver supports neither discards nor zeroing.
     Writes,
     /// Only writes that bypass the cache.
     Direct,
@@ -100,7 +100,7 @@ pub trait Storage: Sync {
         Ok(())
     }
 
-    /// Writes whole sectors. Uses the cache, if there is one, if `buffered` is set.
+    /// Writes whole sectors. If `buffered` is set, writes through the cache of the storage, if any.
     fn write(&self, first: u64, bytes: &[u8], buffered: bool) -> Result<()>;
 
     /// Discards sectors. They read as zeros afterwards.

@@ -114,8 +114,8 @@ fn fixed_word(sector: u64, index: usize) -> u64 {
 
 /// Returns the sum over all words except the last. Each word is multiplied by a different odd
 /// number. A mix of lines from two versions does not have the sum of either version: it differs by
-/// the difference of the versions times a factor. The factor is not zero, is not that of all lines,
-/// and is much smaller than a word.
+/// the difference of the versions, multiplied by the sum of the factors of the other version's
+/// lines. This sum is not zero and is much smaller than a word.
 fn checksum(bytes: &[u8]) -> u64 {
     (0..CHECKSUM).fold(0, |sum, index| sum.wrapping_add(share(index, word(bytes, index))))
 }

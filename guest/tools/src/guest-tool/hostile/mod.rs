@@ -15,9 +15,10 @@ use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
 // Maximum numbers of polls of the used ring. These limits are counts instead of times, so that a
 // slow device cannot end the attack by the guest's clock.
-/// Garbage may never be answered. The next request follows after some milliseconds.
+/// The device may never answer garbage. After this many polls, some milliseconds, the next request
+/// is sent.
 const GARBAGE_POLLS: u32 = 20_000;
-/// Frames may never arrive, and the device may forever retry a frame from invalid memory.
+/// A frame may never arrive, and the device may retry a frame from invalid memory forever.
 const FRAME_POLLS: u32 = 20_000;
 const MAX_BUFFER_BYTES: u64 = 256 << 10;
 /// A well-formed request should be answered wherever its buffers are. The limit is longer than any

@@ -1,6 +1,6 @@
-//! Breadth-first search in a Kronecker graph, like Graph500's reference code. The breadth-first
-//! search generates a list of edges, builds a graph in compressed sparse rows, searches it from
-//! several roots, and validates the resulting trees against the list.
+//! Breadth-first search in a Kronecker graph, like Graph500's reference code. The load generates a
+//! list of edges, builds a graph in compressed sparse rows, searches it from several roots, and
+//! validates the resulting trees against the list.
 
 use anyhow::{Result, ensure};
 use guest_tools::content::Bytes;
