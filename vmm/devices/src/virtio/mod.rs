@@ -1,9 +1,9 @@
 //! Virtio devices (virtio 1.3), one folder each, and the PCI transport that presents them to the
 //! guest.
 //!
-//! A device has two parts. The front, a [`VirtioDevice`], handles configuration accesses on vCPU
-//! threads. The worker owns queues and file descriptors, is created by [`VirtioDevice::activate`],
-//! and runs on an event loop.
+//! A device has two parts. Its [`VirtioDevice`] handles configuration accesses on vCPU threads. Its
+//! worker owns queues and file descriptors, is created by [`VirtioDevice::activate`], and runs on
+//! an event loop.
 
 pub mod balloon;
 pub mod block;
@@ -51,7 +51,8 @@ pub struct ActiveQueue {
 
 /// Resources that a device receives when the driver sets DRIVER_OK (virtio 1.3, 3.1.1).
 pub struct Activation {
-    /// Guest memory. Take one guard per pass over a queue, and never hold two on one thread.
+    /// Guest memory. Take one guard ([`GuestView`]) per pass over a queue, and never hold two on
+    /// one thread.
     pub view: GuestView,
     /// Interrupts that signal used buffers and configuration changes to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
@@ -74,7 +75,7 @@ pub enum ActivateError {
     Io(#[from] std::io::Error),
 }
 
-/// Front of a virtio device: the interface that the transport calls.
+/// Interface of a virtio device that the transport calls.
 ///
 /// The transport serializes all calls.
 pub trait VirtioDevice: Send {

@@ -135,8 +135,8 @@ impl ActiveQueue {
         self.is_broken
     }
 
-    /// Enables notifications. Returns true if the driver added chains before this and will not send
-    /// a notification for them.
+    /// Enables notifications. Returns true if the driver has already added chains, for which it
+    /// sends no notification.
     pub(super) fn wait_for_more(&mut self, memory: &MappedMemory) -> bool {
         !self.is_broken && self.queue.enable_notification(memory).unwrap_or(false)
     }

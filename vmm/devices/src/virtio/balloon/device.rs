@@ -1,4 +1,4 @@
-//! The front of the device and its lifecycle.
+//! The virtio-balloon device: its configuration, activation and reset.
 
 use std::sync::Arc;
 

@@ -62,7 +62,7 @@ pub enum TargetError {
     },
 }
 
-/// State shared by the front, the worker and the handles of a balloon device.
+/// State shared by a balloon device, its worker and its handles.
 pub(super) struct Shared {
     pub(super) state: Mutex<BalloonState>,
     /// Interrupt of the active driver. `None` if no driver is active.

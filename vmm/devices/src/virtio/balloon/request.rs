@@ -120,8 +120,8 @@ pub struct MemoryPart {
 }
 
 impl MemoryPart {
-    /// Returns the largest range of whole host pages inside `range`, which must be within the
-    /// place.
+    /// Returns the largest range of whole host pages inside `range`, which must be within this
+    /// part.
     fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
         let offsets = range.start - self.range.start..range.end - self.range.start;
         let start = offsets.start.next_multiple_of(self.unit_bytes);
@@ -134,7 +134,7 @@ impl MemoryPart {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub range: Range<u64>,
-    /// Index of the place that contains the piece, or the reason to refuse the piece.
+    /// Index of the part that contains the piece, or the reason to refuse the piece.
     pub verdict: Result<usize, Refusal>,
 }
 

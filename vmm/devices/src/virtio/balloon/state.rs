@@ -1,4 +1,4 @@
-//! State of a virtio balloon, without I/O.
+//! State of a virtio balloon. This module does no I/O.
 
 /// Page size in the protocol, regardless of the guest's page size (virtio 1.3, 5.5.6).
 pub(super) const PAGE_BYTES: u64 = 4096;

@@ -76,8 +76,8 @@ impl Worker {
         NextStep::Step(job, step)
     }
 
-    /// Processes a completed step and returns the next step to execute. Holds a single guard for
-    /// both.
+    /// Processes a completed step and returns the next step to execute. Takes one guard of guest
+    /// memory for both.
     fn next_step(&mut self, completed: Option<Over>) -> NextStep {
         let guard = self.view.memory();
         if completed.is_none() {

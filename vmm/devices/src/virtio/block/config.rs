@@ -31,13 +31,13 @@ const REFUSED: &[Refused] = &[
     Refused { key: "_disable_io_uring", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "_disable_aio", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "disable_aio", neutral: OFF, why: HOW_IT_WORKS },
-    // Both values have the same effect, because a byte range would cover the whole image.
+    // Both granularities have the same effect, because a byte range would cover the whole image.
     Refused {
         key: "lock_granularity",
         neutral: &["full", "byte-range", "ByteRange"],
         why: "the whole image is locked",
     },
-    // Names of these keys in QEMU.
+    // QEMU's names of keys for block sizes.
     Refused {
         key: "logical_block_size",
         neutral: &[],

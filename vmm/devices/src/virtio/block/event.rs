@@ -36,9 +36,9 @@ const KICK: u32 = 0;
 const DONE: u32 = 1;
 const FLUSH_ENDED: u32 = 2;
 
-/// Limit for the bytes that the open requests of a queue copy or zero at a time. A queue at this
-/// limit takes no more requests, which then wait in the ring. The last request may exceed the limit
-/// by less than one piece.
+/// Limit for the bytes that the unanswered requests of a queue copy or zero at a time. A queue at
+/// this limit takes no more requests, which then wait in the ring. The last request may exceed the
+/// limit by less than one piece.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Number of passes over the queue before the worker returns to its event loop. Without a limit, a
 /// driver that adds requests as fast as they are served would prevent the worker from being
@@ -374,8 +374,8 @@ impl Worker {
             && !self.lost
     }
 
-    /// Enables notifications. Returns true if the driver added chains before this and will not send
-    /// a notification for them.
+    /// Enables notifications. Returns true if the driver has already added chains, for which it
+    /// sends no notification.
     pub(super) fn is_wanted(&mut self, memory: &MappedMemory) -> bool {
         // If the worker may not take requests now, it resumes after the next answer or
         // notification.

@@ -111,7 +111,7 @@ impl Worker {
         taken || more || finished || ring.executor.arm() || self.is_wanted(&self.view.memory())
     }
 
-    /// Takes a batch of requests under one guard. Returns the first step of each.
+    /// Takes a batch of requests under one guard of guest memory. Returns the first step of each.
     fn take_batch(&mut self, batch: usize) -> Vec<(Job, Step)> {
         let guard = self.view.memory();
         self.silence(&guard);

@@ -1,4 +1,4 @@
-//! State shared by the front, the workers and the handles of a disk.
+//! State shared by a disk's device, its workers and its handles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};

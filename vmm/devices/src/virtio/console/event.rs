@@ -73,8 +73,8 @@ impl Worker {
                 return self.watch_output(ops);
             }
             add(&self.metrics.output_bytes, text.len());
-            // No guard is held during the write, because a disk may be slow, and unplugs wait for
-            // guards.
+            // No guard of guest memory is held during the write, because a disk may be slow, and
+            // unplugs wait for guards.
             let lost = self.host.lock().output.send(&text);
             self.lose(&lost);
             // Buffers are returned even if the output was lost. Otherwise the driver would wait in
@@ -113,8 +113,8 @@ impl Worker {
         }
     }
 
-    /// Takes available output under one guard. Returns the text and the heads of the chains that
-    /// contained it.
+    /// Takes available output under one guard of guest memory. Returns the text and the heads of
+    /// the chains that contained it.
     fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;

@@ -1,4 +1,4 @@
-//! The front of the device and its lifecycle.
+//! The virtio-mem device: its configuration, activation and reset.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,7 +47,8 @@ pub struct MemDevice {
 
 impl MemDevice {
     /// Creates the device for `part`. Its worker runs on `event_loop`, which must serve only
-    /// virtio-mem devices: the worker blocks until all other devices have dropped their guards.
+    /// virtio-mem devices: the worker blocks until all other devices have dropped their guards of
+    /// guest memory.
     ///
     /// # Panics
     /// Panics if the zone's node number does not fit in 16 bits. The validation of the

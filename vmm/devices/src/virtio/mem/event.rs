@@ -114,7 +114,8 @@ impl Worker {
         let (head, answer) = match popped {
             PoppedChain::Request(pending) => {
                 let now = Instant::now();
-                // No guard is held here, because an unplug waits until all guards are dropped.
+                // No guard of guest memory is held here, because an unplug waits until all guards
+                // are dropped.
                 let result = self.executor.lock().execute(pending.request, now);
                 match result {
                     Ok(response) => {

@@ -81,7 +81,7 @@ pub enum RequestSizeError {
     },
 }
 
-/// State shared by the front, the worker and the handles of a virtio-mem device.
+/// State shared by a virtio-mem device, its worker and its handles.
 pub(super) struct Shared {
     pub(super) zone: ZoneSpec,
     pub(super) state: Mutex<MemState>,

@@ -96,8 +96,8 @@ pub(super) enum ChainError {
     NoRoom { bytes: usize },
 }
 
-/// Buffers for an answer. Unlike a descriptor chain, this value holds no guard, so blocks can be
-/// unplugged in the meantime.
+/// Buffers for an answer. Unlike a descriptor chain, this value holds no guard of guest memory, so
+/// blocks can be unplugged in the meantime.
 #[derive(Debug)]
 pub(super) struct ReplySlot {
     segments: Vec<(GuestAddress, usize)>,

@@ -1,4 +1,4 @@
-//! State of a virtio-mem device, without I/O.
+//! State of a virtio-mem device. This module does no I/O.
 
 use balloon::{DriverState, Shortfall};
 use vm_memory::GuestAddress;

@@ -148,7 +148,7 @@ impl Control {
     fn serve(&mut self) {
         let view = self.view.clone();
         for _ in 0..COMMANDS_MAX {
-            // The guard is dropped before the host's kernel executes the command.
+            // The guard of guest memory is dropped before the host's kernel executes the command.
             let (head, request) = {
                 let guard = view.memory();
                 let memory: &MappedMemory = &guard;

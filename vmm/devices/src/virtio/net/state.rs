@@ -1,4 +1,4 @@
-//! State shared by the front and the workers of a network device.
+//! State shared by a network device and its workers.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};

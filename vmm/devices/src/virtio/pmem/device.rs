@@ -128,8 +128,8 @@ impl Flusher {
     /// Answers the flushes in the queue. Returns true if the guest wants an interrupt.
     ///
     /// One pass suffices, because notifications are never disabled and the driver therefore
-    /// notifies the device of later flushes. No guard is held while the backing is made durable,
-    /// because it may take long, and a plug waits for all guards and blocks new ones.
+    /// notifies the device of later flushes. No guard of guest memory is held while the backing is
+    /// made durable, because it may take long, and a plug waits for all guards and blocks new ones.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Activation { queues, view, interrupt, .. } = active;
         let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
@@ -396,7 +396,7 @@ mod tests {
         let mut f = fixture(&[&flush(0)]);
         let Answers::InExit(Some(active)) = &f.device.answers else { panic!("not active") };
         *f.backing.view.lock() = Some(active.view.clone());
-        // The test deadlocks if the device holds a guard during the persist.
+        // The test deadlocks if the device holds a guard of guest memory during the persist.
         f.device.notify_synchronous(0);
         assert_eq!(response(&f, 0), 0);
     }

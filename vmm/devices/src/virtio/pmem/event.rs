@@ -122,7 +122,8 @@ mod tests {
         assert!(f.device.synchronous_queues().is_empty(), "a vCPU could block in a notification");
         let first = flush(&mut f, 0);
         f.begun.recv().unwrap();
-        // Memory can be plugged during the flush, because no guard is held.
+        // Memory can be plugged during the flush, because the device holds no guard of guest
+        // memory.
         drop(f.view.exclusive());
         // A later flush may cover later stores, so it needs its own persist.
         let second = flush(&mut f, 1);

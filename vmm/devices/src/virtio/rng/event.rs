@@ -56,8 +56,8 @@ impl Worker {
         Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
-    /// Answers requests. No guard is held while the source is read, because reading a file may
-    /// block, and unplugs wait for guards.
+    /// Answers requests. No guard of guest memory is held while the source is read, because reading
+    /// a file may block, and unplugs wait for guards.
     fn serve(&mut self, ops: &mut EventOps) {
         let mut used = false;
         for count in 0.. {

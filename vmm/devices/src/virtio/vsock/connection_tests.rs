@@ -379,8 +379,8 @@ proptest! {
                     connection.send(Op::Data { len_bytes: bytes.min(max_bytes) });
                 }
             }
-            // The muxer would end the connection after a violation. The test continues with it,
-            // because that is the harder case.
+            // The muxer would end the connection after a violation. The test continues to use the
+            // connection, because that is the harder case.
             let _ = connection.on_guest_packet(op, Credit { buf_alloc, fwd_cnt });
             prop_assert!(connection.unforwarded_bytes() <= BUFFER_BYTES);
             connection.forwarded(bytes.min(connection.unforwarded_bytes()));

@@ -35,7 +35,7 @@ pub struct VsockDevice {
     metrics: Arc<VsockMetrics>,
     worker: WorkerSlot,
     /// Dropped after `worker`, which runs on this thread. No other device shares it, because its
-    /// filter allows connections to sockets of the host.
+    /// seccomp filter allows connections to sockets of the host.
     thread: EventLoop,
     greeting_timeout: Duration,
 }

@@ -31,8 +31,8 @@ const LISTENER: u32 = 3;
 const TIMER: u32 = 4;
 
 /// Maximum number of chains that a pass takes from each queue. Without this limit, a guest that
-/// keeps refilling its queues would delay plugs, which wait for the memory guard, and other devices
-/// on the loop.
+/// keeps refilling its queues would delay other devices on the loop, and plugs, which wait for the
+/// worker's guard of guest memory.
 const PASS_BUDGET: usize = 256;
 
 /// Maximum number of descriptors in a chain. A header and the largest packet in single pages need
@@ -135,8 +135,8 @@ impl Worker {
         }
     }
 
-    /// Takes packets from the guest until `budget` is used up or a packet must be handled without a
-    /// guard.
+    /// Takes packets from the guest until `budget` is used up or a packet must be handled after the
+    /// guard of guest memory is dropped.
     fn move_tx(
         &mut self,
         memory: &MappedMemory,

@@ -12,10 +12,10 @@
 //!   guest's agent connects to the governor in this way.
 //!
 //! ```text
-//! device     front: configuration, activation, reset
+//! device     configuration, activation, reset
 //! event      worker on an event loop: queues, epoll, the timer
 //! muxer      sockets of connections, and their turns to send
-//! connection protocol of one connection, without I/O
+//! connection protocol of one connection; does no I/O
 //! host       the listening socket, ports, outgoing connections, the greeting
 //! packet     headers, parsed once
 //! ```

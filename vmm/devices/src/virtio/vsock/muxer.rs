@@ -398,8 +398,8 @@ impl Muxer {
         self.connect_request.is_some()
     }
 
-    /// Handles a pending request of the guest to connect. The caller must hold no guard, because
-    /// resolving the socket's path may wait for a disk.
+    /// Handles a pending request of the guest to connect. The caller must hold no guard of guest
+    /// memory, because resolving the socket's path may wait for a disk.
     pub(super) fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.connect_request.take() else { return };
         let link = packet.link;

@@ -217,7 +217,7 @@ fn failed_transfers_are_errors_and_the_disk_continues() {
 fn memory_can_be_plugged_while_the_disk_works() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let view = rig.view.clone();
-    // The test deadlocks if the device holds a guard during a step.
+    // The test deadlocks if the device holds a guard of guest memory during a step.
     fake.set_hook(move |_| {
         drop(view.exclusive());
         Ok(())

@@ -257,7 +257,7 @@ fn reset_keeps_rings_that_the_kernel_accepts() {
 #[test]
 fn memory_can_be_plugged_while_a_ring_is_at_work() {
     let (mut rig, fake, ring) = rig();
-    // The test deadlocks if the device holds a guard during a call of the ring.
+    // The test deadlocks if the device holds a guard of guest memory during a call of the ring.
     ring.plug_during_calls(rig.view.clone());
     // A request with two ranges needs two steps.
     let range = |sector: u64| [&sector.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();

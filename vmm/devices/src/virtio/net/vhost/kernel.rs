@@ -77,7 +77,7 @@ impl VhostFiles {
 }
 
 /// Files of a device that serve no pair at present. They are opened with the device, because a
-/// driver activates the device on threads whose filters allow no open().
+/// driver activates the device on threads whose seccomp filters allow no open().
 #[derive(Clone)]
 pub(super) struct IdleFiles(Arc<FilesOfDevice>);
 

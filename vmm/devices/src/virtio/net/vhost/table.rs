@@ -1,4 +1,5 @@
-//! Table of guest memory for vhost-net, without I/O.
+//! Memory table that the kernel's vhost-net receives (VHOST_SET_MEM_TABLE). This module makes no
+//! system calls.
 
 use vhost::VhostUserMemoryRegionInfo;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};

@@ -1,8 +1,8 @@
 //! Virtio over PCI, modern devices only (virtio 1.3, 4.1).
 //!
-//! [`registers`] implements the registers that the driver accesses, without I/O. [`interrupt`]
-//! signals the driver, and [`notify`] signals the device. [`device`] is the PCI function that
-//! combines them.
+//! [`registers`] implements the registers that the driver accesses, and does no I/O itself.
+//! [`interrupt`] signals the driver, and [`notify`] signals the device. [`device`] is the PCI
+//! function that combines them.
 
 mod device;
 mod interrupt;
