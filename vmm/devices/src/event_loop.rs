@@ -274,8 +274,8 @@ impl EventLoopHandle {
     }
 }
 
-/// File that a subscriber waits for only at times. If it always waited, a ready file would keep the
-/// loop busy.
+/// File that is registered with epoll only while its subscriber waits for it. Otherwise a ready
+/// file would keep the loop busy.
 pub struct Interest {
     name: &'static str,
     data: u32,

@@ -32,11 +32,11 @@ pub enum LogError {
 /// `--log-format`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
-    /// Lines to read.
+    /// Lines for human readers.
     #[default]
     Text,
-    /// A JSON object a line, with the fields of the line as keys beside `timestamp`, `level`,
-    /// `target` and `message`.
+    /// One JSON object per line. Its keys are `timestamp`, `level`, `target`, `message` and the
+    /// line's fields.
     Json,
 }
 
@@ -112,8 +112,8 @@ pub fn log_panics(config: &LogConfig) {
             panic = panic.payload_as_str(),
             "Panic: please report this as a bug"
         );
-        // To resolve names, the backtrace opens the program file. A thread whose filter allows no
-        // open() ends the process here.
+        // To resolve names, the backtrace opens the program file. If the thread's seccomp filter
+        // allows no open(), the process ends here.
         let backtrace = Backtrace::capture();
         if backtrace.status() == BacktraceStatus::Captured {
             tracing::error!(%backtrace, "Backtrace of the panic");
@@ -131,7 +131,7 @@ where
         LogFormat::Text => {
             lines.with_target(config.verbosity > 1).with_ansi(with_colors).finish().into()
         }
-        // There are no spans.
+        // The VMM uses no tracing spans.
         LogFormat::Json => lines
             .json()
             .flatten_event(true)

@@ -6,15 +6,16 @@ use parking_lot::Mutex;
 
 use crate::event_loop::EventLoopHandle;
 
-/// Event loops on whose threads devices work. The loops are held while the VM is paused.
+/// Event loops on whose threads devices work. While the VM is paused, they are held
+/// ([`EventLoopHandle::hold`]).
 pub struct DeviceWork {
     state: Mutex<State>,
 }
 
 struct State {
     loops: Vec<EventLoopHandle>,
-    /// Number of times that the VM was resumed. By this number, a pause that is late to hold the
-    /// loops detects that the VM was resumed in the meantime.
+    /// Number of times that the VM was resumed. If the number has changed before a pause holds the
+    /// loops, the VM was resumed in the meantime, and the pause is obsolete.
     releases: u64,
 }
 
@@ -24,14 +25,14 @@ impl DeviceWork {
         Arc::new(Self { state: Mutex::new(State { loops, releases: 0 }) })
     }
 
-    /// Adds the loops of another device. If the VM is paused, they need not be held, because the
-    /// driver of the device cannot run.
+    /// Adds the event loops of another device. If the VM is paused, they need not be held, because
+    /// the device's driver cannot run.
     pub fn add(&self, loops: &[EventLoopHandle]) {
         self.state.lock().loops.extend_from_slice(loops);
     }
 
-    /// Removes the loops of a device that the guest has ejected, and releases them permanently.
-    /// Stopping the device waits for its loops, even while the VM is paused.
+    /// Removes the event loops of a device that the guest has ejected, and releases them
+    /// permanently, because stopping the device waits for them even while the VM is paused.
     pub fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));

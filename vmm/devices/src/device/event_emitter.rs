@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::events::{Event, Events};
 
 /// Emits events of a machine's devices. It emits nothing after the machine has begun to end,
-/// because from then on the machine resets the devices instead of their drivers.
+/// because from then on the VMM resets the devices, not their drivers.
 #[derive(Clone)]
 pub struct EventEmitter {
     events: Events,

@@ -55,8 +55,8 @@ impl ReadWriteAt for File {
     }
 }
 
-/// File that is accessed through the page cache. It is opened with the image, because the filters
-/// of the threads that serve queues allow no open().
+/// File that is accessed through the page cache. It is opened with the image, because the seccomp
+/// filters of the threads that serve queues allow no open().
 #[derive(Debug)]
 struct Buffered(File);
 

@@ -28,7 +28,7 @@ use crate::guest_file::{self, GuestAccess, GuestFileError};
 const PAGE_BYTES: u32 = 4096;
 /// Maximum physical block size. With larger blocks, file systems would leave gaps.
 const PHYSICAL_BLOCK_BYTES_MAX: u32 = 1 << 20;
-/// Bytes of zeros in one write, if zeros must be written.
+/// Length of each write where a range is zeroed by writing zeros.
 const ZEROS_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Copy, Debug, Default)]

@@ -23,7 +23,7 @@ use crate::disk::range::DiskRange;
 
 /// Number of steps that are queued before one system call submits all of them to the kernel.
 const BATCH: usize = 64;
-/// Bytes of zeros in one write, if zeros must be written.
+/// Length of each write where a range is zeroed by writing zeros.
 const ZEROS_BYTES: usize = 1 << 20;
 /// Operations of a ring.
 const OPERATIONS: [u8; 4] =
@@ -204,7 +204,7 @@ impl Uring {
 
     /// Abandons the ring. No later call uses it.
     fn give_up(&mut self) {
-        // The thread has the name of the queue.
+        // The thread is named after its queue.
         let queue = std::thread::current().name().unwrap_or_default().to_owned();
         warn!(queue, "io_uring failed; the queue transfers one request at a time from now on");
         // 1. Wait for the steps that the kernel has accepted, and process their results.

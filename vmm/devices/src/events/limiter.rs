@@ -135,8 +135,9 @@ impl<E: Clone + PartialEq> Limiter<E> {
         self.accounts.values_mut().filter_map(|account| account.withheld.take()).collect()
     }
 
-    /// Records the end of a machine. Events about the state of its devices and memory are dropped,
-    /// because the next machine starts with new state. Allowances are not renewed.
+    /// Records the end of a machine, which a reboot replaces with another. Events about the state
+    /// of its devices and memory are dropped, because the next machine starts with new state.
+    /// Allowances are not renewed.
     pub(super) fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Kind(..)) {

@@ -119,7 +119,7 @@ fn end_of_a_machine_drops_withheld_events_except_those_of_the_vm() {
     limiter.end_machine();
     assert_eq!((limiter.release_of(&zone()), limiter.release_of(&device(1))), (None, None));
     assert_eq!(limiter.release_of(&Source::Vm), Some(99));
-    // The memory of the next machine may reach the same state as that of the last one.
+    // After a reboot, the zone may reach the same state again, which is then a new event.
     let later = now + BOUNDS.span;
     assert_eq!(limiter.admit(zone(), &3, later), Verdict::Emit);
 }
@@ -152,7 +152,7 @@ impl Rule for Limiter<u64> {
     }
 }
 
-/// Faulty: the allowance is renewed with each machine.
+/// Faulty: the allowance is renewed at each reboot.
 struct OfOneMachine(Limiter<u64>);
 
 impl Rule for OfOneMachine {

@@ -216,8 +216,8 @@ impl Events {
         self.limiter.lock().record_request(Source::Zone(zone.to_owned()), Instant::now());
     }
 
-    /// Records the end of a machine. Withheld events of its devices and memory are dropped. The
-    /// allowance of the next machine is not renewed.
+    /// Records the end of a machine, which a reboot replaces with another. Withheld events of its
+    /// devices and memory are dropped. A reboot does not renew allowances.
     pub fn end_machine(&self) {
         self.limiter.lock().end_machine();
     }

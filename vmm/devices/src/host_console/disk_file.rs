@@ -30,7 +30,7 @@ const LINGER: Duration = Duration::from_secs(10);
 // Waiting for the rate limit must not look like a stalled disk.
 const _: () =
     assert!(STEP_LEN_MAX as u128 * 1000 / MIN_MAX_RATE as u128 * 10 < STALL_TIMEOUT.as_millis());
-// The token bucket could never allow a longer step.
+// The token bucket never holds enough tokens for a longer write.
 const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 
 /// File with the thread that writes it. Dropping it waits until all output is written.

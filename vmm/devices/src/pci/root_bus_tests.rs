@@ -289,7 +289,7 @@ fn slow_move_of_a_bar_blocks_no_other_slot() {
             answer.send(machine.answers(machine.read(2, 0x10).into())).unwrap();
         });
         let other = answered.recv_timeout(Duration::from_secs(30));
-        // A failing test should also end.
+        // The other thread must end even if the test fails.
         drop(resume);
         assert_eq!(other, Ok(true));
     });

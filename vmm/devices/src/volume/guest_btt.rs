@@ -43,8 +43,8 @@ impl GuestBtt {
     }
 
     /// Records the kernel from an agent's hello message. Returns true if it logs a warning. It logs
-    /// only once for each machine, so that an agent that reconnects or changes its report does not
-    /// fill the log.
+    /// only once for each boot of the VM, so that an agent that reconnects or changes its report
+    /// does not fill the log.
     pub fn hello(&self, hello: &Hello) -> bool {
         let kernel = GuestKernel {
             release: hello.kernel_release().to_owned(),

@@ -1,4 +1,4 @@
-//! Choice of a volume's interface, by one table and without side effects.
+//! Chooses a volume's interface by this table, without side effects.
 //!
 //! | format | interface | translation | safe with |
 //! |---|---|---|---|

@@ -1,5 +1,4 @@
-//! Verdict on whether a guest's BTT driver is safe for a volume, by one table and without side
-//! effects.
+//! Decides whether a guest's BTT driver is safe for a volume, without side effects.
 //!
 //! drivers/nvdimm in Linux has two known faults that a VMM cannot work around:
 //!

@@ -163,7 +163,8 @@ pub fn plan(
             volume_bytes,
         });
     }
-    // Memory of an earlier machine may still be lent, so fewer bytes may be free now than later.
+    // Memory that was lent before a reboot may not have been returned yet, so fewer bytes may be
+    // free now than later.
     let rest_bytes =
         usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
     let rest = Rest { rest_bytes: rest_bytes - rest_bytes % CHUNK_BYTES, free_bytes, memory_bytes };

@@ -50,7 +50,7 @@ pub(super) enum End {
     },
 }
 
-/// Moves bytes between a line's end and the guest.
+/// Moves bytes between the guest and the client of a console line.
 pub(super) struct Bridge {
     /// Flag of the console, for log lines.
     flag: &'static str,

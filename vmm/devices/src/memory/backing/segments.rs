@@ -208,7 +208,8 @@ impl Ledger {
     }
 
     /// Runs `change`, which unmaps one piece and may need two more mappings. The budget never
-    /// refuses this, because the eighth outside of the budget has room for these mappings.
+    /// refuses this, because it leaves an eighth of the kernel's limit, which has room for these
+    /// mappings.
     pub(super) fn unmap<T>(
         &mut self,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
