@@ -41,7 +41,7 @@ pub(crate) enum ProcError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot parse a file of the kernel")]
+    #[error("cannot parse a file in /proc")]
     Parse(#[from] ParseError),
 }
 
