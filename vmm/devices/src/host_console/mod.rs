@@ -59,9 +59,9 @@ pub enum ConsoleError {
     #[error("cannot open a pseudo terminal")]
     Pty(#[source] io::Error),
     /// A pipe or eventfd for a pseudo terminal or socket could not be created.
-    #[error("cannot set up a console for clients")]
+    #[error("cannot create a pipe or eventfd of a console")]
     Line(#[source] io::Error),
-    #[error("cannot start the thread of console clients")]
+    #[error("cannot start the thread that serves console clients")]
     Worker(#[source] EventLoopError),
     #[error("cannot use the terminal as console")]
     Terminal(#[source] io::Error),

@@ -45,9 +45,9 @@ pub struct MemoryOptions {
 pub enum MemoryError {
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    #[error("zone {zone:?} is of PM, but the VM has no pool")]
+    #[error("zone {zone:?} is PM, but the VM has no pool")]
     NoPool { zone: String },
-    #[error("zone {zone:?} is of PM and cannot have boot memory (size {size_bytes})")]
+    #[error("zone {zone:?} is PM and cannot have boot memory (size {size_bytes})")]
     PmBoot {
         zone: String,
         /// Boot memory that the configuration requests.

@@ -62,7 +62,7 @@ pub enum WatchError {
     Event(#[source] io::Error),
     #[error(transparent)]
     TooMany(#[from] TooManyRanges),
-    #[error("cannot keep its file open")]
+    #[error("cannot duplicate the descriptor of its file")]
     File(#[source] io::Error),
 }
 

@@ -50,7 +50,7 @@ pub enum PmemFileError {
     )]
     DirectoryWithoutWrites,
     /// The guest would access bytes beyond the end of the file.
-    #[error("its size {} is below the {} of size=", Size(*file_bytes), Size(*wanted_bytes))]
+    #[error("its size {} is below the {} that size= requests", Size(*file_bytes), Size(*wanted_bytes))]
     Short {
         file_bytes: u64,
         /// Requested size.
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(PmemFile::open(&config(&path, ",size=4M")).unwrap().len_bytes(), 4 * MIB);
         assert_eq!(
             error(&config(&path, ",size=10M")),
-            "its size 8 MiB is below the 10 MiB of size="
+            "its size 8 MiB is below the 10 MiB that size= requests"
         );
         let path = file(&folder, 3 * MIB);
         assert!(error(&config(&path, "")).starts_with("its size 3 MiB is not a multiple of 2 MiB"));

@@ -88,7 +88,7 @@ pub enum InterfaceError {
     /// distinguish two such disks either, because the id is the serial number.
     #[error(
         "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
-         give the other another id="
+         give the other device another id="
     )]
     SameId {
         name: String,

@@ -35,7 +35,7 @@ pub enum PlanError {
     /// The volume does not exist and may not be created.
     #[error("no such volume in the pool: {name:?}; create it with create=on and size=")]
     NoVolume { name: String },
-    #[error("volume {name:?} has {}, not the {} of size=", Size(*size_bytes), Size(*wanted_bytes))]
+    #[error("volume {name:?} has {}, but size= requests {}", Size(*size_bytes), Size(*wanted_bytes))]
     VolumeSize {
         name: String,
         size_bytes: u64,

@@ -167,7 +167,7 @@ pub enum RequestError {
     },
     #[error("disk is read-only; refused request type {kind}")]
     ReadOnly { kind: u32 },
-    #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
+    #[error("data of {len} bytes is not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes each")]
     BadRanges {
         /// Length of the data.
         len: u64,

@@ -47,7 +47,7 @@ enum CommandError {
     Length { class: u8, command: u8, len: usize },
     #[error("requested {pairs} queue pairs exceed the maximum {most}")]
     Pairs { pairs: u16, most: u16 },
-    #[error("offloads {bits:#x} were not negotiated, or need others that are off")]
+    #[error("offloads {bits:#x} were not negotiated, or depend on offloads that are off")]
     Offloads { bits: u64 },
 }
 
