@@ -31,7 +31,7 @@ const OBSERVE_INTERVAL_MS: u64 = 1_000;
 pub(crate) struct Agent {
     pub(crate) proc: Proc,
     pub blocks: Option<BlockWatch>,
-    /// Requests that the block thread starts to online blocks.
+    /// Set to make the block thread start to bring blocks online.
     pub(crate) start_onlining: bool,
     pub triggers: Option<Triggers>,
     /// Descriptor that becomes readable when the agent must end.

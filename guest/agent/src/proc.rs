@@ -53,7 +53,7 @@ struct Text {
     pieces: Pieces,
 }
 
-/// Structure of a text as the kernel writes it.
+/// Pieces in which the kernel writes a text (each call of `show` of a seq_file writes one).
 #[derive(Clone, Copy, Debug)]
 enum Pieces {
     One,

@@ -3,7 +3,7 @@
 //! Setting a bit marks the page idle, and an access clears it. Only user pages have bits, so free
 //! memory cannot be found in this way.
 //!
-//! A random sample of words is marked, and read again later.
+//! The agent marks a random sample of the bitmap's words, and reads them again later.
 
 use std::fs::{File, OpenOptions};
 use std::io;
