@@ -267,9 +267,9 @@ impl KernelMemory {
     }
 }
 
-/// Returns how many pages a kernel allocation can get from DMA, DMA32 and Normal: the free pages
-/// above the `min` watermark and above the pages that the zone protects from allocations for Normal
-/// (mm/page_alloc.c, __zone_watermark_ok).
+/// Returns the number of pages that kernel allocations can get from DMA, DMA32 and Normal: the free
+/// pages of each zone, less its `min` watermark and the pages that it protects from allocations for
+/// Normal (mm/page_alloc.c, __zone_watermark_ok).
 fn usable_pages(zoneinfo: &str) -> Result<u64> {
     /// Index of Normal in the `protection` list of a zone.
     const NORMAL: usize = 2;
