@@ -1,6 +1,7 @@
-//! Devices of a machine. The devices register and unregister themselves.
+//! Devices of a machine, which is the VM from one boot to the next. They register and unregister
+//! themselves.
 //!
-//! The folder of each device contains a function `build`, which vmm/src/vm/devices calls. The
+//! The module of each device contains a function `build`, which vmm/src/vm/devices calls. The
 //! function takes the device's configuration and a [`DeviceContext`], and returns an
 //! [`AttachedDevice`], which the guest finds on the PCI bus. Dropping the [`AttachedDevice`]
 //! removes the device and everything that was registered for it.

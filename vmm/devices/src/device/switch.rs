@@ -4,7 +4,7 @@ use super::{DeviceContext, SetupResult};
 use crate::events::DeviceEvent;
 
 /// Description of a device without options. The flag, the JSON key and the help are derived from
-/// it. Each device defines its description in its own folder, and config/switches.rs lists them in
+/// it. Each device defines its description in its own module, and config/switches.rs lists them in
 /// the order of their PCI slots.
 pub struct Switch {
     /// Name of the flag (without dashes) and of the JSON key.

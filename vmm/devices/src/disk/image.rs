@@ -170,7 +170,7 @@ impl RawImage {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
 
-    /// Returns true if a step consists of whole units, so that it needs no widening.
+    /// Returns true if a step consists of whole units, so that it needs no read-modify-write cycle.
     pub(super) fn is_aligned(&self, step: &Step) -> bool {
         let is_transfer_aligned = |offset, len| {
             self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64))

@@ -1,5 +1,5 @@
-//! Disk content, accessed either through a device with blocking calls or through a ring that
-//! executes several requests concurrently.
+//! Disk content, accessed either by blocking calls ([`BlockDevice`]) or through a ring that
+//! executes several steps concurrently ([`Executor`], such as an io_uring).
 
 pub mod buffer;
 mod direct;

@@ -1,11 +1,11 @@
 //! Locks of byte ranges. They prevent a read-modify-write cycle from overwriting a concurrent
 //! change of the same blocks.
 //!
-//! Transfers that need no widening hold a shared lock, because the guest must order its own
-//! overlapping writes. A read-modify-write cycle holds an exclusive lock. A ring never blocks on a
-//! lock, because its thread must serve other requests. An event notifies the ring instead. A
-//! blocking call may wait for an exclusive lock until transfers in flight are complete, including
-//! those of rings.
+//! Transfers of whole blocks hold a shared lock, because the guest must order its own overlapping
+//! writes. A read-modify-write cycle holds an exclusive lock. A ring never blocks on a lock,
+//! because its thread must serve other requests. An event notifies the ring instead. A blocking
+//! call may wait for an exclusive lock until transfers in flight are complete, including those of
+//! rings.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -7,7 +7,7 @@ use super::limiter::Source;
 /// Maximum length of a text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
-/// Event that a device defines in its own folder.
+/// Event that a device defines in its own module.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceEvent {
     pub source: &'static str,
@@ -59,7 +59,7 @@ pub enum Event<'a> {
     },
     /// The guest has not pinged its watchdog in time, so the VMM restarts it.
     WatchdogExpired,
-    /// Event that a device defines in its own folder, with the values of the properties.
+    /// Event that a device defines in its own module, with the values of the properties.
     OfDevice {
         event: &'a DeviceEvent,
         values: &'a [&'a str],

@@ -82,8 +82,8 @@ impl PluggableRange {
 /// Regions of guest memory, with the reservations that keep them mapped.
 #[derive(Clone, Debug)]
 pub struct Regions {
-    /// Address map of plugged and unplugged memory. The address map suits users that rely on the
-    /// host's page tables, in which unplugged memory is inaccessible.
+    /// Address map of plugged and unplugged memory, for users that access memory through the host's
+    /// page tables, in which unplugged memory is inaccessible.
     pub memory: GuestMemoryMmap,
     pub reservations: Vec<Arc<Reservation>>,
 }

@@ -77,8 +77,8 @@ pub struct ZoneSpec {
     pub hotplug_bytes: u64,
     /// Size that is requested at the start of the guest.
     pub hotplugged_bytes: u64,
-    /// Maximum rate in bytes per second at which the guest may plug memory again that it has
-    /// unplugged. `None` means no limit.
+    /// Maximum rate in bytes per second at which the guest may plug memory again after unplugging
+    /// it. `None` means no limit.
     pub plug_bytes_per_s: Option<NonZeroU64>,
 }
 

@@ -445,7 +445,7 @@ mod tests {
     }
 
     /// Checks that the volume `data`, which starts at offset `start` of the pool's file, opens as a
-    /// disk that serves the raw bytes and changes none.
+    /// disk that serves the raw bytes, and that none of them changes.
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
         let VolumeDisk { device, btt_loss } =

@@ -1,4 +1,4 @@
-//! Virtio devices (virtio 1.3), one folder each, and the PCI transport that presents them to the
+//! Virtio devices (virtio 1.3), one module each, and the PCI transport that presents them to the
 //! guest.
 //!
 //! A device has two parts. Its [`VirtioDevice`] handles configuration accesses on vCPU threads. Its

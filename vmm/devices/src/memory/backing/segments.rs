@@ -24,7 +24,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Source of the memory `bytes` after the start of a segment with this source.
+    /// Source of the memory that begins `bytes` after the start of a segment with this source.
     fn at(self, bytes: u64) -> Self {
         match self {
             Self::File { offset } => Self::File { offset: offset + bytes },

@@ -37,7 +37,7 @@ const REFUSED: &[Refused] = &[
         neutral: &["full", "byte-range", "ByteRange"],
         why: "the whole image is locked",
     },
-    // QEMU's names of keys for block sizes.
+    // QEMU's keys for block sizes.
     Refused {
         key: "logical_block_size",
         neutral: &[],

@@ -57,8 +57,7 @@ pub(super) struct Worker {
     /// Steps that wait for execution by blocking calls, in order.
     pub(super) next: VecDeque<(Job, Step)>,
     pub(super) buffers: Buffers,
-    /// Jobs whose flush succeeded, and that wait for the end of other flushes that overlapped with
-    /// it.
+    /// Jobs whose flush succeeded. They wait until all flushes that overlapped with it have ended.
     awaiting_flushes: Vec<(Job, Answered)>,
     /// Signaled after the end of a flush for which jobs in `awaiting_flushes` wait.
     flush_ended: Arc<EventFd>,

@@ -17,8 +17,8 @@ use crate::disk::{Done, Executor, Step};
 /// Executor of a queue while no worker uses it. Cheap to clone.
 ///
 /// Executors are created with the device. A driver activates the device on the thread of a vCPU,
-/// whose system call filter must not allow new rings, because the operations of a ring bypass
-/// filters.
+/// whose seccomp filter must not allow new rings, because seccomp does not see the operations of a
+/// ring.
 #[derive(Clone)]
 pub(super) struct IdleExecutor(Arc<Mutex<Option<Box<dyn Executor>>>>);
 

@@ -5,8 +5,8 @@
 //! init_on_alloc, which distribution kernels enable, it writes zeros to each of these pages. If the
 //! guest has never used the block, each write faults, and the host must allocate and zero a page.
 //! The faults take more than half of the time of the unplug, all of it on the vCPU. However, Linux
-//! unplugs from the highest memory block downward, so the next run is known. Another CPU can
-//! populate its pages in the meantime.
+//! unplugs from the highest memory block downward, so the run of blocks that it unplugs next is
+//! known. Another CPU can populate the pages of that run in the meantime.
 //!
 //! Pages are populated only if the driver is known to zero memory. In each populated run, one block
 //! without a page is left unpopulated: the probe. If the probe has a page when the run is

@@ -468,7 +468,7 @@ mod tests {
         rig.send(&packet(1, 60));
         let passes = || rig.net.metrics().passes.load(Ordering::Relaxed);
         let mut last = passes();
-        // The device is idle as soon as an interval has no pass.
+        // The device is idle once no worker makes a pass over its queue in an interval.
         for _ in 0..1000 {
             std::thread::sleep(Duration::from_millis(5));
             if passes() == last {

@@ -95,7 +95,7 @@ pub struct NetMetrics {
     /// Number of times that a queue was stopped because its ring was invalid. A reset makes the
     /// queue usable again.
     pub broken_queues: AtomicU64,
-    /// Number of passes of all workers. Tests check that an idle worker adds no passes.
+    /// Number of passes over the queues. Tests check that an idle worker makes no passes.
     #[cfg(test)]
     pub passes: AtomicU64,
 }

@@ -438,8 +438,8 @@ fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapE
     }
 }
 
-/// Returns a description of a flag that is missing or unsuitable in `flags`, with which the queue
-/// was opened.
+/// Returns a description of a flag that is missing or unsuitable. The queue was opened with
+/// `flags`.
 fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     match flags {
         _ if flags & IFF_TAP == 0 => Some("as tun, without Ethernet frames"),

@@ -121,7 +121,7 @@ fn thread_is_idle_after_an_invalid_index_until_a_reset() {
         wait("a notification was not handled", &|| passes() > before);
     }
     assert_eq!(rig.driver.resets_needed(), 1);
-    // After the reset, the thread makes no more passes.
+    // After the reset, the thread makes no more passes over the queue.
     rig.device.reset();
     assert!(passes() <= allowed, "{} passes and not {allowed}: the thread is busy", passes());
     let activation = rig.driver.activation(rig.device.features());

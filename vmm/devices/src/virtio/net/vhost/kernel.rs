@@ -225,8 +225,8 @@ impl Rings for KernelRings {
 }
 
 /// Returns the reservations that must exist while the kernel's table contains `new`: all of `new`,
-/// and those of `old` in which a part of a ring begins. The kernel accesses rings by their original
-/// addresses.
+/// and those of `old` that contain the start of a ring's part. The kernel accesses rings by their
+/// original addresses.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],
