@@ -43,7 +43,7 @@ impl Online {
 /// online.
 const MAX_AGE_MS: u64 = 30_000;
 
-/// Longest time between readings while some blocks are offline that should be online.
+/// Longest time between readings while some blocks that should be online are offline.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
 /// Limits for the share of time spent reading: a twentieth, or a thousandth if nothing has changed.
@@ -150,9 +150,9 @@ impl BlockReader {
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads the blocks again. If the agent onlines blocks, brings blocks online that were already
-    /// offline at the last reading. Returns the number of blocks that could not be brought online.
-    /// `clock` returns the time before and after the reading.
+    /// Reads the blocks again. If the agent onlines blocks, onlines those that were already offline
+    /// at the last reading. Returns the number of blocks that could not be brought online. `clock`
+    /// returns the time before and after the reading.
     pub(crate) fn read(&mut self, hints: ChangeHints, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
         let mut failed = 0;

@@ -346,7 +346,7 @@ mod tests {
             let (ours, _vmm) = UnixStream::pair().expect("socketpair");
             let mut agent = agent();
             let mut session = Session::new(&mut agent, ours.into()).expect("begins");
-            // The watermark is above the memory of this machine.
+            // The watermark is larger than the memory of the machine that runs the test.
             let settings = Settings::with_watermark(u64::MAX);
             session.pace.set(Settings { watermark_of: measure, ..settings });
             let now_ms = sys::monotonic_ms();
