@@ -107,8 +107,8 @@ impl Outcome {
     }
 
     /// Reads and compares every sector. `read` fills a buffer, starting at a sector. An error about
-    /// wrong content has the context [`CorruptData`]. A sector that cannot be read may be caused by
-    /// the emulation.
+    /// wrong content has the context [`CorruptData`]. An error about a failed read does not,
+    /// because the emulation may cause it.
     pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
         let mut found = Aligned::zeroed(BATCH_SECTORS * sector_bytes);
