@@ -229,7 +229,8 @@ impl Events {
             match due {
                 None => self.withheld.notified().await,
                 Some(due) => {
-                    // Meanwhile, an event of another source may be withheld that is due earlier.
+                    // In the meantime, an event of another source that is due earlier may be
+                    // withheld.
                     let _ = tokio::time::timeout_at(due.into(), self.withheld.notified()).await;
                 }
             }

@@ -71,7 +71,8 @@ enum Kind {
 }
 
 impl Kind {
-    /// Number of bytes of `data`, which is not empty, that a ready file accepts without blocking.
+    /// Returns how many bytes of `data` a ready file accepts without blocking. `data` must not be
+    /// empty.
     fn step_len(self, data: &[u8]) -> usize {
         match self {
             Self::Pipe => data.len().min(PIPE_STEP_LEN),

@@ -459,7 +459,7 @@ pub mod fake {
             }
             if slots.contains_key(&region.slot) {
                 // KVM can move an existing slot or change its flags, but cannot resize it. The VMM
-                // does none of these.
+                // neither moves nor changes slots.
                 return fail(libc::EINVAL);
             }
             let end = region.guest_phys_addr + region.memory_size;

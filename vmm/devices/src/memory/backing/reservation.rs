@@ -127,7 +127,7 @@ impl Reservation {
     }
 
     /// Records that memory mapped from now on consists of hugetlb pages. The host can reclaim only
-    /// whole pages of these.
+    /// whole hugetlb pages.
     pub fn has_huge_pages(&self, page_bytes: u64) {
         let _ = self.huge_page_bytes.set(page_bytes);
     }

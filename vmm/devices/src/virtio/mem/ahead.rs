@@ -11,8 +11,9 @@
 //! Pages are populated only if the driver is known to zero memory. In each populated run, one block
 //! without a page is left unpopulated: the probe. If the probe has a page when the run is
 //! unplugged, moments later, the driver has written to it. The first run has no probe, so the
-//! driver is assumed to zero only if all blocks of that run have pages. If this is wrong, the host
-//! populates the unused rest of one run in vain each time that the guest's memory shrinks.
+//! driver is assumed to zero only if all blocks of that run have pages. If this assumption is
+//! wrong, the host needlessly populates the unused rest of one run each time that the guest's
+//! memory shrinks.
 
 use std::ops::Range;
 

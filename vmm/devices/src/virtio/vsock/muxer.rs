@@ -45,9 +45,9 @@ pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 /// read restarts it. Without a limit, a guest could occupy all sockets with closed connections.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One in this many sockets, but at most [`MAX_OWN_SOCKETS`], is reserved for ports on which the
-/// VMM itself listens. The agent can therefore connect even if a program in the guest has occupied
-/// all other sockets.
+/// The maximum number of sockets divided by this number, but at most [`MAX_OWN_SOCKETS`], is
+/// reserved for ports on which the VMM itself listens. The agent can therefore connect even if a
+/// program in the guest has occupied all other sockets.
 const OWN_PART: usize = 8;
 const MAX_OWN_SOCKETS: usize = 8;
 

@@ -202,7 +202,7 @@ impl Driver {
         (0..QUEUE_SIZE).for_each(|head| self.offer_rx_buffer(head));
     }
 
-    /// Makes a chain available whose descriptors the test has written.
+    /// Makes a chain available. The test has already written its descriptors.
     pub(super) fn offer_tx(&mut self, head: u16) {
         self.tx.offer(&self.view, head, self.event_idx);
     }

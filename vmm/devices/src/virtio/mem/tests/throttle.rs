@@ -25,7 +25,7 @@ fn delayed_guest() -> Guest {
     guest
 }
 
-/// Makes a request available that uses descriptors `head` and `head + 1` and its own buffers.
+/// Makes a request available. It uses descriptors `head` and `head + 1` and its own buffers.
 fn post(guest: &mut Guest, head: u16, code: u16, block: u64, count: u16) {
     let head_offset = u64::from(head) * 0x40;
     guest.write_request_at(REQUEST + head_offset, code, block, count);
