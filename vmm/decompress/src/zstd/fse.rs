@@ -2,6 +2,7 @@
 
 use super::ZstdError;
 use super::bits::ForwardBits;
+use crate::budget::{Budget, OverBudget};
 
 /// Upper limit of the number of symbols: weights of Huffman codes are at most 255.
 const MAX_SYMBOLS: usize = 256;
@@ -78,7 +79,8 @@ impl Distribution {
     }
 
     /// Distributes the states over the symbols.
-    pub(super) fn states(&self) -> [State; MAX_STATES] {
+    pub(super) fn states(&self, budget: &mut Budget) -> Result<[State; MAX_STATES], OverBudget> {
+        budget.spend(MAX_STATES as u64)?;
         let mut states = [State::default(); MAX_STATES];
         let size = 1usize << self.log;
         let probabilities = &self.probabilities[..self.len];
@@ -105,7 +107,7 @@ impl Distribution {
             state.next = (*count << bits) - size as u16;
             *count += 1;
         }
-        states
+        Ok(states)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::ZstdError;
 use super::bits::BackwardBits;
 use super::fse::Distribution;
+use crate::budget::Budget;
 
 /// Maximum length of a code.
 const MAX_BITS: u32 = 11;
@@ -23,14 +24,17 @@ pub(super) struct Codes(Box<[Entry; 1 << MAX_BITS]>);
 
 impl Codes {
     /// Parses the description of a tree, and returns the bytes after it.
-    pub(super) fn parse(data: &[u8]) -> Result<(Self, &[u8]), ZstdError> {
+    pub(super) fn parse<'a>(
+        data: &'a [u8],
+        budget: &mut Budget,
+    ) -> Result<(Self, &'a [u8]), ZstdError> {
         let (&header, data) = data.split_first().ok_or(ZstdError::Truncated)?;
         let mut weights = [0; 256];
         let (count, rest) = match header {
             0..128 => {
                 let (data, rest) =
                     data.split_at_checked(usize::from(header)).ok_or(ZstdError::Truncated)?;
-                (read_weights(data, &mut weights)?, rest)
+                (read_weights(data, &mut weights, budget)?, rest)
             }
             128.. => {
                 let count = usize::from(header) - 127;
@@ -42,6 +46,7 @@ impl Codes {
                 (count, rest)
             }
         };
+        budget.spend(1 << MAX_BITS)?;
         Ok((Self::new(&mut weights, count)?, rest))
     }
 
@@ -146,9 +151,13 @@ impl Codes {
 }
 
 /// Reads weights that two interleaved states encode. Returns their number.
-fn read_weights(data: &[u8], weights: &mut [u8; 256]) -> Result<usize, ZstdError> {
+fn read_weights(
+    data: &[u8],
+    weights: &mut [u8; 256],
+    budget: &mut Budget,
+) -> Result<usize, ZstdError> {
     let (distribution, rest) = Distribution::parse(data, MAX_WEIGHTS_LOG, MAX_BITS as u8)?;
-    let (states, log) = (distribution.states(), distribution.log() as u8);
+    let (states, log) = (distribution.states(budget)?, distribution.log() as u8);
     let mut bits = BackwardBits::new(rest)?;
     let mut pair = [bits.read(log), bits.read(log)];
     if bits.left() < 0 {

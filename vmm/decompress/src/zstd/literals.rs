@@ -2,6 +2,7 @@
 
 use super::huffman::Codes;
 use super::{MAX_BLOCK_BYTES, ZstdError};
+use crate::budget::Budget;
 
 /// Bytes after the literals that a copy of a constant length may read.
 pub(super) const SLACK_BYTES: usize = 32;
@@ -22,6 +23,7 @@ impl Literals {
     pub(super) fn decode<'a>(
         &mut self,
         block: &'a [u8],
+        budget: &mut Budget,
     ) -> Result<(&[u8], usize, &'a [u8]), ZstdError> {
         let header = Header::parse(block)?;
         let rest = block.get(header.len..).ok_or(ZstdError::Truncated)?;
@@ -39,7 +41,7 @@ impl Literals {
             Kind::Packed { is_split, has_codes } => {
                 let data = match has_codes {
                     true => {
-                        let (codes, data) = Codes::parse(data)?;
+                        let (codes, data) = Codes::parse(data, budget)?;
                         self.codes = Some(codes);
                         data
                     }

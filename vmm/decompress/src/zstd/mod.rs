@@ -16,6 +16,7 @@ mod xxh64;
 
 use thiserror::Error;
 
+use crate::budget::{Budget, OverBudget};
 use literals::Literals;
 use output::Output;
 use sequences::Sequences;
@@ -27,6 +28,9 @@ const MAX_BLOCK_BYTES: usize = 128 << 10;
 /// Upper limit of the window that a frame requests. Linux has the same limit
 /// (ZSTD_WINDOWSIZE_MAX in lib/decompress_unzstd.c).
 const MAX_WINDOW_BYTES: u64 = 128 << 20;
+/// Limit of the entries of tables. A compressor describes a table only if it shortens a block. The
+/// blocks of Debian's kernels have about 50 entries for each KiB.
+const TABLE_ENTRIES_PER_KIB: u64 = 512;
 
 #[derive(Debug, Error)]
 pub(crate) enum ZstdError {
@@ -75,12 +79,26 @@ pub(crate) enum ZstdError {
     Checksum { expected: u32, actual: u32 },
     #[error("{bytes} bytes follow its end")]
     TrailingBytes { bytes: usize },
+    #[error(transparent)]
+    OverBudget(#[from] OverBudget),
 }
 
 /// Unpacks the frame in `stream` into `output`, and returns the unpacked size.
 pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdError> {
+    unpack_within(stream, output, &mut budget(stream, output))
+}
+
+fn budget(stream: &[u8], output: &[u8]) -> Budget {
+    Budget::new("entries of tables", TABLE_ENTRIES_PER_KIB, stream.len(), output.len())
+}
+
+fn unpack_within(
+    stream: &[u8],
+    output: &mut [u8],
+    budget: &mut Budget,
+) -> Result<usize, ZstdError> {
     let (header, mut input) = FrameHeader::parse(stream)?;
-    let (mut literals, mut sequences) = (Literals::new(), Sequences::new());
+    let (mut literals, mut sequences) = (Literals::new(), Sequences::new(budget)?);
     let mut output = Output::new(output);
     let mut hash = Xxh64::new();
     loop {
@@ -91,8 +109,8 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
             Content::Repeated { byte, len } => output.fill(byte, len)?,
             Content::Packed(data) => {
                 let start = output.len();
-                let (literals, literal_bytes, data) = literals.decode(data)?;
-                sequences.carry_out(data, literals, literal_bytes, &mut output)?;
+                let (literals, literal_bytes, data) = literals.decode(data, budget)?;
+                sequences.carry_out(data, literals, literal_bytes, &mut output, budget)?;
                 let bytes = output.len() - start;
                 let max_bytes = header.max_block_bytes;
                 if bytes > max_bytes {
@@ -212,3 +230,6 @@ fn take_number(input: &mut &[u8], len: usize) -> Result<u64, ZstdError> {
     *input = rest;
     Ok(bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@ use super::bits::BackwardBits;
 use super::fse::{Distribution, MAX_STATES};
 use super::output::Output;
 use super::{MAX_BLOCK_BYTES, ZstdError};
+use crate::budget::{Budget, OverBudget};
 
 const LITERAL_LENGTHS: Alphabet = Alphabet {
     max_log: 9,
@@ -111,61 +112,30 @@ struct Entry {
     state_bits: u8,
 }
 
-/// Table of a kind of value, which later blocks may use again.
+/// Entries of a table for a kind of value.
 struct Table {
     entries: Box<[Entry; MAX_STATES]>,
     log: u8,
-    is_set: bool,
 }
 
 impl Table {
     fn new() -> Self {
-        Self { entries: Box::new([Entry::default(); MAX_STATES]), log: 0, is_set: false }
+        Self { entries: Box::new([Entry::default(); MAX_STATES]), log: 0 }
     }
 
-    /// Reads the table that `mode` selects, and returns the rest of the block.
-    fn read<'a>(
+    fn fill(
         &mut self,
-        mode: u8,
+        distribution: &Distribution,
         alphabet: &Alphabet,
-        block: &'a [u8],
-    ) -> Result<&'a [u8], ZstdError> {
-        let rest = match mode & 3 {
-            0 => {
-                let distribution = Distribution::new(alphabet.default, alphabet.default_log);
-                self.fill(&distribution, alphabet);
-                block
-            }
-            1 => {
-                let (&symbol, rest) = block.split_first().ok_or(ZstdError::Truncated)?;
-                if symbol > alphabet.max_symbol {
-                    return Err(ZstdError::Symbols { max_symbol: alphabet.max_symbol });
-                }
-                let (base, extra_bits) = (alphabet.value)(symbol);
-                self.entries[0] = Entry { base, extra_bits, next: 0, state_bits: 0 };
-                self.log = 0;
-                rest
-            }
-            2 => {
-                let (distribution, rest) =
-                    Distribution::parse(block, alphabet.max_log, alphabet.max_symbol)?;
-                self.fill(&distribution, alphabet);
-                rest
-            }
-            _ if self.is_set => block,
-            _ => return Err(ZstdError::NothingToRepeat),
-        };
-        self.is_set = true;
-        Ok(rest)
-    }
-
-    fn fill(&mut self, distribution: &Distribution, alphabet: &Alphabet) {
+        budget: &mut Budget,
+    ) -> Result<(), OverBudget> {
+        let states = distribution.states(budget)?;
         self.log = distribution.log() as u8;
-        let states = distribution.states();
         for (entry, state) in self.entries.iter_mut().zip(&states[..1 << self.log]) {
             let (base, extra_bits) = (alphabet.value)(state.symbol);
             *entry = Entry { base, extra_bits, next: state.next, state_bits: state.bits };
         }
+        Ok(())
     }
 
     #[inline(always)]
@@ -174,23 +144,92 @@ impl Table {
     }
 }
 
+/// Table that a block uses.
+#[derive(Clone, Copy)]
+enum Selected {
+    Predefined,
+    /// Table that this block or an earlier one describes.
+    Described,
+}
+
+/// Tables of a kind of value, which later blocks may use again.
+struct Tables {
+    alphabet: Alphabet,
+    predefined: Table,
+    described: Table,
+    selected: Option<Selected>,
+}
+
+impl Tables {
+    fn new(alphabet: Alphabet, budget: &mut Budget) -> Result<Self, OverBudget> {
+        let mut predefined = Table::new();
+        let distribution = Distribution::new(alphabet.default, alphabet.default_log);
+        predefined.fill(&distribution, &alphabet, budget)?;
+        Ok(Self { alphabet, predefined, described: Table::new(), selected: None })
+    }
+
+    /// Reads the table that `mode` selects, and returns the rest of the block.
+    fn read<'a>(
+        &mut self,
+        mode: u8,
+        block: &'a [u8],
+        budget: &mut Budget,
+    ) -> Result<&'a [u8], ZstdError> {
+        let Self { alphabet, described, selected, .. } = self;
+        match mode & 3 {
+            0 => {
+                *selected = Some(Selected::Predefined);
+                Ok(block)
+            }
+            1 => {
+                let (&symbol, rest) = block.split_first().ok_or(ZstdError::Truncated)?;
+                if symbol > alphabet.max_symbol {
+                    return Err(ZstdError::Symbols { max_symbol: alphabet.max_symbol });
+                }
+                let (base, extra_bits) = (alphabet.value)(symbol);
+                described.entries[0] = Entry { base, extra_bits, next: 0, state_bits: 0 };
+                described.log = 0;
+                *selected = Some(Selected::Described);
+                Ok(rest)
+            }
+            2 => {
+                let (distribution, rest) =
+                    Distribution::parse(block, alphabet.max_log, alphabet.max_symbol)?;
+                described.fill(&distribution, alphabet, budget)?;
+                *selected = Some(Selected::Described);
+                Ok(rest)
+            }
+            _ if selected.is_some() => Ok(block),
+            _ => Err(ZstdError::NothingToRepeat),
+        }
+    }
+
+    /// Table of the current block.
+    fn selected(&self) -> &Table {
+        match self.selected {
+            Some(Selected::Described) => &self.described,
+            Some(Selected::Predefined) | None => &self.predefined,
+        }
+    }
+}
+
 /// Tables and offsets that carry over from one block to the next.
 pub(super) struct Sequences {
-    literal_lengths: Table,
-    offsets: Table,
-    match_lengths: Table,
+    literal_lengths: Tables,
+    offsets: Tables,
+    match_lengths: Tables,
     /// The last three offsets.
     recent: [u32; 3],
 }
 
 impl Sequences {
-    pub(super) fn new() -> Self {
-        Self {
-            literal_lengths: Table::new(),
-            offsets: Table::new(),
-            match_lengths: Table::new(),
+    pub(super) fn new(budget: &mut Budget) -> Result<Self, OverBudget> {
+        Ok(Self {
+            literal_lengths: Tables::new(LITERAL_LENGTHS, budget)?,
+            offsets: Tables::new(OFFSETS, budget)?,
+            match_lengths: Tables::new(MATCH_LENGTHS, budget)?,
             recent: [1, 4, 8],
-        }
+        })
     }
 
     /// Decodes the sequences in `data`, and carries them out. The first `literal_bytes` of
@@ -201,11 +240,12 @@ impl Sequences {
         literals: &[u8],
         literal_bytes: usize,
         output: &mut Output,
+        budget: &mut Budget,
     ) -> Result<(), ZstdError> {
         let (count, data) = read_count(data)?;
         let mut next_literal = 0;
         if count > 0 {
-            let bits = self.read_tables(data)?;
+            let bits = self.read_tables(data, budget)?;
             next_literal = self.run(count, bits, literals, literal_bytes, output)?;
         } else if !data.is_empty() {
             return Err(ZstdError::TrailingBytes { bytes: data.len() });
@@ -213,14 +253,18 @@ impl Sequences {
         output.push(&literals[next_literal..literal_bytes])
     }
 
-    fn read_tables<'a>(&mut self, data: &'a [u8]) -> Result<BackwardBits<'a>, ZstdError> {
+    fn read_tables<'a>(
+        &mut self,
+        data: &'a [u8],
+        budget: &mut Budget,
+    ) -> Result<BackwardBits<'a>, ZstdError> {
         let (&modes, data) = data.split_first().ok_or(ZstdError::Truncated)?;
         if modes & 3 != 0 {
             return Err(ZstdError::Reserved);
         }
-        let data = self.literal_lengths.read(modes >> 6, &LITERAL_LENGTHS, data)?;
-        let data = self.offsets.read(modes >> 4, &OFFSETS, data)?;
-        let data = self.match_lengths.read(modes >> 2, &MATCH_LENGTHS, data)?;
+        let data = self.literal_lengths.read(modes >> 6, data, budget)?;
+        let data = self.offsets.read(modes >> 4, data, budget)?;
+        let data = self.match_lengths.read(modes >> 2, data, budget)?;
         BackwardBits::new(data)
     }
 
@@ -237,14 +281,16 @@ impl Sequences {
         const STATE_BITS: u32 = 9 + 9 + 8;
         let start = output.len();
         let mut next_literal = 0;
-        let mut literal_state = bits.read(self.literal_lengths.log) as usize;
-        let mut offset_state = bits.read(self.offsets.log) as usize;
-        let mut match_state = bits.read(self.match_lengths.log) as usize;
+        let [literal_lengths, offsets, match_lengths] =
+            [&self.literal_lengths, &self.offsets, &self.match_lengths].map(Tables::selected);
+        let mut literal_state = bits.read(literal_lengths.log) as usize;
+        let mut offset_state = bits.read(offsets.log) as usize;
+        let mut match_state = bits.read(match_lengths.log) as usize;
         let mut recent = self.recent;
         for left in (0..count).rev() {
-            let literal = self.literal_lengths.at(literal_state);
-            let offset = self.offsets.at(offset_state);
-            let matched = self.match_lengths.at(match_state);
+            let literal = literal_lengths.at(literal_state);
+            let offset = offsets.at(offset_state);
+            let matched = match_lengths.at(match_state);
             bits.refill();
             let value = offset.base.wrapping_add(bits.read(offset.extra_bits) as u32);
             let extra_bits = u32::from(offset.extra_bits)
