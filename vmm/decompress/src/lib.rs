@@ -10,14 +10,18 @@
 #![forbid(unsafe_code)]
 
 mod budget;
+mod gzip;
 mod lz4;
+mod xz;
 mod zstd;
 
-use std::fmt;
-use std::io::{self, ErrorKind, Read};
+#[cfg(test)]
+#[path = "../tests/payloads/mod.rs"]
+#[allow(dead_code)]
+mod payloads;
 
-use flate2::bufread::GzDecoder;
-use lzma_rust2::XzReader;
+use std::fmt;
+
 use thiserror::Error;
 
 /// Upper limit of the size of a payload and of the unpacked size in its trailer. Kernels of
@@ -25,9 +29,6 @@ use thiserror::Error;
 pub const MAX_KERNEL_BYTES: u32 = 1 << 30;
 /// Size of the trailer at the end of the stream.
 const TRAILER_BYTES: usize = 4;
-/// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB. Its pages use memory
-/// once they are written, so the decoder uses no more than the size of the kernel.
-const XZ_MEMORY_KIB: u32 = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
@@ -152,9 +153,9 @@ impl<'a> Packed<'a> {
             }
             // The trailer is part of gzip's stream.
             Compression::Gzip => {
-                unpack_gzip(payload, output).map_err(|e| damaged(e.to_string()))?
+                gzip::unpack(payload, output).map_err(|e| damaged(e.to_string()))?
             }
-            Compression::Xz => unpack_xz(stream, output).map_err(|e| damaged(e.to_string()))?,
+            Compression::Xz => xz::unpack(stream, output).map_err(|e| damaged(e.to_string()))?,
             Compression::Lz4 => lz4::unpack(stream, output).map_err(|error| match error {
                 lz4::Lz4Error::Truncated => {
                     DecompressError::Truncated { compression, stream_bytes: payload.len() }
@@ -167,48 +168,5 @@ impl<'a> Packed<'a> {
             return Err(DecompressError::SizeMismatch { compression, actual_bytes, claimed_bytes });
         }
         Ok(())
-    }
-}
-
-fn unpack_gzip(payload: &[u8], output: &mut [u8]) -> io::Result<usize> {
-    let mut decoder = GzDecoder::new(payload);
-    let unpacked_bytes = fill(&mut decoder, output)?;
-    refuse_trailing_bytes(decoder.into_inner())?;
-    Ok(unpacked_bytes)
-}
-
-fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
-    let mut decoder = XzReader::new_mem_limit(stream, false, XZ_MEMORY_KIB);
-    let unpacked_bytes = fill(&mut decoder, output)?;
-    refuse_trailing_bytes(decoder.into_inner())?;
-    Ok(unpacked_bytes)
-}
-
-/// Fails if a decoder has not read all of its stream.
-fn refuse_trailing_bytes(rest: &[u8]) -> io::Result<()> {
-    match rest.len() {
-        0 => Ok(()),
-        bytes => {
-            Err(io::Error::new(ErrorKind::InvalidData, format!("{bytes} bytes follow its end")))
-        }
-    }
-}
-
-/// Reads all of `source` into `output` and returns its length. Fails if `source` does not fit.
-fn fill(source: &mut impl Read, output: &mut [u8]) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < output.len() {
-        match source.read(&mut output[filled..])? {
-            0 => return Ok(filled),
-            count => filled += count,
-        }
-    }
-    // The decoder verifies the stream's checksum only when its end is read.
-    match source.read(&mut [0])? {
-        0 => Ok(filled),
-        _ => Err(io::Error::new(
-            ErrorKind::InvalidData,
-            "the output exceeds the size in the trailer",
-        )),
     }
 }
