@@ -56,8 +56,24 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     let traces = [&[trace], &arguments.traces[..]].concat();
     let traces = std::env::join_paths(traces).context("a path contains a colon")?;
     let compare = ["test", "--quiet", "-p", "foreshore-confinement", "--lib", COMPARISON];
-    let mut cargo = cargo::command(checkout, compare.iter().chain(&["--", "--nocapture"]));
+    let mut cargo =
+        cargo::command(checkout, compare.iter().chain(&["--", "--exact", "--nocapture"]));
     let status = jobs::status(cargo.env(TRACES, traces))?;
     ensure!(status.success(), "a filter lacks a call");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Cargo succeeds if no test has the name.
+    #[test]
+    fn comparison_exists() {
+        let checkout = Checkout::new().unwrap();
+        let (module, name) = COMPARISON.rsplit_once("::").unwrap();
+        let path = format!("vmm/confinement/src/{}.rs", module.replace("::", "/"));
+        let source = std::fs::read_to_string(checkout.root().join(path)).unwrap();
+        assert!(source.contains(&format!("\n#[test]\nfn {name}()")));
+    }
 }

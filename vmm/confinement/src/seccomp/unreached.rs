@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
+use libc::{SYS_clone, SYS_clone3, SYS_fork, SYS_vfork};
 use syscall_numbers::x86_64::sys_call_name;
 
 use super::calls::{Allowed, Condition, allowed, every_thread};
@@ -11,6 +12,9 @@ use crate::thread::ThreadKind;
 
 /// Variable with the paths of traces, separated by colons.
 const TRACES: &str = "FORESHORE_CALL_TRACES";
+
+/// Calls that create a thread or a process.
+const CREATORS: [i64; 4] = [SYS_clone, SYS_clone3, SYS_fork, SYS_vfork];
 
 /// System call of a thread that has a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,6 +37,27 @@ struct Line<'a> {
     /// `None` if the line only has the result of a call of an earlier line.
     arguments: Option<[u64; 6]>,
     result: Option<u64>,
+}
+
+/// Entry of a trace.
+enum Entry<'a> {
+    Call(Line<'a>),
+    /// End of a thread, whose ID may then be used again: `4711<_api> +++ exited with 0 +++`.
+    End {
+        thread: u64,
+    },
+}
+
+impl<'a> Entry<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        match line.split_once("> +++ ") {
+            Some((start, _)) => {
+                let (thread, _) = start.split_once('<')?;
+                Some(Self::End { thread: thread.trim().parse().ok()? })
+            }
+            None => Line::parse(line).map(Self::Call),
+        }
+    }
 }
 
 impl<'a> Line<'a> {
@@ -61,21 +86,53 @@ impl<'a> Line<'a> {
     }
 }
 
+/// Creations of threads and processes, by the ID of the new thread. Each is the position of the
+/// entry where the call begins, because the new thread may appear before the result.
+fn creations(entries: &[Entry]) -> BTreeMap<u64, Vec<usize>> {
+    let (mut begun, mut creations) = (BTreeMap::new(), BTreeMap::<u64, Vec<usize>>::new());
+    for (nth, entry) in entries.iter().enumerate() {
+        let Entry::Call(line) = entry else { continue };
+        if !CREATORS.contains(&line.call) {
+            continue;
+        }
+        if line.arguments.is_some() {
+            begun.insert(line.thread, nth);
+        }
+        if let Some(created) = line.result
+            && let Some(start) = begun.remove(&line.thread)
+        {
+            creations.entry(created).or_default().push(start);
+        }
+    }
+    creations
+}
+
 /// Returns the calls of a trace that a filter has checked.
 fn made(trace: &str) -> BTreeSet<Made> {
-    let lines: Vec<_> = trace.lines().filter_map(Line::parse).collect();
-    // A child may appear before the result of the call that has created it.
-    let creators: BTreeMap<_, _> = lines
-        .iter()
-        .filter(|line| line.call == libc::SYS_clone)
-        .filter_map(|line| Some((line.result?, line.thread)))
-        .collect();
+    let entries: Vec<_> = trace.lines().filter_map(Entry::parse).collect();
+    let creations = creations(&entries);
+    // Filters of the threads that are alive, and those of creators at each creation.
     let mut filters = BTreeMap::<u64, Option<usize>>::new();
+    let mut inherited = BTreeMap::<usize, Option<usize>>::new();
     let mut made = BTreeSet::new();
-    for line in lines {
-        let inherited = creators.get(&line.thread).and_then(|creator| *filters.get(creator)?);
-        let filter = filters.entry(line.thread).or_insert(inherited);
+    for (nth, entry) in entries.iter().enumerate() {
+        let line = match entry {
+            Entry::Call(line) => line,
+            Entry::End { thread } => {
+                filters.remove(thread);
+                continue;
+            }
+        };
+        let filter = filters.entry(line.thread).or_insert_with(|| {
+            let starts = creations.get(&line.thread)?;
+            let last = starts.iter().rev().find(|start| **start < nth)?;
+            // Each creation is of one thread. A thread without its own has an unknown creator.
+            inherited.remove(last)?
+        });
         let Some(mut arguments) = line.arguments else { continue };
+        if CREATORS.contains(&line.call) {
+            inherited.insert(nth, *filter);
+        }
         if line.call == libc::SYS_tgkill {
             // The tables contain the ID of this process, and the trace that of the VMM.
             arguments[0] = std::process::id().into();
@@ -170,9 +227,10 @@ fn traces_are_compared_with_the_tables() {
     };
     let mut all = BTreeSet::new();
     for path in paths.split(':') {
-        all.extend(made(&fs::read_to_string(path).unwrap()));
+        let made = made(&fs::read_to_string(path).unwrap());
+        assert!(!made.is_empty(), "no thread in {path} has a filter");
+        all.extend(made);
     }
-    assert!(!all.is_empty(), "no thread in {paths} has a filter");
     let (unreached, lacking) = (unreached(&all), lacking(&all));
     println!("{} allowed calls that no trace has:", unreached.len());
     unreached.iter().for_each(|line| println!("  {line}"));
@@ -203,4 +261,26 @@ fn calls_count_after_a_filter_and_are_inherited() {
     assert!(!unreached.contains(&"Vcpu: ioctl 1=0xae80".to_owned()), "{unreached:?}");
     assert!(unreached.contains(&"Vcpu: ioctl 1=0xae61".to_owned()), "{unreached:?}");
     assert!(!unreached.contains(&"every thread: sched_yield".to_owned()), "{unreached:?}");
+}
+
+#[test]
+fn thread_with_an_id_of_an_earlier_thread_has_its_own_filter() {
+    let trace = "\
+        7<foreshore> [ 317] seccomp(0x1, 0, 0x5) = 0\n\
+        7<foreshore> [  56] clone(0x3d0f00, 0x1, 0x1) = 0x8\n\
+        8<vcpu0> [ 317] seccomp(0x1, 0, 0x5) = 0\n\
+        8<vcpu0> [  60] exit(0) = ?\n\
+        8<vcpu0> +++ exited with 0 +++\n\
+        7<foreshore> [  56] clone(0x3d0f00, 0x1, 0x1 <unfinished ...>\n\
+        8<foreshore> [  41] socket(0x1, 0x1, 0) = 0x3\n\
+        7<foreshore> [  56] <... clone resumed>) = 0x8\n\
+        8<foreshore> +++ exited with 0 +++\n\
+        9<sh> [  57] fork() = 0x8\n\
+        8<sh> [  59] execve(0x1, 0x1, 0x1) = 0\n";
+    let made = made(trace);
+    let kinds_of = |call| made.iter().filter(move |made| made.call == call);
+    let kinds = |call| kinds_of(call).map(|made| ThreadKind::ALL[made.kind]).collect::<Vec<_>>();
+    assert_eq!(kinds(libc::SYS_socket), [ThreadKind::SetUp]);
+    assert_eq!(kinds(libc::SYS_execve), []);
+    assert_eq!(kinds(libc::SYS_exit), [ThreadKind::Vcpu]);
 }
