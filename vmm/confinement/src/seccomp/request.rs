@@ -25,7 +25,6 @@ pub(super) const KVM_KVMCLOCK_CTRL: u32 = 0xaead;
 pub(super) const TCGETS: u32 = 0x5401;
 pub(super) const TCSETS2: u32 = 0x542b;
 pub(super) const TIOCGWINSZ: u32 = 0x5413;
-pub(super) const TIOCSWINSZ: u32 = 0x5414;
 pub(super) const FIONBIO: u32 = 0x5421;
 
 // linux/if_tun.h.
