@@ -79,11 +79,14 @@ impl Socket {
 
     /// Gives the socket's file to the user and the group that the process is about to get.
     pub(crate) fn give_to(&self, ids: &Ids, access: &SocketAccess) -> Result<(), SocketError> {
-        let Some(file) = self.file.as_ref().filter(|_| ids.user().or(ids.group()).is_some()) else {
+        let (Some(file), Listener::Unix(socket)) = (&self.file, &self.listener) else {
             return Ok(());
         };
+        if ids.user().or(ids.group()).is_none() {
+            return Ok(());
+        }
         let (flag, path) = (self.flag, file.path().to_owned());
-        let given = file.give_to(ids.user(), ids.group(), access);
+        let given = file.give_to(socket, ids.user(), ids.group(), access);
         Ok(given.map_err(|source| UnixSocketError::Owner { flag, path, source })?)
     }
 

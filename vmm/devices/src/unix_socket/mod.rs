@@ -8,7 +8,7 @@ mod path_lock;
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -80,7 +80,7 @@ pub fn listen(
     let (listener, mut file) = bind(path, lock).map_err(fail)?;
     file.has_replaced_stale = state == PathState::Stale;
     // If setting the access fails, dropping `file` removes the socket again.
-    file.open_to(access).map_err(fail)?;
+    file.open_to(&listener, access).map_err(fail)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
     Ok((listener, file))
 }
@@ -93,6 +93,25 @@ fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     rustix::fs::fchmod(&socket, Mode::from_raw_mode(PRIVATE_MODE))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
+}
+
+/// `SIOCUNIXFILE` of linux/un.h: opens the file to which a socket is bound, with `O_PATH`.
+const SIOCUNIXFILE: libc::Ioctl = 0x89e0;
+
+/// Opens the file to which `socket` is bound, wherever it is now. Returns `None` if the kernel does
+/// not permit this without CAP_NET_ADMIN.
+fn open_bound(socket: &UnixListener) -> io::Result<Option<File>> {
+    // SAFETY: the descriptor is open, and the request has no argument (unix_open_file in Linux
+    // net/unix/af_unix.c).
+    let fd = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCUNIXFILE) };
+    if fd >= 0 {
+        // SAFETY: the kernel has opened the descriptor for this call.
+        return Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }.into()));
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::EPERM) => Ok(None),
+        error => Err(error),
+    }
 }
 
 /// Opens a file only to change its attributes.
@@ -170,21 +189,30 @@ impl SocketFile {
 impl SocketFile {
     /// Opens the file only to change its attributes. Fails if another file has replaced it, for
     /// example a socket of another user who may write to the folder.
-    fn open(&self) -> io::Result<File> {
+    ///
+    /// Such a user may also have replaced the file, or a folder of the path, between the bind and
+    /// [`Self::at`]. Therefore, the file is compared with that of `socket` if this process has
+    /// CAP_NET_ADMIN. What remains: root without this capability may change another socket that has
+    /// the same name, and a stale socket that is replaced is removed by its path.
+    fn open(&self, socket: &UnixListener) -> io::Result<File> {
         let file = open_path(&self.path)?;
         let metadata = file.metadata()?;
-        let is_own = (metadata.dev(), metadata.ino()) == (self.device, self.inode);
-        if is_own && metadata.file_type().is_socket() { Ok(file) } else { Err(replaced()) }
+        let is_own = |(device, inode)| (metadata.dev(), metadata.ino()) == (device, inode);
+        let is_bound = match open_bound(socket)? {
+            Some(bound) => bound.metadata().map(|bound| is_own((bound.dev(), bound.ino())))?,
+            None => is_own((self.device, self.inode)),
+        };
+        if is_bound && metadata.file_type().is_socket() { Ok(file) } else { Err(replaced()) }
     }
 
     /// Sets group and mode of the file. Uses a descriptor, so that another file is not changed if
     /// it replaces the socket meanwhile.
-    fn open_to(&self, access: &SocketAccess) -> io::Result<()> {
+    fn open_to(&self, socket: &UnixListener, access: &SocketAccess) -> io::Result<()> {
         if *access == SocketAccess::default() {
             return Ok(());
         }
         let group = access.group.as_ref().map(|group| group_id(&group.0)).transpose()?;
-        let file = self.open()?;
+        let file = self.open(socket)?;
         if group.is_some() {
             set_owner(&file, None, group)?;
         }
@@ -204,21 +232,18 @@ impl SocketFile {
         }
     }
 
-    /// Gives the file and its lock to another user, who can then remove them, and to a group unless
-    /// `access` names one.
+    /// Gives the file of `socket` and its lock to another user, who can then remove them, and to a
+    /// group unless `access` names one.
     pub fn give_to(
         &self,
+        socket: &UnixListener,
         user: Option<u32>,
         group: Option<u32>,
         access: &SocketAccess,
     ) -> io::Result<()> {
-        let file = self.open()?;
-        // The user may have replaced the lock by a link to a file of root.
-        if self.lock.file().metadata()?.nlink() > 1 {
-            return Err(replaced());
-        }
+        let file = self.open(socket)?;
         set_owner(&file, user, group.filter(|_| access.group.is_none()))?;
-        set_owner(self.lock.file(), user, group)
+        self.lock.give_to(user, group)
     }
 }
 
@@ -299,13 +324,24 @@ mod tests {
     fn socket_that_has_replaced_another_is_not_opened_to_others() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let (_listener, file) = listen_on(&path).unwrap();
+        let (listener, mut file) = listen_on(&path).unwrap();
+        let access = SocketAccess { mode: Some(SocketMode(0o666)), ..SocketAccess::default() };
+        file.open_to(&listener, &access).unwrap();
         fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         let before = mode_of(&path);
-        let access = SocketAccess { mode: Some(SocketMode(0o666)), ..SocketAccess::default() };
-        assert_eq!(file.open_to(&access).unwrap_err().to_string(), replaced().to_string());
-        assert_eq!(mode_of(&path), before);
+        let expected = replaced().to_string();
+        assert_eq!(file.open_to(&listener, &access).unwrap_err().to_string(), expected);
+        // The other socket was there before this process first looked at the path.
+        let metadata = fs::metadata(&path).unwrap();
+        (file.device, file.inode) = (metadata.dev(), metadata.ino());
+        if open_bound(&listener).unwrap().is_none() {
+            return eprintln!("partly skipped: this process does not have CAP_NET_ADMIN");
+        }
+        assert_eq!(file.open_to(&listener, &access).unwrap_err().to_string(), expected);
+        let given = file.give_to(&listener, Some(65534), None, &SocketAccess::default());
+        assert_eq!(given.unwrap_err().to_string(), expected);
+        assert_eq!((mode_of(&path), fs::metadata(&path).unwrap().uid()), (before, metadata.uid()));
     }
 
     #[test]

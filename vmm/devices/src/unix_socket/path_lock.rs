@@ -19,6 +19,9 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 pub(super) struct PathLock {
     path: PathBuf,
     file: File,
+    /// True if this process has created the file. Otherwise, it may be a hard link to a file that
+    /// the owner of the folder cannot open.
+    is_own: bool,
 }
 
 impl PathLock {
@@ -26,9 +29,7 @@ impl PathLock {
     pub(super) fn take(path: &Path) -> io::Result<Option<Self>> {
         let path = lock_path(path);
         loop {
-            let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(false).mode(PRIVATE_MODE);
-            let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
+            let Some((file, is_own)) = open(&path)? else { continue };
             // Lock files are empty. A file with content belongs to another program and must be
             // kept, but dropping a lock would remove it.
             if file.metadata()?.len() > 0 {
@@ -40,15 +41,17 @@ impl PathLock {
             // The previous holder may have removed the file after it was opened here. A lock on a
             // removed file has no effect.
             if is_at(&file, &path)? {
-                return Ok(Some(Self { path, file }));
+                return Ok(Some(Self { path, file, is_own }));
             }
         }
     }
 }
 
 impl PathLock {
-    pub(super) fn file(&self) -> &File {
-        &self.file
+    /// Gives the file to another user and group if this process has created it. Any other file
+    /// keeps its owner: a killed VMM that has created it has given it to its own user.
+    pub(super) fn give_to(&self, user: Option<u32>, group: Option<u32>) -> io::Result<()> {
+        if self.is_own { std::os::unix::fs::fchown(&self.file, user, group) } else { Ok(()) }
     }
 }
 
@@ -58,6 +61,23 @@ impl Drop for PathLock {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::debug!(path = ?self.path, %error, "Cannot remove the lock file");
         }
+    }
+}
+
+/// Creates the file or opens the existing one. The result is true if the file was created. Returns
+/// `None` if the file was removed meanwhile.
+fn open(path: &Path) -> io::Result<Option<(File, bool)>> {
+    let mut options = OpenOptions::new();
+    options.write(true).mode(PRIVATE_MODE).custom_flags(libc::O_NOFOLLOW);
+    match options.clone().create_new(true).open(path) {
+        Ok(file) => return Ok(Some((file, true))),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(error),
+    }
+    match options.open(path) {
+        Ok(file) => Ok(Some((file, false))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -113,6 +133,43 @@ mod tests {
         fs::write(lock_path(&path), "somebody's").unwrap();
         assert!(PathLock::take(&path).unwrap_err().to_string().contains("is not empty"));
         assert_eq!(fs::read_to_string(lock_path(&path)).unwrap(), "somebody's");
+    }
+
+    #[test]
+    fn planted_link_is_neither_given_away_nor_followed() {
+        const OTHER_USER: u32 = 65534;
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("skipped: only root can give files to others");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let private = dir.path().join("private");
+        let owner_of = |path: &Path| fs::metadata(path).unwrap().uid();
+        File::create(&private).unwrap();
+        // 1. A hard link, also one whose other name is removed before the lock is given away.
+        for is_last in [false, true] {
+            fs::hard_link(&private, lock_path(&path)).unwrap();
+            let lock = PathLock::take(&path).unwrap().unwrap();
+            let open_file = lock.file.try_clone().unwrap();
+            if is_last {
+                fs::remove_file(&private).unwrap();
+            }
+            lock.give_to(Some(OTHER_USER), None).unwrap();
+            drop(lock);
+            assert_eq!(open_file.metadata().unwrap().uid(), 0);
+        }
+        // 2. A symbolic link.
+        File::create(&private).unwrap();
+        std::os::unix::fs::symlink(&private, lock_path(&path)).unwrap();
+        let error = PathLock::take(&path).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ELOOP));
+        fs::remove_file(lock_path(&path)).unwrap();
+        // 3. A link that replaces the file while the lock is held.
+        let lock = PathLock::take(&path).unwrap().unwrap();
+        fs::remove_file(lock_path(&path)).unwrap();
+        fs::hard_link(&private, lock_path(&path)).unwrap();
+        lock.give_to(Some(OTHER_USER), None).unwrap();
+        assert_eq!([owner_of(&private), lock.file.metadata().unwrap().uid()], [0, OTHER_USER]);
     }
 
     #[test]
