@@ -3,18 +3,18 @@
 
 #[path = "../../pmem-volume/pmvol/tests/shell/complete.rs"]
 mod complete;
+mod support;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::thread;
 
 use pmem_volume::{OpenMode, Pool, VolumeFormat, VolumeSize};
+use support::{FORESHORE_REMOTE, Process, foreshore, remote};
 use tempfile::TempDir;
-
-const CLIENT: &str = env!("CARGO_BIN_EXE_foreshore-remote");
 
 /// Folder with an image, a kernel and a socket.
 struct Folder {
@@ -39,7 +39,12 @@ impl Folder {
 
     /// Completes the last word in bash. The first word is the name of the program.
     fn completed(&self, words: &[&str]) -> String {
-        complete::completions(CLIENT, &["completion", "bash", words[0]], self.path(), words)
+        complete::completions(
+            FORESHORE_REMOTE,
+            &["completion", "bash", words[0]],
+            self.path(),
+            words,
+        )
     }
 }
 
@@ -117,7 +122,7 @@ fn api_socket_is_completed_with_sockets_and_folders() {
 fn options_are_completed_as_whole_words_in_zsh_and_fish() {
     let folder = Folder::new();
     let completed = |shell: &str, words: &[&str]| {
-        let mut command = Command::new(CLIENT);
+        let mut command = Command::new(FORESHORE_REMOTE);
         command.arg("--").args(words).current_dir(folder.path());
         command.env("_CLAP_COMPLETE_INDEX", (words.len() - 1).to_string());
         let output = command.env("FORESHORE_COMPLETE", shell).output().unwrap();
@@ -166,27 +171,14 @@ fn volumes_of_a_pool_in_use_are_completed() {
     assert_eq!(folder.completed(&["foreshore", "--pm-volume", "name="]), "");
 }
 
-/// VMM process. It is ended when this value is dropped.
-struct Vmm(Child);
-
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn devices_of_a_vm_are_completed() {
     let folder = Folder::new();
-    let _vmm = Vmm(Command::new(env!("CARGO_BIN_EXE_foreshore"))
-        .args(["--api-socket", "api"])
-        .current_dir(folder.path())
-        .spawn()
-        .unwrap());
+    let mut vmm = foreshore();
+    let _vmm = Process::spawn(vmm.args(["--api-socket", "api"]).current_dir(folder.path()));
     let succeed = |args: &[&str]| {
-        let mut command = Command::new(CLIENT);
-        command.args(["--api-socket", "api"]).args(args).current_dir(folder.path());
+        let mut command = remote(Path::new("api"));
+        command.args(args).current_dir(folder.path());
         assert!(command.status().unwrap().success(), "{args:?}");
     };
     succeed(&["ping", "--wait"]);

@@ -1,5 +1,7 @@
 //! Tests of what a VMM process keeps after its start. KVM is not needed.
 
+mod support;
+
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::fs;
@@ -9,12 +11,13 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use escaped_guest::threads::{self, VmmThread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
+use support::{FORESHORE, Process, foreshore, is_root, run, wait_for_answer};
 use tempfile::TempDir;
 
 /// Number of the descriptor that a VMM inherits. It is greater than those that this process uses,
@@ -24,40 +27,35 @@ const INHERITED: RawFd = 200;
 const LIMIT_SECS: u64 = 30;
 const LIMIT: Timespec = Timespec { tv_sec: LIMIT_SECS as i64, tv_nsec: 0 };
 
-/// VMM process without a VM. It is ended when this value is dropped.
-struct Vmm(Child);
+/// Starts a VMM without a VM, which inherits `file`, and waits until it answers.
+fn start(api_socket: &Path, arguments: &[&str], file: &impl AsRawFd) -> Process {
+    let mut command = foreshore();
+    command.arg("--api-socket").arg(api_socket).args(arguments);
+    let fd = file.as_raw_fd();
+    // SAFETY: the child process only makes a system call.
+    unsafe {
+        command.pre_exec(move || match libc::dup2(fd, INHERITED) {
+            INHERITED => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        })
+    };
+    let vmm = Process::spawn(&mut command);
+    wait_for_answer(api_socket);
+    vmm
+}
 
-impl Vmm {
-    /// Starts a VMM that inherits `file`, and waits until it answers.
-    fn start(api_socket: &Path, arguments: &[&str], file: &impl AsRawFd) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-        command.arg("--api-socket").arg(api_socket).args(arguments);
-        let fd = file.as_raw_fd();
-        // SAFETY: the child process only makes a system call.
-        unsafe {
-            command.pre_exec(move || match libc::dup2(fd, INHERITED) {
-                INHERITED => Ok(()),
-                _ => Err(io::Error::last_os_error()),
-            })
-        };
-        let vmm = Self(command.spawn().unwrap());
-        wait_for(api_socket);
-        vmm
-    }
+/// Returns true if RLIMIT_NICE permits the governor's nice value of -10, which is 30 there.
+fn permits_nice(vmm: &Process) -> bool {
+    let limits = fs::read_to_string(format!("/proc/{}/limits", vmm.id())).unwrap();
+    let nice = limits.lines().find_map(|line| line.strip_prefix("Max nice priority"));
+    nice.unwrap().split_whitespace().next() == Some("30")
+}
 
-    /// Returns true if RLIMIT_NICE permits the governor's nice value of -10, which is 30 there.
-    fn permits_nice(&self) -> bool {
-        let limits = fs::read_to_string(format!("/proc/{}/limits", self.0.id())).unwrap();
-        let nice = limits.lines().find_map(|line| line.strip_prefix("Max nice priority"));
-        nice.unwrap().split_whitespace().next() == Some("30")
-    }
-
-    /// Returns the names of all threads, each with its value of `key` (proc(5)).
-    fn threads(&self, key: &str) -> Vec<(String, String)> {
-        let threads = threads::of(self.0.id()).unwrap();
-        let value = |thread: &VmmThread| thread.status(key).unwrap().to_owned();
-        threads.iter().map(|thread| (thread.name.clone(), value(thread))).collect()
-    }
+/// Returns the names of all threads, each with its value of `key` (proc(5)).
+fn values(vmm: &Process, key: &str) -> Vec<(String, String)> {
+    let threads = threads::of(vmm.id()).unwrap();
+    let value = |thread: &VmmThread| thread.status(key).unwrap().to_owned();
+    threads.iter().map(|thread| (thread.name.clone(), value(thread))).collect()
 }
 
 /// Returns true if this process may raise limits of its children.
@@ -66,20 +64,10 @@ fn may_set_limits() -> bool {
     held.effective.contains(rustix::thread::CapabilitySet::SYS_RESOURCE)
 }
 
-impl Vmm {
-    /// Ends the VMM as a service manager does, and waits for its end.
-    fn terminate(&mut self) {
-        let pid = Pid::from_child(&self.0);
-        kill_process(pid, Signal::TERM).unwrap();
-        assert!(self.0.wait().unwrap().success());
-    }
-}
-
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Ends the VMM as a service manager does, and waits for its end.
+fn terminate(mut vmm: Process) {
+    vmm.signal(Signal::TERM);
+    assert!(vmm.wait().success());
 }
 
 /// Waits until a read from the pipe does not block. Returns the bytes of the read.
@@ -96,7 +84,7 @@ fn read(pipe: &mut io::PipeReader) -> Vec<u8> {
 fn inherited_descriptor_that_no_argument_names_is_closed() {
     let folder = TempDir::new().unwrap();
     let (mut reader, writer) = io::pipe().unwrap();
-    let _vmm = Vmm::start(&folder.path().join("api"), &[], &writer);
+    let _vmm = start(&folder.path().join("api"), &[], &writer);
     drop(writer);
     // The VMM is still running, and no one can write to the pipe.
     assert_eq!(read(&mut reader), b"");
@@ -108,7 +96,7 @@ fn inherited_descriptor_that_an_argument_names_stays_open() {
         let folder = TempDir::new().unwrap();
         let (mut reader, writer) = io::pipe().unwrap();
         let arguments = ["--event-monitor", argument];
-        let _vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+        let _vmm = start(&folder.path().join("api"), &arguments, &writer);
         drop(writer);
         let events = String::from_utf8(read(&mut reader)).unwrap();
         assert!(events.contains("\"starting\""), "{argument}: {events}");
@@ -119,8 +107,8 @@ fn inherited_descriptor_that_an_argument_names_stays_open() {
 fn process_cannot_gain_privileges() {
     let folder = TempDir::new().unwrap();
     let (_reader, writer) = io::pipe().unwrap();
-    let vmm = Vmm::start(&folder.path().join("api"), &[], &writer);
-    for (name, value) in vmm.threads("NoNewPrivs") {
+    let vmm = start(&folder.path().join("api"), &[], &writer);
+    for (name, value) in values(&vmm, "NoNewPrivs") {
         assert_eq!(value, "1", "{name}");
     }
 }
@@ -139,13 +127,13 @@ fn each_thread_has_a_filter_unless_filters_are_disabled() {
         let (_reader, writer) = io::pipe().unwrap();
         let flag: Vec<_> = mode.iter().flat_map(|mode| ["--seccomp", mode]).collect();
         let arguments = [&["--event-monitor", "fd=200"], &flag[..]].concat();
-        let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
-        let threads = vmm.threads("Seccomp");
+        let vmm = start(&folder.path().join("api"), &arguments, &writer);
+        let threads = values(&vmm, "Seccomp");
         assert!(threads.len() >= 3, "{threads:?}");
         assert!(threads.iter().all(|(_, value)| value == expected), "{mode:?}: {threads:?}");
         // The main thread has one filter. The others have inherited it, and added their own.
         if expected == "2" {
-            for (name, filters) in vmm.threads("Seccomp_filters") {
+            for (name, filters) in values(&vmm, "Seccomp_filters") {
                 let least = if name == "foreshore" { 1 } else { 2 };
                 assert!(filters.parse::<u32>().unwrap() >= least, "{name}: {filters}");
             }
@@ -158,23 +146,23 @@ const NOBODY: &str = "65534";
 
 #[test]
 fn vmm_becomes_another_user_without_capabilities() {
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can become another user");
+    if !is_root("become another user") {
+        return;
     }
     let folder = TempDir::new().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let (_reader, writer) = io::pipe().unwrap();
     let arguments = ["--user", NOBODY, "--group", NOBODY];
-    let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    let vmm = start(&folder.path().join("api"), &arguments, &writer);
     let all = [NOBODY; 4].join("\t");
     for (key, expected) in
         [("Uid", all.as_str()), ("Gid", &all), ("CapEff", "0000000000000000"), ("Seccomp", "2")]
     {
-        for (name, value) in vmm.threads(key) {
+        for (name, value) in values(&vmm, key) {
             assert_eq!(value, expected, "{key} of {name}");
         }
     }
-    assert_eq!(vmm.permits_nice(), may_set_limits());
+    assert_eq!(permits_nice(&vmm), may_set_limits());
     let socket = fs::metadata(folder.path().join("api")).unwrap();
     assert_eq!((socket.uid().to_string(), socket.mode() & 0o777), (NOBODY.to_owned(), 0o600));
 }
@@ -192,12 +180,12 @@ fn threads_of_root_have_only_the_capabilities_that_they_need() {
         let folder = TempDir::new().unwrap();
         let (_reader, writer) = io::pipe().unwrap();
         let arguments = ["--event-monitor", "fd=200", "--seccomp", seccomp];
-        let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+        let vmm = start(&folder.path().join("api"), &arguments, &writer);
         // Without the limit, the governor's thread needs SYS_NICE for its priority.
-        let nice = if vmm.permits_nice() { 0 } else { 1 << 23 };
+        let nice = if permits_nice(&vmm) { 0 } else { 1 << 23 };
         let of_main = format!("{:016x}", OF_MAIN_THREAD | nice);
         for key in ["CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd"] {
-            let threads = vmm.threads(key);
+            let threads = values(&vmm, key);
             assert!(threads.len() >= 3, "{threads:?}");
             for (name, value) in threads {
                 let is_main = name == "foreshore" && ["CapEff", "CapPrm"].contains(&key);
@@ -206,12 +194,6 @@ fn threads_of_root_have_only_the_capabilities_that_they_need() {
             }
         }
     }
-}
-
-/// Runs a VMM that ends by itself. Returns its exit code and its error.
-fn run(arguments: &[&str]) -> (Option<i32>, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).args(arguments).output().unwrap();
-    (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
 /// Returns true if this process can open KVM, and the user [`NOBODY`] cannot.
@@ -238,21 +220,21 @@ fn kvm_is_opened_before_the_user_and_the_root_folder_change() {
 
 #[test]
 fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can become another user");
+    if !is_root("become another user") {
+        return;
     }
     let (_reader, writer) = io::pipe().unwrap();
     for (mode, is_removed) in [(0o755, false), (0o777, true)] {
         let folder = TempDir::new().unwrap();
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(mode)).unwrap();
         let path = folder.path().join("api");
-        let mut vmm = Vmm::start(&path, &["--user", NOBODY, "--group", NOBODY], &writer);
+        let vmm = start(&path, &["--user", NOBODY, "--group", NOBODY], &writer);
         for name in ["api", "api.lock"] {
             let file = fs::metadata(folder.path().join(name)).unwrap();
             let owner = [file.uid().to_string(), file.gid().to_string()];
             assert_eq!((owner, file.mode() & 0o777), ([NOBODY; 2].map(str::to_owned), 0o600));
         }
-        vmm.terminate();
+        terminate(vmm);
         let left = fs::read_dir(folder.path()).unwrap().count();
         assert_eq!(left == 0, is_removed, "{left} files are left");
         // The next VMM replaces files that are left.
@@ -261,7 +243,7 @@ fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
         let log = logs.path().join("log");
         let arguments = ["--user", NOBODY, "--group", NOBODY, "-v", "--log-file"];
         let arguments = [&arguments[..], &[log.to_str().unwrap()]].concat();
-        Vmm::start(&path, &arguments, &writer).terminate();
+        terminate(start(&path, &arguments, &writer));
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.contains("Replaced a stale socket"), !is_removed, "{log}");
     }
@@ -269,8 +251,8 @@ fn socket_is_bound_in_a_folder_of_root_and_belongs_to_the_user() {
 
 #[test]
 fn port_of_root_is_bound_before_the_user_changes() {
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can become another user");
+    if !is_root("become another user") {
+        return;
     }
     let (_reader, writer) = io::pipe().unwrap();
     // Ports below 1024 need CAP_NET_BIND_SERVICE (ip(7)).
@@ -278,7 +260,7 @@ fn port_of_root_is_bound_before_the_user_changes() {
     let metrics = free.next().unwrap().to_string();
     let folder = TempDir::new().unwrap();
     let arguments = ["--metrics", &metrics, "--user", NOBODY, "--group", NOBODY];
-    let _vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    let _vmm = start(&folder.path().join("api"), &arguments, &writer);
     TcpStream::connect(("127.0.0.1", metrics.parse().unwrap())).unwrap();
 }
 
@@ -325,19 +307,19 @@ fn become_ordinary_user(command: &mut Command) {
 fn process_of_the_same_user_can_neither_read_nor_debug_the_vmm() {
     let mut other = Command::new("sleep");
     become_ordinary_user(&mut other);
-    let other = Vmm(other.arg("1000").spawn().unwrap());
-    let permitted = attempts(other.0.id());
+    let other = Process::spawn(other.arg("1000"));
+    let permitted = attempts(other.id());
     assert!(permitted[0].is_ok(), "{permitted:?}");
     let folder = TempDir::new().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     // The other user may not be able to enter the folder of the program.
-    let program = fs::File::open(env!("CARGO_BIN_EXE_foreshore")).unwrap();
+    let program = fs::File::open(FORESHORE).unwrap();
     let mut command = Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()));
     become_ordinary_user(&mut command);
     let api_socket = folder.path().join("api");
-    let vmm = Vmm(command.arg("--api-socket").arg(&api_socket).spawn().unwrap());
-    wait_for(&api_socket);
-    for (nth, attempt) in attempts(vmm.0.id()).into_iter().enumerate() {
+    let vmm = Process::spawn(command.arg("--api-socket").arg(&api_socket));
+    wait_for_answer(&api_socket);
+    for (nth, attempt) in attempts(vmm.id()).into_iter().enumerate() {
         let error = attempt.expect_err("an attempt is permitted");
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{nth}: {error}");
     }
@@ -348,8 +330,8 @@ fn process_of_the_same_user_can_neither_read_nor_debug_the_vmm() {
 
 #[test]
 fn chroot_changes_the_root_folder() {
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root can change the root folder");
+    if !is_root("change the root folder") {
+        return;
     }
     let folder = TempDir::new().unwrap();
     let root = folder.path().to_str().unwrap().to_owned();
@@ -369,12 +351,11 @@ fn chroot_changes_the_root_folder() {
     let group = groups.find(|fields| fields.len() == 4 && fields[2] != "0").unwrap();
     // The folder is empty. Names of users and groups are those of the host.
     let socket = format!("/api,group={}", group[0]);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+    let mut command = foreshore();
     let arguments = ["--api-socket", &socket, "--chroot", &root, "--user", NOBODY];
-    let child = command.args(arguments).args(["--group", NOBODY]).spawn().unwrap();
-    let vmm = Vmm(child);
-    wait_for(&folder.path().join("api"));
-    let link = fs::read_link(format!("/proc/{}/root", vmm.0.id())).unwrap();
+    let vmm = Process::spawn(command.args(arguments).args(["--group", NOBODY]));
+    wait_for_answer(&folder.path().join("api"));
+    let link = fs::read_link(format!("/proc/{}/root", vmm.id())).unwrap();
     assert_eq!(link, folder.path().canonicalize().unwrap());
     let socket = fs::metadata(folder.path().join("api")).unwrap();
     assert_eq!([socket.uid().to_string(), socket.gid().to_string()], [NOBODY, group[2]]);
@@ -389,18 +370,12 @@ fn group_that_the_host_lacks_is_refused() {
     assert_eq!((code, error), (Some(1), format!("foreshore: {expected}\n")));
 }
 
-fn wait_for(api_socket: &Path) {
-    let mut ping = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
-    let ping = ping.arg("--api-socket").arg(api_socket).args(["ping", "--wait"]).output();
-    assert!(ping.unwrap().status.success());
-}
-
 /// Returns the files that the VMM has open, each with the number of its descriptors. `folder` is
 /// replaced with a dot, and sockets, pipes and anonymous files have no number.
-fn open_files(vmm: &Vmm, folder: &Path) -> BTreeMap<String, usize> {
+fn open_files(vmm: &Process, folder: &Path) -> BTreeMap<String, usize> {
     let folder = format!("{}/", folder.canonicalize().unwrap().display());
     let mut files = BTreeMap::new();
-    for descriptor in fs::read_dir(format!("/proc/{}/fd", vmm.0.id())).unwrap() {
+    for descriptor in fs::read_dir(format!("/proc/{}/fd", vmm.id())).unwrap() {
         let descriptor = descriptor.unwrap();
         // The first three are the streams of the test.
         if descriptor.file_name().to_str().unwrap().parse::<u32>().unwrap() > 2 {
@@ -423,7 +398,7 @@ fn vmm_has_only_the_files_open_that_it_needs() {
     let (metrics, log) = (format!("unix:{}", path("metrics")), path("log"));
     let events = format!("path={}", path("events"));
     let arguments = ["--metrics", &metrics, "--event-monitor", &events, "--log-file", &log];
-    let vmm = Vmm::start(&folder.path().join("api"), &arguments, &writer);
+    let vmm = start(&folder.path().join("api"), &arguments, &writer);
     let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
     let expected = [
         // Locks of the sockets' paths.
@@ -455,7 +430,7 @@ fn vm_with_relative_paths_is_not_ended_by_its_filters() {
     let folder = TempDir::new().unwrap();
     fs::write(folder.path().join("kernel"), "no kernel").unwrap();
     for api_socket in [&[][..], &["--api-socket", "api"]] {
-        let output = Command::new(env!("CARGO_BIN_EXE_foreshore"))
+        let output = foreshore()
             .current_dir(folder.path())
             .args(["--kernel", "kernel", "--serial", "file=serial", "--console", "off"])
             .args(["--vsock", "cid=3,socket=vsock"])

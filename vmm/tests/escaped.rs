@@ -1,94 +1,61 @@
 //! System calls of an attacker in the threads of a VMM. KVM is not needed, so these are the threads
 //! that a VMM without a guest has. Guest tests make the same attempts in all kinds of threads.
 
-use std::fs::{self, File};
-use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+mod support;
+
+use std::fs;
 
 use escaped_guest::threads::{self, ThreadKind, VmmThread};
 use escaped_guest::{
-    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, check_attempts_without_limits,
-    execute_program,
+    ATTEMPTS, Confinement, REFUSED, Targets, TracedThread, check_attempts,
+    check_attempts_without_limits, execute_program,
 };
+use support::{Vmm, foreshore, is_root, wait_for_answer};
 use tempfile::TempDir;
 
 /// Kinds of threads that start without a guest.
 const KINDS: [ThreadKind; 3] = [ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Writer];
 /// Line of the log when the limits of Landlock begin.
 const LIMITED: &str = "Landlock limits the files";
-/// Exit status of a VMM whose filter has refused a call.
-const REFUSED: i32 = 159;
 
-/// VMM process in a folder with its files. It is ended when this value is dropped.
-struct Vmm {
-    process: Child,
-    folder: TempDir,
+fn start(seccomp: &str, landlock: &str) -> Vmm {
+    let folder = TempDir::new().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let mut command = foreshore();
+    command.arg("--api-socket").arg(file("api")).args(["-v", "--seccomp", seccomp]);
+    command.args(["--landlock", landlock]);
+    command.args(["--event-monitor", &format!("path={}", file("events").display())]);
+    let vmm = Vmm::spawn(folder, &mut command);
+    wait_for_answer(&vmm.file("api"));
+    vmm
 }
 
-impl Vmm {
-    fn start(seccomp: &str, landlock: &str) -> Self {
-        let folder = TempDir::new().unwrap();
-        let file = |name: &str| folder.path().join(name);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-        command.arg("--api-socket").arg(file("api")).args(["-v", "--seccomp", seccomp]);
-        command.args(["--landlock", landlock]);
-        command.args(["--event-monitor", &format!("path={}", file("events").display())]);
-        let process = command.stderr(File::create(file("log")).unwrap()).spawn().unwrap();
-        let vmm = Self { process, folder };
-        assert!(vmm.request(&["ping", "--wait"]).success());
-        vmm
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.file("log")).unwrap()
-    }
-
-    fn request(&self, arguments: &[&str]) -> ExitStatus {
-        let mut remote = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
-        remote.arg("--api-socket").arg(self.file("api")).args(arguments);
-        remote.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap()
-    }
-
-    /// Boots a VM without a kernel. The boot fails, but the limits of Landlock stay in force.
-    /// Returns false if the kernel has no Landlock.
-    fn enter_limits(&self) -> bool {
-        let config = self.file("vm.json");
-        let kernel = self.file("kernel");
-        fs::write(&kernel, "no kernel").unwrap();
-        let kernel = kernel.display();
-        let text =
-            format!(r#"{{"payload": {{"kernel": "{kernel}"}}, "console": {{"mode": "Off"}}}}"#);
-        fs::write(&config, text).unwrap();
-        assert!(self.request(&["create", config.to_str().unwrap()]).success());
-        assert!(!self.request(&["boot"]).success());
-        self.log().contains(LIMITED)
-    }
-
-    /// Returns one thread of each kind.
-    fn threads(&self) -> Vec<VmmThread> {
-        threads::wait_for_kinds(self.process.id(), &KINDS).unwrap()
-    }
-
-    fn attach(&self, thread: &VmmThread) -> TracedThread {
-        TracedThread::attach(self.process.id(), thread.id).unwrap()
-    }
+/// Boots a VM without a kernel. The boot fails, but the limits of Landlock stay in force. Returns
+/// false if the kernel has no Landlock.
+fn enter_limits(vmm: &Vmm) -> bool {
+    let config = vmm.file("vm.json");
+    let kernel = vmm.file("kernel");
+    fs::write(&kernel, "no kernel").unwrap();
+    let kernel = kernel.display();
+    let text = format!(r#"{{"payload": {{"kernel": "{kernel}"}}, "console": {{"mode": "Off"}}}}"#);
+    fs::write(&config, text).unwrap();
+    assert!(vmm.request(&["create", config.to_str().unwrap()]).success());
+    assert!(!vmm.request(&["boot"]).success());
+    vmm.log().contains(LIMITED)
 }
 
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+/// Returns one thread of each kind.
+fn threads(vmm: &Vmm) -> Vec<VmmThread> {
+    threads::wait_for_kinds(vmm.process.id(), &KINDS).unwrap()
+}
+
+fn attach(vmm: &Vmm, thread: &VmmThread) -> TracedThread {
+    TracedThread::attach(vmm.process.id(), thread.id).unwrap()
 }
 
 /// Returns objects of the host that no VM uses. `None` if this user cannot trace a VMM.
 fn targets() -> Option<(Targets, TempDir)> {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can trace a VMM");
+    if !is_root("trace a VMM") {
         return None;
     }
     let folder = TempDir::new().unwrap();
@@ -100,15 +67,15 @@ fn attempts_succeed_without_confinement() {
     let Some((targets, _folder)) = targets() else { return };
     check_attempts_without_limits(&targets).unwrap();
     for (nth, kind) in KINDS.into_iter().enumerate() {
-        let mut vmm = Vmm::start("false", "off");
-        let thread = &vmm.threads()[nth];
-        let mut traced = vmm.attach(thread);
+        let mut vmm = start("false", "off");
+        let thread = &threads(&vmm)[nth];
+        let mut traced = attach(&vmm, thread);
         check_attempts(thread, &mut traced, &targets, Confinement::Off).unwrap();
         if kind == ThreadKind::Api {
             continue;
         }
         execute_program(traced).unwrap();
-        assert!(vmm.process.wait().unwrap().success(), "{}: execve", thread.name);
+        assert!(vmm.process.wait().success(), "{}: execve", thread.name);
     }
     assert!(!targets.is_pool_unchanged().unwrap());
 }
@@ -116,12 +83,12 @@ fn attempts_succeed_without_confinement() {
 #[test]
 fn attempts_fail_in_each_thread() {
     let Some((targets, _folder)) = targets() else { return };
-    let vmm = Vmm::start("errno", "on");
-    if !vmm.enter_limits() {
+    let vmm = start("errno", "on");
+    if !enter_limits(&vmm) {
         return eprintln!("skipped: the kernel has no Landlock");
     }
-    for thread in vmm.threads() {
-        let mut traced = vmm.attach(&thread);
+    for thread in threads(&vmm) {
+        let mut traced = attach(&vmm, &thread);
         check_attempts(&thread, &mut traced, &targets, Confinement::On).unwrap();
     }
     assert!(targets.is_pool_unchanged().unwrap());
@@ -134,11 +101,11 @@ fn refused_attempt_ends_the_vmm_with_a_log_line() {
     let Some((targets, _folder)) = targets() else { return };
     for (nth, kind) in KINDS.into_iter().enumerate() {
         for attempt in ATTEMPTS.iter().filter(|attempt| attempt.is_filtered(kind)) {
-            let mut vmm = Vmm::start("true", "auto");
-            let thread = &vmm.threads()[nth];
-            let result = attempt.make(&mut vmm.attach(thread), &targets);
+            let mut vmm = start("true", "auto");
+            let thread = &threads(&vmm)[nth];
+            let result = attempt.make(&mut attach(&vmm, thread), &targets);
             assert!(result.is_err(), "{}: {result:?}", thread.name);
-            assert_eq!(vmm.process.wait().unwrap().code(), Some(REFUSED), "{}", attempt.name);
+            assert_eq!(vmm.process.wait().code(), Some(REFUSED), "{}", attempt.name);
             assert!(vmm.log().contains(&attempt.log_line(thread)), "{}", vmm.log());
         }
     }
@@ -148,10 +115,10 @@ fn refused_attempt_ends_the_vmm_with_a_log_line() {
 #[test]
 fn attempts_are_logged_in_log_mode() {
     let Some((targets, _folder)) = targets() else { return };
-    let mut vmm = Vmm::start("log", "off");
-    let threads = vmm.threads();
+    let mut vmm = start("log", "off");
+    let threads = threads(&vmm);
     for thread in &threads {
-        let mut traced = vmm.attach(thread);
+        let mut traced = attach(&vmm, thread);
         for attempt in &ATTEMPTS {
             attempt.make(&mut traced, &targets).unwrap();
         }
@@ -165,7 +132,7 @@ fn attempts_are_logged_in_log_mode() {
         }
     }
     // The program inherits the filter, so it cannot run for long.
-    execute_program(vmm.attach(&threads[0])).unwrap();
-    vmm.process.wait().unwrap();
+    execute_program(attach(&vmm, &threads[0])).unwrap();
+    vmm.process.wait();
     assert!(vmm.log().contains("thread foreshore: the system call execve ("), "{}", vmm.log());
 }

@@ -1,13 +1,13 @@
 //! Tests the modes of files and sockets that the VMM creates with a umask that would permit access
 //! by all users. KVM is not needed.
 
+mod support;
 #[path = "../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use foreshore::config::{ConsoleConfig, PmemConfig};
@@ -16,41 +16,24 @@ use foreshore_devices::host_console::{ConsoleFiles, FileStart, HostConsole, Line
 use foreshore_devices::unix_socket::{self, SocketAccess};
 use foreshore_devices::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use support::{FORESHORE, FORESHORE_REMOTE, Process, foreshore, wait_for_answer};
 use tempfile::TempDir;
 
-/// VMM process without a VM. The VMM process is ended when this value is dropped.
-struct Vmm(Child);
-
-impl Vmm {
-    fn start(umask: libc::mode_t, folder: &Path) -> Self {
-        Self::start_with(umask, folder, ["", ""])
-    }
-
-    /// Starts a VMM. `keys` are appended to the values of `--api-socket` and `--metrics`.
-    fn start_with(umask: libc::mode_t, folder: &Path, [api_keys, metrics_keys]: [&str; 2]) -> Self {
-        let path = |name| folder.join(name).display().to_string();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-        command.args(["--api-socket", &format!("path={}{api_keys}", path("api"))]);
-        command.args(["--log-file", &path("log"), "-v"]);
-        command.args(["--event-monitor", &format!("path={}", path("events"))]);
-        command.args(["--metrics", &format!("unix:{}{metrics_keys}", path("metrics"))]);
-        let mut vmm = Self(umask::set(&mut command, umask).spawn().unwrap());
-        let begin = Instant::now();
-        // The last file that the VMM creates.
-        while !folder.join("events").exists() {
-            assert!(vmm.0.try_wait().unwrap().is_none(), "the VMM has ended");
-            assert!(begin.elapsed() < Duration::from_secs(60), "the VMM does not start");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        vmm
-    }
+fn start(umask: libc::mode_t, folder: &Path) -> Process {
+    start_with(umask, folder, ["", ""])
 }
 
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Starts a VMM without a VM. `keys` are appended to the values of `--api-socket` and `--metrics`.
+fn start_with(umask: libc::mode_t, folder: &Path, [api_keys, metrics_keys]: [&str; 2]) -> Process {
+    let path = |name| folder.join(name).display().to_string();
+    let mut command = foreshore();
+    command.args(["--api-socket", &format!("path={}{api_keys}", path("api"))]);
+    command.args(["--log-file", &path("log"), "-v"]);
+    command.args(["--event-monitor", &format!("path={}", path("events"))]);
+    command.args(["--metrics", &format!("unix:{}{metrics_keys}", path("metrics"))]);
+    let vmm = Process::spawn(umask::set(&mut command, umask));
+    wait_for_answer(&folder.join("api"));
+    vmm
 }
 
 /// Names and modes of the files in `folder`.
@@ -68,7 +51,7 @@ fn modes(folder: &Path) -> Vec<(String, u32)> {
 fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
     for umask in [0o000, 0o022, 0o002] {
         let folder = TempDir::new().unwrap();
-        let _vmm = Vmm::start(umask, folder.path());
+        let _vmm = start(umask, folder.path());
         let modes = modes(folder.path());
         let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["api", "api.lock", "events", "log", "metrics", "metrics.lock"]);
@@ -78,7 +61,7 @@ fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
 
 #[test]
 fn programs_deny_others_access_before_anything_else() {
-    for program in [env!("CARGO_BIN_EXE_foreshore"), env!("CARGO_BIN_EXE_foreshore-remote")] {
+    for program in [FORESHORE, FORESHORE_REMOTE] {
         umask::check(program);
     }
 }
@@ -89,13 +72,13 @@ fn vmm_disables_its_core_dumps_and_keeps_the_hard_limit() {
     // The VMM inherits the limit from this process.
     let hard = getrlimit(Resource::Core).maximum;
     setrlimit(Resource::Core, Rlimit { current: hard, maximum: hard }).unwrap();
-    let vmm = Vmm::start(0o022, folder.path());
+    let vmm = start(0o022, folder.path());
     let limit = |pid: u32| {
         let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
         let line = limits.lines().find_map(|line| line.strip_prefix("Max core file size")).unwrap();
         line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
-    let (own, of_vmm) = (limit(std::process::id()), limit(vmm.0.id()));
+    let (own, of_vmm) = (limit(std::process::id()), limit(vmm.id()));
     assert_eq!((of_vmm[0].as_str(), &of_vmm[1]), ("0", &own[1]));
 }
 
@@ -183,7 +166,7 @@ fn mode_and_group_open_only_their_socket_to_others() {
     let usual_group = rustix::process::getegid().as_raw();
     let start = |keys| {
         let folder = TempDir::new().unwrap();
-        (Vmm::start_with(0o022, folder.path(), keys), folder)
+        (start_with(0o022, folder.path(), keys), folder)
     };
     let (_vmm, folder) = start(["", ",mode=0666"]);
     wait_for_changed(folder.path(), &[("metrics", 0o666, usual_group)]);
@@ -204,7 +187,7 @@ fn descriptor_that_was_not_inherited_is_refused() {
     let folder = TempDir::new().unwrap();
     let log = folder.path().join("log");
     for flags in [["--api-socket", "fd=77"], ["--event-monitor", "fd=78"]] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        let mut command = foreshore();
         command.args(["--kernel", "/nonexistent", "--log-file", log.to_str().unwrap()]).args(flags);
         let output = command.output().unwrap();
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -227,7 +210,7 @@ fn no_flag_of_the_vmm_writes_to_a_pool_or_a_file_system() {
         let path_text = path.display().to_string();
         for flags in [["--log-file", &path_text], ["--event-monitor", &format!("path={path_text}")]]
         {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+            let mut command = foreshore();
             let output = command.args(["--kernel", "/nonexistent"]).args(flags).output().unwrap();
             let message = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(output.status.code(), Some(1), "{message}");

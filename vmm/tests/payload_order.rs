@@ -1,13 +1,16 @@
 //! Test that the VMM opens a kernel or a firmware only when its own limits are in force. Needs
 //! `/dev/kvm`, because the VMM opens it before the kernel.
 
+mod support;
+
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::thread;
 
 use kvm_ioctls::Kvm;
+use support::{Process, foreshore};
 use tempfile::TempDir;
 
 /// Lease of a file. Another process that opens the file waits until the lease is dropped (fcntl(2),
@@ -34,16 +37,6 @@ impl Lease {
     }
 }
 
-/// VMM that is ended when this value is dropped.
-struct Vmm(Child);
-
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn kernel_and_firmware_are_opened_when_all_limits_are_in_force() {
     if let Err(error) = Kvm::new().and_then(|kvm| kvm.create_vm()) {
@@ -59,18 +52,18 @@ fn kernel_and_firmware_are_opened_when_all_limits_are_in_force() {
         let [payload, log] = ["payload", "log"].map(|name| folder.path().join(name));
         fs::write(&payload, "no kernel").unwrap();
         let lease = Lease::take(&payload);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        let mut command = foreshore();
         command.arg(flag).arg(&payload).args(["--memory", "size=64M", "-v", "--log-file"]);
-        let child = command.arg(&log).args(["--serial", "off"]).stdin(Stdio::null()).spawn();
-        let mut vmm = Vmm(child.unwrap());
+        command.arg(&log).args(["--serial", "off"]).stdin(Stdio::null());
+        let mut vmm = Process::spawn(&mut command);
         while !lease.is_awaited() {
-            if let Some(status) = vmm.0.try_wait().unwrap() {
+            if let Some(status) = vmm.exit_status() {
                 let log = fs::read_to_string(&log).unwrap_or_default();
                 panic!("{status} before {flag} was opened: {log}");
             }
             thread::yield_now();
         }
-        let status = fs::read_to_string(format!("/proc/{}/status", vmm.0.id())).unwrap();
+        let status = fs::read_to_string(format!("/proc/{}/status", vmm.id())).unwrap();
         for limit in ["NoNewPrivs:\t1\n", "Seccomp:\t2\n"] {
             assert!(status.contains(limit), "{flag}: no {limit:?} in {status}");
         }

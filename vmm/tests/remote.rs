@@ -1,13 +1,16 @@
 //! Tests `foreshore-remote` as a process: its environment, its exit codes, and its wait for a VMM.
 //! KVM is not needed.
 
-use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+mod support;
 
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use support::{FORESHORE_REMOTE, Process, foreshore};
 use tempfile::TempDir;
 
 fn remote(args: &[&str], api_socket: Option<&Path>) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
+    let mut command = Command::new(FORESHORE_REMOTE);
     command.args(args).env_remove("FORESHORE_API_SOCKET");
     command.envs(api_socket.map(|path| ("FORESHORE_API_SOCKET", path)));
     command
@@ -19,30 +22,13 @@ fn run(args: &[&str], api_socket: Option<&Path>) -> (Option<i32>, String, String
     (status.code(), text(stdout), text(stderr))
 }
 
-/// VMM process without a VM. The VMM process is ended when this value is dropped.
-struct Vmm(Child);
-
-impl Vmm {
-    fn start(api_socket: &Path) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-        Self(command.arg("--api-socket").arg(api_socket).spawn().unwrap())
-    }
-}
-
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn ping_waits_for_a_vmm_that_starts_later() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("api");
     let mut ping = remote(&["ping", "--wait"], Some(&path));
     let ping = ping.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let _vmm = Vmm::start(&path);
+    let _vmm = Process::spawn(foreshore().arg("--api-socket").arg(&path));
     let Output { status, stdout, stderr } = ping.wait_with_output().unwrap();
     assert!(status.success(), "{}", String::from_utf8_lossy(&stderr));
     assert!(stdout.starts_with(b"{\"build_version\":"), "{}", String::from_utf8_lossy(&stdout));
@@ -138,7 +124,7 @@ fn output_that_cannot_be_written_is_a_failure() {
 fn every_verb_accepts_json_and_prints_an_object() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("api");
-    let _vmm = Vmm::start(&path);
+    let _vmm = Process::spawn(foreshore().arg("--api-socket").arg(&path));
     let (code, stdout, _) = run(&["ping", "--wait", "--json"], Some(&path));
     assert!(code == Some(0) && stdout.starts_with("{\"build_version\":"), "{stdout}");
     for args in [&["boot", "--json"][..], &["--json", "resize", "--cpus", "1"], &["nmi", "--json"]]

@@ -2,16 +2,18 @@
 //! halts, so it runs wherever KVM can create a VM. No thread may make a system call that its filter
 //! lacks. `cargo xtask calls` runs this test to find filters that allow more than the VMM needs.
 
+mod support;
+
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Command, ExitStatus, Output, Stdio};
 
 use pmem_volume::Pool;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
+use support::{FORESHORE, Vmm, is_root};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -49,18 +51,16 @@ const COMMANDS: &str = "ping; info; memory; pool; volumes; counters; pressure; p
     power-button; reboot; shutdown; info; boot; pause; reboot; nmi; ? reboot; shutdown; delete;
     ! info; create DIR/vm.json; boot; add-vsock cid=4,socket=DIR/vsock4; shutdown; delete";
 
-/// VMM process in a folder with its files. It is ended when this value is dropped.
-struct Vmm {
-    process: Child,
-    folder: TempDir,
+/// VMM whose guest only halts.
+struct Walk {
+    vmm: Vmm,
     metrics: (Ipv4Addr, u16),
 }
 
-impl Vmm {
+impl Walk {
     /// Boots a VM. Returns `None` if that is not possible here.
     fn boot() -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root can replace /proc/cpuinfo");
+        if !is_root("replace /proc/cpuinfo") {
             return None;
         }
         for device in ["/dev/kvm", "/dev/net/tun"] {
@@ -74,36 +74,26 @@ impl Vmm {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let metrics = (Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
         drop(listener);
-        let file = |name: &str| folder.path().join(name);
         let mut command = Command::new("unshare");
-        command.args(["-m", "sh", "-c", START]).arg(file("cpuinfo"));
-        command.arg(env!("CARGO_BIN_EXE_foreshore")).args(words(&folder, &FLAGS.join(" ")));
+        command.args(["-m", "sh", "-c", START]).arg(folder.path().join("cpuinfo"));
+        command.arg(FORESHORE).args(words(&folder, &FLAGS.join(" ")));
         command.arg("--metrics").arg(format!("{}:{}", metrics.0, metrics.1));
-        let process = command.stderr(File::create(file("log")).unwrap()).spawn().unwrap();
-        let mut vmm = Self { process, folder, metrics };
-        vmm.wait_until_booted();
-        Some(vmm)
+        let mut walk = Self { vmm: Vmm::spawn(folder, &mut command), metrics };
+        walk.wait_until_booted();
+        Some(walk)
     }
 
     fn wait_until_booted(&mut self) {
         let is_running =
             |info: Output| String::from_utf8_lossy(&info.stdout).contains("\"Running\"");
         while !is_running(self.remote("info --json")) {
-            assert!(self.process.try_wait().unwrap().is_none(), "the VMM has ended");
+            assert!(self.vmm.process.is_running(), "the VMM has ended");
         }
     }
 
-    fn file(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.file("log")).unwrap()
-    }
-
     fn command(&self, arguments: &str) -> Command {
-        let mut remote = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
-        remote.arg("--api-socket").arg(self.file("api")).args(words(&self.folder, arguments));
+        let mut remote = self.vmm.remote();
+        remote.args(words(&self.vmm.folder, arguments));
         remote
     }
 
@@ -125,32 +115,23 @@ impl Vmm {
             ("vsock", "?\n"),
             ("console", "a\n"),
         ] {
-            let mut stream = UnixStream::connect(self.file(socket)).unwrap();
+            let mut stream = UnixStream::connect(self.vmm.file(socket)).unwrap();
             stream.write_all(request.as_bytes()).unwrap();
         }
     }
 
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.process), signal).unwrap();
-    }
-
     /// Waits for the end of the VMM, and checks that it has made no calls that its filters lack.
     fn end(mut self) -> ExitStatus {
-        let status = self.process.wait().unwrap();
-        let refused: Vec<_> =
-            self.log().lines().filter(|line| line.contains(REFUSED)).map(str::to_owned).collect();
+        let status = self.vmm.process.wait();
+        let refused: Vec<_> = self
+            .vmm
+            .log()
+            .lines()
+            .filter(|line| line.contains(REFUSED))
+            .map(str::to_owned)
+            .collect();
         assert!(refused.is_empty(), "{refused:#?}");
         status
-    }
-}
-
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-        if std::thread::panicking() {
-            eprintln!("{}", self.log());
-        }
     }
 }
 
@@ -208,18 +189,18 @@ fn kernel() -> Vec<u8> {
 
 #[test]
 fn no_thread_makes_a_call_that_its_filter_lacks() {
-    let Some(vmm) = Vmm::boot() else { return };
-    let mut events = vmm.command("events").stdout(Stdio::null()).spawn().unwrap();
-    vmm.use_sockets();
+    let Some(walk) = Walk::boot() else { return };
+    let mut events = walk.command("events").stdout(Stdio::null()).spawn().unwrap();
+    walk.use_sockets();
     for command in COMMANDS.split(';').map(str::trim) {
-        let output = vmm.remote(command.trim_start_matches(['!', '?']));
+        let output = walk.remote(command.trim_start_matches(['!', '?']));
         let must_succeed = !command.starts_with('!');
         let is_expected = command.starts_with('?') || output.status.success() == must_succeed;
         assert!(is_expected, "{command}: {output:?}");
     }
-    assert!(vmm.remote("shutdown-vmm").status.success());
+    assert!(walk.remote("shutdown-vmm").status.success());
     let _ = events.wait();
-    assert!(vmm.end().success());
+    assert!(walk.end().success());
 }
 
 #[test]
@@ -227,14 +208,14 @@ fn signals_end_the_vmm_within_its_filters() {
     for (signal, is_fault) in
         [(Signal::TERM, false), (Signal::INT, false), (Signal::SEGV, true), (Signal::ABORT, true)]
     {
-        let Some(mut vmm) = Vmm::boot() else { return };
-        vmm.signal(signal);
+        let Some(mut walk) = Walk::boot() else { return };
+        walk.vmm.process.signal(signal);
         // The handler of a fault restores the default action and returns, because a real fault
         // recurs. A signal of another process must be sent again.
-        while is_fault && vmm.process.try_wait().unwrap().is_none() {
-            vmm.signal(signal);
+        while is_fault && walk.vmm.process.is_running() {
+            walk.vmm.process.signal(signal);
         }
-        let status = vmm.end();
+        let status = walk.end();
         let expected =
             if is_fault { status.signal() == Some(signal.as_raw()) } else { status.success() };
         assert!(expected, "{signal:?}: {status}");

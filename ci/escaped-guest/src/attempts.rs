@@ -15,6 +15,8 @@ use crate::ring;
 use crate::threads::VmmThread;
 use crate::traced_thread::TracedThread;
 
+/// Exit status of a VMM whose filter has refused a call.
+pub const REFUSED: i32 = 159;
 const PROGRAM: &str = "/bin/true";
 /// Content of the pool of another VM.
 const POOL_CONTENT: &str = "pool of another VM";

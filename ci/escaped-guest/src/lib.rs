@@ -9,8 +9,8 @@ pub mod threads;
 mod traced_thread;
 
 pub use attempts::{
-    ATTEMPTS, Attempt, Confinement, Targets, check_attempts, check_attempts_without_limits,
-    execute_program,
+    ATTEMPTS, Attempt, Confinement, REFUSED, Targets, check_attempts,
+    check_attempts_without_limits, execute_program,
 };
 pub use ring::open_through_ring_of_disk;
 pub use traced_thread::TracedThread;

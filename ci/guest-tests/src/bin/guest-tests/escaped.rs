@@ -5,8 +5,8 @@ use std::fs;
 use anyhow::{Result, ensure};
 use escaped_guest::threads::{self, ThreadKind, VmmThread};
 use escaped_guest::{
-    ATTEMPTS, Confinement, Targets, TracedThread, check_attempts, check_attempts_without_limits,
-    execute_program, open_through_ring_of_disk,
+    ATTEMPTS, Confinement, REFUSED, Targets, TracedThread, check_attempts,
+    check_attempts_without_limits, execute_program, open_through_ring_of_disk,
 };
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
@@ -23,8 +23,6 @@ guest_tests::tests![
 ];
 
 const MIB: u64 = 1 << 20;
-/// Exit status of a VMM whose filter has refused a call.
-const REFUSED: i32 = 159;
 
 /// Returns a builder of a VM that has threads of all kinds.
 pub(crate) fn builder() -> Result<GuestBuilder> {
