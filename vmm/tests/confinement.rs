@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::fs;
 use std::io::{self, Read};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -255,13 +255,14 @@ fn port_of_root_is_bound_before_the_user_changes() {
         return;
     }
     let (_reader, writer) = io::pipe().unwrap();
-    // Ports below 1024 need CAP_NET_BIND_SERVICE (ip(7)).
-    let mut free = (512..1024).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
-    let metrics = free.next().unwrap().to_string();
+    // Only this process uses the address, because a PID has at most 22 bits. Ports below 1024 need
+    // CAP_NET_BIND_SERVICE (ip(7)).
+    let address = Ipv4Addr::from_bits(0x7f40_0000 + std::process::id());
+    let metrics = format!("{address}:512");
     let folder = TempDir::new().unwrap();
     let arguments = ["--metrics", &metrics, "--user", NOBODY, "--group", NOBODY];
     let _vmm = start(&folder.path().join("api"), &arguments, &writer);
-    TcpStream::connect(("127.0.0.1", metrics.parse().unwrap())).unwrap();
+    TcpStream::connect(&metrics).unwrap();
 }
 
 /// Result of each way to read or debug a process as an ordinary user: its mappings, its memory, and

@@ -1,9 +1,13 @@
 //! Tests of the log and of events in redirected standard streams of the VMM. KVM is not needed.
 
+mod support;
+
 use std::fs::{self, File};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use support::{Vmm, foreshore};
 use tempfile::TempDir;
 
 const EARLIER: &str = "earlier output\n";
@@ -66,6 +70,16 @@ fn log_and_events_share_the_file_of_both_streams_without_overwriting() {
             assert!(!text.contains('\0'), "a hole: {text}");
         }
     }
+}
+
+#[test]
+fn log_shows_the_port_that_the_kernel_has_chosen_for_metrics() {
+    let folder = TempDir::new().unwrap();
+    let api_socket = folder.path().join("api");
+    let mut command = foreshore();
+    command.arg("--api-socket").arg(api_socket).args(["--metrics", "0", "-v"]);
+    let mut vmm = Vmm::spawn(folder, &mut command);
+    TcpStream::connect(vmm.metrics_address()).unwrap();
 }
 
 /// The error that ends the VMM is in the log, unless it is on the same stream as a text.

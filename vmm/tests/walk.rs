@@ -6,7 +6,7 @@ mod support;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Output, Stdio};
@@ -34,7 +34,7 @@ const FLAGS: &[&str] = &[
     "--pmem file=DIR/pmem --net tap=TAP0 --balloon size=0 --rng --watchdog --pvpanic",
     "--serial file=DIR/serial --console socket=DIR/console --vsock cid=3,socket=DIR/vsock",
     "--pressure policy=psi,record=DIR/record --event-monitor path=DIR/events --landlock on",
-    "--api-socket DIR/api -v --seccomp log",
+    "--api-socket DIR/api --metrics 0 -v --seccomp log",
 ];
 
 /// Commands of `foreshore-remote`. A command after `!` fails, and one after `?` may fail.
@@ -54,7 +54,7 @@ const COMMANDS: &str = "ping; info; memory; pool; volumes; counters; pressure; p
 /// VMM whose guest only halts.
 struct Walk {
     vmm: Vmm,
-    metrics: (Ipv4Addr, u16),
+    metrics: SocketAddr,
 }
 
 impl Walk {
@@ -71,24 +71,13 @@ impl Walk {
         }
         let folder = TempDir::new().unwrap();
         create_files(&folder);
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let metrics = (Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
-        drop(listener);
         let mut command = Command::new("unshare");
         command.args(["-m", "sh", "-c", START]).arg(folder.path().join("cpuinfo"));
         command.arg(FORESHORE).args(words(&folder, &FLAGS.join(" ")));
-        command.arg("--metrics").arg(format!("{}:{}", metrics.0, metrics.1));
-        let mut walk = Self { vmm: Vmm::spawn(folder, &mut command), metrics };
-        walk.wait_until_booted();
-        Some(walk)
-    }
-
-    fn wait_until_booted(&mut self) {
-        let is_running =
-            |info: Output| String::from_utf8_lossy(&info.stdout).contains("\"Running\"");
-        while !is_running(self.remote("info --json")) {
-            assert!(self.vmm.process.is_running(), "the VMM has ended");
-        }
+        let mut vmm = Vmm::spawn(folder, &mut command);
+        wait_until(&mut vmm, "Running");
+        let metrics = vmm.metrics_address();
+        Some(Self { vmm, metrics })
     }
 
     fn command(&self, arguments: &str) -> Command {
@@ -132,6 +121,14 @@ impl Walk {
             .collect();
         assert!(refused.is_empty(), "{refused:#?}");
         status
+    }
+}
+
+/// Waits until the VM has this state.
+fn wait_until(vmm: &mut Vmm, state: &str) {
+    let info = |vmm: &Vmm| vmm.remote().args(["info", "--json"]).output().unwrap().stdout;
+    while !String::from_utf8_lossy(&info(vmm)).contains(&format!("\"{state}\"")) {
+        assert!(vmm.process.is_running(), "the VMM has ended");
     }
 }
 

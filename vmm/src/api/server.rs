@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::connection_slot::{
     Answer, ConnectionCounters, ConnectionSlot, ConnectionSlots, Question, Room,
@@ -108,6 +108,7 @@ impl Server {
             }
             Listener::Tcp(listener) => {
                 let listener = TcpListener::from_std(listener)?;
+                info!(flag = socket.flag, address = %listener.local_addr()?, "Listening");
                 tokio::spawn(accept_loop(listener, service, counted, stopped))
             }
         };

@@ -3,14 +3,19 @@
 #![allow(dead_code, reason = "each program of tests uses a part of it")]
 
 use std::fs::{self, File};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
 pub(crate) const FORESHORE: &str = env!("CARGO_BIN_EXE_foreshore");
 pub(crate) const FORESHORE_REMOTE: &str = env!("CARGO_BIN_EXE_foreshore-remote");
+
+/// A VMM starts within milliseconds. The limit only ends a test that has failed.
+const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// Process that is ended when this value is dropped.
 pub(crate) struct Process(Child);
@@ -68,6 +73,21 @@ impl Vmm {
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.file("log")).unwrap()
+    }
+
+    /// Waits until the log of a VMM with `-v` shows the address of `--metrics`.
+    pub(crate) fn metrics_address(&mut self) -> SocketAddr {
+        const START: &str = "Listening flag=\"--metrics\" address=";
+        let begin = Instant::now();
+        while begin.elapsed() < START_LIMIT {
+            let log = self.log();
+            let mut lines = log.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+            if let Some((_, address)) = lines.find_map(|line| line.split_once(START)) {
+                return address.trim().parse().unwrap();
+            }
+            assert!(self.process.is_running(), "the VMM has ended");
+        }
+        panic!("no address of metrics");
     }
 
     pub(crate) fn remote(&self) -> Command {

@@ -1,13 +1,13 @@
 //! Options for starting a guest.
 
 use std::fmt;
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::Ipv4Addr;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Error, Result, ensure};
@@ -279,7 +279,7 @@ impl GuestBuilder {
         let paths = Paths { dir: this_tests_dir(), name: format!("{name}{number}") };
         std::fs::create_dir_all(&paths.dir)
             .with_context(|| format!("Cannot create {}", paths.dir.display()))?;
-        let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
+        let metrics = self.metrics.clone().unwrap_or_else(free_address);
         let mut command = Command::new(&self.program);
         let listener =
             self.api_by_descriptor.then(|| inheritable_listener(&paths.api())).transpose()?;
@@ -356,12 +356,12 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Returns an address that was free a moment ago. Another process may bind the address before the
-/// VMM does.
-fn free_address() -> Result<String> {
-    let listener =
-        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;
-    Ok(listener.local_addr()?.to_string())
+/// Returns a local address that no other VMM uses. The IP address contains the PID of this process,
+/// which has at most 22 bits.
+fn free_address() -> String {
+    static NEXT_PORT: AtomicU16 = AtomicU16::new(9745);
+    let address = Ipv4Addr::from_bits(0x7f40_0000 + std::process::id());
+    format!("{address}:{}", NEXT_PORT.fetch_add(1, Ordering::Relaxed))
 }
 
 #[cfg(test)]
