@@ -76,12 +76,12 @@ fn serve(
         // VMs of the command line are limited by default. VMs of clients are limited on request.
         is_required: launch.landlock == LandlockMode::On || launch.config.is_none(),
     };
-    let is_required = landlock.is_always;
+    let mode = launch.landlock;
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime
         .worker_threads(1)
         .thread_name("_api")
-        .on_thread_start(move || confine_server(is_required))
+        .on_thread_start(move || confine_server(mode))
         .enable_all()
         .build()?;
     runtime.block_on(async {
@@ -132,9 +132,17 @@ fn serve(
     })
 }
 
-/// Confines a thread of the servers, which opens only [`READABLE`]. Ends the VMM if the kernel
-/// refuses the limits although they are required.
-fn confine_server(is_required: bool) {
+/// Confines a thread of the servers.
+fn confine_server(landlock: LandlockMode) {
+    if landlock != LandlockMode::Off {
+        limit_files_of_server(landlock == LandlockMode::On);
+    }
+    thread::enter(ThreadKind::Api);
+}
+
+/// Limits the files that a thread of the servers can open to [`READABLE`]. Ends the VMM if the
+/// kernel refuses the limits although they are required.
+fn limit_files_of_server(is_required: bool) {
     let rules = READABLE.map(|path| Rule { path: path.into(), access: Access::Read });
     if let Err(error) = landlock::restrict(&rules) {
         error!(%error, "A thread of the API can open all files");
@@ -142,7 +150,6 @@ fn confine_server(is_required: bool) {
             std::process::exit(1);
         }
     }
-    thread::enter(ThreadKind::Api);
 }
 
 /// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does.

@@ -66,14 +66,11 @@ fn targets() -> Option<(Targets, TempDir)> {
 fn attempts_succeed_without_confinement() {
     let Some((targets, _folder)) = targets() else { return };
     check_attempts_without_limits(&targets).unwrap();
-    for (nth, kind) in KINDS.into_iter().enumerate() {
+    for nth in 0..KINDS.len() {
         let mut vmm = start("false", "off");
         let thread = &threads(&vmm)[nth];
         let mut traced = attach(&vmm, thread);
         check_attempts(thread, &mut traced, &targets, Confinement::Off).unwrap();
-        if kind == ThreadKind::Api {
-            continue;
-        }
         execute_program(traced).unwrap();
         assert!(vmm.process.wait().success(), "{}: execve", thread.name);
     }

@@ -126,10 +126,8 @@ impl Attempt {
         match confinement {
             Confinement::On if self.is_filtered(kind) => is(libc::EPERM),
             Confinement::On if self.landlock_error.is_some() => is_limited,
-            // Landlock limits the threads of the API in any case, if the kernel has it.
             // Threads give up capabilities in any case.
             Confinement::Off if self.needs_capability => is(libc::EPERM),
-            Confinement::Off if kind == ThreadKind::Api => result >= 0 || is_limited,
             Confinement::On | Confinement::Off => result >= 0,
         }
     }
@@ -180,7 +178,7 @@ pub fn check_attempts_without_limits(targets: &Targets) -> Result<()> {
 }
 
 /// Makes a thread execute another program, which exits with code 0, instead of the VMM. Without
-/// confinement, every thread can do this except those of the API.
+/// confinement, every thread can do this.
 pub fn execute_program(mut thread: TracedThread) -> Result<()> {
     let path = thread.place_text(PROGRAM)?;
     let arguments = thread.place(&[path.to_ne_bytes(), [0; 8]].concat())?;
