@@ -85,17 +85,22 @@ impl Drop for Targets {
     }
 }
 
+/// Limit of a VMM's threads in addition to their filters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Limit {
+    /// Landlock, unless it is off.
+    Landlock,
+    /// Capabilities that no thread of a VMM keeps, even without confinement.
+    Capabilities,
+}
+
 /// Attempt of an attacker.
 pub struct Attempt {
     pub name: &'static str,
     /// System call that a filter refuses, by its name.
     call: &'static str,
-    /// Error of a thread whose files Landlock limits, if its filter allows the call. Such threads
-    /// can neither mount file systems nor trace processes (Linux
-    /// Documentation/userspace-api/landlock.rst).
-    landlock_error: Option<i32>,
-    /// True if a capability is needed that no thread of a VMM has.
-    needs_capability: bool,
+    /// Limit other than the filter that refuses the attempt.
+    other_limit: Option<Limit>,
     /// Kinds of threads whose filters allow all calls of the attempt, each with the reason.
     allowed: &'static [(ThreadKind, &'static str)],
     /// Returns the result of the first call that fails, or of the last call.
@@ -119,16 +124,14 @@ impl Attempt {
         format!("thread {}: the system call {} (", thread.name, self.call)
     }
 
-    /// Returns true if a thread of this kind is expected to get this result.
-    fn is_expected(&self, result: i64, kind: ThreadKind, confinement: Confinement) -> bool {
-        let is = |error: i32| result == -i64::from(error);
-        let is_limited = self.landlock_error.is_some_and(is);
-        match confinement {
-            Confinement::On if self.is_filtered(kind) => is(libc::EPERM),
-            Confinement::On if self.landlock_error.is_some() => is_limited,
-            // Threads give up capabilities in any case.
-            Confinement::Off if self.needs_capability => is(libc::EPERM),
-            Confinement::On | Confinement::Off => result >= 0,
+    /// Error that a thread of this kind is expected to get. `None` if the attempt succeeds.
+    fn expected_error(&self, kind: ThreadKind, confinement: Confinement) -> Option<i32> {
+        let is_on = confinement == Confinement::On;
+        match self.other_limit {
+            _ if is_on && self.is_filtered(kind) => Some(libc::EPERM),
+            Some(Limit::Capabilities) => Some(libc::EPERM),
+            Some(Limit::Landlock) if is_on => Some(libc::EACCES),
+            Some(Limit::Landlock) | None => None,
         }
     }
 }
@@ -153,7 +156,9 @@ pub fn check_attempts(
     let mut unexpected = Vec::new();
     for attempt in &ATTEMPTS {
         let result = attempt.make(traced, targets)?;
-        if !attempt.is_expected(result, kind, confinement) {
+        let expected = attempt.expected_error(kind, confinement);
+        let is_expected = expected.map_or(result >= 0, |error| result == -i64::from(error));
+        if !is_expected {
             unexpected.push(format!("{}: {result}", attempt.name));
         }
     }
@@ -199,8 +204,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "read a file",
         call: "openat",
-        landlock_error: Some(libc::EACCES),
-        needs_capability: false,
+        other_limit: Some(Limit::Landlock),
         allowed: &OPENS_FILES,
         make: |thread, targets| {
             let path = thread.place_text(targets.secret)?;
@@ -210,8 +214,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "write to the pool of another VM",
         call: "openat",
-        landlock_error: Some(libc::EACCES),
-        needs_capability: false,
+        other_limit: Some(Limit::Landlock),
         allowed: &[OPENS_FILES[0], OPENS_FILES[4]],
         make: |thread, targets| {
             let path = place_path(thread, &targets.pool)?;
@@ -226,16 +229,14 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "open a file through io_uring",
         call: "io_uring_setup",
-        landlock_error: Some(libc::EACCES),
-        needs_capability: false,
+        other_limit: Some(Limit::Landlock),
         allowed: &[(ThreadKind::SetUp, "creates the rings of disks; Landlock limits the files")],
         make: ring::open_through_new_ring,
     },
     Attempt {
         name: "connect to a socket",
         call: "socket",
-        landlock_error: None,
-        needs_capability: false,
+        other_limit: None,
         allowed: &[
             (ThreadKind::SetUp, "binds sockets, and its filter includes that of vsock"),
             (ThreadKind::Vsock, "connects to services of the host"),
@@ -256,8 +257,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "trace another process",
         call: "ptrace",
-        landlock_error: Some(libc::EPERM),
-        needs_capability: true,
+        other_limit: Some(Limit::Capabilities),
         allowed: &[],
         make: |thread, targets| {
             let process = targets.process()?.into();
@@ -267,8 +267,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "kill another process",
         call: "kill",
-        landlock_error: None,
-        needs_capability: false,
+        other_limit: None,
         allowed: &[],
         make: |thread, targets| {
             let process = targets.process()?.into();
@@ -278,8 +277,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "map executable memory",
         call: "mmap",
-        landlock_error: None,
-        needs_capability: false,
+        other_limit: None,
         allowed: &[],
         make: |thread, _| {
             let access = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
@@ -291,8 +289,7 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "mount a file system",
         call: "mount",
-        landlock_error: Some(libc::EPERM),
-        needs_capability: true,
+        other_limit: Some(Limit::Capabilities),
         allowed: &[],
         make: |thread, targets| {
             let name = thread.place_text("tmpfs")?;
@@ -303,16 +300,14 @@ pub const ATTEMPTS: [Attempt; 10] = [
     Attempt {
         name: "become root",
         call: "setuid",
-        landlock_error: None,
-        needs_capability: false,
+        other_limit: None,
         allowed: &[],
         make: |thread, _| thread.call(libc::SYS_setuid, &[0]),
     },
     Attempt {
         name: "create a namespace",
         call: "unshare",
-        landlock_error: None,
-        needs_capability: true,
+        other_limit: Some(Limit::Capabilities),
         allowed: &[],
         make: |thread, _| thread.call(libc::SYS_unshare, &[libc::CLONE_NEWUTS as u64]),
     },
