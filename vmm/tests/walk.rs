@@ -7,11 +7,14 @@ mod support;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use pmem_volume::Pool;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 use support::{FORESHORE, Vmm, is_root};
 use tempfile::TempDir;
@@ -51,7 +54,30 @@ const COMMANDS: &str = "ping; info; memory; pool; volumes; counters; pressure; p
     power-button; reboot; shutdown; info; boot; pause; reboot; nmi; ? reboot; shutdown; delete;
     ! info; create DIR/vm.json; boot; add-vsock cid=4,socket=DIR/vsock4; shutdown; delete";
 
-/// VMM whose guest only halts.
+/// Flags of a VM with shared memory, memory in a file, and terminals.
+const FILE_FLAGS: &[&str] = &[
+    "--kernel DIR/writer --cpus boot=1 --memory size=0,hotplug_method=virtio-mem",
+    "--memory-zone id=shared,size=128M,shared=on,hotplug_size=128M",
+    "id=file,size=64M,file=DIR/zone,shared=on --serial pty --console pty",
+    "--landlock on --landlock-rules path=DIR,access=rw",
+    "--api-socket DIR/api --metrics 0 -v --seccomp log",
+];
+
+/// Commands that resize and reboot a VM whose memory is shared.
+const MEMORY_COMMANDS: &str = "resize-zone --id shared --size 160M; memory; pause; resume; reboot;
+    resize-zone --id shared --size 128M; shutdown; boot";
+
+/// Commands for an interface whose frames the host's kernel transfers.
+const VHOST_COMMANDS: &str = "add-net tap=TAP1,vhost=on,id=net1; counters; pause; resume; reboot;
+    remove-device net1; add-net tap=TAP2,vhost=on,id=net2; shutdown; boot; pause; resume";
+
+/// Commands that replace the VM by one whose console file is soon full.
+const WRITER_COMMANDS: &str = "! resume; ! reboot; info; delete; create DIR/writer.json; boot";
+
+/// Output arrives within milliseconds. The limit only ends a test that has failed.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// VMM of a VM whose guest runs no drivers.
 struct Walk {
     vmm: Vmm,
     metrics: SocketAddr,
@@ -59,7 +85,7 @@ struct Walk {
 
 impl Walk {
     /// Boots a VM. Returns `None` if that is not possible here.
-    fn boot() -> Option<Self> {
+    fn boot(flags: &[&str]) -> Option<Self> {
         if !is_root("replace /proc/cpuinfo") {
             return None;
         }
@@ -73,7 +99,7 @@ impl Walk {
         create_files(&folder);
         let mut command = Command::new("unshare");
         command.args(["-m", "sh", "-c", START]).arg(folder.path().join("cpuinfo"));
-        command.arg(FORESHORE).args(words(&folder, &FLAGS.join(" ")));
+        command.arg(FORESHORE).args(words(&folder, &flags.join(" ")));
         let mut vmm = Vmm::spawn(folder, &mut command);
         wait_until(&mut vmm, "Running");
         let metrics = vmm.metrics_address();
@@ -90,14 +116,27 @@ impl Walk {
         self.command(arguments).output().unwrap()
     }
 
-    /// Connects to all sockets, and sends valid and invalid requests.
-    fn use_sockets(&self) {
+    fn run_all(&self, commands: &str) {
+        for command in commands.split(';').map(str::trim) {
+            let output = self.remote(command.trim_start_matches(['!', '?']));
+            let must_succeed = !command.starts_with('!');
+            let is_expected = command.starts_with('?') || output.status.success() == must_succeed;
+            assert!(is_expected, "{command}: {output:?}");
+        }
+    }
+
+    fn scrape(&self) {
         let scrape = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
         for request in [scrape, "no HTTP\r\n\r\n"] {
             let mut metrics = TcpStream::connect(self.metrics).unwrap();
             metrics.write_all(request.as_bytes()).unwrap();
             let _ = metrics.read_to_end(&mut Vec::new());
         }
+    }
+
+    /// Connects to all sockets, and sends valid and invalid requests.
+    fn use_sockets(&self) {
+        self.scrape();
         for (socket, request) in [
             ("api", "no HTTP\r\n\r\n"),
             ("vsock", "CONNECT 1\n"),
@@ -106,6 +145,37 @@ impl Walk {
         ] {
             let mut stream = UnixStream::connect(self.vmm.file(socket)).unwrap();
             stream.write_all(request.as_bytes()).unwrap();
+        }
+    }
+
+    /// Opens and closes both terminals twice, and exchanges bytes with the serial port.
+    fn use_terminals(&self) {
+        let info = self.remote("info --json").stdout;
+        let info: serde_json::Value = serde_json::from_slice(&info).unwrap();
+        let open = |port: &str| {
+            let path = info["config"][port]["file"].as_str().unwrap();
+            let mut options = File::options();
+            options.read(true).write(true).custom_flags(libc::O_NOCTTY).open(path).unwrap()
+        };
+        for _ in 0..2 {
+            open("console").write_all(b"a").unwrap();
+            let mut serial = open("serial");
+            serial.write_all(b"a").unwrap();
+            let limit = Timespec::try_from(LIMIT).unwrap();
+            let ready = poll(&mut [PollFd::new(&serial, PollFlags::IN)], Some(&limit)).unwrap();
+            assert_eq!(ready, 1, "no output");
+            serial.read_exact(&mut [0]).unwrap();
+        }
+    }
+
+    /// Waits until the console file has been replaced twice.
+    fn wait_for_rotation(&self) {
+        let begin = Instant::now();
+        let older = || fs::metadata(self.vmm.file("serial.1")).map(|file| file.ino()).ok();
+        let mut found = Vec::new();
+        while found.len() < 2 {
+            found.extend(older().filter(|inode| found.last() != Some(inode)));
+            assert!(begin.elapsed() < LIMIT, "{found:?}");
         }
     }
 
@@ -144,8 +214,9 @@ fn create_files(folder: &TempDir) {
     let file = |name: &str| folder.path().join(name);
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap();
     fs::write(file("cpuinfo"), format!("flags\t\t: svm\n{cpuinfo}")).unwrap();
-    fs::write(file("kernel"), kernel()).unwrap();
-    for name in ["disk", "direct", "read", "more", "pmem", "more-pmem"] {
+    fs::write(file("kernel"), kernel(HALT)).unwrap();
+    fs::write(file("writer"), kernel(WRITE)).unwrap();
+    for name in ["disk", "direct", "read", "more", "pmem", "more-pmem", "zone"] {
         File::create(file(name)).unwrap().set_len(64 * MIB).unwrap();
     }
     drop(Pool::create(&file("pool"), 256 * MIB, 0).unwrap());
@@ -156,15 +227,21 @@ fn create_files(folder: &TempDir) {
         "serial": {"mode": "Pty"},
     });
     fs::write(file("vm.json"), config.to_string()).unwrap();
+    let serial = serde_json::json!({"mode": "File", "file": file("serial"), "max_size": 64 << 10});
+    let config = serde_json::json!({"payload": {"kernel": file("writer")}, "serial": serial});
+    fs::write(file("writer.json"), config.to_string()).unwrap();
 }
 
-/// ELF file with a PVH note (Linux arch/x86/platform/pvh/head.S). Its code writes one byte to the
-/// serial port and halts.
-fn kernel() -> Vec<u8> {
-    const CODE: &[u8] = b"\x66\xba\xf8\x03\xb0\x78\xee\xf4\xeb\xfd\x90\x90";
+/// Code that writes one byte to the serial port and halts.
+const HALT: &[u8; 12] = b"\x66\xba\xf8\x03\xb0\x78\xee\xf4\xeb\xfd\x90\x90";
+/// Code that writes its memory from 16 MiB to the serial port without end, 4 KiB at a time.
+const WRITE: &[u8; 20] = b"\x66\xba\xf8\x03\xbe\0\0\0\x01\xb9\0\x10\0\0\xf3\x6e\xeb\xf2\x90\x90";
+
+/// ELF file with a PVH note (Linux arch/x86/platform/pvh/head.S).
+fn kernel(code: &[u8]) -> Vec<u8> {
     const HEADERS: u64 = 64 + 2 * 56;
     let entry = KERNEL_ADDRESS + HEADERS;
-    let note_at = HEADERS + CODE.len() as u64;
+    let note_at = HEADERS + code.len() as u64;
     // Type 18 is XEN_ELFNOTE_PHYS32_ENTRY.
     let mut note = [4_u32, 4, 18].map(u32::to_le_bytes).concat();
     note.extend(b"Xen\0");
@@ -179,24 +256,46 @@ fn kernel() -> Vec<u8> {
         elf.extend([kind, 5].map(u32::to_le_bytes).concat());
         elf.extend([offset, address, address, len, len, 4].map(u64::to_le_bytes).concat());
     }
-    elf.extend(CODE);
+    elf.extend(code);
     elf.extend(note);
     elf
 }
 
 #[test]
 fn no_thread_makes_a_call_that_its_filter_lacks() {
-    let Some(walk) = Walk::boot() else { return };
+    let Some(walk) = Walk::boot(FLAGS) else { return };
     let mut events = walk.command("events").stdout(Stdio::null()).spawn().unwrap();
     walk.use_sockets();
-    for command in COMMANDS.split(';').map(str::trim) {
-        let output = walk.remote(command.trim_start_matches(['!', '?']));
-        let must_succeed = !command.starts_with('!');
-        let is_expected = command.starts_with('?') || output.status.success() == must_succeed;
-        assert!(is_expected, "{command}: {output:?}");
-    }
+    walk.run_all(COMMANDS);
     assert!(walk.remote("shutdown-vmm").status.success());
     let _ = events.wait();
+    assert!(walk.end().success());
+}
+
+#[test]
+fn memory_and_terminals_that_are_lost_cause_no_other_calls() {
+    let Some(mut walk) = Walk::boot(FILE_FLAGS) else { return };
+    walk.use_terminals();
+    walk.run_all(MEMORY_COMMANDS);
+    walk.use_terminals();
+    File::options().write(true).open(walk.vmm.file("zone")).unwrap().set_len(0).unwrap();
+    wait_until(&mut walk.vmm, "Paused");
+    walk.scrape();
+    walk.run_all(WRITER_COMMANDS);
+    walk.wait_for_rotation();
+    assert!(walk.remote("shutdown-vmm").status.success());
+    assert!(walk.end().success());
+}
+
+#[test]
+fn interface_of_the_hosts_kernel_causes_no_other_calls() {
+    if let Err(error) = File::options().read(true).write(true).open("/dev/vhost-net") {
+        return eprintln!("skipped: /dev/vhost-net: {error}");
+    }
+    let Some(walk) = Walk::boot(FLAGS) else { return };
+    walk.run_all(VHOST_COMMANDS);
+    walk.scrape();
+    assert!(walk.remote("shutdown-vmm").status.success());
     assert!(walk.end().success());
 }
 
@@ -205,7 +304,7 @@ fn signals_end_the_vmm_within_its_filters() {
     for (signal, is_fault) in
         [(Signal::TERM, false), (Signal::INT, false), (Signal::SEGV, true), (Signal::ABORT, true)]
     {
-        let Some(mut walk) = Walk::boot() else { return };
+        let Some(mut walk) = Walk::boot(FLAGS) else { return };
         walk.vmm.process.signal(signal);
         // The handler of a fault restores the default action and returns, because a real fault
         // recurs. A signal of another process must be sent again.

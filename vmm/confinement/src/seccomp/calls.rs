@@ -316,6 +316,7 @@ fn console_file() -> Vec<Allowed> {
         SYS_fgetxattr,
         SYS_flock,
         SYS_fsetxattr,
+        SYS_fstatfs,
         SYS_ftruncate,
         SYS_lseek,
         SYS_openat,
