@@ -616,64 +616,6 @@ fn family_of_two_sources_is_exposed_once() {
     assert_eq!(count("foreshore_disk_size_bytes{"), 1);
 }
 
-/// Rules of `promtool check metrics` (prometheus/util/testutil/promlint).
-fn lint(text: &str) -> Vec<String> {
-    let mut problems = Vec::new();
-    let helps: BTreeSet<_> = text
-        .lines()
-        .filter_map(|line| line.strip_prefix("# HELP ")?.split_once(' '))
-        .filter(|(_, help)| !help.is_empty())
-        .map(|(name, _)| name)
-        .collect();
-    for (name, kind) in
-        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
-    {
-        let words: Vec<_> = name.split('_').collect();
-        let mut check = |is_wrong: bool, what: &str| {
-            if is_wrong {
-                problems.push(format!("{name}: {what}"));
-            }
-        };
-        check(!helps.contains(name), "no help text");
-        check(
-            (kind == "counter") != name.ends_with("_total"),
-            "_total goes with counters, and with them alone",
-        );
-        let reserved = ["_bucket", "_count", "_sum"].iter().any(|suffix| name.ends_with(suffix));
-        check(kind != "histogram" && reserved, "a suffix of histograms");
-        check(words.contains(&kind), "the type is in the name");
-        check(
-            name.contains(':') || name.chars().any(|c| c.is_ascii_uppercase()),
-            "a reserved character",
-        );
-        let abbreviations =
-            ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"];
-        check(words.iter().any(|word| abbreviations.contains(word)), "an abbreviated unit");
-        let other_units =
-            ["minutes", "hours", "days", "weeks", "kilobytes", "megabytes", "bits", "percent"];
-        let is_scaled = |word: &&str| {
-            ["milli", "micro", "nano", "kibi", "mebi", "kilo", "mega"]
-                .iter()
-                .any(|scale| word.starts_with(scale))
-        };
-        check(
-            words.iter().any(|word| other_units.contains(word) || is_scaled(word)),
-            "not a base unit",
-        );
-    }
-    problems
-}
-
-#[test]
-fn exposition_follows_the_rules_of_promtool() {
-    let everything = everything();
-    let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
-    let text = Format::Prometheus.convert(open.clone());
-    assert_eq!(lint(&text), Vec::<String>::new());
-    // OpenMetrics names counters differently, so promtool refuses this text.
-    assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
-}
-
 /// Label values in one style, except names that other interfaces define.
 #[test]
 fn label_values_are_lower_case_with_hyphens() {
