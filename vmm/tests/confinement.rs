@@ -363,6 +363,35 @@ fn chroot_changes_the_root_folder() {
 }
 
 #[test]
+fn root_folder_without_proc_and_sys_refuses_what_needs_them() {
+    if !is_root("change the root folder") {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    fs::write(folder.path().join("kernel"), "no kernel").unwrap();
+    let has_kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
+    let root = folder.path().to_str().unwrap();
+    let vm = "--kernel /kernel --console off";
+    for (flags, error, needs_kvm) in [
+        ("--api-socket /api,mode=0660".to_owned(), "--api-socket: cannot listen on", false),
+        (format!("{vm} --memory size=64M,hugepages=on"), "huge page size", true),
+        (
+            format!("{vm} --memory size=0 --memory-zone id=a,size=64M,host_numa_node=0"),
+            "does not list its nodes",
+            true,
+        ),
+    ] {
+        if needs_kvm && !has_kvm {
+            eprintln!("partly skipped: {flags} needs KVM");
+            continue;
+        }
+        let flags: Vec<_> = flags.split(' ').chain(["--chroot", root]).collect();
+        let (code, message) = run(&flags);
+        assert!(code == Some(1) && message.contains(error), "{flags:?}: {message}");
+    }
+}
+
+#[test]
 fn group_that_the_host_lacks_is_refused() {
     let folder = TempDir::new().unwrap();
     let socket = format!("{}/api,group=no-such-group", folder.path().display());
