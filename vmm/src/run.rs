@@ -86,6 +86,8 @@ fn serve(
         .build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
+        // A client that has received an answer may end the VMM by a signal.
+        tokio::spawn(end_on_signals(handle.clone())?);
         let calls = Arc::<CallMetrics>::default();
         let server = match sockets.api {
             Some(socket) => Some(Server::start(
@@ -111,7 +113,6 @@ fn serve(
             let Some(server) = server else { continue };
             metrics.add(Arc::new(ServerMetrics::new(name, server.counters())));
         }
-        tokio::spawn(end_on_signals(handle)?);
         tokio::spawn(events.clone().emit_withheld());
         let restarts = Arc::<RestartMetrics>::default();
         metrics.add(Arc::clone(&restarts) as _);
