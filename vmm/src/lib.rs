@@ -8,7 +8,8 @@
 
 mod acpi;
 pub mod api;
-mod boot;
+#[doc(hidden)]
+pub mod boot;
 pub mod config;
 mod cpu;
 pub mod governor;

@@ -127,3 +127,18 @@ fn missing_bound_of_controller_is_detected() {
         ],
     );
 }
+
+#[test]
+fn any_kernel_is_loaded_into_boot_memory_or_refused() {
+    try_all("kernel_payload", harness::kernel_payload, 4_000);
+}
+
+/// The loader's boot memory is larger.
+#[test]
+fn missing_limit_of_kernel_loader_is_detected() {
+    all_are_found_out::<u64>(
+        4_000,
+        harness::kernel_payload_by,
+        &[("the end of memory", |memory_bytes| memory_bytes + 0x8_0000)],
+    );
+}

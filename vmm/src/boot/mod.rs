@@ -32,6 +32,7 @@ mod payloads;
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -39,7 +40,7 @@ use foreshore_decompress::MAX_KERNEL_BYTES;
 use foreshore_devices::memory::PrivateRanges;
 use foreshore_devices::memory::layout::BootMemory;
 use thiserror::Error;
-use vm_memory::GuestMemoryBackend;
+use vm_memory::{Address, GuestMemoryBackend};
 
 pub(crate) use cmdline::{CommandLineError, Pluggable};
 pub(crate) use elf::ElfError;
@@ -243,4 +244,35 @@ pub(crate) unsafe fn load<M: GuestMemoryBackend>(
     reset_vector::write(memory, request.boot_memory)?;
     let entry = PvhEntry::new(kernel.entry);
     Ok(BootInfo { entry, kernel, initramfs, cmdline })
+}
+
+/// Addresses of a kernel and an initramfs in guest memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Payload {
+    /// PVH entry point.
+    pub entry: u64,
+    /// First address after the kernel's segments.
+    pub kernel_end: u64,
+    pub initramfs: Option<Range<u64>>,
+}
+
+/// Loads only the files, for fuzz targets.
+///
+/// # Safety
+/// `private` describes `memory`. No other code accesses the memory during the call.
+pub unsafe fn load_payload<M: GuestMemoryBackend>(
+    memory: &M,
+    kernel: &Path,
+    initramfs: Option<&Path>,
+    boot_memory: BootMemory,
+    private: &PrivateRanges,
+) -> Result<Payload, Box<dyn std::error::Error + Send + Sync>> {
+    // SAFETY: this function has the same contract.
+    let LoadedKernel { entry, end, .. } =
+        unsafe { kernel::load(memory, kernel, boot_memory, private) }?;
+    let initramfs = initramfs
+        .map(|path| initramfs::load(memory, path, end, boot_memory))
+        .transpose()?
+        .map(|Initramfs { start, size_bytes }| start.raw_value()..start.raw_value() + size_bytes);
+    Ok(Payload { entry, kernel_end: end, initramfs })
 }
