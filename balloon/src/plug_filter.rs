@@ -27,7 +27,7 @@ pub struct PlugFilter {
     /// confirmed memory is unplugged without a request.
     confirm_ms: u64,
     /// Plugged sizes above `confirmed_bytes`, smallest and oldest first. Each one has the time
-    /// since which at least that much has been plugged.
+    /// since which at least this size has been plugged without a break.
     levels: Vec<Level>,
 }
 
@@ -78,7 +78,7 @@ impl PlugFilter {
         if let Some(first_dropped) =
             self.levels.iter().position(|level| level.bytes > plugged_bytes)
         {
-            // Part of the first of these levels is still plugged.
+            // The first level above the plugged size is still plugged in part.
             self.levels.truncate(first_dropped + 1);
             self.levels[first_dropped].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);

@@ -438,8 +438,8 @@ pub fn exclude_ballooned(report: Report, facts: GuestFacts) -> Report {
         let managed_pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         idle.idle_bytes = idle.idle_bytes.min(managed_pages.saturating_mul(PAGE_BYTES));
     }
-    // Reducing valid values keeps them within their bounds. If the new report is invalid
-    // nevertheless, the original report is better than none.
+    // Valid values that are reduced are still valid. If the new report is invalid nevertheless, the
+    // original report is better than none.
     Report::try_from(raw).unwrap_or(report)
 }
 

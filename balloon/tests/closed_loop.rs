@@ -27,7 +27,7 @@ fn ramp_far_beyond_dram_does_not_swap_with_psi() {
 }
 
 /// Returns the memory that kswapd reclaims during ramps of this rate. Before each ramp, the guest
-/// rests at its need. The ramps start at different times.
+/// is idle and has the memory that it needs. The ramps start at different times.
 fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
     let mut rested = Rig::new(policy, config());
     for (ms, mib_per_s) in [(3_000, 0), (5_600, 100), (300_000, 0)] {
@@ -63,7 +63,8 @@ fn with_headroom_of(permille: u64) -> Policy {
 
 #[test]
 fn kswapd_runs_with_half_the_headroom() {
-    // If the headroom is smaller by a third, the margin of a guest at rest compensates for it.
+    // Only half the headroom is detected. A third less is not, because the margin of an idle guest
+    // compensates for it.
     assert!(taken_by_kswapd_bytes(with_headroom_of(500), 256) > 0);
 }
 
@@ -118,7 +119,7 @@ fn guest_with_constant_need_comes_to_rest() {
     }
 }
 
-/// Upper limit for memory above the need after a minute at rest. The upper limit is the headroom,
+/// Upper limit for the memory above the need of a guest that was idle for a minute: the headroom,
 /// plus a tenth of the sum of need and headroom.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     let headroom_bytes = headroom_bytes(rig, report_delay_ms);
@@ -203,8 +204,8 @@ fn workload(name: &str) -> Workload {
 
 #[test]
 fn twice_the_margin_is_detected() {
-    // Broken variant of the test above. After a grow, a guest at rest may have up to one and a half
-    // margins, depending on where its last step ended.
+    // Broken variant of the test above: twice the margin. Less would not be detected, because an
+    // idle guest may have one and a half margins, depending on where its last grow ended.
     let policy = Policy::Psi(psi::Params { margin_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
@@ -277,7 +278,7 @@ fn same_guest_is_killed_with_free_pm_under_off() {
 #[test]
 fn burst_leads_to_request_within_a_tenth_of_a_second() {
     let mut took = Vec::new();
-    // This guest has rested at 600 MiB for five minutes.
+    // This guest has used the same 600 MiB for five minutes.
     let mut rested = Rig::of("psi");
     rested.run(3_000, 0);
     rested.run(5_600, 100);
@@ -339,7 +340,7 @@ fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
     psi.run(3_000, 0);
     psi.run(9_000, 100);
     psi.run(1_000, -900);
-    // The first shrink is later than this.
+    // This is the peak, because the first shrink happens later.
     let peak_bytes = psi.guest().zones()[1].plugged_bytes;
     let mut asked = [0, 0];
     for part in &mut asked {

@@ -19,8 +19,8 @@ const PNG_SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";
 /// Text chunk of every PNG plot that this program writes. The PNG specification defines the
 /// keyword.
 const PNG_TEXT: [&str; 2] = ["Software", "foreshore-sim"];
-/// Number of bytes at the start of a file that include the mark. In a PNG file, the mark follows
-/// the header chunk.
+/// Number of bytes at the start of a file by which a plot is recognized. In a PNG file, the text
+/// chunk follows the header chunk.
 const HEAD_BYTES: u64 = 128;
 
 /// Noto Sans, reduced to Latin letters (fonts/README.md). A static program cannot use the system's

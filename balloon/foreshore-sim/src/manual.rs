@@ -35,7 +35,7 @@ pub(crate) fn description() -> Command {
     })
 }
 
-/// Policies, followed by the parameters of the given policy and of the rules above it.
+/// Policies, followed by the parameters of the given policy and of the rules for every policy.
 fn policies(given: &GivenOptions) -> Vec<FlagOption> {
     let policy = given.first().and_then(Policy::from_name);
     let params = policy.iter().flat_map(Policy::table).chain(Rules::TABLE);

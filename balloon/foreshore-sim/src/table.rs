@@ -40,7 +40,8 @@ impl Unit {
         }
     }
 
-    /// Formats a figure. Only zero is shown as zero.
+    /// Formats a figure. A positive figure that would be rounded to zero is shown as `<0.01`, for
+    /// example.
     fn figure(self, value: f64) -> String {
         let decimals = self.decimals();
         let text = format!("{value:.decimals$}");

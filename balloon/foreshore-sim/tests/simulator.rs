@@ -203,7 +203,7 @@ fn replay_of_recorded_load_swaps_only_under_policy_off() {
     assert!(kills(1) > Some(0), "{without_swap:#?}");
 }
 
-/// The guest of the recorded load, at rest and shrunk by 512 MiB. The unplugged memory should not
+/// The guest of the recorded load, idle and shrunk by 512 MiB. The unplugged memory should not
 /// count as demand.
 #[test]
 fn replay_does_not_grow_guest_for_memory_that_was_unplugged() {
@@ -240,7 +240,7 @@ fn formats_agree_and_seed_determines_run() {
 
     let table = with(&[]);
     assert_eq!(table.lines().count(), 4);
-    // In Memorage's equations, nothing is lent under `off`.
+    // Nothing is lent under `off`, so Memorage's equations return a factor of 1.
     let last =
         |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
     assert!(last(1).eq(["x", "x", "x"]) && last(3).take(2).eq(["1.00", "1.00"]), "{table}");
@@ -330,7 +330,7 @@ fn rules_of_policy_apply_in_replays_and_generated_runs() {
         // Plugging the memory takes a fraction of a second.
         assert!(held[4] > 0.2 && held[4] <= 0.25, "never below the floor: {held:?}");
         assert!(held[5] > 0.4 && held[5] <= 1.0, "both: {held:?}");
-        // Under such rules too, skipping reports does not change the results.
+        // Skipping reports does not change the results under these rules either.
         assert_eq!(
             without_steps(&text),
             without_steps(&printed(&[run, &named, &["--every-report"]].concat()))
@@ -455,7 +455,8 @@ fn plot_replaces_only_earlier_plot_or_empty_file() {
         printed(&args);
         let plot = std::fs::read(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        // The first plot is longer, so that its end would be visible after the new one.
+        // The earlier plot is longer, so its end would remain in the file if the file were not
+        // truncated.
         printed(&[&args[..], &["--policy", "psi"]].concat());
         assert_ne!(std::fs::read(&path).unwrap(), plot);
         printed(&args);

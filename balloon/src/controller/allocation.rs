@@ -42,7 +42,7 @@ pub(super) struct Allocation {
     room_bytes: u64,
 }
 
-/// Limits of the zones, apart from their sizes.
+/// Limits of an allocation, except the sizes of the zones.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Memory that can be requested in addition to the present requests. [`super::descriptors`]
@@ -107,9 +107,9 @@ fn ceiling(
 }
 
 impl Allocation {
-    /// Creates an allocation that starts from the requested sizes. `awaited` is the host without
-    /// requests that make no progress, so that they do not reserve memory in the pool. `zones` are
-    /// the trackers of the host's zones. `near` is the guest node for which the zones are resized.
+    /// Creates an allocation that starts from the requested sizes. `awaited` is `host` without
+    /// requests that make no progress, so that these reserve no memory in the pool. `zones` are the
+    /// trackers of the host's zones. `near` is the guest node for which the zones are resized.
     /// `from` is the node from which memory is removed.
     pub(super) fn new(
         host: &HostView,
@@ -234,8 +234,8 @@ impl Allocation {
                 shrunk_tier = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
-                // The guest does not release more memory of this zone. Other zones of the same tier
-                // are tried, but not the next tier.
+                // The guest does not release more memory of this zone, so the other zones of its
+                // tier are tried, but not the next tier.
                 blocked_tier = Some(share.tier);
             }
             limit = Some(if blocked_tier.is_some() { Reason::NoProgress } else { Reason::AtFloor });
@@ -244,7 +244,7 @@ impl Allocation {
         if bytes < min_block_bytes {
             return (wanted - bytes, None);
         }
-        // If a pinned zone is above its floor, the obstacle is the pin instead of the floors.
+        // If a pinned zone could shrink, its pin is the obstacle to report, and not the floors.
         let is_held = |share: &Share| share.pinned && share.requested_bytes > share.floor_bytes;
         if limit.is_none_or(|limit| limit == Reason::AtFloor) && self.shares.iter().any(is_held) {
             limit = Some(Reason::Pinned);
@@ -358,7 +358,7 @@ mod tests {
         allocation.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
     }
 
-    /// Requested sizes after shrinks by `mib` in total. The guest follows each of them.
+    /// Requested sizes after shrinks by `mib` in total, each of which the guest completes.
     fn shrunk_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
         let mut left = [4, 4, 16, 16];
         let mut to_go = mib * MIB;

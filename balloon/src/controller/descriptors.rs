@@ -11,7 +11,7 @@ use super::Rules;
 use crate::units::{MIB, PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
 use crate::{HostView, TimeMs, ZoneSizes};
 
-/// Fraction of the kernel's zones that is kept free of page descriptors for other kernel
+/// Fraction of the kernel's zones that page descriptors must leave free for other kernel
 /// allocations.
 const FLOOR_PART: u64 = 64;
 /// Bounds of that fraction, in bytes.

@@ -300,8 +300,8 @@ impl Controller {
 
     /// Returns the sizes to pass to the policy. Requested memory is included as long as the guest
     /// makes progress, even if a client requested it. A request without progress that rule 5 does
-    /// not withdraw is replaced by the plugged size. Otherwise, a guest that is short would wait
-    /// for memory that a client requested in vain.
+    /// not withdraw is replaced by the plugged size. Otherwise, the policy would expect memory that
+    /// never arrives, although the guest is short of memory.
     fn exclude_stuck<'a>(
         &self,
         trackers: &[ZoneTracker],

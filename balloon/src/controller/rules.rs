@@ -4,7 +4,8 @@ use crate::params::{Parameters, Setting, params};
 use crate::{MIB, ParamError};
 
 params! {
-    /// Parameters of the rules above every policy. docs/reference/policies.md explains each.
+    /// Parameters of the rules that apply to every policy. docs/reference/policies.md explains
+    /// each.
     pub struct Rules {
         /// Lower limit of the requested memory of all zones together, including the part of boot memory that a balloon can take.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;

@@ -124,8 +124,8 @@ impl ZoneTracker {
         if let Some(since) = confirmed_since {
             (self.progress_at, self.is_retained) = (self.progress_at.max(since), false);
             self.grow = RequestLimit::default();
-            // Memory that was plugged before the host's retry does not end the pause, because the
-            // host provided it earlier.
+            // Memory that was plugged before the pause ended does not show that the host has memory
+            // again.
             if !is_short && self.host.cap_bytes(since) != Some(0) {
                 self.host = RequestLimit::default();
             }
@@ -191,7 +191,8 @@ impl ZoneTracker {
         self.is_retained && self.plug_filter.pending_since().is_none()
     }
 
-    /// Returns true if the plugged memory has been confirmed, or if it is the rest after a shrink.
+    /// Returns true if the plugged memory has been confirmed, or was plugged before the last
+    /// shrink.
     fn is_confirmed(&self) -> bool {
         self.plug_filter
             .pending_since()
@@ -200,7 +201,7 @@ impl ZoneTracker {
 
     /// Restarts the tracker because a driver has become ready. Failures under another driver or
     /// without a driver do not count for this driver. The filter starts from the sizes before this
-    /// driver, because memory that the driver has plugged is not confirmed yet.
+    /// driver was ready, because memory that it has plugged is not confirmed yet.
     fn restart_for_driver(&mut self, now: TimeMs) {
         self.progress_at = now;
         self.plug_filter =
@@ -232,7 +233,7 @@ impl ZoneTracker {
         let half = round_down(missing / 2, zone.block_bytes);
         let limit = if growing { &mut self.grow } else { &mut self.shrink };
         limit.record_failure(half, zone, rules, now, growing);
-        // Confirming memory that was plugged earlier does not undo the failure.
+        // The failure stands even if memory that was plugged earlier is confirmed later.
         self.plug_filter.confirm_all();
         self.progress_at = now;
         self.is_retained = false;

@@ -24,7 +24,7 @@ use super::decision::{
 };
 
 /// Time during which a decision of a dry run counts as a repetition of a similar one, even if their
-/// sizes differ. The guest does not follow dry runs, so each report leads to another size.
+/// sizes differ. A dry run requests nothing from the guest, so each report leads to another size.
 const DRY_RUN_MS: u64 = 1_000;
 
 /// Recent decisions.

@@ -148,7 +148,7 @@ fn reached_and_reversed_decision_is_not_reopened_by_later_requests() {
     f.0.resized_by_client(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
     f.observe([(12, 8), (0, 0)], 210);
     assert_eq!(f.outcomes([8, 0], false), [reached(50)]);
-    // This rule also applies to the first part of a decision while its second part is still open.
+    // Nor is the first part of a decision reopened while its second part is still open.
     let mut f = fixture();
     f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (20, 0)], 150);

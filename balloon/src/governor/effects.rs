@@ -82,7 +82,7 @@ pub(super) struct Effects {
     pub next: Option<FollowUp>,
 }
 
-/// Step to run after the requests of another step.
+/// Step that the governor runs after the requests of the present step.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FollowUp {
     /// Requests the next steps towards the sizes that clients requested, after a plan's requests.
@@ -142,7 +142,8 @@ pub enum Note {
     AgentConnected,
     /// The agent's connection has ended.
     AgentDisconnected,
-    /// No agent has connected for the time `lost` since the last agent disconnected.
+    /// No agent has connected since the last one disconnected, for the time of the parameter
+    /// `lost`.
     AgentMissing,
     /// The agent's state has changed to `Silent`, or from `Silent` to another state.
     AgentState(AgentState),

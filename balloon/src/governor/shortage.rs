@@ -5,7 +5,7 @@
 //! amount.
 //!
 //! A guest also counts as short of memory while plans are on hold because its DRAM has no room for
-//! page descriptors. Each size at which this happens is reported once.
+//! page descriptors. Such a hold is reported once for each requested size.
 
 use crate::plan::{Plan, Reason};
 use crate::{HostView, TimeMs};

@@ -11,7 +11,8 @@ pub enum AgentState {
     Never,
     /// The agent is connected and reports.
     Live,
-    /// The agent is connected, but no valid report has arrived for the time `lost`.
+    /// The agent is connected, but no valid report has arrived for the time of the parameter
+    /// `lost`.
     Silent,
     /// The last agent has disconnected.
     Gone,

@@ -21,10 +21,10 @@ impl ZoneSplit {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let base_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // Plugged or ACPI memory that is not online yet also seems to be missing, so the
+            // Plugged or ACPI memory that is not online yet also seems to be reserved, so the
             // smallest value is used. A report sent before an unplug may arrive after it, and then
-            // shows more memory than the guest has. It is ignored, because its error would never be
-            // corrected.
+            // shows more memory than the guest has. Such a report is ignored, because a value that
+            // is too small would never be corrected.
             if let Some(kernel_reserved_bytes) = host.boot_bytes.checked_sub(base_bytes) {
                 let least_bytes = self
                     .kernel_reserved_bytes
@@ -71,8 +71,8 @@ impl ZoneSplit {
                 ..Zone::default()
             });
         }
-        // Each value is part of a valid value. If the new report is invalid nevertheless, the
-        // original report is better than none.
+        // The values are parts of those in a valid report. If the new report is invalid
+        // nevertheless, the original report is better than none.
         let raw = RawReport { zones, ..report.as_raw().clone() };
         Report::try_from(raw).unwrap_or(report)
     }

@@ -4,7 +4,8 @@
 //! (AMF paper, section 6). Their results cannot be compared. The first model has an idle power for
 //! each technology, and the second has a single technology.
 
-/// Size of a "GB" in the papers, which do not define it: the size of a "1 GB" module.
+/// Size of a "GB" in the papers. They do not define it, so it is taken to be that of a "1 GB"
+/// module.
 const GIB: f64 = (1u64 << 30) as f64;
 const BITS_PER_BYTE: f64 = 8.0;
 const JOULES_PER_NANOJOULE: f64 = 1e-9;

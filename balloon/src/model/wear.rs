@@ -109,7 +109,8 @@ mod tests {
     #[test]
     fn equation_2_storage_wears_by_writes_and_by_exchanges() {
         assert_eq!(lending(0.0).storage_wear(), 1.0);
-        // b h is 2. 2 h Cm is 8 GB per day, which is a tenth of the other writes.
+        // The factor b h is 2. The exchanges write 2 h Cm = 8 GB per day, a tenth of the other
+        // writes.
         assert!((lending(0.5).storage_wear() - 3.1).abs() < 1e-12);
         let seldom = Lending { exchange_days: 10.0, ..lending(0.5) };
         assert!((seldom.storage_wear() - 3.01).abs() < 1e-12);

@@ -23,8 +23,8 @@ pub(super) struct NodeView {
     /// `free_pages` without the PM of other nodes.
     pub own_free_pages: u64,
     /// Sums of the watermarks over the zones of the node's DRAM. PM's watermarks are not included,
-    /// because each integration would change them. In the papers, watermarks are constant after
-    /// boot.
+    /// because they would change whenever PM is plugged. In the papers, watermarks are constant
+    /// after boot.
     pub min_pages: u64,
     pub low_pages: u64,
     pub high_pages: u64,
@@ -185,7 +185,7 @@ impl OutstandingMemory {
         self.boot_memory.learn(input, now);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
         // Tables use the free pages of the zones, which the agent does not read at the same time as
-        // the total. Memory that only one of the two shows has not arrived yet.
+        // the total. Memory that is free in only one of the two counts as not arrived yet.
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
@@ -392,9 +392,9 @@ mod tests {
         assert_eq!(outstanding.bytes(), 0);
     }
 
-    /// Guests of 213 MiB with 33 MiB free, one for each policy. The policies with tables request
-    /// twice the DRAM for them. The policies with a single watermark lack 40 MiB. Each case
-    /// contains the memory that the policy requests, and the part of it that is onlined first.
+    /// Guests of 213 MiB with 33 MiB free, one for each policy. `amf` and `dapper` request twice
+    /// the guest's DRAM. `pmb` and `memorage` are 40 MiB below their watermark. Each case contains
+    /// the memory that the policy requests, and the part of it that is onlined first.
     fn short() -> [(Rig, u64, u64); 4] {
         let case = |policy, settings: &[(&str, &str)], asked_mib, online_mib| {
             let settings =

@@ -18,8 +18,8 @@ const ONLINING_REPORTS: u32 = 2;
 /// short of memory should not wait longer.
 const MAX_ONLINING_MS: u64 = 500;
 
-/// Distance between two reports that gives memory enough time to become free between them. Without
-/// this limit, a guest with slow reports would wait for one more report. The value exceeds 250 ms,
+/// Time between two reports after which memory has had enough time to become free. Without this
+/// limit, a guest with slow reports would wait for one more report. The value exceeds 250 ms,
 /// because an agent that reports at this interval may wake late. An agent does so if it has no
 /// reason for fast reports.
 const GAP_MS: u64 = 300;

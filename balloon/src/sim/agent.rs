@@ -14,8 +14,8 @@ use crate::units::SECTION_BYTES;
 
 /// Size of a memory block in the guest's Linux, the smallest on x86-64.
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
-/// Number of reports after which the pace has forgotten a fall of memory. Each report without
-/// another fall halves the remembered value.
+/// Number of reports after which a fall of memory no longer affects the pace of reports. Each
+/// report without another fall halves its effect.
 const DECAY_REPORTS: u64 = 64;
 /// Stall time within a window that fires the kernel's trigger.
 const TRIGGER_US: u64 = 50_000;
@@ -111,8 +111,8 @@ impl Agent {
         self.report_due().since(self.reported)
     }
 
-    /// Returns true if stall averages remain constant as long as no memory moves, and if no
-    /// conversion is needed or in progress.
+    /// Returns true if the stall average is zero, and no block's conversion is needed or in
+    /// progress.
     pub(super) fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
     }
@@ -124,8 +124,8 @@ impl Agent {
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
-    /// Returns the time at which a report becomes due. Assumes that only the
-    /// segment moves memory.
+    /// Returns the time at which so little memory is left that a report is due. Assumes that memory
+    /// changes only as the segment demands.
     pub(super) fn threshold_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
         if self.needs_report(guest) {
             return Some(guest.now());
@@ -141,8 +141,8 @@ impl Agent {
         TimeMs(self.pace.check_due_ms() - BOOTED_MS).since(self.checked_at)
     }
 
-    /// Returns the next check after `now` that may require a report: the first check at `at` or
-    /// later, or the check before it if it has not been made, because the agent compares successive
+    /// Returns the time of the next check that may require a report: the first check at or after
+    /// `at`, or the one before it if that is still to come, because the agent compares successive
     /// checks.
     pub(super) fn check_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let check_ms = self.check_ms();
@@ -159,7 +159,8 @@ impl Agent {
         }
         let reclaimed_bytes = reclaimed_bytes(guest);
         // The model reclaims exactly as much memory as tasks need, so free memory does not change.
-        // Linux reclaims 32 pages at a time, so free memory does change.
+        // Linux reclaims 32 pages at a time, which changes it, so a change of one page is
+        // simulated.
         let moved_bytes =
             if reclaimed_bytes == self.reclaimed_at_read_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();

@@ -160,14 +160,14 @@ impl Outcome {
         let capacity = most(crate::Tier::Pm) / (config.boot_bytes as f64 + most(crate::Tier::Dram));
         let endurance = config.endurance.max(1) as f64;
         self.pooled_lifetime = wear::Ratios { capacity, bandwidth, endurance }.pooled_lifetime();
-        // This is the mean over the run.
+        // Mean plugged PM during the run.
         let pm_bytes = totals.plugged_byte_ms[1] as f64 / (self.run_s * 1e3).max(1.0);
         let lending = wear::Lending {
             share: self.lent_share,
             bandwidth,
             memory_bytes: if self.lent_share > 0.0 { pm_bytes / self.lent_share } else { 0.0 },
             storage_bytes_per_day: storage_bytes / days.max(f64::MIN_POSITIVE),
-            // This is the mean time after which lent memory was lent again.
+            // Mean time after which lent memory was replaced by newly lent memory.
             exchange_days: pm_bytes * days / (totals.plugged_in_bytes[1] as f64).max(1.0),
         };
         self.storage_wear = if self.lent_share > 0.0 { lending.storage_wear() } else { 1.0 };

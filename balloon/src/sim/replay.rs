@@ -536,7 +536,8 @@ mod tests {
 
     #[test]
     fn files_with_returning_pages_are_read_repeatedly_and_others_once() {
-        // 10 MiB per second first fill the page cache, and then replace each other.
+        // The guest reads 10 MiB per second, which first fill the page cache and then replace each
+        // other.
         let filling = demands_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
         // If a file is deleted and written again, the page cache remains the same size.
@@ -544,7 +545,7 @@ mod tests {
             demands_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
             Some(&(0, 101))
         );
-        // 30 MiB replace each other and are read again, so none of them is new.
+        // The same 30 MiB replace each other and are read again, so no other file is read.
         let thrashing = demands_of(&[
             (20, 0, 0),
             (20, 10, 10),

@@ -233,7 +233,8 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
             touches_per_s: 1,
             ..Segment::default()
         };
-        // Files that do not fit are read again endlessly, so memory does not move evenly.
+        // Files that do not fit are evicted and read again endlessly, so the guest is simulated in
+        // short steps.
         let rest = Segment { file_bytes, ..rest };
         let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
         let setup = VmSetup {

@@ -245,8 +245,8 @@ impl Vm {
         if self.needs_ticks() {
             to = to.min(self.ticked_at + TICK_MS);
         }
-        // The agent checks memory all the time. While memory moves evenly, the time at which a
-        // check will require a report can be computed.
+        // The agent checks memory many times per second. While memory changes at a constant rate,
+        // only the check that will require a report is simulated, because its time can be computed.
         let steady = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_change(segment));
         let threshold = self.agent.threshold_due(&self.guest, segment);
         if let Some(at) = threshold.into_iter().chain(steady).min() {

@@ -26,7 +26,7 @@ params! {
         hot_permille: "hot", Permille, 0 => 1000, 800;
         /// Size of the files that are read repeatedly, in thousandths of DRAM.
         files_permille: "files", Permille, 0 => 100_000, 50;
-        /// Rate at which files are read that are read only once, in bytes per second.
+        /// Rate of reading files that are read only once, in bytes per second.
         stream_bytes_per_s: "stream", Bytes, 0 => 1 << 40, 0;
         /// Kernel memory, in thousandths of the present anonymous memory.
         kernel_permille: "kernel", Permille, 0 => 10_000, 0;

@@ -84,7 +84,7 @@ impl World {
         self.governor.counters().reports
     }
 
-    /// Zones for which it was requested to report that a size is out of reach.
+    /// Zones for which the governor has requested to report that their size is out of reach.
     fn held(&self) -> Vec<u32> {
         let held = |request: &Request| match request {
             Request::ReportHeld(zone) => Some(zone.0),
@@ -401,7 +401,7 @@ fn memory_still_plugged_after_a_shrink_is_not_awaited() {
     world.report_free(300);
     let zone = &mut world.state.host.zones[DRAM];
     (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 128 * MIB);
-    // In each zone, 80 MiB are requested and 144 MiB are plugged.
+    // In all zones together, 80 MiB are requested and 144 MiB are plugged.
     for (size_mib, ended) in [(112, vec![]), (176, vec![(50, 32 * MIB)])] {
         world.fix(size_mib, Rules::default());
         world.report_free(300);

@@ -52,7 +52,7 @@ impl World {
             "below the floor: {:?}",
             plan
         );
-        // A dry run reports this only once. Another check covers that.
+        // A dry run reports this correction only once, which another check verifies.
         if self.dry_run {
             return Ok(());
         }
@@ -271,8 +271,8 @@ impl World {
         Ok(())
     }
 
-    /// Checks that a plan which holds requests no additional memory. A request may only move
-    /// towards the plugged size. The reason should not be that of another policy.
+    /// Checks that a plan with the direction `Hold` requests no additional memory. A request may
+    /// only move towards the plugged size. The reason should not be that of another policy.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
         let is_of =

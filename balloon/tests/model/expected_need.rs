@@ -13,7 +13,7 @@ impl World {
                 let (total_bytes, headroom_bytes) =
                     (report.memory().total_bytes, self.headroom_bytes(params, report));
                 let expected_available_bytes = self.expected_available_bytes(report, false);
-                // Memory that a shrink has left to the guest is enough until part of it is used.
+                // Memory that a shrink has left is enough until the guest uses part of it.
                 let taken =
                     self.left_bytes.is_none_or(|left_bytes| expected_available_bytes < left_bytes);
                 // A fill is measured from the maximum since the shrink.
@@ -31,8 +31,8 @@ impl World {
                     Reason::Swapping | Reason::Stalled => {
                         expected_available_bytes < headroom_bytes + total_bytes / 4
                     }
-                    // The remaining reason is refaults for which tasks wait. `check_counted` checks
-                    // it.
+                    // The remaining reason is that tasks wait for evicted pages. `check_counted`
+                    // checks it.
                     _ => reason == Reason::Thrashing,
                 }
             }
@@ -125,8 +125,8 @@ impl World {
 
     /// Available memory that is expected after the guest has followed all requests. Returns the
     /// largest size that a policy may assume if `most` is set, and otherwise the smallest. The
-    /// smallest size excludes requests without progress, and excludes page cache if part of it was
-    /// missed.
+    /// smallest size excludes requests without progress, and excludes page cache if evicted pages
+    /// of it were read back.
     fn expected_available_bytes(&self, report: &Report, most: bool) -> u64 {
         let memory = report.memory();
         let has_missed = self.counted_ms[1].iter().any(|ms| *ms <= report.monotonic_ms());

@@ -625,10 +625,9 @@ impl World {
                 zone.shortfall = None;
             }
         }
-        // The controller waits again from this time, even for requests that it keeps. It does not
-        // report each time that it keeps a request for the floor. Only such a request remains
-        // unchanged after it was withdrawn. A controller that makes no decisions does not withdraw
-        // requests.
+        // After a withdrawal, the controller waits again from this time, even if it has kept the
+        // request for the floor, which it does not report each time. Without a floor, no request
+        // remains unchanged. A controller that makes no decisions does not withdraw requests.
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {

@@ -96,7 +96,8 @@ fn memory_on_its_way_is_not_idle() {
     run_from(0, &events);
 }
 
-/// All missed page cache counts as used. The checks had counted free memory as available.
+/// All page cache counts as used once evicted pages of it were read back. The checks had counted
+/// free memory as available.
 #[test]
 fn missed_page_cache_is_not_available() {
     let missing = report(Report { cached_permille: 139, file_refaults: 256, ..Report::default() });

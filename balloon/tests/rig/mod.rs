@@ -126,8 +126,8 @@ impl Rig {
         })
     }
 
-    /// Returns the memory above that need. Boot memory is not counted, because no decision affects
-    /// it.
+    /// Returns the memory that the guest has but does not need. Boot memory is not counted, because
+    /// no decision affects it.
     pub(crate) fn over_bytes(&self) -> u64 {
         let total_bytes = self.guest().total_bytes();
         let boot_bytes = total_bytes - self.guest().plugged_bytes();

@@ -52,7 +52,7 @@ impl From<Option<Plan>> for Verdict {
 /// State that the controller keeps after a rule, even if the next rule decides.
 enum StateUpdate {
     Zones(Vec<ZoneTracker>),
-    /// No zone has failed, so a dry run reports the next failure again.
+    /// No request has failed, so a dry run will report the next failure.
     NoneFailed,
     /// True if a dry run has reported the plan of rule 3.
     BoundsReported(bool),

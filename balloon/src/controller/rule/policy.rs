@@ -28,8 +28,8 @@ impl Controller {
         let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
-            // The policy's size can be outside of the bounds only in a dry run, which leaves the
-            // requests outside of them.
+            // Only in a dry run can the requests remain outside of the bounds. Otherwise, rule 3
+            // corrects them first.
             Some(want) if want > requested && want < floor => bound(
                 self.grow(floor - requested, reason, last, host, now),
                 want,
@@ -64,8 +64,8 @@ impl Controller {
         host: &HostView,
         now: TimeMs,
     ) -> Plan {
-        // A grow ignores the node from which the last decision wanted to remove memory. Such a
-        // decision may be followed by a grow because of the floor or because of lost reports.
+        // The policy may have named a node from which to remove memory, before the floor or lost
+        // reports require a grow. The grow ignores that node.
         let mut allocation = self.allocation(&self.zones, last, None, host, now);
         let moved = allocation.grow(bytes);
         let plan = self.plan_move(Direction::Grow, reason, moved, allocation, host);
@@ -101,7 +101,8 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    /// Returns a plan that moves `moved_bytes`, or a plan that changes nothing if they are 0.
+    /// Returns a plan that adds or removes `moved_bytes`, or a plan that changes nothing if they
+    /// are 0.
     fn plan_move(
         &self,
         direction: Direction,
@@ -118,7 +119,7 @@ impl Controller {
     }
 }
 
-/// Changes a plan of the policy so that it ends at a bound for all zones.
+/// Records in a plan that ends at the bound `by` which size the policy wants.
 fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
     let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
     Plan { wanted_bytes, limited_by, ..plan }

@@ -118,8 +118,8 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     assert!(plan.wanted_bytes > 1024 * MIB, "the policy's plan: {plan:?}");
 }
 
-/// If `dapper` decides on a removal while nothing is carried out, the removal leaves no state
-/// behind. The table is evaluated again afterwards.
+/// A removal that `dapper` decides during a dry run or a pause has no effect afterwards, when the
+/// table is evaluated again.
 #[test]
 fn rule_8_removal_during_dry_run_or_pause_does_not_continue_afterwards() {
     let begin: [fn(&mut Controller); 2] =

@@ -40,8 +40,7 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
     rig.follow();
     assert_eq!(rig.tick(100).reason, Reason::Enough);
-    // A client's request does not count as the controller's. The controller does not wait for
-    // memory that is kept for the floor.
+    // Memory that a client requested does not count as a request in progress.
     rig.pin(ZoneId(1));
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);
@@ -84,7 +83,7 @@ fn psi_doubles_only_steps_that_were_requested_from_guest() {
     assert_eq!(requested_after(bounded, no_bound), fresh);
 }
 
-/// Size that the first plan requests without such a delay.
+/// Size that the first plan requests if it is carried out immediately.
 fn requested_without_change() -> u64 {
     let mut rig = Rig::new(Policy::default());
     rig.report(50, 30);

@@ -40,8 +40,8 @@ fn rule_6_guest_that_never_reported_is_left_alone() {
     }
 }
 
-/// Guest with 5 MiB available under `policy`. The guest can describe more memory than any policy
-/// will request.
+/// Guest with 5 MiB available under `policy`. It has room for the page descriptors of more memory
+/// than any policy requests.
 fn short(policy: &str) -> Rig {
     let mut rig = Rig::new(Policy::from_name(policy).expect("listed"));
     rig.host.zones[PM].max_bytes = 16_384 * MIB;

@@ -107,8 +107,8 @@ impl Rig {
         }
     }
 
-    /// Sets the free memory above the high watermarks so that the guest has page descriptors for
-    /// exactly `sections`.
+    /// Sets the free memory above the high watermarks so that the guest has room for the page
+    /// descriptors of exactly `sections`.
     fn describe(&mut self, sections: u64) {
         let zone = &mut self.raw.zones[0];
         let floor_pages = zone.managed_pages.div_ceil(64).max(1024);

@@ -76,7 +76,8 @@ fn rule_7_client_request_without_progress_does_not_delay_grow() {
 }
 
 /// A client requests memory from zone `client_zone`, the memory does not arrive, and the guest is
-/// short. Checks that the other zones do not change for 5 s, with `reason`, and then grow.
+/// short of memory. Checks that the other zones do not change for 5 s, with `reason`, and then
+/// grow.
 fn stuck_client_request(mut rig: Rig, client_zone: usize, reason: Reason) {
     rig.pin(rig.host.zones[client_zone].id);
     rig.host.zones[client_zone].requested_bytes = 128 * MIB;

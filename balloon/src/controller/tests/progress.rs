@@ -34,7 +34,7 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
     rig.host.zones.truncate(1);
     rig.host.zones[0].driver = DriverState::Absent;
     let mut alone_s = 0;
-    // Runs until requests are rare.
+    // Runs until nothing has been requested for 12 s.
     for _ in 0..300 {
         rig.tick(1_000);
         alone_s = if rig.host.requested_bytes() == 0 { alone_s + 1 } else { 0 };
@@ -53,7 +53,7 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
 }
 
-/// The guest is short but plugs nothing, and its driver loads and unloads every second.
+/// The guest is short of memory but plugs nothing, and its driver loads and unloads every second.
 #[test]
 fn rule_5_requests_to_driver_that_flaps_decline() {
     let mut rig = Rig::new(Policy::default());
@@ -300,7 +300,7 @@ fn rule_5_zone_without_driver_is_used_normally_if_no_other_has_room() {
     for without_room in cases {
         assert_eq!(asked(false, without_room), asked(true, without_room));
     }
-    // Requests do not accumulate either if another zone has little room.
+    // If another zone has little room, requests do not accumulate either.
     let little: fn(&mut Rig) = |rig| rig.host.pool_free_bytes = 4 * MIB;
     let (most, as_ever) = (asked(false, little), asked(true, little));
     let sum = |asked: &[(u64, u64)]| asked.iter().map(|(dram, pm)| dram + pm).max();
@@ -413,7 +413,7 @@ fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
     rig.tick(1_000);
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (102, 0), "the plugged size stays, and the rest of the block");
-    // The missing part of a block does not count as a request that can fail.
+    // The rest of the block does not count as an outstanding request.
     rig.want(102);
     assert_eq!(rig.tick(60_000).reason, Reason::Enough);
 

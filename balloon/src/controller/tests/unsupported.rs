@@ -91,7 +91,7 @@ fn guest_with_unsupported_drivers_is_sized_by_its_balloon() {
         rig.report(1_000, 340);
     }
     assert!(rig.host.zones[2].requested_bytes < deflated_bytes, "{:?}", rig.host.zones);
-    // A guest that is short receives all memory in the balloon, but no other memory.
+    // A guest that is short of memory receives all memory in the balloon, but no other memory.
     for _ in 0..100 {
         rig.report(50, 2);
         rig.follow();
@@ -109,7 +109,8 @@ fn floor_beyond_zones_with_usable_drivers_is_ignored() {
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
     rig.follow();
-    // Part of the floor cannot be reached. This does not replace the policy's decision.
+    // The floor cannot be reached completely, but the reason is still that of the policy's
+    // decision.
     assert_eq!(rig.tick(10_000).reason, Reason::AtFloor);
 }
 

@@ -1,7 +1,7 @@
 //! Progress of a resize, for its status and for reminders to the guest's driver.
 //!
-//! A resize is stuck if it has made no progress for the time `progress` of the rules
-//! (`patience_ms`). The guest's driver is then reminded.
+//! A resize is stuck if it has made no progress for `patience_ms` (parameter `progress` of the
+//! rules). The guest's driver is then reminded.
 
 use serde::{Deserialize, Serialize};
 
@@ -240,7 +240,7 @@ mod tests {
 
     use super::*;
 
-    /// Default of the rule `progress`.
+    /// Default of the parameter `progress`.
     const PATIENCE_MS: u64 = 5_000;
 
     fn tracker(sizes: ZoneSizes, now: TimeMs) -> ZoneTracker {

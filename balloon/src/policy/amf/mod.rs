@@ -71,13 +71,13 @@ pub fn decide(
         }
     } else {
         state.reclaiming = false;
-        // The node in the lowest row of the table is served. If several nodes are in that row, the
-        // first one is served.
+        // Memory is added to the node in the lowest row of the table. If several nodes are in that
+        // row, the first one is chosen.
         let missing = result.short.iter().filter(|short| short.missing_bytes > 0);
         let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
         result.grow(served, &mut state.outstanding)
     };
-    // A removal that is not carried out has not started.
+    // A removal does not start in a dry run or a pause.
     state.reclaiming &= input.is_carried_out;
     (state, decision)
 }

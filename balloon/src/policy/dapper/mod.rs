@@ -60,7 +60,7 @@ pub(super) const TABLE_4: &[Removal] =
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     outstanding: OutstandingMemory,
-    /// Node that was served last.
+    /// Node to which memory was added last, or from which it was removed last.
     served: Option<u32>,
     /// Removal that the controller is carrying out in steps. Table 4 was evaluated only once,
     /// before the first step.
@@ -105,8 +105,7 @@ pub fn decide(
     (state, decision)
 }
 
-/// Returns the items in round-robin order: first those after the node that was served last, then
-/// the others.
+/// Returns the items in round-robin order: first those after the node `served`, then the others.
 fn round_robin<T>(
     items: &[T],
     node: impl Fn(&T) -> u32,
@@ -124,7 +123,7 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
 }
 
 /// Free PM that can be removed from a node before Table 3 would add memory again. Table 3 adds at
-/// least one D, so one D above its first border is kept.
+/// least D (the node's DRAM), so D above its first border is kept.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
     let threshold_pages = threshold_table::first_border(TABLE_3, node, factor)
         .saturating_add(node.dram_bytes / PAGE_BYTES);

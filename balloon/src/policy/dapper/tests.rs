@@ -391,8 +391,7 @@ mod table_4 {
         rig.free(3, 112 * GIB / PAGE_BYTES);
         let decision = rig.report(1_000);
         assert_eq!((decision.from, rig.taken(decision)), (Some(0), PM / 8));
-        // The test can distinguish a node's free memory from that of the whole guest, because the
-        // latter selects another row.
+        // The free memory of the whole guest would select another row than that of node 0.
         assert_eq!(removed_bytes(TABLE_4, 40 * GIB, PM), PM / 8);
         assert_eq!(removed_bytes(TABLE_4, 160 * GIB, PM), PM);
     }

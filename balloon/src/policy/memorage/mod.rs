@@ -58,7 +58,7 @@ pub(super) fn decide(
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {
-        // Storage is short of space, so memory is returned even if the guest is also short.
+        // Storage is short of space, so memory is returned even if the guest is short of memory.
         Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
     } else if expected_free_bytes < trigger_bytes {
         let units = (trigger_bytes - expected_free_bytes).div_ceil(params.unit_bytes);

@@ -50,7 +50,8 @@ struct Sample {
 /// Rates and events within the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rates {
-    /// True if the window includes a period in which signs of shortage count.
+    /// True if the window contains an earlier report from `signs_from_ms` or later. Without it, no
+    /// sign of shortage can be found.
     pub has_signs: bool,
     /// Growth of used memory per second: the highest rate of all periods that end with the newest
     /// report.

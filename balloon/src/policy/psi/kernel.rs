@@ -14,10 +14,10 @@ use crate::units::scale;
 use crate::{HostView, Tier};
 
 /// Part of the usual reserve below which the kernel is short of memory, in thousandths. The agent
-/// acts at one half.
+/// converts a block to kernel memory below one half.
 const SHORT_PERMILLE: u64 = 750;
-/// Free movable memory that a block needs, in thousandths of the block's size. The excess is for
-/// watermarks.
+/// Free movable memory that a block needs, in thousandths of the block's size. The part above 1000
+/// is for watermarks.
 const ROOM_PERMILLE: u64 = 1250;
 
 /// Time from a report until the kernel has another block. The time includes the agent's report,

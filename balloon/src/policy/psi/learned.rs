@@ -29,12 +29,13 @@ const EARLY_SHRINK_MS: u64 = 60_000;
 /// Time without an early shrink after which the learned patience is halved.
 const PATIENCE_DECAY_MS: u64 = 300_000;
 
-/// Time for which page cache counts as needed after it was last missed. The time starts at the
-/// first value, and doubles up to the second value.
+/// Time for which page cache counts as needed after tasks last waited for evicted pages of it. The
+/// time starts at the first value, and doubles up to the second value.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
 /// Number of consecutive grows without effect after which page cache is ignored. If data is read in
-/// a loop, pages are missed until all of the data fits, so the first grows may not help.
+/// a loop, its pages are evicted and read back until all of it fits, so the first grows may not
+/// help.
 const MAX_INEFFECTIVE_GROWS: u32 = 3;
 
 /// Swapped memory no longer counts as needed if no page was swapped for this time.
@@ -255,8 +256,8 @@ impl Patience {
     }
 
     /// Records whether the guest has shrunk since the last report. If a growing guest unplugs
-    /// memory, that is not a shrink: Linux unplugs memory that it has no page descriptors for, and
-    /// plugs it again later.
+    /// memory, that is not a shrink: Linux unplugs memory for whose page descriptors it has no
+    /// room, and plugs it again later.
     pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
         let is_growing =

@@ -34,8 +34,8 @@ const ACTIVE_MARGINS: u64 = 4;
 /// time.
 const NOTICE_MS: u64 = 50;
 
-/// Grows that are less than this apart count as a single grow, because several reports show the
-/// same demand.
+/// Minimum time between two grows that are counted separately. Several reports may show the same
+/// demand.
 const SAME_GROW_MS: u64 = 250;
 
 /// State of `psi` between two reports.
@@ -55,7 +55,7 @@ pub struct State {
     plug_time: PlugTime,
     refusals: UnplugRefusals,
     patience: Patience,
-    /// Fill rates during the patience.
+    /// Fill rates within the time of [`Patience`].
     fill_rates: Window,
     cache: PageCacheNeed,
     swapped: SwappedMemory,
@@ -262,7 +262,7 @@ struct Needs {
     used_bytes: u64,
     swapped_bytes: u64,
     fill_rate_bytes_per_s: u64,
-    /// Highest fill rate during the patience.
+    /// Highest fill rate within the time of [`Patience`].
     max_fill_rate_bytes_per_s: u64,
     reaction_ms: u64,
     is_at_rest: bool,
@@ -374,7 +374,7 @@ fn shortage(
         };
         return Some((reason, need_bytes));
     }
-    // The signs below are from the past. Memory has already been requested for them.
+    // All other signs of shortage are from the past, and memory may already be requested for them.
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
@@ -396,8 +396,8 @@ impl State {
     /// here.
     pub(super) fn is_quiescent(&self, params: &Params, now: TimeMs) -> bool {
         let State {
-            // Decisions use less than 5 s of these fields' past, or only events that do not occur
-            // in an idle guest.
+            // Decisions look back less than 5 s in these fields, or only at events that do not
+            // occur in an idle guest.
             history: _,
             boot_memory: _,
             onlining: _,

@@ -1,9 +1,9 @@
 //! Model of the memory management of a Linux guest. docs/reference/simulator.md lists the rules and
 //! limits of the model.
 //!
-//! The model advances within a segment of demand. While nothing moves or everything moves evenly,
-//! it advances in one step of any length. While memory is reclaimed, plugged or waited for, a step
-//! takes several milliseconds.
+//! The model advances within a segment of demand. While memory does not change or changes at
+//! constant rates, a step may have any length. While memory is reclaimed, plugged or waited for, a
+//! step takes several milliseconds.
 
 mod kernel;
 mod paging;
@@ -25,7 +25,8 @@ use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// Length of a step while memory is being plugged or waited for.
 const BUSY_STEP_MS: u64 = 10;
-/// Length of a step while pages move and no memory is being plugged or waited for.
+/// Length of a step while pages are reclaimed or read, and no memory is being plugged or waited
+/// for.
 const PAGING_STEP_MS: u64 = 50;
 
 /// Speed at which processes fill memory. The speed includes the time in which the kernel zeroes
@@ -165,7 +166,7 @@ pub struct Totals {
     pub swapped_out_bytes: u64,
     /// File pages that were evicted and then read again.
     pub refaulted_bytes: u64,
-    /// Page cache that was evicted immediately.
+    /// Page cache that was evicted to make room for other pages, without waiting for kswapd.
     pub replaced_bytes: u64,
     /// Memory freed by kswapd.
     pub kswapd_bytes: u64,
@@ -430,8 +431,7 @@ impl Guest {
         host.pool_free_bytes = pool_free_bytes;
     }
 
-    /// Returns true if nothing moves until the demand or a request changes, so that only time
-    /// advances.
+    /// Returns true if memory does not change until the demand or a request changes.
     pub fn is_at_rest(&self, segment: &Segment) -> bool {
         segment.is_flat() && self.is_steady(segment)
     }
@@ -443,8 +443,8 @@ impl Guest {
             && self.room_bytes() >= self.marks_bytes(|marks| marks.low)
     }
 
-    /// Returns true if everything moves evenly: no memory is reclaimed, no request is outstanding,
-    /// and no task waits.
+    /// Returns true if memory changes only at the rates of the segment: no memory is reclaimed, no
+    /// request is outstanding, and no task waits.
     fn is_steady(&self, segment: &Segment) -> bool {
         !self.kswapd
             && !self.kernel.kswapd
@@ -456,7 +456,7 @@ impl Guest {
             && !self.is_moving()
     }
 
-    /// Returns the time for which everything will continue to move evenly.
+    /// Returns the time for which [`Self::is_steady`] will remain true.
     fn steady_ms(&self, segment: &Segment) -> u64 {
         if !self.is_steady(segment) {
             return 0;
@@ -484,7 +484,7 @@ impl Guest {
     }
 
     /// Returns the time at which free or available memory will have fallen to `bytes`, if only the
-    /// segment moves it. `None` if it never falls so far, or if something else moves memory at
+    /// segment changes it. `None` if it never falls so far, or if anything else changes it at
     /// present.
     pub(super) fn time_of_fall_to(
         &self,
@@ -510,7 +510,7 @@ impl Guest {
         Some(self.now + fall.saturating_mul(1000).div_ceil(rate))
     }
 
-    /// Returns the time up to which the guest can be simulated before an uneven change may occur.
+    /// Returns the time at which the next step of the simulation ends.
     pub fn next_change(&self, segment: &Segment) -> TimeMs {
         self.now + self.step_ms(segment)
     }
@@ -569,7 +569,8 @@ impl Guest {
         self.count(ms, segment);
     }
 
-    /// Returns the demanded memory. Each byte of it is in exactly one place.
+    /// Returns the demanded memory. Each byte of it is resident, swapped out, waited for, or was
+    /// freed by the OOM killer.
     pub fn wanted_bytes(&self) -> u64 {
         self.resident_bytes + self.swapped_bytes + self.waiting_bytes + self.killed_bytes
     }

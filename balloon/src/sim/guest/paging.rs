@@ -182,7 +182,8 @@ impl Guest {
         let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
         let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
-        // The number is rounded up, because the last few pages are also touched at some time.
+        // The number is rounded up, because the last few missing pages would otherwise never be
+        // read.
         let faults =
             |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
         let [anon_faults, file_faults] = [anon, file].map(faults);
@@ -226,8 +227,8 @@ impl Guest {
         self.totals.replaced_bytes += streamed + bytes - added;
     }
 
-    /// Reads files that are read once. Their pages fill free memory down to the high watermark.
-    /// After that, each page replaces an older one.
+    /// Reads the files that the segment reads only once. Their pages fill free memory down to the
+    /// high watermark. After that, each page replaces an older one.
     pub(super) fn read_files(&mut self, ms: u64, segment: &Segment) {
         // Files that are no longer read repeatedly become other page cache.
         let left = self.file_bytes.saturating_sub(segment.file_bytes);

@@ -260,7 +260,7 @@ impl Guest {
             .max(self.remaining_kernel_zone_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
-    /// Returns the places of the user pages that have remained since pages were last placed.
+    /// Returns the placement of the user pages that were not freed since pages were last placed.
     ///
     /// Pages in PM are freed first. After that, the same share of pages is freed in each zone of
     /// DRAM. If user pages occupy the reserve of the kernel's zones, the same share is freed in all
@@ -287,7 +287,7 @@ impl Guest {
         self.remaining_pages().kernel_zone_bytes
     }
 
-    /// Returns the places of all user pages.
+    /// Returns the placement of all user pages.
     ///
     /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM,
     /// in the order of Linux's zone lists. Placed pages remain where they are until they are freed,
@@ -296,7 +296,7 @@ impl Guest {
     pub(super) fn placement(&self) -> Placement {
         let (remaining, user_bytes) = (self.remaining_pages(), self.user_bytes());
         let dram_bytes = self.movable_dram_bytes();
-        // This includes old pages outside of PM and the kernel's zones, and all new pages.
+        // Old pages in the movable zones of DRAM, and all new pages.
         let rest_bytes = remaining.movable_dram_bytes() + (user_bytes - remaining.user_bytes);
         let movable_bytes = rest_bytes.min(dram_bytes);
         let above_bytes = rest_bytes - movable_bytes;

@@ -1,4 +1,4 @@
-//! Tests that a guest at rest is the same if its steps are skipped.
+//! Tests that skipping the steps of an idle guest does not change its state.
 
 use super::*;
 use crate::sim::{HostPool, Random, Workload};
@@ -43,7 +43,7 @@ fn steps_skipped_at_rest_change_nothing() {
     assert!(stills > 1_000, "{stills}");
 }
 
-/// Each change that prevents rest is tested on its own.
+/// Each case has one pending change, because of which no step may be skipped.
 #[test]
 fn guest_with_pending_change_is_not_still() {
     let segment = Segment {

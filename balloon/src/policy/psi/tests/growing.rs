@@ -193,7 +193,7 @@ fn rule_3_memory_on_its_way_counts_as_available() {
     for _ in 0..5 {
         assert_eq!(rig.report(50, 40).want_bytes, None, "already requested");
     }
-    // When half of the memory is online, the sum is the same.
+    // When half of the memory is online, the sum of available and awaited memory is the same.
     rig.host.zones[1].plugged_bytes = want;
     rig.raw.memory.total_bytes += want / 2;
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);

@@ -59,7 +59,7 @@ fn rule_6_missed_page_cache_counts_as_used_until_forgotten() {
         assert_eq!(rig.report(1000, 250).reason, Reason::LowAvailable);
     }
     assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "after five minutes");
-    // The page cache is missed again, so it counts as needed for twice as long.
+    // Tasks wait for evicted pages again, so the page cache counts as needed for twice as long.
     missed(&mut rig, 220);
     assert_eq!(rig.report(599_000, 250).reason, Reason::LowAvailable);
     assert_eq!(rig.report(1_000, 250).reason, Reason::Enough);
@@ -97,7 +97,7 @@ fn with_plenty_available(pages: impl Fn(&mut Counters)) {
         shrunk += u32::from(decision.reason == Reason::Surplus);
     }
     assert!(shrunk > 50, "it keeps shrinking: {shrunk}");
-    // The guest shrinks only while the signs are not attributed to it.
+    // The guest shrinks only as long as the signs are attributed to the cgroup.
     let mut total_mib = 10 << 10;
     for _ in 0..60 {
         pages(rig.counters());
