@@ -94,7 +94,7 @@ reasons! {
     FreeUnits => "free_units",
     /// Much memory has been free for `calm`.
     Calm => "calm",
-    /// The pool has only its storage floor left.
+    /// The pool's free space does not exceed `storage_floor`.
     StorageShort => "storage_short",
     /// Requested memory is below `floor`.
     BelowFloor => "below_floor",

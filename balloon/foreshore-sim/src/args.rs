@@ -25,7 +25,7 @@ Examples:
   foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool that is too small for all
   foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s --plot sawtooth.svg
   foreshore-sim --policy psi,cool_down=2s,ceiling=1G --policy psi
-                                                       rules above the policy, as for `--pressure`
+                                                       parameters of rules for every policy, as for `--pressure`
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
 Times have the unit ms, s, m or h.";
@@ -95,8 +95,8 @@ pub(crate) struct Scenario {
     /// Replay the memory use of a guest that `--pressure record=` has recorded
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
-    /// Policy with its parameters and those of the rules above it (floor, ceiling, cool_down, ...),
-    /// as for `--pressure`. Can be repeated. By default, all policies are compared: fixed with the
+    /// Policy with its parameters and those of the rules for every policy (floor, ceiling, ...), as
+    /// for `--pressure`. Can be repeated. By default, all policies are compared: fixed with the
     /// largest size, amf and dapper with watermark-share=375, the others with their defaults
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
     pub(crate) policy: Vec<NamedPolicy>,
@@ -148,11 +148,11 @@ pub(crate) struct Scenario {
     /// Write endurance of memory cells as a multiple of that of PM, for the wear of PM
     #[arg(long, value_name = "COUNT", default_value = "10", value_parser = bounded(Unit::Count, 1, 1_000_000))]
     pub(crate) endurance: u64,
-    /// Seed of the random times
+    /// Seed of the random numbers
     #[arg(long, value_name = "NUMBER", default_value = "1")]
     pub(crate) seed: u64,
-    /// Hand every report to the controller, even one that cannot change anything. Slower, with
-    /// equal figures
+    /// Hand every report to the controller, even one that cannot change anything. Slower; the
+    /// figures are the same
     #[arg(long)]
     pub(crate) every_report: bool,
     /// Plot the first VM over time under each policy: DRAM, PM, used and available memory, swap and

@@ -162,7 +162,7 @@ fn invalid_trace_is_reported_with_its_line() {
         (golden, "the trace has 1 reports, must be at least 2"),
         (
             damaged.to_str().expect("text"),
-            "line 5 of the trace: at_ms is 1, which is before the 1500",
+            "line 5 of the trace: at_ms is 1, but an earlier line has 1500",
         ),
         ("/nonexistent/trace", "cannot replay /nonexistent/trace: No such file"),
     ];

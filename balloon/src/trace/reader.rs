@@ -89,7 +89,7 @@ pub enum Fault {
         high: u64,
     },
     /// The time is earlier than the time of a previous line.
-    #[error("at_ms is {value}, which is before the {last} of an earlier line")]
+    #[error("at_ms is {value}, but an earlier line has {last}")]
     Backwards {
         /// Time of this line.
         value: u64,
@@ -97,7 +97,7 @@ pub enum Fault {
         last: u64,
     },
     /// The zones differ from the zones in the header.
-    #[error("its zones are {found:?} instead of the header's {expected:?}")]
+    #[error("the zones are {found:?}, but the header has {expected:?}")]
     Zones {
         /// IDs of the zones in this line.
         found: Vec<u32>,

@@ -241,14 +241,9 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
         (1, r#""type":"trace""#, r#""type":"plan""#, "missing field"),
         (2, r#""at_ms":1000"#, r#""at_ms":-1"#, "invalid value"),
         (2, r#""pool_free_bytes":4294967296"#, r#""pool_free_bytes":"much""#, "invalid type"),
-        (2, r#"{"id":0"#, r#"{"id":5"#, "its zones are [5, 1] instead of the header's [0, 1]"),
+        (2, r#"{"id":0"#, r#"{"id":5"#, "the zones are [5, 1], but the header has [0, 1]"),
         (2, r#""type":"host""#, r#""type":"guest""#, "unknown variant `guest`"),
-        (
-            3,
-            r#""at_ms":1500"#,
-            r#""at_ms":999"#,
-            "at_ms is 999, which is before the 1000 of an earlier line",
-        ),
+        (3, r#""at_ms":1500"#, r#""at_ms":999"#, "at_ms is 999, but an earlier line has 1000"),
         (
             3,
             r#""at_ms":1500"#,

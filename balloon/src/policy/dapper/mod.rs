@@ -15,10 +15,10 @@ use crate::{BLOCK_BYTES, TimeMs};
 params! {
     /// Parameters of `dapper`.
     pub struct Params {
-        /// Factor from each node's watermarks to the limits of free memory in Table 3 of the paper; the first limit is twice as high.
+        /// Multiplier of each node's watermarks for the limits of free memory in Table 3 of the paper; the first limit is twice as high.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
-        /// its DRAM.
+        /// If not 0, replaces `watermark-scale`: scales each node's watermarks so that high is this share
+        /// of its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
     }
 }

@@ -15,7 +15,7 @@ use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 params! {
     /// Parameters of `memorage`.
     pub struct Params {
-        /// Factor from the sum of the guest's high watermarks to the free memory below which PM is lent; the paper uses 1.
+        /// PM is lent if free memory is below this multiple of the sum of the guest's high watermarks; the paper uses 1.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
         /// Amount of PM that is lent or returned at a time.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;

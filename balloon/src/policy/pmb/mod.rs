@@ -18,7 +18,7 @@ const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 params! {
     /// Parameters of `pmb`.
     pub struct Params {
-        /// Factor from the sum of the guest's high watermarks to the free memory below which memory is added.
+        /// Memory is added if free memory is below this multiple of the sum of the guest's high watermarks.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
         /// Amount of memory that is added or returned at a time.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 30, 4 * MIB;

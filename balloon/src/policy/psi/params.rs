@@ -20,11 +20,11 @@ params! {
         horizon_ms: "horizon", Ms, 0 => 60_000, 1_500;
         /// Smallest grow; doubled with every grow within `streak` of the previous one.
         min_step_bytes: "min_step", Bytes, 2 * MIB => 1 << 40, 16 * MIB;
-        /// Longest time between two grows after which the second one doubles `min_step`.
+        /// The second of two grows within this time doubles `min_step`.
         streak_ms: "streak", Ms, 100 => 600_000, 1_000;
-        /// Share of the time in which tasks wait for memory, from which on the guest grows.
+        /// The guest grows if tasks wait for memory for at least this share of the time.
         stall_permille: "stall", Permille, 1 => 1000, 100;
-        /// Rate at which evicted pages are read back, in bytes per second, from which on a guest with waiting tasks is thrashing.
+        /// A guest with waiting tasks is thrashing if evicted pages are read back at this rate or faster, in bytes per second.
         refault_bytes_per_s: "refault", Bytes, 4096 => 1 << 50, 8 * MIB;
         /// Time for which available memory must stay unused before the guest returns it.
         idle_ms: "idle", Ms, 100 => 86_400_000, 10_000;

@@ -550,7 +550,7 @@ DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE   CHANGE  REQUESTED          
         );
         let expected = "\
 PARAMETER        SCOPE  VALUE  DEFAULT  MEANING
-watermark-scale  amf     1024     1024  Factor from each node's watermarks to the limits of free memory in Table 2 of the paper.
+watermark-scale  amf     1024     1024  Multiplier of each node's watermarks for the limits of free memory in Table 2 of the paper.
 reclaim          amf       40       30  Share of DRAM that page descriptors of free sections may take before these sections are returned.
 lost             rules     3s       3s  Time without a report after which reports count as lost.
 ";
