@@ -48,13 +48,13 @@ impl Media for WithoutErase {
     }
 }
 
-/// Returns media on tmpfs, which is volatile, or the same media with the persists of persistent
-/// memory.
+/// Returns `media` on tmpfs, which is volatile. For `DaxSync`, it persists stores as persistent
+/// memory does.
 fn media_of_class(durability: Durability, media: FileMedia) -> FileMedia {
     if durability == Durability::DaxSync { media.with_dax_persists() } else { media }
 }
 
-/// Creates a pool on tmpfs with persists like those of the durability class.
+/// Creates a pool on tmpfs that persists stores as media of the durability class does.
 fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path: PathBuf = folder.path().join("pool");
@@ -156,7 +156,7 @@ fn persist_line(media: &FileMedia, calls: u64) -> Duration {
     start.elapsed()
 }
 
-/// Stores a word repeatedly, either through the guard against lost pages or directly.
+/// Stores a word repeatedly, either through the routines that survive a lost page or directly.
 fn store_words(calls: u64, mut store: impl FnMut(u64)) -> Duration {
     let start = Instant::now();
     (0..calls).for_each(&mut store);

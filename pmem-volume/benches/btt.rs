@@ -45,8 +45,8 @@ enum Work {
 enum Peer {
     Engine,
     Memcpy,
-    /// Minimum work of any BTT implementation ([`BenchVolume::minimal_write`]). The difference is
-    /// the possible improvement.
+    /// Minimum work of any BTT implementation ([`BenchVolume::minimal_write`]). The engine can
+    /// improve by at most the difference to it.
     Minimum,
     /// Non-temporal copy, for stores.
     Stream,
@@ -54,7 +54,7 @@ enum Peer {
 
 const PEERS: [Peer; 4] = [Peer::Engine, Peer::Memcpy, Peer::Minimum, Peer::Stream];
 
-/// The order matters, because each kind of access finds the volume as the previous one has left it.
+/// The order matters, because each kind of access uses the volume that the previous kind has left.
 const WORK: [(Work, &str, usize); 6] = [
     (Work::ReadInOrder, "1 MiB sequential read, in order", 1 << 20),
     (Work::WriteInOrder, "1 MiB sequential write, in order", 1 << 20),
@@ -89,8 +89,8 @@ fn main() {
             for round in 0..rounds {
                 for threads in THREADS {
                     for (turn, peer) in (0..).zip(PEERS) {
-                        // Each peer uses different places, so that none finds data in a cache that
-                        // another peer has just read.
+                        // Each [`Peer`] uses different places, so that none finds data in a cache
+                        // that another has just read.
                         let seed = round * PEERS.len() as u64 + turn;
                         let operation =
                             |at, buffer: &mut [u8]| bench_volume.work(peer, work, at, buffer);
@@ -158,12 +158,12 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Volume of an engine, and the memory of its blocks. All peers use the same physical pages,
-/// because these affect the results. The engine does not depend on data that the other peers leave
+/// Volume of an engine, and the memory of its blocks. Each [`Peer`] uses the same physical pages,
+/// because these affect the results. The engine does not depend on data that the others leave
 /// there.
 struct BenchVolume {
     engine: Engine<Volume>,
-    /// One mapping for each of the engine's peers, so that their page tables are equally cold.
+    /// One mapping for each [`Peer`] except the engine, so that their page tables are equally cold.
     blocks: [Map; PEERS.len() - 1],
     /// Substitutes for the map and the flog of the format in [`BenchVolume::minimal_write`]. There
     /// is one map with blocks in order, and one with scattered blocks.

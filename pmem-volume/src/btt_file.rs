@@ -12,7 +12,7 @@ use crate::media::{FileMedia, Media, MediaError, MediaKind};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
-/// Reason why a file cannot be used as a BTT. A type of its own, because no pool is involved.
+/// Reason why a file cannot be used as a BTT. A separate error type, because no pool is involved.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum BttFileError {

@@ -26,8 +26,7 @@ const POOL_BYTES: u64 = 96 << 20;
 const MAX_POOL_BYTES: u64 = 256 << 20;
 /// Size of the smallest BTT volume.
 const BTT_CHUNKS: u64 = 9;
-/// Number of bytes at both ends of a chunk that are compared. In lent memory, the same bytes are
-/// written.
+/// Number of bytes at each end of a chunk that are compared, and that are written in lent memory.
 const PAGE_BYTES: usize = 4096;
 
 /// xorshift64*.

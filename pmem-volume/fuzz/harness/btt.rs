@@ -158,7 +158,7 @@ pub(super) fn seal_info(image: &mut Image, at: u64) {
 fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     let len_bytes = image.len_bytes;
     let arena_end = 18 * MIB;
-    // End of the arena, with the flog, the second info block, and the map before them.
+    // Start of the last regions of the arena: the map, the flog and the second info block.
     let tail = arena_end - INFO_BYTES - 16384 - 32768;
     match from.number(1) % 6 {
         0 => image.write_word(from.below(len_bytes / 8) * 8, from.value()),
@@ -197,9 +197,9 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Opens any bytes as a BTT, even after a repair. Operations should succeed or be refused. Correct
-/// sectors that are not written should remain correct. If the BTT passes a check, it should execute
-/// all operations, keep the written data, and pass a check afterwards.
+/// Opens arbitrary bytes as a BTT, also after a repair. Operations should succeed or be refused.
+/// Correct sectors that are not written should remain correct. If the BTT passes a check, it should
+/// execute all operations, keep the written data, and pass a check afterwards.
 pub(crate) fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
@@ -229,7 +229,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
     let sector_bytes = engine.sector_bytes() as usize;
     let mut written = BTreeMap::new();
     for version in 1..=OPERATIONS {
-        // Sectors around the ends of the volume, and far behind it.
+        // Sectors around the ends of the volume, and far past it.
         let first = from.below(engine.sectors() + 4);
         let count = 1 + from.below(100);
         let sectors = first..first.saturating_add(count);
@@ -275,8 +275,8 @@ pub(crate) fn btt_engine(data: &[u8]) {
     }
 }
 
-/// Checks, reads and extends any bytes as a BTT. All operations should return, stay inside the
-/// media, and agree with each other.
+/// Treats arbitrary bytes as a BTT: checks, reads and extends it. All operations should return,
+/// stay inside the media, and agree with each other.
 pub(crate) fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();

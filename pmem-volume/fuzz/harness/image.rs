@@ -44,7 +44,7 @@ impl Image {
         bytes
     }
 
-    /// Writes bytes. Bytes behind the end of the image are dropped.
+    /// Writes bytes. Bytes past the end of the image are dropped.
     pub(super) fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
         let inside = self.len_bytes.saturating_sub(offset_bytes).min(bytes.len() as u64) as usize;
         let (mut at, mut rest) = (offset_bytes, &bytes[..inside]);
@@ -112,7 +112,7 @@ impl PartialEq for Image {
     }
 }
 
-/// Returns the next data or hole at or after an offset. Returns `None` behind the last data.
+/// Returns the next data or hole at or after an offset. Returns `None` after the last data.
 fn seek(file: &File, from: u64, what: i32) -> io::Result<Option<u64>> {
     // SAFETY: lseek() takes only numbers, and the descriptor lives as long as `file`.
     match unsafe { libc::lseek(file.as_raw_fd(), from as i64, what) } {

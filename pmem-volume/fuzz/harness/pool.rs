@@ -222,8 +222,8 @@ fn assert_adds_up(info: &PoolInfo) {
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
 }
 
-/// Opens any bytes as a pool. If opening is for reading or is refused, nothing may change. If it
-/// succeeds, the pool should work and open again.
+/// Opens arbitrary bytes as a pool. Nothing may change if the pool is opened for reading, or if
+/// opening it fails. Otherwise, the pool should work and open again.
 pub(crate) fn pool_open(data: &[u8]) {
     TestPool::with(|test_pool| {
         let (image, path) = (test_pool.image(data), test_pool.path());
@@ -293,8 +293,8 @@ fn use_pool(test_pool: &TestPool, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
 }
 
-/// Repairs any bytes as a pool. A dry run should change nothing, and should report the same result
-/// as the repair. If no damage remains, the pool should be clean.
+/// Repairs arbitrary bytes as a pool. A dry run should change nothing, and should report the same
+/// result as the repair. If no damage remains, the pool should be clean.
 pub(crate) fn repair(data: &[u8]) {
     TestPool::with(|test_pool| {
         let (image, path) = (test_pool.image(data), test_pool.path());

@@ -452,7 +452,7 @@ fn check_name(name: String) -> Result<String, String> {
 
 /// Size of a volume that takes all free space.
 const REMAINING: &str = "remaining";
-/// Size of a part that takes what the other parts leave.
+/// Size of the part that gets the space that the other parts leave.
 const REST: &str = "rest";
 
 fn parse_volume_size(text: &str) -> Result<VolumeSize, String> {

@@ -201,7 +201,8 @@ fn resize(
     Ok((before, volume))
 }
 
-/// Returns true if a check or repair failed without a result. Damage that prevents it is a result.
+/// Returns true if a check or repair failed without a result. Damage that prevents a check or
+/// repair counts as a result.
 pub(crate) fn failed_without_result(command: &Command, error: &anyhow::Error) -> bool {
     let is_damage = matches!(
         error.downcast_ref(),
@@ -286,8 +287,8 @@ fn grow(
 ) -> Result<Arc<Pool>, PoolError> {
     let before = Pool::open(path, OpenMode::Peek)?.info();
     let pool = Pool::grow_with(path, size_bytes, force, &mut *progress)?;
-    // If nothing was waiting before, the only memory to erase is the old place of the chunk table.
-    // Its size is too small for a note.
+    // If nothing was waiting before, only the chunks that the chunk table has left are to be
+    // erased. They are too few to be mentioned to the user.
     if before.scrubbing_bytes + before.memory_bytes == 0 {
         pool.scrub_all_with(progress)?;
     }

@@ -119,8 +119,8 @@ pub(crate) const GROWTH_HINT: &str = "a guest sees the new size when its VM star
 enlarge the partition, if there is one (growpart), and the file system (resize2fs DEVICE or \
 xfs_growfs FOLDER). A size= of --pm-volume has to name the new size";
 
-/// Prints hints on stderr, unless the JSON document has them. They follow a success, so they lack
-/// the prefix of errors.
+/// Prints hints on stderr, unless the JSON document has them. The command has succeeded, so hints
+/// lack the prefix of errors.
 pub(crate) fn print_hints(output: &Output, hints: &[String]) {
     if !output.json {
         // If stderr cannot be written, there is nothing left to do.
@@ -144,7 +144,7 @@ pub(crate) struct InfoReport<'a> {
     findings: usize,
     /// Bytes of the file that have no blocks on the disk, although the pool is not thin.
     lost_blocks_bytes: u64,
-    /// File system that writes changed blocks to a new place.
+    /// Copy-on-write file system that contains the pool.
     copy_on_write: Option<&'static str>,
     /// Bytes to erase before their next use. If the pool is not in use, they include memory that an
     /// ended process had borrowed.
@@ -160,7 +160,7 @@ impl<'a> InfoReport<'a> {
         let left_bytes = if holder.is_none() { info.memory_bytes } else { 0 };
         let waiting_bytes = info.scrubbing_bytes + left_bytes;
         if holder.is_none() {
-            // As the next process to open the pool will see it.
+            // The next process that opens the pool erases and frees these bytes.
             let available_bytes = info.free_bytes + waiting_bytes;
             let reserved_bytes =
                 info.reserve_bytes.saturating_sub(info.volume_bytes).min(available_bytes);

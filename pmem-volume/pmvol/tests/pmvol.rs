@@ -214,7 +214,8 @@ fn thin_flag_is_reported_and_unsuitable_devices_are_refused() {
         let info = folder.json(&["info", path, "--json"]);
         assert_eq!(info["thin"], thin || info["durability"] == "volatile");
         if thin && info["durability"] != "volatile" {
-            // The chunk table moves, and the command prints nothing about its old place.
+            // The chunk table moves, and the command prints nothing about the chunks that it
+            // leaves.
             let grown = folder.run(&["grow", path, "--size", "300G"]);
             assert!(grown.status.success() && grown.stderr.is_empty(), "{grown:?}");
             assert_eq!(folder.json(&["info", path, "--json"])["waiting_bytes"], 0);

@@ -173,7 +173,7 @@ fn imported_image_is_exported_unchanged_and_sparse() {
             && fs::read(folder.path("other")).unwrap() == pool
     );
 
-    // Another image replaces all of the volume, including sectors in its holes and behind its end,
+    // Another image replaces all of the volume, including sectors in its holes and past its end,
     // but only with --force.
     image(&folder.path("other"), 6 * MIB + 100, (1000..1030).chain([3]), 0x22);
     folder.fail(&["btt", "import", "pool", "v", "--from", "other"], &["holds data", "--force"]);

@@ -63,7 +63,8 @@ pub enum InfoSource {
     Second,
 }
 
-/// Reason why an info block is invalid. A type of its own, because reports of checks contain it.
+/// Reason why an info block is invalid. A separate error type, because reports of checks contain
+/// it.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum InfoError {

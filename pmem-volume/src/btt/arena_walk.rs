@@ -22,7 +22,7 @@ pub type ArenaResult = Result<(ArenaInfo, InfoSource), MissingArena>;
 pub struct MissingArena {
     /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// End of the arena in the volume, or `None` if it is unknown. In that case, everything behind
+    /// End of the arena in the volume, or `None` if it is unknown. In that case, everything after
     /// the arena is unknown too.
     pub end_bytes: Option<u64>,
     /// Reason why the arena is missing.
@@ -102,7 +102,7 @@ fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_ranges_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
-/// Returns the start of the first arena behind a missing one, found by following second info blocks
+/// Returns the start of the first arena after a missing one, found by following second info blocks
 /// backwards from the end.
 fn arena_after(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;

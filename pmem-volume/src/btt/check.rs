@@ -201,7 +201,7 @@ fn check_arena(
     for (block, lane) in &recovery.free {
         report.reference_block(&mut referenced, *block, || format!("lane {lane} of the flog"));
     }
-    // Unnamed blocks are a finding only if the flog and the map were read completely.
+    // Blocks without a reference are a finding only if the flog and the map were read completely.
     if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, referenced.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }

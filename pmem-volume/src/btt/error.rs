@@ -17,7 +17,7 @@ pub enum BttError {
     NoBtt { start_bytes: u64, reason: InfoError },
     #[error("sector size {sector_bytes} is not supported; supported sizes are 512 and 4096")]
     SectorSize { sector_bytes: u32 },
-    /// An arena is missing, and the arenas behind it cannot be found. Searching for them is not
+    /// An arena is missing, and the arenas after it cannot be found. Searching for them is not
     /// safe, because a guest's data may look like an arena.
     #[error(
         "arena {arena}, at {start_bytes:#x}, is missing ({reason}). Its end is unknown, and so are the numbers of the sectors after it. Sectors before it can be read"
@@ -46,7 +46,7 @@ pub enum BttError {
     #[error("sectors {first} to {} are outside the volume, which has {sectors}", end.saturating_sub(1))]
     Outside {
         first: u64,
-        /// First sector behind the requested range.
+        /// First sector after the requested range.
         end: u64,
         sectors: u64,
     },

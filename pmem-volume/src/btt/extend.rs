@@ -1,4 +1,4 @@
-//! Growth of a BTT by additional arenas behind the last one.
+//! Growth of a BTT by additional arenas after the last one.
 //!
 //! Existing arenas remain unchanged, byte for byte, except for `nextoff` and the checksum in both
 //! info blocks of the last one. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and
@@ -77,7 +77,7 @@ impl Extension {
     /// Writes the new arenas durably, without linking them into the BTT. `space` already has the
     /// new size, and its added part reads as zeros.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
-        // The space behind the last arena was unused and may contain any data.
+        // The space after the last arena was unused and may contain any data.
         let unused = self.arenas[0].start..self.old_bytes;
         let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
         for at in unused.clone().step_by(PIECE_BYTES as usize) {

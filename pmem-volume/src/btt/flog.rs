@@ -325,8 +325,7 @@ mod tests {
             Recovery { free: vec![(1, 0), (2, 1)], mapped: vec![(7, 1)], ..Recovery::default() };
         let by = "sector L7".to_owned();
         assert_eq!(recovery.block_with_two_owners(), Some(Finding::BlockTwice { block: 1, by }));
-        // The entry was unreadable for a newer write of another lane, although it was readable for
-        // this lane.
+        // Recovery could read the entry for this lane, but not for a newer write of another lane.
         recovery.unresolved.insert(7);
         assert_eq!(recovery.block_with_two_owners(), None);
     }

@@ -234,8 +234,8 @@ pub(super) fn write_arenas(
 }
 
 impl ArenaLayout {
-    /// Returns the layouts of arenas at the given places. The last of them is also the last arena
-    /// of the BTT.
+    /// Returns the layouts of arenas in `ranges`, each with its start and size. The last one is
+    /// also the last arena of the BTT.
     pub(super) fn all(ranges: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
         let last = ranges.len() - 1;
         let numbered = ranges.iter().enumerate();

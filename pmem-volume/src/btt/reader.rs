@@ -95,7 +95,7 @@ impl<'a, S: Media> Reader<'a, S> {
     /// may read as its old data or as another sector's data. If a part of the map is unreadable,
     /// sectors whose last write is unknown cannot be read either.
     ///
-    /// Arenas behind a missing one are opened if their start is known.
+    /// Arenas after a missing one are opened if their start is known.
     pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {
         let mut damage = Vec::new();
         let mut reader = Self { space, arena_slots: Vec::new(), sector_bytes: 0 };

@@ -332,7 +332,7 @@ fn findings_beyond_the_limit_are_counted_but_not_listed() {
 
 #[test]
 fn unused_rest_is_zeroed_before_an_arena_gets_it() {
-    // There are 6 MiB of data behind the only arena.
+    // There are 6 MiB of data after the only arena.
     let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
     Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     media.store(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
@@ -371,7 +371,8 @@ fn unused_rest_is_zeroed_before_an_arena_gets_it() {
 fn arena_behind_a_small_one_keeps_the_minimum_distance() {
     let media = MemoryMedia::new(40 << 20);
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
-    // Halves the number of blocks, and moves everything behind them to the old place of the map.
+    // Reduces the arena to 1000 sectors, and puts the map, the flog and the second info block at
+    // 8 MiB.
     let mut bytes = [0; INFO_BYTES as usize];
     media.read(START_BYTES, &mut bytes).unwrap();
     let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();

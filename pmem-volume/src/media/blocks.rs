@@ -155,8 +155,8 @@ pub(crate) fn allocate_missing(
     Ok(())
 }
 
-/// Returns the name of the file system of `file` if it writes changed blocks to a new place. On
-/// such a file system, even a store to an allocated block can fail because the file system is full.
+/// Returns the name of the file system of `file` if it is a copy-on-write file system. On such a
+/// file system, even a store to an allocated block can fail because the file system is full.
 pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
     Ok(copy_on_write_name(fstatfs(file)?.f_type, || overwrites_in_place(file)))
 }

@@ -279,7 +279,7 @@ impl FileMedia {
         io_error(operation, &range, source)
     }
 
-    /// Checks that the file is as long as the mapping. Otherwise, operations on ranges behind the
+    /// Checks that the file is as long as the mapping. Otherwise, operations on ranges past the
     /// end of the file would succeed or extend the file.
     fn check_length(&self) -> io::Result<()> {
         let metadata = self.file.metadata()?;
@@ -405,7 +405,7 @@ impl Media for FileMedia {
         assert_inside(range.start, range.end - range.start, self.len_bytes);
         let all = Some(range.clone()).filter(|range| !range.is_empty());
         match self.media_kind {
-            // The range behind the end of a truncated file is not a hole, and reading it must
+            // The range past the end of a truncated file is not a hole, and reading it must
             // report the error.
             MediaKind::Memory | MediaKind::Disk if all.is_some() && self.check_length().is_ok() => {
                 holes::next_data(&self.file, range.clone())
@@ -415,8 +415,8 @@ impl Media for FileMedia {
         }
     }
 
-    // Always inlined, like the store. The result is as large as its error, so a call would return
-    // it in memory.
+    // Always inlined, like [`Self::store_word`]. The result is as large as its error, so a call
+    // would return it in memory instead of registers.
     #[inline(always)]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         // SAFETY: word() has checked that the address is aligned and inside the mapping.
@@ -434,7 +434,8 @@ impl Media for FileMedia {
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // Recorded here instead of in the guard, because the guard also copies out of mappings.
+        // Recorded here and not in [`Guard::copy`], which also copies from mappings to other
+        // memory.
         #[cfg(test)]
         flush::recorded_ops::record(flush::recorded_ops::RecordedOp::Stored(
             pointer as usize..pointer as usize + bytes.len(),
@@ -527,7 +528,7 @@ impl Media for FileMedia {
     fn truncate_tail(&self) -> Result<(), MediaError> {
         self.check_writable()?;
         let cut = || {
-            // On a device, the space behind the pool is not used and remains unchanged.
+            // On a device, the space after the pool is not used and remains unchanged.
             if !self.media_kind.is_device() && self.file.metadata()?.len() > self.len_bytes {
                 self.file.set_len(self.len_bytes)?;
                 self.file.sync_all()?;
@@ -584,7 +585,7 @@ fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> M
 /// Extends a file to the end of the range, and allocates the range's blocks if the file is on a
 /// disk. Otherwise, a guest's store to a hole in a full file system would kill the guest. Thin
 /// files and files on tmpfs remain sparse, so their blocks or memory are allocated on use and can
-/// be returned later. The range must be behind the end of the file.
+/// be returned later. The range must be past the end of the file.
 pub(crate) fn allocate(
     file: &File,
     range: Range<u64>,

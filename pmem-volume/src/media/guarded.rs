@@ -272,7 +272,7 @@ impl Guard {
         if length == 0 {
             return Ok(());
         }
-        // SAFETY: guaranteed by the caller. The end pointer is at most one byte behind the mapping.
+        // SAFETY: guaranteed by the caller. The end pointer is at most one byte after the mapping.
         to_result(unsafe { foreshore_guarded_zero(to, to.add(length)) })
     }
 

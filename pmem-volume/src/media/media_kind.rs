@@ -54,7 +54,7 @@ pub(crate) enum MediaKindError {
 }
 
 impl MediaKind {
-    /// Determines the place of an open file. Its type is checked first, because the device node
+    /// Determines the kind of an open file. Its type is checked first, because the device node
     /// itself is in a tmpfs.
     pub(crate) fn of(file: &File) -> Result<Self, MediaKindError> {
         let metadata = file.metadata().map_err(|e| inspect_error("it", e))?;
@@ -72,7 +72,7 @@ impl MediaKind {
         }
     }
 
-    /// Determines the place of a character device. `entry` is its directory in sysfs.
+    /// Determines the kind of a character device. `entry` is its directory in sysfs.
     pub(crate) fn of_character_device(entry: &Path) -> Result<Self, MediaKindError> {
         let link = entry.join("subsystem");
         let subsystem = fs::read_link(&link).map_err(|e| inspect_error(link.display(), e))?;

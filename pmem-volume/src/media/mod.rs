@@ -87,8 +87,8 @@ impl Durability {
     }
 }
 
-/// Stores of a thread that are not persisted yet. The stores are recorded only if the media needs
-/// them, so not if stores become durable line by line or automatically. The value belongs to one
+/// Stores of a thread that are not persisted yet. Media does not record the ranges if it does not
+/// need them, because stores become durable line by line or by themselves. The value belongs to one
 /// thread, because a fence orders only stores of its own thread.
 #[derive(Debug, Default)]
 #[must_use = "stores are durable only after `end_persist`"]
@@ -112,7 +112,7 @@ impl Pending {
 }
 
 /// Failure of a media operation. Afterwards, the durability of all earlier stores is unknown. A
-/// type of its own, because other crates implement [`Media`].
+/// separate error type, because other crates implement [`Media`].
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
@@ -229,7 +229,7 @@ pub trait Media: Send + Sync {
     }
 
     /// Truncates a file to the length of the media, durably. A device is not changed, because the
-    /// space behind the media does not belong to it.
+    /// space after the media does not belong to it.
     fn truncate_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }

@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Number of draws per sample. The number is larger than 1 because some draws repeat earlier
-/// samples.
+/// Number of random images that are drawn for each one that is returned, because some repeat
+/// earlier ones.
 const DRAWS: usize = 4;
 
 /// Simulated sparse media. Words that are not stored are zero.
@@ -38,8 +38,8 @@ struct State {
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
     recording: bool,
-    /// Digest of an image whose own crashes are not recorded yet. Such an image has no durable
-    /// words and no pending stores.
+    /// Digest of the content of a crash image, until crash points of the image itself are recorded.
+    /// Until then, `durable` and `pending` are empty.
     untracked: Option<u128>,
 }
 
@@ -241,8 +241,8 @@ impl CrashPoint {
         picks.iter().map(|pick| self.image(pick)).collect()
     }
 
-    /// Returns the state after only the process has died. All stores are visible, but unpersisted
-    /// ones are not durable yet.
+    /// Returns the state after a kill of the process without a power failure. All stores are
+    /// visible, but unpersisted ones are not durable yet.
     pub(crate) fn killed(&self) -> Simulator {
         let mut visible = self.durable.clone();
         for (at, values) in &self.pending {

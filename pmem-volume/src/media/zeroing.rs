@@ -20,7 +20,7 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 /// Checks that the file system supports holes. ramfs does not, and NFS and FUSE depend on their
-/// server. The check punches a hole behind the end of the file, which changes nothing. `file` must
+/// server. The check punches a hole past the end of the file, which changes nothing. `file` must
 /// be open for writing.
 pub(super) fn makes_holes(file: &File) -> bool {
     let hole = |at| page_cache::fallocate(file, PUNCH_HOLE, &(at..at + PIECE_BYTES));

@@ -218,7 +218,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     }
 }
 
-/// Checks the properties of a new pool's sizes that do not depend on its file or device. `None`
+/// Checks the sizes of a new pool, as far as this does not depend on its file or device. `None`
 /// means the whole device.
 pub fn check_pool_sizes(size_bytes: Option<u64>, reserve_bytes: u64) -> Result<(), PoolError> {
     plan(size_bytes.unwrap_or(MAX_POOL_BYTES), reserve_bytes, Uuid::nil(), 0).map(|_| ())

@@ -20,8 +20,8 @@ use super::file::open_steps::{
 use super::lock::{Holder, LockKind};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// Reason why a file or device is not available. A type of its own without a path, because callers
-/// describe the device of the VM that uses the file.
+/// Reason why a file or device is not available. A separate error type without a path, because
+/// callers describe the device of the VM that uses the file.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ClaimError {

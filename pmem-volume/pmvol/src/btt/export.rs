@@ -127,7 +127,7 @@ enum Content<'a> {
 }
 
 impl<'a> Content<'a> {
-    /// Opens the content. Returns the damage too, with the number of its arena.
+    /// Opens the content. Also returns all damage, each with the number of its arena.
     fn of(media: &'a Media) -> anyhow::Result<(Self, ArenaDamage)> {
         if media.is_raw() {
             return Ok((Content::Bytes(media), vec![]));
@@ -337,8 +337,7 @@ impl LostSectors {
     }
 }
 
-/// Returns the part of a reason that does not depend on the place. Errors of media include the
-/// place.
+/// Returns the part of a reason without the offset, which errors of media include.
 fn kind(reason: &str) -> &str {
     reason.rsplit(':').next().unwrap_or(reason)
 }

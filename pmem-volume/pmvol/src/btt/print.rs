@@ -12,7 +12,7 @@ use super::args::Location;
 use super::media::Media;
 use crate::print::{Out, arena_findings, findings};
 
-/// Name of a place in output, and its form on a command line.
+/// Name of the location in output, and its form on a command line.
 impl Location {
     pub(crate) fn name(&self) -> String {
         match self {

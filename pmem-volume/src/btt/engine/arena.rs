@@ -210,9 +210,9 @@ impl Arena {
         }
     }
 
-    /// Makes those words of the map durable that the lanes changed last. Another program that uses
-    /// the lanes without recovery would not redo them. All other words are already durable, or
-    /// become durable before a later exchange that depends on them is committed.
+    /// Makes the map words that the lanes changed last durable. Another program that uses the lanes
+    /// without recovery would not redo them. All other words are already durable, or become durable
+    /// before a later exchange that depends on them is committed.
     pub(super) fn quiesce(&self, space: &impl Media) -> Result<(), BttError> {
         let changed = self
             .lanes

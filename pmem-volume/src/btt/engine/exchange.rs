@@ -35,7 +35,7 @@
 //!
 //! The Linux driver has the same steps, and persists each of them (drivers/nvdimm/btt.c,
 //! btt_write_pg). It therefore assumes that the map is durable (btt_freelist_init), and would
-//! overwrite lanes whose map word is not. It may open the media only after
+//! overwrite lanes whose map word is not durable. It may open the media only after
 //! [`Engine::quiesce`](super::Engine::quiesce) or a recovery by this code.
 
 use std::iter;
@@ -54,9 +54,9 @@ use crate::media::{Media, MediaError, Pending};
 /// at the same time.
 pub(super) const MAX_SECTORS: usize = 64;
 
-/// Exchange in progress. If it is dropped before it is logged, it has no effect.
+/// Exchange in progress. An exchange that is dropped before it is logged has no effect.
 ///
-/// `L` contains its lanes. The usual case is a single lane, which needs no loops.
+/// `L` is the type of its lanes: usually a single lane, which needs no loops.
 pub(super) struct Exchange<'a, S, L> {
     common: &'a Common<S>,
     arena: &'a Arena,
@@ -140,9 +140,9 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
     }
 
     /// Reads the blocks of the sectors, whose map lines are locked, in the encoding of the flog. A
-    /// failed block gets the error flag. It tells the next program that opens the volume about the
-    /// failure (Linux then clears the error). If an entry is unreadable, nothing changes, because
-    /// nothing has been stored yet.
+    /// failed block gets the error flag, which informs the next program that opens the volume
+    /// (Linux then clears the error). If an entry is unreadable, nothing changes, because nothing
+    /// has been stored yet.
     #[inline]
     fn read_old_blocks(&mut self) -> Result<(), BttError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;

@@ -75,7 +75,7 @@ struct Common<S> {
     readers: Readers,
 }
 
-/// Place of an arena.
+/// Arena of the volume, which may be missing.
 enum ArenaSlot {
     Arena(Box<Arena>),
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, reason: InfoError },

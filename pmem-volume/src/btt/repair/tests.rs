@@ -254,8 +254,8 @@ fn sectors_with_unknown_blocks_are_marked_as_lost() {
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
-    // A crash may lose any one of the words. In each case, the remaining sector should not be
-    // treated as the only one, because the remaining block may not be its block.
+    // A crash may lose any one of the words. The sector that then has no block should not receive
+    // the only block without an owner, because it may not be its own.
     let stores = &repair.fixes[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);

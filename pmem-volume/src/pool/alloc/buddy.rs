@@ -25,7 +25,7 @@ const ORDERS: usize = MAX_ORDER as usize + 1;
 /// order.
 #[derive(Debug, Default)]
 pub(crate) struct Buddy {
-    /// For each chunk, the order plus one of the free extent that starts there, or 0. Chunks behind
+    /// For each chunk, the order plus one of the free extent that starts there, or 0. Chunks after
     /// the end are not free.
     heads: Vec<u8>,
     /// Free extents of each order, sorted by wear level and start (see [`key`]).
@@ -166,7 +166,7 @@ impl Buddy {
     }
 
     /// Allocates at `start` if the chunks there are free, or otherwise as
-    /// [`Self::allocate_long_term`] does. A volume that grows directly behind its last chunk thus
+    /// [`Self::allocate_long_term`] does. A volume that grows directly after its last chunk thus
     /// gets no additional piece.
     pub(crate) fn allocate_long_term_at(
         &mut self,

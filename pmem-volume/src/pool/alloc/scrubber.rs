@@ -91,8 +91,8 @@ impl<M: Media> Drop for Scrubber<M> {
     }
 }
 
-/// Signals between a pool and its scrubber, which are not part of the pool. Otherwise, the waiting
-/// thread would keep the pool open.
+/// Signals between a pool and its scrubber. They are not part of the pool, because the waiting
+/// thread would then keep the pool open.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct ScrubWake {
     signals: Mutex<Signals>,

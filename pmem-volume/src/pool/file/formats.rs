@@ -5,8 +5,8 @@
 //! common disk images. The RAIDs of JMicron, VIA and Silicon are omitted, because other files may
 //! contain their two to four bytes near the end.
 //!
-//! An ordinary file can match a format by accident. In that case, a flag refuses a file that it
-//! could have emptied, and no data is lost. Two rules make such accidents rare:
+//! An ordinary file can match a format by accident. Such a file is refused although it could have
+//! been emptied, and no data is lost. Two rules make such accidents rare:
 //!
 //! - A name or magic number of at least 4 bytes (`CD001`, `XFSB`) is sufficient. Other text or data
 //!   rarely contains it at exactly that position.

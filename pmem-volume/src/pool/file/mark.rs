@@ -18,13 +18,13 @@ struct Attribute {
 }
 
 /// Regular files support user attributes. Device nodes, and files on tmpfs before Linux 6.6,
-/// support only trusted attributes, which require CAP_SYS_ADMIN (xattr(7)). The VMM gives it up.
+/// support only trusted attributes. These require CAP_SYS_ADMIN (xattr(7)), which the VMM drops.
 const ATTRIBUTES: [Attribute; 2] = [
     Attribute { name: c"user.foreshore", probe: c"user.foreshore.probe" },
     Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },
 ];
 
-/// Reason why a file cannot be marked. A type of its own, because a mark is optional and its
+/// Reason why a file cannot be marked. A separate error type, because a mark is optional and its
 /// failure is at most logged.
 #[derive(Debug, Error)]
 pub enum MarkError {

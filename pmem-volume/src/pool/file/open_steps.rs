@@ -124,7 +124,7 @@ impl Opened {
             let bytes = copy.as_mut_bytes();
             match &first_chunk {
                 Some(media) => media.read(offset, bytes)?,
-                // A copy behind the end of the file remains zeroed, which is not a valid
+                // A copy past the end of the file remains zeroed, which is not a valid
                 // superblock.
                 None if offset + SUPERBLOCK_BYTES > self.length.bytes() => {}
                 None => self.file.read_exact_at(bytes, offset).map_err(file_error)?,
@@ -348,11 +348,11 @@ pub(in crate::pool) fn select_superblock(
     }
     let file_bytes = length.bytes();
     match file_bytes.cmp(&pool_bytes) {
-        // On a device, the space behind the pool is not part of the pool, which may grow into it.
+        // On a device, the space after the pool is not part of the pool, which may grow into it.
         std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
             Ok((superblock, findings))
         }
-        // A crash interrupted the growth. The space behind the old end is not part of the pool yet.
+        // A crash interrupted the growth. The space past the old end is not part of the pool yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => {
             Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })

@@ -101,7 +101,7 @@ impl Run {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// Returns the first chunk behind the run.
+    /// Returns the first chunk after the run.
     pub(crate) fn end(self) -> ChunkId {
         self.start.plus(self.chunks)
     }

@@ -99,7 +99,7 @@ impl Superblock {
         count as u32
     }
 
-    /// Returns the first chunk behind the chunk table.
+    /// Returns the first chunk after the chunk table.
     pub(crate) fn chunk_table_end_chunk(&self) -> u64 {
         self.tables()[0].end.div_ceil(CHUNK_BYTES)
     }

@@ -19,8 +19,8 @@ use crate::pool::format::mirrored;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VolumeName(String);
 
-/// Reason why a volume name is invalid. A type of its own, because configurations are parsed before
-/// a pool is open.
+/// Reason why a volume name is invalid. A separate error type, because configurations are parsed
+/// before a pool is open.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
@@ -120,7 +120,7 @@ pub(crate) struct VolumeRecord {
 /// Remaining work for a part of a split volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Slot of the split volume. Chunks behind the end of its first part belong to other parts.
+    /// Slot of the split volume. Chunks past the end of its first part belong to other parts.
     pub(crate) origin: Slot,
     /// Index of the part's first chunk in the split volume.
     pub(crate) index: u32,

@@ -280,7 +280,7 @@ impl<M: Media> Pool<M> {
             // pool.
             Err(PoolError::VolumeUnfinished { .. }) => (None, None),
             Err(PoolError::Media(error)) => (None, Some(foreshore_types::chain(&error))),
-            // The caller already knows the rest of the error.
+            // The rest of the error is the name of the volume, which is reported separately.
             Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),
             Err(error) => (None, Some(foreshore_types::chain(&error))),
         };

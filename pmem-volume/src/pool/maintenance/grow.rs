@@ -25,7 +25,7 @@ impl Pool {
     }
 
     /// Enlarges a pool as [`Pool::grow`] does. Without a size, the pool grows to the size of its
-    /// device. Data behind the pool on a device is erased only with `force`. `progress` receives
+    /// device. Data after the pool on a device is erased only with `force`. `progress` receives
     /// the progress of allocating the file or erasing the device.
     pub fn grow_with(
         path: &Path,
@@ -142,7 +142,7 @@ impl From<MediaError> for Failure {
 ///
 /// 1. Announce the future file size in the superblock. From here on, a longer file is not damage.
 /// 2. Extend the file, or erase the part of the device for the new chunks. Make the change durable.
-/// 3. Store the table entries of the new chunks behind the old ones or in a new table, and persist
+/// 3. Store the table entries of the new chunks after the old ones or in a new table, and persist
 ///    them.
 /// 4. Write the superblock with the new size and table. From here on, the pool is larger.
 ///
@@ -221,7 +221,7 @@ pub(in crate::pool) fn announce_growth(
 }
 
 /// Performs step 3 of a growth. The entries have no effect until the superblock refers to them.
-/// They are behind the end of the old table, or in chunks that were not part of the pool.
+/// They are past the end of the old table, or in chunks that were not part of the pool.
 pub(in crate::pool) fn write_table(
     media: &dyn Media,
     old: &Superblock,

@@ -125,7 +125,7 @@ extern "C" fn print_total() {
     let _ = writeln!(std::io::stderr(), "crash images opened: {images}");
 }
 
-/// One out of this many images also crashes during its recovery.
+/// For one in this many images, crashes during its recovery are tested too.
 const RECOVERIES: usize = 16;
 /// Maximum number of images per crash point of a recovery.
 const RECOVERY_BOUND: usize = 8;

@@ -321,7 +321,7 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
 }
 
 /// Runs `wrong` on a pool with a volume `v` of two chunks. Expects the verification of a crash
-/// during it to fail.
+/// during `wrong` to fail.
 pub(super) fn must_be_detected(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();

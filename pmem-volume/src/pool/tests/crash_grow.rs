@@ -165,7 +165,8 @@ fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
     let roomy = Superblock::new(uuid::Uuid::nil(), 0, 131_071, 0);
     let stays = grow::plan(&roomy, 131_072 * CHUNK_BYTES).unwrap();
     assert_eq!(stays.chunk_table_offset, roomy.chunk_table_offset);
-    // Another table follows directly in the same chunk.
+    // A copy of the volume table follows the chunk table directly, so the chunk table cannot grow
+    // in place.
     let mut crowded = Superblock::new(uuid::Uuid::nil(), 0, 100, 0);
     crowded.volume_table_offsets[1] = CHUNK_BYTES + 1600;
     assert_eq!(

@@ -15,7 +15,7 @@ const BOUND: usize = 32;
 const CHUNKS: u32 = 14;
 /// Size of the smallest BTT volume, and of one with a second arena, in chunks.
 const BTT_CHUNKS: [u64; 2] = [9, 18];
-/// For one of this many seeds, the pool is large enough for BTT volumes.
+/// One in this many seeds uses a pool that is large enough for BTT volumes.
 const BTT_SEEDS: u64 = 6;
 const BTT_POOL_CHUNKS: u32 = 28;
 /// Number of chunks that every second pool reserves for volumes. Most pools use fewer.

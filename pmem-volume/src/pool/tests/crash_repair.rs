@@ -53,7 +53,7 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         flip(records[1] + 64, 1 << 9);
         flip(entry(1), 1);
     };
-    // One owner word has a single wrong bit, and only the record explains the other.
+    // One more owner word has a single wrong bit. Another is zero, and only the record explains it.
     let gap = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));

@@ -208,7 +208,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
     pool.scrub_all().unwrap();
-    // The added chunks differ from the removed ones.
+    // The volume grows back into two of the removed chunks.
     let again = pool.resize_volume("v", bytes(4), Shrink::Refuse).unwrap();
     assert_eq!(again.extents, 1);
     let points = media.take_points();
@@ -236,7 +236,7 @@ fn removed_index_never_has_two_chunks_later() {
     for (name, chunks) in [("x", 1), ("v", 2), ("y", 1)] {
         pool.create_volume(name, bytes(chunks), VolumeFormat::Raw).unwrap();
     }
-    // The volume continues behind y. Later it is extended before y, at the former place of x.
+    // The volume continues after y. Later, it shrinks, and then grows by the former chunk of x.
     pool.resize_volume("v", bytes(6), Shrink::Refuse).unwrap();
     pool.delete_volume("x").unwrap();
     pool.scrub_all().unwrap();

@@ -76,7 +76,7 @@ fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
 
 /// Checks that either the volume or all parts exist, and that every byte is in the right place.
 fn verify_raw_split(image: &Simulator, before: &Volumes) -> Result<(), String> {
-    // A reader sees the same, even before the remaining steps.
+    // A reader sees the same volumes, even before a writer completes the split.
     let opened = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
     let visible = volumes_of(&opened);
     drop(opened);
@@ -161,7 +161,7 @@ fn owner_words_before_the_records_are_detected() {
     media.record();
     let (parts, slots) = entries(&pool, slot, &records);
     store_part_owners(&media, &pool.superblock, &parts, &slots).unwrap();
-    // This is too late, because the records must be written first.
+    // The records are written too late: they must precede the owner words.
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| verify_raw_split(image, &before))

@@ -267,7 +267,7 @@ fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
     assert_eq!(fixture.check().pool, []);
 
     // Each transaction would store to an invalid place: a free chunk, a superblock, the log itself,
-    // or behind the end.
+    // or past the end.
     for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {
         redo_log::write_for_test(&media, &superblock, &[(at, 1)]);
         fs::write(fixture.path(), media.to_bytes()).unwrap();

@@ -160,7 +160,7 @@ fn pool_grows_into_an_enlarged_block_device() {
     );
     assert!(too_small, "{error}");
     disk.extend(48 * MIB);
-    // Data behind the pool should not be visible to the next owner of that space. It is in the
+    // Data after the pool should not be visible to the next owner of that space. It is in the
     // middle of the added part.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
@@ -453,7 +453,7 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
     Ok(pool.info().total_bytes)
 }
 
-/// Grows a simulated pool on a device that has data behind the pool. Returns the sizes of the pools
+/// Grows a simulated pool on a device that has data after the pool. Returns the sizes of the pools
 /// in the crash images.
 fn grow_on_device(
     table_offset: u64,

@@ -25,7 +25,7 @@ const LOST: [Owner; 4] = [
     Owner::Free,
     Owner::Scrub,
     Owner::Memory,
-    // A leftover behind the end of another volume.
+    // A leftover past the end of another volume.
     Owner::Volume { slot: Slot(0), index: 9 },
 ];
 

@@ -340,11 +340,11 @@ const RECORD_SEALED: Expected = &[
     ("format", &["Damaged VolumeRecordInvalid"]),
     ("name_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved0", &["opens"]),
-    // Two flags are valid alone. One allows missing chunks, and the other marks an unfinished
-    // split.
+    // Two flags are valid without other changes: one allows missing chunks, and one marks an
+    // unfinished split.
     ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
-    // These values are also valid before a growth or after a shrink.
+    // Some changed sizes are valid too, as if the volume had not grown yet or had shrunk.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),

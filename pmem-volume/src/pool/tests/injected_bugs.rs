@@ -41,7 +41,7 @@ fn reuse_of_a_slot_before_the_scrub_marks_is_detected() {
         let slot = Slot(0);
         mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
             .unwrap();
-        // Omitted: changing its owner words to *scrub*, and persisting them.
+        // Omitted: changing the volume's owner words to *scrub*, and persisting them.
         let run = Run { start: ChunkId(8), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
         write_record(media, pool, &record_of(slot, "v", VolumeFormat::Raw, 2));
@@ -66,7 +66,7 @@ fn record_of_a_btt_volume_before_its_format_is_detected() {
     assert!(error.contains("BTT of b"), "{error}");
 }
 
-/// Performs the steps for chunks that a crash left lent, in the wrong order.
+/// Frees chunks that a crash left lent before it erases them.
 #[test]
 fn freeing_before_erasing_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -98,7 +98,8 @@ fn open_that_does_not_mark_leftovers_is_detected() {
             })
         };
         make(8).unwrap();
-        // Omitted: changing its owner word to *scrub* and persisting it before all other changes.
+        // Omitted: changing the chunk's owner word to *scrub*, and persisting it before all other
+        // changes.
         make(10).unwrap();
         write_record(media, pool, &record_of(slot, "w", VolumeFormat::Raw, 1));
     });

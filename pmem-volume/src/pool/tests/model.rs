@@ -121,7 +121,7 @@ impl Model {
         match () {
             () if chunks == *has || (chunks < *has && !may_shrink) => Outcome::Refused,
             () if chunks < *has => Outcome::Done,
-            // An additional arena has at least 16 MiB. It starts behind the last arena and the
+            // An additional arena has at least 16 MiB. It starts after the last arena and the
             // unused space after it.
             () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => Outcome::Refused,
             () if chunks - has > self.free() => Outcome::Full,

@@ -127,8 +127,8 @@ fn check_class(class: Durability, reported_class: Durability) -> Result<(), Stri
     Ok(())
 }
 
-/// Creates a pool with a volume that has no adjacent chunks. Its BTT ends shortly behind a chunk
-/// boundary, so that its map is on both sides. Returns the first sector whose map entry is behind
+/// Creates a pool with a volume that has no adjacent chunks. Its BTT ends shortly after a chunk
+/// boundary, so that its map is on both sides. Returns the first sector whose map entry is after
 /// the boundary.
 fn fragmented(fixture: &Fixture) -> u64 {
     let pool = fixture.create(64 * MIB, 0);
@@ -175,7 +175,7 @@ fn stores_across_an_extent_boundary_are_persisted() {
                 "{}: {sectors} from {first} on: {left_out:x?}",
                 class.name()
             );
-            // These are words of the map, and none of them is durable yet.
+            // The ranges left in `stored` are words of the map, which are not durable yet.
             assert!(log.stored.len() >= sectors / 2, "{:x?}", log.stored);
         }
         assert_eq!(log.lock().unwrap().named.len(), 2 * across(border).count());

@@ -291,7 +291,7 @@ fn erasures_before_the_scrubber_starts_do_not_count_towards_its_limit() {
     let began = Instant::now();
     let _scrubber = Scrubber::start(&pool, CRAWL, || ()).unwrap();
     wait_until_clean(&pool);
-    // Otherwise, the first batch would be delayed because of the 36 MiB.
+    // The 36 MiB that were erased earlier do not delay the first batch.
     assert!(began.elapsed() < MAX_DEBT);
 }
 
@@ -352,9 +352,10 @@ fn scrubber_ends_with_or_before_its_pool() {
         scope.spawn(move || {
             task.send(this_task()).unwrap();
             drop(scrubber);
-            // If the test has seen that the thread sleeps, the receiver no longer exists.
+            // The receiver no longer exists if the test has already observed that the thread
+            // sleeps.
             let _ = end.send(());
-            // The thread has already dropped its reference.
+            // The scrubber's thread has already dropped its reference to the pool.
             assert!(weak.strong_count() <= 1);
         });
         let early =
@@ -363,7 +364,7 @@ fn scrubber_ends_with_or_before_its_pool() {
         assert!(early.is_none(), "it did not wait for the current batch of the thread");
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
-    // In the reverse order, the scrubber must not keep the pool open.
+    // If the pool is dropped before the scrubber, the scrubber must not keep it open.
     let scrubber = Scrubber::start(&pool, None, || ()).unwrap();
     wait_until_clean(&pool);
     let weak = Arc::downgrade(&pool);

@@ -465,7 +465,7 @@ impl<M: Media> Drop for Volume<M> {
     }
 }
 
-/// Checks the properties of a volume's size that do not depend on the pool. The smallest BTT is
+/// Checks the size of a volume, as far as this does not depend on the pool. The smallest BTT is
 /// larger than the smallest volume, so a known format makes the check stricter.
 pub fn check_volume_size(size_bytes: u64, format: Option<VolumeFormat>) -> Result<(), PoolError> {
     chunk_count("volume size", size_bytes)?;

@@ -19,7 +19,7 @@ use foreshore_types::size::Size;
 pub enum Shrink {
     /// Returns an error if the new size is smaller.
     Refuse,
-    /// Allows shrinking. The data behind the new end is erased.
+    /// Allows shrinking. The data past the new end is erased.
     Allow,
 }
 
@@ -192,7 +192,7 @@ impl<M: Media> Pool<M> {
         Ok(words)
     }
 
-    /// 1. Write the volume record. From here on, the chunks behind its end are leftovers.
+    /// 1. Write the volume record. From here on, the chunks past its end are leftovers.
     /// 2. Change their owner words to *scrub* and persist them. Otherwise, a chunk that the volume
     ///    gets later could have the same index.
     ///

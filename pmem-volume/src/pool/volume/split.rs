@@ -305,7 +305,7 @@ pub(in crate::pool) fn finish_records(
     Ok(())
 }
 
-/// Checks the properties of a split's parts that do not depend on the volume.
+/// Checks the parts of a split, as far as this does not depend on the volume.
 pub fn check_parts(parts: &[(String, VolumeSize)]) -> Result<(), SplitError> {
     if parts.len() < 2 {
         return Err(SplitError::TooFew { count: parts.len() });

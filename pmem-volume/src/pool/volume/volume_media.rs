@@ -120,9 +120,9 @@ impl<M: Media> Media for Volume<M> {
         self.pool().media().load_word(at)
     }
 
-    /// A failure elsewhere is detected by the persist that follows the store. An exchange ends with
-    /// a store into the map without a persist. By then, an earlier persist has already committed
-    /// the exchange.
+    /// If another operation has failed, the persist that follows the store detects it. The last
+    /// store of an exchange, into the map, has no persist, but an earlier persist has committed the
+    /// exchange.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         debug_assert_word(offset_bytes);
@@ -174,7 +174,7 @@ impl<M: Media> Media for Volume<M> {
     #[inline(always)]
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), range.end - range.start);
-        // The media would do nothing either, but this check also saves locating the range.
+        // Volatile media would do nothing, but this check also saves locating the range.
         if self.durability() == Durability::Volatile {
             return Ok(());
         }

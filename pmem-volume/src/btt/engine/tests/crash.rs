@@ -130,15 +130,15 @@ fn sectors_survive_a_kill_and_then_a_loss_of_power() {
 fn two_exchanges(bug: InjectedBug) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;
-    // The second exchange uses the same map line, so that one of them waits, then another line, and
-    // then the same sector.
+    // The second exchange has another sector in the same map line, so that one of them waits, then
+    // a sector in another line, and then the same sector.
     for (index, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
         for order in (0..1u32 << (2 * STEPS)).filter(|order| order.count_ones() == STEPS) {
             let recorded = Recorded::new(new_media(), bug, Oracle::default());
             let engine = Engine::open(&recorded).unwrap();
             recorded.is_open.store(true, Ordering::Relaxed);
             let mut script = Script::new(&engine, &recorded, 2, 0);
-            // Leaves an unsettled write in the same lanes.
+            // Leaves a write in the same lanes whose map words are not durable yet.
             script.begin(0, 1..3);
             script.finish();
             recorded.record();

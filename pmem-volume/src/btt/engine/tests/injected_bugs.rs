@@ -1,5 +1,5 @@
-//! Wrong orders of steps, which the media imposes on the engine. Their detection proves that the
-//! tests of the right order are effective.
+//! Wrong orders of steps, which the media simulates while a correct engine runs. Their detection
+//! proves that the tests of the right order are effective.
 
 use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::InjectedBug;

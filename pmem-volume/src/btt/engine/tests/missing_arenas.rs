@@ -1,4 +1,4 @@
-//! Missing and unreadable arenas. The arenas behind a missing one are available only if the numbers
+//! Missing and unreadable arenas. The arenas after a missing one are available only if the numbers
 //! of their sectors are known.
 
 use std::sync::atomic::Ordering;
@@ -88,7 +88,7 @@ fn several_missing_arenas_are_ambiguous() {
     let (media, arenas) = with_three_arenas();
     let third = info_at(&media, arenas[2].start_bytes);
     destroy_second_arena(&media);
-    // Its first info block is whole, but a guest may have written it.
+    // The first info block of the third arena is whole, but a guest may have written it.
     corrupt(&media, third.copy_at);
     assert_refused(&media);
     corrupt(&media, third.start_bytes);
@@ -282,7 +282,8 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         damage.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
         [(1, reason)]
     );
-    // The entry is old, and remains doubtful even when it becomes readable.
+    // The sector's map entry is old. The sector cannot be read even when its entry becomes
+    // readable.
     for bad in [unreadable..unreadable + 8, 0..0] {
         failing.set_bad(std::slice::from_ref(&bad));
         assert_eq!(read(&engine, first), content(first, 2, 4096));

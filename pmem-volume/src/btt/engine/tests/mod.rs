@@ -30,7 +30,7 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
-/// Creates media with two arenas. The second one is behind the initial size of the volume.
+/// Creates media with two arenas. The second one is beyond the initial size of the volume.
 pub(super) fn format_two_arenas(sector_bytes: u32) -> MemoryMedia {
     grown(&formatted(sector_bytes), 2 * VOLUME_BYTES)
 }

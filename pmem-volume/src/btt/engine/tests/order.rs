@@ -81,7 +81,7 @@ impl Sector {
                 .iter()
                 .for_each(|word| word.store(version, Ordering::Relaxed));
             let old = self.map.load(Ordering::Relaxed);
-            // Like a store to the media, it is ordered after all earlier stores.
+            // This store is ordered after all earlier stores, like a store to the media.
             self.map.store(free, Ordering::Release);
             free = old;
         }
@@ -172,7 +172,7 @@ fn neighbors_change(omitted: OmittedStep) -> Result<(), String> {
         let shared = Arc::new((LineLocks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
         let change = move |shared: &(LineLocks, Map, OneWord), sector: u32| {
             let (locks, map, word) = shared;
-            // A separate lock does not exclude the other writer.
+            // To omit the lock of the line, each writer uses a lock of its own.
             let own = LineLocks::new(1);
             let locks = if omitted == OmittedStep::LineLock { &own } else { locks };
             let sectors = sector..sector + 1;
