@@ -230,9 +230,9 @@ Examples:
         #[arg(value_parser = volume_name())]
         name: String,
         /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining`
-        /// leaves nothing for
-        /// --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM
-        /// may need. With --from FILE, the smallest size that holds the image by default
+        /// leaves no space for --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves
+        /// as much as the VM may need. With --from FILE, the default is the smallest size that
+        /// holds the image
         #[arg(
             long,
             value_name = "SIZE",
@@ -302,11 +302,11 @@ Examples:
         #[arg(value_parser = volume_name())]
         name: String,
         /// New size of the volume, a multiple of 2M, or `remaining` to add all free space.
-        /// `remaining` leaves nothing
-        /// for --pm-memory of a VM; size=remaining of --pm-volume leaves as much as the VM may need
+        /// `remaining` leaves no space for --pm-memory of a VM; size=remaining of --pm-volume
+        /// leaves as much as the VM may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
-        /// Let a raw volume shrink; the data behind its new end is erased
+        /// Let a raw volume shrink; the data past its new end is erased
         #[arg(long)]
         shrink: bool,
         #[command(flatten)]

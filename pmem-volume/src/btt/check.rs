@@ -42,7 +42,7 @@ pub enum Finding {
     EntryUnreadable { sector: u32, reason: String },
     #[error("the flog uses its slots in an unknown way")]
     FlogPadding,
-    #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
+    #[error("lane {lane} of the flog has invalid sequence numbers: {} and {}", sequences[0], sequences[1])]
     FlogSequence { lane: u32, sequences: [u32; 2] },
     #[error("lane {lane} of the flog has {field} {value}, which is not below {bound}")]
     FlogRange {

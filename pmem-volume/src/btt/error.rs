@@ -43,14 +43,14 @@ pub enum BttError {
         Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
     )]
     TooLittleGrowth { size_bytes: u64, least_bytes: u64 },
-    #[error("sectors {first} to {} are outside the volume, which has {sectors}", end.saturating_sub(1))]
+    #[error("sectors {first} to {} are outside the volume, which has {sectors} sectors", end.saturating_sub(1))]
     Outside {
         first: u64,
         /// First sector after the requested range.
         end: u64,
         sectors: u64,
     },
-    #[error("{length_bytes} bytes are not a multiple of the sector's {sector_bytes}")]
+    #[error("{length_bytes} bytes are not a multiple of the sector size, {sector_bytes}")]
     Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {reason}")]
     ReadOnly { arena: usize, reason: Fault },

@@ -57,7 +57,7 @@ impl MediaKind {
     /// Determines the kind of an open file. Its type is checked first, because the device node
     /// itself is in a tmpfs.
     pub(crate) fn of(file: &File) -> Result<Self, MediaKindError> {
-        let metadata = file.metadata().map_err(|e| inspect_error("it", e))?;
+        let metadata = file.metadata().map_err(|e| inspect_error("the file or device", e))?;
         let kind = metadata.file_type();
         if kind.is_file() {
             let in_memory = is_in_memory(file).map_err(|e| inspect_error("the file system", e))?;

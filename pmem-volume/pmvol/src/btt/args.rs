@@ -44,9 +44,10 @@ Examples:
     /// Repair a BTT from its redundant records
     ///
     /// An info block is restored from its copy. An invalid lane of the log gets an unused block. A
-    /// sector that is mapped to no block gets the only unused one; several such sectors are marked
-    /// as lost, and reads of them fail until they are written. The error flag, which makes an arena
-    /// read-only, is cleared if no other damage is left. Each step is printed before it is taken.
+    /// sector that is mapped to no block gets the only unused block; several such sectors are
+    /// marked as lost, and reads of them fail until they are written. The error flag, which makes
+    /// an arena read-only, is cleared if no other damage is left. Each step is printed before it is
+    /// taken.
     ///
     /// Readable sectors keep their content, and no block that may hold data is written. If two
     /// sectors share a block, or a sector and the log do, the repair changes neither, and the arena
@@ -152,7 +153,7 @@ pub(crate) struct ImportOptions {
     /// Format of the image; raw by default, unless the image begins with the header of qcow2
     #[arg(long, value_enum)]
     pub(crate) format: Option<ImageFormat>,
-    /// Replace existing data of the volume, also behind the end of the image
+    /// Replace existing data of the volume, also past the end of the image
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]

@@ -24,9 +24,9 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 pub(super) enum Qcow2Error {
     #[error("not a qcow2 image: its first bytes differ from the magic")]
     NoMagic,
-    #[error("not a qcow2 image: its {length_bytes} bytes are less than a header")]
+    #[error("not a qcow2 image: it has {length_bytes} bytes, fewer than a header")]
     Short { length_bytes: usize },
-    #[error("qcow2 version {0} is not supported, only 2 and 3")]
+    #[error("qcow2 version {0} is not supported; supported versions are 2 and 3")]
     Version(u32),
     #[error("the image has a backing file, {OTHER_FILES_REFUSED}")]
     BackingFile,

@@ -35,7 +35,7 @@ pub(super) fn read(
     let end = first.saturating_add(count);
     if end > sectors {
         bail!(
-            "sectors {first} to {} are not in the volume, which has {sectors}",
+            "sectors {first} to {} are not in the volume, which has {sectors} sectors",
             end.saturating_sub(1)
         );
     }
