@@ -1,5 +1,6 @@
 //! Entry inhibitor of a VM. While it is set, no vCPU can enter the guest.
 
+use std::cell::Cell;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -121,8 +122,17 @@ impl EntryInhibitor {
     }
 }
 
+/// Returns the kernel ID of the calling thread. Each thread calls gettid() only once, because a
+/// system call per guest entry is expensive. A signal handler may call this function.
 fn this_thread() -> libc::pid_t {
-    gettid().as_raw_nonzero().get()
+    thread_local! {
+        /// 0 before the first call.
+        static ID: Cell<libc::pid_t> = const { Cell::new(0) };
+    }
+    if ID.get() == 0 {
+        ID.set(gettid().as_raw_nonzero().get());
+    }
+    ID.get()
 }
 
 /// Interrupts KVM_RUN with a signal. The caller must repeat this, because a signal that arrives
@@ -186,6 +196,7 @@ pub(crate) mod tests {
             assert_eq!(thread.join().unwrap(), 1);
         }
         assert!(!inhibitor.enter(0));
+        assert_eq!(this_thread(), gettid().as_raw_nonzero().get());
         inhibitor.release();
         assert!(inhibitor.enter(0));
     }
