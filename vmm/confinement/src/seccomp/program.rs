@@ -9,7 +9,7 @@ use seccompiler::{
 };
 
 use super::calls::{Allowed, Condition, allowed};
-use super::request::KVM_RUN;
+use super::request::{KVM_RUN, KVM_SIGNAL_MSI};
 use super::{SeccompMode, report};
 use crate::thread::ThreadKind;
 
@@ -27,6 +27,9 @@ const SECOND_ARGUMENT: u32 = 24;
 /// `AUDIT_ARCH_X86_64` of linux/audit.h.
 const X86_64: u32 = 0xc000_003e;
 
+/// Upper bits of the request `KVM_SIGNAL_MSI`, which writes a `struct kvm_msi` of 32 bytes.
+const KVM_MSI_WRITTEN: u32 = 0x4020_0000;
+
 /// Compiles the filter of a thread.
 ///
 /// # Panics
@@ -41,11 +44,10 @@ pub(super) fn compile(kind: ThreadKind, mode: SeccompMode) -> BpfProgram {
     let architecture = ARCH.try_into().expect("an architecture of seccompiler");
     let filter = SeccompFilter::new(rules, otherwise, SeccompAction::Allow, architecture);
     let rest: BpfProgram = filter.expect("valid rules").try_into().expect("a valid filter");
-    let mut program = refuse_clone3().to_vec();
     // The filter that a vCPU's thread inherits runs as well.
-    if matches!(kind, ThreadKind::Vcpu | ThreadKind::SetUp) {
-        program.extend(allow_kvm_run());
-    }
+    let is_of_vcpu = matches!(kind, ThreadKind::Vcpu | ThreadKind::SetUp);
+    let mut program = if is_of_vcpu { allow_requests_of_vcpu().to_vec() } else { Vec::new() };
+    program.extend(refuse_clone3());
     if mode == SeccompMode::Log {
         program.extend(allow_repeated_calls());
     }
@@ -89,16 +91,19 @@ fn compiled(argument: u8, mask: u64, value: u64) -> SeccompCondition {
     condition.expect("an argument of a call")
 }
 
-/// Allows `KVM_RUN` with few instructions. The kernel remembers only calls that are allowed for all
-/// arguments (kernel/seccomp.c, `seccomp_cache_prepare`), so the filter runs at each guest entry.
-fn allow_kvm_run() -> [sock_filter; 7] {
+/// Allows the frequent requests of a vCPU's thread with few instructions. The kernel remembers only
+/// calls that are allowed for all arguments (kernel/seccomp.c, `seccomp_cache_prepare`), so the
+/// filter runs at each request.
+fn allow_requests_of_vcpu() -> [sock_filter; 9] {
     [
         load(ARCHITECTURE),
-        unless_equal(X86_64, 5),
+        unless_equal(X86_64, 7),
         load(CALL),
-        unless_equal(libc::SYS_ioctl as u32, 3),
+        unless_equal(libc::SYS_ioctl as u32, 5),
         load(SECOND_ARGUMENT),
         unless_equal(KVM_RUN, 1),
+        allow(),
+        unless_equal(KVM_SIGNAL_MSI | KVM_MSI_WRITTEN, 1),
         allow(),
     ]
 }
@@ -142,4 +147,57 @@ fn allow() -> sock_filter {
 
 fn return_value(value: u32) -> sock_filter {
     sock_filter { code: RETURN, jt: 0, jf: 0, k: value }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // More instructions of classic BPF, which seccompiler uses.
+    const JUMP: u16 = 0x05;
+    const AND: u16 = 0x54;
+
+    /// Runs a filter on a call. Returns the result and the number of executed instructions.
+    fn run(program: &[sock_filter], architecture: u32, call: u32, request: u32) -> (u32, usize) {
+        let (mut word, mut next) = (0, 0);
+        for count in 1.. {
+            let sock_filter { code, jt, jf, k } = program[next];
+            next += 1;
+            match code {
+                LOAD_WORD => {
+                    word = match k {
+                        CALL => call,
+                        ARCHITECTURE => architecture,
+                        SECOND_ARGUMENT => request,
+                        _ => 0,
+                    };
+                }
+                AND => word &= k,
+                JUMP => next += k as usize,
+                JUMP_IF_EQUAL => next += usize::from(if word == k { jt } else { jf }),
+                RETURN => return (k, count),
+                other => panic!("unexpected instruction {other:#x}"),
+            }
+        }
+        unreachable!()
+    }
+
+    #[test]
+    fn frequent_requests_of_vcpu_take_few_instructions() {
+        const IOCTL: u32 = libc::SYS_ioctl as u32;
+        /// `AUDIT_ARCH_I386` of linux/audit.h. These programs have other numbers for calls.
+        const I386: u32 = 0x4000_0003;
+        // KVM_RUN and KVM_SIGNAL_MSI with sizes (linux/kvm.h).
+        for (request, count) in [(0xae80, 7), (0x4020_aea5, 8)] {
+            for kind in [ThreadKind::Vcpu, ThreadKind::SetUp] {
+                let program = compile(kind, SeccompMode::Enforce);
+                let outcome = run(&program, X86_64, IOCTL, request);
+                assert_eq!(outcome, (libc::SECCOMP_RET_ALLOW, count), "{kind:?}");
+                for (architecture, call) in [(I386, IOCTL), (X86_64, libc::SYS_execve as u32)] {
+                    let (result, _) = run(&program, architecture, call, request);
+                    assert_ne!(result, libc::SECCOMP_RET_ALLOW, "{kind:?}, {architecture:#x}");
+                }
+            }
+        }
+    }
 }
