@@ -220,6 +220,7 @@ fn assert_adds_up(info: &PoolInfo) {
     ];
     assert_eq!(parts.iter().sum::<u64>(), info.total_bytes, "{info:?}");
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
+    assert!(info.reserved_bytes <= info.usable_bytes(), "{info:?}");
 }
 
 /// Opens arbitrary bytes as a pool. Nothing may change if the pool is opened for reading, or if

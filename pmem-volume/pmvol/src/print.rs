@@ -263,6 +263,12 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         "reserve      {} (reserved for volumes, never lent as memory)",
         Size(info.reserve_bytes).rounded()
     )?;
+    writeln!(
+        out,
+        "reserved     {} (not available to memory)",
+        Size(info.reserved_bytes).rounded()
+    )?;
+    writeln!(out, "promised     {} (sizes of volumes)", Size(info.promised_bytes).rounded())?;
     writeln!(out, "lendable     {}", Size(info.lendable_bytes).rounded())?;
     if report.waiting_bytes > 0 {
         writeln!(

@@ -143,7 +143,7 @@ fn json_reports_match_text_reports() {
         "retired",
         "metadata",
     ];
-    for name in sizes.iter().chain(&["reserve", "lendable"]) {
+    for name in sizes.iter().chain(&["reserve", "reserved", "promised", "lendable"]) {
         let bytes = json[format!("{name}_bytes")].as_u64().unwrap();
         assert!(text.contains(&Size(bytes).rounded()), "{name}: {text}");
     }

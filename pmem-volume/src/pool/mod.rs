@@ -182,6 +182,8 @@ struct Totals {
     /// Chunks that will be free after they are erased.
     pending: u32,
     volumes: u32,
+    /// Sum of the volumes' sizes. The size in a record is untrusted, so the sum saturates.
+    promised_bytes: u64,
 }
 
 /// Number of chunks in each state. The buddy allocator counts the free ones.
@@ -209,11 +211,16 @@ pub struct PoolInfo {
     pub thin: bool,
     /// Size of the pool.
     pub total_bytes: u64,
-    /// Bytes reserved for volumes, which are never lent as memory.
+    /// Bytes reserved for volumes, which are never lent as memory (STRG).
     pub reserve_bytes: u64,
+    /// Bytes that memory cannot get: the larger of `reserve_bytes` and `volume_bytes`, limited to
+    /// the usable bytes.
+    pub reserved_bytes: u64,
+    /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if chunks of volumes are missing.
+    pub promised_bytes: u64,
     /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
-    /// Bytes owned by volumes.
+    /// Bytes allocated to volumes.
     pub volume_bytes: u64,
     /// Bytes lent as memory.
     pub memory_bytes: u64,
@@ -248,6 +255,17 @@ impl PoolInfo {
     /// Bytes that are neither metadata nor bad media.
     pub fn usable_bytes(&self) -> u64 {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
+    }
+
+    /// Usable bytes that are allocated to volumes or lent as memory.
+    pub fn used_bytes(&self) -> u64 {
+        self.volume_bytes + self.memory_bytes
+    }
+
+    /// Sets [`Self::reserved_bytes`], which follows from other fields.
+    fn with_reserved_bytes(self) -> Self {
+        let reserved_bytes = self.reserve_bytes.max(self.volume_bytes).min(self.usable_bytes());
+        Self { reserved_bytes, ..self }
     }
 
     /// Bytes available for volumes, including chunks that must be erased first.
@@ -314,14 +332,16 @@ impl<M: Media> Pool<M> {
     /// change in progress.
     pub fn info(&self) -> PoolInfo {
         let totals = *locked(&self.totals);
-        let Totals { counts, free, volumes, .. } = totals;
-        PoolInfo {
+        let Totals { counts, free, volumes, promised_bytes, .. } = totals;
+        let info = PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
             durability: self.durability(),
             thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
+            reserved_bytes: 0,
+            promised_bytes,
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
             memory_bytes: bytes(counts.memory),
@@ -332,7 +352,8 @@ impl<M: Media> Pool<M> {
             lendable_bytes: self.lendable_bytes(totals),
             volumes,
             latched: self.latched.get().cloned(),
-        }
+        };
+        info.with_reserved_bytes()
     }
 
     /// Returns the bytes that may still be lent as memory. After a failed write, it is 0 even if
@@ -455,7 +476,13 @@ impl State {
             free: self.buddy.free_chunks(),
             pending: self.scrub.pending(),
             volumes: self.volumes.len() as u32,
+            promised_bytes: self.promised_bytes(),
         }
+    }
+
+    fn promised_bytes(&self) -> u64 {
+        let sizes = self.volumes.values().map(|volume| volume.record.size_bytes());
+        sizes.fold(0, u64::saturating_add)
     }
 }
 

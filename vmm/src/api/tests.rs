@@ -205,6 +205,8 @@ fn pool() -> PoolInfo {
         retired_bytes: 0,
         metadata_bytes: 4 << 20,
         reserve_bytes: 256 << 20,
+        reserved_bytes: 256 << 20,
+        promised_bytes: 96 << 20,
         lendable_bytes: 508 << 20,
         volumes: 1,
         status: PoolStatus::ReadOnly("no room".to_owned()),

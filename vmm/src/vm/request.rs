@@ -410,6 +410,10 @@ pub struct PoolInfo {
     pub metadata_bytes: u64,
     /// Bytes reserved for volumes, whether used or not.
     pub reserve_bytes: u64,
+    /// Bytes that memory cannot get: the larger of `reserve_bytes` and `volume_bytes`.
+    pub reserved_bytes: u64,
+    /// Sum of the sizes of all volumes.
+    pub promised_bytes: u64,
     /// Bytes that could be lent as memory now, whether erased or not.
     pub lendable_bytes: u64,
     /// Number of volumes in the pool, including volumes of other VMs.

@@ -1,5 +1,6 @@
 //! Tests of pools through the public interface.
 
+mod accounts;
 mod bad_input;
 mod blocks;
 pub(crate) mod campaign;

@@ -287,6 +287,7 @@ impl World {
         assert_states_add_up(&info);
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
+        prop_assert_eq!(info.promised_bytes, info.volume_bytes);
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
         // Chunks that wait to be erased are also available for allocations.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));

@@ -173,6 +173,8 @@ pub fn empty_info() -> PoolInfo {
         thin: false,
         total_bytes: 0,
         reserve_bytes: 0,
+        reserved_bytes: 0,
+        promised_bytes: 0,
         metadata_bytes: 0,
         volume_bytes: 0,
         memory_bytes: 0,

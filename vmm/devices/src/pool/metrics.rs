@@ -57,6 +57,9 @@ impl Expose for PoolMetrics {
         let help =
             "Bytes that the pool can lend as memory, including those that must be erased first.";
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
+        let help = "Bytes that memory cannot get: the reserve or the volumes, whichever is larger.";
+        out.bytes("pool_reserved", help, with(info.reserved_bytes));
+        out.bytes("pool_promised", "Sizes of all volumes.", with(info.promised_bytes));
         let scrubbed =
             Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
         out.counters(scrubbed, with(source.scrubbed_bytes()));
@@ -65,8 +68,29 @@ impl Expose for PoolMetrics {
 
 #[cfg(test)]
 mod tests {
+    use pmem_volume::Pool;
+    use tempfile::TempDir;
+
     use super::*;
+    use crate::metrics::Metrics;
     use crate::pool::fake::empty_info;
+    use crate::pool::{LocalPool, VolumeFormat};
+
+    #[test]
+    fn promised_and_reserved_bytes_are_exposed() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(Pool::create(&path, 64 << 20, 16 << 20).unwrap());
+        let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
+        pool.create_volume("v", 8 << 20, VolumeFormat::Raw).unwrap();
+        let text = Metrics::new("db").encode(&PoolMetrics::new("p".to_owned(), &pool)).unwrap();
+        for line in [
+            "promised_bytes{vm=\"db\",pool=\"p\"} 8388608",
+            "reserved_bytes{vm=\"db\",pool=\"p\"} 16777216",
+        ] {
+            assert!(text.contains(&format!("\nforeshore_pool_{line}\n")), "{line}: {text}");
+        }
+    }
 
     #[test]
     fn states_add_up_to_the_pool_without_its_metadata() {

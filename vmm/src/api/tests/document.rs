@@ -150,6 +150,7 @@ fn states_of_the_example_of_a_pool_add_up() {
         assert_eq!(states, pool.total_bytes);
         let kept_bytes = pool.reserve_bytes - pool.volume_bytes;
         assert_eq!(pool.lendable_bytes, pool.free_bytes + pool.scrubbing_bytes - kept_bytes);
+        assert_eq!(pool.reserved_bytes, pool.reserve_bytes.max(pool.volume_bytes));
     }
 }
 

@@ -57,8 +57,9 @@ pub(crate) fn pools_table(pools: &[PoolInfo]) -> String {
         "FREE",
         "MEMORY",
         "VOLUMES",
+        "PROMISED",
         "SCRUBBING",
-        "RESERVE",
+        "RESERVED",
         "LENDABLE",
         "STATUS",
     ];
@@ -70,8 +71,9 @@ pub(crate) fn pools_table(pools: &[PoolInfo]) -> String {
             size_cell(pool.free_bytes),
             size_cell(pool.memory_bytes),
             format!("{} in {}", size_cell(pool.volume_bytes), pool.volumes),
+            size_cell(pool.promised_bytes),
             size_cell(pool.scrubbing_bytes),
-            size_cell(pool.reserve_bytes),
+            size_cell(pool.reserved_bytes),
             size_cell(pool.lendable_bytes),
             match &pool.status {
                 PoolStatus::Ok => "ok".to_owned(),
@@ -203,14 +205,16 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported 
             retired_bytes: 0,
             metadata_bytes: 4 << 20,
             reserve_bytes: 256 << 20,
+            reserved_bytes: 256 << 20,
+            promised_bytes: 104 << 20,
             lendable_bytes: 508 << 20,
             volumes: 2,
             status,
         };
         let expected = "\
-POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING  RESERVE  LENDABLE  STATUS
-/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  ok
-/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  read-only: no room
+POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  PROMISED  SCRUBBING  RESERVED  LENDABLE  STATUS
+/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2   104 MiB      2 MiB   256 MiB   508 MiB  ok
+/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2   104 MiB      2 MiB   256 MiB   508 MiB  read-only: no room
 ";
         let pools = [PoolStatus::Ok, PoolStatus::ReadOnly("no room".to_owned())].map(pool);
         assert_eq!(pools_table(&pools), expected);

@@ -35,6 +35,8 @@ impl OpenPool {
             retired_bytes: info.retired_bytes,
             metadata_bytes: info.metadata_bytes,
             reserve_bytes: info.reserve_bytes,
+            reserved_bytes: info.reserved_bytes,
+            promised_bytes: info.promised_bytes,
             lendable_bytes: info.lendable_bytes,
             volumes: info.volumes,
             status: info.latched.map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
@@ -85,6 +87,8 @@ mod tests {
         let extents = pool.alloc_memory(16 * MIB).unwrap();
         let lent = open.info();
         assert_eq!((lent.memory_bytes, lent.volume_bytes, lent.volumes), (16 * MIB, 24 * MIB, 1));
+        assert_eq!((before.reserved_bytes, before.promised_bytes), (16 * MIB, 0));
+        assert_eq!((lent.reserved_bytes, lent.promised_bytes), (24 * MIB, 24 * MIB));
         assert_eq!(lent.free_bytes, before.free_bytes - 40 * MIB);
         pool.free_memory(&extents).unwrap();
         let back = open.info();
