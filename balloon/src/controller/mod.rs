@@ -4,6 +4,7 @@
 mod allocation;
 mod descriptors;
 mod goal;
+mod recall;
 mod rule;
 mod rules;
 #[cfg(test)]

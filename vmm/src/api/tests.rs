@@ -171,6 +171,8 @@ fn zone() -> ZoneInfo {
         held_bytes: 0,
         plugged_bytes: 0,
         descriptor_bytes: 0,
+        saved_descriptor_bytes: 64 << 20,
+        recallable_bytes: 0,
         online_bytes: None,
         resident_bytes: 0,
         driver: Some(DriverState::Ready),

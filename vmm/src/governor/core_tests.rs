@@ -303,6 +303,7 @@ fn online_memory_of_ungoverned_zone_is_from_report() {
 fn states_of_zones_come_in_the_order_of_the_query() {
     let mut f = fixture("off", true);
     f.dram.request(128 * MIB);
+    f.pm.request(64 * MIB);
     f.greet();
     f.report(200);
     let query = |id: &str, has_dimms| ZoneQuery {
@@ -314,14 +315,19 @@ fn states_of_zones_come_in_the_order_of_the_query() {
     let queries = [query("memory", true), query("pm", false), query("dram", false)];
     let states = f.core.zone_states(&queries, TimeMs(50)).into_iter();
     let shown: Vec<_> = states
-        .map(|ZoneState { online_bytes, resize }| {
+        .map(|ZoneState { online_bytes, recallable_bytes, resize }| {
             let resize = resize.map(|resize| (resize.sizes.plugged_bytes, resize.status));
-            (online_bytes, resize)
+            (online_bytes, recallable_bytes, resize)
         })
         .collect();
     let reached = |bytes| Some((bytes, ResizeStatus::Reached));
-    let expected = [(128, None), (0, reached(0)), (128, reached(128 * MIB))];
-    assert_eq!(shown, expected.map(|(online_mib, resize)| (Some(online_mib * MIB), resize)));
+    let expected = [(128, 0, None), (64, 64, reached(64 * MIB)), (128, 0, reached(128 * MIB))];
+    assert_eq!(
+        shown,
+        expected.map(|(online_mib, recallable_mib, resize)| {
+            (Some(online_mib * MIB), recallable_mib * MIB, resize)
+        })
+    );
 }
 
 #[test]

@@ -174,6 +174,8 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
         held_bytes: 0,
         plugged_bytes: 32 << 20,
         descriptor_bytes: 512 << 10,
+        saved_descriptor_bytes: 1536 << 10,
+        recallable_bytes: 16 << 20,
         online_bytes,
         resident_bytes: 100 << 20,
         driver: Some(DriverState::Unsupported),

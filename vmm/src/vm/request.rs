@@ -348,6 +348,10 @@ pub struct ZoneInfo {
     /// Minimum amount of guest DRAM for the page descriptors of the plugged memory. Linux allocates
     /// page descriptors for whole memory blocks, so a block that is partly plugged needs more.
     pub descriptor_bytes: u64,
+    /// Guest DRAM that would be needed for page descriptors of the memory that is not plugged.
+    pub saved_descriptor_bytes: u64,
+    /// Plugged PM that the governor may unplug: above the floor, and not in a pinned zone.
+    pub recallable_bytes: u64,
     /// Online memory according to the agent; `None` without an agent.
     pub online_bytes: Option<u64>,
     /// Host memory that backs the zone.

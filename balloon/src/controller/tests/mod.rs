@@ -8,6 +8,7 @@ mod growing;
 mod lost_reports;
 mod pinned_zones;
 mod progress;
+mod recall;
 mod shrinking;
 mod unsupported;
 

@@ -175,6 +175,8 @@ mod tests {
             held_bytes: 0,
             plugged_bytes: 64 << 20,
             descriptor_bytes: 1 << 20,
+            saved_descriptor_bytes: 1 << 20,
+            recallable_bytes: 0,
             online_bytes: None,
             resident_bytes: 5 << 20,
             driver: Some(DriverState::Unsupported),

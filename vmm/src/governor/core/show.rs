@@ -132,6 +132,8 @@ pub struct ZoneQuery {
 pub struct ZoneState {
     /// Hotplugged memory that is online, according to the agent's last report.
     pub online_bytes: Option<u64>,
+    /// Plugged PM that the governor may unplug.
+    pub recallable_bytes: u64,
     /// Current sizes, and the progress of the last resize. `None` if the governor does not size the
     /// zone.
     pub resize: Option<ZoneResize>,
@@ -201,13 +203,20 @@ impl Core {
 
     /// States of `zones`, in the same order. The sizes of each zone are read only once.
     pub fn zone_states(&self, zones: &[ZoneQuery], now: TimeMs) -> Vec<ZoneState> {
-        let sizes = self.zones().sizes();
+        let host = self.devices.view();
+        let (sizes, recallable) =
+            (&host.zones[..], self.governor.controller().recallable_bytes(&host));
+        let recallable_bytes = |id: &str| {
+            let mut zones = self.zones().iter().zip(&recallable);
+            zones.find(|(zone, _)| zone.id == id).map_or(0, |(_, bytes)| *bytes)
+        };
         let state = |zone: &ZoneQuery| ZoneState {
             online_bytes: match zone.has_dimms {
                 true => self.online_beside_boot(zone.guest_node, zone.boot_bytes),
-                false => self.online_bytes(&zone.id, &sizes),
+                false => self.online_bytes(&zone.id, sizes),
             },
-            resize: self.zone_resize(&zone.id, &sizes, now),
+            recallable_bytes: recallable_bytes(&zone.id),
+            resize: self.zone_resize(&zone.id, sizes, now),
         };
         zones.iter().map(state).collect()
     }

@@ -218,7 +218,7 @@ impl KvmMachine {
     }
 
     fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
-        let ZoneState { online_bytes, resize } = state;
+        let ZoneState { online_bytes, recallable_bytes, resize } = state;
         let (sizes, status) = resize.map(|ZoneResize { sizes, status }| (sizes, status)).unzip();
         let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
@@ -233,6 +233,10 @@ impl KvmMachine {
             held_bytes: sizes.as_ref().map_or(0, |sizes| sizes.held_bytes),
             plugged_bytes,
             descriptor_bytes: descriptor_bytes(plugged_bytes),
+            saved_descriptor_bytes: descriptor_bytes(
+                spec.hotplug_bytes.saturating_sub(plugged_bytes),
+            ),
+            recallable_bytes,
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
@@ -252,6 +256,7 @@ pub(in crate::vm) mod tests {
     use foreshore_devices::memory::{MemoryOptions, build};
     use foreshore_devices::volume::guest_btt::GuestBtt;
 
+    use balloon::ZoneSizes;
     use foreshore_confinement::thread::ThreadKind;
 
     use super::*;
@@ -261,6 +266,21 @@ pub(in crate::vm) mod tests {
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
 
+    fn spec(hotplug_bytes: u64) -> ZoneSpec {
+        ZoneSpec {
+            id: DRAM_ZONE.to_owned(),
+            tier: Tier::Dram,
+            guest_node: 0,
+            host: foreshore_devices::memory::zone::HostMemory::default(),
+            growth: Growth::VirtioMem,
+            host_node: None,
+            boot_bytes: 64 << 20,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
+        }
+    }
+
     /// Machine for tests without vCPUs and devices, with running event loops and a governor. It
     /// does not need KVM.
     pub(crate) fn machine() -> KvmMachine {
@@ -269,18 +289,7 @@ pub(in crate::vm) mod tests {
 
     /// Same as [`machine`], but `fake` records the registrations.
     pub(crate) fn machine_on(fake: &FakeMachine) -> KvmMachine {
-        let spec = ZoneSpec {
-            id: DRAM_ZONE.to_owned(),
-            tier: Tier::Dram,
-            guest_node: 0,
-            host: foreshore_devices::memory::zone::HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
-            boot_bytes: 64 << 20,
-            hotplug_bytes: 0,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
-        };
+        let spec = spec(0);
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let memory = build(vec![spec], None, fake.slots.clone(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(ThreadKind::Device, name).unwrap());
@@ -310,6 +319,24 @@ pub(in crate::vm) mod tests {
             pm: PmStorage::new(Vec::new(), Vec::new(), Arc::new(GuestBtt::new(Vec::new(), 1))),
             memory,
         }
+    }
+
+    #[test]
+    fn zone_shows_descriptors_of_plugged_and_of_unplugged_memory() {
+        let machine = machine();
+        let descriptors_mib = |plugged_mib: u64| {
+            let mut sizes = ZoneSizes::empty(0, Tier::Dram, 1 << 30);
+            sizes.plugged_bytes = plugged_mib << 20;
+            let resize = Some(ZoneResize { sizes, status: ResizeStatus::Reached });
+            let state = ZoneState { online_bytes: None, recallable_bytes: 7, resize };
+            let info = machine.zone_info(&spec(1 << 30), state);
+            assert_eq!(info.recallable_bytes, 7);
+            (info.descriptor_bytes >> 20, info.saved_descriptor_bytes >> 20)
+        };
+        // 64 bytes for each 4 KiB of 1 GiB are 16 MiB.
+        assert_eq!(descriptors_mib(0), (0, 16));
+        assert_eq!(descriptors_mib(256), (4, 12));
+        assert_eq!(descriptors_mib(1024), (16, 0));
     }
 
     /// Waits until `span` has elapsed on the host's clock.

@@ -110,6 +110,8 @@ mod tests {
             held_bytes: 0,
             plugged_bytes: 0,
             descriptor_bytes: 0,
+            saved_descriptor_bytes: 0,
+            recallable_bytes: 0,
             online_bytes: None,
             resident_bytes: 0,
             driver: None,

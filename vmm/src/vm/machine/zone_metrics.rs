@@ -18,7 +18,7 @@ impl Expose for ZoneMetrics {
 
 fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
-    let sizes: [(&str, &str, SizeOf); 8] = [
+    let sizes: [(&str, &str, SizeOf); 10] = [
         ("memory_boot", "Memory of the zone at boot.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "Upper limit of the plugged size.", |zone| Some(zone.hotplug_bytes)),
         ("memory_requested", "Plugged size requested from the guest.", |zone| {
@@ -34,6 +34,16 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
             "memory_descriptor",
             "Least guest DRAM that page descriptors of the plugged memory take.",
             |zone| Some(zone.descriptor_bytes),
+        ),
+        (
+            "memory_saved_descriptor",
+            "Guest DRAM that page descriptors of the memory that is not plugged would take.",
+            |zone| Some(zone.saved_descriptor_bytes),
+        ),
+        (
+            "memory_recallable",
+            "Plugged PM above the floor, which the governor may unplug; 0 for pinned zones.",
+            |zone| Some(zone.recallable_bytes),
         ),
         (
             "memory_online",

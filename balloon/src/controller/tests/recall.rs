@@ -1,0 +1,41 @@
+//! Memory that the controller may take back.
+
+use super::*;
+
+/// Rig with two PM zones, `plugged_mib` of each zone plugged, and a floor.
+fn rig(floor_mib: u64, plugged_mib: [u64; 3]) -> Rig {
+    let mut rig = Rig::new(Policy::default());
+    rig.host.zones.push(ZoneSizes::empty(2, Tier::Pm, 1024 * MIB));
+    for (zone, mib) in rig.host.zones.iter_mut().zip(plugged_mib) {
+        (zone.requested_bytes, zone.plugged_bytes) = (mib * MIB, mib * MIB);
+    }
+    let rules = Rules { floor_bytes: floor_mib * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in range");
+    rig
+}
+
+fn recallable_mib(rig: &Rig) -> Vec<u64> {
+    rig.controller.recallable_bytes(&rig.host).into_iter().map(|bytes| bytes / MIB).collect()
+}
+
+#[test]
+fn plugged_pm_above_the_floor_of_all_zones_is_recallable() {
+    assert_eq!(recallable_mib(&rig(0, [128, 0, 0])), [0, 0, 0], "DRAM is not lent");
+    assert_eq!(recallable_mib(&rig(0, [128, 200, 100])), [0, 200, 100]);
+    assert_eq!(recallable_mib(&rig(100, [128, 200, 100])), [0, 200, 100], "DRAM is the floor");
+    assert_eq!(recallable_mib(&rig(200, [128, 200, 100])), [0, 128, 100]);
+    assert_eq!(recallable_mib(&rig(350, [128, 200, 100])), [0, 0, 78], "the last zone first");
+    assert_eq!(recallable_mib(&rig(428, [128, 200, 100])), [0, 0, 0]);
+    assert_eq!(recallable_mib(&rig(500, [128, 200, 100])), [0, 0, 0]);
+}
+
+#[test]
+fn pinned_zones_and_floors_of_zones_are_not_recallable() {
+    let mut rig = rig(0, [0, 200, 100]);
+    rig.host.zones[PM].floor_bytes = 30 * MIB;
+    assert_eq!(recallable_mib(&rig), [0, 170, 100]);
+    rig.pin(ZoneId(2));
+    assert_eq!(recallable_mib(&rig), [0, 170, 0]);
+    rig.controller.resume(Some(ZoneId(2)));
+    assert_eq!(recallable_mib(&rig), [0, 170, 100]);
+}
