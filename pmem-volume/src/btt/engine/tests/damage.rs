@@ -85,8 +85,8 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
 fn impossible_flog_makes_its_arena_read_only() {
     type Change = fn(&MemoryMedia, &ArenaInfo, &Recovery);
     let changes: [(&str, Change); 8] = [
-        ("sequence numbers 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
-        ("sequence numbers 0 and 0", |m, a, _| m.store(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
+        ("sequence numbers: 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
+        ("sequence numbers: 0 and 0", |m, a, _| m.store(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
         ("an unknown way", |m, a, _| store_u32(m, a.flog_at + 48, 1)),
         ("lba", |m, a, _| store_u32(m, a.flog_at + 3 * 64, MAP_BLOCK)),
         ("old_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 4, MAP_BLOCK)),

@@ -327,7 +327,7 @@ fn quiesce_refuses_a_damaged_arena_with_an_unreadable_entry() {
     let engine = Engine::open(&failing).unwrap();
 
     let reason = engine.arenas()[1].read_only.clone().unwrap();
-    assert!(reason.contains("sequence numbers 9 and 0"), "{reason}");
+    assert!(reason.contains("sequence numbers: 9 and 0"), "{reason}");
     let result = engine.quiesce();
     assert!(matches!(result, Err(BttError::NotRecovered { arena: 1, .. })), "{result:?}");
 }
