@@ -12,8 +12,8 @@ use crate::jobs;
 use crate::messages::{Lines, attempt, report, write_output};
 use crate::root::IS_JOB;
 
-/// All packages in one build. The API clients request more features of hyper than the VMM ships with
-/// (Cargo.toml), so these tests run with them. Guest tests run programs that are built without them.
+/// All packages in one build. The API clients request more features of hyper than the VMM ships
+/// with (Cargo.toml), so these tests run with them. Guest tests run programs without them.
 const PACKAGES: &str = "--workspace";
 /// Minimum number of images that the media simulator must have opened. Images are distinct within
 /// one operation or crash point (docs/design/testing.md).
