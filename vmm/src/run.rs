@@ -146,7 +146,7 @@ fn confine_server(landlock: LandlockMode) {
 fn limit_files_of_server(is_required: bool) {
     let rules = READABLE.map(|path| Rule { path: path.into(), access: Access::Read });
     if let Err(error) = landlock::restrict(&rules) {
-        error!(%error, "A thread of the API can open all files");
+        error!(%error, "Cannot limit the files that a thread of the API can open");
         if is_required {
             std::process::exit(1);
         }

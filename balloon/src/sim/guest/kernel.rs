@@ -52,7 +52,7 @@ impl KernelLoad {
     }
 }
 
-/// Block of plugged DRAM that will become kernel memory after its pages have been moved away.
+/// Block of plugged DRAM that the agent will convert to kernel memory when its pages have migrated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conversion {
     zone: usize,

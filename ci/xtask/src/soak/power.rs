@@ -17,7 +17,7 @@ use crate::random;
 
 /// Line that the `soak` program prints before the power is cut.
 const CUT_LINE: &str = "all guests write";
-/// Upper bound of the delay between that line and the cut.
+/// The power is cut at a random time after [`CUT_LINE`], at most this much later.
 const MAX_CUT_MS: u32 = 1500;
 const TIMEOUT_S: &str = "600";
 /// Names of the host's disk and NVDIMM.
