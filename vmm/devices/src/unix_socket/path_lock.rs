@@ -18,40 +18,45 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 #[derive(Debug)]
 pub(super) struct PathLock {
     path: PathBuf,
+    /// File that this process has created.
     file: File,
-    /// True if this process has created the file. Otherwise, it may be a hard link to a file that
-    /// the owner of the folder cannot open.
-    is_own: bool,
 }
 
 impl PathLock {
     /// Acquires the lock. Returns `None` if another process holds it.
+    ///
+    /// A file that a killed VMM has left may belong to another user, or may be a hard link to a
+    /// file that the owner of the folder cannot open. Therefore, a new file replaces it.
     pub(super) fn take(path: &Path) -> io::Result<Option<Self>> {
         let path = lock_path(path);
         loop {
             let Some((file, is_own)) = open(&path)? else { continue };
-            // Lock files are empty. A file with content belongs to another program and must be
-            // kept, but dropping a lock would remove it.
-            if file.metadata()?.len() > 0 {
-                return Err(io::Error::other(format!("lock file {path:?} is not empty")));
-            }
+            check(&file, &path)?;
             if !try_lock(&file)? {
                 return Ok(None);
             }
             // The previous holder may have removed the file after it was opened here. A lock on a
             // removed file has no effect.
-            if is_at(&file, &path)? {
-                return Ok(Some(Self { path, file, is_own }));
+            if !is_at(&file, &path)? {
+                continue;
+            }
+            if is_own {
+                return Ok(Some(Self { path, file }));
+            }
+            // Only the holder of its lock removes a file. A process that has already opened this
+            // one acquires its lock too late, and opens the new file.
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
             }
         }
     }
 }
 
 impl PathLock {
-    /// Gives the file to another user and group if this process has created it. Any other file
-    /// keeps its owner: a killed VMM that has created it has given it to its own user.
+    /// Gives the file to another user and group.
     pub(super) fn give_to(&self, user: Option<u32>, group: Option<u32>) -> io::Result<()> {
-        if self.is_own { std::os::unix::fs::fchown(&self.file, user, group) } else { Ok(()) }
+        std::os::unix::fs::fchown(&self.file, user, group)
     }
 }
 
@@ -65,10 +70,10 @@ impl Drop for PathLock {
 }
 
 /// Creates the file or opens the existing one. The result is true if the file was created. Returns
-/// `None` if the file was removed meanwhile.
+/// `None` if the file was removed meanwhile. Does not wait for the reader of a FIFO.
 fn open(path: &Path) -> io::Result<Option<(File, bool)>> {
     let mut options = OpenOptions::new();
-    options.write(true).mode(PRIVATE_MODE).custom_flags(libc::O_NOFOLLOW);
+    options.write(true).mode(PRIVATE_MODE).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     match options.clone().create_new(true).open(path) {
         Ok(file) => return Ok(Some((file, true))),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -77,8 +82,27 @@ fn open(path: &Path) -> io::Result<Option<(File, bool)>> {
     match options.open(path) {
         Ok(file) => Ok(Some((file, false))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        // A socket, or a FIFO without a reader (open(2)).
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Err(not_regular(path)),
         Err(error) => Err(error),
     }
+}
+
+/// Checks that `file` can be a lock. Lock files are empty. A file with content belongs to another
+/// program and must be kept, but dropping a lock would remove it.
+fn check(file: &File, path: &Path) -> io::Result<()> {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(not_regular(path));
+    }
+    if metadata.len() > 0 {
+        return Err(io::Error::other(format!("lock file {path:?} is not empty")));
+    }
+    Ok(())
+}
+
+fn not_regular(path: &Path) -> io::Error {
+    io::Error::other(format!("lock file {path:?} is not a regular file"))
 }
 
 fn lock_path(path: &Path) -> PathBuf {
@@ -116,6 +140,8 @@ fn is_at(file: &File, path: &Path) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{CWD, Mode, mkfifoat};
+
     use super::*;
 
     #[test]
@@ -136,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn planted_link_is_neither_given_away_nor_followed() {
+    fn planted_file_is_neither_given_away_nor_followed() {
         const OTHER_USER: u32 = 65534;
         if !rustix::process::geteuid().is_root() {
             return eprintln!("skipped: only root can give files to others");
@@ -145,18 +171,18 @@ mod tests {
         let path = dir.path().join("api");
         let private = dir.path().join("private");
         let owner_of = |path: &Path| fs::metadata(path).unwrap().uid();
-        File::create(&private).unwrap();
-        // 1. A hard link, also one whose other name is removed before the lock is given away.
+        let private_file = File::create(&private).unwrap();
+        // 1. A hard link, also one whose other name is removed before the lock is given away. The
+        // lock is a new file, which can be given away.
         for is_last in [false, true] {
             fs::hard_link(&private, lock_path(&path)).unwrap();
             let lock = PathLock::take(&path).unwrap().unwrap();
-            let open_file = lock.file.try_clone().unwrap();
             if is_last {
                 fs::remove_file(&private).unwrap();
             }
             lock.give_to(Some(OTHER_USER), None).unwrap();
-            drop(lock);
-            assert_eq!(open_file.metadata().unwrap().uid(), 0);
+            let owners = [private_file.metadata().unwrap().uid(), owner_of(&lock_path(&path))];
+            assert_eq!(owners, [0, OTHER_USER]);
         }
         // 2. A symbolic link.
         File::create(&private).unwrap();
@@ -173,6 +199,19 @@ mod tests {
     }
 
     #[test]
+    fn planted_fifo_does_not_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let lock = lock_path(&path);
+        mkfifoat(CWD, &lock, Mode::RUSR | Mode::WUSR).unwrap();
+        let expected = not_regular(&lock).to_string();
+        let error = || PathLock::take(&path).unwrap_err().to_string();
+        assert_eq!(error(), expected);
+        let _reader = File::options().read(true).write(true).open(&lock).unwrap();
+        assert_eq!(error(), expected);
+    }
+
+    #[test]
     fn concurrent_threads_never_share_the_lock() {
         use std::sync::atomic::{AtomicU32, Ordering};
         let dir = tempfile::tempdir().unwrap();
@@ -182,6 +221,8 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..500 {
+                        // A killed process may have left a file.
+                        File::create(lock_path(&path)).unwrap();
                         if let Some(lock) = PathLock::take(&path).unwrap() {
                             assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                             std::thread::yield_now();
