@@ -195,14 +195,17 @@ impl SocketFile {
     /// CAP_NET_ADMIN. What remains: root without this capability may change another socket that has
     /// the same name, and a stale socket that is replaced is removed by its path.
     fn open(&self, socket: &UnixListener) -> io::Result<File> {
-        let file = open_path(&self.path)?;
-        let metadata = file.metadata()?;
-        let is_own = |(device, inode)| (metadata.dev(), metadata.ino()) == (device, inode);
-        let is_bound = match open_bound(socket)? {
-            Some(bound) => bound.metadata().map(|bound| is_own((bound.dev(), bound.ino())))?,
-            None => is_own((self.device, self.inode)),
+        let found = open_path(&self.path)?;
+        let metadata = found.metadata()?;
+        let (file, expected) = match open_bound(socket)? {
+            Some(bound) => {
+                let metadata = bound.metadata()?;
+                (bound, (metadata.dev(), metadata.ino()))
+            }
+            None => (found, (self.device, self.inode)),
         };
-        if is_bound && metadata.file_type().is_socket() { Ok(file) } else { Err(replaced()) }
+        let is_own = (metadata.dev(), metadata.ino()) == expected;
+        if is_own && metadata.file_type().is_socket() { Ok(file) } else { Err(replaced()) }
     }
 
     /// Sets group and mode of the file. Uses a descriptor, so that another file is not changed if
