@@ -356,8 +356,8 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Returns a local address that no other VMM uses. The IP address contains the PID of this process,
-/// which has at most 22 bits.
+/// Returns a local address that no other VMM of this PID namespace uses. The IP address contains
+/// the PID of this process, which has at most 22 bits.
 fn free_address() -> String {
     static NEXT_PORT: AtomicU16 = AtomicU16::new(9745);
     let address = Ipv4Addr::from_bits(0x7f40_0000 + std::process::id());
