@@ -11,12 +11,11 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use pmem_volume::Pool;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
-use support::{FORESHORE, Vmm, is_root};
+use support::{FORESHORE, LIMIT, Vmm, is_root, wait_for};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -73,9 +72,6 @@ const VHOST_COMMANDS: &str = "add-net tap=TAP1,vhost=on,id=net1; counters; pause
 
 /// Commands that replace the VM by one whose console file is soon full.
 const WRITER_COMMANDS: &str = "! resume; ! reboot; info; delete; create DIR/writer.json; boot";
-
-/// Output arrives within milliseconds. The limit only ends a test that has failed.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// VMM of a VM whose guest runs no drivers.
 struct Walk {
@@ -170,13 +166,9 @@ impl Walk {
 
     /// Waits until the console file has been replaced twice.
     fn wait_for_rotation(&self) {
-        let begin = Instant::now();
         let older = || fs::metadata(self.vmm.file("serial.1")).map(|file| file.ino()).ok();
-        let mut found = Vec::new();
-        while found.len() < 2 {
-            found.extend(older().filter(|inode| found.last() != Some(inode)));
-            assert!(begin.elapsed() < LIMIT, "{found:?}");
-        }
+        let first = wait_for("first rotation", older);
+        wait_for("second rotation", || older().filter(|inode| *inode != first));
     }
 
     /// Waits for the end of the VMM, and checks that it has made no calls that its filters lack.
@@ -197,9 +189,10 @@ impl Walk {
 /// Waits until the VM has this state.
 fn wait_until(vmm: &mut Vmm, state: &str) {
     let info = |vmm: &Vmm| vmm.remote().args(["info", "--json"]).output().unwrap().stdout;
-    while !String::from_utf8_lossy(&info(vmm)).contains(&format!("\"{state}\"")) {
+    wait_for(state, || {
         assert!(vmm.process.is_running(), "the VMM has ended");
-    }
+        String::from_utf8_lossy(&info(vmm)).contains(&format!("\"{state}\"")).then_some(())
+    });
 }
 
 fn words(folder: &TempDir, text: &str) -> Vec<String> {
@@ -308,9 +301,13 @@ fn signals_end_the_vmm_within_its_filters() {
         walk.vmm.process.signal(signal);
         // The handler of a fault restores the default action and returns, because a real fault
         // recurs. A signal of another process must be sent again.
-        while is_fault && walk.vmm.process.is_running() {
-            walk.vmm.process.signal(signal);
-        }
+        wait_for("end by a fault", || {
+            let is_over = !is_fault || !walk.vmm.process.is_running();
+            if !is_over {
+                walk.vmm.process.signal(signal);
+            }
+            is_over.then_some(())
+        });
         let status = walk.end();
         let expected =
             if is_fault { status.signal() == Some(signal.as_raw()) } else { status.success() };

@@ -14,8 +14,21 @@ use tempfile::TempDir;
 pub(crate) const FORESHORE: &str = env!("CARGO_BIN_EXE_foreshore");
 pub(crate) const FORESHORE_REMOTE: &str = env!("CARGO_BIN_EXE_foreshore-remote");
 
-/// A VMM starts within milliseconds. The limit only ends a test that has failed.
-const START_LIMIT: Duration = Duration::from_secs(60);
+/// Conditions are met within milliseconds. The limit only ends a test that has failed.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Repeats `attempt` until it returns a value. `condition` names what the test waits for.
+pub(crate) fn wait_for<T>(condition: &str, mut attempt: impl FnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(value) = attempt() {
+            return value;
+        }
+        assert!(begin.elapsed() < LIMIT, "timeout: {condition}");
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
 
 /// Process that is ended when this value is dropped.
 pub(crate) struct Process(Child);
@@ -78,16 +91,13 @@ impl Vmm {
     /// Waits until the log of a VMM with `-v` shows the address of `--metrics`.
     pub(crate) fn metrics_address(&mut self) -> SocketAddr {
         const START: &str = "Listening flag=\"--metrics\" address=";
-        let begin = Instant::now();
-        while begin.elapsed() < START_LIMIT {
+        wait_for("address of metrics", || {
             let log = self.log();
             let mut lines = log.split_inclusive('\n').filter(|line| line.ends_with('\n'));
-            if let Some((_, address)) = lines.find_map(|line| line.split_once(START)) {
-                return address.trim().parse().unwrap();
-            }
-            assert!(self.process.is_running(), "the VMM has ended");
-        }
-        panic!("no address of metrics");
+            let address = lines.find_map(|line| line.split_once(START));
+            assert!(address.is_some() || self.process.is_running(), "the VMM has ended");
+            address.map(|(_, address)| address.trim().parse().unwrap())
+        })
     }
 
     pub(crate) fn remote(&self) -> Command {
