@@ -18,6 +18,7 @@ use std::ffi::OsString;
 
 use foreshore_confinement::identity::{IdentityError, Ids, enter_root};
 use foreshore_confinement::process;
+use foreshore_devices::end_signals;
 use foreshore_devices::unix_socket::{SocketAccess, UnixSocketError};
 use thiserror::Error;
 
@@ -74,6 +75,8 @@ impl Opened {
             enter_root(root)?;
         }
         check_launch(launch)?;
+        // From here on, there are files to remove when a signal ends the VMM.
+        end_signals::block();
         let sockets = groups.map_err(SocketError::Path).and_then(|()| Sockets::bind(launch, &ids));
         Ok(Self { ids, devices, sockets })
     }

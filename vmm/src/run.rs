@@ -6,6 +6,7 @@ use std::sync::Arc;
 use foreshore_confinement::landlock::{self, Access, Rule};
 use foreshore_confinement::seccomp::SeccompError;
 use foreshore_confinement::thread::{self, ThreadKind};
+use foreshore_devices::end_signals;
 use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
 use foreshore_devices::metrics::Metrics;
 use foreshore_devices::virtio::net::tap::TapError;
@@ -153,10 +154,11 @@ fn limit_files_of_server(is_required: bool) {
     }
 }
 
-/// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does.
+/// On SIGTERM or SIGINT, ends the VMM as `vmm.shutdown` does. A signal may be pending already.
 fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    end_signals::unblock();
     Ok(async move {
         let name = tokio::select! {
             _ = terminate.recv() => "SIGTERM",

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 
 use escaped_guest::threads::{self, VmmThread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{CWD, Mode, mkfifoat};
 use rustix::process::Signal;
-use support::{FORESHORE, Process, foreshore, is_root, run, wait_for_answer};
+use support::{FORESHORE, Process, foreshore, is_root, run, wait_for, wait_for_answer};
 use tempfile::TempDir;
 
 /// Number of the descriptor that a VMM inherits. It is greater than those that this process uses,
@@ -78,6 +79,41 @@ fn read(pipe: &mut io::PipeReader) -> Vec<u8> {
     let len = pipe.read(&mut bytes).unwrap();
     bytes.truncate(len);
     bytes
+}
+
+#[test]
+fn signal_during_the_start_ends_the_vmm_like_a_later_one() {
+    for signal in [Signal::TERM, Signal::INT].repeat(10) {
+        let folder = TempDir::new().unwrap();
+        let socket = folder.path().join("api");
+        let mut vmm = Process::spawn(foreshore().arg("--api-socket").arg(&socket));
+        // A pause would let the VMM complete its start.
+        while !socket.exists() {
+            assert!(vmm.is_running(), "the VMM has ended");
+        }
+        vmm.signal(signal);
+        let status = wait_for("end of the VMM", || vmm.exit_status());
+        assert!(status.success(), "{signal:?}: {status}");
+        let left: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
+        assert!(left.is_empty(), "{signal:?}: {left:?}");
+    }
+}
+
+#[test]
+fn signal_ends_a_vmm_that_waits_for_the_reader_of_a_fifo() {
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    mkfifoat(CWD, path("fifo"), Mode::RUSR | Mode::WUSR).unwrap();
+    let events = format!("path={}", path("fifo").display());
+    let log = path("fifo").display().to_string();
+    for arguments in [["--event-monitor", &events], ["--log-file", &log]] {
+        let mut command = foreshore();
+        let mut vmm = Process::spawn(command.arg("--api-socket").arg(path("api")).args(arguments));
+        wait_for("socket of the API", || path("api").exists().then_some(()));
+        vmm.signal(Signal::TERM);
+        wait_for("end of the VMM", || vmm.exit_status());
+        fs::remove_file(path("api")).unwrap();
+    }
 }
 
 #[test]

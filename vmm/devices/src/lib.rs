@@ -4,6 +4,7 @@ pub mod bus;
 pub mod cmos;
 pub mod device;
 pub mod disk;
+pub mod end_signals;
 pub mod entry_inhibitor;
 pub mod event_loop;
 pub mod events;

@@ -1,22 +1,20 @@
 //! Output of log lines.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, IsTerminal, stderr};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
 use tracing::Dispatch;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::output_file::admit;
+use crate::output_file::{admit, open_to_append};
 use crate::standard_stream;
 
 #[derive(Debug, Error)]
@@ -76,8 +74,7 @@ pub fn start(config: &LogConfig) -> Result<RawFd, LogError> {
         }
         Some(path) => {
             let open = |path: &PathBuf| -> io::Result<File> {
-                let file =
-                    OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+                let file = open_to_append(path)?;
                 admit(&file, path)?;
                 standard_stream::append_at(path)?;
                 Ok(file)

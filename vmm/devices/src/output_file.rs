@@ -5,18 +5,19 @@
 //! The file is then marked, and its content is not checked again. Otherwise, a guest that writes a
 //! file system to its serial port would prevent the next start of its VMM.
 
-use std::fs::File;
+use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
 use pmem_volume::pool::ownership::overwritten_content;
 use thiserror::Error;
 
-use crate::file_mark;
+use crate::{end_signals, file_mark};
 
 /// Reason to refuse a file for output.
 #[derive(Debug, Error)]
@@ -42,6 +43,21 @@ impl From<OutputFileError> for io::Error {
     fn from(error: OutputFileError) -> Self {
         Self::other(error)
     }
+}
+
+/// Opens a file to append to it, or creates it. Waits until a FIFO has a reader.
+///
+/// A signal that ends the VMM does so in that wait, although its sockets then remain.
+pub(crate) fn open_to_append(path: &Path) -> io::Result<File> {
+    let is_fifo = fs::metadata(path).is_ok_and(|file| file.file_type().is_fifo());
+    if is_fifo {
+        end_signals::unblock();
+    }
+    let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path);
+    if is_fifo {
+        end_signals::block();
+    }
+    file
 }
 
 /// Locks an output file, so that it cannot be used as a disk or pool while it is open. Pipes and

@@ -1,20 +1,18 @@
 //! `--event-monitor`: events to a file, a FIFO or an inherited descriptor.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::thread::JoinHandle;
 
 use foreshore_confinement::thread::{ThreadKind, spawn_confined};
-use pmem_volume::file_mode::PRIVATE_MODE;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use thiserror::Error;
 use tracing::{debug, warn};
 
 use super::EventMonitor;
 use super::{EmittedEvent, Events, Watcher, WatcherItem};
-use crate::output_file::admit;
+use crate::output_file::{admit, open_to_append};
 use crate::standard_stream;
 
 #[derive(Debug, Error)]
@@ -56,8 +54,7 @@ impl Monitor {
 fn open(target: &EventMonitor) -> io::Result<File> {
     match target {
         EventMonitor::Path(path) => {
-            let file =
-                OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+            let file = open_to_append(path)?;
             admit(&file, path)?;
             // The log may be written to the same standard stream.
             let is_shared = standard_stream::append_at(path)?;
@@ -190,7 +187,7 @@ mod tests {
     /// Opens the read end of a FIFO without waiting for a writer.
     fn open_without_reading(path: &Path) -> File {
         use std::os::unix::fs::OpenOptionsExt;
-        OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
+        std::fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
     }
 
     #[test]
