@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::fs;
 use std::io::{self, Read};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -291,10 +291,9 @@ fn port_of_root_is_bound_before_the_user_changes() {
         return;
     }
     let (_reader, writer) = io::pipe().unwrap();
-    // Only this process uses the address, because a PID has at most 22 bits. Ports below 1024 need
-    // CAP_NET_BIND_SERVICE (ip(7)).
-    let address = Ipv4Addr::from_bits(0x7f40_0000 + std::process::id());
-    let metrics = format!("{address}:512");
+    // Ports below 1024 need CAP_NET_BIND_SERVICE (ip(7)).
+    let free = (512..1024).find_map(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).ok());
+    let metrics = free.expect("all ports are in use").local_addr().unwrap().to_string();
     let folder = TempDir::new().unwrap();
     let arguments = ["--metrics", &metrics, "--user", NOBODY, "--group", NOBODY];
     let _vmm = start(&folder.path().join("api"), &arguments, &writer);
