@@ -6,8 +6,9 @@ use lzma_rust2::XzReader;
 
 use crate::budget::Budget;
 
-/// Memory limit of the decoder. Kernels use a dictionary of up to 128 MiB. Its pages use memory
-/// once they are written, so the decoder uses no more than the size of the kernel.
+/// Memory limit of the decoder. Kernels use a dictionary of up to 128 MiB. The decoder doubles and
+/// zero-fills its window when it is full (`LzDecoder::grow_slow`), so the window has at most twice
+/// the unpacked size.
 const MEMORY_KIB: u32 = 256 << 10;
 /// Limit of the reads of the decoder. It makes up to 10 for each block and each chunk, and also
 /// fills buffers of 64 KiB for each block, and tables of 28 KiB for a chunk. It makes
