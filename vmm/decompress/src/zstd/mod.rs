@@ -28,8 +28,9 @@ const MAX_BLOCK_BYTES: usize = 128 << 10;
 /// Upper limit of the window that a frame requests. Linux has the same limit
 /// (ZSTD_WINDOWSIZE_MAX in lib/decompress_unzstd.c).
 const MAX_WINDOW_BYTES: u64 = 128 << 20;
-/// Limit of the entries of tables. A compressor describes a table only if it shortens a block. The
-/// blocks of Debian's kernels have about 50 entries for each KiB.
+/// Limit of the entries of tables. A compressor describes a table only if it shortens a block.
+/// Debian's kernel 6.12 needs 18 to 25 entries for each KiB at levels 1 to 22, and small files of
+/// many kinds need up to 91.
 const TABLE_ENTRIES_PER_KIB: u64 = 512;
 
 #[derive(Debug, Error)]
