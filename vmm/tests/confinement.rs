@@ -398,7 +398,7 @@ fn chroot_changes_the_root_folder() {
 }
 
 #[test]
-fn root_folder_without_proc_and_sys_refuses_what_needs_them() {
+fn flags_that_need_proc_or_sys_are_refused_in_a_root_folder_without_them() {
     if !is_root("change the root folder") {
         return;
     }

@@ -133,7 +133,7 @@ fn any_kernel_is_loaded_into_boot_memory_or_refused() {
     try_all("kernel_payload", harness::kernel_payload, 4_000);
 }
 
-/// The loader's boot memory is larger.
+/// The loader receives a larger boot memory than the checks expect.
 #[test]
 fn missing_limit_of_kernel_loader_is_detected() {
     all_are_found_out::<u64>(

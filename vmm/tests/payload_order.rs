@@ -42,7 +42,7 @@ fn kernel_and_firmware_are_opened_when_all_limits_are_in_force() {
     if let Err(error) = Kvm::new().and_then(|kvm| kvm.create_vm()) {
         return eprintln!("skipped: /dev/kvm: {error}");
     }
-    // The VMM refuses other hosts.
+    // The VMM refuses a host whose CPU flags contain neither svm nor vmx.
     let processors = fs::read_to_string("/proc/cpuinfo").unwrap();
     if !processors.split_whitespace().any(|flag| ["svm", "vmx"].contains(&flag)) {
         return eprintln!("skipped: the processor shows neither svm nor vmx");

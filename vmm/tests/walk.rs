@@ -66,7 +66,7 @@ const FILE_FLAGS: &[&str] = &[
 const MEMORY_COMMANDS: &str = "resize-zone --id shared --size 160M; memory; pause; resume; reboot;
     resize-zone --id shared --size 128M; shutdown; boot";
 
-/// Commands for an interface whose frames the host's kernel transfers.
+/// Commands for a network interface with vhost-net.
 const VHOST_COMMANDS: &str = "add-net tap=TAP1,vhost=on,id=net1; counters; pause; resume; reboot;
     remove-device net1; add-net tap=TAP2,vhost=on,id=net2; shutdown; boot; pause; resume";
 
@@ -227,7 +227,7 @@ fn create_files(folder: &TempDir) {
 
 /// Code that writes one byte to the serial port and halts.
 const HALT: &[u8; 12] = b"\x66\xba\xf8\x03\xb0\x78\xee\xf4\xeb\xfd\x90\x90";
-/// Code that writes its memory from 16 MiB to the serial port without end, 4 KiB at a time.
+/// Code that writes the 4 KiB at address 16 MiB to the serial port in an endless loop.
 const WRITE: &[u8; 20] = b"\x66\xba\xf8\x03\xbe\0\0\0\x01\xb9\0\x10\0\0\xf3\x6e\xeb\xf2\x90\x90";
 
 /// ELF file with a PVH note (Linux arch/x86/platform/pvh/head.S).
@@ -266,7 +266,7 @@ fn no_thread_makes_a_call_that_its_filter_lacks() {
 }
 
 #[test]
-fn memory_and_terminals_that_are_lost_cause_no_other_calls() {
+fn lost_memory_and_terminals_cause_no_forbidden_call() {
     let Some(mut walk) = Walk::boot(FILE_FLAGS) else { return };
     walk.use_terminals();
     walk.run_all(MEMORY_COMMANDS);
@@ -281,7 +281,7 @@ fn memory_and_terminals_that_are_lost_cause_no_other_calls() {
 }
 
 #[test]
-fn interface_of_the_hosts_kernel_causes_no_other_calls() {
+fn vhost_net_interface_causes_no_forbidden_call() {
     if let Err(error) = File::options().read(true).write(true).open("/dev/vhost-net") {
         return eprintln!("skipped: /dev/vhost-net: {error}");
     }

@@ -99,7 +99,7 @@ pub struct Attempt {
     pub name: &'static str,
     /// System call that a filter refuses, by its name.
     call: &'static str,
-    /// Limit other than the filter that refuses the attempt.
+    /// Limit that also refuses the attempt, besides the filter.
     other_limit: Option<Limit>,
     /// Kinds of threads whose filters allow all calls of the attempt, each with the reason.
     allowed: &'static [(ThreadKind, &'static str)],

@@ -1,11 +1,11 @@
-//! Limit of a decoder's work that does not depend on the bytes of its input and output.
+//! Limit of the work that a decoder does for each block or table, however few bytes it has.
 //!
 //! Building a table takes as long for a block of one byte as for a block of 128 KiB. A payload of
 //! tiny blocks could therefore occupy a CPU for minutes.
 
 use thiserror::Error;
 
-/// Bytes that are added to those of a payload, so that a small one can have any blocks.
+/// Added to the size of a payload, so that a small one can have some blocks with large tables.
 const SPARE_BYTES: u64 = 1 << 20;
 
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]

@@ -33,13 +33,13 @@ pub(crate) enum GzipError {
     Header,
     #[error("its header uses reserved flags ({flags:#04x})")]
     Reserved { flags: u8 },
-    #[error("the checksum of its header is {actual:#06x}, and {expected:#06x} in the file")]
+    #[error("the checksum of its header is {actual:#06x}, but the file has {expected:#06x}")]
     HeaderChecksum { expected: u16, actual: u16 },
     #[error("its deflate stream is invalid after {output_bytes} bytes of output")]
     Deflate { output_bytes: usize },
     #[error("the output exceeds {bytes} bytes")]
     OutputFull { bytes: usize },
-    #[error("its checksum is {actual:#010x}, and {expected:#010x} in the file")]
+    #[error("its checksum is {actual:#010x}, but the file has {expected:#010x}")]
     Checksum { expected: u32, actual: u32 },
     #[error("{bytes} bytes follow its end")]
     TrailingBytes { bytes: usize },
@@ -116,7 +116,7 @@ fn skip_header(file: &[u8]) -> Result<&[u8], GzipError> {
     if flags & flag::HEADER_CHECKSUM != 0 {
         let (expected, after) = rest.split_first_chunk().ok_or(GzipError::Truncated)?;
         let expected = u16::from_le_bytes(*expected);
-        // The file has the lower half.
+        // The header's checksum is the lower 16 bits of its CRC-32 (RFC 1952, section 2.3.1).
         let actual = crc32fast::hash(&file[..file.len() - rest.len()]) as u16;
         if actual != expected {
             return Err(GzipError::HeaderChecksum { expected, actual });

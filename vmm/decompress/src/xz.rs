@@ -21,7 +21,7 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
 }
 
 fn budget(stream: &[u8], output: &[u8]) -> Budget {
-    Budget::new("reads of its blocks", READS_PER_KIB, stream.len(), output.len())
+    Budget::new("input reads", READS_PER_KIB, stream.len(), output.len())
 }
 
 fn unpack_within(stream: &[u8], output: &mut [u8], budget: &mut Budget) -> io::Result<usize> {
@@ -104,7 +104,7 @@ mod tests {
         // The index is missing.
         assert_eq!(refusal(&blocks(10), 80), "failed to fill whole buffer");
         let error = refusal(&blocks(1000), 8000);
-        assert!(error.contains("needs more than 1063 reads of its blocks"), "{error}");
+        assert!(error.contains("needs more than 1063 input reads"), "{error}");
     }
 
     #[test]
@@ -120,7 +120,7 @@ mod tests {
             let chunks = |count| [header, &chunk.repeat(count)].concat();
             assert_eq!(refusal(&chunks(10), 80), "failed to fill whole buffer");
             let error = refusal(&chunks(2000), 16_000);
-            assert!(error.contains("reads of its blocks"), "{error}");
+            assert!(error.contains("input reads"), "{error}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Kernel and initramfs of a guest's owner.
+//! Kernel and initramfs from an untrusted guest owner.
 //!
 //! The bytes from the fuzzer become a kernel, the payload of a bzImage, or an ELF file in either
 //! form. The loader may accept or refuse it, but must not write outside boot memory. The memory

@@ -256,7 +256,7 @@ pub struct Payload {
     pub initramfs: Option<Range<u64>>,
 }
 
-/// Loads only the files, for fuzz targets.
+/// Loads a kernel and an initramfs without command line and start info, for fuzz targets.
 ///
 /// # Safety
 /// `private` describes `memory`. No other code accesses the memory during the call.

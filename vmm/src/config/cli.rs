@@ -133,7 +133,7 @@ struct Flags {
     /// Make this the root folder, in which all paths are looked up
     #[arg(long, value_name = "FOLDER", help_heading = "Confinement")]
     chroot: Option<PathBuf>,
-    /// Limit the VMM by Landlock to the files of the VM
+    /// Use Landlock to limit the VMM to the files of the VM
     #[arg(long, value_name = "MODE", num_args = 0..=1, default_value = "auto", default_missing_value = "on", ignore_case = true, help_heading = "Confinement")]
     landlock: LandlockMode,
     /// Log to a file [default: standard error]

@@ -1,6 +1,6 @@
 //! VMM processes and their clients, for tests of the built programs.
 
-#![allow(dead_code, reason = "each program of tests uses a part of it")]
+#![allow(dead_code, reason = "each test program uses a part of this module")]
 
 use std::fs::{self, File};
 use std::net::SocketAddr;
@@ -74,7 +74,7 @@ pub(crate) struct Vmm {
 }
 
 impl Vmm {
-    /// Starts a VMM by `command`, with its log in `folder`.
+    /// Starts a VMM with `command`, with its log in `folder`.
     pub(crate) fn spawn(folder: TempDir, command: &mut Command) -> Self {
         let log = File::create(folder.path().join("log")).unwrap();
         Self { process: Process::spawn(command.stderr(log)), folder }
@@ -104,7 +104,7 @@ impl Vmm {
         remote(&self.file("api"))
     }
 
-    /// Sends a request, and returns its exit status.
+    /// Runs `foreshore-remote`, and returns its exit status.
     pub(crate) fn request(&self, arguments: &[&str]) -> ExitStatus {
         let mut remote = self.remote();
         remote.args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap()
@@ -123,7 +123,7 @@ pub(crate) fn foreshore() -> Command {
     Command::new(FORESHORE)
 }
 
-/// Returns a command of a client of the VMM that listens on `api_socket`.
+/// Returns a `foreshore-remote` command for the VMM that listens on `api_socket`.
 pub(crate) fn remote(api_socket: &Path) -> Command {
     let mut remote = Command::new(FORESHORE_REMOTE);
     remote.arg("--api-socket").arg(api_socket);
@@ -136,7 +136,7 @@ pub(crate) fn wait_for_answer(api_socket: &Path) {
     assert!(output.status.success(), "{output:?}");
 }
 
-/// Runs a VMM that ends by itself. Returns its exit code and its error.
+/// Runs a VMM that ends by itself. Returns its exit code and its standard error.
 pub(crate) fn run(arguments: &[&str]) -> (Option<i32>, String) {
     let Output { status, stderr, .. } = foreshore().args(arguments).output().unwrap();
     (status.code(), String::from_utf8(stderr).unwrap())

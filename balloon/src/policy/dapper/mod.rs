@@ -17,8 +17,8 @@ params! {
     pub struct Params {
         /// Multiplier of each node's watermarks for the limits of free memory in Table 3 of the paper; the first limit is twice as high.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// If not 0, replaces `watermark-scale`: scales each node's watermarks so that high is this share
-        /// of its DRAM.
+        /// If not 0, replaces `watermark-scale`: scales each node's watermarks so that its high
+        /// watermark is this share of its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
     }
 }

@@ -365,7 +365,7 @@ fn set_up() -> Vec<Allowed> {
         SYS_listen,
         SYS_mbind,
         SYS_memfd_create,
-        // rustix opens /dev/ptmx by it (openpt).
+        // rustix opens /dev/ptmx with it (openpt).
         SYS_open,
         SYS_openat,
         SYS_pipe2,

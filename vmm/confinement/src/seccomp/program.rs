@@ -27,7 +27,7 @@ const SECOND_ARGUMENT: u32 = 24;
 /// `AUDIT_ARCH_X86_64` of linux/audit.h.
 const X86_64: u32 = 0xc000_003e;
 
-/// Upper bits of the request `KVM_SIGNAL_MSI`, which writes a `struct kvm_msi` of 32 bytes.
+/// Direction and size in the request `KVM_SIGNAL_MSI`, an `_IOW` of `struct kvm_msi` (32 bytes).
 const KVM_MSI_WRITTEN: u32 = 0x4020_0000;
 
 /// Compiles the filter of a thread.
@@ -153,7 +153,7 @@ fn return_value(value: u32) -> sock_filter {
 mod tests {
     use super::*;
 
-    // More instructions of classic BPF, which seccompiler uses.
+    // Opcodes of classic BPF that only seccompiler emits.
     const JUMP: u16 = 0x05;
     const AND: u16 = 0x54;
 
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn frequent_requests_of_vcpu_take_few_instructions() {
         const IOCTL: u32 = libc::SYS_ioctl as u32;
-        /// `AUDIT_ARCH_I386` of linux/audit.h. These programs have other numbers for calls.
+        /// `AUDIT_ARCH_I386` of linux/audit.h. 32-bit programs use other call numbers.
         const I386: u32 = 0x4000_0003;
         // KVM_RUN and KVM_SIGNAL_MSI with sizes (linux/kvm.h).
         for (request, count) in [(0xae80, 7), (0x4020_aea5, 8)] {

@@ -111,7 +111,7 @@ fn creations(entries: &[Entry]) -> BTreeMap<u64, Vec<usize>> {
 fn made(trace: &str) -> BTreeSet<Made> {
     let entries: Vec<_> = trace.lines().filter_map(Entry::parse).collect();
     let creations = creations(&entries);
-    // Filters of the threads that are alive, and those of creators at each creation.
+    // Filters of live threads, and for each creation the filter that the new thread inherits.
     let mut filters = BTreeMap::<u64, Option<usize>>::new();
     let mut inherited = BTreeMap::<usize, Option<usize>>::new();
     let mut made = BTreeSet::new();
@@ -126,7 +126,7 @@ fn made(trace: &str) -> BTreeSet<Made> {
         let filter = filters.entry(line.thread).or_insert_with(|| {
             let starts = creations.get(&line.thread)?;
             let last = starts.iter().rev().find(|start| **start < nth)?;
-            // Each creation is of one thread. A thread without its own has an unknown creator.
+            // Each creation is used by one thread. A thread without one has an unknown creator.
             inherited.remove(last)?
         });
         let Some(mut arguments) = line.arguments else { continue };

@@ -90,7 +90,7 @@ pub(crate) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, ZstdErro
 }
 
 fn budget(stream: &[u8], output: &[u8]) -> Budget {
-    Budget::new("entries of tables", TABLE_ENTRIES_PER_KIB, stream.len(), output.len())
+    Budget::new("table entries", TABLE_ENTRIES_PER_KIB, stream.len(), output.len())
 }
 
 fn unpack_within(

@@ -1,11 +1,11 @@
-//! Tests of the work for tables.
+//! Tests of the limit of table entries.
 
 use super::*;
 
 const PREDEFINED_TABLES: u64 = 3;
 /// Packed block without literals. Its only sequence copies 3 bytes with predefined tables.
 const PREDEFINED: &[u8] = &[0, 1, 0, 0, 0, 2];
-/// The same with three tables that the block describes. Each has one symbol.
+/// Packed block with the same sequence. It describes three tables of one symbol each.
 const DESCRIBED: &[u8] = &[0, 1, 0xa8, 0xf4, 0x3f, 0xf3, 0x1f, 0xf4, 0x3f, 0, 0, 0, 4];
 /// Packed block with a Huffman code and one literal.
 const HUFFMAN: &[u8] = &[0x12, 0xc0, 0, 0x80, 0x10, 2, 0];

@@ -335,7 +335,7 @@ mod tests {
         let before = mode_of(&path);
         let expected = replaced().to_string();
         assert_eq!(file.open_to(&listener, &access).unwrap_err().to_string(), expected);
-        // The other socket was there before this process first looked at the path.
+        // Pretends that the other socket was there when this process first looked at the path.
         let metadata = fs::metadata(&path).unwrap();
         (file.device, file.inode) = (metadata.dev(), metadata.ino());
         if open_bound(&listener).unwrap().is_none() {

@@ -168,7 +168,7 @@ impl KvmMachine {
         let most_bytes = balloon.sizes().max_bytes;
         let left_bytes = most_bytes.checked_sub(size_bytes).ok_or_else(|| {
             let most = Size(most_bytes);
-            refuse(format!("it must be at most {most}; the rest is the guest's floor"))
+            refuse(format!("the maximum is {most}, so that the guest retains its floor"))
         })?;
         let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
         target.map(Some).map_err(|err| match err {
