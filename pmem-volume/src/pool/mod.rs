@@ -257,11 +257,6 @@ impl PoolInfo {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }
 
-    /// Usable bytes that are allocated to volumes or lent as memory.
-    pub fn used_bytes(&self) -> u64 {
-        self.volume_bytes + self.memory_bytes
-    }
-
     /// Sets [`Self::reserved_bytes`], which follows from other fields.
     fn with_reserved_bytes(self) -> Self {
         let reserved_bytes = self.reserve_bytes.max(self.volume_bytes).min(self.usable_bytes());
