@@ -220,7 +220,9 @@ fn assert_adds_up(info: &PoolInfo) {
     ];
     assert_eq!(parts.iter().sum::<u64>(), info.total_bytes, "{info:?}");
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
-    assert!(info.reserved_bytes <= info.usable_bytes(), "{info:?}");
+    let accounts =
+        [info.reserved_bytes, info.memory_bytes, info.lendable_bytes, info.damaged_bytes];
+    assert_eq!(accounts.iter().sum::<u64>(), info.usable_bytes(), "{info:?}");
 }
 
 /// Opens arbitrary bytes as a pool. Nothing may change if the pool is opened for reading, or if

@@ -162,9 +162,10 @@ impl<'a> InfoReport<'a> {
         if holder.is_none() {
             // The next process that opens the pool erases and frees these bytes.
             let available_bytes = info.free_bytes + waiting_bytes;
-            let reserved_bytes =
+            let withheld_bytes =
                 info.reserve_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
-            info.lendable_bytes = available_bytes - reserved_bytes;
+            info.lendable_bytes = available_bytes - withheld_bytes;
+            info.reserved_bytes = info.volume_bytes + withheld_bytes;
         }
         let (free_space, durability_meaning) = (pool.free_space(), info.durability.meaning());
         let (state, findings) = state(pool);

@@ -213,8 +213,7 @@ pub struct PoolInfo {
     pub total_bytes: u64,
     /// Bytes reserved for volumes, which are never lent as memory (STRG).
     pub reserve_bytes: u64,
-    /// Bytes that memory cannot get: the larger of `reserve_bytes` and `volume_bytes`, limited to
-    /// the usable bytes.
+    /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve.
     pub reserved_bytes: u64,
     /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if chunks of volumes are missing.
     pub promised_bytes: u64,
@@ -255,12 +254,6 @@ impl PoolInfo {
     /// Bytes that are neither metadata nor bad media.
     pub fn usable_bytes(&self) -> u64 {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
-    }
-
-    /// Sets [`Self::reserved_bytes`], which follows from other fields.
-    fn with_reserved_bytes(self) -> Self {
-        let reserved_bytes = self.reserve_bytes.max(self.volume_bytes).min(self.usable_bytes());
-        Self { reserved_bytes, ..self }
     }
 
     /// Bytes available for volumes, including chunks that must be erased first.
@@ -328,14 +321,14 @@ impl<M: Media> Pool<M> {
     pub fn info(&self) -> PoolInfo {
         let totals = *locked(&self.totals);
         let Totals { counts, free, volumes, promised_bytes, .. } = totals;
-        let info = PoolInfo {
+        PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
             durability: self.durability(),
             thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
-            reserved_bytes: 0,
+            reserved_bytes: bytes(counts.volume + self.reserved_chunks(totals)),
             promised_bytes,
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
@@ -347,8 +340,7 @@ impl<M: Media> Pool<M> {
             lendable_bytes: self.lendable_bytes(totals),
             volumes,
             latched: self.latched.get().cloned(),
-        };
-        info.with_reserved_bytes()
+        }
     }
 
     /// Returns the bytes that may still be lent as memory. After a failed write, it is 0 even if

@@ -414,7 +414,7 @@ pub struct PoolInfo {
     pub metadata_bytes: u64,
     /// Bytes reserved for volumes, whether used or not.
     pub reserve_bytes: u64,
-    /// Bytes that memory cannot get: the larger of `reserve_bytes` and `volume_bytes`.
+    /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve.
     pub reserved_bytes: u64,
     /// Sum of the sizes of all volumes.
     pub promised_bytes: u64,

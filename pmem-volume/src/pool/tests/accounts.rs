@@ -29,14 +29,23 @@ fn accounts_follow_volumes_and_memory() {
     assert_eq!(accounts(&pool.info()), [8, 16, 8, 6]);
 }
 
-/// Bad media can leave less than the reserve.
+/// Bad media and damage can leave less than the reserve.
 #[test]
-fn reserved_bytes_are_at_most_the_usable_bytes() {
+fn retired_and_damaged_chunks_are_not_reserved() {
     let fixture = Fixture::new();
-    let info = fixture.create(64 * MIB, 60 * MIB).info();
-    assert_eq!(info.reserved_bytes, 60 * MIB);
-    let worn = PoolInfo { retired_bytes: 6 * MIB, ..info }.with_reserved_bytes();
-    assert_eq!((worn.reserve_bytes, worn.reserved_bytes), (60 * MIB, 54 * MIB));
+    let pool = fixture.create(64 * MIB, 60 * MIB);
+    pool.create_volume("v", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();
+    assert_eq!(accounts(&pool.info()), [8, 60, 8, 0]);
+    drop(pool);
+    let offset = |chunk: u32| CHUNK_TABLE_OFFSET + u64::from(chunk) * CHUNK_ENTRY_BYTES;
+    let retired = encode_owner(ChunkId(30), Owner::Retired);
+    fixture.overwrite(offset(30), &retired.to_le_bytes());
+    fixture.flip(offset(31), 5);
+    let info = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap().info();
+    assert_eq!((info.retired_bytes, info.damaged_bytes), (2 * MIB, 2 * MIB));
+    assert_eq!(accounts(&info), [8, 56, 8, 0]);
+    assert_eq!(info.usable_bytes(), 58 * MIB);
+    assert_accounts_add_up(&info);
 }
 
 /// A thin volume of 20 chunks in a pool of 12 has chunks only at the indexes 0 and 19.

@@ -129,6 +129,14 @@ fn assert_states_add_up(info: &PoolInfo) {
     assert_eq!(parts.iter().sum::<u64>(), info.total_bytes, "{info:?}");
 }
 
+/// Checks that the usable bytes are reserved, lent, lendable or damaged. Not valid after a failed
+/// change.
+fn assert_accounts_add_up(info: &PoolInfo) {
+    let accounts =
+        [info.reserved_bytes, info.memory_bytes, info.lendable_bytes, info.damaged_bytes];
+    assert_eq!(accounts.iter().sum::<u64>(), info.usable_bytes(), "{info:?}");
+}
+
 #[test]
 fn new_pool_is_free_except_for_its_metadata() {
     let fixture = Fixture::new();

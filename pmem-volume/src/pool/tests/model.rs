@@ -285,6 +285,7 @@ impl World {
     fn verify(&self) -> Result<(), TestCaseError> {
         let (model, info) = (&self.model, self.pool.info());
         assert_states_add_up(&info);
+        assert_accounts_add_up(&info);
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
         prop_assert_eq!(info.promised_bytes, info.volume_bytes);

@@ -57,7 +57,7 @@ impl Expose for PoolMetrics {
         let help =
             "Bytes that the pool can lend as memory, including those that must be erased first.";
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
-        let help = "Bytes that memory cannot get: the reserve or the volumes, whichever is larger.";
+        let help = "Bytes not available to memory: volumes, and the free part of the reserve.";
         out.bytes("pool_reserved", help, with(info.reserved_bytes));
         out.bytes("pool_promised", "Sizes of all volumes.", with(info.promised_bytes));
         let scrubbed =

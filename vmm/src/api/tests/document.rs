@@ -150,7 +150,8 @@ fn states_of_the_example_of_a_pool_add_up() {
         assert_eq!(states, pool.total_bytes);
         let kept_bytes = pool.reserve_bytes - pool.volume_bytes;
         assert_eq!(pool.lendable_bytes, pool.free_bytes + pool.scrubbing_bytes - kept_bytes);
-        assert_eq!(pool.reserved_bytes, pool.reserve_bytes.max(pool.volume_bytes));
+        let accounts = pool.reserved_bytes + pool.memory_bytes + pool.lendable_bytes;
+        assert_eq!(accounts, pool.total_bytes - pool.retired_bytes - pool.metadata_bytes);
     }
 }
 
