@@ -123,6 +123,9 @@ struct State {
     volumes: BTreeMap<Slot, VolumeEntry>,
     /// Volumes that are open in this process.
     open_volumes: Vec<Slot>,
+    /// Sum of the volumes' chunks according to their records. More than the allocated chunks if
+    /// some are missing. Records are untrusted, so the sum may exceed the pool.
+    promised_chunks: u64,
     counts: Counts,
     /// Chunks to erase. A pool that is open for reading erases none.
     scrub: ScrubQueue,
@@ -182,8 +185,7 @@ struct Totals {
     /// Chunks that will be free after they are erased.
     pending: u32,
     volumes: u32,
-    /// Sum of the volumes' sizes. The size in a record is untrusted, so the sum saturates.
-    promised_bytes: u64,
+    promised_chunks: u64,
 }
 
 /// Number of chunks in each state. The buddy allocator counts the free ones.
@@ -320,7 +322,7 @@ impl<M: Media> Pool<M> {
     /// change in progress.
     pub fn info(&self) -> PoolInfo {
         let totals = *locked(&self.totals);
-        let Totals { counts, free, volumes, promised_bytes, .. } = totals;
+        let Totals { counts, free, volumes, promised_chunks, .. } = totals;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -329,7 +331,7 @@ impl<M: Media> Pool<M> {
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
             reserved_bytes: bytes(counts.volume + self.reserved_chunks(totals)),
-            promised_bytes,
+            promised_bytes: promised_chunks.saturating_mul(CHUNK_BYTES),
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
             memory_bytes: bytes(counts.memory),
@@ -458,19 +460,19 @@ impl<M: Media> Pool<M> {
 
 impl State {
     fn totals(&self) -> Totals {
+        debug_assert_eq!(self.promised_chunks, promised_chunks(&self.volumes));
         Totals {
             counts: self.counts,
             free: self.buddy.free_chunks(),
             pending: self.scrub.pending(),
             volumes: self.volumes.len() as u32,
-            promised_bytes: self.promised_bytes(),
+            promised_chunks: self.promised_chunks,
         }
     }
+}
 
-    fn promised_bytes(&self) -> u64 {
-        let sizes = self.volumes.values().map(|volume| volume.record.size_bytes());
-        sizes.fold(0, u64::saturating_add)
-    }
+fn promised_chunks(volumes: &BTreeMap<Slot, VolumeEntry>) -> u64 {
+    volumes.values().map(|volume| u64::from(volume.record.chunks)).sum()
 }
 
 fn bytes(chunks: u32) -> u64 {

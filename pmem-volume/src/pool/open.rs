@@ -186,7 +186,16 @@ impl State {
         let known_chunks =
             counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
         counts.damaged = superblock.chunks - known_chunks - buddy.free_chunks();
-        State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, scrub, findings }
+        let promised_chunks = super::promised_chunks(&scan.volumes);
+        State {
+            buddy,
+            volumes: scan.volumes,
+            open_volumes: vec![],
+            promised_chunks,
+            counts,
+            scrub,
+            findings,
+        }
     }
 }
 

@@ -159,6 +159,7 @@ impl<M: Media> Pool<M> {
         let info = volume_info(&entry);
         state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
+        state.promised_chunks += u64::from(chunks);
         state.volumes.insert(slot, entry);
         Ok(info)
     }
@@ -226,6 +227,7 @@ impl<M: Media> Pool<M> {
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &empty))?;
         let entry = state.volumes.remove(&slot).expect("found above");
+        state.promised_chunks -= u64::from(entry.record.chunks);
         let runs = runs(entry.chunk_ids());
         self.release_chunks(&mut state, &runs)
     }

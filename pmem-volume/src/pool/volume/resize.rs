@@ -172,6 +172,7 @@ impl<M: Media> Pool<M> {
         let info = volume_info(entry);
         state.counts.scrubbing -= added_chunks;
         state.counts.volume += added_chunks;
+        state.promised_chunks += u64::from(added_chunks);
         Ok(info)
     }
 
@@ -208,6 +209,7 @@ impl<M: Media> Pool<M> {
         let entry = state.volumes.get_mut(&slot).expect("found by the caller");
         entry.record = record;
         let removed = entry.chunks.split_off(chunks as usize);
+        state.promised_chunks -= removed.len() as u64;
         let removed = runs(removed.into_iter().map(|(_, chunk)| chunk));
         self.release_chunks(state, &removed)?;
         Ok(volume_info(&state.volumes[&slot]))

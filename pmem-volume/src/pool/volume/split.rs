@@ -140,10 +140,12 @@ impl<M: Media> Pool<M> {
         let words = self.latch(self.split_words(&records))?;
         self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
         let old = state.volumes.remove(&slot).expect("found by the caller");
+        state.promised_chunks -= u64::from(old.record.chunks);
         let slots: Vec<_> = records.iter().map(|record| record.slot).collect();
         let mut chunks = old.chunk_ids();
         for record in records {
             let own = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+            state.promised_chunks += u64::from(record.chunks);
             state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
         }
         self.latch(store_part_owners(self.media(), &self.superblock, &state.volumes, &slots))?;
