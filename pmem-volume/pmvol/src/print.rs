@@ -261,12 +261,12 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "  metadata   {}", Size(info.metadata_bytes).rounded())?;
     writeln!(
         out,
-        "reserve      {} (reserved for volumes, never lent as memory)",
+        "reserve      {} (set by --reserve: at least this much is kept for volumes)",
         Size(info.reserve_bytes).rounded()
     )?;
     writeln!(
         out,
-        "reserved     {} (not available to memory)",
+        "reserved     {} (volumes, and the free part of the reserve: not available to memory)",
         Size(info.reserved_bytes).rounded()
     )?;
     writeln!(out, "promised     {} (sizes of volumes)", Size(info.promised_bytes).rounded())?;

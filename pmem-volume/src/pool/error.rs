@@ -164,14 +164,14 @@ pub enum PoolError {
     #[error(
         "the pool is full: {}{}",
         full_text(*requested_bytes, *free_bytes),
-        reserved_text(*reserved_bytes)
+        withheld_text(*withheld_bytes)
     )]
     PoolFull {
         /// Requested size in bytes. 0 means all free bytes.
         requested_bytes: u64,
         free_bytes: u64,
         /// Free bytes that are reserved for volumes (STRG) and not lent as memory.
-        reserved_bytes: u64,
+        withheld_bytes: u64,
     },
     /// The requested name is invalid.
     #[error(transparent)]
@@ -250,8 +250,8 @@ fn version_advice(version: u32, supported: u32) -> &'static str {
     }
 }
 
-fn reserved_text(reserved_bytes: u64) -> String {
-    match reserved_bytes {
+fn withheld_text(withheld_bytes: u64) -> String {
+    match withheld_bytes {
         0 => String::new(),
         bytes => format!(", of which {} are reserved for volumes", Size(bytes).rounded()),
     }

@@ -330,7 +330,7 @@ impl<M: Media> Pool<M> {
             thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
-            reserved_bytes: bytes(counts.volume + self.reserved_chunks(totals)),
+            reserved_bytes: bytes(counts.volume + self.withheld_chunks(totals)),
             promised_bytes: promised_chunks.saturating_mul(CHUNK_BYTES),
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
@@ -355,7 +355,7 @@ impl<M: Media> Pool<M> {
     }
 
     fn lendable_bytes(&self, totals: Totals) -> u64 {
-        bytes(totals.free + totals.pending - self.reserved_chunks(totals))
+        bytes(totals.free + totals.pending - self.withheld_chunks(totals))
     }
 
     /// Returns the contiguity of the free space. Waits for changes in progress.
@@ -378,7 +378,7 @@ impl<M: Media> Pool<M> {
 
     /// Number of chunks to set aside for volumes: the STRG size minus the chunks that volumes
     /// already own. Chunks that must be erased first are included.
-    fn reserved_chunks(&self, totals: Totals) -> u32 {
+    fn withheld_chunks(&self, totals: Totals) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
         strg_chunks.saturating_sub(totals.counts.volume).min(totals.free + totals.pending)
     }

@@ -21,13 +21,13 @@ impl<M: Media> Pool<M> {
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_for_change()?;
         let extents = loop {
-            let reserved = self.reserved_chunks(state.totals());
-            let lendable = state.available_chunks() - reserved;
+            let withheld = self.withheld_chunks(state.totals());
+            let lendable = state.available_chunks() - withheld;
             let Some(chunks) = chunks.filter(|chunks| *chunks <= lendable) else {
                 return Err(PoolError::PoolFull {
                     requested_bytes: size_bytes,
                     free_bytes: state.available_bytes(),
-                    reserved_bytes: u64::from(reserved) * CHUNK_BYTES,
+                    withheld_bytes: u64::from(withheld) * CHUNK_BYTES,
                 });
             };
             // Use clean chunks first, even if they are fragmented. Waiting chunks are never erased

@@ -236,7 +236,7 @@ fn verify_strg(pool: &OtherPool, reserve_bytes: u64) -> Result<(), String> {
         return Err(format!("{lendable_bytes} bytes must be lendable: {info:?}"));
     }
     match pool.alloc_memory(lendable_bytes + CHUNK_BYTES) {
-        Err(PoolError::PoolFull { reserved_bytes, .. }) if reserved_bytes == unlendable_bytes => {
+        Err(PoolError::PoolFull { withheld_bytes, .. }) if withheld_bytes == unlendable_bytes => {
             Ok(())
         }
         other => Err(format!("the reserve of the volumes was requested: {other:?}")),

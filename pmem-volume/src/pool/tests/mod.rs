@@ -233,14 +233,14 @@ fn strg_is_never_lent_but_usable_by_volumes() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 20 * MIB);
     let error = pool.alloc_memory(42 * MIB).unwrap_err();
-    let PoolError::PoolFull { requested_bytes, free_bytes, reserved_bytes } = error else {
+    let PoolError::PoolFull { requested_bytes, free_bytes, withheld_bytes } = error else {
         panic!("{error}")
     };
-    assert_eq!((requested_bytes, free_bytes, reserved_bytes), (42 * MIB, 60 * MIB, 20 * MIB));
+    assert_eq!((requested_bytes, free_bytes, withheld_bytes), (42 * MIB, 60 * MIB, 20 * MIB));
     let memory = pool.alloc_memory(40 * MIB).unwrap();
     let error = pool.alloc_memory(2 * MIB).unwrap_err();
-    let PoolError::PoolFull { reserved_bytes, .. } = error else { panic!("{error}") };
-    assert_eq!((pool.info().lendable_bytes, reserved_bytes), (0, 20 * MIB));
+    let PoolError::PoolFull { withheld_bytes, .. } = error else { panic!("{error}") };
+    assert_eq!((pool.info().lendable_bytes, withheld_bytes), (0, 20 * MIB));
     pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     pool.free_memory(&memory).unwrap();
     // The bytes of volumes are part of STRG.

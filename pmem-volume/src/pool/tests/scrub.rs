@@ -187,8 +187,8 @@ fn waiting_chunks_count_towards_the_reserve() {
     pool.alloc_memory(20 * MIB).unwrap();
     assert_eq!((pool.scrubbed_bytes(), pool.info().lendable_bytes), (20 * MIB, 0));
     let error = pool.alloc_memory(2 * MIB).unwrap_err();
-    let PoolError::PoolFull { free_bytes, reserved_bytes, .. } = error else { panic!("{error}") };
-    assert_eq!((free_bytes, reserved_bytes), (20 * MIB, 20 * MIB));
+    let PoolError::PoolFull { free_bytes, withheld_bytes, .. } = error else { panic!("{error}") };
+    assert_eq!((free_bytes, withheld_bytes), (20 * MIB, 20 * MIB));
     pool.create_volume("a", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
     assert!(memory.iter().all(|extent| is_zero(&pool, *extent)));
     assert_states_add_up(&pool.info());

@@ -350,7 +350,7 @@ impl State {
         PoolError::PoolFull {
             requested_bytes,
             free_bytes: self.available_bytes(),
-            reserved_bytes: 0,
+            withheld_bytes: 0,
         }
     }
 

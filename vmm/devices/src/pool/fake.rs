@@ -70,7 +70,7 @@ impl PmPool for FakePool {
             return Err(PoolError::PoolFull {
                 requested_bytes: len,
                 free_bytes: free,
-                reserved_bytes: 0,
+                withheld_bytes: 0,
             });
         }
         let mut extents = Vec::new();
