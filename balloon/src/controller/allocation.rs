@@ -11,8 +11,8 @@ pub(super) struct Share {
     /// Index of the zone in the host's view.
     index: usize,
     tier: Tier,
-    /// Distance from the node for which the zones are resized.
-    distance: u8,
+    /// Result of [`growth_rank`].
+    rank: GrowthRank,
     block_bytes: u64,
     floor_bytes: u64,
     plugged_bytes: u64,
@@ -106,6 +106,30 @@ fn ceiling(
     (round_down(ceiling.0, zone.block_bytes.max(1)), ceiling.1)
 }
 
+/// Position of a zone in the order of growth: its tier, false for the balloon, and its distance.
+pub(super) type GrowthRank = (Tier, bool, u8);
+
+/// Returns the position of a zone in the order of growth. A shrink starts at the end of this order.
+/// See [`Allocation::new`] for `near` and `from`.
+///
+/// DRAM comes first. Within DRAM, the balloon comes first, because Linux fills it with pages from
+/// any node. Within a tier, zones are ordered by distance. Equally near zones keep the order of the
+/// host's view.
+pub(super) fn growth_rank(
+    host: &HostView,
+    zone: &ZoneSizes,
+    near: Option<u32>,
+    from: Option<u32>,
+) -> GrowthRank {
+    let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
+    let distance = match (from, near) {
+        (Some(from), _) => u8::MAX - to_zone(from),
+        (None, Some(near)) => to_zone(near),
+        (None, None) => 0,
+    };
+    (zone.tier, host.balloon != Some(zone.id), distance)
+}
+
 impl Allocation {
     /// Creates an allocation that starts from the requested sizes. `awaited` is `host` without
     /// requests that make no progress, so that these reserve no memory in the pool. `zones` are the
@@ -126,23 +150,14 @@ impl Allocation {
             .zip(zones)
             .enumerate()
             .map(|(index, (zone, tracker))| {
-                let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
-                // A shrink starts at the end of this order.
-                let distance = match (from, near) {
-                    (Some(from), _) => u8::MAX - to_zone(from),
-                    (None, Some(near)) => to_zone(near),
-                    (None, None) => 0,
-                };
+                let rank = growth_rank(host, zone, near, from);
                 let is_balloon = host.balloon == Some(zone.id);
                 let unmovable_permille = limits.unmovable_permille.filter(|_| !is_balloon);
                 let limits = Limits { unmovable_permille, ..limits };
-                Share { index, distance, is_balloon, ..Share::new(zone, tracker, limits, now) }
+                Share { index, rank, is_balloon, ..Share::new(zone, tracker, limits, now) }
             })
             .collect();
-        // DRAM comes first. Within DRAM, the balloon comes first, because Linux fills it with pages
-        // from any node. Within a tier, zones are ordered by distance. Equally near zones keep the
-        // order of the host's view.
-        shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
+        shares.sort_by_key(|share| (share.rank, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
         let outstanding_pm =
             awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
@@ -267,7 +282,7 @@ impl Share {
         Share {
             index: 0,
             tier: zone.tier,
-            distance: 0,
+            rank: (zone.tier, true, 0),
             block_bytes,
             floor_bytes: zone.floor_bytes.min(zone.max_bytes),
             plugged_bytes: zone.plugged_bytes,

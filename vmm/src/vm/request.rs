@@ -350,7 +350,7 @@ pub struct ZoneInfo {
     pub descriptor_bytes: u64,
     /// Guest DRAM that would be needed for page descriptors of the memory that is not plugged.
     pub saved_descriptor_bytes: u64,
-    /// Plugged PM that the governor may unplug: above the floor, and not in a pinned zone.
+    /// Plugged PM above the floor and outside pinned zones, whatever the policy.
     pub recallable_bytes: u64,
     /// Online memory according to the agent; `None` without an agent.
     pub online_bytes: Option<u64>,

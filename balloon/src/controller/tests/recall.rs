@@ -1,6 +1,7 @@
-//! Memory that the controller may take back.
+//! Memory that a shrink could take.
 
 use super::*;
+use crate::policy::off;
 
 /// Rig with two PM zones, `plugged_mib` of each zone plugged, and a floor.
 fn rig(floor_mib: u64, plugged_mib: [u64; 3]) -> Rig {
@@ -38,4 +39,41 @@ fn pinned_zones_and_floors_of_zones_are_not_recallable() {
     assert_eq!(recallable_mib(&rig), [0, 170, 0]);
     rig.controller.resume(Some(ZoneId(2)));
     assert_eq!(recallable_mib(&rig), [0, 170, 100]);
+}
+
+#[test]
+fn pm_is_recallable_whatever_the_policy() {
+    let mut rig = rig(200, [128, 200, 100]);
+    rig.controller.set_policy(Policy::Off).expect("has no parameters");
+    rig.controller.set_dry_run(true);
+    rig.controller.pause();
+    assert_eq!(recallable_mib(&rig), [0, 128, 100]);
+}
+
+#[test]
+fn zones_are_recalled_in_the_order_of_a_shrink() {
+    let mut rig = rig(350, [128, 200, 100]);
+    for (node, zone) in (1..).zip(&mut rig.host.zones[PM..]) {
+        zone.guest_numa_node = node;
+    }
+    rig.controller.observe(&rig.host, rig.now);
+    for (near, from, expected_mib) in [
+        (None, None, [0, 0, 78]),
+        (Some(1), None, [0, 0, 78]),
+        (Some(2), None, [0, 78, 0]),
+        (Some(2), Some(2), [0, 0, 78]),
+        (None, Some(1), [0, 78, 0]),
+    ] {
+        let decision = Decision { near, from, ..off::decide() };
+        let last = rig.controller.unreported(decision, rig.now);
+        rig.controller.last = Some(last);
+        assert_eq!(recallable_mib(&rig), expected_mib, "near {near:?}, from {from:?}");
+        let (zones, host) = (&rig.controller.zones, &rig.host);
+        let mut allocation = rig.controller.allocation(zones, last, from, host, rig.now);
+        assert_eq!(allocation.shrink(78 * MIB), (78 * MIB, None));
+        let sizes = host.zones.iter().zip(allocation.into_requests());
+        let shrunk_mib: Vec<_> =
+            sizes.map(|(zone, bytes)| (zone.requested_bytes - bytes) / MIB).collect();
+        assert_eq!(shrunk_mib, expected_mib, "near {near:?}, from {from:?}");
+    }
 }

@@ -132,7 +132,7 @@ pub struct ZoneQuery {
 pub struct ZoneState {
     /// Hotplugged memory that is online, according to the agent's last report.
     pub online_bytes: Option<u64>,
-    /// Plugged PM that the governor may unplug.
+    /// Plugged PM above the floor and outside pinned zones, whatever the policy.
     pub recallable_bytes: u64,
     /// Current sizes, and the progress of the last resize. `None` if the governor does not size the
     /// zone.

@@ -42,7 +42,7 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
         ),
         (
             "memory_recallable",
-            "Plugged PM above the floor, which the governor may unplug; 0 for pinned zones.",
+            "Plugged PM above the floor and outside pinned zones, whatever the policy.",
             |zone| Some(zone.recallable_bytes),
         ),
         (
