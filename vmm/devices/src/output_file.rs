@@ -50,14 +50,8 @@ impl From<OutputFileError> for io::Error {
 /// A signal that ends the VMM does so in that wait, although its sockets then remain.
 pub(crate) fn open_to_append(path: &Path) -> io::Result<File> {
     let is_fifo = fs::metadata(path).is_ok_and(|file| file.file_type().is_fifo());
-    if is_fifo {
-        end_signals::unblock();
-    }
-    let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path);
-    if is_fifo {
-        end_signals::block();
-    }
-    file
+    let open = || OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path);
+    if is_fifo { end_signals::unblocked(open) } else { open() }
 }
 
 /// Locks an output file, so that it cannot be used as a disk or pool while it is open. Pipes and
