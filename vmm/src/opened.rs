@@ -1,5 +1,5 @@
-//! First phase of the VMM. The process first opens the objects that it may be unable to open later.
-//! Then it drops its privileges, and runs.
+//! First phase of the VMM, in which it opens the objects that it may be unable to open later. It
+//! then drops its privileges and runs.
 //!
 //! | | Opened | Reason |
 //! |---|---|---|

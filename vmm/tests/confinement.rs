@@ -232,7 +232,7 @@ fn threads_of_root_have_only_the_capabilities_that_they_need() {
     }
 }
 
-/// Returns true if this process can open KVM, and the user [`NOBODY`] cannot.
+/// Returns true if this process can open /dev/kvm but the user [`NOBODY`] cannot.
 fn is_kvm_private() -> bool {
     let is_private = fs::metadata("/dev/kvm").is_ok_and(|kvm| kvm.mode() & 0o006 == 0);
     is_private && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()

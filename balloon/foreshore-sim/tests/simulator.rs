@@ -240,7 +240,7 @@ fn formats_agree_and_seed_determines_run() {
 
     let table = with(&[]);
     assert_eq!(table.lines().count(), 4);
-    // Nothing is lent under `off`, so Memorage's equations return a factor of 1.
+    // `off` lends no memory, so the factor of Memorage's equations is 1.
     let last =
         |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
     assert!(last(1).eq(["x", "x", "x"]) && last(3).take(2).eq(["1.00", "1.00"]), "{table}");

@@ -373,7 +373,7 @@ mod tests {
         allocation.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
     }
 
-    /// Requested sizes after shrinks by `mib` in total, each of which the guest completes.
+    /// Requested sizes after shrinks by `mib` in total. The guest completes each shrink.
     fn shrunk_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
         let mut left = [4, 4, 16, 16];
         let mut to_go = mib * MIB;

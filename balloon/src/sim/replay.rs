@@ -545,7 +545,7 @@ mod tests {
             demands_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
             Some(&(0, 101))
         );
-        // The same 30 MiB replace each other and are read again, so no other file is read.
+        // Pages of the same 30 MiB evict each other and are read again. No other file is read.
         let thrashing = demands_of(&[
             (20, 0, 0),
             (20, 10, 10),

@@ -225,8 +225,8 @@ fn assert_adds_up(info: &PoolInfo) {
     assert_eq!(accounts.iter().sum::<u64>(), info.usable_bytes(), "{info:?}");
 }
 
-/// Opens arbitrary bytes as a pool. Nothing may change if the pool is opened for reading, or if
-/// opening it fails. Otherwise, the pool should work and open again.
+/// Opens arbitrary bytes as a pool. The bytes may not change if the pool is opened for reading, or
+/// if it cannot be opened. A pool that was opened for writing works and can be opened again.
 pub(crate) fn pool_open(data: &[u8]) {
     TestPool::with(|test_pool| {
         let (image, path) = (test_pool.image(data), test_pool.path());

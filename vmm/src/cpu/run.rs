@@ -92,8 +92,8 @@ struct Shared {
     is_out: AtomicBool,
     changed: Condvar,
     inhibitor: Arc<EntryInhibitor>,
-    /// True if the thread has waited since it last ran the guest. The guest must then be informed
-    /// of the pause.
+    /// True if the thread has waited since it last ran the guest. Before the next entry, KVM then
+    /// tells the guest that it was paused.
     has_waited: AtomicBool,
     /// True if an NMI must be delivered before the next guest entry.
     nmi: AtomicBool,

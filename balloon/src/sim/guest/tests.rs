@@ -43,7 +43,7 @@ fn steps_skipped_at_rest_change_nothing() {
     assert!(stills > 1_000, "{stills}");
 }
 
-/// Each case has one pending change, because of which no step may be skipped.
+/// Each case has one pending change, so no step may be skipped.
 #[test]
 fn guest_with_pending_change_is_not_still() {
     let segment = Segment {

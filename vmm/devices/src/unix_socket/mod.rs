@@ -192,8 +192,8 @@ impl SocketFile {
     ///
     /// Such a user may also have replaced the file, or a folder of the path, between the bind and
     /// [`Self::at`]. Therefore, the file is compared with that of `socket` if this process has
-    /// CAP_NET_ADMIN. What remains: root without this capability may change another socket that has
-    /// the same name, and a stale socket that is replaced is removed by its path.
+    /// CAP_NET_ADMIN. Two gaps remain: root without this capability may change another socket that
+    /// has the same name, and a stale socket that is replaced is removed by its path.
     fn open(&self, socket: &UnixListener) -> io::Result<File> {
         let found = open_path(&self.path)?;
         let metadata = found.metadata()?;

@@ -183,8 +183,8 @@ fn a_guest_without_an_agent_is_sized_by_statistics() -> Result<()> {
     let pressure = guest.get("vm.pressure")?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
-    // The VMM's estimate of the watermarks should be close to the kernel's, most of which
-    // khugepaged causes.
+    // The VMM's estimate of the watermarks should be close to the kernel's values, to which
+    // khugepaged contributes most.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
     let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;

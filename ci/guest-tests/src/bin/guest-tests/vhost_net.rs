@@ -34,7 +34,7 @@ guest_tests::tests![
     without_vhost_net_on_is_refused_and_auto_falls_back: 180,
 ];
 
-/// Number of datagrams, all of which the tap can queue for a paused guest.
+/// Number of datagrams. The tap can queue all of them for a paused guest.
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
