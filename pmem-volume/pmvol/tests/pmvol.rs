@@ -37,9 +37,8 @@ fn pool_is_created_filled_listed_and_checked() {
         (Some(0), Some(60 << 20))
     );
     assert_eq!(info["in_use_by"], Value::Null);
-    assert!(
-        folder.succeed(&["info", "pool"]).contains("reserve      8 MiB (reserved for volumes, ")
-    );
+    let text = folder.succeed(&["info", "pool"]);
+    assert!(text.contains("reserve      8 MiB (set by --reserve: "), "{text}");
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     let full = ["--size", "the pool is full: nothing is free; `pmvol grow`"];
     folder.fail(&["volume", "create", "pool", "more", "--size", "remaining"], &full);
