@@ -24,18 +24,23 @@ pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
     if !checkout.programs().join("foreshore").exists() {
         report!("the first build takes 5 to 8 minutes on two idle cores");
     }
-    build(checkout, &["--bins"])
+    build(checkout, &["--release", "--bins"])
 }
 
+/// Program with the API clients for tests.
+pub(crate) const CLIENTS: &str = "client-tests";
+
 /// Builds the API clients for tests. They need a separate build: cargo merges the features of all
-/// crates in one build, and the clients need more features of hyper than the VMM.
+/// crates in one build, and the clients need more features of hyper than the VMM. The profile and
+/// the packages are those of the unit tests, so that crates that these have built are reused.
 pub(crate) fn build_clients(checkout: &Checkout) -> Result<()> {
     report!("building the API clients of the tests");
-    build(checkout, &["-p", "client-tests"])
+    // Without a test, cargo would leave out the features that tests request.
+    build(checkout, &["--workspace", "--bin", CLIENTS, "--test", "without_machines"])
 }
 
 fn build(checkout: &Checkout, choice: &[&str]) -> Result<()> {
-    let arguments = [&["build", "--release"], choice].concat();
+    let arguments = [&["build"], choice].concat();
     let status = run(command(checkout, &arguments))?;
     ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     Ok(())

@@ -55,6 +55,11 @@ impl Checkout {
     pub(crate) fn programs(&self) -> PathBuf {
         self.root.join("target/x86_64-unknown-linux-gnu/release")
     }
+
+    /// Returns the folder with programs that are built in the profile of tests.
+    pub(crate) fn test_programs(&self) -> PathBuf {
+        self.root.join("target/x86_64-unknown-linux-gnu/debug")
+    }
 }
 
 /// Changes to the folder in which the user called `ci/xtask/run`. The script has changed to the

@@ -33,8 +33,8 @@ pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result
         link(&pin.image(checkout)?, &guests.join(format!("vmlinuz-{}", pin.name)))?;
     }
     let (program, arguments) = host.command.split_first().context("no command")?;
-    let path =
-        env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
+    let ours = [checkout.programs(), checkout.test_programs()];
+    let path = env::join_paths(ours.into_iter().chain(env::split_paths(&user_path())))?;
     // timeout kills the whole process group, even if this task is killed.
     let mut command =
         programs::ending_with_this_one("TERM", &programs::find_system("timeout")?, path)?;

@@ -12,6 +12,7 @@ use super::staging::Stage;
 use super::trees::{BOOK, EXT4, XFS};
 use super::{archive, common_inputs, inputs_key, make_file_system, rebuild};
 use crate::apt::Apt;
+use crate::cargo::CLIENTS;
 use crate::checkout::{Checkout, copy, create_folder, list, lock, remove_folder, rename};
 use crate::jobs;
 use crate::kernels;
@@ -47,6 +48,7 @@ pub(crate) fn build(checkout: &Checkout) -> Result<()> {
 /// Returns the workspace programs that exist, so that a partly built tree still boots.
 fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
     let mut paths = list(&checkout.programs())?;
+    paths.push(checkout.test_programs().join(CLIENTS));
     paths.retain(|path| {
         path.extension().is_none_or(|end| end != "so") && programs::is_program(path)
     });

@@ -68,7 +68,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
 fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
     report.begin_step("release build");
     cargo::build_programs(checkout)?;
-    report.begin_step("release build of the API clients");
+    report.begin_step("build of the API clients");
     cargo::build_clients(checkout)?;
     report.begin_step("guest images");
     images::guests::build_all(checkout)
