@@ -20,10 +20,11 @@ impl Queue {
         Self { tests: tests.iter().cloned().collect(), hosts }
     }
 
-    /// Takes half of an equal share of the remaining tests. A single host takes all of them.
+    /// Takes two thirds of an equal share of the remaining tests. A single host takes all of them.
     pub(super) fn next_share(&mut self) -> Vec<String> {
-        let parts = if self.hosts == 1 { 1 } else { 2 * self.hosts };
-        let count = (self.tests.len() / parts).max(MIN_SHARE).min(self.tests.len());
+        let equal = self.tests.len() / self.hosts;
+        let count = if self.hosts == 1 { equal } else { 2 * equal / 3 };
+        let count = count.max(MIN_SHARE).min(self.tests.len());
         self.tests.drain(..count).collect()
     }
 }
@@ -43,7 +44,7 @@ mod tests {
 
     #[test]
     fn shares_become_smaller_and_one_host_has_one() {
-        assert_eq!(shares(234, 2), [58, 44, 33, 24, 18, 14, 10, 8, 6, 5, 5, 5, 4]);
+        assert_eq!(shares(234, 2), [78, 52, 34, 23, 15, 10, 7, 5, 5, 5]);
         assert_eq!(shares(12, 2), [5, 5, 2]);
         assert_eq!(shares(234, 1), [234]);
     }
