@@ -122,20 +122,23 @@ mod tests {
 
     #[test]
     fn long_window_is_requested_after_a_refusal_of_the_short_one() {
-        let asked = |refusal: Option<io::ErrorKind>| {
-            let mut asked = Vec::new();
+        let requests = |refusal: Option<io::ErrorKind>| {
+            let mut requests = Vec::new();
             let result = first_granted(REQUESTS[0], |request| {
-                asked.push(request.to_vec());
+                requests.push(request.to_vec());
                 refusal
                     .filter(|_| request == REQUESTS[0][0])
                     .map_or(Ok(()), |kind| Err(kind.into()))
             });
-            (asked.len(), result.map_err(|error| error.kind()))
+            (requests.len(), result.map_err(|error| error.kind()))
         };
-        assert_eq!(asked(None), (1, Ok(())));
-        assert_eq!(asked(Some(io::ErrorKind::InvalidInput)), (2, Ok(())));
-        assert_eq!(asked(Some(io::ErrorKind::PermissionDenied)), (2, Ok(())));
-        assert_eq!(asked(Some(io::ErrorKind::OutOfMemory)), (1, Err(io::ErrorKind::OutOfMemory)));
+        assert_eq!(requests(None), (1, Ok(())));
+        assert_eq!(requests(Some(io::ErrorKind::InvalidInput)), (2, Ok(())));
+        assert_eq!(requests(Some(io::ErrorKind::PermissionDenied)), (2, Ok(())));
+        assert_eq!(
+            requests(Some(io::ErrorKind::OutOfMemory)),
+            (1, Err(io::ErrorKind::OutOfMemory))
+        );
     }
 
     #[test]

@@ -114,7 +114,7 @@ impl Vmm {
         self.report().monotonic_ms()
     }
 
-    fn ask(&mut self, settings: Settings) {
+    fn send_settings(&mut self, settings: Settings) {
         let mut line = Vec::new();
         encode_line(&VmmMessage::Settings(settings), &mut line);
         self.0.get_mut().write_all(&line).expect("writes");
@@ -136,7 +136,7 @@ fn connected(settings: Settings) -> (Agent, Vmm) {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
     let mut vmm = Vmm::accept(&listener);
-    vmm.ask(settings);
+    vmm.send_settings(settings);
     vmm.hello();
     (agent, vmm)
 }

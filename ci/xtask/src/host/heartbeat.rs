@@ -96,7 +96,7 @@ impl Heartbeat {
         })
     }
 
-    /// Sends a request. If `is_over` is set, also asks the host, once, to end the command.
+    /// Sends a request. If `is_over` is set, also requests once that the host ends the command.
     pub(super) fn send_request(&mut self, is_over: bool) -> Result<()> {
         if self.unanswered < FREQUENT || self.unanswered.is_multiple_of(FREQUENT) {
             self.pipes.send(b"\n")?;
