@@ -11,9 +11,9 @@ use crate::budget::{Budget, OverBudget};
 
 /// Limit of the blocks. miniz_oxide builds tables for each, which takes about 3 µs. `gzip -9` ends
 /// a block after 8 KiB of output or more (gzip's trees.c, `ct_tally`), and `pigz -R` after about
-/// 4 KiB. `gzip --rsyncable` can exceed the limit, because each match in a page of zeros ends a
-/// block.
-const BLOCKS_PER_KIB: u64 = 1;
+/// 4 KiB. `gzip --rsyncable` makes the smallest: in pages of zeros, two blocks end with each match
+/// of 258 bytes, which are 7.9 blocks for each KiB of output.
+const BLOCKS_PER_KIB: u64 = 8;
 const HEADER_BYTES: usize = 10;
 
 /// Flags of the header (RFC 1952, section 2.3.1).
@@ -129,6 +129,7 @@ fn skip_header(file: &[u8]) -> Result<&[u8], GzipError> {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::process::{Command, Stdio};
 
     use flate2::write::GzEncoder;
     use flate2::{Compression, GzBuilder};
@@ -149,9 +150,41 @@ mod tests {
     #[test]
     fn many_small_blocks_are_refused() {
         let file = |count: usize| [&HEADER[..], &EMPTY_BLOCKS.repeat(count)].concat();
-        assert!(matches!(blocks(&file(100), 0), Err(GzipError::Truncated)));
-        let error = blocks(&file(1000), 0).unwrap_err();
+        assert!(matches!(blocks(&file(2000), 0), Err(GzipError::Truncated)));
+        let error = blocks(&file(3000), 0).unwrap_err();
         assert!(matches!(error, GzipError::OverBudget(_)), "{error}");
+    }
+
+    /// Compresses `data` by the program gzip.
+    fn gzip(data: &[u8], arguments: &[&str]) -> Vec<u8> {
+        let mut command = Command::new("gzip");
+        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn().unwrap();
+        let mut input = process.stdin.take().unwrap();
+        let output = std::thread::scope(|scope| {
+            scope.spawn(move || input.write_all(data).unwrap());
+            process.wait_with_output().unwrap()
+        });
+        assert!(output.status.success(), "gzip {arguments:?}: {}", output.status);
+        output.stdout
+    }
+
+    #[test]
+    fn files_of_gzip_are_unpacked() {
+        let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        let zeros = vec![0; 4 << 20];
+        for arguments in [&["-1"][..], &["-9"], &["-1", "--rsyncable"], &["-9", "--rsyncable"]] {
+            for data in [&program[..2 << 20], &zeros] {
+                let file = gzip(data, arguments);
+                let mut output = vec![1; data.len()];
+                let mut budget = budget(&file, &output);
+                let unpacked_bytes = unpack_within(&file, &mut output, &mut budget).unwrap();
+                assert!(output[..unpacked_bytes] == *data, "{arguments:?}");
+                // Without the spare blocks, a larger file is accepted as well.
+                let kib = (file.len() + data.len()) as u64 >> 10;
+                assert!(budget.used_steps() <= kib * BLOCKS_PER_KIB, "{arguments:?}: {budget:?}");
+            }
+        }
     }
 
     /// Returns `data` as a gzip file. The compressor flushes after each piece, which ends a block
@@ -178,7 +211,7 @@ mod tests {
         })
         .take(500_000)
         .collect();
-        for (piece_bytes, divisor) in [(usize::MAX, 4), (128 << 10, 4), (4 << 10, 2)] {
+        for (piece_bytes, divisor) in [(usize::MAX, 32), (128 << 10, 32), (4 << 10, 16)] {
             for level in [0, 1, 6, 9] {
                 let file = flushed(&data, level, piece_bytes);
                 let blocks = blocks(&file, data.len()).unwrap();
