@@ -123,7 +123,8 @@ impl EntryInhibitor {
 }
 
 /// Returns the kernel ID of the calling thread. Each thread calls gettid() only once, because a
-/// system call per guest entry is expensive. A signal handler may call this function.
+/// system call per guest entry is expensive. A signal handler may call this function, but a forked
+/// process would get the ID of a thread of its parent.
 fn this_thread() -> libc::pid_t {
     thread_local! {
         /// 0 before the first call.
@@ -196,8 +197,20 @@ pub(crate) mod tests {
             assert_eq!(thread.join().unwrap(), 1);
         }
         assert!(!inhibitor.enter(0));
-        assert_eq!(this_thread(), gettid().as_raw_nonzero().get());
         inhibitor.release();
         assert!(inhibitor.enter(0));
+    }
+
+    #[test]
+    fn each_thread_has_its_own_id() {
+        // The second call of a thread returns the stored ID.
+        let check = || {
+            let id = gettid().as_raw_nonzero().get();
+            assert_eq!([this_thread(), this_thread()], [id, id]);
+            id
+        };
+        let first = check();
+        assert_ne!(thread::spawn(check).join().unwrap(), first);
+        assert_eq!(check(), first);
     }
 }
