@@ -5,17 +5,19 @@
 mod support;
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
+use std::panic::catch_unwind;
 use std::process::{Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
 
 use pmem_volume::Pool;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
-use support::{FORESHORE, LIMIT, Vmm, is_root, wait_for};
+use support::{FORESHORE, LIMIT, Process, Vmm, is_root, output, output_within, wait_for};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -109,7 +111,7 @@ impl Walk {
     }
 
     fn remote(&self, arguments: &str) -> Output {
-        self.command(arguments).output().unwrap()
+        output(&mut self.command(arguments))
     }
 
     fn run_all(&self, commands: &str) {
@@ -125,8 +127,11 @@ impl Walk {
         let scrape = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
         for request in [scrape, "no HTTP\r\n\r\n"] {
             let mut metrics = TcpStream::connect(self.metrics).unwrap();
+            metrics.set_read_timeout(Some(LIMIT)).unwrap();
             metrics.write_all(request.as_bytes()).unwrap();
-            let _ = metrics.read_to_end(&mut Vec::new());
+            // The server may reset the connection.
+            let end = metrics.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+            assert_ne!(end, Err(ErrorKind::WouldBlock), "timeout: end of {request:?}");
         }
     }
 
@@ -188,7 +193,7 @@ impl Walk {
 
 /// Waits until the VM has this state.
 fn wait_until(vmm: &mut Vmm, state: &str) {
-    let info = |vmm: &Vmm| vmm.remote().args(["info", "--json"]).output().unwrap().stdout;
+    let info = |vmm: &Vmm| output(vmm.remote().args(["info", "--json"])).stdout;
     wait_for(state, || {
         assert!(vmm.process.is_running(), "the VMM has ended");
         String::from_utf8_lossy(&info(vmm)).contains(&format!("\"{state}\"")).then_some(())
@@ -255,13 +260,23 @@ fn kernel(code: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+fn client_that_hangs_fails_its_test() {
+    let client =
+        || output_within(Duration::from_millis(100), Command::new("sleep").arg("infinity"));
+    let message = catch_unwind(client).unwrap_err();
+    let message = message.downcast_ref::<String>().unwrap();
+    assert!(message.starts_with("timeout: end of \"sleep\""), "{message}");
+    // The client has been ended, so no process reads the pipe.
+}
+
+#[test]
 fn no_thread_makes_a_call_that_its_filter_lacks() {
     let Some(walk) = Walk::boot(FLAGS) else { return };
-    let mut events = walk.command("events").stdout(Stdio::null()).spawn().unwrap();
+    let mut events = Process::spawn(walk.command("events").stdout(Stdio::null()));
     walk.use_sockets();
     walk.run_all(COMMANDS);
     assert!(walk.remote("shutdown-vmm").status.success());
-    let _ = events.wait();
+    events.wait();
     assert!(walk.end().success());
 }
 
