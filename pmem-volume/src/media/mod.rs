@@ -111,8 +111,8 @@ impl Pending {
     }
 }
 
-/// Failure of a media operation. Afterwards, the durability of all earlier stores is unknown. A
-/// separate error type, because other crates implement [`Media`].
+/// Failure of a media operation. After all except [`MediaError::Full`], the durability of all
+/// earlier stores is unknown. A separate error type, because other crates implement [`Media`].
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
@@ -128,6 +128,11 @@ pub enum MediaError {
     ReadOnly,
     #[error("the pool is read-only because of an earlier failure ({cause})")]
     Latched { cause: String },
+    /// Nothing was stored, and stores to ranges that have space still succeed.
+    #[error(
+        "the pool has no space for {needed_bytes} bytes of a thin volume; {available_bytes} bytes are available"
+    )]
+    Full { needed_bytes: u64, available_bytes: u64 },
 }
 
 /// Persistent memory or a substitute. It may be a pool, or a part of one such as a volume. Offsets
@@ -169,6 +174,13 @@ pub trait Media: Send + Sync {
 
     /// Prefetches the word at `offset_bytes`. Never fails.
     fn prefetch_word(&self, _offset_bytes: u64) {}
+
+    /// Allocates space for the holes in a range, durably. New space reads as zeros. A store into a
+    /// hole would allocate space too, but might fail after other stores of the same change. If the
+    /// result is [`MediaError::Full`], nothing has changed, or only a part has space.
+    fn provision(&self, _range: Range<u64>) -> Result<(), MediaError> {
+        Ok(())
+    }
 
     /// Stores bytes. When the call returns, they are visible but not durable.
     fn store(&self, _offset_bytes: u64, _bytes: &[u8]) -> Result<(), MediaError> {
@@ -269,6 +281,11 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     #[inline]
     fn prefetch_word(&self, offset_bytes: u64) {
         (**self).prefetch_word(offset_bytes);
+    }
+
+    #[inline]
+    fn provision(&self, range: Range<u64>) -> Result<(), MediaError> {
+        (**self).provision(range)
     }
 
     #[inline]
