@@ -58,6 +58,10 @@ pub enum Finding {
     VolumeRecordInvalid { slot: u16, reason: String },
     #[error("two volumes have the name {name:?}")]
     VolumeNameTwice { name: String },
+    #[error(
+        "volume {name:?} is thin, but the superblock does not require programs to support thin volumes; the next open corrects this"
+    )]
+    ThinFeatureMissing { name: String },
     #[error("volume {name:?} is part of an unfinished split; the next open completes it")]
     SplitUnfinished { name: String },
     #[error("the owner word of chunk {chunk} is damaged ({word:#018x})")]
@@ -141,6 +145,7 @@ impl Finding {
             | Finding::Leftover { .. } => Severity::Note,
             Finding::SuperblockCopy { .. }
             | Finding::VolumeRecordCopy { .. }
+            | Finding::ThinFeatureMissing { .. }
             | Finding::WearWord { .. }
             | Finding::BlocksLost { .. }
             | Finding::NotErased { .. } => Severity::Degraded,

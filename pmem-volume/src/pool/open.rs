@@ -14,7 +14,7 @@ use super::file::open_steps::{Opened, select_superblock};
 use super::findings::{Finding, Severity};
 use super::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use super::format::mirrored::{self, Mirrored};
-use super::format::superblock::{Superblock, rewrite};
+use super::format::superblock::{Superblock, allow_thin_volumes, rewrite};
 use super::format::table::{ChunkTable, Owner};
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, make_durable, scan};
@@ -91,7 +91,7 @@ impl<M: Media> Pool<M> {
     /// 1. Examine all metadata as it will be after a committed transaction is redone. Stop if it is
     ///    not trustworthy. The pool has not been changed up to this step.
     /// 2. Make all metadata durable, because the following steps depend on it.
-    /// 3. Redo the transaction.
+    /// 3. Set the feature bit for thin volumes if it is missing, and redo the transaction.
     /// 4. Correct copies and wear words, mark chunks for erasing, and finish splits and growth.
     ///    Each step may be repeated after a crash.
     pub(super) fn from_media(
@@ -128,14 +128,18 @@ impl<M: Media> Pool<M> {
         }
         let mut scan = scan(&Redone::with(media, &words), &superblock)?;
         findings.append(&mut scan.findings);
+        findings.extend(find_missing_feature(&superblock, &scan));
         check_no_fatal(&path, writable, &findings)?;
         if writable {
             make_durable(media, &superblock)?;
         }
+        let mut superblock = superblock;
+        if writable && findings.iter().any(|f| matches!(f, Finding::ThinFeatureMissing { .. })) {
+            superblock = allow_thin_volumes(media, &superblock)?;
+        }
         if let (true, LogState::Committed(entries)) = (writable, &log) {
             redo_log::replay(media, &superblock, entries)?;
         }
-        let mut superblock = superblock;
         if writable {
             correct_metadata(media, &superblock, &findings, &mut scan)?;
             split::finish(media, &superblock, &mut scan.volumes)?;
@@ -197,6 +201,14 @@ impl State {
             findings,
         }
     }
+}
+
+/// Finds a thin volume in a pool without the feature bit for thin volumes. Neither this version nor
+/// a crash leaves such a pool.
+fn find_missing_feature(superblock: &Superblock, scan: &Scan) -> Option<Finding> {
+    let thin = scan.volumes.values().find(|volume| volume.record.thin)?;
+    let name = thin.record.name.to_string();
+    (!superblock.has_thin_volumes).then_some(Finding::ThinFeatureMissing { name })
 }
 
 fn check_no_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(), PoolError> {

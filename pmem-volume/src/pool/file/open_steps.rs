@@ -19,8 +19,8 @@ use crate::media::{
 };
 use crate::pool::findings::Finding;
 use crate::pool::format::layout::{
-    FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
-    VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
+    FEATURES_READ_ONLY, FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS,
+    SuperblockBytes, VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
 };
 use crate::pool::format::mirrored::{self, Copies};
 use crate::pool::format::superblock::Superblock;
@@ -334,7 +334,7 @@ pub(in crate::pool) fn select_superblock(
     if features != 0 {
         return Err(PoolError::Features { path: path(), features, hint: "" });
     }
-    let features = bytes.features_read_only.get();
+    let features = bytes.features_read_only.get() & !FEATURES_READ_ONLY;
     if features != 0 && mode == OpenMode::ReadWrite {
         return Err(PoolError::Features { path: path(), features, hint: " for writing" });
     }

@@ -24,6 +24,11 @@ pub const FORMAT_VERSION: u32 = 1;
 /// Compatible feature: the pool is a file on a disk, and its free chunks are holes. A program
 /// without this feature zeroes chunks in place, which only uses more blocks.
 pub const FEATURE_THIN: u64 = 1;
+/// Feature that a writer must support: volumes may be thin. A program without this feature would
+/// treat a damaged owner word as unused, although its chunk may belong to a thin volume.
+pub const FEATURE_THIN_VOLUMES: u64 = 1;
+/// Features for writers that this version supports.
+pub const FEATURES_READ_ONLY: u64 = FEATURE_THIN_VOLUMES;
 
 /// Offsets of the two superblocks, which are the same in all versions. The superblock contains all
 /// other offsets.
@@ -67,7 +72,7 @@ pub struct SuperblockBytes {
     pub superblock_bytes: U32,
     /// Features that a reader may ignore: [`FEATURE_THIN`].
     pub features_compatible: U64,
-    /// Features that a writer must support.
+    /// Features that a writer must support: [`FEATURE_THIN_VOLUMES`].
     pub features_read_only: U64,
     /// Features that a reader must support.
     pub features_incompatible: U64,
@@ -211,6 +216,9 @@ pub struct LogEntryBytes {
 
 const _: () = {
     assert!(size_of::<SuperblockBytes>() as u64 == SUPERBLOCK_BYTES);
+    assert!(offset_of!(SuperblockBytes, features_compatible) == 16);
+    assert!(offset_of!(SuperblockBytes, features_read_only) == 24);
+    assert!(offset_of!(SuperblockBytes, features_incompatible) == 32);
     assert!(offset_of!(SuperblockBytes, sequence) == 40);
     assert!(offset_of!(SuperblockBytes, uuid) == 48);
     assert!(offset_of!(SuperblockBytes, size_bytes) == 64);

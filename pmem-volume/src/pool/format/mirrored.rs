@@ -154,6 +154,19 @@ pub(crate) fn write<T: Mirrored>(
     Ok(())
 }
 
+/// Returns the offsets of both copies in the order of writing if one of them may be damaged. The
+/// copy that is in use is written last, when the other one is already whole.
+pub(crate) fn copy_in_use_last<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+) -> Result<[u64; 2], MediaError> {
+    let [first, second] = offsets;
+    Ok(match read::<T>(media, offsets)? {
+        Copies::Stale { stale: 1, .. } | Copies::Damaged { damaged: 1, .. } => [second, first],
+        _ => offsets,
+    })
+}
+
 /// Writes one copy. When the call returns, it is durable.
 pub(crate) fn write_copy<T: Mirrored>(
     media: &dyn Media,

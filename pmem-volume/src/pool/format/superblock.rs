@@ -7,9 +7,10 @@ use uuid::Uuid;
 use zerocopy::FromZeros;
 
 use super::layout::{
-    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET,
-    MAX_CHUNKS, MAX_LOG_BYTES, MBR_SIGNATURE, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC,
-    SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FEATURE_THIN_VOLUMES, FORMAT_VERSION,
+    LOG_BYTES, LOG_OFFSET, MAX_CHUNKS, MAX_LOG_BYTES, MBR_SIGNATURE, SUPERBLOCK_BYTES,
+    SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS,
+    VOLUME_TABLE_OFFSETS,
 };
 use super::table::Slot;
 use crate::CHUNK_BYTES;
@@ -36,6 +37,8 @@ pub(crate) struct Superblock {
     pub(crate) sequence: u64,
     /// True if the pool is a file on a disk whose free chunks are holes.
     pub(crate) is_thin: bool,
+    /// True if volumes of the pool may be thin.
+    pub(crate) has_thin_volumes: bool,
     pub(crate) uuid: Uuid,
     pub(crate) chunks: u32,
     pub(crate) strg_bytes: u64,
@@ -56,6 +59,7 @@ impl Superblock {
         Self {
             sequence: 1,
             is_thin: false,
+            has_thin_volumes: false,
             uuid,
             chunks,
             strg_bytes,
@@ -147,6 +151,9 @@ impl Superblock {
         bytes.superblock_bytes.set(SUPERBLOCK_BYTES as u32);
         let other_features = bytes.features_compatible.get() & !FEATURE_THIN;
         bytes.features_compatible.set(other_features | if self.is_thin { FEATURE_THIN } else { 0 });
+        // A feature for writers is never removed, even if this superblock is older than `bytes`.
+        let thin_volumes = if self.has_thin_volumes { FEATURE_THIN_VOLUMES } else { 0 };
+        bytes.features_read_only.set(bytes.features_read_only.get() | thin_volumes);
         bytes.sequence.set(self.sequence);
         bytes.uuid = self.uuid.into_bytes();
         bytes.size_bytes.set(self.size_bytes());
@@ -174,6 +181,7 @@ impl Superblock {
         let superblock = Self {
             sequence: bytes.sequence.get(),
             is_thin: bytes.features_compatible.get() & FEATURE_THIN != 0,
+            has_thin_volumes: bytes.features_read_only.get() & FEATURE_THIN_VOLUMES != 0,
             uuid: Uuid::from_bytes(bytes.uuid),
             chunks: u32::try_from(bytes.chunk_table_entries.get())
                 .expect("checked against the largest pool"),
@@ -290,15 +298,41 @@ pub(in crate::pool) fn rewrite(
     media: &dyn Media,
     superblock: &Superblock,
 ) -> Result<(), MediaError> {
-    let current = match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
+    let current = read_current(media, superblock)?;
+    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
+}
+
+/// Sets the feature bit for thin volumes, unless it is set. When the call returns, it is durable in
+/// both copies. It must be set before the first record of a thin volume is written, so that
+/// programs without the feature never change a pool with a thin volume. It is never cleared.
+///
+/// Everything else is taken from the media, because `superblock` may be older.
+pub(in crate::pool) fn allow_thin_volumes(
+    media: &dyn Media,
+    superblock: &Superblock,
+) -> Result<Superblock, MediaError> {
+    let mut bytes = read_current(media, superblock)?;
+    let features = bytes.features_read_only.get();
+    if features & FEATURE_THIN_VOLUMES == 0 {
+        bytes.features_read_only.set(features | FEATURE_THIN_VOLUMES);
+        bytes.sequence.set(bytes.sequence.get().wrapping_add(1));
+        mirrored::seal(&mut bytes);
+    }
+    let offsets = mirrored::copy_in_use_last::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)?;
+    mirrored::write(media, offsets, &bytes)?;
+    let sequence = bytes.sequence.get();
+    Ok(Superblock { has_thin_volumes: true, sequence, ..superblock.clone() })
+}
+
+fn read_current(media: &dyn Media, superblock: &Superblock) -> Result<SuperblockBytes, MediaError> {
+    Ok(match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
         mirrored::Copies::Agree(bytes)
         | mirrored::Copies::Stale { current: bytes, .. }
         | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
         // Both copies were damaged after the pool was opened. The content that was read at that
         // time is used.
         mirrored::Copies::Lost => superblock.to_bytes(),
-    };
-    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
+    })
 }
 
 #[cfg(test)]
@@ -313,8 +347,8 @@ mod tests {
 
     #[test]
     fn superblock_survives_encoding_and_decoding() {
-        for is_thin in [false, true] {
-            let superblock = Superblock { is_thin, ..sample() };
+        for (is_thin, has_thin_volumes) in [(false, false), (true, false), (false, true)] {
+            let superblock = Superblock { is_thin, has_thin_volumes, ..sample() };
             assert_eq!(Superblock::parse(&superblock.to_bytes()), Ok(superblock));
         }
     }
@@ -340,6 +374,16 @@ mod tests {
         let rewritten = |is_thin| Superblock { is_thin, ..sample() }.to_bytes_over(bytes.clone());
         assert_eq!(rewritten(true).features_compatible.get(), 0b1011);
         assert_eq!(rewritten(false).features_compatible.get(), 0b1010);
+    }
+
+    #[test]
+    fn feature_for_writers_is_never_removed() {
+        let thin = Superblock { has_thin_volumes: true, ..sample() };
+        let mut bytes = sample().to_bytes();
+        bytes.features_read_only.set(0b100);
+        let with_thin = thin.to_bytes_over(bytes);
+        assert_eq!(with_thin.features_read_only.get(), 0b101);
+        assert_eq!(sample().to_bytes_over(with_thin).features_read_only.get(), 0b101);
     }
 
     #[test]

@@ -293,6 +293,7 @@ fn is_found_at_open(finding: &Finding) -> bool {
         finding,
         Finding::SuperblockCopy { .. }
             | Finding::SuperblockStale { .. }
+            | Finding::ThinFeatureMissing { .. }
             | Finding::GrowthUnfinished { .. }
             | Finding::BlocksLost { .. }
             | Finding::CopyOnWrite { .. }

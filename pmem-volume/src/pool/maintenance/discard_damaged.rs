@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use super::repair::Fix;
-use crate::media::{Media, MediaError};
+use crate::media::Media;
 use crate::pool::format::layout::VolumeRecordBytes;
-use crate::pool::format::mirrored::{self, Copies};
+use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot, encode_owner};
 use crate::pool::format::volume_record::empty_record;
@@ -41,7 +41,8 @@ pub(in crate::pool) fn discard_damaged(
     let scan = scan(&view, superblock)?;
     let (slot, volume) = incomplete_volume(&scan, name)?;
     let empty = empty_record(slot, volume.record.sequence.wrapping_add(1));
-    let offsets = copy_in_use_last(&view, superblock.volume_record_offsets(slot))?;
+    let offsets = superblock.volume_record_offsets(slot);
+    let offsets = mirrored::copy_in_use_last::<VolumeRecordBytes>(&view, offsets)?;
     let expected_chunks = volume.record.chunks;
     let description = format!(
         "volume {name:?}, which lacks {} of its {expected_chunks} chunks, is discarded, and free chunks are erased again",
@@ -83,16 +84,6 @@ fn incomplete_volume<'a>(scan: &'a Scan, name: &str) -> Result<(Slot, &'a Volume
     let found =
         named.find(|(_, volume)| is_incomplete(volume)).map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeComplete { name: name.to_owned() })
-}
-
-/// Returns the offsets of both copies in the order of writing. The copy that is in use is written
-/// last, when the other one is already whole.
-fn copy_in_use_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
-    let [first, second] = offsets;
-    Ok(match mirrored::read::<VolumeRecordBytes>(media, offsets)? {
-        Copies::Stale { stale: 1, .. } | Copies::Damaged { damaged: 1, .. } => [second, first],
-        _ => offsets,
-    })
 }
 
 fn scrub_marks(superblock: &Superblock, scan: &Scan) -> impl Iterator<Item = (u64, u64)> {

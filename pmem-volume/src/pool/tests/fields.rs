@@ -267,7 +267,8 @@ const SUPERBLOCK_SEALED: Expected = &[
     ("version", &["Version"]),
     ("superblock_bytes", &["SuperblockInvalid superblock_bytes"]),
     ("features_compatible", &["opens"]),
-    ("features_read_only", &["Features"]),
+    // Bit 0 is known: volumes may be thin.
+    ("features_read_only", &["Features", "opens"]),
     ("features_incompatible", &["Features"]),
     ("sequence", &["opens"]),
     ("uuid", &["opens"]),
@@ -342,7 +343,10 @@ const RECORD_SEALED: Expected = &[
     ("reserved0", &["opens"]),
     // Two flags are valid without other changes: one allows missing chunks, and one marks an
     // unfinished split.
-    ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
+    (
+        "flags",
+        &["Damaged VolumeRecordInvalid", "opens SplitUnfinished", "opens ThinFeatureMissing"],
+    ),
     ("uuid", &["opens"]),
     // Some changed sizes are valid too, as if the volume had not grown yet or had shrunk.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),

@@ -18,17 +18,22 @@ use crate::pool::layout::SuperblockBytes;
 use crate::test_image::{from_text, to_text};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
+const GOLDEN_THIN: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin.golden");
 const POOL_BYTES: u64 = 32 * MIB;
 
-/// Builds a pool with lent memory, a chunk that waits to be scrubbed, a retired chunk, a BTT volume
-/// and a raw one.
-fn build() -> MemoryMedia {
-    let media = MemoryMedia::new(POOL_BYTES);
-    let superblock =
-        create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
-    create::write_empty_pool(&media, &superblock).unwrap();
-    let table = ChunkTable::new(&superblock);
-    let volume = |slot, name: &str, format, chunks| VolumeRecord {
+fn superblock_of(has_thin_volumes: bool) -> Superblock {
+    let plan = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000);
+    let superblock = Superblock { has_thin_volumes, ..plan.unwrap() };
+    match has_thin_volumes {
+        // Few slots keep the second image small.
+        true => Superblock { volume_slots: 4, ..superblock },
+        false => superblock,
+    }
+}
+
+fn volume(slot: u16, name: &str, format: VolumeFormat, chunks: u32) -> VolumeRecord {
+    VolumeRecord {
         sequence: 1,
         slot: Slot(slot),
         name: name.parse().unwrap(),
@@ -38,37 +43,102 @@ fn build() -> MemoryMedia {
         part: None,
         chunks,
         created_unix_s: 1_800_000_001,
-    };
+    }
+}
+
+/// Writes a pool with chunks of these owners and these volumes.
+fn write_pool(
+    media: &MemoryMedia,
+    superblock: &Superblock,
+    owners: impl IntoIterator<Item = (u32, Owner)>,
+    records: &[VolumeRecord],
+) {
+    create::write_empty_pool(media, superblock).unwrap();
+    let table = ChunkTable::new(superblock);
+    for (chunk, owner) in owners {
+        table.set_owner(media, ChunkId(chunk), owner).unwrap();
+        table.set_wear(media, ChunkId(chunk), chunk * 100).unwrap();
+    }
+    for record in records {
+        mirrored::write(media, superblock.volume_record_offsets(record.slot), &record.to_bytes())
+            .unwrap();
+    }
+}
+
+/// Returns the content of a new BTT volume.
+fn new_btt(record: &VolumeRecord) -> Vec<u8> {
+    let part = MemoryMedia::new(record.size_bytes());
+    btt::Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid)
+        .unwrap()
+        .format(&part)
+        .unwrap();
+    part.to_bytes()
+}
+
+/// Builds a pool with lent memory, a chunk that waits to be scrubbed, a retired chunk, a BTT volume
+/// and a raw one.
+fn build() -> MemoryMedia {
+    let media = MemoryMedia::new(POOL_BYTES);
     let (first, second) =
         (volume(0, "data", VolumeFormat::Btt, 9), volume(1, "größe", VolumeFormat::Raw, 1));
     let owners = (2..11)
         .map(|chunk| (chunk, Owner::Volume { slot: Slot(0), index: chunk - 2 }))
         .chain([(11, Owner::Volume { slot: Slot(1), index: 0 })])
         .chain([(12, Owner::Memory), (13, Owner::Scrub), (14, Owner::Retired)]);
-    for (chunk, owner) in owners {
-        table.set_owner(&media, ChunkId(chunk), owner).unwrap();
-        table.set_wear(&media, ChunkId(chunk), chunk * 100).unwrap();
+    media.store(2 * CHUNK_BYTES, &new_btt(&first)).unwrap();
+    write_pool(&media, &superblock_of(false), owners, &[first, second]);
+    media
+}
+
+/// Builds a pool with a thin BTT volume, which has only its first and last chunk, and a thin raw
+/// volume without chunks.
+fn build_thin() -> MemoryMedia {
+    let media = MemoryMedia::new(POOL_BYTES);
+    let thin = |record| VolumeRecord { thin: true, ..record };
+    let first = thin(volume(0, "data", VolumeFormat::Btt, 9));
+    let second = thin(volume(1, "größe", VolumeFormat::Raw, 3));
+    let places = [(3, 0), (2, 8)];
+    let content = new_btt(&first);
+    for (chunk, index) in places {
+        let bytes = &content[(index * CHUNK_BYTES) as usize..][..CHUNK_BYTES as usize];
+        media.store(chunk * CHUNK_BYTES, bytes).unwrap();
     }
-    for record in [&first, &second] {
-        mirrored::write(&media, superblock.volume_record_offsets(record.slot), &record.to_bytes())
-            .unwrap();
-    }
-    let part = MemoryMedia::new(first.size_bytes());
-    btt::Layout::new(first.size_bytes(), btt::SECTOR_BYTES, first.uuid)
-        .unwrap()
-        .format(&part)
-        .unwrap();
-    media.store(2 * CHUNK_BYTES, &part.to_bytes()).unwrap();
+    let owners = places
+        .map(|(chunk, index)| (chunk as u32, Owner::Volume { slot: Slot(0), index: index as u32 }));
+    write_pool(&media, &superblock_of(true), owners, &[first, second]);
     media
 }
 
 #[test]
-fn this_version_writes_the_golden_image() {
-    let text = to_text(&build().to_bytes());
-    if std::env::var_os("PMEM_VOLUME_WRITE_GOLDEN").is_some() {
-        fs::write(GOLDEN, &text).unwrap();
+fn this_version_writes_the_golden_images() {
+    for (path, media) in [(GOLDEN, build()), (GOLDEN_THIN, build_thin())] {
+        let text = to_text(&media.to_bytes());
+        if std::env::var_os("PMEM_VOLUME_WRITE_GOLDEN").is_some() {
+            fs::write(path, &text).unwrap();
+        }
+        assert!(fs::read_to_string(path).unwrap() == text, "{path}: the format has changed");
     }
-    assert!(fs::read_to_string(GOLDEN).unwrap() == text, "the format has changed");
+}
+
+#[test]
+fn this_version_reads_the_golden_image_of_thin_volumes() {
+    let bytes = from_text(&fs::read_to_string(GOLDEN_THIN).unwrap(), POOL_BYTES);
+    let pool = open_golden(&bytes, &superblock_of(true), OpenMode::ReadWrite);
+    assert_eq!(pool.findings_at_open(), []);
+    let volumes: Vec<_> = pool
+        .volumes()
+        .into_iter()
+        .map(|v| (v.name, v.size_bytes, v.allocated_bytes, v.format))
+        .collect();
+    assert_eq!(
+        volumes,
+        [
+            ("data".into(), 18 * MIB, 4 * MIB, VolumeFormat::Btt),
+            ("größe".into(), 6 * MIB, 0, VolumeFormat::Raw)
+        ]
+    );
+    let info = pool.info();
+    assert_eq!((info.promised_bytes, info.volume_bytes), (24 * MIB, 4 * MIB));
 }
 
 #[test]
@@ -86,18 +156,18 @@ fn this_version_reads_the_golden_image_and_an_older_one() {
     read_golden(&bytes);
 }
 
-fn read_golden(bytes: &[u8]) {
-    let superblock =
-        create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
+fn open_golden(bytes: &[u8], superblock: &Superblock, mode: OpenMode) -> Arc<OtherPool> {
     for at in crate::pool::layout::SUPERBLOCK_OFFSETS {
         let copy = &bytes[at as usize..][..size_of::<SuperblockBytes>()];
         let copy = SuperblockBytes::read_from_bytes(copy).unwrap();
-        assert_eq!(Superblock::parse(&copy), Ok(superblock.clone()));
+        assert_eq!(Superblock::parse(&copy).as_ref(), Ok(superblock));
     }
-    let open = |mode| {
-        let media: Box<dyn Media> = Box::new(MemoryMedia::from_bytes(bytes));
-        Pool::from_media("golden".into(), mode, media, superblock.clone(), vec![]).unwrap()
-    };
+    let media: Box<dyn Media> = Box::new(MemoryMedia::from_bytes(bytes));
+    Pool::from_media("golden".into(), mode, media, superblock.clone(), vec![]).unwrap()
+}
+
+fn read_golden(bytes: &[u8]) {
+    let open = |mode| open_golden(bytes, &superblock_of(false), mode);
     let pool = open(OpenMode::ReadOnly);
     let report = pool.check().unwrap();
     assert_eq!(report.pool, [Finding::StillLent { chunks: 1 }, Finding::Unscrubbed { chunks: 1 }]);

@@ -30,6 +30,7 @@ mod progress;
 mod repair;
 mod scrub;
 mod slow;
+mod thin;
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
