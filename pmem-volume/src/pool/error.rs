@@ -170,7 +170,7 @@ pub enum PoolError {
         /// Requested size in bytes. 0 means all free bytes.
         requested_bytes: u64,
         free_bytes: u64,
-        /// Free bytes that are reserved for volumes (STRG) and not lent as memory.
+        /// Free bytes that are reserved for volumes (STRG) or promised to thin ones.
         withheld_bytes: u64,
     },
     /// The requested name is invalid.

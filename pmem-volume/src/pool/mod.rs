@@ -58,14 +58,14 @@ pub use maintenance::repair::RepairReport;
 pub use volume::damaged_volume::DamagedVolume;
 pub use volume::resize::Shrink;
 pub use volume::split::{SplitContent, check_parts};
-pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize, check_volume_size};
+pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeOptions, VolumeSize, check_volume_size};
 
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
 use alloc::buddy::Buddy;
 use alloc::scrub_queue::ScrubQueue;
 use alloc::scrubber::ScrubWake;
-use format::superblock::Superblock;
+use format::superblock::{self, Superblock};
 use format::table::{ChunkTable, Slot};
 use redo_log::Redone;
 use scan::VolumeEntry;
@@ -119,6 +119,8 @@ pub struct Pool<M: Media = FileMedia> {
 
 /// State derived from the media at open, and kept consistent with it.
 struct State {
+    /// True if the feature bit for thin volumes is durably set.
+    allows_thin_volumes: bool,
     buddy: Buddy,
     volumes: BTreeMap<Slot, VolumeEntry>,
     /// Volumes that are open in this process.
@@ -188,6 +190,16 @@ struct Totals {
     promised_chunks: u64,
 }
 
+impl Totals {
+    /// Returns how many of the chunks that are clean or waiting to be erased volumes need in order
+    /// to have `chunks` in total.
+    fn available_up_to(&self, chunks: u64) -> u32 {
+        let available = self.free + self.pending;
+        let missing = chunks.saturating_sub(u64::from(self.counts.volume));
+        u32::try_from(missing).map_or(available, |missing| missing.min(available))
+    }
+}
+
 /// Number of chunks in each state. The buddy allocator counts the free ones.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
@@ -215,9 +227,11 @@ pub struct PoolInfo {
     pub total_bytes: u64,
     /// Bytes reserved for volumes, which are never lent as memory (STRG).
     pub reserve_bytes: u64,
-    /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve.
+    /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve or
+    /// of the promised bytes, whichever is larger.
     pub reserved_bytes: u64,
-    /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if chunks of volumes are missing.
+    /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if volumes are thin, or if chunks
+    /// of volumes are missing. The difference is kept for these volumes.
     pub promised_bytes: u64,
     /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
@@ -234,7 +248,7 @@ pub struct PoolInfo {
     /// Free bytes.
     pub free_bytes: u64,
     /// Bytes that can be lent as memory. Bytes that must be erased first are included, but not the
-    /// bytes that are reserved for volumes (STRG).
+    /// bytes that are reserved for volumes (STRG) or promised to them.
     pub lendable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
@@ -245,7 +259,8 @@ pub struct PoolInfo {
 impl PoolInfo {
     /// Free bytes that are reserved for volumes and never lent as memory.
     pub fn free_storage_bytes(&self) -> u64 {
-        self.reserve_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
+        let kept_bytes = self.reserve_bytes.max(self.promised_bytes);
+        kept_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
     }
 
     /// Free bytes that may become storage or memory.
@@ -258,9 +273,11 @@ impl PoolInfo {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }
 
-    /// Bytes available for volumes, including chunks that must be erased first.
+    /// Bytes available for new and growing volumes, including chunks that must be erased first, but
+    /// not the bytes that existing volumes were promised.
     pub fn available_bytes(&self) -> u64 {
-        self.free_bytes + self.scrubbing_bytes
+        let promised_bytes = self.promised_bytes.saturating_sub(self.volume_bytes);
+        (self.free_bytes + self.scrubbing_bytes).saturating_sub(promised_bytes)
     }
 }
 
@@ -376,11 +393,12 @@ impl<M: Media> Pool<M> {
         self.lock_state().findings.clone()
     }
 
-    /// Number of chunks to set aside for volumes: the STRG size minus the chunks that volumes
-    /// already own. Chunks that must be erased first are included.
+    /// Number of chunks to set aside for volumes: the STRG size or the sizes of all volumes, if
+    /// they are larger, minus the chunks that volumes already own. Chunks that must be erased first
+    /// are included.
     fn withheld_chunks(&self, totals: Totals) -> u32 {
-        let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
-        strg_chunks.saturating_sub(totals.counts.volume).min(totals.free + totals.pending)
+        let strg_chunks = self.superblock.strg_bytes / CHUNK_BYTES;
+        totals.available_up_to(strg_chunks.max(totals.promised_chunks))
     }
 
     #[inline]
@@ -419,6 +437,16 @@ impl<M: Media> Pool<M> {
             }
             None => Ok(()),
         }
+    }
+
+    /// Sets the feature bit for thin volumes. It must be called before the first record of a thin
+    /// volume is written.
+    fn allow_thin_volumes(&self, state: &mut State) -> Result<(), PoolError> {
+        if !state.allows_thin_volumes {
+            self.latch(superblock::allow_thin_volumes(self.media(), &self.superblock))?;
+            state.allows_thin_volumes = true;
+        }
+        Ok(())
     }
 
     /// Latches the pool read-only at the first media failure, because the durability of writes is

@@ -192,6 +192,7 @@ impl State {
         counts.damaged = superblock.chunks - known_chunks - buddy.free_chunks();
         let promised_chunks = super::promised_chunks(&scan.volumes);
         State {
+            allows_thin_volumes: superblock.has_thin_volumes,
             buddy,
             volumes: scan.volumes,
             open_volumes: vec![],

@@ -10,6 +10,7 @@ use super::format::mirrored::{self, Copies};
 use super::format::superblock::Superblock;
 use super::format::table::{BadWord, ChunkTable, Owner, Slot};
 use super::format::volume_record::VolumeRecord;
+use super::volume::format_plan::btt_indexes;
 use crate::media::{Media, MediaError};
 
 /// Existing volume and its chunks. The list contains only existing chunks. The size in a record is
@@ -273,6 +274,9 @@ impl Scan {
                 }
                 twice
             });
+            if let Some(missing) = missing_metadata(volume) {
+                findings.add(missing);
+            }
             let missing = volume.record.chunks - volume.chunks.len() as u32;
             if missing > 0 && !volume.record.thin {
                 // The indexes are sorted and unique. The first gap therefore precedes the first
@@ -287,6 +291,19 @@ impl Scan {
             }
         }
     }
+}
+
+/// Finds the chunks that the new BTT of a thin part lacks. A split adds them before it begins.
+fn missing_metadata(volume: &VolumeEntry) -> Option<Finding> {
+    let record = &volume.record;
+    if !record.thin || record.part.is_none_or(|part| !part.is_unformatted) {
+        return None;
+    }
+    let lacks = |index: &u32| volume.chunks.binary_search_by_key(index, |(at, _)| *at).is_err();
+    let missing: Vec<u32> = btt_indexes(record).into_iter().filter(lacks).collect();
+    let first_index = *missing.first()?;
+    let (name, chunks) = (record.name.to_string(), record.chunks);
+    Some(Finding::IndexMissing { name, missing: missing.len() as u32, chunks, first_index })
 }
 
 /// Makes the visible metadata durable. The stores of a killed process are visible but not

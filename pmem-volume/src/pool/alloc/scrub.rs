@@ -162,6 +162,16 @@ impl State {
         u64::from(self.available_chunks()) * CHUNK_BYTES
     }
 
+    /// Returns the number of available chunks that thin volumes were promised but do not have yet.
+    pub(in crate::pool) fn promised_holes(&self) -> u32 {
+        self.totals().available_up_to(self.promised_chunks)
+    }
+
+    /// Returns the number of available chunks that can be promised to a new or growing volume.
+    pub(in crate::pool) fn unpromised_chunks(&self) -> u32 {
+        self.available_chunks() - self.promised_holes()
+    }
+
     /// Returns the number of clean chunks that are missing for an allocation of `chunks`.
     pub(in crate::pool) fn missing_clean(&self, chunks: u32) -> u32 {
         chunks.saturating_sub(self.buddy.free_chunks())

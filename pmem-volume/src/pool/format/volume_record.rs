@@ -191,10 +191,10 @@ impl VolumeRecord {
             other => return Err(VolumeRecordError::Format(other)),
         };
         let flags = bytes.flags.get();
-        let part = match flags {
-            0 | VOLUME_FLAG_THIN => no_part(bytes)?,
-            VOLUME_FLAG_PART | FLAGS_UNFORMATTED => {
-                Some(parse_part(slot, bytes, flags == FLAGS_UNFORMATTED)?)
+        let part = match flags & !VOLUME_FLAG_THIN {
+            0 => no_part(bytes)?,
+            of_part @ (VOLUME_FLAG_PART | FLAGS_UNFORMATTED) => {
+                Some(parse_part(slot, bytes, of_part == FLAGS_UNFORMATTED)?)
             }
             _ => return Err(VolumeRecordError::Flags(flags)),
         };
@@ -203,7 +203,8 @@ impl VolumeRecord {
         if !size.is_multiple_of(CHUNK_BYTES) || chunks == 0 || chunks > MAX_CHUNKS {
             return Err(VolumeRecordError::Size(size));
         }
-        if flags == FLAGS_UNFORMATTED && (format != VolumeFormat::Btt || size < MIN_VOLUME_BYTES) {
+        let is_unformatted = part.is_some_and(|part| part.is_unformatted);
+        if is_unformatted && (format != VolumeFormat::Btt || size < MIN_VOLUME_BYTES) {
             return Err(VolumeRecordError::NoBtt);
         }
         let length = usize::from(bytes.name_bytes);
@@ -284,9 +285,13 @@ mod tests {
         assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
         for (origin, index, is_unformatted) in [(3, 77, false), (3, 77, true), (9, 0, true)] {
             let part = Some(Part { origin: Slot(origin), index, is_unformatted });
-            let record = VolumeRecord { format: VolumeFormat::Btt, part, ..sample() };
-            assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
+            for thin in [false, true] {
+                let record = VolumeRecord { format: VolumeFormat::Btt, thin, part, ..sample() };
+                assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
+            }
         }
+        let thin = VolumeRecord { thin: true, ..sample() };
+        assert_eq!(VolumeRecord::parse(Slot(9), &thin.to_bytes()), Ok(Some(thin)));
         assert_eq!(VolumeRecord::parse(Slot(4), &empty_record(Slot(4), 8)), Ok(None));
     }
 
@@ -322,7 +327,7 @@ mod tests {
         assert_eq!(broken(|b| b.state = 2), VolumeRecordError::State(2));
         assert_eq!(broken(|b| b.state = 0), VolumeRecordError::NotEmpty);
         assert_eq!(broken(|b| b.format = 0), VolumeRecordError::Format(0));
-        for flags in [3, 4, 5, 7, 8] {
+        for flags in [4, 5, 8, 9] {
             let mut bytes = sample().to_bytes();
             bytes.flags.set(flags);
             let error = VolumeRecord::parse(Slot(9), &bytes).unwrap_err();

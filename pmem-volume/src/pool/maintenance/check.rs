@@ -11,11 +11,11 @@ use super::free_content::ContentFinder;
 use crate::btt;
 use crate::media::Media;
 use crate::pool::findings::{Finding, Findings, Severity};
-use crate::pool::format::chunk::{ChunkId, Run, runs};
+use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::table::Owner;
 use crate::pool::redo_log::{self, Redone};
 use crate::pool::scan::scan;
-use crate::pool::volume::{Space, VolumeInfo, volume_extents};
+use crate::pool::volume::{Space, VolumeInfo};
 use crate::pool::{Pool, PoolError, bytes};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
@@ -243,21 +243,30 @@ impl<M: Media> Pool<M> {
         name: &str,
         on_checked: &mut dyn FnMut(u64),
     ) -> Result<btt::Report, PoolError> {
-        let extents = {
-            let state = self.lock_state();
-            let entry = &state.volumes[&state.require_volume(name)?];
-            entry.check_usable()?;
-            volume_extents(&runs(entry.chunk_ids()))
-        };
-        let space = Space { media: self.media(), extents: &extents };
-        let mut found = btt::check_with(&space, on_checked);
+        let mut found = self.check_once(name, on_checked)?;
         for _ in 0..MAX_RECHECKS {
             if found.is_clean() {
                 break;
             }
-            found.retain_common(&btt::check(&space));
+            found.retain_common(&self.check_once(name, &mut |_| {})?);
         }
         Ok(found)
+    }
+
+    /// Checks the BTT of a volume in use, with the chunks that the volume has now.
+    fn check_once(
+        &self,
+        name: &str,
+        on_checked: &mut dyn FnMut(u64),
+    ) -> Result<btt::Report, PoolError> {
+        let (extents, size_bytes) = {
+            let state = self.lock_state();
+            let entry = &state.volumes[&state.require_volume(name)?];
+            entry.check_usable()?;
+            (entry.extents(), entry.record.size_bytes())
+        };
+        let space = Space::with_holes(self.media(), &extents, size_bytes);
+        Ok(btt::check_with(&space, on_checked))
     }
 
     fn check_volume(

@@ -29,7 +29,7 @@ use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_o
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, make_durable, scan};
-use crate::pool::volume::{Space, Volume};
+use crate::pool::volume::Volume;
 use crate::pool::{OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, ignore_progress};
 
@@ -178,8 +178,7 @@ impl Pool {
         let prefix = format!("volume {}: ", volume.info().name);
         report.add_btt(&prefix, &repair);
         if !dry_run {
-            let space = Space { media: self.media(), extents: volume.extents() };
-            self.latch(repair.apply(&space))?;
+            repair.apply(volume)?;
         }
         Ok(())
     }

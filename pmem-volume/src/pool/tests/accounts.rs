@@ -79,7 +79,24 @@ fn holes_of_a_thin_volume_are_promised_but_not_allocated() {
         media.store_word(offset, word).unwrap();
     }
     let peek = open_for(&media, OpenMode::Peek).unwrap();
-    assert_eq!(accounts(&peek.info()), [46, 10, 10, 0]);
+    // All 10 usable chunks are kept for the volumes, although the thin one needs more.
+    assert_eq!(accounts(&peek.info()), [46, 20, 10, 0]);
     drop(peek);
-    assert_eq!(accounts(&open(&media).unwrap().info()), [46, 10, 10, 0]);
+    let pool = open(&media).unwrap();
+    let info = pool.info();
+    assert_eq!(accounts(&info), [46, 20, 10, 0]);
+    assert_eq!((info.lendable_bytes, info.available_bytes()), (0, 0));
+    assert_accounts_add_up(&info);
+    for size in [VolumeSize::Bytes(CHUNK_BYTES), VolumeSize::Remaining] {
+        let error = pool.create_volume("new", size, VolumeFormat::Raw).unwrap_err();
+        assert!(matches!(error, PoolError::PoolFull { .. }), "{error}");
+    }
+    let size = VolumeSize::Bytes(4 * CHUNK_BYTES);
+    for error in [
+        pool.resize_volume("full", size, Shrink::Refuse).unwrap_err(),
+        pool.convert_volume("thin", false).unwrap_err(),
+        pool.alloc_memory(CHUNK_BYTES).unwrap_err(),
+    ] {
+        assert!(matches!(error, PoolError::PoolFull { .. }), "{error}");
+    }
 }

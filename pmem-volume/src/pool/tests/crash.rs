@@ -78,14 +78,30 @@ pub(super) fn fill_volume(media: &Simulator, pool: &Arc<OtherPool>, name: &str) 
 
 pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &str, from: u32) {
     let volume = pool.open_volume(name).unwrap();
-    for extent in volume.extents() {
-        for (index, chunk) in
-            (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from)
-        {
-            media.store_word(chunk.offset_bytes(), mark_of(volume.info().uuid, index)).unwrap();
-            media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
-        }
+    if volume.info().thin {
+        return fill_words(&volume, from, true);
     }
+    for (index, chunk) in places(&volume).into_iter().filter(|(index, _)| *index >= from) {
+        media.store_word(chunk.offset_bytes(), mark_of(volume.info().uuid, index)).unwrap();
+        media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
+    }
+}
+
+/// Stores the marks of a volume, like the VMM. Only even indexes get one if `is_sparse`, so that the
+/// others may remain holes.
+pub(super) fn fill_words(volume: &OtherVolume, from: u32, is_sparse: bool) {
+    let chunks = (volume.size_bytes() / CHUNK_BYTES) as u32;
+    for index in (from..chunks).filter(|index| !is_sparse || index.is_multiple_of(2)) {
+        let at = u64::from(index) * CHUNK_BYTES;
+        volume.store_word(at, mark_of(volume.info().uuid, index)).unwrap();
+        volume.persist_range(at..at + 8).unwrap();
+    }
+}
+
+/// Returns the chunks of a volume by index.
+pub(super) fn places(volume: &OtherVolume) -> Vec<(u32, ChunkId)> {
+    let extents = volume.allocated_extents();
+    extents.iter().flat_map(|extent| (extent.index..).zip(extent.run.ids())).collect()
 }
 
 /// Writes to lent memory as a guest would, without a persist. The host may still write it back.
@@ -107,12 +123,21 @@ pub(super) fn volumes_of(pool: &OtherPool) -> Volumes {
 pub(super) struct Marked {
     pub(super) chunks: u32,
     pub(super) origin: Uuid,
-    first: u32,
+    pub(super) first: u32,
+    /// Only the chunks with an even index in the origin contain a mark.
+    pub(super) is_sparse: bool,
 }
 
 impl Marked {
     pub(super) fn own(volume: &VolumeInfo, chunks: u32) -> Self {
-        Self { chunks, origin: volume.uuid, first: 0 }
+        Self { chunks, origin: volume.uuid, first: 0, is_sparse: volume.thin }
+    }
+
+    /// Returns the word at the start of a chunk, or `None` if the chunk reads as zeros.
+    fn word(&self, index: u32) -> Option<u64> {
+        let of_origin = self.first + index;
+        let is_marked = index < self.chunks && (!self.is_sparse || of_origin.is_multiple_of(2));
+        is_marked.then(|| mark_of(self.origin, of_origin))
     }
 }
 
@@ -136,7 +161,7 @@ pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) 
 /// may leave such data.
 pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
-    for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
+    for (_, chunk) in places(&volume) {
         // In volumes of this size, the middle of a chunk contains only blocks.
         let at = chunk.offset_bytes() + CHUNK_BYTES / 2;
         media.store_word(at, 0x01dc_07e7).unwrap();
@@ -167,10 +192,10 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
         let entry = cache.entry((info.size_bytes, info.uuid));
         Rc::clone(entry.or_insert_with(|| fresh_words(info.size_bytes, info.uuid).into()))
     });
-    let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
-    for (index, chunk) in places {
-        let expected = fresh[index as usize];
-        let found = image.dirty_words(Extent::chunk(chunk).run().byte_range());
+    let places: BTreeMap<_, _> = places(volume).into_iter().collect();
+    for (index, expected) in (0..).zip(fresh.iter().copied()) {
+        let words = |chunk: &ChunkId| image.dirty_words(Extent::chunk(*chunk).run().byte_range());
+        let found = places.get(&index).map_or(0, words);
         if found != expected {
             return Err(format!(
                 "chunk {index} of the new BTT {} has {found} words instead of {expected}: old content",
@@ -202,7 +227,12 @@ fn verify_content(
     allowed: &[&Volumes],
     marked: &dyn Fn(&VolumeInfo) -> Option<Marked>,
 ) -> Result<(), String> {
+    let features = writer_features(image);
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
+    let has_thin = pool.volumes().iter().any(|volume| volume.thin);
+    if has_thin && features.iter().any(|bits| bits & layout::FEATURE_THIN_VOLUMES == 0) {
+        return Err(format!("has a thin volume, but the superblocks have features {features:?}"));
+    }
     // Scrub first, so that the following checks detect wrongly erased content of a volume.
     scrub(image, &pool)?;
     let volumes = volumes_of(&pool);
@@ -216,23 +246,40 @@ fn verify_content(
             verify_fresh(image, &volume)?;
         }
         if volume.info().format == VolumeFormat::Raw {
-            let places =
-                volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
-            let marked = marked.unwrap_or(Marked::own(volume.info(), 0));
-            for (index, chunk) in places {
-                let word = Media::load_word(image, chunk.offset_bytes()).unwrap();
-                if index < marked.chunks && word != mark_of(marked.origin, marked.first + index) {
-                    return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
-                }
-                if index >= marked.chunks
-                    && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0
-                {
-                    return Err(format!("volume {name} exposes the old content of chunk {chunk}"));
-                }
-            }
+            verify_raw(image, &volume, marked.unwrap_or(Marked::own(volume.info(), 0)))?;
         }
     }
     verify_space(image, &pool)
+}
+
+fn verify_raw(image: &Simulator, volume: &OtherVolume, marked: Marked) -> Result<(), String> {
+    let name = &volume.info().name;
+    let places: BTreeMap<_, _> = places(volume).into_iter().collect();
+    for index in 0..(volume.size_bytes() / CHUNK_BYTES) as u32 {
+        let word = volume.load_word(u64::from(index) * CHUNK_BYTES).unwrap();
+        match (marked.word(index), places.get(&index)) {
+            (Some(mark), _) if word != mark => {
+                return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
+            }
+            (None, Some(chunk))
+                if image.dirty_words(Extent::chunk(*chunk).run().byte_range()) > 0 =>
+            {
+                return Err(format!("volume {name} exposes the old content of chunk {chunk}"));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Returns the features for writers in each copy of the superblock that is whole.
+pub(super) fn writer_features(media: &dyn Media) -> Vec<u64> {
+    let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
+    for (copy, at) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
+        media.read(at, copy.as_mut_bytes()).unwrap();
+    }
+    let whole = copies.iter().filter(|copy| mirrored::is_whole(*copy));
+    whole.map(|copy| copy.features_read_only.get()).collect()
 }
 
 /// Checks that free chunks are zero.
@@ -260,10 +307,10 @@ fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
 /// Checks that all chunks without an owner are free and zero after they are erased.
 pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(), String> {
     scrub(image, pool)?;
-    let owned: u32 = volumes_of(pool).values().sum();
+    let owned: u64 = pool.volumes().iter().map(|volume| volume.allocated_bytes).sum();
     let info = pool.info();
     let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
-    let free = info.total_bytes - metadata_bytes - u64::from(owned) * CHUNK_BYTES;
+    let free = info.total_bytes - metadata_bytes - owned;
     if image.file_bytes() != info.total_bytes {
         return Err(format!(
             "the file has {} bytes but the pool has {}",

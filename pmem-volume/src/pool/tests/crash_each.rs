@@ -34,19 +34,40 @@ impl Start {
         ["v", "w"].iter().for_each(|name| fill_volume(&media, &pool, name));
         let lent = pool.alloc_memory(3 * CHUNK_BYTES).unwrap();
         fill_memory(&media, &lent);
-        let volumes = pool.volumes();
-        let marks =
-            volumes.iter().map(|v| (v.uuid, Marked::own(v, (v.size_bytes / CHUNK_BYTES) as u32)));
-        Self { media, pool, lent, marks: RefCell::new(marks.collect()) }
+        let marks = RefCell::new(marks_of(&pool));
+        Self { media, pool, lent, marks }
     }
 
-    fn split(&self, name: &str, parts: [(&str, VolumeSize); 2]) {
+    /// Pool with thin volumes: a raw volume `v`, a BTT volume `b`, and a raw volume `w` that was
+    /// converted to a full one, and has a chunk of zeros.
+    pub(super) fn thin() -> Self {
+        let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
+        for (name, chunks, format) in
+            [("v", 5, VolumeFormat::Raw), ("b", 9, VolumeFormat::Btt), ("w", 3, VolumeFormat::Raw)]
+        {
+            let size = bytes(chunks);
+            pool.create_volume_with(name, VolumeOptions { size, format, thin: true }).unwrap();
+        }
+        ["v", "w"].iter().for_each(|name| fill_volume(&media, &pool, name));
+        let marks = RefCell::new(marks_of(&pool));
+        pool.convert_volume("w", false).unwrap();
+        let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+        fill_memory(&media, &lent);
+        Self { media, pool, lent, marks }
+    }
+
+    pub(super) fn split(&self, name: &str, parts: [(&str, VolumeSize); 2]) {
         let whole =
             self.pool.volumes().into_iter().find(|volume| volume.name == name).unwrap().uuid;
         let parts = parts.map(|(name, size)| (name.to_owned(), size));
         let parts = self.pool.split_volume(name, &parts, SplitContent::Refuse).unwrap();
         split_marks(&mut self.marks.borrow_mut(), whole, &parts);
     }
+}
+
+fn marks_of(pool: &OtherPool) -> Marks {
+    let marked = |v: &VolumeInfo| Marked::own(v, (v.size_bytes / CHUNK_BYTES) as u32);
+    pool.volumes().iter().map(|volume| (volume.uuid, marked(volume))).collect()
 }
 
 pub(super) fn bytes(chunks: u64) -> VolumeSize {
@@ -111,7 +132,7 @@ fn lend_waiting_chunks(start: &Start) {
 }
 
 /// Splits a volume with old data in blocks that its map does not use.
-fn split_a_btt_volume(start: &Start) {
+pub(super) fn split_a_btt_volume(start: &Start) {
     start.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap();
     fill_blocks(&start.media, &start.pool, "b");
     // The preparation is not part of the crash.
@@ -126,7 +147,9 @@ pub(super) fn intermediate_state(case: &str, before: &Volumes) -> Option<Volumes
     let mut state = before.clone();
     match case {
         _ if case.starts_with("delete") && case.ends_with("make") => drop(state.remove("v")),
-        "split a BTT volume" => drop(state.insert("b".to_owned(), 18)),
+        _ if case.starts_with("split a") && case.ends_with("BTT volume") => {
+            state.insert("b".to_owned(), 18);
+        }
         _ => return None,
     }
     Some(state)
@@ -179,12 +202,22 @@ fn grow_the_pool(start: &Start) {
 
 #[test]
 fn every_operation_survives_a_crash_at_every_persist() {
+    let operations = OPERATIONS
+        .into_iter()
+        .map(|(case, operation, least)| (case, Start::new as fn() -> Start, operation, least));
+    verify_operations(operations);
+}
+
+/// Performs each operation on its start, and verifies images of all crashes during it.
+pub(super) fn verify_operations(
+    operations: impl IntoIterator<Item = (&'static str, fn() -> Start, Operation, usize)>,
+) {
     let replay = Replay::from_environment();
-    for (step, (case, operation, least)) in OPERATIONS.into_iter().enumerate() {
+    for (step, (case, start, operation, least)) in operations.into_iter().enumerate() {
         if !replay.has_step(step) {
             continue;
         }
-        let start = Start::new();
+        let start = start();
         let before = volumes_of(&start.pool);
         start.media.record();
         operation(&start);

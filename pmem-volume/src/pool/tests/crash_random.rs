@@ -2,13 +2,13 @@
 
 use super::campaign::{Replay, replay_as, seeds, verify_each};
 use super::crash::{
-    Marked, Marks, fill_blocks, fill_memory, fill_volume_from, new_pool_of, open, split_marks,
+    Marked, Marks, fill_blocks, fill_memory, fill_words, new_pool_of, open, split_marks,
     verify_marked, volumes_of,
 };
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 
-const STEPS: usize = 50;
+const STEPS: usize = 54;
 const SEEDS: u64 = 24;
 const BOUND: usize = 32;
 /// Size of a pool that contains only raw volumes, in chunks.
@@ -58,7 +58,7 @@ impl World {
     /// Performs one random operation, and returns its name. The pool may refuse the operation, for
     /// example because it is full or a name is in use.
     fn step(&mut self, random: &mut Random) -> &'static str {
-        match random.below(16) {
+        match random.below(19) {
             0..=2 => self.lend(random),
             3 => self.return_memory(random),
             4 => self.return_chunk(random),
@@ -70,6 +70,8 @@ impl World {
             11 | 12 => self.scrub(random),
             13 => self.crash(random),
             14 => self.split(random),
+            15 | 16 => self.fill_holes(random),
+            17 => self.convert(random),
             _ => self.grow(),
         }
     }
@@ -112,8 +114,28 @@ impl World {
             true => (BTT_CHUNKS[0], VolumeFormat::Btt),
             false => (random.below(4) + 1, VolumeFormat::Raw),
         };
-        let _ = self.pool.create_volume(&name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format);
+        let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
+        let thin = random.below(2) == 0;
+        let _ = self.pool.create_volume_with(&name, VolumeOptions { size, format, thin });
         "create"
+    }
+
+    /// Fills holes of a volume, if it is thin.
+    fn fill_holes(&mut self, random: &mut Random) -> &'static str {
+        if let Some(info) = self.pick_volume(random) {
+            let volume = self.pool.open_volume(&info.name).unwrap();
+            let start = random.below(info.size_bytes / CHUNK_BYTES) * CHUNK_BYTES;
+            let end = info.size_bytes.min(start + (random.below(3) + 1) * CHUNK_BYTES);
+            volume.provision(start..end).unwrap();
+        }
+        "fill holes"
+    }
+
+    fn convert(&mut self, random: &mut Random) -> &'static str {
+        if let Some(volume) = self.pick_volume(random) {
+            self.pool.convert_volume(&volume.name, random.below(2) == 0).unwrap();
+        }
+        "convert"
     }
 
     fn delete(&mut self, random: &mut Random) -> &'static str {
@@ -205,26 +227,31 @@ impl World {
             let old_marks =
                 self.marked.get(&volume.uuid).filter(|marks| marks.origin == volume.uuid);
             let old_chunks = old_marks.map_or(0, |marks| marks.chunks);
+            // Volumes that were created thin have chunks without a mark, even after a conversion.
+            let is_new = !self.marked.contains_key(&volume.uuid);
+            let is_sparse = old_marks.map_or(volume.thin && is_new, |marks| marks.is_sparse);
             match volume.format {
                 VolumeFormat::Raw if old_chunks < chunks => {
-                    fill_volume_from(&self.media, &self.pool, &volume.name, old_chunks);
+                    let volume = self.pool.open_volume(&volume.name).unwrap();
+                    fill_words(&volume, old_chunks, is_sparse);
                 }
                 VolumeFormat::Btt if old_chunks < chunks => {
                     fill_blocks(&self.media, &self.pool, &volume.name)
                 }
                 _ => {}
             }
-            marked.insert(volume.uuid, Marked::own(&volume, chunks));
+            marked.insert(volume.uuid, Marked { is_sparse, ..Marked::own(&volume, chunks) });
         }
         self.marked = marked;
     }
 }
 
-/// Checks that the STRG size minus the chunks of volumes is reserved, and that the rest is
-/// lendable.
+/// Checks that the STRG size or the sizes of volumes, if they are larger, minus the chunks of volumes
+/// is reserved, and that the rest is lendable.
 fn verify_strg(pool: &OtherPool, reserve_bytes: u64) -> Result<(), String> {
     let info = pool.info();
-    let unlendable_bytes = reserve_bytes.saturating_sub(info.volume_bytes);
+    let sizes_bytes = pool.volumes().iter().map(|volume| volume.size_bytes).sum();
+    let unlendable_bytes = reserve_bytes.max(sizes_bytes).saturating_sub(info.volume_bytes);
     let available_bytes = info.free_bytes + info.scrubbing_bytes;
     if info.reserve_bytes != reserve_bytes || available_bytes < unlendable_bytes {
         return Err(format!(

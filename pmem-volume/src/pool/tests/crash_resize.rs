@@ -10,7 +10,7 @@ use crate::btt;
 use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::format::volume_record::VolumeRecord;
-use crate::pool::volume::{Space, volume_extents};
+use crate::pool::volume::{Space, extents_of};
 
 const CHUNKS: u32 = 26;
 const OLD: u32 = 9;
@@ -101,16 +101,15 @@ fn grow_wrongly(
     let old_content = content(&pool, OLD);
     let old_sectors = sectors(&pool);
     let old = pool.open_volume("v").unwrap().extents()[0].run;
-    let all = [Run { start: old.start, chunks: NEW }];
+    let all = Run { start: old.start, chunks: NEW };
     let added = Run { start: old.end(), chunks: NEW - OLD };
     let slot = table::Slot(0);
     let record = pool.lock_state().volumes[&slot].record.clone();
     let record = VolumeRecord { sequence: record.sequence + 1, chunks: NEW, ..record };
-    let extents = volume_extents(&all);
-    let space = Space { media: &media, extents: &extents };
-    let before = volume_extents(&[old]);
-    let extension =
-        btt::extend(&Space { media: &media, extents: &before }, record.size_bytes()).unwrap();
+    let extents = extents_of((0..).zip(all.ids()));
+    let space = Space::new(&media, &extents);
+    let before = extents_of((0..).zip(old.ids()));
+    let extension = btt::extend(&Space::new(&media, &before), record.size_bytes()).unwrap();
     media.record();
     pool.mark(&[added], |place| table::Owner::Volume { slot, index: OLD + place }).unwrap();
     extension.format(&space).unwrap();
@@ -273,7 +272,7 @@ fn sector_place(volume: &Volume, sector: u64) -> u64 {
     // The first arena starts at 4 KiB. Its blocks start one page later.
     let offset = 8192 + sector * 4096;
     let extents = volume.extents();
-    let space = Space { media: volume.pool().media(), extents };
+    let space = Space::new(volume.pool().media(), extents);
     space.file_offset(offset)
 }
 
@@ -329,7 +328,7 @@ fn second_info_block_is_found_at_an_earlier_end_of_the_volume() {
     }
     let volume = pool.open_volume("v").unwrap();
     for (arena, start) in [(0, 4096), (1, 20 * MIB), (2, 40 * MIB)] {
-        let at = Space { media: pool.media(), extents: volume.extents() }.file_offset(start + 100);
+        let at = Space::new(pool.media(), volume.extents()).file_offset(start + 100);
         fixture.flip(at, 3);
         let report = volume.check_btt().unwrap();
         assert_eq!(report.arenas.len(), 3);

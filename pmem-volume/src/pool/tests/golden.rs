@@ -139,6 +139,11 @@ fn this_version_reads_the_golden_image_of_thin_volumes() {
     );
     let info = pool.info();
     assert_eq!((info.promised_bytes, info.volume_bytes), (24 * MIB, 4 * MIB));
+    let report = pool.check().unwrap();
+    assert!(report.pool.is_empty() && report.is_clean(), "{report:?}");
+    let place = |name: &str| pool.open_volume(name).unwrap().allocated_extents();
+    let extents: Vec<_> = place("data").iter().map(|e| (e.index, e.run.start.0)).collect();
+    assert_eq!((extents, place("größe").len()), (vec![(0, 3), (8, 2)], 0));
 }
 
 #[test]

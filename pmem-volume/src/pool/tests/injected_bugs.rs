@@ -14,7 +14,7 @@ use crate::btt;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{VolumeRecord, empty_record};
-use crate::pool::volume::{Space, volume_extents};
+use crate::pool::volume::{Space, extents_of};
 
 fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> VolumeRecord {
     VolumeRecord {
@@ -59,7 +59,7 @@ fn record_of_a_btt_volume_before_its_format_is_detected() {
     let record = record_of(slot, "b", VolumeFormat::Btt, PLACE);
     write_record(&media, &pool, &record);
     let layout = btt::Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid).unwrap();
-    layout.format(&Space { media: &media, extents: &volume_extents(&[run]) }).unwrap();
+    layout.format(&Space::new(&media, &extents_of((0..).zip(run.ids())))).unwrap();
     let allowed = [&Volumes::new(), &Volumes::from([("b".to_owned(), PLACE)])];
     let error = verify_points(&media.take_points(), 64, &allowed, &mut Random::new(4))
         .expect_err("the wrong order was not detected");

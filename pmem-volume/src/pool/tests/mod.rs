@@ -12,6 +12,7 @@ mod crash_random;
 mod crash_repair;
 mod crash_resize;
 mod crash_split;
+mod crash_thin;
 mod damage;
 mod devices;
 mod discard_damaged;
@@ -40,7 +41,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::file::open_steps;
-use super::format::{mirrored, superblock, table, volume_record};
+use super::format::{mirrored, table, volume_record};
 use super::maintenance::grow;
 use super::*;
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::crash::{new_pool_of, open};
+use super::crash::{new_pool_of, open, places};
 use super::*;
 use crate::media::simulator::Simulator;
 
@@ -22,11 +22,13 @@ enum Operation {
     Lend { chunks: u32 },
     ReturnMemory { picks: Vec<prop::sample::Index> },
     ReturnChunk { pick: prop::sample::Index, chunk: prop::sample::Index },
-    Create { name: u8, chunks: u32, format: VolumeFormat },
+    Create { name: u8, chunks: u32, format: VolumeFormat, thin: bool },
     CreateRemaining { name: u8 },
     Delete { name: u8 },
     Rename { name: u8, new_name: u8 },
     Resize { name: u8, chunks: u32, shrink: bool },
+    Convert { name: u8, thin: bool },
+    FillHoles { name: u8, start: u32, chunks: u32 },
     Scrub { chunks: u32 },
     Reopen,
     Grow,
@@ -40,8 +42,13 @@ fn operation() -> impl Strategy<Value = Operation> {
         6 => (1..30u32).prop_map(|chunks| Operation::Lend { chunks }),
         3 => prop::collection::vec(index(), 0..4).prop_map(|picks| Operation::ReturnMemory { picks }),
         3 => (index(), index()).prop_map(|(pick, chunk)| Operation::ReturnChunk { pick, chunk }),
-        5 => (name.clone(), 1..14u32, format)
-            .prop_map(|(name, chunks, format)| Operation::Create { name, chunks, format }),
+        5 => (name.clone(), 1..14u32, format, any::<bool>()).prop_map(
+            |(name, chunks, format, thin)| Operation::Create { name, chunks, format, thin }
+        ),
+        2 => (name.clone(), any::<bool>())
+            .prop_map(|(name, thin)| Operation::Convert { name, thin }),
+        4 => (name.clone(), 0..14u32, 1..4u32)
+            .prop_map(|(name, start, chunks)| Operation::FillHoles { name, start, chunks }),
         1 => name.clone().prop_map(|name| Operation::CreateRemaining { name }),
         3 => name.clone().prop_map(|name| Operation::Delete { name }),
         2 => (name.clone(), name.clone()).prop_map(|(name, new_name)| Operation::Rename { name, new_name }),
@@ -83,13 +90,59 @@ fn outcome_of<T>(result: &Result<T, PoolError>) -> Outcome {
 #[derive(Default)]
 struct Model {
     chunks: u32,
-    volumes: BTreeMap<String, (u32, VolumeFormat)>,
+    volumes: BTreeMap<String, ModelVolume>,
     lent: Vec<Extent>,
+}
+
+#[derive(Clone, Debug)]
+struct ModelVolume {
+    chunks: u32,
+    format: VolumeFormat,
+    thin: bool,
+    /// Indexes that have a chunk.
+    present: BTreeSet<u32>,
+    /// Indexes with the metadata of a BTT. No other chunk contains data.
+    metadata: BTreeSet<u32>,
+}
+
+impl ModelVolume {
+    fn new(chunks: u32, format: VolumeFormat, thin: bool) -> Self {
+        let empty = BTreeSet::new();
+        let mut volume = Self { chunks: 0, format, thin, present: empty.clone(), metadata: empty };
+        volume.grow(chunks);
+        volume
+    }
+
+    /// A BTT gets another arena, which has metadata in its first and last chunk.
+    fn grow(&mut self, chunks: u32) {
+        if self.format == VolumeFormat::Btt {
+            self.metadata.extend([self.chunks, chunks - 1]);
+        }
+        match self.thin {
+            true => self.present.extend(&self.metadata),
+            false => self.present.extend(self.chunks..chunks),
+        }
+        self.chunks = chunks;
+    }
+
+    fn convert(&mut self, thin: bool) {
+        self.thin = thin;
+        self.present = if thin { self.metadata.clone() } else { (0..self.chunks).collect() };
+    }
 }
 
 impl Model {
     fn in_volumes(&self) -> u32 {
-        self.volumes.values().map(|(chunks, _)| chunks).sum()
+        self.volumes.values().map(|volume| volume.present.len() as u32).sum()
+    }
+
+    fn promised(&self) -> u32 {
+        self.volumes.values().map(|volume| volume.chunks).sum()
+    }
+
+    /// Chunks that can be promised to a new or growing volume.
+    fn unpromised(&self) -> u32 {
+        self.free() + self.in_volumes() - self.promised()
     }
 
     fn in_memory(&self) -> u32 {
@@ -100,9 +153,10 @@ impl Model {
         self.chunks - METADATA - self.in_volumes() - self.in_memory()
     }
 
-    /// Lending memory leaves free the part of STRG that volumes do not use yet.
+    /// Lending memory leaves free the part of STRG that volumes do not use yet, and their holes.
     fn lendable(&self) -> u32 {
-        self.free() - STRG.saturating_sub(self.in_volumes()).min(self.free())
+        let kept = STRG.max(self.promised());
+        self.free() - kept.saturating_sub(self.in_volumes()).min(self.free())
     }
 
     fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> Outcome {
@@ -110,13 +164,14 @@ impl Model {
             () if self.volumes.contains_key(name) => Outcome::Exists,
             () if self.volumes.len() as u32 == SLOTS => Outcome::NoSlot,
             () if format == VolumeFormat::Btt && chunks < BTT_CHUNKS => Outcome::Refused,
-            () if chunks > self.free() => Outcome::Full,
+            () if chunks > self.unpromised() => Outcome::Full,
             () => Outcome::Done,
         }
     }
 
     fn resize(&self, name: &str, chunks: u32, shrink: bool) -> Outcome {
-        let Some((has, format)) = self.volumes.get(name) else { return Outcome::NoSuchVolume };
+        let Some(volume) = self.volumes.get(name) else { return Outcome::NoSuchVolume };
+        let (has, format) = (&volume.chunks, &volume.format);
         let may_shrink = shrink && *format == VolumeFormat::Raw;
         match () {
             () if chunks == *has || (chunks < *has && !may_shrink) => Outcome::Refused,
@@ -124,7 +179,7 @@ impl Model {
             // An additional arena has at least 16 MiB. It starts after the last arena and the
             // unused space after it.
             () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => Outcome::Refused,
-            () if chunks - has > self.free() => Outcome::Full,
+            () if chunks - has > self.unpromised() => Outcome::Full,
             () => Outcome::Done,
         }
     }
@@ -192,20 +247,37 @@ impl World {
                 model.lent.extend(chunks);
                 (outcome_of(&self.pool.free_memory(&[back])), Outcome::Done)
             }
-            Operation::Create { name: number, chunks, format } => {
+            Operation::Create { name: number, chunks, format, thin } => {
                 let expected = model.create(&name(number), chunks, format);
-                let end = outcome_of(&self.pool.create_volume(
-                    &name(number),
-                    size_of_chunks(chunks),
-                    format,
-                ));
+                let options = VolumeOptions { size: size_of_chunks(chunks), format, thin };
+                let end = outcome_of(&self.pool.create_volume_with(&name(number), options));
                 if expected == Outcome::Done {
-                    model.volumes.insert(name(number), (chunks, format));
+                    model.volumes.insert(name(number), ModelVolume::new(chunks, format, thin));
                 }
                 (end, expected)
             }
+            Operation::Convert { name: number, thin } => {
+                let end = outcome_of(&self.pool.convert_volume(&name(number), thin));
+                match model.volumes.get_mut(&name(number)) {
+                    None => (end, Outcome::NoSuchVolume),
+                    Some(volume) => {
+                        volume.convert(thin);
+                        (end, Outcome::Done)
+                    }
+                }
+            }
+            Operation::FillHoles { name: number, start, chunks } => {
+                if let Some(volume) = model.volumes.get_mut(&name(number)) {
+                    let start = start.min(volume.chunks - 1);
+                    let end = (start + chunks).min(volume.chunks);
+                    volume.present.extend(start..end);
+                    let opened = self.pool.open_volume(&name(number)).unwrap();
+                    opened.provision(bytes(start)..bytes(end)).unwrap();
+                }
+                (Outcome::Done, Outcome::Done)
+            }
             Operation::CreateRemaining { name: number } => {
-                let chunks = model.free();
+                let chunks = model.unpromised();
                 let expected = match model.create(&name(number), chunks.max(1), VolumeFormat::Raw) {
                     Outcome::Done if chunks == 0 => Outcome::Full,
                     end => end,
@@ -216,7 +288,8 @@ impl World {
                     VolumeFormat::Raw,
                 );
                 if expected == Outcome::Done {
-                    model.volumes.insert(name(number), (chunks, VolumeFormat::Raw));
+                    let volume = ModelVolume::new(chunks, VolumeFormat::Raw, false);
+                    model.volumes.insert(name(number), volume);
                 }
                 (outcome_of(&create), expected)
             }
@@ -251,7 +324,13 @@ impl World {
                 if let (Outcome::Done, Some(volume)) =
                     (expected, model.volumes.get_mut(&name(number)))
                 {
-                    volume.0 = chunks;
+                    match chunks > volume.chunks {
+                        true => volume.grow(chunks),
+                        false => {
+                            volume.chunks = chunks;
+                            volume.present.retain(|index| *index < chunks);
+                        }
+                    }
                 }
                 (end, expected)
             }
@@ -288,7 +367,8 @@ impl World {
         assert_accounts_add_up(&info);
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
-        prop_assert_eq!(info.promised_bytes, info.volume_bytes);
+        prop_assert_eq!(info.promised_bytes, bytes(model.promised()));
+        prop_assert_eq!(info.available_bytes(), bytes(model.unpromised()));
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
         // Chunks that wait to be erased are also available for allocations.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
@@ -304,19 +384,23 @@ impl World {
             .pool
             .volumes()
             .into_iter()
-            .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format)))
+            .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format, v.thin)))
             .collect();
-        prop_assert_eq!(&volumes, &model.volumes);
+        let expected: BTreeMap<_, _> = model
+            .volumes
+            .iter()
+            .map(|(name, v)| (name.clone(), (v.chunks, v.format, v.thin)))
+            .collect();
+        prop_assert_eq!(&volumes, &expected);
         // Every chunk has exactly one owner.
         let mut taken = BTreeSet::from_iter((0..METADATA).map(ChunkId));
         for name in volumes.keys() {
-            for extent in self.pool.open_volume(name).unwrap().extents() {
-                prop_assert!(
-                    extent.run.ids().all(|chunk| taken.insert(chunk)),
-                    "{} overlaps another",
-                    name
-                );
+            let mut present = BTreeSet::new();
+            for (index, chunk) in places(&self.pool.open_volume(name).unwrap()) {
+                prop_assert!(taken.insert(chunk), "{} overlaps another", name);
+                present.insert(index);
             }
+            prop_assert_eq!(&present, &model.volumes[name].present, "{}", name);
         }
         for extent in &model.lent {
             prop_assert!(

@@ -1,31 +1,36 @@
 //! Tests of thin volumes.
 
-use zerocopy::{FromZeros, IntoBytes};
-
 use super::campaign::{Replay, verify_each};
-use super::crash::{new_pool_of, open, open_for};
+use super::crash::{new_pool_of, open, open_for, writer_features as features};
+use super::hooked::{self, Hooked};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::media::{MediaError, Pending};
 use crate::pool::format::superblock::allow_thin_volumes;
 use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;
-use crate::pool::layout::{FEATURE_THIN_VOLUMES, SUPERBLOCK_OFFSETS, SuperblockBytes};
-
-/// Returns the features for writers in each copy of the superblock that is whole.
-fn features(media: &dyn Media) -> Vec<u64> {
-    let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
-    for (copy, at) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
-        media.read(at, copy.as_mut_bytes()).unwrap();
-    }
-    let whole = copies.iter().filter(|copy| mirrored::is_whole(*copy));
-    whole.map(|copy| copy.features_read_only.get()).collect()
-}
+use crate::pool::layout::{FEATURE_THIN_VOLUMES, SUPERBLOCK_OFFSETS};
 
 fn new_pool() -> (Simulator, Arc<OtherPool>) {
     new_pool_of(12, |superblock| {
         superblock.volume_slots = 4;
         superblock.log_bytes = 4096;
     })
+}
+
+/// Returns the record of a thin raw volume.
+fn record(chunks: u32) -> VolumeRecord {
+    VolumeRecord {
+        sequence: 1,
+        slot: Slot(0),
+        name: "thin".parse().unwrap(),
+        uuid: Uuid::from_u128(2),
+        format: VolumeFormat::Raw,
+        thin: true,
+        part: None,
+        chunks,
+        created_unix_s: 1,
+    }
 }
 
 #[test]
@@ -70,17 +75,7 @@ fn feature_bit_is_set_although_a_copy_is_damaged() {
 #[test]
 fn missing_feature_bit_of_a_thin_volume_is_set_by_the_next_open() {
     let (media, pool) = new_pool();
-    let record = VolumeRecord {
-        sequence: 1,
-        slot: Slot(1),
-        name: "thin".parse().unwrap(),
-        uuid: Uuid::from_u128(2),
-        format: VolumeFormat::Raw,
-        thin: true,
-        part: None,
-        chunks: 3,
-        created_unix_s: 1,
-    };
+    let record = record(3);
     let offsets = pool.superblock.volume_record_offsets(record.slot);
     mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
     drop(pool);
@@ -106,4 +101,158 @@ fn unknown_feature_for_writers_allows_only_reads() {
     let error = open(&media).unwrap_err();
     assert!(matches!(error, PoolError::Features { features: 2, .. }), "{error}");
     open_for(&media, OpenMode::ReadOnly).unwrap();
+}
+
+/// Writes the record of a thin raw volume of `chunks` chunks, which are all holes.
+fn with_thin_volume(media: &dyn Media, pool: Arc<OtherPool>, chunks: u32) {
+    let record = record(chunks);
+    allow_thin_volumes(media, &pool.superblock).unwrap();
+    let offsets = pool.superblock.volume_record_offsets(record.slot);
+    mirrored::write(media, offsets, &record.to_bytes()).unwrap();
+}
+
+fn open_thin(chunks: u32) -> (Simulator, Arc<OtherPool>, OtherVolume) {
+    let (media, pool) = new_pool();
+    with_thin_volume(&media, pool, chunks);
+    let pool = open(&media).unwrap();
+    let volume = pool.open_volume("thin").unwrap();
+    (media, pool, volume)
+}
+
+fn allocated_chunks(pool: &OtherPool) -> u64 {
+    assert_states_add_up(&pool.info());
+    pool.info().volume_bytes / CHUNK_BYTES
+}
+
+#[test]
+fn holes_read_as_zeros_and_calls_that_store_nothing_allocate_nothing() {
+    let (media, pool, volume) = open_thin(5);
+    assert_eq!((volume.size_bytes(), volume.info().allocated_bytes), (5 * CHUNK_BYTES, 0));
+    let before = media.digest();
+    let mut bytes = vec![7; 3 * CHUNK_BYTES as usize];
+    for read in [Media::read, Media::load] {
+        bytes.fill(7);
+        read(&volume, 8, &mut bytes).unwrap();
+        assert!(crate::media::is_zero(&bytes));
+    }
+    assert_eq!(volume.load_word(2 * CHUNK_BYTES).unwrap(), 0);
+    assert_eq!(volume.next_data(0..5 * CHUNK_BYTES).unwrap(), None);
+    volume.prefetch_word(16);
+    volume.persist_range(0..5 * CHUNK_BYTES).unwrap();
+    let mut pending = Pending::default();
+    volume.begin_persist(0..4 * CHUNK_BYTES, &mut pending).unwrap();
+    // Zeros in a hole are there already.
+    volume.store(CHUNK_BYTES - 8, &[0; 16]).unwrap();
+    volume.store_word(64, 0).unwrap();
+    volume.store_bulk(CHUNK_BYTES - 8, &[0; 16], &mut pending).unwrap();
+    volume.end_persist(&pending).unwrap();
+    volume.provision(9..9).unwrap();
+    volume.flush_guest_stores(0..5 * CHUNK_BYTES).unwrap();
+    assert!(pending.ranges().is_empty());
+    assert_eq!(allocated_chunks(&pool), 0);
+    assert!(before == media.digest());
+}
+
+#[test]
+fn store_into_a_hole_allocates_its_chunk_durably() {
+    type Store = fn(&OtherVolume, u64, &[u8]);
+    let store: Store = |volume, at, bytes| {
+        volume.store(at, bytes).unwrap();
+        volume.persist_range(at..at + bytes.len() as u64).unwrap();
+    };
+    let store_bulk: Store = |volume, at, bytes| {
+        let mut pending = Pending::default();
+        volume.store_bulk(at, bytes, &mut pending).unwrap();
+        volume.end_persist(&pending).unwrap();
+    };
+    let store_words: Store = |volume, at, bytes| {
+        for (at, word) in (at..).step_by(8).zip(bytes.as_chunks::<8>().0) {
+            volume.store_word(at, u64::from_le_bytes(*word)).unwrap();
+        }
+        volume.persist_range(at..at + bytes.len() as u64).unwrap();
+    };
+    for store in [store, store_bulk, store_words] {
+        let (media, pool, volume) = open_thin(5);
+        store(&volume, 4 * CHUNK_BYTES + 8, &[3; 8]);
+        assert_eq!(allocated_chunks(&pool), 1);
+        // The first half contains zeros, so only chunk 2 is allocated.
+        let bytes = [[0; 8], [5; 8]].concat();
+        store(&volume, 2 * CHUNK_BYTES - 8, &bytes);
+        assert_eq!(allocated_chunks(&pool), 2);
+        store(&volume, 3 * CHUNK_BYTES - 8, &[6; 16]);
+        assert_eq!(allocated_chunks(&pool), 3);
+        media.record();
+        drop((volume, pool));
+        // No word is kept that was not durable.
+        let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
+        let volume = open(&image).unwrap().open_volume("thin").unwrap();
+        let word = |at| volume.load_word(at).unwrap().to_le_bytes();
+        assert_eq!(volume.info().allocated_bytes, 3 * CHUNK_BYTES);
+        assert_eq!(word(4 * CHUNK_BYTES + 8), [3; 8]);
+        assert_eq!([word(2 * CHUNK_BYTES - 8), word(2 * CHUNK_BYTES)], [[0; 8], [5; 8]]);
+        assert_eq!([word(3 * CHUNK_BYTES - 8), word(3 * CHUNK_BYTES)], [[6; 8]; 2]);
+    }
+}
+
+#[test]
+fn full_pool_refuses_a_store_into_a_hole_but_no_other_store() {
+    // The volume has more chunks than the pool, which has 10 usable ones.
+    let (_media, pool, volume) = open_thin(20);
+    volume.provision(0..9 * CHUNK_BYTES + 1).unwrap();
+    assert_eq!((allocated_chunks(&pool), pool.info().free_bytes), (10, 0));
+    let full = |result: Result<(), MediaError>| match result {
+        Err(MediaError::Full { needed_bytes, available_bytes: 0 }) => needed_bytes / CHUNK_BYTES,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(full(volume.provision(9 * CHUNK_BYTES..13 * CHUNK_BYTES)), 3);
+    assert_eq!(full(volume.store_word(10 * CHUNK_BYTES, 1)), 1);
+    assert_eq!(full(volume.store(10 * CHUNK_BYTES - 8, &[1; 16])), 1);
+    assert_eq!(volume.load_word(10 * CHUNK_BYTES - 8).unwrap(), 0, "a part was stored");
+    volume.store_word(9 * CHUNK_BYTES, 4).unwrap();
+    volume.persist_range(0..20 * CHUNK_BYTES).unwrap();
+    assert!(pool.is_writable());
+}
+
+/// Chunks that wait to be erased are erased on demand, each hole gets a single chunk, and no other
+/// thread waits for the erasure.
+#[test]
+fn threads_that_fill_the_same_holes_allocate_them_once() {
+    let unlocked = Arc::new(Mutex::new(Vec::new()));
+    let in_hook: Arc<OnceLock<std::sync::Weak<OtherPool>>> = Arc::default();
+    let (log, of_hook) = (Arc::clone(&unlocked), Arc::clone(&in_hook));
+    let media = Hooked::new(24 * CHUNK_BYTES, move || {
+        if let Some(pool) = of_hook.get().and_then(std::sync::Weak::upgrade) {
+            log.lock().unwrap().push(pool.state.try_lock().is_ok());
+        }
+        Ok(())
+    });
+    with_thin_volume(&media, hooked::open(media.clone()), 16);
+    let pool = hooked::open(media.clone());
+    // Waiting chunks are left after memory was lent, returned and lent again.
+    let memory = pool.alloc_memory(pool.info().lendable_bytes).unwrap();
+    pool.free_memory(&memory).unwrap();
+    pool.alloc_memory(pool.info().lendable_bytes).unwrap();
+    assert!(pool.info().scrubbing_bytes >= 4 * CHUNK_BYTES);
+    let volume = pool.open_volume("thin").unwrap();
+    // A single thread: the erasure, then the persist of the owner words.
+    assert!(in_hook.set(Arc::downgrade(&pool)).is_ok());
+    let clean = pool.info().free_bytes;
+    volume.provision(0..clean + 2 * CHUNK_BYTES).unwrap();
+    assert_eq!(*unlocked.lock().unwrap(), [true, false]);
+    let before = allocated_chunks(&pool);
+    let rest = before * CHUNK_BYTES..16 * CHUNK_BYTES;
+    std::thread::scope(|scope| {
+        for thread in 0..8u64 {
+            let (volume, rest) = (&volume, rest.clone());
+            scope.spawn(move || {
+                volume.provision(rest.clone()).unwrap();
+                volume.store_word(rest.start + thread * 8, thread + 1).unwrap();
+            });
+        }
+    });
+    assert_eq!(allocated_chunks(&pool), 16);
+    for thread in 0..8 {
+        assert_eq!(volume.load_word(rest.start + thread * 8).unwrap(), thread + 1);
+    }
+    assert_eq!(pool.check().unwrap().pool, []);
 }

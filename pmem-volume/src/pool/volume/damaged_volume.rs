@@ -4,16 +4,19 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{VolumeExtent, VolumeInfo, volume_info};
+use super::space::Piece;
+use super::{Space, VolumeExtent, VolumeInfo, volume_info};
 use crate::media::{Durability, FileMedia, Media, MediaError};
-use crate::pool::format::chunk::{Run, runs};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// Volume with missing chunks, in a pool that is open for reading. Reads of missing chunks fail.
+/// Volume with missing chunks, in a pool that is open for reading. Reads of missing chunks fail. So do
+/// reads of holes if the owner of any chunk is unknown, because it may be this volume.
 pub struct DamagedVolume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     info: VolumeInfo,
     extents: Vec<VolumeExtent>,
+    /// True if a missing chunk is a hole for certain.
+    has_only_holes: bool,
 }
 
 impl<M: Media> Pool<M> {
@@ -27,21 +30,11 @@ impl<M: Media> Pool<M> {
         let state = self.lock_state();
         let entry = &state.volumes[&state.require_volume(name)?];
         entry.check_finished()?;
-        let mut extents: Vec<VolumeExtent> = Vec::new();
-        for (index, chunk) in &entry.chunks {
-            let run = runs(std::iter::once(*chunk))[0];
-            match extents.last_mut() {
-                Some(last)
-                    if last.index + last.run.chunks == *index && last.run.end() == run.start =>
-                {
-                    last.run = Run { start: last.run.start, chunks: last.run.chunks + 1 };
-                }
-                _ => extents.push(VolumeExtent { index: *index, run }),
-            }
-        }
+        let extents = entry.extents();
         let info = volume_info(entry);
+        let has_only_holes = info.thin && state.check_holes(entry).is_ok();
         drop(state);
-        Ok(DamagedVolume { pool: Arc::clone(self), info, extents })
+        Ok(DamagedVolume { pool: Arc::clone(self), info, extents, has_only_holes })
     }
 }
 
@@ -49,6 +42,10 @@ impl<M: Media> DamagedVolume<M> {
     /// Properties of the volume.
     pub fn info(&self) -> &VolumeInfo {
         &self.info
+    }
+
+    fn pieces(&self, range: Range<u64>) -> Vec<Piece> {
+        Space::with_holes(self.pool.media(), &self.extents, self.info.size_bytes).pieces(range)
     }
 }
 
@@ -63,48 +60,39 @@ impl<M: Media> Media for DamagedVolume<M> {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let length_bytes = into.len() as u64;
-        assert!(offset_bytes + length_bytes <= self.len_bytes(), "a read outside the volume");
-        let (mut at, mut rest) = (offset_bytes, into);
-        while !rest.is_empty() {
-            let number =
-                self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
-            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at)
-            else {
-                let source = io::Error::other("the volume lacks this chunk");
-                return Err(MediaError::Io {
-                    operation: "read",
-                    offset_bytes: at,
-                    length_bytes,
-                    source,
-                });
-            };
-            let within = at - extent.volume_offset_bytes();
-            let bytes = (extent.len_bytes() - within).min(rest.len() as u64);
-            let (now, later) = rest.split_at_mut(bytes as usize);
-            self.pool.view().read(extent.offset_bytes() + within, now)?;
-            (at, rest) = (at + bytes, later);
+        let (view, mut rest) = (self.pool.view(), into);
+        for piece in self.pieces(offset_bytes..offset_bytes + length_bytes) {
+            let (now, later) = rest.split_at_mut(piece.len_bytes() as usize);
+            match piece.file_offset {
+                Some(at) => view.read(at, now)?,
+                None if self.has_only_holes => now.fill(0),
+                None => {
+                    let source = io::Error::other("the volume lacks this chunk");
+                    let offset_bytes = piece.range.start;
+                    let operation = "read";
+                    return Err(MediaError::Io { operation, offset_bytes, length_bytes, source });
+                }
+            }
+            rest = later;
         }
         Ok(())
     }
 
     /// Treats a missing chunk as data, so that a read of it reports the error.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        let (mut at, view) = (range.start, self.pool.view());
-        while at < range.end {
-            let number =
-                self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
-            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at)
-            else {
-                let next = self.extents.get(number).map_or(range.end, |e| e.volume_offset_bytes());
-                return Ok(Some(at..next.min(range.end)));
+        let view = self.pool.view();
+        for piece in self.pieces(range) {
+            let Some(file) = piece.file_range() else {
+                match self.has_only_holes {
+                    true => continue,
+                    false => return Ok(Some(piece.range)),
+                }
             };
-            let within = at - extent.volume_offset_bytes();
-            let bytes = (extent.len_bytes() - within).min(range.end - at);
-            let start = extent.offset_bytes() + within;
-            if let Some(data) = view.next_data(start..start + bytes)? {
-                return Ok(Some(at + (data.start - start)..at + (data.end - start)));
+            let start = file.start;
+            if let Some(data) = view.next_data(file)? {
+                let offset = piece.range.start + (data.start - start);
+                return Ok(Some(offset..offset + (data.end - data.start)));
             }
-            at += bytes;
         }
         Ok(None)
     }

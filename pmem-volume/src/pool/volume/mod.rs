@@ -1,7 +1,12 @@
 //! Volumes: named and persistent ranges of storage, made of chunks.
 
+mod chunk_map;
+mod convert;
 pub(super) mod damaged_volume;
+pub(super) mod format_plan;
+mod provision;
 pub(super) mod resize;
+pub(super) mod space;
 pub(super) mod split;
 mod volume_media;
 
@@ -15,23 +20,38 @@ use uuid::Uuid;
 
 use crate::CHUNK_BYTES;
 use crate::btt;
-use crate::media::{Durability, FileMedia, Media, MediaError, debug_assert_word, drop_clean_pages};
+use crate::media::{Durability, FileMedia, Media, drop_clean_pages};
 use crate::pool::alloc::memory::chunk_count;
-use crate::pool::format::chunk::{Run, runs};
+use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord, empty_record};
 use crate::pool::scan::VolumeEntry;
-use crate::pool::{OpenMode, Pool, PoolError, State, unix_now_s};
+use crate::pool::{OpenMode, Pool, PoolError, State, bytes, unix_now_s};
 use crate::progress::OnProgress;
+use chunk_map::ChunkMap;
+use format_plan::stored_indexes;
+pub(in crate::pool) use space::{Space, extents_of};
 
 /// Size of a new volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
     /// A multiple of 2 MiB.
     Bytes(u64),
-    /// All bytes that are free or waiting to be erased.
+    /// All bytes that are free or waiting to be erased, and that no thin volume was promised.
     Remaining,
+}
+
+/// Properties of a new volume.
+#[derive(Clone, Copy, Debug)]
+pub struct VolumeOptions {
+    /// Size of the volume, including the metadata of a BTT.
+    pub size: VolumeSize,
+    /// Format of the volume.
+    pub format: VolumeFormat,
+    /// Creates a thin volume. It gets a chunk only when something is stored there, but the pool
+    /// keeps enough chunks for all of its size.
+    pub thin: bool,
 }
 
 /// Properties of a volume.
@@ -50,6 +70,8 @@ pub struct VolumeInfo {
     pub allocated_bytes: u64,
     /// Number of contiguous pieces in the pool.
     pub extents: u32,
+    /// True if the volume may have holes, which read as zeros.
+    pub thin: bool,
 }
 
 /// Piece of a volume that is contiguous in the pool's file. The piece may have any number of
@@ -80,6 +102,17 @@ impl VolumeExtent {
     pub fn len_bytes(self) -> u64 {
         self.run.len_bytes()
     }
+
+    /// Returns the end of the piece in the volume.
+    #[inline]
+    pub(in crate::pool) fn volume_end_bytes(self) -> u64 {
+        self.volume_offset_bytes() + self.len_bytes()
+    }
+
+    /// Returns the index after the piece's last chunk.
+    pub(in crate::pool) fn end_index(self) -> u32 {
+        self.index + self.run.chunks
+    }
 }
 
 /// Validated plan for a new volume.
@@ -87,6 +120,8 @@ struct NewVolume {
     slot: Slot,
     chunks: u32,
     layout: Option<btt::Layout>,
+    /// Indexes that get a chunk: those with the metadata of a BTT in a thin volume, or all.
+    indexes: Vec<u32>,
 }
 
 /// Open volume. In a pool that is open for writing, it cannot be opened a second time, changed or
@@ -95,7 +130,10 @@ pub struct Volume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     slot: Slot,
     info: VolumeInfo,
+    /// Pieces of a volume without holes. Empty if the volume is thin.
     extents: Vec<VolumeExtent>,
+    /// Chunks of a thin volume.
+    map: Option<ChunkMap>,
 }
 
 impl<M: Media> Pool<M> {
@@ -106,62 +144,96 @@ impl<M: Media> Pool<M> {
         volumes
     }
 
-    /// Creates and formats a volume.
-    ///
-    /// 1. Store the owner words of its chunks and persist them. Until the record is written, a
-    ///    crash leaves these chunks as leftovers.
-    /// 2. Write the BTT metadata and persist it.
-    /// 3. Write the volume record. From here on, the volume exists.
+    /// Creates and formats a full volume, as [`Pool::create_volume_with`] does.
     pub fn create_volume(
         &self,
         name: &str,
         size: VolumeSize,
         format: VolumeFormat,
     ) -> Result<VolumeInfo, PoolError> {
+        self.create_volume_with(name, VolumeOptions { size, format, thin: false })
+    }
+
+    /// Creates and formats a volume.
+    ///
+    /// 1. Store the owner words of its chunks and persist them. Until the record is written, a
+    ///    crash leaves these chunks as leftovers.
+    /// 2. Write the BTT metadata and persist it.
+    /// 3. Set the feature bit if the volume is thin.
+    /// 4. Write the volume record. From here on, the volume exists.
+    pub fn create_volume_with(
+        &self,
+        name: &str,
+        options: VolumeOptions,
+    ) -> Result<VolumeInfo, PoolError> {
         let name: VolumeName = name.parse()?;
         let uuid = Uuid::new_v4();
         let mut state = self.lock_for_change()?;
         // Plan again after each unlock, because the state may have changed in the meantime.
-        let NewVolume { slot, chunks, layout } = loop {
-            let new = self.plan_volume(&state, &name, size, format, uuid)?;
-            match state.missing_clean(new.chunks) {
+        let NewVolume { slot, chunks, layout, indexes } = loop {
+            let new = self.plan_volume(&state, &name, options, uuid)?;
+            match state.missing_clean(new.indexes.len() as u32) {
                 0 => break new,
                 missing => state = self.erase_some(state, missing)?,
             }
         };
         self.check_format_space(chunks)?;
-        let taken = state.buddy.allocate_long_term(chunks).expect("checked to be free");
-        // Count the chunks as waiting to be erased until the volume exists. If the creation fails,
-        // they are erased.
-        state.counts.scrubbing += chunks;
-        self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
+        let taken = self.take_chunks(&mut state, slot, &indexes, None)?;
         if let Some(layout) = layout {
-            let space = Space { media: self.media(), extents: &volume_extents(&taken) };
+            let extents = extents_of(taken.iter().copied());
+            let space = Space::with_holes(self.media(), &extents, bytes(chunks));
             self.latch(layout.format(&space))?;
+        }
+        if options.thin {
+            self.allow_thin_volumes(&mut state)?;
         }
         let record = VolumeRecord {
             sequence: self.next_sequence(slot)?,
             slot,
             name,
             uuid,
-            format,
-            thin: false,
+            format: options.format,
+            thin: options.thin,
             part: None,
             chunks,
             created_unix_s: unix_now_s(),
         };
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        let entry = VolumeEntry {
-            record,
-            chunks: (0..).zip(taken.iter().flat_map(|run| run.ids())).collect(),
-        };
+        let entry = VolumeEntry { record, chunks: taken };
         let info = volume_info(&entry);
-        state.counts.scrubbing -= chunks;
-        state.counts.volume += chunks;
+        state.counts.scrubbing -= entry.allocated();
+        state.counts.volume += entry.allocated();
         state.promised_chunks += u64::from(chunks);
         state.volumes.insert(slot, entry);
         Ok(info)
+    }
+
+    /// Takes clean chunks for the volume in `slot`, one for each of `indexes`, if possible directly
+    /// after the chunk `after`. When the call returns, their owner words are durable.
+    ///
+    /// The chunks are counted as waiting to be erased until the caller adds them to the volume. If
+    /// it fails, the next open erases them or finds them in the volume.
+    fn take_chunks(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        indexes: &[u32],
+        after: Option<ChunkId>,
+    ) -> Result<Vec<(u32, ChunkId)>, PoolError> {
+        let chunks = indexes.len() as u32;
+        if chunks == 0 {
+            return Ok(vec![]);
+        }
+        let taken = match after {
+            Some(after) => state.buddy.allocate_long_term_at(after.plus(1), chunks),
+            None => state.buddy.allocate_long_term(chunks),
+        };
+        let taken = taken.expect("checked to be free");
+        state.counts.scrubbing += chunks;
+        let owner = |position: u32| Owner::Volume { slot, index: indexes[position as usize] };
+        self.latch(self.mark(&taken, owner))?;
+        Ok(indexes.iter().copied().zip(taken.iter().flat_map(|run| run.ids())).collect())
     }
 
     /// Erases and frees waiting chunks until `size` bytes are clean. Call it before creating or
@@ -181,10 +253,10 @@ impl<M: Media> Pool<M> {
         &self,
         state: &State,
         name: &VolumeName,
-        size: VolumeSize,
-        format: VolumeFormat,
+        options: VolumeOptions,
         uuid: Uuid,
     ) -> Result<NewVolume, PoolError> {
+        let VolumeOptions { size, format, thin } = options;
         if state.find_volume(name.as_str()).is_some() {
             return Err(PoolError::VolumeExists { name: name.to_string() });
         }
@@ -195,7 +267,7 @@ impl<M: Media> Pool<M> {
             .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining => state.available_bytes(),
+            VolumeSize::Remaining => bytes(state.unpromised_chunks()),
         };
         if size == VolumeSize::Remaining && size_bytes == 0 {
             return Err(state.pool_full(0));
@@ -208,10 +280,15 @@ impl<M: Media> Pool<M> {
             ),
             VolumeFormat::Raw => None,
         };
-        if chunks > state.available_chunks() {
+        if chunks > state.unpromised_chunks() {
             return Err(state.pool_full(size_bytes));
         }
-        Ok(NewVolume { slot, chunks, layout })
+        let indexes = match &layout {
+            Some(layout) if thin => stored_indexes(size_bytes, |media| layout.format(media)),
+            None if thin => vec![],
+            _ => (0..chunks).collect(),
+        };
+        Ok(NewVolume { slot, chunks, layout, indexes })
     }
 
     /// Deletes a volume that is not open in this process. When the call returns, the volume is gone
@@ -285,8 +362,10 @@ impl<M: Media> Pool<M> {
         let slot = state.require_volume(name)?;
         let entry = &state.volumes[&slot];
         entry.check_usable()?;
+        state.check_holes(entry)?;
         let info = volume_info(entry);
-        let extents = volume_extents(&runs(entry.chunk_ids()));
+        let extents = entry.extents();
+        let map = entry.record.thin.then(|| ChunkMap::new(entry.record.chunks, &entry.chunks));
         if self.mode == OpenMode::ReadWrite {
             if state.open_volumes.contains(&slot) {
                 return Err(PoolError::VolumeInUse { name: name.to_owned() });
@@ -294,17 +373,20 @@ impl<M: Media> Pool<M> {
             state.open_volumes.push(slot);
         }
         drop(state);
+        self.forget_clean_pages(&extents.iter().map(|extent| extent.run).collect::<Vec<_>>());
+        let extents = if map.is_some() { vec![] } else { extents };
+        Ok(Volume { pool: Arc::clone(self), slot, info, extents, map })
+    }
+
+    /// Drops clean pages of chunks from the page cache, if this process may write to the pool.
+    fn forget_clean_pages(&self, runs: &[Run]) {
         // Only files have a page cache.
         if let (OpenMode::ReadWrite, Some(media)) = (self.mode, self.media().as_file())
             && media.durability() == Durability::PageCache
         {
-            let ranges: Vec<_> = extents
-                .iter()
-                .map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes())
-                .collect();
+            let ranges: Vec<_> = runs.iter().map(|run| run.byte_range()).collect();
             drop_clean_pages(media.file(), &ranges);
         }
-        Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 
     /// Returns the sequence number for the next record in a slot: the last one on the media plus
@@ -318,14 +400,36 @@ impl<M: Media> Pool<M> {
 }
 
 impl VolumeEntry {
-    /// Checks that the volume has all of its chunks.
+    /// Returns the pieces of the volume in logical order.
+    pub(in crate::pool) fn extents(&self) -> Vec<VolumeExtent> {
+        extents_of(self.chunks.iter().copied())
+    }
+
+    /// Returns the indexes without a chunk. Their number must be checked first, because the size of
+    /// a volume is untrusted.
+    fn holes(&self) -> Vec<u32> {
+        let mut present = self.chunks.iter().map(|(index, _)| *index).peekable();
+        let is_hole = |index: &u32| present.next_if_eq(index).is_none();
+        (0..self.record.chunks).filter(is_hole).collect()
+    }
+
+    fn chunk_at(&self, index: u32) -> Option<ChunkId> {
+        let number = self.chunks.binary_search_by_key(&index, |(index, _)| *index).ok()?;
+        Some(self.chunks[number].1)
+    }
+
+    /// Returns the chunk with the largest index below `index`.
+    fn last_chunk_before(&self, index: u32) -> Option<ChunkId> {
+        let number = self.chunks.partition_point(|(other, _)| *other < index);
+        Some(self.chunks[number.checked_sub(1)?].1)
+    }
+
+    /// Checks that the volume has all of its chunks, or is thin.
     pub(in crate::pool) fn check_usable(&self) -> Result<(), PoolError> {
         let unusable =
             |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
-        if self.record.thin {
-            return unusable("thin volumes are not supported".to_owned());
-        }
         match self.record.chunks - self.allocated() {
+            _ if self.record.thin => self.check_finished(),
             0 => self.check_finished(),
             missing => {
                 unusable(format!("{missing} of its {} chunks are missing", self.record.chunks))
@@ -350,8 +454,18 @@ impl State {
         PoolError::PoolFull {
             requested_bytes,
             free_bytes: self.available_bytes(),
-            withheld_bytes: 0,
+            withheld_bytes: bytes(self.promised_holes()),
         }
+    }
+
+    /// Checks that no hole of a thin volume may be a chunk whose owner word is damaged.
+    pub(super) fn check_holes(&self, entry: &VolumeEntry) -> Result<(), PoolError> {
+        let damaged = self.counts.damaged;
+        if !entry.record.thin || damaged == 0 || entry.allocated() == entry.record.chunks {
+            return Ok(());
+        }
+        let reason = format!("it may own some of the {damaged} chunk(s) with an unknown owner");
+        Err(PoolError::VolumeUnusable { name: entry.record.name.to_string(), reason })
     }
 
     pub(in crate::pool) fn find_volume(&self, name: &str) -> Option<Slot> {
@@ -397,10 +511,20 @@ impl<M: Media> Volume<M> {
     }
 
     /// Returns the pieces of the volume in logical order, without gaps. Pieces that are adjacent in
-    /// the file are merged.
+    /// the file are merged. Returns none if the volume is thin, because it may have holes, which
+    /// stores fill.
     #[inline]
     pub fn extents(&self) -> &[VolumeExtent] {
         &self.extents
+    }
+
+    /// Returns the pieces that a volume has now, in logical order. The gaps of a thin volume are
+    /// holes.
+    pub fn allocated_extents(&self) -> Vec<VolumeExtent> {
+        match &self.map {
+            None => self.extents.clone(),
+            Some(map) => extents_of(map.chunks()),
+        }
     }
 
     /// Makes a guest's stores to a range of the volume durable. The guest stores through a mapping
@@ -417,8 +541,7 @@ impl<M: Media> Volume<M> {
             Durability::Volatile => Ok(()),
             Durability::DaxSync => self.pool.latch(self.pool.media().persist(&[])),
             Durability::PageCache => {
-                let space = Space { media: self.pool.media(), extents: &self.extents };
-                let ranges = space.file_ranges(range);
+                let ranges = self.space().file_ranges(range);
                 self.pool.latch(self.pool.media().persist(&ranges))
             }
         }
@@ -477,103 +600,6 @@ pub fn check_volume_size(size_bytes: u64, format: Option<VolumeFormat>) -> Resul
     Ok(())
 }
 
-/// Storage of a volume on the media.
-pub(in crate::pool) struct Space<'a> {
-    pub(in crate::pool) media: &'a dyn Media,
-    pub(in crate::pool) extents: &'a [VolumeExtent],
-}
-
-impl Space<'_> {
-    /// Converts an offset in the volume to an offset in the file.
-    pub(in crate::pool) fn file_offset(&self, offset_bytes: u64) -> u64 {
-        self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
-    }
-
-    /// Converts a range of the volume to ranges of the file, in order.
-    ///
-    /// # Panics
-    /// Panics if the range is not inside the volume.
-    pub(in crate::pool) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
-        assert!(
-            range.start <= range.end && range.end <= self.len_bytes(),
-            "{range:?} is not inside the volume"
-        );
-        let mut ranges = Vec::new();
-        let first = self
-            .extents
-            .partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= range.start);
-        for extent in &self.extents[first..] {
-            let volume_start = extent.volume_offset_bytes();
-            if volume_start >= range.end {
-                break;
-            }
-            let start = range.start.max(volume_start) - volume_start;
-            let end = range.end.min(volume_start + extent.len_bytes()) - volume_start;
-            if start < end {
-                ranges.push(extent.offset_bytes() + start..extent.offset_bytes() + end);
-            }
-        }
-        ranges
-    }
-}
-
-impl Media for Space<'_> {
-    #[inline]
-    fn len_bytes(&self) -> u64 {
-        self.extents.last().map_or(0, |last| last.volume_offset_bytes() + last.len_bytes())
-    }
-
-    fn durability(&self) -> Durability {
-        self.media.durability()
-    }
-
-    fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
-        for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
-            let (now, later) = into.split_at_mut((range.end - range.start) as usize);
-            self.media.read(range.start, now)?;
-            into = later;
-        }
-        Ok(())
-    }
-
-    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        let mut at = range.start;
-        for part in self.file_ranges(range) {
-            if let Some(data) = self.media.next_data(part.clone())? {
-                let offset = at + (data.start - part.start);
-                return Ok(Some(offset..offset + (data.end - data.start)));
-            }
-            at += part.end - part.start;
-        }
-        Ok(None)
-    }
-
-    fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
-        for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
-            let (now, later) = bytes.split_at((range.end - range.start) as usize);
-            self.media.store(range.start, now)?;
-            bytes = later;
-        }
-        Ok(())
-    }
-
-    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        debug_assert_word(offset_bytes);
-        self.media.load_word(self.file_offset(offset_bytes))
-    }
-
-    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        debug_assert_word(offset_bytes);
-        self.media.store_word(self.file_offset(offset_bytes), word)
-    }
-
-    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        let ranges: Vec<_> =
-            ranges.iter().flat_map(|range| self.file_ranges(range.clone())).collect();
-        self.media.persist(&ranges)
-    }
-}
-
 pub(in crate::pool) fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
     VolumeInfo {
         name: entry.record.name.to_string(),
@@ -581,52 +607,7 @@ pub(in crate::pool) fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
         format: entry.record.format,
         size_bytes: entry.record.size_bytes(),
         allocated_bytes: u64::from(entry.allocated()) * CHUNK_BYTES,
-        extents: runs(entry.chunk_ids()).len() as u32,
-    }
-}
-
-pub(in crate::pool) fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
-    let mut index = 0;
-    runs.iter()
-        .map(|run| {
-            let extent = VolumeExtent { index, run: *run };
-            index += run.chunks;
-            extent
-        })
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::pool::ChunkId;
-
-    /// Media that supports only loads of words. Each word contains its own offset.
-    struct Words;
-
-    impl Media for Words {
-        fn len_bytes(&self) -> u64 {
-            8 * CHUNK_BYTES
-        }
-
-        fn durability(&self) -> Durability {
-            Durability::Volatile
-        }
-
-        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
-            panic!("a word is not read byte by byte")
-        }
-
-        fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-            Ok(offset_bytes)
-        }
-    }
-
-    #[test]
-    fn volume_loads_a_word_as_a_word_of_the_media() {
-        let run = |start| Run { start: ChunkId(start), chunks: 1 };
-        let space = Space { media: &Words, extents: &volume_extents(&[run(3), run(1)]) };
-        assert_eq!(space.load_word(8).unwrap(), 3 * CHUNK_BYTES + 8);
-        assert_eq!(space.load_word(CHUNK_BYTES).unwrap(), CHUNK_BYTES);
+        extents: entry.extents().len() as u32,
+        thin: entry.record.thin,
     }
 }

@@ -1,16 +1,17 @@
 //! Growth of volumes, and shrinking of raw volumes.
 
-use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
+use super::format_plan::stored_indexes;
+use super::{Space, VolumeInfo, VolumeSize, extents_of, volume_info};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, BttError};
 use crate::media::Media;
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::runs;
 use crate::pool::format::mirrored;
-use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::redo_log;
-use crate::pool::{Pool, PoolError, State};
+use crate::pool::{Pool, PoolError, State, bytes};
 use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 
@@ -31,7 +32,8 @@ enum Resize {
 
 /// Validated plan for a growth.
 struct Growth {
-    added_chunks: u32,
+    /// Indexes that get a chunk.
+    indexes: Vec<u32>,
     record: VolumeRecord,
     extension: Option<btt::Extension>,
 }
@@ -40,7 +42,8 @@ impl<M: Media> Pool<M> {
     /// Resizes a volume that is not open in this process. A BTT volume grows by additional arenas
     /// of at least 16 MiB, and cannot shrink. A raw volume may shrink.
     ///
-    /// [`VolumeSize::Remaining`] adds all bytes that are free or waiting to be erased.
+    /// [`VolumeSize::Remaining`] adds all bytes that are free or waiting to be erased, except those
+    /// that thin volumes were promised.
     pub fn resize_volume(
         &self,
         name: &str,
@@ -53,7 +56,7 @@ impl<M: Media> Pool<M> {
             let slot = state.require_closed_volume(name)?;
             match self.plan_resize(&state, slot, size, shrink)? {
                 Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
-                Resize::Grow(growth) => match state.missing_clean(growth.added_chunks) {
+                Resize::Grow(growth) => match state.missing_clean(growth.indexes.len() as u32) {
                     0 => return self.grow_volume(&mut state, slot, *growth),
                     missing => state = self.erase_some(state, missing)?,
                 },
@@ -75,10 +78,10 @@ impl<M: Media> Pool<M> {
         let current_bytes = entry.record.size_bytes();
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining if state.available_chunks() == 0 => {
+            VolumeSize::Remaining if state.unpromised_chunks() == 0 => {
                 return Err(state.pool_full(0));
             }
-            VolumeSize::Remaining => current_bytes + state.available_bytes(),
+            VolumeSize::Remaining => current_bytes + bytes(state.unpromised_chunks()),
         };
         let chunks = chunk_count("volume size", size_bytes)?
             .ok_or_else(|| state.pool_full(size_bytes - current_bytes))?;
@@ -112,8 +115,9 @@ impl<M: Media> Pool<M> {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
                 redo_log::check_capacity(&self.superblock, MAX_GROWTH_WORDS)?;
-                let old = runs(entry.chunk_ids());
-                let space = Space { media: self.media(), extents: &volume_extents(&old) };
+                let extents = entry.extents();
+                let size_bytes = entry.record.size_bytes();
+                let space = Space::with_holes(self.media(), &extents, size_bytes);
                 let extension = btt::extend(&space, record.size_bytes());
                 Some(extension.or_else(|error| match error {
                     BttError::Media(error) => self.latch(Err(error)),
@@ -125,10 +129,19 @@ impl<M: Media> Pool<M> {
                 })?)
             }
         };
-        if added_chunks > state.available_chunks() {
+        if added_chunks > state.unpromised_chunks() {
             return Err(state.pool_full(u64::from(added_chunks) * CHUNK_BYTES));
         }
-        Ok(Growth { added_chunks, record, extension })
+        let indexes = match &extension {
+            Some(extension) if record.thin => {
+                let stored = stored_indexes(record.size_bytes(), |media| extension.format(media));
+                let is_hole = |index: &u32| entry.chunk_at(*index).is_none();
+                stored.into_iter().filter(is_hole).collect()
+            }
+            None if record.thin => vec![],
+            _ => (entry.record.chunks..chunks).collect(),
+        };
+        Ok(Growth { indexes, record, extension })
     }
 
     /// 1. Store the owner words of the new chunks and persist them. Until the record is written,
@@ -142,37 +155,32 @@ impl<M: Media> Pool<M> {
         slot: Slot,
         growth: Growth,
     ) -> Result<VolumeInfo, PoolError> {
-        let Growth { added_chunks, record, extension } = growth;
+        let Growth { indexes, record, extension } = growth;
         let entry = &state.volumes[&slot];
-        let current_chunks = entry.record.chunks;
-        let old = runs(entry.chunk_ids());
-        let after = old.last().expect("a volume has a chunk").end();
-        let taken =
-            state.buddy.allocate_long_term_at(after, added_chunks).expect("checked to be free");
-        // Count the chunks as waiting to be erased until the growth is committed. If it fails, they
-        // are erased.
-        state.counts.scrubbing += added_chunks;
-        self.latch(
-            self.mark(&taken, |position| Owner::Volume { slot, index: current_chunks + position }),
-        )?;
+        let old_chunks = entry.record.chunks;
+        let after = indexes.first().and_then(|first| entry.last_chunk_before(*first));
+        let mut chunks = entry.chunks.clone();
+        chunks.extend(self.take_chunks(state, slot, &indexes, after)?);
+        // A new arena may begin in a hole before the old end.
+        chunks.sort();
         let offsets = self.superblock.volume_record_offsets(slot);
         match &extension {
             None => self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?,
             Some(extension) => {
-                let extents = volume_extents(&[old, taken.clone()].concat());
-                let space = Space { media: self.media(), extents: &extents };
+                let extents = extents_of(chunks.iter().copied());
+                let space = Space::with_holes(self.media(), &extents, record.size_bytes());
                 self.latch(extension.format(&space))?;
                 let words = self.latch(self.growth_words(&space, extension, &record))?;
                 self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
             }
         }
         let entry = state.volumes.get_mut(&slot).expect("found above");
-        entry.record = record;
-        entry.chunks.extend((current_chunks..).zip(taken.iter().flat_map(|run| run.ids())));
+        (entry.record, entry.chunks) = (record, chunks);
+        let new_chunks = entry.record.chunks;
         let info = volume_info(entry);
-        state.counts.scrubbing -= added_chunks;
-        state.counts.volume += added_chunks;
-        state.promised_chunks += u64::from(added_chunks);
+        state.counts.scrubbing -= indexes.len() as u32;
+        state.counts.volume += indexes.len() as u32;
+        state.promised_chunks += u64::from(new_chunks - old_chunks);
         Ok(info)
     }
 
@@ -207,9 +215,10 @@ impl<M: Media> Pool<M> {
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         let entry = state.volumes.get_mut(&slot).expect("found by the caller");
+        state.promised_chunks -= u64::from(entry.record.chunks - chunks);
         entry.record = record;
-        let removed = entry.chunks.split_off(chunks as usize);
-        state.promised_chunks -= removed.len() as u64;
+        let kept = entry.chunks.partition_point(|(index, _)| *index < chunks);
+        let removed = entry.chunks.split_off(kept);
         let removed = runs(removed.into_iter().map(|(_, chunk)| chunk));
         self.release_chunks(state, &removed)?;
         Ok(volume_info(&state.volumes[&slot]))

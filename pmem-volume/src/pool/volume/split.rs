@@ -6,6 +6,9 @@
 //! slot and to the index of the part's first chunk there. If a chunk still has its old owner word,
 //! it belongs to the part that covers its index.
 //!
+//! The parts of a thin volume are thin, and its holes remain holes. Before the transaction, the holes
+//! that the BTTs of the parts need get chunks.
+//!
 //! The owner words are changed after the transaction. Then the chunks of BTT parts are erased,
 //! because a guest that maps such a part can read all bytes below the BTT. Finally, the new BTTs
 //! are written. After a crash, the next open repeats these steps.
@@ -16,19 +19,20 @@ use std::ops::Range;
 use foreshore_types::VolumeFormat;
 use uuid::Uuid;
 
-use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
+use super::format_plan::btt_indexes;
+use super::{Space, VolumeInfo, VolumeSize, volume_info};
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::error::SplitError;
-use crate::pool::format::chunk::{Run, runs};
+use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot};
 use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord};
 use crate::pool::redo_log;
 use crate::pool::scan::VolumeEntry;
-use crate::pool::{Pool, PoolError, State, unix_now_s};
+use crate::pool::{Pool, PoolError, State, bytes, unix_now_s};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 /// Permission to discard the content of a BTT volume. A raw volume keeps its bytes, divided among
@@ -66,21 +70,19 @@ impl<M: Media> Pool<M> {
         progress: OnProgress<'_>,
     ) -> Result<Vec<VolumeInfo>, PoolError> {
         let mut state = self.lock_for_change()?;
-        let slot = state.require_closed_volume(name)?;
-        let entry = &state.volumes[&slot];
-        entry.check_usable()?;
-        let split = |reason| PoolError::Split { name: name.to_owned(), reason };
-        let sizes = sizes(parts, entry.record.size_bytes()).map_err(split)?;
-        let chunks = check_sizes(parts, &sizes, entry.record.format).map_err(split)?;
-        let records = self.plan_parts(&state, slot, parts, &chunks)?;
-        if entry.record.format == VolumeFormat::Btt {
-            let space =
-                Space { media: self.media(), extents: &volume_extents(&runs(entry.chunk_ids())) };
-            if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
-                return Err(PoolError::SplitHoldsData { name: name.to_owned() });
+        // Plan again after each unlock, because the state may have changed in the meantime.
+        let SplitPlan { slot, records, holes } = loop {
+            let plan = self.plan_split(&state, name, parts, content)?;
+            match state.missing_clean(plan.holes.len() as u32) {
+                0 => break plan,
+                missing if missing > state.scrub.pending() => {
+                    return Err(state.pool_full(bytes(plan.holes.len() as u32)));
+                }
+                missing => state = self.erase_some(state, missing)?,
             }
-            self.check_split_space(&chunks)?;
-        }
+        };
+        // The volume is still whole, so a crash only leaves it with fewer holes.
+        self.add_chunks(&mut state, slot, &holes)?;
         let slots = self.split(&mut state, slot, records)?;
         drop(state);
         let erased = self.erase_parts(&slots, progress);
@@ -88,6 +90,35 @@ impl<M: Media> Pool<M> {
         let finished = erased.and_then(|()| self.finish_parts(&mut state, &slots));
         state.open_volumes.retain(|slot| !slots.contains(slot));
         finished.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
+    }
+
+    /// Plans a split, or returns the reason for a refusal.
+    fn plan_split(
+        &self,
+        state: &State,
+        name: &str,
+        parts: &[(String, VolumeSize)],
+        content: SplitContent,
+    ) -> Result<SplitPlan, PoolError> {
+        let slot = state.require_closed_volume(name)?;
+        let entry = &state.volumes[&slot];
+        entry.check_usable()?;
+        let split = |reason| PoolError::Split { name: name.to_owned(), reason };
+        let sizes = sizes(parts, entry.record.size_bytes()).map_err(split)?;
+        let chunks = check_sizes(parts, &sizes, entry.record.format).map_err(split)?;
+        let records = self.plan_parts(state, slot, parts, &chunks)?;
+        if entry.record.format == VolumeFormat::Btt {
+            let extents = entry.extents();
+            let size_bytes = entry.record.size_bytes();
+            let space = Space::with_holes(self.media(), &extents, size_bytes);
+            if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
+                return Err(PoolError::SplitHoldsData { name: name.to_owned() });
+            }
+            self.check_split_space(&chunks)?;
+        }
+        let is_hole = |index: &u32| entry.chunk_at(*index).is_none();
+        let holes = records.iter().flat_map(metadata_indexes).filter(is_hole).collect();
+        Ok(SplitPlan { slot, records, holes })
     }
 
     /// Returns the records of the parts. The first part keeps the slot of the volume.
@@ -116,7 +147,7 @@ impl<M: Media> Pool<M> {
                 name,
                 uuid: Uuid::new_v4(),
                 format: old.format,
-                thin: false,
+                thin: old.thin,
                 part: Some(part),
                 chunks: *chunks,
                 created_unix_s: unix_now_s(),
@@ -142,9 +173,12 @@ impl<M: Media> Pool<M> {
         let old = state.volumes.remove(&slot).expect("found by the caller");
         state.promised_chunks -= u64::from(old.record.chunks);
         let slots: Vec<_> = records.iter().map(|record| record.slot).collect();
-        let mut chunks = old.chunk_ids();
+        let mut chunks = old.chunks.into_iter().peekable();
         for record in records {
-            let own = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+            let first = record.part.expect("planned as a part").index;
+            let is_own = |(index, _): &(u32, ChunkId)| *index < first + record.chunks;
+            let own = std::iter::from_fn(|| chunks.next_if(is_own));
+            let own = own.map(|(index, chunk)| (index - first, chunk)).collect();
             state.promised_chunks += u64::from(record.chunks);
             state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
         }
@@ -188,6 +222,24 @@ impl<M: Media> Pool<M> {
             }
         }
         Ok(words)
+    }
+}
+
+/// Validated plan for a split.
+struct SplitPlan {
+    slot: Slot,
+    records: Vec<VolumeRecord>,
+    /// Holes of a thin volume that get chunks first, because the BTTs of the parts need them. The
+    /// next open, which completes a split after a crash, can then write the BTTs.
+    holes: Vec<u32>,
+}
+
+/// Returns the indexes in the split volume of the chunks that get the metadata of the part's BTT.
+fn metadata_indexes(part: &VolumeRecord) -> Vec<u32> {
+    let Part { index, is_unformatted, .. } = part.part.expect("planned as a part");
+    match is_unformatted {
+        true => btt_indexes(part).into_iter().map(|own| index + own).collect(),
+        false => vec![],
     }
 }
 
@@ -288,7 +340,8 @@ pub(in crate::pool) fn format_parts(
         let record = &volume.record;
         let layout = Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid)
             .expect("the size was checked when the record was parsed");
-        layout.format(&Space { media, extents: &volume_extents(&runs(volume.chunk_ids())) })?;
+        // The chunks that get metadata are present, even in a thin volume.
+        layout.format(&Space::with_holes(media, &volume.extents(), record.size_bytes()))?;
     }
     Ok(())
 }

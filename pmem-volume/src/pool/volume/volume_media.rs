@@ -1,11 +1,14 @@
 //! Implementation of the media trait for a volume. The chunks of the volume need not be contiguous.
 //!
+//! A thin volume may have holes, which read as zeros. A store into a hole allocates a chunk first.
+//!
 //! The first failed store or persist latches the pool read-only, because it is then unknown which
 //! writes are durable. A latched pool can still be read. A failed read affects only that read.
 
 use std::ops::Range;
 
 use super::{Space, Volume, VolumeExtent};
+use crate::CHUNK_BYTES;
 use crate::media::{Durability, Media, MediaError, Pending, debug_assert_word};
 use crate::pool::{OpenMode, Pool};
 
@@ -13,11 +16,20 @@ use crate::pool::{OpenMode, Pool};
 type FileRanges = Vec<Range<u64>>;
 
 impl<M: Media> Volume<M> {
-    fn space(&self) -> Space<'_> {
-        Space { media: self.pool().media(), extents: self.extents() }
+    pub(super) fn space(&self) -> Space<'_> {
+        self.space_on(self.pool().media())
     }
 
-    /// Returns the offset in the file if the range is contiguous there.
+    /// Returns the storage of the volume on a view of the pool's media.
+    fn space_on<'a>(&'a self, media: &'a dyn Media) -> Space<'a> {
+        match &self.map {
+            None => Space::new(media, &self.extents),
+            Some(map) => Space::of_map(media, map),
+        }
+    }
+
+    /// Returns the offset in the file if the range is contiguous there. Returns `None` if a part of
+    /// the range is in a hole.
     ///
     /// # Panics
     /// Panics if the range is not inside the volume.
@@ -32,7 +44,7 @@ impl<M: Media> Volume<M> {
                 let is_before =
                     |e: &VolumeExtent| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes;
                 let Some(extent) = extents.get(extents.partition_point(is_before)) else {
-                    panic!("{offset_bytes:#x} is not inside the volume");
+                    return self.contiguous_in_map(offset_bytes, length_bytes);
                 };
                 extent
             }
@@ -41,7 +53,45 @@ impl<M: Media> Volume<M> {
         (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
     }
 
-    /// Converts ranges of the volume to ranges of the file.
+    /// Returns the offset in the file if the range is in a single chunk of a thin volume.
+    #[inline(never)]
+    fn contiguous_in_map(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
+        let Some(map) = self.map.as_ref().filter(|map| offset_bytes < map.len_bytes()) else {
+            panic!("{offset_bytes:#x} is not inside the volume");
+        };
+        let within = offset_bytes % CHUNK_BYTES;
+        let chunk = map.get((offset_bytes / CHUNK_BYTES) as u32)?;
+        (length_bytes <= CHUNK_BYTES - within).then(|| chunk.offset_bytes() + within)
+    }
+
+    /// Stores a word into a hole, which a zero leaves unchanged.
+    #[inline(never)]
+    fn store_word_in_hole(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.provision_store(offset_bytes, &word.to_le_bytes())?;
+        self.pool().change(|media| self.space_on(media).store_word(offset_bytes, word))
+    }
+
+    /// Stores bytes in bulk to several pieces of the volume. Holes get chunks first, and zeros in
+    /// holes are not stored.
+    fn store_bulk_in_pieces(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
+        self.provision_store(offset_bytes, bytes)?;
+        let pool = self.pool();
+        pool.require_changeable()?;
+        let mut rest = bytes;
+        let pieces = self.space().pieces(offset_bytes..offset_bytes + bytes.len() as u64);
+        pool.record_failure(pieces.into_iter().try_for_each(|piece| {
+            let (now, later) = rest.split_at(piece.len_bytes() as usize);
+            rest = later;
+            piece.file_offset.map_or(Ok(()), |at| pool.media().store_bulk(at, now, pending))
+        }))
+    }
+
+    /// Converts ranges of the volume to ranges of the file. Holes are omitted.
     #[inline]
     fn to_file_ranges(&self, ranges: &[Range<u64>]) -> FileRanges {
         let mut pieces = FileRanges::new();
@@ -96,16 +146,24 @@ impl<M: Media> Media for Volume<M> {
     }
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        Space { media: &self.pool().view(), extents: self.extents() }.read(offset_bytes, into)
+        self.space_on(&self.pool().view()).read(offset_bytes, into)
     }
 
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        Space { media: &self.pool().view(), extents: self.extents() }.next_data(range)
+        self.space_on(&self.pool().view()).next_data(range)
+    }
+
+    #[inline]
+    fn provision(&self, range: Range<u64>) -> Result<(), MediaError> {
+        match &self.map {
+            None => Ok(()),
+            Some(map) => self.fill_holes(map, range),
+        }
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.pool()
-            .change(|media| Space { media, extents: self.extents() }.store(offset_bytes, bytes))
+        self.provision_store(offset_bytes, bytes)?;
+        self.pool().change(|media| self.space_on(media).store(offset_bytes, bytes))
     }
 
     #[inline]
@@ -116,8 +174,11 @@ impl<M: Media> Media for Volume<M> {
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         debug_assert_word(offset_bytes);
-        let at = self.contiguous_offset(offset_bytes, 8).expect("words do not cross chunks");
-        self.pool().media().load_word(at)
+        match self.contiguous_offset(offset_bytes, 8) {
+            Some(at) => self.pool().media().load_word(at),
+            // Words do not cross chunks, so the word is in a hole.
+            None => Ok(0),
+        }
     }
 
     /// If another operation has failed, the persist that follows the store detects it. The last
@@ -126,7 +187,9 @@ impl<M: Media> Media for Volume<M> {
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         debug_assert_word(offset_bytes);
-        let at = self.contiguous_offset(offset_bytes, 8).expect("words do not cross chunks");
+        let Some(at) = self.contiguous_offset(offset_bytes, 8) else {
+            return self.store_word_in_hole(offset_bytes, word);
+        };
         let pool = self.pool();
         pool.require_changeable()?;
         pool.record_failure(pool.media().store_word(at, word))
@@ -154,20 +217,12 @@ impl<M: Media> Media for Volume<M> {
         bytes: &[u8],
         pending: &mut Pending,
     ) -> Result<(), MediaError> {
-        let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
+        let pool = self.pool();
         pool.require_changeable()?;
-        pool.record_failure(match self.contiguous_offset(offset_bytes, length_bytes) {
-            Some(at) => pool.media().store_bulk(at, bytes, pending),
-            None => {
-                let mut rest = bytes;
-                let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
-                pieces.into_iter().try_for_each(|piece| {
-                    let (now, later) = rest.split_at((piece.end - piece.start) as usize);
-                    rest = later;
-                    pool.media().store_bulk(piece.start, now, pending)
-                })
-            }
-        })
+        match self.contiguous_offset(offset_bytes, bytes.len() as u64) {
+            Some(at) => pool.record_failure(pool.media().store_bulk(at, bytes, pending)),
+            None => self.store_bulk_in_pieces(offset_bytes, bytes, pending),
+        }
     }
 
     /// `pending` contains offsets in the file.

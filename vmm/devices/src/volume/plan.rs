@@ -268,7 +268,15 @@ mod tests {
 
     fn stored(name: &str, format: VolumeFormat, size_bytes: u64) -> VolumeInfo {
         let (name, uuid) = (name.to_owned(), Uuid::nil());
-        VolumeInfo { name, uuid, format, size_bytes, allocated_bytes: size_bytes, extents: 1 }
+        VolumeInfo {
+            name,
+            uuid,
+            format,
+            size_bytes,
+            allocated_bytes: size_bytes,
+            extents: 1,
+            thin: false,
+        }
     }
 
     /// Plans `volumes` and zones of `memory_bytes` in a pool that already contains `stored`.

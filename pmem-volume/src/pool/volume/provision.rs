@@ -1,0 +1,107 @@
+//! Allocation of chunks for the holes of an open thin volume.
+
+use std::ops::Range;
+
+use super::Volume;
+use super::chunk_map::ChunkMap;
+use crate::CHUNK_BYTES;
+use crate::media::{Media, MediaError, is_zero};
+use crate::pool::format::chunk::ChunkId;
+use crate::pool::format::table::Slot;
+use crate::pool::{Pool, PoolError, State, bytes};
+
+impl<M: Media> Volume<M> {
+    /// Allocates chunks for the holes of a range, durably.
+    #[inline(never)]
+    pub(super) fn fill_holes(&self, map: &ChunkMap, range: Range<u64>) -> Result<(), MediaError> {
+        assert!(range.start <= range.end && range.end <= map.len_bytes(), "outside the volume");
+        let holes = map.holes(indexes(&range)).collect();
+        self.pool.fill_holes(self.slot, map, holes).map_err(media_error)
+    }
+
+    /// Allocates chunks for those holes into which `bytes` will be stored. Zeros need none, because
+    /// a hole reads as zeros.
+    pub(super) fn provision_store(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+    ) -> Result<(), MediaError> {
+        let Some(map) = &self.map else { return Ok(()) };
+        let range = offset_bytes..offset_bytes + bytes.len() as u64;
+        assert!(range.end <= map.len_bytes(), "outside the volume");
+        let has_data = |index: &u32| {
+            let start = (u64::from(*index) * CHUNK_BYTES).max(range.start);
+            let end = ((u64::from(*index) + 1) * CHUNK_BYTES).min(range.end);
+            !is_zero(&bytes[(start - offset_bytes) as usize..(end - offset_bytes) as usize])
+        };
+        let holes = map.holes(indexes(&range)).filter(has_data).collect();
+        self.pool.fill_holes(self.slot, map, holes).map_err(media_error)
+    }
+}
+
+/// Returns the indexes of the chunks that a range of a volume touches.
+fn indexes(range: &Range<u64>) -> Range<u32> {
+    let end = if range.is_empty() { range.start } else { range.end.next_multiple_of(CHUNK_BYTES) };
+    (range.start / CHUNK_BYTES) as u32..(end / CHUNK_BYTES) as u32
+}
+
+impl<M: Media> Pool<M> {
+    /// Allocates chunks for the `holes` of an open volume, all of them or none.
+    ///
+    /// 1. Take clean chunks. If too few are clean, erase waiting ones first.
+    /// 2. Store their owner words and persist them. After a crash, they belong to the volume and
+    ///    read as zeros, like the holes.
+    /// 3. Publish the chunks in the map. From here on, other threads may store to them.
+    fn fill_holes(&self, slot: Slot, map: &ChunkMap, mut holes: Vec<u32>) -> Result<(), PoolError> {
+        if holes.is_empty() {
+            return Ok(());
+        }
+        let mut state = self.lock_for_change()?;
+        loop {
+            // Checked again after each unlock, because another thread may have filled some of them.
+            holes.retain(|index| map.get(*index).is_none());
+            match state.missing_clean(holes.len() as u32) {
+                0 => break,
+                missing if missing > state.scrub.pending() => {
+                    return Err(state.pool_full(bytes(holes.len() as u32)));
+                }
+                missing => state = self.erase_some(state, missing)?,
+            }
+        }
+        let added = self.add_chunks(&mut state, slot, &holes)?;
+        added.into_iter().for_each(|(index, chunk)| map.publish(index, chunk));
+        Ok(())
+    }
+
+    /// Adds clean chunks at `holes` to a volume.
+    pub(super) fn add_chunks(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        holes: &[u32],
+    ) -> Result<Vec<(u32, ChunkId)>, PoolError> {
+        let before = state.volumes[&slot].last_chunk_before(holes.first().copied().unwrap_or(0));
+        let added = self.take_chunks(state, slot, holes, before)?;
+        let chunks = added.len() as u32;
+        state.counts.scrubbing -= chunks;
+        state.counts.volume += chunks;
+        let entry = state.volumes.get_mut(&slot).expect("an open volume exists");
+        entry.chunks.extend(&added);
+        // A stable sort merges the two sorted parts in linear time.
+        entry.chunks.sort();
+        Ok(added)
+    }
+}
+
+/// Converts an error of the pool to one of the volume's media.
+fn media_error(error: PoolError) -> MediaError {
+    match error {
+        PoolError::Media(error) => error,
+        PoolError::Latched { cause, .. } => MediaError::Latched { cause },
+        PoolError::ReadOnly { .. } => MediaError::ReadOnly,
+        PoolError::PoolFull { requested_bytes, free_bytes, .. } => {
+            MediaError::Full { needed_bytes: requested_bytes, available_bytes: free_bytes }
+        }
+        other => unreachable!("an allocation does not fail with {other}"),
+    }
+}
