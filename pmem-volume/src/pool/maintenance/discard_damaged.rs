@@ -1,10 +1,13 @@
 //! Deletion of a volume with missing chunks. These chunks are unknown, so a pool with such a volume
-//! opens only for reading. Giving up the remaining data of the volume makes the pool usable again.
+//! opens only for reading. A thin volume with holes may be such a volume if a chunk with data has no
+//! known owner. Giving up the remaining data of the volume makes the pool usable again.
 
 use std::collections::BTreeMap;
 
+use super::free_content::ContentFinder;
 use super::repair::Fix;
-use crate::media::Media;
+use crate::media::{Media, MediaError};
+use crate::pool::findings::Finding;
 use crate::pool::format::layout::VolumeRecordBytes;
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
@@ -39,14 +42,17 @@ pub(in crate::pool) fn discard_damaged(
     words.extend(planned);
     let view = Redone::with(media, &words);
     let scan = scan(&view, superblock)?;
-    let (slot, volume) = incomplete_volume(&scan, name)?;
+    let (slot, volume) = incomplete_volume(&view, &scan, name)?;
     let empty = empty_record(slot, volume.record.sequence.wrapping_add(1));
     let offsets = superblock.volume_record_offsets(slot);
     let offsets = mirrored::copy_in_use_last::<VolumeRecordBytes>(&view, offsets)?;
     let expected_chunks = volume.record.chunks;
+    let lacks = match volume.record.thin {
+        true => "may lack".to_owned(),
+        false => format!("lacks {} of", expected_chunks - volume.allocated()),
+    };
     let description = format!(
-        "volume {name:?}, which lacks {} of its {expected_chunks} chunks, is discarded, and free chunks are erased again",
-        expected_chunks - volume.allocated()
+        "volume {name:?}, which {lacks} its {expected_chunks} chunks, is discarded, and free chunks are erased again"
     );
     let mut changed = Vec::new();
     if dry_run {
@@ -70,20 +76,41 @@ pub(in crate::pool) fn discard_damaged(
     Ok(Some(Fix { description, words: changed }))
 }
 
-/// Finds the volume with this name and missing chunks.
-fn incomplete_volume<'a>(scan: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
+/// Finds the volume with this name and missing chunks. A hole of a thin volume may be a missing chunk
+/// if a chunk has no known owner but contains data.
+fn incomplete_volume<'a>(
+    media: &dyn Media,
+    scan: &'a Scan,
+    name: &str,
+) -> Result<(Slot, &'a VolumeEntry), PoolError> {
     let mut named =
         scan.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
     if named.peek().is_none() {
         let existing = scan.volumes.values().map(|volume| volume.record.name.to_string()).collect();
         return Err(PoolError::NoSuchVolume { name: name.to_owned(), existing });
     }
-    // A thin volume may be complete although chunks are missing.
-    let is_incomplete =
-        |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
+    let holes_are_suspect = has_unknown_chunk(media, scan)?;
+    let is_incomplete = |volume: &VolumeEntry| {
+        volume.allocated() < volume.record.chunks && (!volume.record.thin || holes_are_suspect)
+    };
     let found =
         named.find(|(_, volume)| is_incomplete(volume)).map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeComplete { name: name.to_owned() })
+}
+
+/// Returns true if the owner word of a chunk is damaged, or if a free chunk contains data.
+fn has_unknown_chunk(media: &dyn Media, scan: &Scan) -> Result<bool, MediaError> {
+    let is_unknown = |finding: &Finding| {
+        matches!(finding, Finding::OwnerWord { .. } | Finding::SlotOutside { .. })
+    };
+    let mut found = scan.findings.iter().any(is_unknown);
+    let mut finder = ContentFinder::new();
+    for run in &scan.free {
+        if !found {
+            finder.search(media, *run, &mut |_| {}, &mut |_| found = true)?;
+        }
+    }
+    Ok(found)
 }
 
 fn scrub_marks(superblock: &Superblock, scan: &Scan) -> impl Iterator<Item = (u64, u64)> {

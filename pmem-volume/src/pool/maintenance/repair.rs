@@ -29,7 +29,7 @@ use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_o
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, make_durable, scan};
-use crate::pool::volume::Volume;
+use crate::pool::volume::{Volume, VolumeInfo};
 use crate::pool::{OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, ignore_progress};
 
@@ -40,8 +40,8 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// Remaining damage, which could not be repaired from information on the media.
     pub left: Vec<String>,
-    /// Volumes with missing chunks for an unknown reason. A repair deletes such a volume only if
-    /// the caller names it.
+    /// Volumes with missing chunks for an unknown reason, and thin volumes that may own a chunk with
+    /// a damaged owner word. A repair deletes such a volume only if the caller names it.
     pub incomplete_volumes: Vec<String>,
 }
 
@@ -122,7 +122,9 @@ impl Pool {
                 report.left.extend(not_erased.iter().map(Finding::to_string));
             }
             Err(PoolError::Damaged { .. }) => {
-                let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
+                let pool = Self::open(path, OpenMode::ReadOnly)?;
+                let found = pool.check()?;
+                report.add_suspects(&pool);
                 let left = found.pool.iter().filter(|finding| !is_fixed_at_open(finding));
                 left.for_each(|finding| report.add_remaining(finding));
             }
@@ -148,6 +150,7 @@ impl Pool {
                 false => report.add_remaining(&finding),
             }
         }
+        report.add_suspects(self);
         let volumes = self.volumes();
         let mut check_progress = CheckProgress::new(0, &volumes, progress);
         for info in &volumes {
@@ -212,6 +215,17 @@ impl RepairReport {
             text += "; their location is unknown";
         }
         self.left.push(text);
+    }
+
+    /// Adds the thin volumes that may own a chunk with a damaged owner word.
+    fn add_suspects(&mut self, pool: &Pool) {
+        if pool.info().damaged_bytes == 0 {
+            return;
+        }
+        let has_holes =
+            |volume: &VolumeInfo| volume.thin && volume.allocated_bytes < volume.size_bytes;
+        let suspects = pool.volumes().into_iter().filter(has_holes);
+        self.incomplete_volumes.extend(suspects.map(|volume| volume.name));
     }
 
     /// Adds the repairs and the remaining damage of a BTT to the report.
@@ -372,9 +386,10 @@ fn fix_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, M
 }
 
 /// Repairs owner words. A chunk of a volume must never be treated as unused. Therefore, while a
-/// volume has a gap or may have a hidden one, only words that fill gaps are repaired. The other
-/// words remain damaged, so opening refuses the pool and erases nothing. If very many words are
-/// damaged, none of them is repaired.
+/// volume has a gap or may have a hidden one, only words that fill gaps are repaired. If a thin
+/// volume has a hole, a chunk with data may belong there, unless a flipped bit explains its word.
+/// The other words remain damaged, so opening refuses the pool and erases nothing. If very many
+/// words are damaged, none of them is repaired.
 pub(in crate::pool) fn fix_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -415,21 +430,30 @@ pub(in crate::pool) fn fix_owners(
     for chunk in own {
         add_fix(chunk, Owner::Metadata, "according to the superblock");
     }
-    // 1. Fill gaps that a single chunk claims. If a crash keeps only some of these words, the
-    //    others remain as they were.
-    let mut gaps = Gaps::of(scan);
-    for ((slot, index), chunk) in unique_claims(&bad, &gaps) {
+    // 1. Fill gaps and holes that a single chunk claims. If a crash keeps only some of these words,
+    //    the others remain as they were.
+    let (mut gaps, holes) = (Gaps::of(scan), Gaps::holes_of(scan));
+    for ((slot, index), chunk) in unique_claims(&bad, &[&gaps, &holes]) {
         add_fix(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
-        gaps.fill(slot, index);
+        if gaps.contains(slot, index) {
+            gaps.fill(slot, index);
+        }
         bad.remove(&chunk);
     }
     // 2. Repair the remaining chunks if all others are accounted for.
     let mut rest = bad.into_iter();
     match (has_no_hidden_gap(scan), gaps.count()) {
         (true, 0) => {
+            let mut finder = ContentFinder::new();
             for (chunk, corrected) in rest {
                 let (owner, why) = owner_without_gaps(corrected);
-                add_fix(chunk, owner, why);
+                let is_sure = owner != Owner::Scrub
+                    || matches!(corrected, Some(Owner::Free | Owner::Scrub))
+                    || holes.count() == 0
+                    || reads_as_zeros(media, chunk, &mut finder)?;
+                if is_sure {
+                    add_fix(chunk, owner, why);
+                }
             }
         }
         (true, 1) => {
@@ -444,7 +468,18 @@ pub(in crate::pool) fn fix_owners(
     Ok(fixes)
 }
 
-/// Returns true if there can be no hidden gap. A lost record or a thin volume could own any chunk.
+fn reads_as_zeros(
+    media: &dyn Media,
+    chunk: ChunkId,
+    finder: &mut ContentFinder,
+) -> Result<bool, MediaError> {
+    let mut is_zero = true;
+    finder.search(media, Run { start: chunk, chunks: 1 }, &mut |_| {}, &mut |_| is_zero = false)?;
+    Ok(is_zero)
+}
+
+/// Returns true if no volume except a thin one can have a hidden gap. A lost record could own any
+/// chunk.
 fn has_no_hidden_gap(scan: &Scan) -> bool {
     let hides_chunks = |finding: &Finding| {
         matches!(
@@ -454,8 +489,7 @@ fn has_no_hidden_gap(scan: &Scan) -> bool {
                 | Finding::IndexTwice { .. }
         )
     };
-    scan.volumes.values().all(|volume| !volume.record.thin)
-        && !scan.findings.iter().any(hides_chunks)
+    !scan.findings.iter().any(hides_chunks)
 }
 
 /// Returns the owner of a damaged chunk if no volume has a gap. `corrected` is the chunk's word
@@ -473,12 +507,12 @@ fn owner_without_gaps(corrected: Option<Owner>) -> (Owner, &'static str) {
 /// Returns the missing indexes that exactly one chunk claims.
 fn unique_claims(
     bad: &BTreeMap<ChunkId, Option<Owner>>,
-    gaps: &Gaps,
+    gaps: &[&Gaps],
 ) -> BTreeMap<(Slot, u32), ChunkId> {
     let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
     for (chunk, corrected) in bad {
         if let Some(Owner::Volume { slot, index }) = corrected
-            && gaps.contains(*slot, *index)
+            && gaps.iter().any(|gaps| gaps.contains(*slot, *index))
         {
             claims.entry((*slot, *index)).or_default().push(*chunk);
         }
@@ -496,8 +530,17 @@ struct Gaps {
 
 impl Gaps {
     fn of(scan: &Scan) -> Self {
-        let full = scan.volumes.iter().filter(|(_, volume)| !volume.record.thin);
-        let ranges = full.map(|(slot, volume)| (*slot, gaps_in(volume))).collect();
+        Self::of_volumes(scan, false)
+    }
+
+    /// Returns the holes of thin volumes. Any of them may have lost its chunk.
+    fn holes_of(scan: &Scan) -> Self {
+        Self::of_volumes(scan, true)
+    }
+
+    fn of_volumes(scan: &Scan, thin: bool) -> Self {
+        let volumes = scan.volumes.iter().filter(|(_, volume)| volume.record.thin == thin);
+        let ranges = volumes.map(|(slot, volume)| (*slot, gaps_in(volume))).collect();
         Self { ranges, filled: BTreeSet::new() }
     }
 
@@ -544,7 +587,7 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
 }
 
 /// Marks free chunks that contain data for erasing. Chunks that may belong to a volume with a gap
-/// are not changed, and are returned as findings.
+/// or a hole are not changed, and are returned as findings.
 pub(in crate::pool) fn fix_free_chunks(
     media: &dyn Media,
     superblock: &Superblock,
@@ -568,6 +611,7 @@ pub(in crate::pool) fn fix_free_chunks(
     let is_sure = !matches!(log, LogState::Damaged(_))
         && has_no_hidden_gap(&scan)
         && Gaps::of(&scan).count() == 0
+        && Gaps::holes_of(&scan).count() == 0
         && scan.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
     if !is_sure {
         let mut left = Findings::default();

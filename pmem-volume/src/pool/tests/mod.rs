@@ -29,6 +29,7 @@ mod model;
 mod persisted_ranges;
 mod progress;
 mod repair;
+mod repair_thin;
 mod scrub;
 mod slow;
 mod thin;

@@ -1,0 +1,147 @@
+//! Tests of repairs in pools with thin volumes. A chunk with data may belong to a hole.
+
+use super::repair::entry;
+use super::*;
+use crate::media::MediaError;
+use crate::pool::format::table::{Owner, encode_owner};
+
+/// Pool with a thin raw volume `thin` of 5 chunks, which has data at the indexes 1 and 3, in chunks
+/// 2 and 3, and with a full volume in chunk 4.
+fn with_thin_volume() -> Fixture {
+    let fixture = Fixture::new();
+    let pool = fixture.create(44 * MIB, 0);
+    let options =
+        VolumeOptions { size: VolumeSize::Bytes(10 * MIB), format: VolumeFormat::Raw, thin: true };
+    pool.create_volume_with("thin", options).unwrap();
+    let volume = pool.open_volume("thin").unwrap();
+    [1, 3].iter().for_each(|index| volume.store_word(index * CHUNK_BYTES, 7).unwrap());
+    let chunks: Vec<_> = volume.allocated_extents().iter().map(|e| e.run.start.0).collect();
+    assert_eq!(chunks, [2, 3]);
+    pool.create_volume("full", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
+    fixture
+}
+
+fn words(volume: &impl Media) -> Vec<u64> {
+    (0..5).map(|index| volume.load_word(index * CHUNK_BYTES).unwrap()).collect()
+}
+
+/// Repairs the pool, and returns the report, which a dry run should predict.
+fn repair(fixture: &Fixture, give_up: Option<&str>) -> RepairReport {
+    let run = |dry_run| Pool::repair_with(&fixture.path(), dry_run, give_up, &mut |_| {}).unwrap();
+    let before = fixture.image();
+    let dry = run(true);
+    assert!(before == fixture.image(), "a dry run changed something");
+    let report = run(false);
+    assert_eq!(dry.mended, report.mended);
+    assert_eq!(dry.left.is_empty(), report.left.is_empty(), "{dry:?} {report:?}");
+    assert_eq!(dry.incomplete_volumes, report.incomplete_volumes);
+    report
+}
+
+fn destroy_owner(fixture: &Fixture, chunk: u32) {
+    fixture.overwrite(entry(chunk), &[0; 8]);
+}
+
+fn write_chunk(fixture: &Fixture, chunk: u32) {
+    fixture.overwrite(u64::from(chunk) * CHUNK_BYTES + 4096, &[9; 8]);
+}
+
+#[test]
+fn flipped_bit_in_the_owner_word_of_a_thin_volume_is_repaired() {
+    for bit in [0, 29, 46, 63] {
+        let fixture = with_thin_volume();
+        let good = fixture.image();
+        fixture.flip(entry(3) + bit / 8, (bit % 8) as u8);
+        let report = repair(&fixture, None);
+        assert_eq!((report.mended.len(), report.left.len()), (1, 0), "{report:?}");
+        assert!(good == fixture.image());
+        let pool = fixture.open();
+        assert_eq!(words(&pool.open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+    }
+}
+
+#[test]
+fn chunk_with_data_may_belong_to_a_hole_until_the_volume_is_given_up() {
+    let fixture = with_thin_volume();
+    destroy_owner(&fixture, 3);
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!((report.mended.len(), report.left.len()), (0, 1), "{report:?}");
+    assert_eq!(report.incomplete_volumes, ["thin"]);
+    assert!(damaged == fixture.image());
+    let error = fixture.open_error(OpenMode::ReadWrite);
+    assert!(matches!(error, PoolError::Damaged { .. }), "{error}");
+    // A reader gets the rest of the volume only if it accepts missing chunks.
+    let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let error = reader.open_volume("thin").unwrap_err();
+    assert!(matches!(error, PoolError::VolumeUnusable { .. }), "{error}");
+    // No missing chunk passes for a hole.
+    let volume = reader.open_damaged_volume("thin").unwrap();
+    assert_eq!(volume.load_word(CHUNK_BYTES).unwrap(), 7);
+    for index in [0, 2, 3, 4] {
+        let at = index * CHUNK_BYTES;
+        assert!(matches!(volume.load_word(at), Err(MediaError::Io { .. })), "{index}");
+        assert!(volume.next_data(at..at + 8).unwrap().is_some());
+    }
+    assert!(reader.open_volume("full").is_ok());
+    assert!(!reader.check().unwrap().is_clean());
+    drop((reader, volume));
+    let report = repair(&fixture, Some("thin"));
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    let pool = fixture.open();
+    assert_eq!(pool.volumes().iter().map(|v| v.name.as_str()).collect::<Vec<_>>(), ["full"]);
+    assert_eq!(pool.info().free_bytes, 38 * MIB);
+    assert_eq!(pool.check().unwrap().pool, []);
+}
+
+#[test]
+fn holes_of_a_thin_volume_in_an_intact_pool_are_zeros_for_a_rescue() {
+    let fixture = with_thin_volume();
+    let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let volume = reader.open_damaged_volume("thin").unwrap();
+    assert_eq!(words(&volume), [0, 7, 0, 7, 0]);
+    let data = volume.next_data(0..10 * MIB).unwrap().unwrap();
+    assert_eq!(data.start / CHUNK_BYTES, 1);
+}
+
+#[test]
+fn chunk_of_zeros_with_a_damaged_owner_word_is_erased() {
+    let fixture = with_thin_volume();
+    destroy_owner(&fixture, 9);
+    let report = repair(&fixture, None);
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+}
+
+#[test]
+fn flipped_bit_in_the_owner_word_of_an_unused_chunk_with_data_is_repaired() {
+    let fixture = with_thin_volume();
+    let word = encode_owner(ChunkId(9), Owner::Scrub) ^ 1 << 50;
+    fixture.overwrite(entry(9), &word.to_le_bytes());
+    write_chunk(&fixture, 9);
+    let report = repair(&fixture, None);
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    assert_eq!(fixture.open().check().unwrap().pool, []);
+}
+
+#[test]
+fn free_chunk_with_data_is_erased_only_after_the_thin_volume_is_given_up() {
+    let fixture = with_thin_volume();
+    write_chunk(&fixture, 9);
+    let report = repair(&fixture, None);
+    assert!(report.left.iter().any(|text| text.contains("free chunk C9")), "{report:?}");
+    assert_eq!(fixture.check().pool, [Finding::NotErased { chunk: ChunkId(9) }]);
+    let report = repair(&fixture, Some("thin"));
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    assert_eq!(fixture.check().pool, []);
+}
+
+#[test]
+fn thin_volume_of_an_intact_pool_is_not_given_up() {
+    let fixture = with_thin_volume();
+    for name in ["thin", "full"] {
+        let error = Pool::repair_with(&fixture.path(), false, Some(name), &mut |_| {}).unwrap_err();
+        assert!(matches!(error, PoolError::VolumeComplete { .. }), "{error}");
+    }
+    assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+}
