@@ -293,13 +293,16 @@ fn require(
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
-/// Updates the superblock. Unknown parts, such as compatible features, are preserved.
+/// Updates the superblock. Unknown parts, such as compatible features, are preserved. The sequence
+/// number always increases, even if `superblock` is older than the media.
 pub(in crate::pool) fn rewrite(
     media: &dyn Media,
     superblock: &Superblock,
 ) -> Result<(), MediaError> {
     let current = read_current(media, superblock)?;
-    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
+    let next = current.sequence.get().wrapping_add(1);
+    let updated = Superblock { sequence: superblock.sequence.max(next), ..superblock.clone() };
+    mirrored::write(media, SUPERBLOCK_OFFSETS, &updated.to_bytes_over(current))
 }
 
 /// Sets the feature bit for thin volumes, unless it is set. When the call returns, it is durable in

@@ -6,7 +6,7 @@ use super::hooked::{self, Hooked};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::media::{MediaError, Pending};
-use crate::pool::format::superblock::allow_thin_volumes;
+use crate::pool::format::superblock::{allow_thin_volumes, rewrite};
 use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::layout::{FEATURE_THIN_VOLUMES, SUPERBLOCK_OFFSETS};
@@ -70,6 +70,24 @@ fn feature_bit_is_set_although_a_copy_is_damaged() {
         verify_each(&media.take_points(), 200, &mut Random::new(1), &opens).unwrap();
         assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
     }
+}
+
+/// The superblock in memory is older than the one with the feature bit. Two different copies with the
+/// same sequence number would both count as damaged.
+#[test]
+fn superblock_is_updated_after_the_feature_bit_was_set() {
+    let (media, pool) = new_pool();
+    allow_thin_volumes(&media, &pool.superblock).unwrap();
+    media.record();
+    let sequence = pool.superblock.sequence + 1;
+    let newer = Superblock { sequence, strg_bytes: CHUNK_BYTES, ..pool.superblock.clone() };
+    rewrite(&media, &newer).unwrap();
+    let opens = |image: &Simulator| match open(image) {
+        Ok(pool) if pool.superblock.has_thin_volumes => Ok(()),
+        other => Err(format!("{other:?}")),
+    };
+    verify_each(&media.take_points(), 200, &mut Random::new(1), &opens).unwrap();
+    assert_eq!(open(&media).unwrap().superblock.strg_bytes, CHUNK_BYTES);
 }
 
 #[test]
