@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::findings::{Finding, Findings};
 use super::format::chunk::{ChunkId, Run, push_chunk, runs};
+use super::format::format_plan::btt_indexes;
 use super::format::layout::VolumeRecordBytes;
 use super::format::mirrored::{self, Copies};
 use super::format::superblock::Superblock;
 use super::format::table::{BadWord, ChunkTable, Owner, Slot};
 use super::format::volume_record::VolumeRecord;
-use super::volume::format_plan::btt_indexes;
 use crate::media::{Media, MediaError};
 
 /// Existing volume and its chunks. The list contains only existing chunks. The size in a record is

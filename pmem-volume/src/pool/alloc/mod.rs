@@ -1,6 +1,7 @@
 //! Allocation of chunks: free, lent as memory, or waiting to be erased.
 
 pub(super) mod buddy;
+pub(super) mod free_content;
 pub(super) mod memory;
 pub(super) mod pacer;
 pub(super) mod scrub;

@@ -7,9 +7,9 @@ use foreshore_types::VolumeFormat;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use super::free_content::ContentFinder;
 use crate::btt;
 use crate::media::Media;
+use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::findings::{Finding, Findings, Severity};
 use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::table::Owner;

@@ -1,12 +1,12 @@
 //! Deletion of a volume with missing chunks. These chunks are unknown, so a pool with such a volume
-//! opens only for reading. A thin volume with holes may be such a volume if a chunk with data has no
-//! known owner. Giving up the remaining data of the volume makes the pool usable again.
+//! opens only for reading. A thin volume with holes may be such a volume if a chunk with data has
+//! no known owner. Giving up the remaining data of the volume makes the pool usable again.
 
 use std::collections::BTreeMap;
 
-use super::free_content::ContentFinder;
 use super::repair::Fix;
 use crate::media::{Media, MediaError};
+use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::findings::Finding;
 use crate::pool::format::layout::VolumeRecordBytes;
 use crate::pool::format::mirrored;
@@ -76,8 +76,8 @@ pub(in crate::pool) fn discard_damaged(
     Ok(Some(Fix { description, words: changed }))
 }
 
-/// Finds the volume with this name and missing chunks. A hole of a thin volume may be a missing chunk
-/// if a chunk has no known owner but contains data.
+/// Finds the volume with this name and missing chunks. A hole of a thin volume may be a missing
+/// chunk if a chunk has no known owner but contains data.
 fn incomplete_volume<'a>(
     media: &dyn Media,
     scan: &'a Scan,

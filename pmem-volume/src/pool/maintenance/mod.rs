@@ -2,6 +2,5 @@
 
 pub(super) mod check;
 pub(super) mod discard_damaged;
-pub(super) mod free_content;
 pub(super) mod grow;
 pub(super) mod repair;

@@ -15,9 +15,9 @@ use foreshore_types::VolumeFormat;
 use serde::Serialize;
 
 use super::check::CheckProgress;
-use super::free_content::ContentFinder;
 use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
+use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::file::blocks;
 use crate::pool::file::open_steps::{Opened, select_superblock};
 use crate::pool::findings::{Finding, Findings, Severity};
@@ -40,8 +40,8 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// Remaining damage, which could not be repaired from information on the media.
     pub left: Vec<String>,
-    /// Volumes with missing chunks for an unknown reason, and thin volumes that may own a chunk with
-    /// a damaged owner word. A repair deletes such a volume only if the caller names it.
+    /// Volumes with missing chunks for an unknown reason, and thin volumes that may own a chunk
+    /// with a damaged owner word. A repair deletes such a volume only if the caller names it.
     pub incomplete_volumes: Vec<String>,
 }
 

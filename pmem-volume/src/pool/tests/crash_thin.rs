@@ -54,7 +54,8 @@ fn fill_holes_with_waiting_chunks(start: &Start) {
     fill_holes(start, "b");
 }
 
-/// Lends all memory, returns it and lends as much again, so that waiting chunks are left for volumes.
+/// Lends all memory, returns it and lends as much again, so that only waiting chunks are left for
+/// volumes.
 fn use_all_clean_chunks(media: &Simulator, pool: &OtherPool) {
     for is_returned in [true, false] {
         let memory = pool.alloc_memory(pool.info().lendable_bytes).unwrap();

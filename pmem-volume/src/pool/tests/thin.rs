@@ -72,8 +72,8 @@ fn feature_bit_is_set_although_a_copy_is_damaged() {
     }
 }
 
-/// The superblock in memory is older than the one with the feature bit. Two different copies with the
-/// same sequence number would both count as damaged.
+/// The superblock in memory is older than the one with the feature bit. Two different copies with
+/// the same sequence number would both count as damaged.
 #[test]
 fn superblock_is_updated_after_the_feature_bit_was_set() {
     let (media, pool) = new_pool();

@@ -2,11 +2,11 @@
 
 use super::{VolumeInfo, volume_info};
 use crate::media::Media;
+use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;
-use crate::pool::maintenance::free_content::ContentFinder;
 use crate::pool::{Pool, PoolError, State, bytes};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 

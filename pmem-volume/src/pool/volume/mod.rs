@@ -3,7 +3,6 @@
 mod chunk_map;
 mod convert;
 pub(super) mod damaged_volume;
-pub(super) mod format_plan;
 mod provision;
 pub(super) mod resize;
 pub(super) mod space;
@@ -23,6 +22,7 @@ use crate::btt;
 use crate::media::{Durability, FileMedia, Media, drop_clean_pages};
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::{ChunkId, Run, runs};
+use crate::pool::format::format_plan::stored_indexes;
 use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord, empty_record};
@@ -30,7 +30,6 @@ use crate::pool::scan::VolumeEntry;
 use crate::pool::{OpenMode, Pool, PoolError, State, bytes, unix_now_s};
 use crate::progress::OnProgress;
 use chunk_map::ChunkMap;
-use format_plan::stored_indexes;
 pub(in crate::pool) use space::{Space, extents_of};
 
 /// Size of a new volume.

@@ -1,12 +1,12 @@
 //! Growth of volumes, and shrinking of raw volumes.
 
-use super::format_plan::stored_indexes;
 use super::{Space, VolumeInfo, VolumeSize, extents_of, volume_info};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, BttError};
 use crate::media::Media;
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::runs;
+use crate::pool::format::format_plan::stored_indexes;
 use crate::pool::format::mirrored;
 use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;

@@ -6,8 +6,8 @@
 //! slot and to the index of the part's first chunk there. If a chunk still has its old owner word,
 //! it belongs to the part that covers its index.
 //!
-//! The parts of a thin volume are thin, and its holes remain holes. Before the transaction, the holes
-//! that the BTTs of the parts need get chunks.
+//! The parts of a thin volume are thin, and its holes remain holes. Before the transaction, the
+//! holes that the BTTs of the parts need get chunks.
 //!
 //! The owner words are changed after the transaction. Then the chunks of BTT parts are erased,
 //! because a guest that maps such a part can read all bytes below the BTT. Finally, the new BTTs
@@ -19,13 +19,13 @@ use std::ops::Range;
 use foreshore_types::VolumeFormat;
 use uuid::Uuid;
 
-use super::format_plan::btt_indexes;
 use super::{Space, VolumeInfo, VolumeSize, volume_info};
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::error::SplitError;
 use crate::pool::format::chunk::{ChunkId, Run, runs};
+use crate::pool::format::format_plan::btt_indexes;
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot};

@@ -8,23 +8,24 @@ use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Durability, Media, MediaError, is_zero};
 use crate::pool::format::volume_record::VolumeRecord;
-use crate::pool::locked;
+
+const NO_PANIC: &str = "no code panics while holding the lock";
 
 /// Media that reads as zeros. It records only which chunks stores would change.
-pub(super) struct StoredChunks {
+pub(in crate::pool) struct StoredChunks {
     len_bytes: u64,
     indexes: Mutex<BTreeSet<u32>>,
 }
 
 /// Returns the indexes of the chunks to which `format` stores anything other than zeros, in a
 /// volume of `len_bytes` that reads as zeros.
-pub(super) fn stored_indexes(
+pub(in crate::pool) fn stored_indexes(
     len_bytes: u64,
     format: impl FnOnce(&StoredChunks) -> Result<(), MediaError>,
 ) -> Vec<u32> {
     let chunks = StoredChunks { len_bytes, indexes: Mutex::default() };
     format(&chunks).expect("this media cannot fail");
-    chunks.indexes.into_inner().expect("no code panics with the lock").into_iter().collect()
+    chunks.indexes.into_inner().expect(NO_PANIC).into_iter().collect()
 }
 
 /// Returns the indexes of the chunks that contain the metadata of a new BTT in a volume. The size
@@ -57,7 +58,7 @@ impl Media for StoredChunks {
             let length = (CHUNK_BYTES - at % CHUNK_BYTES).min(rest.len() as u64);
             let (now, later) = rest.split_at(length as usize);
             if !is_zero(now) {
-                locked(&self.indexes).insert((at / CHUNK_BYTES) as u32);
+                self.indexes.lock().expect(NO_PANIC).insert((at / CHUNK_BYTES) as u32);
             }
             (at, rest) = (at + length, later);
         }
