@@ -22,6 +22,8 @@ mod page_cache;
 mod shared_sync;
 #[cfg(test)]
 pub(crate) mod simulator;
+#[cfg(test)]
+pub(crate) mod thin;
 mod watch;
 mod zeroing;
 
