@@ -1,5 +1,7 @@
 //! Reads and verifies the info block of an arena.
 
+use std::ops::Range;
+
 use thiserror::Error;
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
@@ -180,6 +182,15 @@ impl ArenaInfo {
             map_at: start + info.mapoff.get(),
             flog_at: start + info.logoff.get(),
         })
+    }
+
+    /// Returns the range of the sector in a block, which must be inside the arena.
+    #[inline]
+    pub(super) fn data_range(&self, block: u32) -> Range<u64> {
+        // Wrapping, so that writes to media without holes, which ignore the range, take no
+        // instructions for it.
+        let start = self.data_at.wrapping_add(u64::from(block) * u64::from(self.block_bytes));
+        start..start.wrapping_add(u64::from(self.sector_bytes))
     }
 
     /// Returns the offset of a block in the volume.

@@ -72,6 +72,10 @@ pub enum BttError {
         #[source]
         source: MediaError,
     },
+    /// The failed operation has changed nothing in the sectors that need space. The engine stays
+    /// writable.
+    #[error("there is no space for a write")]
+    Full(#[source] MediaError),
     #[error("the media failed")]
     Media(#[source] MediaError),
 }

@@ -79,9 +79,9 @@ impl<M: Media> ThinMedia<M> {
         (0..self.chunks.len() as u64).filter(|chunk| self.has_space(*chunk)).collect()
     }
 
-    /// Returns true if the whole range is a hole.
-    pub(crate) fn is_hole(&self, range: Range<u64>) -> bool {
-        !self.chunks_of(&range).any(|chunk| self.has_space(chunk))
+    /// Returns the number of chunks without space in a range.
+    pub(crate) fn holes_in(&self, range: Range<u64>) -> usize {
+        self.chunks_of(&range).filter(|chunk| !self.has_space(*chunk)).count()
     }
 
     pub(crate) fn take_accesses(&self) -> Accesses {
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(thin.next_data(0..LEN).unwrap(), Some(64..192));
         assert_eq!(thin.next_data(100..130).unwrap(), Some(100..130));
         assert_eq!(thin.next_data(192..LEN).unwrap(), Some(448..LEN));
-        assert!(thin.is_hole(0..64) && !thin.is_hole(0..65));
+        assert_eq!([0..64, 0..65, 0..LEN, 64..190].map(|range| thin.holes_in(range)), [1, 1, 5, 0]);
         let mut bytes = [0xee; LEN as usize];
         thin.read(0, &mut bytes).unwrap();
         let nonzero = |range: Range<usize>| bytes[range].iter().filter(|byte| **byte != 0).count();

@@ -133,6 +133,16 @@ impl Arena {
         })
     }
 
+    /// Allocates space for stores. If the pool is full, the arena stays writable, because nothing
+    /// was stored.
+    #[inline]
+    pub(super) fn provision(&self, space: &impl Media, range: Range<u64>) -> Result<(), BttError> {
+        match space.provision(range) {
+            Err(full @ MediaError::Full { .. }) => Err(BttError::Full(full)),
+            result => self.latch(result),
+        }
+    }
+
     /// Makes the arena read-only because its metadata is impossible. The error flag is stored
     /// durably.
     pub(super) fn mark_damaged(&self, space: &impl Media, finding: Finding) -> BttError {

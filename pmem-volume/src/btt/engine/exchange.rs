@@ -3,7 +3,8 @@
 //! An exchange uses a separate lane for each sector. Up to [`MAX_SECTORS`] contiguous sectors are
 //! exchanged together and share the barriers:
 //!
-//! 1. Take lanes whose free blocks are not being read.
+//! 1. Take lanes whose free blocks are not being read. Allocate space for these blocks and for the
+//!    map words of the sectors, because a thin volume may lack it. The flog has space.
 //! 2. Lock the lines of the map. Store the first halves of the flog entries (the sector and its
 //!    current block), and store the data to the free blocks. **Persist** both. Also persist the map
 //!    words of the sectors, and the map words that the lanes changed last. (The data is stored
@@ -16,6 +17,7 @@
 //!
 //! Reasons for this order:
 //!
+//! - Space before everything else: if the pool is full, the exchange fails and has no effect.
 //! - Data before second half: a committed exchange has all of its data.
 //! - First half before second half: a committed entry is whole. Until then, the store only
 //!   overwrites the older of the lane's two entries, which is not in use.
@@ -85,6 +87,30 @@ pub(super) fn exchange(
     }
 }
 
+/// Exchanges the first sector after an exchange has failed with `error`. If the pool is full, a lane
+/// that has replaced the first block of a sector may have a block without space, but the block of
+/// another lane may have space.
+#[cold]
+pub(super) fn exchange_after(
+    error: BttError,
+    common: &Common<impl Media>,
+    arena: &Arena,
+    first: u32,
+    bytes: &[u8],
+) -> Result<usize, BttError> {
+    let mut result = Err(error);
+    for _ in 0..arena.lanes.len() {
+        if !matches!(result, Err(BttError::Full(_))) {
+            break;
+        }
+        // No lane can help if the map needs space.
+        arena.provision(&common.space, arena.map.word_range(&(first..first + 1)))?;
+        arena.lanes.advance_start(1);
+        result = exchange(common, arena, first, &bytes[..arena.info.sector_bytes as usize]);
+    }
+    result
+}
+
 impl<'a, S: Media> Exchange<'a, S, [LaneGuard<'a>; 1]> {
     /// Performs step 1 for a single sector.
     #[inline]
@@ -123,13 +149,15 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         self.first..self.first + self.lanes.as_ref().len() as u32
     }
 
-    /// Performs step 2. `bytes` must contain at least the sectors of the exchange.
+    /// Completes step 1, and performs step 2. `bytes` must contain at least the sectors of the
+    /// exchange.
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), BttError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
         // Checked after the lanes are taken, because a lane that a failed exchange has released
         // still contains the entry of that exchange.
         arena.check_writable()?;
+        self.provision()?;
         let locked = locks.lock(arena.map.word_range(&self.sectors()));
         self.read_old_blocks()?;
         let mut pending = Pending::default();
@@ -137,6 +165,15 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         arena.latch(stored.and_then(|()| space.end_persist(&pending)))?;
         self.locked = Some(locked);
         Ok(())
+    }
+
+    /// Allocates space for the map words and the data of the exchange.
+    #[inline]
+    fn provision(&self) -> Result<(), BttError> {
+        let Self { common: Common { space, .. }, arena, .. } = *self;
+        arena.provision(space, arena.map.word_range(&self.sectors()))?;
+        let mut lanes = self.lanes.as_ref().iter();
+        lanes.try_for_each(|guard| arena.provision(space, arena.info.data_range(guard.block)))
     }
 
     /// Reads the blocks of the sectors, whose map lines are locked, in the encoding of the flog. A

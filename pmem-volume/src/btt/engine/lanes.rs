@@ -92,9 +92,15 @@ impl Lanes {
         }
     }
 
-    /// All free blocks are being read. The next search starts at other lanes.
+    /// Number of lanes.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Makes the next search of this thread start at other lanes, because the free blocks of these
+    /// are being read or have no space.
     #[cold]
-    fn advance_start(&self, lanes: usize) {
+    pub(super) fn advance_start(&self, lanes: usize) {
         FIRST_LANE.set(FIRST_LANE.get().wrapping_add(lanes));
         thread::yield_now();
     }

@@ -15,7 +15,8 @@
 //!
 //! An unreadable sector is an error of that sector alone. The sector can be written, which gives it
 //! another block. After a failed store or persist, the durability of writes is unknown, so the
-//! arena becomes read-only.
+//! arena becomes read-only. If the pool has no space for a hole of a thin volume, the write fails
+//! before it stores anything, and the arena stays writable.
 //!
 //! An arena whose flog or map is inconsistent is read-only. Its info blocks record this, as the
 //! format requires. All other arenas remain writable.
@@ -215,7 +216,8 @@ impl<S: Media> Engine<S> {
     }
 
     /// Writes whole sectors. After a crash, each sector is old or new. If the call succeeds, all
-    /// sectors are new. After an error, some sectors may be new.
+    /// sectors are new. After an error, some sectors may be new. After [`BttError::Full`], sectors
+    /// can still be written if they need no further space.
     pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), BttError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -224,7 +226,10 @@ impl<S: Media> Engine<S> {
             let mut first = sectors.start;
             while !now.is_empty() {
                 arena.map.prefetch(&self.common.space, first);
-                let done = exchange::exchange(&self.common, arena, first, now)?;
+                let done =
+                    exchange::exchange(&self.common, arena, first, now).or_else(|error| {
+                        exchange::exchange_after(error, &self.common, arena, first, now)
+                    })?;
                 first += done as u32;
                 now = &now[done * self.sector_bytes as usize..];
             }

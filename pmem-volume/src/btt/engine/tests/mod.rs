@@ -3,6 +3,7 @@
 mod bulk_load;
 mod crash;
 mod damage;
+mod holes;
 mod injected_bugs;
 mod lock;
 mod loom_model;
