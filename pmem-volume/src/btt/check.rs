@@ -8,13 +8,11 @@ use thiserror::Error;
 use super::arena::{ArenaInfo, InfoError, InfoSource};
 use super::arena_walk::arenas;
 use super::flog::{MapKind, Recovery, decode_map, recover};
-use super::layout::MAP_ENTRY_BYTES;
+use super::map_reader::MapReader;
 use crate::media::Media;
 
 /// Maximum number of listed findings per arena. Further findings are only counted.
 const MAX_FINDINGS: usize = 100;
-/// Number of map entries that are read at a time.
-const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Defect in a BTT. `L` is a sector that the guest sees (pre-map LBA), and `B` is a block (post-map
 /// LBA).
@@ -250,26 +248,23 @@ impl ArenaReport {
         referenced: &mut BlockSet,
         on_checked: &mut dyn FnMut(u64),
     ) -> bool {
-        let mut bytes =
-            vec![0u8; MAP_PIECE_ENTRIES.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
-        let (mut first, mut is_whole) = (0, true);
-        while first < info.sectors {
-            let count = MAP_PIECE_ENTRIES.min(info.sectors - first);
-            let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-            if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)
-            {
-                self.add(Finding::MapUnreadable(foreshore_types::chain(&error)));
-                is_whole = false;
-                first += count;
-                continue;
-            }
-            let (entries, _) = piece.as_chunks::<4>();
-            for (sector, entry) in (first..).zip(entries) {
+        let mut reader = MapReader::new(space, info, 0..info.sectors);
+        let mut is_whole = true;
+        while let Some(piece) = reader.read_next() {
+            let piece = match piece {
+                Ok(piece) => piece,
+                Err(error) => {
+                    self.add(Finding::MapUnreadable(foreshore_types::chain(&error)));
+                    is_whole = false;
+                    continue;
+                }
+            };
+            for (sector, entry) in piece.iter() {
                 if recovery.unresolved.contains(&sector) {
                     is_whole = false;
                     continue;
                 }
-                let entry = decode_map(sector, u32::from_le_bytes(*entry));
+                let entry = decode_map(sector, entry);
                 let redone = recovery.redo.get(&sector);
                 let block = redone.copied().unwrap_or(entry.block);
                 if redone.is_none() && entry.kind == MapKind::Error {
@@ -281,9 +276,9 @@ impl ArenaReport {
                     self.reference_block(referenced, block, || format!("sector L{sector}"));
                 }
             }
-            first += count;
             // Most of the time is spent on the map, so the progress is based on its sectors.
-            on_checked(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
+            let checked = u64::from(piece.sectors().end);
+            on_checked(info.start_bytes + checked * u64::from(info.sector_bytes));
         }
         is_whole
     }
@@ -333,6 +328,7 @@ impl BlockSet {
 mod tests {
     use super::*;
     use crate::btt::Layout;
+    use crate::btt::layout::MAP_ENTRY_BYTES;
     use crate::media::MemoryMedia;
 
     #[test]

@@ -2,11 +2,8 @@
 
 use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
-use super::layout::MAP_ENTRY_BYTES;
+use super::map_reader::MapReader;
 use crate::media::{Media, MediaError};
-
-/// Number of bytes of the map that are read at a time.
-const PIECE_BYTES: u64 = 256 << 10;
 
 /// Returns true if a sector may contain nonzero bytes. Sectors that were never written or were
 /// discarded contain none. A damaged arena may contain data.
@@ -17,21 +14,13 @@ pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
         if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
             return Ok(true);
         }
-        let end = info.map_at + u64::from(info.sectors) * MAP_ENTRY_BYTES;
-        let mut bytes = vec![0; PIECE_BYTES.min(end - info.map_at) as usize];
-        let mut next = info.map_at;
-        // Map entries in a hole were never written.
-        while let Some(data) = space.next_data(next..end)? {
-            let at = data.start / MAP_ENTRY_BYTES * MAP_ENTRY_BYTES;
-            let piece = &mut bytes[..(end - at).min(PIECE_BYTES) as usize];
-            next = at + piece.len() as u64;
-            space.read(at, piece)?;
-            let (entries, _) = piece.as_chunks::<4>();
-            let is_written = |entry: &[u8; 4]| {
-                let entry = u32::from_le_bytes(*entry);
-                entry != 0 && decode_map(0, entry).kind != MapKind::Zeros
-            };
-            if entries.iter().any(is_written) {
+        let is_written =
+            |(_, entry): (u32, u32)| entry != 0 && decode_map(0, entry).kind != MapKind::Zeros;
+        let mut reader = MapReader::new(space, &info, 0..info.sectors);
+        while let Some(piece) = reader.read_next() {
+            let piece = piece?;
+            // Map entries in a hole were never written.
+            if !piece.is_hole() && piece.iter().any(is_written) {
                 return Ok(true);
             }
         }

@@ -80,8 +80,14 @@ impl Extension {
         // The space after the last arena was unused and may contain any data.
         let unused = self.arenas[0].start..self.old_bytes;
         let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
-        for at in unused.clone().step_by(PIECE_BYTES as usize) {
-            space.store(at, &zeros[..(unused.end - at).min(PIECE_BYTES) as usize])?;
+        let mut rest = unused.clone();
+        while !rest.is_empty()
+            && let Some(data) = space.next_data(rest.clone())?
+        {
+            for at in data.clone().step_by(PIECE_BYTES as usize) {
+                space.store(at, &zeros[..(data.end - at).min(PIECE_BYTES) as usize])?;
+            }
+            rest.start = data.end;
         }
         if !unused.is_empty() {
             space.persist(std::slice::from_ref(&unused))?;

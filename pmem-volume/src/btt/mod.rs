@@ -21,6 +21,7 @@ mod error;
 mod extend;
 mod flog;
 mod layout;
+mod map_reader;
 mod reader;
 mod repair;
 #[cfg(test)]

@@ -29,6 +29,7 @@ use super::layout::{
     FLAG_ERROR, FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, INFO_BYTES, InfoBytes, MAP_BLOCK,
     MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO, checksum,
 };
+use super::map_reader::stored_parts;
 use crate::media::{Media, MediaError};
 
 /// Data that a repair may discard to make the arena writable again.
@@ -136,7 +137,7 @@ fn fix_arena(
 
 impl Repair {
     /// Carries out the repair, durably. After a crash, there is less to repair, and correct data is
-    /// never damaged.
+    /// never damaged. If the pool has no space for a hole, nothing is stored.
     ///
     /// The examined metadata is made durable first, because the process that stored it may have
     /// been killed before it was durable. Otherwise, a lane could receive a block that a sector has
@@ -146,7 +147,12 @@ impl Repair {
         if self.fixes.is_empty() {
             return Ok(());
         }
-        space.persist(&self.metadata_ranges)?;
+        let stores = self.fixes.iter().flat_map(|fix| fix.phases.iter().flatten());
+        for (at, bytes) in stores {
+            space.provision(*at..at + bytes.len() as u64)?;
+        }
+        let examined = self.metadata_ranges.iter().flat_map(|range| stored_parts(space, range));
+        space.persist(&examined.collect::<Vec<_>>())?;
         self.fixes.iter().try_for_each(|fix| fix.apply(space))
     }
 }

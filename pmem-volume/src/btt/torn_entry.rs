@@ -21,11 +21,9 @@
 use super::arena::ArenaInfo;
 use super::check::Finding;
 use super::flog::{Recovery, decode_map};
-use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
+use super::layout::{MAP_BLOCK, MAP_ERROR, MAP_ZERO};
+use super::map_reader::MapReader;
 use crate::media::Media;
-
-/// Number of map entries that are read at a time.
-const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Map entry that may be torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,22 +63,23 @@ pub(super) fn redo_torn(
             suspect.mapped_block >= arena.blocks
                 || free.iter().any(|(block, _)| *block == suspect.mapped_block)
         });
-    let mut bytes =
-        vec![0; MAP_PIECE_ENTRIES.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
-    let mut first = 0;
+    let mut reader = MapReader::new(space, arena, 0..arena.sectors);
     // An unreadable entry may name the block of any suspect.
     let mut is_map_readable = unresolved.is_empty();
-    while is_map_readable && first < arena.sectors && !undecided.is_empty() {
-        let count = MAP_PIECE_ENTRIES.min(arena.sectors - first);
-        let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-        if let Err(error) = space.read(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
-            findings.push(Finding::MapUnreadable(foreshore_types::chain(&error)));
-            is_map_readable = false;
-            break;
-        }
-        let (entries, _) = piece.as_chunks::<4>();
-        for (sector, entry) in (first..).zip(entries) {
-            let entry = decode_map(sector, u32::from_le_bytes(*entry));
+    while is_map_readable
+        && !undecided.is_empty()
+        && let Some(piece) = reader.read_next()
+    {
+        let piece = match piece {
+            Ok(piece) => piece,
+            Err(error) => {
+                findings.push(Finding::MapUnreadable(foreshore_types::chain(&error)));
+                is_map_readable = false;
+                break;
+            }
+        };
+        for (sector, entry) in piece.iter() {
+            let entry = decode_map(sector, entry);
             let block = redo.get(&sector).copied().unwrap_or(entry.block);
             if let Some(at) = undecided
                 .iter()
@@ -89,7 +88,6 @@ pub(super) fn redo_torn(
                 torn.push(undecided.swap_remove(at));
             }
         }
-        first += count;
     }
     redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
     if !is_map_readable {

@@ -14,6 +14,7 @@ use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
 use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
 use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
+use crate::btt::map_reader::stored_parts;
 use crate::media::{Media, MediaError};
 
 /// Arena with a whole info block.
@@ -291,8 +292,8 @@ impl Arena {
 /// necessarily durable, which requires two steps:
 ///
 /// 1. Persist the flog, because the redone exchanges must remain committed.
-/// 2. Persist the whole map. The lanes are reused, so their current entries will not be redone
-///    again. Besides, a discard that was once visible must not be undone.
+/// 2. Persist the whole map except its holes. The lanes are reused, so their current entries will
+///    not be redone again. Besides, a discard that was once visible must not be undone.
 fn redo(
     common: &Common<impl Media>,
     info: &ArenaInfo,
@@ -307,7 +308,7 @@ fn redo(
         let locked = common.locks.lock(map.word_range(&sectors));
         map.change(space, sectors, &locked, |_, _| map::written_entry(*block))?;
     }
-    space.persist(std::slice::from_ref(&map.word_range(&(0..info.sectors))))
+    space.persist(&stored_parts(space, &map.word_range(&(0..info.sectors))))
 }
 
 /// Sets the error flag in both info blocks. The info block in use is written last, so one of them

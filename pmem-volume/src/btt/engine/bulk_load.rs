@@ -16,6 +16,8 @@
 //!   torn data.
 //! - Data before the last step: an entry that names its block has all of its data.
 //!
+//! Each step allocates space before it stores anything.
+//!
 //! After a crash, a sector reads as zeros or as its new data. No block changes its owner, so
 //! nothing is logged, and recovery changes nothing. The lanes keep their blocks.
 
@@ -131,11 +133,12 @@ impl<S: Media> BulkLoad<S> {
         let previous = self.last_entered.replace((arena, start));
         assert!(previous < Some((arena, start)), "windows are stored in ascending order");
         let end = start.saturating_add(self.window_sectors).min(window_arena.info.sectors);
+        let words = window_arena.map.word_range(&(start..end));
+        window_arena.provision(&common.space, words.clone())?;
         let failed = window_arena.store_discarded(common, start..end)?;
         assert!(failed.is_empty(), "sectors in error are data, and an empty BTT has none");
-        let words =
-            [Some(window_arena.map.word_range(&(start..end))), left.map(|(_, words)| words)];
-        let words: Vec<_> = words.into_iter().flatten().collect();
+        let words: Vec<_> =
+            [Some(words), left.map(|(_, words)| words)].into_iter().flatten().collect();
         window_arena.latch(common.space.persist(&words))?;
         let (stored, data) = (Vec::new(), Pending::default());
         self.window = Some(Window { arena, sectors: start..end, stored, data });
@@ -154,8 +157,13 @@ impl<S: Media> BulkLoad<S> {
             let entry = arena.map.entry(&common.space, sector).map_err(BttError::Media)?;
             block_offsets.push(arena.info.block_at(entry & MAP_BLOCK));
         }
+        let runs = || block_offsets.chunk_by(|a, b| a + sector_bytes == *b);
+        for run in runs() {
+            let end = run[0] + run.len() as u64 * sector_bytes;
+            arena.provision(&common.space, run[0]..end)?;
+        }
         let mut rest = bytes;
-        for run in block_offsets.chunk_by(|a, b| a + sector_bytes == *b) {
+        for run in runs() {
             let (now, later) = rest.split_at(run.len() * sector_bytes as usize);
             arena.latch(common.space.store_bulk(run[0], now, &mut window.data))?;
             rest = later;

@@ -3,13 +3,13 @@
 //! An exchange uses a separate lane for each sector. Up to [`MAX_SECTORS`] contiguous sectors are
 //! exchanged together and share the barriers:
 //!
-//! 1. Take lanes whose free blocks are not being read. Allocate space for these blocks and for the
-//!    map words of the sectors, because a thin volume may lack it. The flog has space.
-//! 2. Lock the lines of the map. Store the first halves of the flog entries (the sector and its
-//!    current block), and store the data to the free blocks. **Persist** both. Also persist the map
-//!    words of the sectors, and the map words that the lanes changed last. (The data is stored
-//!    after the lock is taken, because a locked instruction waits until earlier stores have left
-//!    the CPU. The following fence waits for them anyway.)
+//! 1. Take lanes whose free blocks are not being read.
+//! 2. Lock the lines of the map. Allocate space for the free blocks and for the map words of the
+//!    sectors, because a thin volume may lack it. (The flog has space.) Store the first halves of
+//!    the flog entries (the sector and its current block), and store the data to the free blocks.
+//!    **Persist** both. Also persist the map words of the sectors, and the map words that the lanes
+//!    changed last. (The data is stored after the lock is taken, because a locked instruction waits
+//!    until earlier stores have left the CPU. The following fence waits for them anyway.)
 //! 3. Store the second halves (the new block and the sequence number). Each of them commits the
 //!    exchange of its sector. **Persist** them.
 //! 4. Store the words of the map. From here on, other threads read the new sectors. Unlock the
@@ -149,16 +149,15 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         self.first..self.first + self.lanes.as_ref().len() as u32
     }
 
-    /// Completes step 1, and performs step 2. `bytes` must contain at least the sectors of the
-    /// exchange.
+    /// Performs step 2. `bytes` must contain at least the sectors of the exchange.
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), BttError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
         // Checked after the lanes are taken, because a lane that a failed exchange has released
         // still contains the entry of that exchange.
         arena.check_writable()?;
-        self.provision()?;
         let locked = locks.lock(arena.map.word_range(&self.sectors()));
+        self.provision(&locked)?;
         self.read_old_blocks()?;
         let mut pending = Pending::default();
         let stored = self.store_log(bytes, &mut pending);
@@ -167,11 +166,12 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         Ok(())
     }
 
-    /// Allocates space for the map words and the data of the exchange.
+    /// Allocates space for the map words, which are locked, and for the data. Media without holes
+    /// takes no instructions for it.
     #[inline]
-    fn provision(&self) -> Result<(), BttError> {
+    fn provision(&self, locked: &LockedLines<'_>) -> Result<(), BttError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
-        arena.provision(space, arena.map.word_range(&self.sectors()))?;
+        arena.provision(space, locked.words())?;
         let mut lanes = self.lanes.as_ref().iter();
         lanes.try_for_each(|guard| arena.provision(space, arena.info.data_range(guard.block)))
     }

@@ -65,6 +65,14 @@ impl LineLocks {
     }
 }
 
+impl LockedLines<'_> {
+    /// Returns the words of the locked sectors.
+    #[inline]
+    pub(super) fn words(&self) -> Range<u64> {
+        self.words.clone()
+    }
+}
+
 impl Map {
     pub(super) fn new(info: &ArenaInfo) -> Self {
         Self { at: info.map_at, sectors: info.sectors }

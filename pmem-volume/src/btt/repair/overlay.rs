@@ -1,6 +1,7 @@
 //! View of a space that includes planned stores.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::Fix;
 use crate::media::{Durability, Media, MediaError};
@@ -32,6 +33,14 @@ impl<'a, S: Media> Overlay<'a, S> {
 impl<S: Media> Media for Overlay<'_, S> {
     fn len_bytes(&self) -> u64 {
         self.space.len_bytes()
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        let units = self.stored.range(range.start.saturating_sub(UNIT_BYTES - 1)..range.end);
+        let planned = units.map(|(at, _)| range.start.max(*at)..range.end.min(at + UNIT_BYTES));
+        let found = planned.into_iter().next();
+        let data = self.space.next_data(range)?;
+        Ok(found.into_iter().chain(data).min_by_key(|part| part.start))
     }
 
     fn durability(&self) -> Durability {

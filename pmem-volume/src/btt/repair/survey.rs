@@ -7,15 +7,13 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::super::arena::ArenaInfo;
 use super::super::check::{BlockSet, Finding};
 use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_slot};
-use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
+use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK};
+use super::super::map_reader::MapReader;
 use crate::media::{Media, MediaError};
 
 /// Maximum number of defects in an arena that are repaired. If there are more, a part of the map is
 /// lost or the volume is crafted. The limit also bounds the memory use of the repair.
 const MAX_FIXES: usize = 1 << 16;
-
-/// Number of map entries that are read at a time.
-const MAP_PIECE_ENTRIES: u32 = 1 << 16;
 
 /// Owners of a block with more than one owner.
 #[derive(Debug, Default)]
@@ -125,15 +123,9 @@ fn for_each_entry(
     info: &ArenaInfo,
     mut visit: impl FnMut(u32, u32) -> bool,
 ) -> Result<(), MediaError> {
-    let mut bytes =
-        vec![0; MAP_PIECE_ENTRIES.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
-    for first in (0..info.sectors).step_by(MAP_PIECE_ENTRIES as usize) {
-        let count = MAP_PIECE_ENTRIES.min(info.sectors - first);
-        let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-        space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
-        let (entries, _) = piece.as_chunks::<4>();
-        if !(first..).zip(entries).all(|(sector, entry)| visit(sector, u32::from_le_bytes(*entry)))
-        {
+    let mut reader = MapReader::new(space, info, 0..info.sectors);
+    while let Some(piece) = reader.read_next() {
+        if !piece?.iter().all(|(sector, entry)| visit(sector, entry)) {
             return Ok(());
         }
     }

@@ -11,6 +11,7 @@ mod missing_arenas;
 mod model;
 mod readers;
 mod script;
+mod sparse_volume;
 mod threads;
 mod torn_entry;
 
