@@ -1,4 +1,4 @@
-//! Sequential reader of a map, which skips holes. Their entries are zeros.
+//! Sequential reader of a map, which skips holes, and search for parts that are not holes.
 
 use std::ops::Range;
 
@@ -41,6 +41,24 @@ pub(super) fn stored_parts(space: &impl Media, range: &Range<u64>) -> Vec<Range<
         rest.start = end;
     }
     parts
+}
+
+/// Returns the first of `sectors` whose blocks are not holes. The sectors were never written, so
+/// their blocks have their numbers.
+pub(super) fn next_unwritten(
+    space: &impl Media,
+    info: &ArenaInfo,
+    sectors: Range<u32>,
+) -> Result<Option<Range<u32>>, MediaError> {
+    if sectors.is_empty() {
+        return Ok(None);
+    }
+    let from = info.data_range(sectors.start).start;
+    let blocks = from..info.data_range(sectors.end - 1).end;
+    let block_bytes = u64::from(info.block_bytes);
+    let sector_of = |at: u64| sectors.start + ((at - from) / block_bytes) as u32;
+    let data = space.next_data(blocks)?;
+    Ok(data.map(|data| sector_of(data.start)..sector_of(data.end - 1) + 1))
 }
 
 /// Returns the first part of a range that is not a hole. If the media cannot report holes, an

@@ -10,6 +10,7 @@ use super::arena_walk::arenas;
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::{MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
+use super::map_reader::next_unwritten;
 use crate::media::{Media, MediaError};
 
 /// Minimum and maximum number of sectors whose map entries are searched at a time. A search starts
@@ -232,15 +233,8 @@ impl<'a, S: Media> Reader<'a, S> {
 
     /// Searches sectors that were never written, by examining their blocks.
     fn next_unwritten_data(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
-        let last = sectors.end.checked_sub(1).filter(|last| *last >= sectors.start)?;
-        let from = arena.info.block_at(sectors.start);
-        let blocks = from..arena.info.block_at(last) + u64::from(self.sector_bytes());
-        match self.space.next_data(blocks) {
-            Ok(Some(data)) => {
-                let block_bytes = arena.info.block_at(1) - arena.info.block_at(0);
-                Some(sectors.start + ((data.start - from) / block_bytes) as u32)
-            }
-            Ok(None) => None,
+        match next_unwritten(self.space, &arena.info, sectors.clone()) {
+            Ok(found) => found.map(|found| found.start),
             Err(_) => Some(sectors.start),
         }
     }

@@ -8,7 +8,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::failed_blocks::FailedBlocks;
 use super::lanes::Lanes;
-use super::map::{self, LINE_SECTORS, Map};
+use super::map::{self, Map};
 use super::{BttError, Common, Fault};
 use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
@@ -231,60 +231,6 @@ impl Arena {
             .into_iter()
             .map(|sector| self.map.word_range(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
-    }
-
-    /// Makes sectors read as zeros, durably. At any time, each of them reads as before or as zeros.
-    /// Sectors whose blocks are on failed media are returned, and must be written instead. A
-    /// discard would keep such a block without a mark.
-    pub(super) fn discard(
-        &self,
-        common: &Common<impl Media>,
-        sectors: Range<u32>,
-    ) -> Result<Vec<u32>, BttError> {
-        let failed = self.store_discarded(common, sectors.clone())?;
-        self.persist_discarded(&common.space, &sectors)?;
-        Ok(failed)
-    }
-
-    /// Performs the first half of [`Arena::discard`]. From here on, other threads read zeros.
-    pub(super) fn store_discarded(
-        &self,
-        common: &Common<impl Media>,
-        sectors: Range<u32>,
-    ) -> Result<Vec<u32>, BttError> {
-        self.check_writable()?;
-        let space = &common.space;
-        let mut failed = Vec::new();
-        let mut first = sectors.start;
-        while first < sectors.end {
-            let end =
-                (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
-            let locked = common.locks.lock(self.map.word_range(&(first..end)));
-            let before = failed.len();
-            for sector in first..end {
-                // No entry in the line has been stored yet.
-                let entry = self.map.entry(space, sector).map_err(BttError::Media)?;
-                failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
-            }
-            let discarded = |sector, entry| match failed[before..].contains(&sector) {
-                true => entry,
-                false => map::discarded_entry(sector, entry),
-            };
-            self.latch(self.map.change(space, first..end, &locked, discarded))?;
-            first = end;
-        }
-        Ok(failed)
-    }
-
-    /// Performs the second half of [`Arena::discard`]. If a sector is exchanged between the halves,
-    /// the exchange itself makes the entry durable before it is committed.
-    pub(super) fn persist_discarded(
-        &self,
-        space: &impl Media,
-        sectors: &Range<u32>,
-    ) -> Result<(), BttError> {
-        self.latch(space.persist(std::slice::from_ref(&self.map.word_range(sectors))))?;
-        self.check_writable()
     }
 }
 

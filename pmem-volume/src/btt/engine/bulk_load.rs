@@ -13,7 +13,7 @@
 //! Reasons for this order:
 //!
 //! - Zeros before data: a sector that was never written maps to its own block, and would expose
-//!   torn data.
+//!   torn data. Therefore, step 1 also marks sectors that a discard would not change.
 //! - Data before the last step: an entry that names its block has all of its data.
 //!
 //! Each step allocates space before it stores anything.
@@ -134,8 +134,7 @@ impl<S: Media> BulkLoad<S> {
         assert!(previous < Some((arena, start)), "windows are stored in ascending order");
         let end = start.saturating_add(self.window_sectors).min(window_arena.info.sectors);
         let words = window_arena.map.word_range(&(start..end));
-        window_arena.provision(&common.space, words.clone())?;
-        let failed = window_arena.store_discarded(common, start..end)?;
+        let failed = window_arena.mark_as_zeros(common, start..end)?;
         assert!(failed.is_empty(), "sectors in error are data, and an empty BTT has none");
         let words: Vec<_> =
             [Some(words), left.map(|(_, words)| words)].into_iter().flatten().collect();

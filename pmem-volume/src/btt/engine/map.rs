@@ -152,7 +152,7 @@ pub(super) fn discarded_entry(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }
 
-/// Returns true if the sector was never written or discarded.
+/// Returns true if the sector was never written, and no discard changed its entry.
 pub(super) fn is_unwritten(entry: u32) -> bool {
     entry & (MAP_ERROR | MAP_ZERO) == 0
 }

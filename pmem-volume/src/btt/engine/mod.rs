@@ -7,7 +7,8 @@
 //! - [`map`]: map entries, which change while their line is locked. Apart from these locks, writes
 //!   with different lanes ([`lanes`]) share nothing. Releasing a lock ([`lock`]) does not wait for
 //!   pending stores.
-//! - [`arena`]: recovery at open, reading, discarding, and handling of damage.
+//! - [`discard`]: discards, which leave unwritten sectors unchanged if possible.
+//! - [`arena`]: recovery at open, reading, and handling of damage.
 //!
 //! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),
 //! because recovery redoes committed exchanges. Therefore, a flush only reports errors. A program
@@ -31,6 +32,7 @@
 mod arena;
 mod bulk_load;
 mod cpu;
+mod discard;
 mod exchange;
 mod failed_blocks;
 mod lanes;
@@ -239,17 +241,22 @@ impl<S: Media> Engine<S> {
     }
 
     /// Makes sectors read as zeros, durably, by setting a flag in their map entries. The sectors
-    /// keep their blocks.
+    /// keep their blocks. Sectors that were never written are not changed if their blocks are holes.
     ///
     /// Sectors smaller than a page are written instead. The Linux driver reads several of them into
     /// one page. At an entry for zeros, it stops and reports success (drivers/nvdimm/btt.c,
     /// btt_read_pg), so it would skip the following sectors.
     pub fn discard(&self, sectors: Range<u64>) -> Result<(), BttError> {
-        if u64::from(self.sector_bytes) < PAGE_BYTES {
-            return self.write_zero_bytes(sectors);
-        }
         for (arena, sectors) in self.parts(self.inside(sectors)?) {
             let arena = arena?;
+            if u64::from(self.sector_bytes) < PAGE_BYTES {
+                arena.check_writable()?;
+                arena.visit_nonzero(&self.common.space, sectors, |part| {
+                    let [start, end] = [part.start, part.end].map(u64::from);
+                    self.write_zero_bytes(arena.first_sector + start..arena.first_sector + end)
+                })?;
+                continue;
+            }
             for sector in arena.discard(&self.common, sectors)? {
                 exchange::exchange(&self.common, arena, sector, &[0; PAGE_BYTES as usize])?;
             }

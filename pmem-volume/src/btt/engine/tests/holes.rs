@@ -159,3 +159,93 @@ fn full_pool_is_written_through_lanes_whose_blocks_have_space() {
     );
     assert!(check(&thin).is_clean());
 }
+
+/// Returns the map entry of a sector.
+fn entry(thin: &ThinMedia<&MemoryMedia>, sector: u64) -> u32 {
+    let (info, _) = read_arena(thin, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+    let mut bytes = [0; 4];
+    thin.read(info.map_at + sector * 4, &mut bytes).unwrap();
+    u32::from_le_bytes(bytes)
+}
+
+#[test]
+fn discard_changes_no_unwritten_sector_whose_block_is_a_hole() {
+    let media = new_media(4096);
+    let thin = thin(&media, 4096);
+    let engine = Engine::open(&thin).unwrap();
+    for sector in [3, 4, 9] {
+        engine.write(sector, &content(sector, 1, 4096)).unwrap();
+    }
+    let before = thin.allocated();
+    engine.discard(0..9).unwrap();
+    engine.write_zeroes(20..30).unwrap();
+    assert_eq!(thin.allocated(), before);
+    for sector in (0..9).chain(20..30) {
+        assert_eq!(entry(&thin, sector) != 0, [3, 4].contains(&sector), "{sector}");
+        assert_eq!(read(&engine, sector), [0; 4096]);
+    }
+    assert_eq!(read(&engine, 9), content(9, 1, 4096));
+    assert!(check(&thin).is_clean());
+    let engine = Engine::open(&thin).unwrap();
+    assert!((0..9).all(|sector| read(&engine, sector) == [0; 4096]));
+}
+
+/// A BTT may have been formatted over old data, which sectors show until they are written.
+#[test]
+fn discard_hides_old_data_in_blocks_of_unwritten_sectors() {
+    let media = new_media(4096);
+    let thin = thin(&media, 4096);
+    let (info, _) = read_arena(&thin, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+    for sector in [5, 6, 7] {
+        thin.provision(info.data_range(sector)).unwrap();
+    }
+    media.store(info.block_at(6), &[7; 4096]).unwrap();
+    let engine = Engine::open(&thin).unwrap();
+    assert_eq!(read(&engine, 6), [7; 4096]);
+    thin.set_available_chunks(0);
+    assert!(matches!(engine.discard(0..48), Err(BttError::Full(_))));
+    assert_eq!((read(&engine, 6), engine.arenas()[0].read_only.clone()), (vec![7; 4096], None));
+    thin.set_available_chunks(1);
+    engine.discard(0..48).unwrap();
+    assert_eq!(read(&engine, 6), [0; 4096]);
+    // A block with zeros is no reason to allocate space for the map, which was a hole.
+    assert_eq!([5, 6, 7].map(|sector| entry(&thin, sector) == 0), [true, false, true]);
+    // From here on, blocks are not read, because a change takes no space.
+    engine.discard(0..48).unwrap();
+    assert_eq!([4, 5, 6, 7].map(|sector| entry(&thin, sector) == 0), [true, false, false, false]);
+    assert!(check(&thin).is_clean());
+}
+
+#[test]
+fn bulk_load_stores_only_what_has_space() {
+    for available in 0.. {
+        let media = new_media(4096);
+        let thin = thin(&media, 4096);
+        let load = Engine::open(&thin).unwrap().into_bulk_load().unwrap();
+        let mut load = load.with_window_sectors(16);
+        thin.set_available_chunks(available);
+        let result = load.write(12, &contents(12..20, 1));
+        if let Err(error) = &result {
+            assert!(matches!(error, BttError::Full(_)), "{error}");
+        }
+        thin.set_available_chunks(1);
+        let engine = load.finish().unwrap();
+        let read: Vec<_> = (12..20).map(|sector| read(&engine, sector)).collect();
+        let written = (12..20).zip(read).take_while(|(at, read)| *read == content(*at, 1, 4096));
+        // The parts of a write in each window are stored completely or not at all.
+        let expected = if result.is_ok() {
+            8
+        } else if available >= 5 {
+            4
+        } else {
+            0
+        };
+        assert_eq!(written.count(), expected, "{available}");
+        assert!(check(&thin).is_clean());
+        if result.is_ok() {
+            // Sectors that were not loaded have no space.
+            assert_eq!((available, entry(&thin, 40)), (9, 0));
+            break;
+        }
+    }
+}

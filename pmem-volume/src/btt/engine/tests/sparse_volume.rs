@@ -109,3 +109,21 @@ fn check_and_repair_read_no_hole() {
     only_allocated_chunks_were_accessed(&media);
     assert!(check(&media).is_clean());
 }
+
+/// Creators of file systems discard the whole volume.
+#[test]
+fn discard_of_an_empty_volume_allocates_no_space() {
+    for sector_bytes in [512, 4096] {
+        let media = Simulator::new(SparseMedia::wrapped_bytes(SIZE, CHUNK_BYTES));
+        let media = ThinMedia::new(media, SIZE, CHUNK_BYTES);
+        Layout::new(SIZE, sector_bytes, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+        let media = media.strict();
+        let before = media.allocated();
+        let engine = Engine::open(&media).unwrap();
+        media.take_accesses();
+        engine.discard(0..engine.sectors()).unwrap();
+        assert_eq!(media.allocated(), before);
+        let read_bytes = only_allocated_chunks_were_accessed(&media);
+        assert!(read_bytes <= before.len() as u64 * CHUNK_BYTES, "{read_bytes}");
+    }
+}
