@@ -40,7 +40,8 @@ impl<M: Media> ThinMedia<M> {
         len_bytes + len_bytes.div_ceil(chunk_bytes) * 8
     }
 
-    /// Opens media of [`ThinMedia::wrapped_bytes`]. Zeroed media has only holes.
+    /// Opens media of [`ThinMedia::wrapped_bytes`]. Zeroed media has only holes. Like the tables of
+    /// a pool, the table is persisted, because a process that was killed may have stored it.
     pub(crate) fn new(media: M, len_bytes: u64, chunk_bytes: u64) -> Self {
         let chunks = len_bytes.div_ceil(chunk_bytes);
         let thin = Self {
@@ -54,6 +55,7 @@ impl<M: Media> ThinMedia<M> {
             provisions: AtomicU64::new(0),
         };
         let mut table = thin.table_at(0)..thin.table_at(chunks);
+        thin.media.persist_range(table.clone()).unwrap();
         while let Some(data) = thin.media.next_data(table.clone()).unwrap() {
             for at in (data.start / 8 * 8..data.end).step_by(8) {
                 let has_space = thin.media.load_word(at).unwrap() != 0;

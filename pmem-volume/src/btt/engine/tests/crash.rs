@@ -4,7 +4,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::script::{Driver, InjectedBug, LANES, Oracle, Recorded, SECTORS, Script, new_media};
+use super::script::{
+    Driver, InjectedBug, LANES, Oracle, Recorded, SECTORS, Script, new_media, new_media_with_holes,
+    thin,
+};
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::tests::campaign::{Replay, replay_as, replayed, seeds, verify_each};
@@ -39,12 +42,22 @@ pub(super) fn verify(
 /// Interleaves random exchanges and discards, and crashes at every persist.
 pub(super) fn crash_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), bug, Oracle::default());
-    let engine = Engine::open(&recorded).unwrap();
+    crash_on(&recorded, &recorded, seed)
+}
+
+/// Crashes like [`crash_at_random`], on media with holes.
+pub(super) fn crash_with_holes(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media_with_holes(), bug, Oracle::default());
+    crash_on(&recorded, thin(&recorded), seed)
+}
+
+fn crash_on(recorded: &Recorded, space: impl Media, seed: u64) -> Result<usize, String> {
+    let engine = Engine::open(space).unwrap();
     recorded.is_open.store(true, Ordering::Relaxed);
     recorded.record();
     let mut random = Random::new(seed);
     let writers = 1 + random.below(3) as usize;
-    let mut script = Script::new(&engine, &recorded, writers, 0);
+    let mut script = Script::new(&engine, recorded, writers, 0);
     script.run(&mut random, 120);
     drop(script);
     verify(&recorded.take_points(), BOUND, seed, 0)
@@ -55,29 +68,61 @@ pub(super) fn crash_at_random(seed: u64, bug: InjectedBug) -> Result<usize, Stri
 /// the media, or later.
 pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), InjectedBug::Nothing, Oracle::default());
-    let engine = Engine::open(&recorded).unwrap();
+    let mut images = 0;
+    for (step, (kill, oracle)) in run_until_kill(&recorded, &recorded, seed) {
+        let next = Recorded::new(kill.killed(), bug, oracle.clone());
+        next.record();
+        images += continue_after_kill(&next, &next, &oracle, seed, step)?;
+    }
+    Ok(images)
+}
+
+/// Kills the process like [`kill_at_random`], on media with holes.
+pub(super) fn kill_with_holes(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media_with_holes(), InjectedBug::Nothing, Oracle::default());
+    let mut images = 0;
+    for (step, (kill, oracle)) in run_until_kill(&recorded, thin(&recorded), seed) {
+        let next = Recorded::new(kill.killed(), bug, oracle.clone());
+        next.record();
+        images += continue_after_kill(&next, thin(&next), &oracle, seed, step)?;
+    }
+    Ok(images)
+}
+
+/// Runs a random script. Returns the points at which the process may be killed.
+fn run_until_kill(
+    recorded: &Recorded,
+    space: impl Media,
+    seed: u64,
+) -> impl Iterator<Item = (usize, (CrashPoint, Oracle))> {
+    let engine = Engine::open(space).unwrap();
     recorded.record();
     let mut random = Random::new(seed);
     let writers = 1 + random.below(3) as usize;
-    let mut script = Script::new(&engine, &recorded, writers, 0);
+    let mut script = Script::new(&engine, recorded, writers, 0);
     script.run(&mut random, 40);
     drop(script);
-    let mut images = 0;
-    for (step, (kill, oracle)) in recorded.take_points().into_iter().enumerate() {
-        let next = Recorded::new(kill.killed(), bug, oracle.clone());
-        next.record();
-        let engine = Engine::open(&next).unwrap();
-        next.is_open.store(true, Ordering::Relaxed);
-        // From here on, the oracle is the state that this process has read.
-        let found = oracle.read(&engine).map_err(|error| format!("killed at {step}: {error}"))?;
-        *next.oracle.lock().unwrap() = found;
-        let mut script = Script::new(&engine, &next, 2, 1000);
-        script.run(&mut Random::new(seed + step as u64), 16);
-        drop(script);
-        images += verify(&next.take_points(), BOUND / 4, seed, step * POINTS)
-            .map_err(|error| format!("killed at {step}: {error}"))?;
-    }
-    Ok(images)
+    recorded.take_points().into_iter().enumerate()
+}
+
+/// Opens the state after a kill, which is already recorded, continues, and crashes at every persist.
+fn continue_after_kill(
+    next: &Recorded,
+    space: impl Media,
+    oracle: &Oracle,
+    seed: u64,
+    step: usize,
+) -> Result<usize, String> {
+    let killed = |error| format!("killed at {step}: {error}");
+    let engine = Engine::open(space).unwrap();
+    next.is_open.store(true, Ordering::Relaxed);
+    // From here on, the oracle is the state that this process has read.
+    let found = oracle.read(&engine).map_err(killed)?;
+    *next.oracle.lock().unwrap() = found;
+    let mut script = Script::new(&engine, next, 2, 1000);
+    script.run(&mut Random::new(seed + step as u64), 16);
+    drop(script);
+    verify(&next.take_points(), BOUND / 4, seed, step * POINTS).map_err(killed)
 }
 
 /// Runs a random script, ends the engine, and hands the media over to a driver that persists only
@@ -117,6 +162,20 @@ fn interleaved_exchanges_and_discards_survive_a_crash_at_every_persist() {
     let images: usize =
         seeds(24).map(|seed| crash_at_random(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 31_000);
+}
+
+#[test]
+fn exchanges_on_media_with_holes_survive_a_crash_at_every_persist() {
+    let images: usize =
+        seeds(12).map(|seed| crash_with_holes(seed, InjectedBug::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 15_000);
+}
+
+#[test]
+fn sectors_on_media_with_holes_survive_a_kill_and_then_a_loss_of_power() {
+    let images: usize =
+        seeds(6).map(|seed| kill_with_holes(seed, InjectedBug::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 10_000);
 }
 
 #[test]

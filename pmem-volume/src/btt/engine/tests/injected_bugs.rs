@@ -1,7 +1,9 @@
 //! Wrong orders of steps, which the media simulates while a correct engine runs. Their detection
 //! proves that the tests of the right order are effective.
 
-use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
+use super::crash::{
+    crash_at_random, crash_with_holes, hand_over_at_random, kill_at_random, kill_with_holes,
+};
 use super::script::InjectedBug;
 
 /// Expects at least one seed to detect the wrong order.
@@ -66,6 +68,19 @@ fn discard_that_returns_before_it_is_durable_is_detected() {
 #[test]
 fn redo_before_the_flog_is_durable_is_detected() {
     must_be_detected(kill_at_random, InjectedBug::RecoveredFlog);
+}
+
+#[test]
+fn space_that_is_not_durable_before_its_use_is_detected() {
+    must_be_detected(crash_with_holes, InjectedBug::Space);
+}
+
+#[test]
+fn wrong_orders_on_media_with_holes_are_detected() {
+    for bug in [InjectedBug::Data, InjectedBug::MapBeforeFlog, InjectedBug::LaneReused] {
+        must_be_detected(crash_with_holes, bug);
+    }
+    must_be_detected(kill_with_holes, InjectedBug::RecoveredMap);
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod lock;
 mod loom_model;
 mod missing_arenas;
 mod model;
+mod out_of_space;
 mod readers;
 mod script;
 mod sparse_volume;

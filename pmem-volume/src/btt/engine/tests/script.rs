@@ -13,7 +13,9 @@ use super::super::map::{LINE_SECTORS, written_entry};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
+use crate::btt::layout::PAGE_BYTES;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::media::thin::ThinMedia;
 use crate::media::{Durability, Media, MediaError, Pending};
 
 pub(super) const SECTORS: u32 = 48;
@@ -64,6 +66,8 @@ pub(super) enum InjectedBug {
     LogPersistedTooEarly,
     /// Map entries that mark the sectors of a load as zeros are not durable before the data.
     LoadZeros,
+    /// Space is used before it is durable.
+    Space,
 }
 
 /// Persist that has begun for a range. Like a CPU, it writes back the current content of the cache
@@ -153,6 +157,7 @@ impl Recorded {
                 of(InjectedBug::SecondHalf, Self::in_flog)
                     || of(InjectedBug::MapBeforeFlog, Self::in_flog)
                     || of(InjectedBug::Discard, Self::in_map)
+                    || of(InjectedBug::Space, |_, range| range.start >= VOLUME_BYTES)
             }
             false => {
                 of(InjectedBug::RecoveredFlog, Self::in_flog)
@@ -307,22 +312,35 @@ pub(super) fn new_media() -> Simulator {
     media
 }
 
+/// Creates media with holes for [`thin`], with a small arena. Space is allocated in pages.
+pub(super) fn new_media_with_holes() -> Simulator {
+    let size_bytes = ThinMedia::<Simulator>::wrapped_bytes(VOLUME_BYTES, PAGE_BYTES);
+    let media = Simulator::new(size_bytes);
+    format_small(&ThinMedia::new(&media, VOLUME_BYTES, PAGE_BYTES), SECTORS, LANES);
+    media
+}
+
+/// Opens media with holes. A store without space panics.
+pub(super) fn thin<M: Media>(media: M) -> ThinMedia<M> {
+    ThinMedia::new(media, VOLUME_BYTES, PAGE_BYTES).strict()
+}
+
 /// Exchange in progress, or a discard that is not durable yet.
-struct Active<'a> {
-    exchange: Option<OneOrMore<'a>>,
+struct Active<'a, S> {
+    exchange: Option<OneOrMore<'a, S>>,
     sectors: Range<u32>,
     version: u64,
     steps: u32,
 }
 
 /// Exchange of one or several sectors, as in the engine.
-enum OneOrMore<'a> {
-    One(Exchange<'a, &'a Recorded, [lanes::LaneGuard<'a>; 1]>),
-    More(Exchange<'a, &'a Recorded, LaneGuards<'a>>),
+enum OneOrMore<'a, S> {
+    One(Exchange<'a, S, [lanes::LaneGuard<'a>; 1]>),
+    More(Exchange<'a, S, LaneGuards<'a>>),
 }
 
-impl<'a> OneOrMore<'a> {
-    fn begin(common: &'a Common<&'a Recorded>, arena: &'a Arena, sectors: &Range<u32>) -> Self {
+impl<'a, S: Media> OneOrMore<'a, S> {
+    fn begin(common: &'a Common<S>, arena: &'a Arena, sectors: &Range<u32>) -> Self {
         let exchange = match sectors.len() {
             1 => OneOrMore::One(Exchange::begin_one(common, arena, sectors.start)),
             wanted => OneOrMore::More(Exchange::begin(common, arena, sectors.start, wanted)),
@@ -361,17 +379,17 @@ impl<'a> OneOrMore<'a> {
 const DISCARDS: u64 = 1 << 32;
 
 /// Script of interleaved writers.
-pub(super) struct Script<'a> {
-    engine: &'a Engine<&'a Recorded>,
+pub(super) struct Script<'a, S> {
+    engine: &'a Engine<S>,
     recorded: &'a Recorded,
-    active: Vec<Option<Active<'a>>>,
+    active: Vec<Option<Active<'a, S>>>,
     version: u64,
 }
 
-impl<'a> Script<'a> {
+impl<'a, S: Media> Script<'a, S> {
     /// Creates a script. `versions` must be larger than all versions on the media.
     pub(super) fn new(
-        engine: &'a Engine<&'a Recorded>,
+        engine: &'a Engine<S>,
         recorded: &'a Recorded,
         writers: usize,
         version: u64,
@@ -469,7 +487,7 @@ impl<'a> Script<'a> {
     fn is_locked(&self, sectors: &Range<u32>) -> bool {
         let lines = |of: &Range<u32>| of.start / LINE_SECTORS..=(of.end - 1) / LINE_SECTORS;
         let wanted = lines(sectors);
-        let has_locked = |active: &&Active<'_>| active.exchange.is_some() && active.steps > 1;
+        let has_locked = |active: &&Active<'_, S>| active.exchange.is_some() && active.steps > 1;
         let mut locked = self.active.iter().flatten().filter(has_locked);
         locked.any(|active| lines(&active.sectors).any(|line| wanted.contains(&line)))
     }
@@ -564,12 +582,28 @@ impl Oracle {
         }
     }
 
-    /// Verifies an image. Returns an oracle with its content and without writes in progress.
+    /// Verifies an image, which may have holes. Returns an oracle with its content and without
+    /// writes in progress.
     ///
     /// 1. A check finds nothing.
     /// 2. The engine opens it, and reads a possible version of every sector.
     /// 3. A check finds nothing, and nothing to redo.
     pub(super) fn verify(&self, image: &Simulator) -> Result<Self, String> {
+        match Media::len_bytes(image) {
+            VOLUME_BYTES => self.verify_media(image),
+            _ => {
+                let media = ThinMedia::new(image, VOLUME_BYTES, PAGE_BYTES);
+                let before = media.allocated();
+                let found = self.verify_media(&media)?;
+                match media.allocated() == before {
+                    true => Ok(found),
+                    false => Err("recovery has allocated space".to_owned()),
+                }
+            }
+        }
+    }
+
+    fn verify_media(&self, image: &impl Media) -> Result<Self, String> {
         let check_is_clean = |when: &str| {
             let report = check(image);
             if report.is_clean() {
