@@ -169,11 +169,12 @@ impl<M: Media> Media for ThinMedia<M> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
         self.record_read(offset_bytes, into.len() as u64);
         self.media.read(offset_bytes, into)?;
-        // In a crash image, a hole may contain bytes that were stored there.
-        for (at, byte) in (offset_bytes..).zip(into) {
-            if !self.has_space(at / self.chunk_bytes) {
-                *byte = 0;
-            }
+        let range = offset_bytes..offset_bytes + into.len() as u64;
+        for chunk in self.chunks_of(&range).filter(|chunk| !self.has_space(*chunk)) {
+            // In a crash image, a hole may contain bytes that were stored there.
+            let start = range.start.max(chunk * self.chunk_bytes) - offset_bytes;
+            let end = range.end.min((chunk + 1) * self.chunk_bytes) - offset_bytes;
+            into[start as usize..end as usize].fill(0);
         }
         Ok(())
     }

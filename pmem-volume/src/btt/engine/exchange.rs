@@ -87,9 +87,9 @@ pub(super) fn exchange(
     }
 }
 
-/// Exchanges the first sector after an exchange has failed with `error`. If the pool is full, a lane
-/// that has replaced the first block of a sector may have a block without space, but the block of
-/// another lane may have space.
+/// Exchanges the first sector after an exchange has failed with `error`. If the pool is full, a
+/// lane that has replaced the first block of a sector may have a block without space, but the block
+/// of another lane may have space.
 #[cold]
 pub(super) fn exchange_after(
     error: BttError,

@@ -241,7 +241,7 @@ impl<S: Media> Engine<S> {
     }
 
     /// Makes sectors read as zeros, durably, by setting a flag in their map entries. The sectors
-    /// keep their blocks. Sectors that were never written are not changed if their blocks are holes.
+    /// keep their blocks. Sectors that were never written are unchanged if their blocks are holes.
     ///
     /// Sectors smaller than a page are written instead. The Linux driver reads several of them into
     /// one page. At an entry for zeros, it stops and reports success (drivers/nvdimm/btt.c,

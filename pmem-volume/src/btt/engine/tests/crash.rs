@@ -105,7 +105,8 @@ fn run_until_kill(
     recorded.take_points().into_iter().enumerate()
 }
 
-/// Opens the state after a kill, which is already recorded, continues, and crashes at every persist.
+/// Opens the state after a kill, which is already being recorded. Continues, and crashes at every
+/// persist.
 fn continue_after_kill(
     next: &Recorded,
     space: impl Media,
