@@ -25,8 +25,12 @@ pub(super) struct MapPiece<'a> {
     entries: Option<&'a [[u8; MAP_ENTRY_BYTES as usize]]>,
 }
 
-/// Returns the parts of a range that are not holes, so that only they are persisted.
+/// Returns the parts of a range that are not holes, so that only they are persisted. A small range
+/// is not searched, because a persist of a hole does nothing.
 pub(super) fn stored_parts(space: &impl Media, range: &Range<u64>) -> Vec<Range<u64>> {
+    if range.end - range.start <= PAGE_BYTES {
+        return vec![range.clone()];
+    }
     let mut parts: Vec<Range<u64>> = Vec::new();
     let mut rest = range.clone();
     while !rest.is_empty()

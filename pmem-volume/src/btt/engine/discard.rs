@@ -100,6 +100,9 @@ impl Arena {
         sectors: Range<u32>,
         mut visit: impl FnMut(Range<u32>) -> Result<(), BttError>,
     ) -> Result<(), BttError> {
+        if sectors.len() <= LINE_SECTORS as usize && self.are_written(space, &sectors)? {
+            return visit(sectors);
+        }
         let mut run = sectors.start..sectors.start;
         // Adjacent parts are visited together.
         let mut add = |part: Range<u32>| {
@@ -132,6 +135,18 @@ impl Arena {
             last if last.is_empty() => Ok(()),
             last => visit(last),
         }
+    }
+
+    /// Returns true if all sectors were written or discarded before. Faster than a search for holes
+    /// if there are few sectors.
+    fn are_written(&self, space: &impl Media, sectors: &Range<u32>) -> Result<bool, BttError> {
+        for sector in sectors.clone() {
+            let entry = self.map.entry(space, sector).map_err(BttError::Media)?;
+            if map::is_unwritten(entry) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Calls `add` with the unwritten sectors in a range whose blocks are not holes.
