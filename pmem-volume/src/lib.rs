@@ -22,7 +22,7 @@ pub mod unnamed_file;
 pub use media::Durability;
 pub use pool::{
     ChunkId, CreateOptions, Extent, OpenMode, Pool, PoolError, PoolInfo, Shrink, Volume,
-    VolumeFormat, VolumeInfo, VolumeSize,
+    VolumeFormat, VolumeInfo, VolumeOptions, VolumeSize,
 };
 
 /// Size of a chunk in bytes. A chunk is the unit in which a pool lends memory and allocates

@@ -259,8 +259,13 @@ pub struct PoolInfo {
 impl PoolInfo {
     /// Free bytes that are reserved for volumes and never lent as memory.
     pub fn free_storage_bytes(&self) -> u64 {
+        self.withheld_of(self.free_bytes)
+    }
+
+    /// Part of `available_bytes` that is kept for volumes and never lent as memory.
+    pub fn withheld_of(&self, available_bytes: u64) -> u64 {
         let kept_bytes = self.reserve_bytes.max(self.promised_bytes);
-        kept_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
+        kept_bytes.saturating_sub(self.volume_bytes).min(available_bytes)
     }
 
     /// Free bytes that may become storage or memory.

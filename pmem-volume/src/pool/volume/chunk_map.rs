@@ -18,6 +18,7 @@ const HOLE: u32 = u32::MAX;
 /// Parts without chunks are not in memory, because the size of a volume is untrusted.
 pub(super) struct ChunkMap {
     chunks: u32,
+    allocated: AtomicU32,
     parts: Box<[OnceLock<Box<[AtomicU32]>>]>,
 }
 
@@ -25,7 +26,7 @@ impl ChunkMap {
     /// Returns the map of a volume of `chunks` chunks, of which only `present` exist.
     pub(super) fn new(chunks: u32, present: &[(u32, ChunkId)]) -> Self {
         let parts = (0..chunks.div_ceil(PART)).map(|_| OnceLock::new()).collect();
-        let map = Self { chunks, parts };
+        let map = Self { chunks, allocated: AtomicU32::new(0), parts };
         present.iter().for_each(|(index, chunk)| map.publish(*index, *chunk));
         map
     }
@@ -78,6 +79,12 @@ impl ChunkMap {
         let part = self.parts[(index / PART) as usize].get_or_init(new_part);
         let before = part[(index % PART) as usize].swap(chunk.0, Ordering::AcqRel);
         assert_eq!(before, HOLE, "index {index} already has a chunk");
+        self.allocated.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of indexes with a chunk.
+    pub(super) fn allocated(&self) -> u32 {
+        self.allocated.load(Ordering::Relaxed)
     }
 }
 
@@ -93,6 +100,7 @@ mod tests {
             (0..3 * PART - 1).filter_map(|index| Some((index, map.get(index)?))).collect();
         assert_eq!(present, [(0, 5), (PART - 1, 9), (PART, 2)].map(|(at, id)| (at, ChunkId(id))));
         assert!(map.chunks().eq(present));
+        assert_eq!(map.allocated(), 3);
         assert_eq!((map.hole_end(1), map.hole_end(2 * PART)), (2, 3 * PART - 1));
     }
 

@@ -53,6 +53,13 @@ pub struct VolumeOptions {
     pub thin: bool,
 }
 
+impl VolumeOptions {
+    /// Returns the options of a volume with all of its chunks.
+    pub fn thick(size_bytes: u64, format: VolumeFormat) -> Self {
+        Self { size: VolumeSize::Bytes(size_bytes), format, thin: false }
+    }
+}
+
 /// Properties of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct VolumeInfo {
@@ -523,6 +530,14 @@ impl<M: Media> Volume<M> {
         match &self.map {
             None => self.extents.clone(),
             Some(map) => extents_of(map.chunks()),
+        }
+    }
+
+    /// Returns the bytes of the pool that the volume occupies now. Takes no lock.
+    pub fn allocated_bytes(&self) -> u64 {
+        match &self.map {
+            None => self.info.allocated_bytes,
+            Some(map) => u64::from(map.allocated()) * CHUNK_BYTES,
         }
     }
 
