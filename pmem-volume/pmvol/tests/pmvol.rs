@@ -2,6 +2,8 @@
 
 #[path = "shell/complete.rs"]
 mod complete;
+#[path = "shell/overwrite.rs"]
+mod overwrite;
 mod shell;
 #[path = "shell/umask.rs"]
 mod umask;
@@ -9,8 +11,9 @@ mod umask;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
+use overwrite::overwrite;
 use serde_json::Value;
-use shell::{Folder, overwrite};
+use shell::Folder;
 
 fn listed(folder: &Folder) -> Vec<Value> {
     let document = folder.json(&["volume", "list", "pool", "--json"]);

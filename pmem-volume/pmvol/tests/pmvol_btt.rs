@@ -1,5 +1,7 @@
 //! Tests of the `pmvol btt` commands.
 
+#[path = "shell/overwrite.rs"]
+mod overwrite;
 mod shell;
 
 use std::fs::{self, File, OpenOptions};
@@ -8,12 +10,13 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use overwrite::overwrite;
 use pmem_volume::btt::{Engine, Layout};
 use pmem_volume::btt_file::BttFile;
 use pmem_volume::media::MemoryMedia;
 use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;
-use shell::{Folder, overwrite};
+use shell::Folder;
 
 const MIB: u64 = 1 << 20;
 const SECTOR_BYTES: usize = 4096;

@@ -1,12 +1,15 @@
 //! Tests of `pmvol` reports: JSON documents, usable sizes and hints.
 
+#[path = "shell/overwrite.rs"]
+mod overwrite;
 mod shell;
 
 use std::process::Command;
 
 use foreshore_types::size::Size;
+use overwrite::overwrite;
 use serde_json::Value;
-use shell::{Folder, overwrite};
+use shell::Folder;
 
 fn listed(folder: &Folder) -> Vec<Value> {
     let document = folder.json(&["volume", "list", "pool", "--json"]);

@@ -1,5 +1,7 @@
 //! Tests of images through pipes, and of volumes that are created from images.
 
+#[path = "shell/overwrite.rs"]
+mod overwrite;
 mod shell;
 
 use std::fs::{self, File};
@@ -7,9 +9,10 @@ use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Output, Stdio};
 
+use overwrite::overwrite;
 use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;
-use shell::{Folder, overwrite};
+use shell::Folder;
 
 const MIB: u64 = 1 << 20;
 const SECTOR_BYTES: u64 = 4096;

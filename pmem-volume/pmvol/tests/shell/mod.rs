@@ -1,6 +1,6 @@
 //! Temporary folder in which tests run `pmvol`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -54,14 +54,4 @@ impl Folder {
         assert_eq!(document["schema"], 1, "{arguments:?}");
         document
     }
-}
-
-pub(crate) fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
-    use std::os::unix::fs::FileExt;
-    std::fs::OpenOptions::new()
-        .write(true)
-        .open(path)
-        .unwrap()
-        .write_all_at(bytes, offset_bytes)
-        .unwrap();
 }
