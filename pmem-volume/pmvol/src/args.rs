@@ -178,7 +178,7 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Create, list, resize, split, rename, export, import and delete volumes
+    /// Create, list, resize, convert, split, rename, export, import and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
     /// Check and repair BTTs, read and write single sectors
@@ -206,6 +206,18 @@ Examples:
     },
 }
 
+/// Allocation of a volume's chunks.
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct Allocation {
+    /// Allocate chunks when they are first written
+    #[arg(long)]
+    pub(crate) thin: bool,
+    /// Allocate all chunks
+    #[arg(long)]
+    pub(crate) thick: bool,
+}
+
 #[derive(Subcommand)]
 pub(crate) enum VolumeCommand {
     /// Create a volume, empty or from an image
@@ -220,6 +232,7 @@ Examples:
   pmvol volume create /pm/pool data --size 8G
   pmvol volume create /pm/pool dax --size 2G --format raw
   pmvol volume create /pm/pool rest --size remaining
+  pmvol volume create /pm/pool logs --size 64G --thin
   pmvol volume create /pm/pool root --from debian.img
   pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
@@ -243,6 +256,12 @@ Examples:
         /// Format of the volume
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
+        /// Create a thin volume: chunks are allocated when they are first written
+        ///
+        /// The rest of its size stays reserved in the pool. The guest accesses a thin volume by
+        /// interface=virtio-blk.
+        #[arg(long)]
+        thin: bool,
         /// Fill the volume from this image, or from stdin if it is `-`
         #[arg(long, value_name = "FILE")]
         from: Option<PathBuf>,
@@ -266,6 +285,24 @@ Examples:
     List {
         /// Pool
         pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Convert a volume to a thin one, or allocate all of it
+    ///
+    /// The volume keeps its content. --thin also frees chunks that contain only zeros.
+    #[command(after_help = "\
+Examples:
+  pmvol volume convert /pm/pool data --thin
+  pmvol volume convert /pm/pool data --thick")]
+    Convert {
+        /// Pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_parser = volume_name())]
+        name: String,
+        #[command(flatten)]
+        allocation: Allocation,
         #[command(flatten)]
         output: Output,
     },

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::pool::SplitContent;
 use pmem_volume::progress::OnProgress;
-use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeSize};
+use pmem_volume::{
+    CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeOptions, VolumeSize,
+};
 use thiserror::Error;
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
@@ -68,11 +70,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => list(pool, output)?,
-        VolumeCommand::Create { pool, name, size, format, from: None, output, .. } => {
+        VolumeCommand::Create { pool, name, size, format, thin, from: None, output, .. } => {
             let size = size.expect("clap requires it without --from");
+            let options = VolumeOptions { size, format: *format, thin: *thin };
             let (pool, volume) = change_pool(pool, |pool, progress| {
                 pool.scrub_for(size, progress)?;
-                pool.create_volume(name, size, *format)
+                pool.create_volume_with(name, options)
             })?;
             let report = VolumesReport::new(&pool, &[volume]);
             print(output, &report, |out| print::volume_created(out, &report.volumes[0]))?;
@@ -83,12 +86,13 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             name,
             size,
             format,
+            thin,
             from: Some(from),
             image_format,
             output,
         } => {
             let source = btt::Source::open(from, *image_format)?;
-            let new = create_from::NewVolume { name, size: *size, format: *format };
+            let new = create_from::NewVolume { name, size: *size, format: *format, thin: *thin };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
             let report = VolumesReport::new(&pool, &[volume]).filled(filled);
             print(output, &report, |out| {
@@ -112,6 +116,13 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             report.hints.extend(is_larger.then(|| print::GROWTH_HINT.to_owned()));
             print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
             print::print_hints(output, &report.hints);
+            print::warn_waiting(&pool);
+        }
+        VolumeCommand::Convert { pool, name, allocation, output } => {
+            let (pool, volume) =
+                change_pool(pool, |pool, progress| convert(pool, name, allocation.thin, progress))?;
+            let report = VolumesReport::new(&pool, &[volume]);
+            print(output, &report, |out| print::volume_converted(out, &report.volumes[0]))?;
             print::warn_waiting(&pool);
         }
         VolumeCommand::Rename { pool, name, new_name, output } => {
@@ -199,6 +210,19 @@ fn resize(
         pool.scrub_all_with(progress)?;
     }
     Ok((before, volume))
+}
+
+/// Converts a volume, and returns it as it is afterwards. Chunks that it no longer needs are erased
+/// immediately, so that their space is available when the command returns.
+fn convert(
+    pool: &Arc<Pool>,
+    name: &str,
+    thin: bool,
+    progress: OnProgress<'_>,
+) -> Result<VolumeInfo, PoolError> {
+    let volume = pool.convert_volume(name, thin)?;
+    pool.scrub_all_with(progress)?;
+    Ok(volume)
 }
 
 /// Returns true if a check or repair failed without a result. Damage that prevents a check or

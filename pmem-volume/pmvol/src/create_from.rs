@@ -9,7 +9,9 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use pmem_volume::btt::volume_bytes_for;
 use pmem_volume::pool::layout::MAX_NAME_BYTES;
-use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, VolumeFormat, VolumeInfo, VolumeSize};
+use pmem_volume::{
+    CHUNK_BYTES, OpenMode, Pool, PoolError, VolumeFormat, VolumeInfo, VolumeOptions, VolumeSize,
+};
 
 use super::btt::{ImportSizes, Location, Media, Source, fill};
 use super::commands::add_flag_context;
@@ -24,6 +26,7 @@ pub(crate) struct NewVolume<'a> {
     /// Size of the volume. `None` means the smallest size that holds the image.
     pub(crate) size: Option<VolumeSize>,
     pub(crate) format: VolumeFormat,
+    pub(crate) thin: bool,
 }
 
 impl NewVolume<'_> {
@@ -60,8 +63,9 @@ pub(crate) fn create(
     let pool = with_meter(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         check_names(&pool, new.name, &part)?;
+        let options = VolumeOptions { size, format: new.format, thin: new.thin };
         pool.scrub_for(size, progress)?;
-        pool.create_volume(&part, size, new.format)?;
+        pool.create_volume_with(&part, options)?;
         anyhow::Ok(pool)
     })
     .map_err(add_flag_context)?;
@@ -120,7 +124,7 @@ mod tests {
     #[test]
     fn name_during_import_is_valid() {
         for name in ["data", &"x".repeat(MAX_NAME_BYTES), &"ü".repeat(MAX_NAME_BYTES / 2)] {
-            let new = NewVolume { name, size: None, format: VolumeFormat::Btt };
+            let new = NewVolume { name, size: None, format: VolumeFormat::Btt, thin: false };
             let part = new.temporary_name();
             assert!(part.parse::<VolumeName>().is_ok() && part != name, "{part}");
         }

@@ -162,8 +162,7 @@ impl<'a> InfoReport<'a> {
         if holder.is_none() {
             // The next process that opens the pool erases and frees these bytes.
             let available_bytes = info.free_bytes + waiting_bytes;
-            let withheld_bytes =
-                info.reserve_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
+            let withheld_bytes = info.withheld_of(available_bytes);
             info.lendable_bytes = available_bytes - withheld_bytes;
             info.reserved_bytes = info.volume_bytes + withheld_bytes;
         }
@@ -372,9 +371,20 @@ pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeLine) -> io::Result<()
     writeln!(out, "volume {name} resized: {}, in {extents} piece(s)", size_of(volume))
 }
 
+pub(crate) fn volume_converted(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
+    let info = &volume.info;
+    let kind = if info.thin { "thin" } else { "thick" };
+    writeln!(out, "volume {} is {kind}: {}", info.name, size_of(volume))
+}
+
 fn size_of(volume: &VolumeLine) -> String {
-    let size = Size(volume.info.size_bytes).rounded();
-    format!("{size}, {}, {} usable", volume.info.format.as_str(), usable(volume))
+    let info = &volume.info;
+    let size = Size(info.size_bytes).rounded();
+    let text = format!("{size}, {}, {} usable", info.format.as_str(), usable(volume));
+    match info.thin {
+        true => format!("{text}, thin, {} allocated", Size(info.allocated_bytes).rounded()),
+        false => text,
+    }
 }
 
 fn usable(volume: &VolumeLine) -> String {
@@ -390,18 +400,20 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeLine]) -> io::Result<()> {
     let width = volumes.iter().map(|v| v.info.name.chars().count()).chain([4]).max().unwrap_or(4);
     writeln!(
         out,
-        "{:width$}  {:>10}  {:>10}  {:6}  {:>7}  UUID",
-        "NAME", "SIZE", "USABLE", "FORMAT", "EXTENTS"
+        "{:width$}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  UUID",
+        "NAME", "SIZE", "USABLE", "ALLOCATED", "FORMAT", "THIN", "EXTENTS"
     )?;
     for volume in volumes {
         let info = &volume.info;
         writeln!(
             out,
-            "{:width$}  {:>10}  {:>10}  {:6}  {:>7}  {}",
+            "{:width$}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  {}",
             info.name,
             Size(info.size_bytes).rounded(),
             usable(volume),
+            Size(info.allocated_bytes).rounded(),
             info.format.as_str(),
+            if info.thin { "yes" } else { "no" },
             info.extents,
             info.uuid
         )?;

@@ -24,6 +24,10 @@ pub(crate) enum UsageError {
     Parts(SplitError),
     #[error("{name:?} is both the old and the new name; choose another new name")]
     SameName { name: String },
+    #[error(
+        "--thin: a raw volume cannot be thin, because no interface could serve it; leave --format raw out"
+    )]
+    ThinRaw,
     #[error("--size: the size of stdin is unknown; set the size of the volume")]
     StdinSize,
     #[error(
@@ -81,6 +85,9 @@ fn check(command: &Command) -> Result<(), UsageError> {
 
 fn check_volume(command: &VolumeCommand) -> Result<(), UsageError> {
     match command {
+        VolumeCommand::Create { thin: true, format: VolumeFormat::Raw, .. } => {
+            Err(UsageError::ThinRaw)
+        }
         VolumeCommand::Create { size, format, from, image_format, .. } => {
             check_size(*size, Some(*format))?;
             let Some(from) = from else { return Ok(()) };

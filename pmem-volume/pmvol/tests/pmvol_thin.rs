@@ -1,0 +1,85 @@
+//! Tests of thin volumes with the program `pmvol`.
+
+mod shell;
+
+use serde_json::Value;
+use shell::Folder;
+
+const MIB: u64 = 1 << 20;
+
+/// Allocated bytes of the volume, which `pmvol` should report to be thin or not.
+fn allocated_bytes(folder: &Folder, thin: bool) -> u64 {
+    let document = folder.json(&["volume", "list", "pool", "--json"]);
+    let volume = &document["volumes"][0];
+    assert_eq!(volume["thin"], Value::Bool(thin), "{volume}");
+    volume["allocated_bytes"].as_u64().unwrap()
+}
+
+#[test]
+fn thin_volume_keeps_its_size_in_the_pool() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "128M"]);
+    let created = folder.succeed(&["volume", "create", "pool", "data", "--size", "64M", "--thin"]);
+    assert!(created.contains("64 MiB, btt") && created.contains("thin, "), "{created}");
+    assert!(allocated_bytes(&folder, true) <= 8 * MIB);
+    let info = folder.json(&["info", "pool", "--json"]);
+    assert_eq!(info["promised_bytes"], 64 * MIB);
+    assert_eq!(info["reserved_bytes"], 64 * MIB);
+    let full = ["--size", "the pool is full"];
+    folder.fail(&["volume", "create", "pool", "more", "--size", "62M"], &full);
+    folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining"]);
+    let info = folder.json(&["info", "pool", "--json"]);
+    assert_eq!(info["promised_bytes"], 124 * MIB);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+}
+
+#[test]
+fn zeros_of_an_image_are_not_allocated_and_conversions_keep_the_content() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "128M"]);
+    let mut image = vec![0; 40 << 20];
+    for (at, byte) in image[20 << 20..][..3 << 20].iter_mut().enumerate() {
+        *byte = (at % 251) as u8 + 1;
+    }
+    std::fs::write(folder.path("image"), &image).unwrap();
+    folder.succeed(&["volume", "create", "pool", "data", "--from", "image", "--thin"]);
+    let exported = || {
+        folder.succeed(&["volume", "export", "pool", "data", "--to", "copy", "--force"]);
+        std::fs::read(folder.path("copy")).unwrap()
+    };
+    let is_same = |copy: Vec<u8>| {
+        let (data, rest) = copy.split_at(image.len());
+        data == image && rest.iter().all(|byte| *byte == 0)
+    };
+    let thin_bytes = allocated_bytes(&folder, true);
+    assert!((3 * MIB..=16 * MIB).contains(&thin_bytes), "{thin_bytes}");
+    assert!(is_same(exported()));
+
+    let text = folder.succeed(&["volume", "convert", "pool", "data", "--thick"]);
+    assert!(text.starts_with("volume data is thick: "), "{text}");
+    assert_eq!(allocated_bytes(&folder, false) % (2 * MIB), 0);
+    assert!(allocated_bytes(&folder, false) >= 40 * MIB);
+    assert!(is_same(exported()));
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+
+    let text = folder.succeed(&["volume", "convert", "pool", "data", "--thin"]);
+    assert!(text.starts_with("volume data is thin: ") && text.contains("allocated"), "{text}");
+    assert!(allocated_bytes(&folder, true) <= thin_bytes);
+    assert!(is_same(exported()));
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+}
+
+#[test]
+fn impossible_thin_volumes_are_refused() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.fail(
+        &["volume", "create", "pool", "a", "--size", "20M", "--thin", "--format", "raw"],
+        &["--thin", "a raw volume cannot be thin"],
+    );
+    folder.fail(&["volume", "convert", "pool", "a", "--thin"], &["no volume", "\"a\""]);
+    folder.fail(&["volume", "convert", "pool", "a"], &["--thin|--thick"]);
+    folder.fail(&["volume", "convert", "pool", "a", "--thin", "--thick"], &["cannot be used with"]);
+    let full = ["--size", "the pool is full"];
+    folder.fail(&["volume", "create", "pool", "a", "--size", "64M", "--thin"], &full);
+}
