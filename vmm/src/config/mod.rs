@@ -35,7 +35,7 @@ use foreshore_devices::file_id::is_same;
 use foreshore_devices::memory::layout::{BootMemory, linux_block_bytes};
 use foreshore_devices::virtio::block::serial::serial_number;
 use foreshore_devices::virtio::net;
-use foreshore_devices::volume::interface::{Chosen, Payload, check_ids, choose};
+use foreshore_devices::volume::interface::{Chosen, InterfaceError, Payload, check_ids, choose};
 use foreshore_devices::volume::pmem_config;
 use foreshore_types::size::Size;
 
@@ -178,9 +178,7 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // The payload is not known yet, so this assumes Linux. If `auto` finds no interface for
-            // another payload, the error is reported when the payload is loaded.
-            choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
+            choose_early(volume, self.cpus.max_vcpus).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
             .map_err(SectionError::new)?)
@@ -188,8 +186,7 @@ impl VmConfig {
 
     /// Volumes, each with the interface that is chosen if the payload is Linux.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
-        let choose =
-            |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
+        let choose = |volume| Some((volume, choose_early(volume, self.cpus.max_vcpus).ok()?));
         self.pm_volumes.iter().filter_map(choose)
     }
 
@@ -291,6 +288,13 @@ impl VmConfig {
 }
 
 /// Small VM for tests that only pass the configuration on.
+/// Chooses the interface before the payload and the pool are known. The payload is assumed to be
+/// Linux, and the volume to be new. If another payload or the stored volume rules the interface
+/// out, the error is reported when it is loaded or opened.
+fn choose_early(volume: &PmVolumeConfig, max_vcpus: u8) -> Result<Chosen, InterfaceError> {
+    choose(volume, volume.thin, max_vcpus, Payload::Linux)
+}
+
 #[cfg(test)]
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {

@@ -370,6 +370,8 @@ pub struct VolumeInfo {
     pub name: String,
     /// Size of the volume as the guest sees it.
     pub size_bytes: u64,
+    /// Bytes of the pool that the volume occupies. `None` while the device ends.
+    pub allocated_bytes: Option<u64>,
     /// Interface between the volume and the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
     /// True if the guest may only read the volume.

@@ -96,6 +96,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Bytes of a pool that the disk occupies. `None` if the disk is not in a pool.
+    fn allocated_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Number of BTT arenas that refuse writes because of an error.
     fn read_only_arenas(&self) -> usize {
         0

@@ -28,6 +28,7 @@ fn sectors_of(engine: &Engine<Volume>, range: DiskRange) -> Range<u64> {
 fn io_error(err: BttError) -> io::Error {
     match err {
         BttError::ReadOnly { .. } => io::Error::new(io::ErrorKind::ReadOnlyFilesystem, err),
+        BttError::Full { .. } => io::Error::new(io::ErrorKind::StorageFull, err),
         err => io::Error::other(err),
     }
 }
@@ -81,6 +82,10 @@ impl BlockDevice for Engine<Volume> {
 
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
         Err(resize_needs_pmvol())
+    }
+
+    fn allocated_bytes(&self) -> Option<u64> {
+        Some(self.space().allocated_bytes())
     }
 
     fn read_only_arenas(&self) -> usize {

@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use uuid::Uuid;
 
 use super::{
-    CHUNK_BYTES, Durability, PmPool, PoolError, PoolInfo, PoolVolume, VolumeFormat, VolumeInfo,
+    CHUNK_BYTES, Durability, PmPool, PoolError, PoolInfo, PoolVolume, VolumeInfo, VolumeOptions,
 };
 
 #[derive(Debug)]
@@ -115,7 +115,7 @@ impl PmPool for FakePool {
         Vec::new()
     }
 
-    fn create_volume(&self, name: &str, _: u64, _: VolumeFormat) -> Result<(), PoolError> {
+    fn create_volume(&self, name: &str, _: VolumeOptions) -> Result<(), PoolError> {
         Err(no_volume(name))
     }
 

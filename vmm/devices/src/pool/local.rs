@@ -19,7 +19,7 @@ use tracing::warn;
 
 use super::lost_btt::LostBtt;
 use super::{
-    CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeFormat, VolumeInfo,
+    CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeInfo, VolumeOptions,
 };
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
@@ -93,13 +93,8 @@ impl PmPool for LocalPool {
         self.pool.volumes()
     }
 
-    fn create_volume(
-        &self,
-        name: &str,
-        size_bytes: u64,
-        format: VolumeFormat,
-    ) -> Result<(), PoolError> {
-        self.pool.create_volume(name, VolumeSize::Bytes(size_bytes), format).map(drop)
+    fn create_volume(&self, name: &str, options: VolumeOptions) -> Result<(), PoolError> {
+        self.pool.create_volume_with(name, options).map(drop)
     }
 
     fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError> {
@@ -301,6 +296,7 @@ mod tests {
     use super::*;
     use crate::disk::Geometry;
     use crate::disk::range::{DiskRange, Unmap};
+    use crate::pool::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
 
@@ -348,7 +344,7 @@ mod tests {
 
     /// Creates the volume `data` of 24 MiB.
     fn create_data(pool: &LocalPool) {
-        pool.create_volume("data", 24 * MIB, VolumeFormat::Btt).unwrap();
+        pool.create_volume("data", VolumeOptions::thick(24 * MIB, VolumeFormat::Btt)).unwrap();
     }
 
     #[test]
@@ -365,7 +361,7 @@ mod tests {
         assert!(pool.delete_volume("data").is_err(), "it is open");
         drop(volume);
         pool.grow_volume("data", 40 * MIB).unwrap();
-        pool.create_volume("raw", 2 * MIB, VolumeFormat::Raw).unwrap();
+        pool.create_volume("raw", VolumeOptions::thick(2 * MIB, VolumeFormat::Raw)).unwrap();
         let volumes = || {
             let volumes = pool.volumes().into_iter();
             volumes
@@ -475,7 +471,7 @@ mod tests {
     /// Creates the volume `data` with three arenas. Returns the offsets of their info blocks in the
     /// pool's file, in pairs.
     fn create_three_arenas(pool: &LocalPool, path: &Path) -> [[u64; 2]; 3] {
-        pool.create_volume("data", 18 * MIB, VolumeFormat::Btt).unwrap();
+        pool.create_volume("data", VolumeOptions::thick(18 * MIB, VolumeFormat::Btt)).unwrap();
         for size_mib in [34, 50] {
             pool.grow_volume("data", size_mib * MIB).unwrap();
         }

@@ -85,4 +85,8 @@ impl BlockDevice for LostBtt {
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
         Err(resize_needs_pmvol())
     }
+
+    fn allocated_bytes(&self) -> Option<u64> {
+        Some(self.volume.allocated_bytes())
+    }
 }

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::metrics::Metrics;
     use crate::pool::fake::empty_info;
-    use crate::pool::{LocalPool, VolumeFormat};
+    use crate::pool::{LocalPool, VolumeFormat, VolumeOptions};
 
     #[test]
     fn promised_and_reserved_bytes_are_exposed() {
@@ -82,7 +82,7 @@ mod tests {
         let path = folder.path().join("pool");
         drop(Pool::create(&path, 64 << 20, 16 << 20).unwrap());
         let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
-        pool.create_volume("v", 8 << 20, VolumeFormat::Raw).unwrap();
+        pool.create_volume("v", VolumeOptions::thick(8 << 20, VolumeFormat::Raw)).unwrap();
         let text = Metrics::new("db").encode(&PoolMetrics::new("p".to_owned(), &pool)).unwrap();
         for line in [
             "promised_bytes{vm=\"db\",pool=\"p\"} 8388608",

@@ -18,7 +18,10 @@ use std::sync::Arc;
 pub use local::LocalPool;
 pub use metrics::PoolMetrics;
 use pmem_volume::btt::BttError;
-pub use pmem_volume::{CHUNK_BYTES, Durability, PoolError, PoolInfo, VolumeFormat, VolumeInfo};
+pub use pmem_volume::{
+    CHUNK_BYTES, Durability, PoolError, PoolInfo, VolumeFormat, VolumeInfo, VolumeOptions,
+    VolumeSize,
+};
 
 use crate::disk::BlockDevice;
 use crate::persist::Persist;
@@ -72,12 +75,7 @@ pub trait PmPool: Debug + Send + Sync {
     fn volumes(&self) -> Vec<VolumeInfo>;
 
     /// Creates a volume and formats it.
-    fn create_volume(
-        &self,
-        name: &str,
-        size_bytes: u64,
-        format: VolumeFormat,
-    ) -> Result<(), PoolError>;
+    fn create_volume(&self, name: &str, options: VolumeOptions) -> Result<(), PoolError>;
 
     /// Grows a volume that is not open.
     fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError>;

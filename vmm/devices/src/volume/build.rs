@@ -1,7 +1,7 @@
 //! Builds the devices through which the guest accesses volumes and persistent-memory files.
 
 use std::slice::from_ref;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use foreshore_types::VolumeFormat;
 use pmem_volume::Durability;
@@ -13,6 +13,7 @@ use super::metrics::{VolumeCounters, VolumeMetrics};
 use super::pmem_config::PmemConfig;
 use crate::bus::BusRange;
 use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
+use crate::disk::BlockDevice;
 use crate::events::Event;
 use crate::memory::Memory;
 use crate::memory::backing::Access;
@@ -80,9 +81,28 @@ pub struct BuiltVolume {
     /// Number of the volume's extents in the pool.
     pub extents: usize,
     pub failure: FirstFailure,
+    pub allocated: Allocated,
     pub device: VolumeDevice,
     /// Keeps the volume open. `None` if the device keeps it open.
     pub volume: Option<Arc<dyn PoolVolume>>,
+}
+
+/// Bytes of the pool that a volume occupies. The value does not keep the volume open.
+#[derive(Clone, Debug)]
+pub enum Allocated {
+    Fixed(u64),
+    /// A thin volume gets more while its guest writes.
+    By(Weak<dyn BlockDevice>),
+}
+
+impl Allocated {
+    /// Returns `None` if the device has ended.
+    pub fn bytes(&self) -> Option<u64> {
+        match self {
+            Self::Fixed(bytes) => Some(*bytes),
+            Self::By(device) => device.upgrade()?.allocated_bytes(),
+        }
+    }
 }
 
 /// Device through which the guest accesses a volume.
@@ -129,6 +149,8 @@ impl<'a> MappedVolume<'a> {
         }
         let (access, flushes) = mapping(config.readonly, pool.durability());
         let extents = volume.extents();
+        let len_bytes: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
+        assert_eq!(len_bytes, volume.size_bytes(), "a volume with holes has no mapped interface");
         let mapped =
             MappedFile::new(config.source(), (pool.file(), &extents), access, memory, context)?;
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
@@ -137,7 +159,9 @@ impl<'a> MappedVolume<'a> {
     }
 
     fn metrics(&self, counters: VolumeCounters) -> Arc<VolumeMetrics> {
-        metrics(self.config, self.volume.size_bytes(), self.watched.failure(), counters)
+        let size_bytes = self.volume.size_bytes();
+        let state = (self.watched.failure(), Allocated::Fixed(size_bytes));
+        metrics(self.config, size_bytes, state, counters)
     }
 
     /// Combines the volume with the device that holds its mapping.
@@ -149,6 +173,7 @@ impl<'a> MappedVolume<'a> {
             size_bytes: self.volume.size_bytes(),
             extents: self.volume.extents().len(),
             failure: self.watched.failure(),
+            allocated: Allocated::Fixed(self.volume.size_bytes()),
             device: device(self.mapped)?,
             volume: Some(self.volume),
         })
@@ -158,7 +183,7 @@ impl<'a> MappedVolume<'a> {
 fn metrics(
     config: &PmVolumeConfig,
     size_bytes: u64,
-    failure: FirstFailure,
+    (failure, allocated): (FirstFailure, Allocated),
     counters: VolumeCounters,
 ) -> Arc<VolumeMetrics> {
     Arc::new(VolumeMetrics {
@@ -166,6 +191,7 @@ fn metrics(
         volume: config.name.clone(),
         size_bytes,
         failure,
+        allocated,
         counters,
     })
 }
@@ -256,11 +282,12 @@ fn build_virtio_blk(
     let device = Block::new(shape, device)?;
     let disk = device.handle();
     let (size_bytes, failure) = (disk.size_bytes(), disk.failure());
+    let allocated = Allocated::By(Weak::clone(&served));
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
-    let source = metrics(config, size_bytes, failure.clone(), counters);
+    let source = metrics(config, size_bytes, (failure.clone(), allocated.clone()), counters);
     let device = new_device(device, context)?.exposing(source).with_handle(disk);
     let device = VolumeDevice::Pci(device.attach(context)?);
-    Ok(BuiltVolume { size_bytes, extents, failure, device, volume: None })
+    Ok(BuiltVolume { size_bytes, extents, failure, allocated, device, volume: None })
 }
 
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {

@@ -114,6 +114,7 @@ section! {
             => "Format of the volume; an existing volume must have it",
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
+        thin: bool = false => "Create a thin volume, which gets space when it is written",
         readonly: bool = false => "Refuse writes of the guest",
         force: bool = false => "Attach the volume even if it is damaged or the interface is unsafe",
     }
@@ -148,6 +149,9 @@ impl PmVolumeConfig {
             }
             (true, _, true) => {
                 conflict(format!("volume {} cannot be created with readonly=on", self.name))
+            }
+            _ if self.thin && self.format == VolumeFormat::Raw => {
+                conflict(format!("volume {} with format=raw cannot be thin", self.name))
             }
             _ => Ok(()),
         }
@@ -197,6 +201,7 @@ mod tests {
             format: VolumeFormat::Btt,
             interface: VolumeInterface::VirtioPmem,
             create: true,
+            thin: false,
             readonly: false,
             force: true,
         };
@@ -255,5 +260,9 @@ mod tests {
             "--pm-volume: create=on of volume a needs a size="
         );
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));
+        assert_eq!(
+            error("pool=/p,name=a,size=2M,create=on,thin=on,format=raw"),
+            "--pm-volume: volume a with format=raw cannot be thin"
+        );
     }
 }

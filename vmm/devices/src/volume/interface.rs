@@ -7,6 +7,8 @@
 //! | btt | `virtio-blk` | the VMM's BTT engine | every guest, any number of vCPUs |
 //! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
+//!
+//! A thin volume is always `virtio-blk`, because the guest cannot allocate chunks.
 
 use std::collections::BTreeSet;
 
@@ -84,6 +86,19 @@ pub enum InterfaceError {
          interface=virtio-pmem"
     )]
     RawBlocks { name: String },
+    /// The guest would store into chunks that the volume does not have.
+    #[error(
+        "--pm-volume name={name}: interface={} maps the volume into the guest, but the volume is thin; use \
+         interface=virtio-blk, or allocate all of the volume (pmvol volume convert --thick)",
+        interface.name()
+    )]
+    ThinMapped { name: String, interface: Chosen },
+    /// `virtio-blk` would be the only interface, and serves only BTTs.
+    #[error(
+        "--pm-volume name={name}: a thin volume with format=raw has no interface; allocate all of the volume (pmvol \
+         volume convert --thick)"
+    )]
+    ThinRaw { name: String },
     /// Two devices have the same id, so the API could not distinguish them. The guest could not
     /// distinguish two such disks either, because the id is the serial number.
     #[error(
@@ -119,12 +134,15 @@ pub enum InterfaceError {
 }
 
 /// Chooses the volume's interface. If the requested interface is unsafe, returns the reason.
+/// `is_thin` is the property of the stored volume, or of the one that will be created.
 pub fn choose(
     volume: &PmVolumeConfig,
+    is_thin: bool,
     max_vcpus: u8,
     payload: Payload,
 ) -> Result<Chosen, InterfaceError> {
     match volume.format {
+        _ if is_thin => choose_for_thin(volume),
         VolumeFormat::Btt => choose_for_btt(volume, max_vcpus, payload),
         VolumeFormat::Raw => choose_for_raw(volume),
     }
@@ -148,6 +166,18 @@ fn choose_for_btt(
             Err(InterfaceError::UnsafeVirtioPmem { name: name(), max_vcpus })
         }
         (VolumeInterface::VirtioPmem, _) => Ok(Chosen::VirtioPmem),
+    }
+}
+
+fn choose_for_thin(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
+    let mapped = |interface| InterfaceError::ThinMapped { name: volume.name.clone(), interface };
+    match (volume.format, volume.interface) {
+        (VolumeFormat::Raw, _) => Err(InterfaceError::ThinRaw { name: volume.name.clone() }),
+        (VolumeFormat::Btt, VolumeInterface::Nvdimm) => Err(mapped(Chosen::Nvdimm)),
+        (VolumeFormat::Btt, VolumeInterface::VirtioPmem) => Err(mapped(Chosen::VirtioPmem)),
+        (VolumeFormat::Btt, VolumeInterface::Auto | VolumeInterface::VirtioBlk) => {
+            Ok(Chosen::VirtioBlk)
+        }
     }
 }
 
@@ -215,7 +245,7 @@ mod tests {
     fn raw_volume_is_virtio_pmem_by_default() {
         for payload in [Payload::Linux, Payload::Unknown] {
             for vcpus in [1, 2, 64] {
-                let chosen = |options| choose(&volume(options), vcpus, payload);
+                let chosen = |options| choose(&volume(options), false, vcpus, payload);
                 assert_eq!(chosen("format=raw"), Ok(Chosen::VirtioPmem));
                 assert_eq!(chosen("format=raw,interface=virtio-pmem"), Ok(Chosen::VirtioPmem));
                 assert_eq!(chosen("format=raw,interface=nvdimm"), Ok(Chosen::Nvdimm));
@@ -225,7 +255,7 @@ mod tests {
 
     #[test]
     fn raw_volume_is_refused_as_virtio_blk() {
-        let text = choose(&volume("format=raw,interface=virtio-blk"), 1, Payload::Linux)
+        let text = choose(&volume("format=raw,interface=virtio-blk"), false, 1, Payload::Linux)
             .unwrap_err()
             .to_string();
         for part in ["data", "interface=virtio-blk", "format=raw", "interface=virtio-pmem"] {
@@ -238,7 +268,7 @@ mod tests {
         use Durability::{DaxSync, PageCache, Volatile};
         let checked = |options, durability| {
             let volume = volume(options);
-            check_pool(&volume, choose(&volume, 1, Payload::Linux).unwrap(), durability)
+            check_pool(&volume, choose(&volume, false, 1, Payload::Linux).unwrap(), durability)
         };
         let raw = "format=raw,interface=nvdimm";
         let text = checked(raw, PageCache).unwrap_err().to_string();
@@ -297,8 +327,8 @@ mod tests {
         use Payload::{Linux, Unknown};
         use VolumeInterface::{Auto, Nvdimm, VirtioBlk, VirtioPmem};
         let chosen = |interface, vcpus, payload, force| {
-            choose(&PmVolumeConfig { interface, force, ..volume("format=btt") }, vcpus, payload)
-                .ok()
+            let volume = PmVolumeConfig { interface, force, ..volume("format=btt") };
+            choose(&volume, false, vcpus, payload).ok()
         };
         assert_eq!(chosen(Auto, 1, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 64, Linux, false), Some(Chosen::Nvdimm));
@@ -313,9 +343,26 @@ mod tests {
     }
 
     #[test]
+    fn thin_volume_is_virtio_blk_only() {
+        let chosen = |options: &str| choose(&volume(options), true, 1, Payload::Linux);
+        for options in ["interface=auto", "interface=virtio-blk"] {
+            assert_eq!(chosen(options), Ok(Chosen::VirtioBlk));
+        }
+        for interface in ["nvdimm", "virtio-pmem"] {
+            let text = chosen(&format!("interface={interface},force=on")).unwrap_err().to_string();
+            for part in ["data", interface, "thin", "interface=virtio-blk", "convert --thick"] {
+                assert!(text.contains(part), "{part} is not in {text}");
+            }
+        }
+        let error = chosen("format=raw").unwrap_err();
+        assert_eq!(error, InterfaceError::ThinRaw { name: "data".to_owned() });
+    }
+
+    #[test]
     fn refusal_names_volume_count_and_remedy() {
-        let text =
-            choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
+        let text = choose(&volume("interface=virtio-pmem"), false, 2, Payload::Linux)
+            .unwrap_err()
+            .to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {
             assert!(text.contains(part), "{part} is not in {text}");
         }

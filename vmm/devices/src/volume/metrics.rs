@@ -6,6 +6,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use super::build::Allocated;
 use crate::disk::BlockDevice;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
@@ -42,6 +43,7 @@ pub struct VolumeMetrics {
     pub size_bytes: u64,
     /// Reason of the first failed flush, if any.
     pub failure: FirstFailure,
+    pub allocated: Allocated,
     pub counters: VolumeCounters,
 }
 
@@ -119,6 +121,9 @@ impl Expose for VolumeMetrics {
         let labels = self.labels();
         let help = "Size of the volume as the guest sees it.";
         out.bytes("volume_size", help, [(labels.clone(), self.size_bytes)]);
+        let help = "Bytes of the pool that the volume occupies; a thin volume gets more when it is written.";
+        let allocated = self.allocated.bytes().map(|bytes| (labels.clone(), bytes));
+        out.bytes("volume_allocated", help, allocated);
         let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));
         out.counters(Family("volume_flushes", "Flushes requested by the guest.", None), flushes);
         let failed = Family("volume_failed", "1 when a flush of the volume has failed.", None);

@@ -151,7 +151,8 @@ pub fn plan(
             })?;
         }
     }
-    let volume_bytes = pool.volume_bytes + (pool.available_bytes() - free_bytes);
+    let new_bytes = pool.available_bytes() - free_bytes;
+    let volume_bytes = pool.volume_bytes.max(pool.promised_bytes) + new_bytes;
     let usable_bytes = pool.usable_bytes();
     if memory_bytes > usable_bytes.saturating_sub(pool.reserve_bytes.max(volume_bytes)) {
         let (total_bytes, reserve_bytes) = (pool.total_bytes, pool.reserve_bytes);

@@ -133,13 +133,23 @@ pub(crate) fn counters_table(counters: &Counters) -> String {
 }
 
 pub(crate) fn volumes_table(volumes: &[VolumeInfo]) -> String {
-    let header =
-        ["VOLUME", "POOL", "SIZE", "ACCESS", "INTERFACE", "DURABILITY", "GUEST-BTT", "STATUS"];
+    let header = [
+        "VOLUME",
+        "POOL",
+        "SIZE",
+        "ALLOCATED",
+        "ACCESS",
+        "INTERFACE",
+        "DURABILITY",
+        "GUEST-BTT",
+        "STATUS",
+    ];
     let rows = volumes.iter().map(|volume| {
         [
             volume.name.clone(),
             volume.pool.clone(),
             size_cell(volume.size_bytes),
+            volume.allocated_bytes.map_or("-".to_owned(), size_cell),
             if volume.readonly { "read-only" } else { "read-write" }.to_owned(),
             volume.interface.clone(),
             volume.durability.clone(),
@@ -289,6 +299,7 @@ _net1   rx_bytes     9
             pool: "/pm/pool".to_owned(),
             name: "data".to_owned(),
             size_bytes: 8 << 30,
+            allocated_bytes: Some(9 << 30),
             interface: "nvdimm".to_owned(),
             readonly: false,
             durability: "dax-sync".to_owned(),
@@ -297,9 +308,9 @@ _net1   rx_bytes     9
             status,
         };
         let expected = "\
-VOLUME  POOL       SIZE      ACCESS  INTERFACE  DURABILITY  GUEST-BTT  STATUS
-data    /pm/pool  8 GiB  read-write     nvdimm    dax-sync          -  ok
-data    /pm/pool  8 GiB  read-write     nvdimm    dax-sync       safe  failed: no room
+VOLUME  POOL       SIZE  ALLOCATED      ACCESS  INTERFACE  DURABILITY  GUEST-BTT  STATUS
+data    /pm/pool  8 GiB      9 GiB  read-write     nvdimm    dax-sync          -  ok
+data    /pm/pool  8 GiB      9 GiB  read-write     nvdimm    dax-sync       safe  failed: no room
 ";
         let failed = VolumeStatus::Failed("no room".to_owned());
         let volumes = [volume(None, VolumeStatus::Ok), volume(Some(Verdict::Safe), failed)];

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::PmPool;
+use foreshore_devices::volume::build::Allocated;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::kernel_gate::Verdict;
 
@@ -18,6 +19,7 @@ pub(in crate::vm) struct Opened {
     /// Number of extents in the pool.
     pub(in crate::vm) extents: usize,
     pub(in crate::vm) failure: FirstFailure,
+    pub(in crate::vm) allocated: Allocated,
     /// Resources that the device itself does not hold: the open volume, and for an NVDIMM also the
     /// mapping and the metrics.
     pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
@@ -57,6 +59,7 @@ impl AttachedVolume {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
             size_bytes: self.opened.size_bytes,
+            allocated_bytes: self.opened.allocated.bytes(),
             interface: self.interface.name().to_owned(),
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),

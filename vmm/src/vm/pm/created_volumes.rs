@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use foreshore_devices::pool::{PmPool, PoolError};
+use foreshore_devices::pool::{PmPool, PoolError, VolumeOptions, VolumeSize};
 use tracing::{info, warn};
 
 use crate::config::PmVolumeConfig;
@@ -28,8 +28,9 @@ impl CreatedVolumes {
         pool: &Arc<dyn PmPool>,
         size_bytes: u64,
     ) -> Result<(), PoolError> {
-        let PmVolumeConfig { pool: path, name, format, .. } = config;
-        pool.create_volume(name, size_bytes, *format)?;
+        let PmVolumeConfig { pool: path, name, format, thin, .. } = config;
+        let size = VolumeSize::Bytes(size_bytes);
+        pool.create_volume(name, VolumeOptions { size, format: *format, thin: *thin })?;
         self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
     }

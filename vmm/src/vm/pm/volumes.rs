@@ -63,7 +63,7 @@ pub(in crate::vm) fn attach(
         };
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
-        let BuiltVolume { size_bytes, extents, failure, device, volume } = built;
+        let BuiltVolume { size_bytes, extents, failure, allocated, device, volume } = built;
         let mut held: Vec<Box<dyn Any + Send>> = Vec::new();
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
@@ -74,7 +74,7 @@ pub(in crate::vm) fn attach(
             }
         }
         held.extend(volume.map(|volume| Box::new(volume) as _));
-        let opened = Opened { size_bytes, extents, failure, _held: held };
+        let opened = Opened { size_bytes, extents, failure, allocated, _held: held };
         attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
     if !healths.is_empty() {
@@ -91,14 +91,21 @@ fn choose_all(
     resources: &Resources,
 ) -> Result<Vec<Chosen>, InterfaceError> {
     let choose = |volume: &PmVolumeConfig| {
-        let chosen = choose(volume, config.cpus.max_vcpus, payload)?;
-        check_pool(volume, chosen, resources.pool(&volume.pool).durability())?;
+        let pool = resources.pool(&volume.pool);
+        let chosen = choose(volume, is_thin(volume, pool), config.cpus.max_vcpus, payload)?;
+        check_pool(volume, chosen, pool.durability())?;
         Ok(chosen)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     check_count(&chosen)?;
     check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), config.ids_beside_volumes())?;
     Ok(chosen)
+}
+
+/// Returns true if the stored volume is thin, or if the volume will be created as a thin one.
+fn is_thin(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>) -> bool {
+    let stored = pool.volumes().into_iter().find(|stored| stored.name == volume.name);
+    stored.map_or(volume.thin, |stored| stored.thin)
 }
 
 /// Creates the check of the guest's BTT driver, for volumes whose sectors that driver translates.

@@ -48,7 +48,7 @@ impl OpenPool {
 mod tests {
     use std::fs::File;
 
-    use foreshore_devices::pool::{LocalPool, VolumeFormat};
+    use foreshore_devices::pool::{LocalPool, VolumeFormat, VolumeOptions};
     use pmem_volume::Pool;
     use serde_json::Value;
     use tempfile::TempDir;
@@ -83,7 +83,7 @@ mod tests {
         let before = open.info();
         assert_eq!(before.path, folder.path().join("pool").display().to_string());
         assert_eq!((before.memory_bytes, before.volumes, &before.status), (0, 0, &PoolStatus::Ok));
-        pool.create_volume("data", 24 * MIB, VolumeFormat::Btt).unwrap();
+        pool.create_volume("data", VolumeOptions::thick(24 * MIB, VolumeFormat::Btt)).unwrap();
         let extents = pool.alloc_memory(16 * MIB).unwrap();
         let lent = open.info();
         assert_eq!((lent.memory_bytes, lent.volume_bytes, lent.volumes), (16 * MIB, 24 * MIB, 1));

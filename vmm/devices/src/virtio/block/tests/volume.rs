@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::*;
 use super::fake::geometry;
 use super::*;
 use crate::disk::Geometry;
-use crate::pool::{LocalPool, PmPool, VolumeFormat};
+use crate::pool::{LocalPool, PmPool, VolumeFormat, VolumeOptions};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
@@ -20,7 +20,7 @@ fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
     let pool = LocalPool::open(&path, None).unwrap();
-    pool.create_volume("data", 20 * MIB, VolumeFormat::Btt).unwrap();
+    pool.create_volume("data", VolumeOptions::thick(20 * MIB, VolumeFormat::Btt)).unwrap();
     pool
 }
 
