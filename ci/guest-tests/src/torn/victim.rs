@@ -110,6 +110,7 @@ pub struct Setup {
     pub interface: Interface,
     pub kernel: Kernel,
     pub format: Format,
+    pub is_thin: bool,
     /// Maximum number of sectors that a thread writes before it flushes. If each flush goes to a
     /// disk, a few are enough.
     pub max_unflushed_sectors: u64,
@@ -126,6 +127,7 @@ impl Setup {
             interface,
             kernel: Kernel::V6_12,
             format: Format::Btt,
+            is_thin: false,
             max_unflushed_sectors: 256,
             checks: 8,
             has_noop_flushes: false,
@@ -136,7 +138,8 @@ impl Setup {
 impl fmt::Display for Setup {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let raw = if self.format == Format::Raw { ", raw" } else { "" };
-        write!(formatter, "{} on {}{raw}", self.interface, self.kernel)
+        let thin = if self.is_thin { ", thin" } else { "" };
+        write!(formatter, "{} on {}{raw}{thin}", self.interface, self.kernel)
     }
 }
 
@@ -209,16 +212,11 @@ impl Victim {
     pub fn create(pool: Pool, setup: Setup, seed: u64) -> Result<Self> {
         pmvol(&["create", &pool.name(), "--size", POOL_SIZE])?;
         let format = if setup.format == Format::Raw { "raw" } else { "btt" };
-        pmvol(&[
-            "volume",
-            "create",
-            &pool.name(),
-            "data",
-            "--size",
-            VOLUME_SIZE,
-            "--format",
-            format,
-        ])?;
+        let name = pool.name();
+        let mut create =
+            vec!["volume", "create", &name, "data", "--size", VOLUME_SIZE, "--format", format];
+        create.extend(setup.is_thin.then_some("--thin"));
+        pmvol(&create)?;
         Ok(Self::resume(pool, setup, seed))
     }
 

@@ -20,6 +20,8 @@ guest_tests::tests![
     // With virtio-blk, the BTT engine runs in the VMM, so a kill interrupts our engine.
     kills_with_virtio_blk_tear_nothing: 600 (long) x several =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
+    kills_with_a_thin_volume_tear_nothing: 600 (long) x several =>
+        kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::VirtioBlk) }),
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
         after_power_cut(Setup::new(Interface::Nvdimm))?.ensure_no_faults(),
