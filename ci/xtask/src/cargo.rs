@@ -32,7 +32,7 @@ pub(crate) const CLIENTS: &str = "client-tests";
 
 /// Builds the API clients for tests. They need a separate build: cargo merges the features of all
 /// crates in one build, and the clients need more features of hyper than the VMM. The profile and
-/// the packages are those of the unit tests, so that crates that these have built are reused.
+/// the packages are those of the unit tests, so that cargo reuses the crates of these tests.
 pub(crate) fn build_clients(checkout: &Checkout) -> Result<()> {
     report!("building the API clients of the tests");
     // Without a test, cargo would leave out the features that tests request.

@@ -258,8 +258,8 @@ Examples:
         format: VolumeFormat,
         /// Create a thin volume: chunks are allocated when they are first written
         ///
-        /// The rest of its size stays reserved in the pool. The guest accesses a thin volume by
-        /// interface=virtio-blk.
+        /// The rest of its size stays promised to the volume in the pool. The guest accesses a thin
+        /// volume through virtio-blk (interface=virtio-blk).
         #[arg(long)]
         thin: bool,
         /// Fill the volume from this image, or from stdin if it is `-`
@@ -288,9 +288,10 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Convert a volume to a thin one, or allocate all of it
+    /// Make a volume thin or thick
     ///
-    /// The volume keeps its content. --thin also frees chunks that contain only zeros.
+    /// The content does not change. --thin frees chunks that contain only zeros. --thick allocates
+    /// all chunks.
     #[command(after_help = "\
 Examples:
   pmvol volume convert /pm/pool data --thin

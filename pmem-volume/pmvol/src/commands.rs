@@ -212,8 +212,8 @@ fn resize(
     Ok((before, volume))
 }
 
-/// Converts a volume, and returns it as it is afterwards. Chunks that it no longer needs are erased
-/// immediately, so that their space is available when the command returns.
+/// Converts a volume, and returns its new properties. Chunks that the volume no longer needs are
+/// erased immediately, so that their space is available when the command returns.
 fn convert(
     pool: &Arc<Pool>,
     name: &str,

@@ -7,7 +7,7 @@ use shell::Folder;
 
 const MIB: u64 = 1 << 20;
 
-/// Allocated bytes of the volume, which `pmvol` should report to be thin or not.
+/// Allocated bytes of the volume. Checks that `pmvol` reports it as thin or thick.
 fn allocated_bytes(folder: &Folder, thin: bool) -> u64 {
     let document = folder.json(&["volume", "list", "pool", "--json"]);
     let volume = &document["volumes"][0];

@@ -184,11 +184,11 @@ impl ArenaInfo {
         })
     }
 
-    /// Returns the range of the sector in a block, which must be inside the arena.
+    /// Returns the range in which a block contains its sector. The block must be inside the arena.
     #[inline]
     pub(super) fn data_range(&self, block: u32) -> Range<u64> {
-        // Wrapping, so that writes to media without holes, which ignore the range, take no
-        // instructions for it.
+        // Wrapping, so that the compiler removes this computation from writes to media without
+        // holes, which ignores the range.
         let start = self.data_at.wrapping_add(u64::from(block) * u64::from(self.block_bytes));
         start..start.wrapping_add(u64::from(self.sector_bytes))
     }

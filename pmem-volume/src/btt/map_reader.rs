@@ -47,8 +47,8 @@ pub(super) fn stored_parts(space: &impl Media, range: &Range<u64>) -> Vec<Range<
     parts
 }
 
-/// Returns the first of `sectors` whose blocks are not holes. The sectors were never written, so
-/// their blocks have their numbers.
+/// Returns the first part of `sectors` whose blocks are not holes. The sectors were never written,
+/// so their blocks have their numbers.
 pub(super) fn next_unwritten(
     space: &impl Media,
     info: &ArenaInfo,

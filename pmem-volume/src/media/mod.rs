@@ -113,8 +113,8 @@ impl Pending {
     }
 }
 
-/// Failure of a media operation. After all except [`MediaError::Full`], the durability of all
-/// earlier stores is unknown. A separate error type, because other crates implement [`Media`].
+/// Failure of a media operation. After any failure except [`MediaError::Full`], the durability of
+/// all earlier stores is unknown. A separate error type, because other crates implement [`Media`].
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
@@ -179,7 +179,7 @@ pub trait Media: Send + Sync {
 
     /// Allocates space for the holes in a range, durably. New space reads as zeros. A store into a
     /// hole would allocate space too, but might fail after other stores of the same change. If the
-    /// result is [`MediaError::Full`], nothing has changed, or only a part has space.
+    /// result is [`MediaError::Full`], a part of the range may have received space.
     fn provision(&self, _range: Range<u64>) -> Result<(), MediaError> {
         Ok(())
     }

@@ -66,7 +66,7 @@ impl<M: Media> ThinMedia<M> {
         thin
     }
 
-    /// From here on, a store into a hole panics, because the caller should have provisioned it.
+    /// Makes a store into a hole panic, because the caller should have provisioned the hole.
     pub(crate) fn strict(self) -> Self {
         Self { is_strict: true, ..self }
     }

@@ -200,7 +200,7 @@ pub enum PoolError {
         "cannot split volume {name:?}: the volume holds data, and a BTT cannot be cut: its parts would be empty"
     )]
     SplitHoldsData { name: String },
-    #[error("no chunk of volume {name:?} is known to be missing, so it is not discarded")]
+    #[error("no chunk of volume {name:?} is known to be missing, so the volume is not discarded")]
     VolumeComplete { name: String },
     #[error("the pool already has {limit} volumes, the maximum; delete one first")]
     NoVolumeSlot { limit: u32 },

@@ -191,8 +191,8 @@ struct Totals {
 }
 
 impl Totals {
-    /// Returns how many of the chunks that are clean or waiting to be erased volumes need in order
-    /// to have `chunks` in total.
+    /// Returns the number of chunks that volumes need so that they have `chunks` in total, but at
+    /// most those that are clean or waiting to be erased.
     fn available_up_to(&self, chunks: u64) -> u32 {
         let available = self.free + self.pending;
         let missing = chunks.saturating_sub(u64::from(self.counts.volume));
@@ -231,7 +231,7 @@ pub struct PoolInfo {
     /// of the promised bytes, whichever is larger.
     pub reserved_bytes: u64,
     /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if volumes are thin, or if chunks
-    /// of volumes are missing. The difference is kept for these volumes.
+    /// of volumes are missing. The difference is withheld for these volumes.
     pub promised_bytes: u64,
     /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
@@ -262,7 +262,7 @@ impl PoolInfo {
         self.withheld_of(self.free_bytes)
     }
 
-    /// Part of `available_bytes` that is kept for volumes and never lent as memory.
+    /// Part of `available_bytes` that is withheld for volumes and never lent as memory.
     pub fn withheld_of(&self, available_bytes: u64) -> u64 {
         let kept_bytes = self.reserve_bytes.max(self.promised_bytes);
         kept_bytes.saturating_sub(self.volume_bytes).min(available_bytes)
@@ -398,9 +398,9 @@ impl<M: Media> Pool<M> {
         self.lock_state().findings.clone()
     }
 
-    /// Number of chunks to set aside for volumes: the STRG size or the sizes of all volumes, if
-    /// they are larger, minus the chunks that volumes already own. Chunks that must be erased first
-    /// are included.
+    /// Number of chunks to set aside for volumes: the STRG size or the sizes of all volumes,
+    /// whichever is larger, minus the chunks that volumes already own. Chunks that must be erased
+    /// first are included.
     fn withheld_chunks(&self, totals: Totals) -> u32 {
         let strg_chunks = self.superblock.strg_bytes / CHUNK_BYTES;
         totals.available_up_to(strg_chunks.max(totals.promised_chunks))

@@ -11,8 +11,8 @@ use crate::budget::{Budget, OverBudget};
 
 /// Limit of the blocks. miniz_oxide builds tables for each, which takes about 3 µs. `gzip -9` ends
 /// a block after 8 KiB of output or more (gzip's trees.c, `ct_tally`), and `pigz -R` after about
-/// 4 KiB. `gzip --rsyncable` makes the smallest: in pages of zeros, two blocks end with each match
-/// of 258 bytes, which are 7.9 blocks for each KiB of output.
+/// 4 KiB. `gzip --rsyncable` makes the smallest blocks: in pages of zeros, two blocks end with each
+/// match of 258 bytes, so there are 7.9 blocks for each KiB of output.
 const BLOCKS_PER_KIB: u64 = 8;
 const HEADER_BYTES: usize = 10;
 
@@ -155,7 +155,7 @@ mod tests {
         assert!(matches!(error, GzipError::OverBudget(_)), "{error}");
     }
 
-    /// Compresses `data` by the program gzip.
+    /// Compresses `data` with the program gzip.
     fn gzip(data: &[u8], arguments: &[&str]) -> Vec<u8> {
         let mut command = Command::new("gzip");
         command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());

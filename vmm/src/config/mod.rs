@@ -287,14 +287,14 @@ impl VmConfig {
     }
 }
 
-/// Small VM for tests that only pass the configuration on.
 /// Chooses the interface before the payload and the pool are known. The payload is assumed to be
 /// Linux, and the volume to be new. If another payload or the stored volume rules the interface
-/// out, the error is reported when it is loaded or opened.
+/// out, the error is reported when the payload is loaded or the volume is opened.
 fn choose_early(volume: &PmVolumeConfig, max_vcpus: u8) -> Result<Chosen, InterfaceError> {
     choose(volume, volume.thin, max_vcpus, Payload::Linux)
 }
 
+/// Small VM for tests that only pass the configuration on.
 #[cfg(test)]
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {

@@ -90,7 +90,7 @@ pub(crate) fn output(command: &mut Command) -> Output {
 
 /// Same as [`output`], with another limit.
 pub(crate) fn output_within(limit: Duration, command: &mut Command) -> Output {
-    // Unlike a pipe, a file takes all output while nobody reads.
+    // Unlike a pipe, a file holds all output until it is read.
     let mut files = [(); 2].map(|()| tempfile::tempfile().unwrap());
     let [stdout, stderr] = files.each_ref().map(|file| file.try_clone().unwrap());
     let command = command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);

@@ -22,9 +22,9 @@ use crate::table::{is_in_this_tests_row, this_tests_kernel, this_tests_vcpus};
 
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
 /// Kernel parameters of all guests. Only warnings are printed on the console, because each byte is
-/// an exit and takes time. The kernel does not test its cryptography, which takes a fifth of a boot
-/// in the emulated host (crypto/testmgr.c; the two functions have tests of their own, in
-/// crypto/kdf_sp800108.c and crypto/jitterentropy-kcapi.c).
+/// an exit and takes time. The kernel's tests of its cryptography are disabled, because they take a
+/// fifth of a boot in the emulated host (crypto/testmgr.c). The two blacklisted functions
+/// have tests of their own (crypto/kdf_sp800108.c and crypto/jitterentropy-kcapi.c).
 const CMDLINE: &str = "console=ttyS0 loglevel=5 cryptomgr.notests \
                        initcall_blacklist=crypto_kdf108_init,jent_mod_init";
 /// Parts of error messages about problems of the host. In these cases, the command line is valid

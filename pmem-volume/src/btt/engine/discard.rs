@@ -2,7 +2,7 @@
 //!
 //! A sector that was never written maps to the block with its own number. If this block is a hole,
 //! the sector already reads as zeros, and a discard leaves it unchanged. Otherwise, the discard of
-//! a whole volume, which creators of file systems perform, would allocate space for its map.
+//! a whole volume, which `mkfs` programs perform, would allocate space for its map.
 //!
 //! The sectors that need no change are found without a lock. If another thread writes such a sector
 //! in the meantime, the discard precedes that write. If the block of an unwritten sector is a hole
@@ -27,7 +27,7 @@ impl Arena {
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, BttError> {
         let failed = self.store_discarded(common, sectors.clone());
-        // If there is no space for a part, the others are discarded.
+        // If there is no space for a part, the other parts are still discarded.
         if matches!(failed, Ok(_) | Err(BttError::Full(_))) {
             self.persist_discarded(&common.space, &sectors)?;
         }
@@ -165,8 +165,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Calls `add` with the unwritten sectors in a hole of the map that contain data. It reads
-    /// their blocks, because a change would allocate space for the map.
+    /// Calls `add` with the unwritten sectors in a hole of the map whose blocks contain data. The
+    /// blocks are read, because a change would allocate space for the map.
     fn add_nonzero(
         &self,
         space: &impl Media,

@@ -87,9 +87,9 @@ pub(super) fn exchange(
     }
 }
 
-/// Exchanges the first sector after an exchange has failed with `error`. If the pool is full, a
-/// lane that has replaced the first block of a sector may have a block without space, but the block
-/// of another lane may have space.
+/// Retries the first sector through the other lanes if an exchange has failed with `error` because
+/// the pool is full. A lane that has replaced the original block of a sector may now have a block
+/// without space, although the blocks of other lanes have space.
 #[cold]
 pub(super) fn exchange_after(
     error: BttError,
@@ -103,7 +103,7 @@ pub(super) fn exchange_after(
         if !matches!(result, Err(BttError::Full(_))) {
             break;
         }
-        // No lane can help if the map needs space.
+        // If the map needs space, the exchange fails with every lane.
         arena.provision(&common.space, arena.map.word_range(&(first..first + 1)))?;
         arena.lanes.advance_start(1);
         result = exchange(common, arena, first, &bytes[..arena.info.sector_bytes as usize]);
@@ -166,8 +166,8 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         Ok(())
     }
 
-    /// Allocates space for the map words, which are locked, and for the data. Media without holes
-    /// takes no instructions for it.
+    /// Allocates space for the map words, which are locked, and for the data. Takes no instructions
+    /// on media without holes.
     #[inline]
     fn provision(&self, locked: &LockedLines<'_>) -> Result<(), BttError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;

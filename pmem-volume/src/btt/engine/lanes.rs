@@ -97,8 +97,8 @@ impl Lanes {
         self.0.len()
     }
 
-    /// Makes the next search of this thread start at other lanes, because the free blocks of these
-    /// are being read or have no space.
+    /// Makes the next search of this thread start at other lanes, because the free blocks of the
+    /// current lanes are being read or have no space.
     #[cold]
     pub(super) fn advance_start(&self, lanes: usize) {
         FIRST_LANE.set(FIRST_LANE.get().wrapping_add(lanes));

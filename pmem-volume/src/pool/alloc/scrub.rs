@@ -162,7 +162,7 @@ impl State {
         u64::from(self.available_chunks()) * CHUNK_BYTES
     }
 
-    /// Returns the number of available chunks that thin volumes were promised but do not have yet.
+    /// Returns the number of available chunks that are promised to thin volumes but not allocated.
     pub(in crate::pool) fn promised_holes(&self) -> u32 {
         self.totals().available_up_to(self.promised_chunks)
     }

@@ -11,7 +11,7 @@ use crate::pool::format::volume_record::VolumeRecord;
 
 const NO_PANIC: &str = "no code panics while holding the lock";
 
-/// Media that reads as zeros. It records only which chunks stores would change.
+/// Media that reads as zeros. It only records the chunks that stores would change.
 pub(in crate::pool) struct StoredChunks {
     len_bytes: u64,
     indexes: Mutex<BTreeSet<u32>>,

@@ -154,8 +154,8 @@ pub(crate) fn write<T: Mirrored>(
     Ok(())
 }
 
-/// Returns the offsets of both copies in the order of writing if one of them may be damaged. The
-/// copy that is in use is written last, when the other one is already whole.
+/// Returns the offsets of both copies in the order in which they must be written if one of them may
+/// be damaged. The copy in use is written last, when the other one is already whole.
 pub(crate) fn copy_in_use_last<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],

@@ -79,7 +79,7 @@ fn holes_of_a_thin_volume_are_promised_but_not_allocated() {
         media.store_word(offset, word).unwrap();
     }
     let peek = open_for(&media, OpenMode::Peek).unwrap();
-    // All 10 usable chunks are kept for the volumes, although the thin one needs more.
+    // All 10 usable chunks are withheld for the volumes, although the thin one needs more.
     assert_eq!(accounts(&peek.info()), [46, 20, 10, 0]);
     drop(peek);
     let pool = open(&media).unwrap();

@@ -87,7 +87,7 @@ pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &
     }
 }
 
-/// Stores the marks of a volume, like the VMM. Only even indexes get one if `is_sparse`, so that
+/// Stores the marks of a volume as the VMM would. Only even indexes get one if `is_sparse`, so that
 /// the others may remain holes.
 pub(super) fn fill_words(volume: &OtherVolume, from: u32, is_sparse: bool) {
     let chunks = (volume.size_bytes() / CHUNK_BYTES) as u32;

@@ -38,8 +38,8 @@ impl Start {
         Self { media, pool, lent, marks }
     }
 
-    /// Pool with thin volumes: a raw volume `v`, a BTT volume `b`, and a raw volume `w` that was
-    /// converted to a full one, and has a chunk of zeros.
+    /// Pool with a thin raw volume `v`, a thin BTT volume `b`, and a raw volume `w` that was
+    /// converted from thin to thick, and has a chunk of zeros.
     pub(super) fn thin() -> Self {
         let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
         for (name, chunks, format) in

@@ -246,8 +246,8 @@ impl World {
     }
 }
 
-/// Checks that the STRG size or the sizes of volumes, if they are larger, minus the chunks of
-/// volumes is reserved, and that the rest is lendable.
+/// Checks that the STRG size or the sizes of all volumes, whichever is larger, minus the chunks of
+/// volumes, is reserved, and that the rest is lendable.
 fn verify_strg(pool: &OtherPool, reserve_bytes: u64) -> Result<(), String> {
     let info = pool.info();
     let sizes_bytes = pool.volumes().iter().map(|volume| volume.size_bytes).sum();

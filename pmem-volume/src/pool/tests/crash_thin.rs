@@ -22,8 +22,8 @@ const OPERATIONS: [Case; 16] = [
     ("fill holes", Start::thin, |s| fill_holes(s, "v"), 280),
     ("fill holes of a BTT volume", Start::thin, |s| fill_holes(s, "b"), 870),
     ("fill holes with waiting chunks", Start::thin, fill_holes_with_waiting_chunks, 5710),
-    ("make a raw volume full", Start::thin, |s| convert(s, "v", false), 520),
-    ("make a BTT volume full", Start::thin, |s| convert(s, "b", false), 1110),
+    ("make a raw volume thick", Start::thin, |s| convert(s, "v", false), 520),
+    ("make a BTT volume thick", Start::thin, |s| convert(s, "b", false), 1110),
     ("make a raw volume thin", Start::thin, |s| convert(s, "w", true), 280),
     ("make a BTT volume thin", Start::new, |s| convert(s, "b", true), 3540),
     ("grow a thin raw volume", Start::thin, |s| resize(s, "v", 7), 260),
@@ -48,7 +48,7 @@ fn fill_holes(start: &Start, name: &str) {
     volume.provision(0..volume.size_bytes()).unwrap();
 }
 
-/// All chunks that are left contained memory.
+/// All chunks that are left were used as memory before.
 fn fill_holes_with_waiting_chunks(start: &Start) {
     use_all_clean_chunks(&start.media, &start.pool);
     fill_holes(start, "b");
@@ -121,7 +121,7 @@ fn verify_stores(points: &[CrashPoint], at: u64, is_durable: bool) -> Result<usi
 fn store_into_a_hole_survives_a_crash_once_it_is_durable() {
     const AT: u64 = 2 * CHUNK_BYTES + 64;
     let (media, pool) = with_thin_volume();
-    // The next chunk is one that contained memory.
+    // The next chunk was used as memory before.
     use_all_clean_chunks(&media, &pool);
     let volume = pool.open_volume("v").unwrap();
     volume.provision(0..2 * CHUNK_BYTES).unwrap();

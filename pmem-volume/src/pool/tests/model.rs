@@ -153,7 +153,8 @@ impl Model {
         self.chunks - METADATA - self.in_volumes() - self.in_memory()
     }
 
-    /// Lending memory leaves free the part of STRG that volumes do not use yet, and their holes.
+    /// Lending memory leaves free the part of STRG that volumes do not use yet, or their holes,
+    /// whichever is larger.
     fn lendable(&self) -> u32 {
         let kept = STRG.max(self.promised());
         self.free() - kept.saturating_sub(self.in_volumes()).min(self.free())

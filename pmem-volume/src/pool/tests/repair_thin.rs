@@ -6,7 +6,7 @@ use crate::media::MediaError;
 use crate::pool::format::table::{Owner, encode_owner};
 
 /// Pool with a thin raw volume `thin` of 5 chunks, which has data at the indexes 1 and 3, in chunks
-/// 2 and 3, and with a full volume in chunk 4.
+/// 2 and 3, and with a thick volume `full` in chunk 4.
 fn with_thin_volume() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(44 * MIB, 0);
@@ -75,7 +75,7 @@ fn chunk_with_data_may_belong_to_a_hole_until_the_volume_is_given_up() {
     let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
     let error = reader.open_volume("thin").unwrap_err();
     assert!(matches!(error, PoolError::VolumeUnusable { .. }), "{error}");
-    // No missing chunk passes for a hole.
+    // No missing chunk is read as a hole.
     let volume = reader.open_damaged_volume("thin").unwrap();
     assert_eq!(volume.load_word(CHUNK_BYTES).unwrap(), 7);
     for index in [0, 2, 3, 4] {

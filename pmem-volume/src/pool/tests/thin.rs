@@ -159,7 +159,7 @@ fn holes_read_as_zeros_and_calls_that_store_nothing_allocate_nothing() {
     volume.persist_range(0..5 * CHUNK_BYTES).unwrap();
     let mut pending = Pending::default();
     volume.begin_persist(0..4 * CHUNK_BYTES, &mut pending).unwrap();
-    // Zeros in a hole are there already.
+    // A hole already reads as zeros, so zeros are not stored.
     volume.store(CHUNK_BYTES - 8, &[0; 16]).unwrap();
     volume.store_word(64, 0).unwrap();
     volume.store_bulk(CHUNK_BYTES - 8, &[0; 16], &mut pending).unwrap();
@@ -201,7 +201,7 @@ fn store_into_a_hole_allocates_its_chunk_durably() {
         assert_eq!(allocated_chunks(&pool), 3);
         media.record();
         drop((volume, pool));
-        // No word is kept that was not durable.
+        // The image contains only durable words.
         let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
         let volume = open(&image).unwrap().open_volume("thin").unwrap();
         let word = |at| volume.load_word(at).unwrap().to_le_bytes();

@@ -1,4 +1,4 @@
-//! Conversion of volumes between thin and full.
+//! Conversion of volumes between thin and thick.
 
 use super::{VolumeInfo, volume_info};
 use crate::media::Media;
@@ -11,10 +11,10 @@ use crate::pool::{Pool, PoolError, State, bytes};
 use crate::progress::{OnProgress, Progress, Task, ignore_progress};
 
 impl<M: Media> Pool<M> {
-    /// Makes a volume thin or full. It must not be open in this process. Its content and size do
+    /// Makes a volume thin or thick. It must not be open in this process. Its content and size do
     /// not change.
     ///
-    /// A full volume gets chunks for all of its holes. A thin volume loses all chunks that read as
+    /// A thick volume gets chunks for all of its holes. A thin volume loses all chunks that read as
     /// zeros, even if it was thin before. After a crash, the call can be repeated.
     pub fn convert_volume(&self, name: &str, thin: bool) -> Result<VolumeInfo, PoolError> {
         self.convert_volume_with(name, thin, &mut ignore_progress)

@@ -9,13 +9,14 @@ use super::{Space, VolumeExtent, VolumeInfo, volume_info};
 use crate::media::{Durability, FileMedia, Media, MediaError};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// Volume with missing chunks, in a pool that is open for reading. Reads of missing chunks fail. So
-/// do reads of holes if the owner of any chunk is unknown, because it may be this volume.
+/// Volume with missing chunks, in a pool that is open for reading. Reads of missing chunks fail.
+/// Reads of holes fail too if the owner of any chunk is unknown, because the chunk may belong to
+/// this volume.
 pub struct DamagedVolume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     info: VolumeInfo,
     extents: Vec<VolumeExtent>,
-    /// True if a missing chunk is a hole for certain.
+    /// True if all missing chunks are certainly holes.
     has_only_holes: bool,
 }
 

@@ -37,7 +37,7 @@ pub(in crate::pool) use space::{Space, extents_of};
 pub enum VolumeSize {
     /// A multiple of 2 MiB.
     Bytes(u64),
-    /// All bytes that are free or waiting to be erased, and that no thin volume was promised.
+    /// All bytes that are free or waiting to be erased, except those promised to thin volumes.
     Remaining,
 }
 
@@ -48,13 +48,13 @@ pub struct VolumeOptions {
     pub size: VolumeSize,
     /// Format of the volume.
     pub format: VolumeFormat,
-    /// Creates a thin volume. It gets a chunk only when something is stored there, but the pool
-    /// keeps enough chunks for all of its size.
+    /// Creates a thin volume. A chunk is allocated only when something is stored there, but the
+    /// whole size is promised to the volume.
     pub thin: bool,
 }
 
 impl VolumeOptions {
-    /// Returns the options of a volume with all of its chunks.
+    /// Returns the options of a thick volume, which has all of its chunks.
     pub fn thick(size_bytes: u64, format: VolumeFormat) -> Self {
         Self { size: VolumeSize::Bytes(size_bytes), format, thin: false }
     }
@@ -150,7 +150,7 @@ impl<M: Media> Pool<M> {
         volumes
     }
 
-    /// Creates and formats a full volume, as [`Pool::create_volume_with`] does.
+    /// Creates and formats a thick volume, as [`Pool::create_volume_with`] does.
     pub fn create_volume(
         &self,
         name: &str,
@@ -219,7 +219,7 @@ impl<M: Media> Pool<M> {
     /// after the chunk `after`. When the call returns, their owner words are durable.
     ///
     /// The chunks are counted as waiting to be erased until the caller adds them to the volume. If
-    /// it fails, the next open erases them or finds them in the volume.
+    /// the caller fails, the next open erases them or finds them in the volume.
     fn take_chunks(
         &self,
         state: &mut State,
@@ -464,7 +464,7 @@ impl State {
         }
     }
 
-    /// Checks that no hole of a thin volume may be a chunk whose owner word is damaged.
+    /// Checks that no hole of a thin volume can be a chunk whose owner word is damaged.
     pub(super) fn check_holes(&self, entry: &VolumeEntry) -> Result<(), PoolError> {
         let damaged = self.counts.damaged;
         if !entry.record.thin || damaged == 0 || entry.allocated() == entry.record.chunks {
@@ -517,8 +517,8 @@ impl<M: Media> Volume<M> {
     }
 
     /// Returns the pieces of the volume in logical order, without gaps. Pieces that are adjacent in
-    /// the file are merged. Returns none if the volume is thin, because it may have holes, which
-    /// stores fill.
+    /// the file are merged. Empty if the volume is thin, because it may have holes, which stores
+    /// fill.
     #[inline]
     pub fn extents(&self) -> &[VolumeExtent] {
         &self.extents

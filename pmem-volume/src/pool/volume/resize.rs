@@ -43,7 +43,7 @@ impl<M: Media> Pool<M> {
     /// of at least 16 MiB, and cannot shrink. A raw volume may shrink.
     ///
     /// [`VolumeSize::Remaining`] adds all bytes that are free or waiting to be erased, except those
-    /// that thin volumes were promised.
+    /// promised to thin volumes.
     pub fn resize_volume(
         &self,
         name: &str,

@@ -70,7 +70,7 @@ impl<'a> Space<'a> {
         Self { media, chunks: Chunks::Extents(extents), len_bytes }
     }
 
-    /// Returns the storage of an open volume, whose holes other threads may fill.
+    /// Returns the storage of an open thin volume, whose holes other threads may fill.
     pub(super) fn of_map(media: &'a dyn Media, map: &'a ChunkMap) -> Self {
         Self { media, chunks: Chunks::Map(map), len_bytes: map.len_bytes() }
     }
@@ -113,7 +113,7 @@ impl<'a> Space<'a> {
         pieces
     }
 
-    /// Returns a piece at the start of a range, which is not empty.
+    /// Returns a piece at the start of a range. The range must not be empty.
     fn locate(&self, range: Range<u64>) -> Piece {
         let at = range.start;
         let (end, file_offset) = match self.chunks {

@@ -91,7 +91,7 @@ pub struct BuiltVolume {
 #[derive(Clone, Debug)]
 pub enum Allocated {
     Fixed(u64),
-    /// A thin volume gets more while its guest writes.
+    /// Reported by the device, because a thin volume gets chunks while its guest writes.
     By(Weak<dyn BlockDevice>),
 }
 

@@ -8,7 +8,7 @@
 //! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 //!
-//! A thin volume is always `virtio-blk`, because the guest cannot allocate chunks.
+//! The interface of a thin volume is always `virtio-blk`, because the guest cannot allocate chunks.
 
 use std::collections::BTreeSet;
 
@@ -89,13 +89,13 @@ pub enum InterfaceError {
     /// The guest would store into chunks that the volume does not have.
     #[error(
         "--pm-volume name={name}: interface={} maps the volume into the guest, but the volume is thin; use \
-         interface=virtio-blk, or allocate all of the volume (pmvol volume convert --thick)",
+         interface=virtio-blk, or make the volume thick (pmvol volume convert --thick)",
         interface.name()
     )]
     ThinMapped { name: String, interface: Chosen },
     /// `virtio-blk` would be the only interface, and serves only BTTs.
     #[error(
-        "--pm-volume name={name}: a thin volume with format=raw has no interface; allocate all of the volume (pmvol \
+        "--pm-volume name={name}: a thin volume with format=raw has no interface; make the volume thick (pmvol \
          volume convert --thick)"
     )]
     ThinRaw { name: String },
@@ -134,7 +134,7 @@ pub enum InterfaceError {
 }
 
 /// Chooses the volume's interface. If the requested interface is unsafe, returns the reason.
-/// `is_thin` is the property of the stored volume, or of the one that will be created.
+/// `is_thin` describes the stored volume, or the volume that will be created.
 pub fn choose(
     volume: &PmVolumeConfig,
     is_thin: bool,

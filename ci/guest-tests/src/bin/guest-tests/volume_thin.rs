@@ -1,5 +1,4 @@
-//! Tests of thin volumes: a chunk is allocated when the guest first writes to it, and by nothing
-//! else.
+//! Tests of thin volumes. Only the first write of the guest to a chunk allocates it.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
@@ -24,7 +23,7 @@ fn boot(builder: GuestBuilder, device: &str) -> Result<Guest> {
     Ok(guest)
 }
 
-/// Allocated bytes of the volume, by the API and by the metrics.
+/// Allocated bytes of the volume. Checks that the API and the metrics report the same.
 fn allocated_bytes(guest: &Guest) -> Result<u64> {
     let volumes = guest.get("vm.volumes")?;
     let bytes = volumes["volumes"][0]["allocated_bytes"].as_u64();
@@ -52,11 +51,11 @@ fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     guest.run_within(IO_LIMIT, write)?;
     let written = allocated_bytes(&guest)?;
     // The data may begin and end within chunks. The map and the lanes' blocks need a few more.
-    ensure!((20 * MIB..=32 * MIB).contains(&(written - empty)), "{empty} grew to {written}");
+    ensure!((20 * MIB..=32 * MIB).contains(&(written - empty)), "{empty} bytes grew to {written}");
     guest.run_within(IO_LIMIT, write)?;
     let again = allocated_bytes(&guest)?;
     // 256 lanes have a block each, which a write exchanges with the block of its sector.
-    ensure!(again - written <= 2 * MIB, "Overwrites have allocated {written} to {again}");
+    ensure!(again - written <= 2 * MIB, "Overwrites increased {written} bytes to {again}");
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;

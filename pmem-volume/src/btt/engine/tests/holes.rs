@@ -17,7 +17,7 @@ fn new_media(chunk_bytes: u64) -> MemoryMedia {
     media
 }
 
-/// Opens media that panics at a store without space.
+/// Opens media that panics at a store into a hole.
 fn thin(media: &MemoryMedia, chunk_bytes: u64) -> ThinMedia<&MemoryMedia> {
     ThinMedia::new(media, VOLUME_BYTES, chunk_bytes).strict()
 }
@@ -77,8 +77,9 @@ fn has_lane_with_space(thin: &ThinMedia<&MemoryMedia>) -> bool {
     lanes.any(|(block, _)| thin.holes_in(info.data_range(block)) == 0)
 }
 
-/// Lets the space run out at each allocation of a write. `lanes_have_space` determines if it needs
-/// space for its data. It always needs space for a part of its map entries if chunks are small.
+/// Lets the space run out at each allocation of a write. If `lanes_have_space`, the write needs no
+/// space for its data. If chunks are small, it always needs space for a part of its map entries.
+/// Returns the number of chunks that the write needs.
 fn write_with_little_space(chunk_bytes: u64, lanes_have_space: bool) -> u64 {
     const SECTORS: Range<u64> = 14..18;
     for available in 0.. {
@@ -118,7 +119,7 @@ fn write_with_little_space(chunk_bytes: u64, lanes_have_space: bool) -> u64 {
             return available;
         }
     }
-    unreachable!("the space is enough at last")
+    unreachable!("a write with enough space succeeds")
 }
 
 #[test]
@@ -129,8 +130,8 @@ fn write_into_a_full_pool_changes_nothing_and_the_engine_stays_writable() {
     assert_eq!(write_with_little_space(1024, false), 4 * 4);
 }
 
-/// A lane that has received a block without space does not make writes fail that another lane can
-/// perform.
+/// A write does not fail because a lane has received a block without space, if another lane can
+/// perform the write.
 #[test]
 fn full_pool_is_written_through_lanes_whose_blocks_have_space() {
     let media = new_media(4096);
@@ -190,7 +191,7 @@ fn discard_changes_no_unwritten_sector_whose_block_is_a_hole() {
     assert!((0..9).all(|sector| read(&engine, sector) == [0; 4096]));
 }
 
-/// A BTT may have been formatted over old data, which sectors show until they are written.
+/// A BTT may have been formatted over old data, which is visible in sectors until they are written.
 #[test]
 fn discard_hides_old_data_in_blocks_of_unwritten_sectors() {
     let media = new_media(4096);
@@ -210,7 +211,7 @@ fn discard_hides_old_data_in_blocks_of_unwritten_sectors() {
     assert_eq!(read(&engine, 6), [0; 4096]);
     // A block with zeros is no reason to allocate space for the map, which was a hole.
     assert_eq!([5, 6, 7].map(|sector| entry(&thin, sector) == 0), [true, false, true]);
-    // From here on, blocks are not read, because a change takes no space.
+    // From here on, blocks are not read, because a change of the map needs no space.
     engine.discard(0..48).unwrap();
     assert_eq!([4, 5, 6, 7].map(|sector| entry(&thin, sector) == 0), [true, false, false, false]);
     assert!(check(&thin).is_clean());
@@ -232,7 +233,7 @@ fn bulk_load_stores_only_what_has_space() {
         let engine = load.finish().unwrap();
         let read: Vec<_> = (12..20).map(|sector| read(&engine, sector)).collect();
         let written = (12..20).zip(read).take_while(|(at, read)| *read == content(*at, 1, 4096));
-        // The parts of a write in each window are stored completely or not at all.
+        // The part of a write in each window is stored completely or not at all.
         let expected = if result.is_ok() {
             8
         } else if available >= 5 {

@@ -131,7 +131,7 @@ fn verify(engine: &Engine<Reordered<'_>>, versions: &[u64]) -> Result<(), String
 }
 
 /// Performs random operations in a pool with the given space. Returns the number of operations that
-/// failed because it was full.
+/// failed because the pool was full.
 fn operate(seed: u64, chunks: u64, bug: SpaceBug) -> Result<usize, String> {
     let media = MemoryMedia::new(ThinMedia::<MemoryMedia>::wrapped_bytes(VOLUME_BYTES, PAGE_BYTES));
     format_small(&ThinMedia::new(&media, VOLUME_BYTES, PAGE_BYTES), SECTORS, LANES);

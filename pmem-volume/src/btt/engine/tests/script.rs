@@ -66,7 +66,7 @@ pub(super) enum InjectedBug {
     LogPersistedTooEarly,
     /// Map entries that mark the sectors of a load as zeros are not durable before the data.
     LoadZeros,
-    /// Space is used before it is durable.
+    /// Space is used before its allocation is durable.
     Space,
 }
 
@@ -320,7 +320,7 @@ pub(super) fn new_media_with_holes() -> Simulator {
     media
 }
 
-/// Opens media with holes. A store without space panics.
+/// Opens media with holes. A store into a hole panics.
 pub(super) fn thin<M: Media>(media: M) -> ThinMedia<M> {
     ThinMedia::new(media, VOLUME_BYTES, PAGE_BYTES).strict()
 }

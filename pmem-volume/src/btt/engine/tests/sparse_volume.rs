@@ -110,7 +110,7 @@ fn check_and_repair_read_no_hole() {
     assert!(check(&media).is_clean());
 }
 
-/// Creators of file systems discard the whole volume.
+/// `mkfs` programs discard the whole volume.
 #[test]
 fn discard_of_an_empty_volume_allocates_no_space() {
     for sector_bytes in [512, 4096] {
