@@ -165,7 +165,7 @@ fn write_record(media: &Simulator, pool: &OtherPool, thin: bool) {
 }
 
 #[test]
-fn full_record_before_the_holes_have_chunks_is_detected() {
+fn thick_record_before_its_chunks_is_detected() {
     let error = must_be_detected_on_thin(|media, pool| {
         write_record(media, pool, false);
         let run = Run { start: ChunkId(8), chunks: 3 };

@@ -30,14 +30,14 @@ impl<M: Media> Pool<M> {
     ) -> Result<VolumeInfo, PoolError> {
         match thin {
             true => self.make_thin(name, progress),
-            false => self.make_full(name),
+            false => self.make_thick(name),
         }
     }
 
     /// 1. Allocate chunks for all holes. When their owner words are durable, the volume is still
     ///    thin, but has no hole.
     /// 2. Write the record without the flag. From here on, a missing chunk is damage.
-    fn make_full(&self, name: &str) -> Result<VolumeInfo, PoolError> {
+    fn make_thick(&self, name: &str) -> Result<VolumeInfo, PoolError> {
         let mut state = self.lock_for_change()?;
         // Plan again after each unlock, because the state may have changed in the meantime.
         let (slot, holes) = loop {

@@ -92,7 +92,7 @@ pub struct BuiltVolume {
 pub enum Allocated {
     Fixed(u64),
     /// Reported by the device, because a thin volume gets chunks while its guest writes.
-    By(Weak<dyn BlockDevice>),
+    Growing(Weak<dyn BlockDevice>),
 }
 
 impl Allocated {
@@ -100,7 +100,7 @@ impl Allocated {
     pub fn bytes(&self) -> Option<u64> {
         match self {
             Self::Fixed(bytes) => Some(*bytes),
-            Self::By(device) => device.upgrade()?.allocated_bytes(),
+            Self::Growing(device) => device.upgrade()?.allocated_bytes(),
         }
     }
 }
@@ -282,7 +282,7 @@ fn build_virtio_blk(
     let device = Block::new(shape, device)?;
     let disk = device.handle();
     let (size_bytes, failure) = (disk.size_bytes(), disk.failure());
-    let allocated = Allocated::By(Weak::clone(&served));
+    let allocated = Allocated::Growing(Weak::clone(&served));
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
     let source = metrics(config, size_bytes, (failure.clone(), allocated.clone()), counters);
     let device = new_device(device, context)?.exposing(source).with_handle(disk);
