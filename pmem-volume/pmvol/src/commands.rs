@@ -7,7 +7,8 @@ use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::pool::SplitContent;
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{
-    CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeOptions, VolumeSize,
+    CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeFormat, VolumeInfo, VolumeOptions,
+    VolumeSize,
 };
 use thiserror::Error;
 
@@ -15,6 +16,7 @@ use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::btt::{self, BttCommand, Location};
 use super::meter::with_meter;
 use super::print::{PoolReport, ScrubReport, VolumesReport, print};
+use super::usage::RAW_IS_THICK;
 use super::{create_from, manual, print};
 
 /// Result of a command that did not fail.
@@ -74,7 +76,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             let size = size.expect("clap requires it without --from");
             let options = VolumeOptions { size, format: *format, thin: *thin };
             let (pool, volume) = change_pool(pool, |pool, progress| {
-                pool.scrub_for(size, progress)?;
+                scrub_for(pool, options, progress)?;
                 pool.create_volume_with(name, options)
             })?;
             let report = VolumesReport::new(&pool, &[volume]);
@@ -150,6 +152,15 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     Ok(Outcome::Done)
 }
 
+/// Erases the chunks that a new volume needs. A thin volume needs few, which its creation erases.
+pub(crate) fn scrub_for(
+    pool: &Pool,
+    options: VolumeOptions,
+    progress: OnProgress<'_>,
+) -> Result<(), PoolError> {
+    if options.thin { Ok(()) } else { pool.scrub_for(options.size, progress) }
+}
+
 fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
     let pool = Pool::open(path, OpenMode::Peek)?;
     let report = VolumesReport::new(&pool, &pool.volumes());
@@ -219,10 +230,25 @@ fn convert(
     name: &str,
     thin: bool,
     progress: OnProgress<'_>,
-) -> Result<VolumeInfo, PoolError> {
-    let volume = pool.convert_volume(name, thin)?;
-    pool.scrub_all_with(progress)?;
+) -> anyhow::Result<VolumeInfo> {
+    if thin {
+        let is_raw = |volume: &VolumeInfo| volume.format == VolumeFormat::Raw;
+        if pool.volumes().iter().any(|volume| volume.name == name && is_raw(volume)) {
+            return Err(ThinRaw { name: name.to_owned() }.into());
+        }
+    }
+    let volume = pool.convert_volume_with(name, thin, &mut *progress)?;
+    if thin {
+        pool.scrub_all_with(progress)?;
+    }
     Ok(volume)
+}
+
+/// Error for a raw volume that would become thin.
+#[derive(Debug, Error)]
+#[error("volume {name:?} is raw, and {RAW_IS_THICK}")]
+pub(crate) struct ThinRaw {
+    name: String,
 }
 
 /// Returns true if a check or repair failed without a result. Damage that prevents a check or

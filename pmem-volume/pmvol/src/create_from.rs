@@ -14,7 +14,7 @@ use pmem_volume::{
 };
 
 use super::btt::{ImportSizes, Location, Media, Source, fill};
-use super::commands::add_flag_context;
+use super::commands::{add_flag_context, scrub_for};
 use super::meter::with_meter;
 
 /// Suffix of the volume's name during the import.
@@ -64,7 +64,7 @@ pub(crate) fn create(
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         check_names(&pool, new.name, &part)?;
         let options = VolumeOptions { size, format: new.format, thin: new.thin };
-        pool.scrub_for(size, progress)?;
+        scrub_for(&pool, options, progress)?;
         pool.create_volume_with(&part, options)?;
         anyhow::Ok(pool)
     })

@@ -15,6 +15,10 @@ use thiserror::Error;
 use super::args::{Arguments, Command, VolumeCommand};
 use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions, is_stdio};
 
+/// Reason for refusing a thin raw volume.
+pub(crate) const RAW_IS_THICK: &str =
+    "a raw volume cannot be thin, because no interface could serve it";
+
 /// Error in a command line.
 #[derive(Debug, Error)]
 pub(crate) enum UsageError {
@@ -24,9 +28,7 @@ pub(crate) enum UsageError {
     Parts(SplitError),
     #[error("{name:?} is both the old and the new name; choose another new name")]
     SameName { name: String },
-    #[error(
-        "--thin: a raw volume cannot be thin, because no interface could serve it; leave --format raw out"
-    )]
+    #[error("--thin: {RAW_IS_THICK}; leave --format raw out")]
     ThinRaw,
     #[error("--size: the size of stdin is unknown; set the size of the volume")]
     StdinSize,

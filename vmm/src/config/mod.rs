@@ -35,7 +35,7 @@ use foreshore_devices::file_id::is_same;
 use foreshore_devices::memory::layout::{BootMemory, linux_block_bytes};
 use foreshore_devices::virtio::block::serial::serial_number;
 use foreshore_devices::virtio::net;
-use foreshore_devices::volume::interface::{Chosen, InterfaceError, Payload, check_ids, choose};
+use foreshore_devices::volume::interface::{Chosen, Payload, check_ids, choose};
 use foreshore_devices::volume::pmem_config;
 use foreshore_types::size::Size;
 
@@ -178,16 +178,22 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            choose_early(volume, self.cpus.max_vcpus).map_err(SectionError::new)?;
+            // The volume may exist and be thick, so `thin=on` is not compared with the interface.
+            let (is_thin, max_vcpus) = (false, self.cpus.max_vcpus);
+            choose(volume, is_thin, max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
             .map_err(SectionError::new)?)
     }
 
-    /// Volumes, each with the interface that is chosen if the payload is Linux.
+    /// Volumes, each with the interface that is chosen if the payload is Linux and the volume is
+    /// new. If another payload or a stored volume rules the interface out, the error is reported
+    /// when the payload is loaded or the volume is opened.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
-        let choose = |volume| Some((volume, choose_early(volume, self.cpus.max_vcpus).ok()?));
-        self.pm_volumes.iter().filter_map(choose)
+        let choose = |volume: &PmVolumeConfig| {
+            choose(volume, volume.thin, self.cpus.max_vcpus, Payload::Linux).ok()
+        };
+        self.pm_volumes.iter().filter_map(move |volume| Some((volume, choose(volume)?)))
     }
 
     /// Configuration of the governor, including its default. The default is `psi` for a VM with PM,
@@ -285,13 +291,6 @@ impl VmConfig {
         }
         warnings
     }
-}
-
-/// Chooses the interface before the payload and the pool are known. The payload is assumed to be
-/// Linux, and the volume to be new. If another payload or the stored volume rules the interface
-/// out, the error is reported when the payload is loaded or the volume is opened.
-fn choose_early(volume: &PmVolumeConfig, max_vcpus: u8) -> Result<Chosen, InterfaceError> {
-    choose(volume, volume.thin, max_vcpus, Payload::Linux)
 }
 
 /// Small VM for tests that only pass the configuration on.

@@ -46,7 +46,7 @@ impl BlockDevice for Engine<Volume> {
             physical_block_bytes: block_bytes.max(PAGE_BYTES),
             read_only: false,
             discard: true,
-            // A volume always has blocks for all of its sectors, so nothing can be deallocated.
+            // A discarded sector keeps its block, and a thin volume keeps its chunks.
             unmap: false,
         }
     }

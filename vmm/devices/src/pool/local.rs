@@ -141,7 +141,7 @@ impl PoolVolume for Volume {
     }
 
     fn extents(&self) -> Vec<Range<u64>> {
-        Volume::extents(self).iter().map(|extent| extent.run.byte_range()).collect()
+        self.allocated_extents().iter().map(|extent| extent.run.byte_range()).collect()
     }
 
     /// Completes the recovery of the BTT. Map entries that the engine has stored need not be

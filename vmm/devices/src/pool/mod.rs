@@ -31,7 +31,8 @@ use crate::pool::btt_loss::BttLoss;
 pub trait PoolVolume: Persist {
     fn size_bytes(&self) -> u64;
 
-    /// Extents of the volume in the pool's file ([`PmPool`]), in logical order and without gaps.
+    /// Extents of the volume in the pool's file ([`PmPool`]), in logical order. Only a
+    /// thin volume may have gaps.
     fn extents(&self) -> Vec<Range<u64>>;
 
     /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the

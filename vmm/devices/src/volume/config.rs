@@ -150,6 +150,9 @@ impl PmVolumeConfig {
             (true, _, true) => {
                 conflict(format!("volume {} cannot be created with readonly=on", self.name))
             }
+            (false, _, _) if self.thin => {
+                conflict(format!("thin=on of volume {} needs create=on", self.name))
+            }
             _ if self.thin && self.format == VolumeFormat::Raw => {
                 conflict(format!("volume {} with format=raw cannot be thin", self.name))
             }
@@ -260,6 +263,10 @@ mod tests {
             "--pm-volume: create=on of volume a needs a size="
         );
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));
+        assert_eq!(
+            error("pool=/p,name=a,thin=on"),
+            "--pm-volume: thin=on of volume a needs create=on"
+        );
         assert_eq!(
             error("pool=/p,name=a,size=2M,create=on,thin=on,format=raw"),
             "--pm-volume: volume a with format=raw cannot be thin"
