@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::repair::Fix;
-use crate::media::{Media, MediaError};
+use crate::media::Media;
 use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::findings::Finding;
 use crate::pool::format::layout::VolumeRecordBytes;
@@ -83,34 +83,36 @@ fn incomplete_volume<'a>(
     scan: &'a Scan,
     name: &str,
 ) -> Result<(Slot, &'a VolumeEntry), PoolError> {
-    let mut named =
-        scan.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
-    if named.peek().is_none() {
+    let named: Vec<_> =
+        scan.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).collect();
+    if named.is_empty() {
         let existing = scan.volumes.values().map(|volume| volume.record.name.to_string()).collect();
         return Err(PoolError::NoSuchVolume { name: name.to_owned(), existing });
     }
-    let holes_are_suspect = has_unknown_chunk(media, scan)?;
-    let is_incomplete = |volume: &VolumeEntry| {
-        volume.allocated() < volume.record.chunks && (!volume.record.thin || holes_are_suspect)
-    };
-    let found =
-        named.find(|(_, volume)| is_incomplete(volume)).map(|(slot, volume)| (*slot, volume));
+    let lacks_chunks = |volume: &VolumeEntry| volume.allocated() < volume.record.chunks;
+    let mut lacking = named.into_iter().filter(|(_, volume)| lacks_chunks(volume)).peekable();
+    let first = lacking.peek().copied();
+    // The check for unknown chunks reads all free space, so it comes last.
+    let found = lacking
+        .find(|(_, volume)| !volume.record.thin)
+        .or_else(|| first.filter(|_| has_unknown_chunk(media, scan)));
+    let found = found.map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeComplete { name: name.to_owned() })
 }
 
-/// Returns true if the owner word of a chunk is damaged, or if a free chunk contains data.
-fn has_unknown_chunk(media: &dyn Media, scan: &Scan) -> Result<bool, MediaError> {
+/// Returns true if the owner word of a chunk is damaged, or if a free chunk contains data or is
+/// unreadable.
+fn has_unknown_chunk(media: &dyn Media, scan: &Scan) -> bool {
     let is_unknown = |finding: &Finding| {
         matches!(finding, Finding::OwnerWord { .. } | Finding::SlotOutside { .. })
     };
-    let mut found = scan.findings.iter().any(is_unknown);
     let mut finder = ContentFinder::new();
-    for run in &scan.free {
-        if !found {
-            finder.search(media, *run, &mut |_| {}, &mut |_| found = true)?;
-        }
-    }
-    Ok(found)
+    let mut has_data = |run: &Run| {
+        let mut found = false;
+        let result = finder.search(media, *run, &mut |_| {}, &mut |_| found = true);
+        found || result.is_err()
+    };
+    scan.findings.iter().any(is_unknown) || scan.free.iter().any(&mut has_data)
 }
 
 fn scrub_marks(superblock: &Superblock, scan: &Scan) -> impl Iterator<Item = (u64, u64)> {

@@ -450,7 +450,7 @@ pub(in crate::pool) fn fix_owners(
                 let is_sure = owner != Owner::Scrub
                     || matches!(corrected, Some(Owner::Free | Owner::Scrub))
                     || holes.count() == 0
-                    || reads_as_zeros(media, chunk, &mut finder)?;
+                    || reads_as_zeros(media, chunk, &mut finder);
                 if is_sure {
                     add_fix(chunk, owner, why);
                 }
@@ -468,14 +468,12 @@ pub(in crate::pool) fn fix_owners(
     Ok(fixes)
 }
 
-fn reads_as_zeros(
-    media: &dyn Media,
-    chunk: ChunkId,
-    finder: &mut ContentFinder,
-) -> Result<bool, MediaError> {
+/// Returns true if a chunk is readable and contains only zeros. An unreadable chunk may contain
+/// data.
+fn reads_as_zeros(media: &dyn Media, chunk: ChunkId, finder: &mut ContentFinder) -> bool {
     let mut is_zero = true;
-    finder.search(media, Run { start: chunk, chunks: 1 }, &mut |_| {}, &mut |_| is_zero = false)?;
-    Ok(is_zero)
+    let run = Run { start: chunk, chunks: 1 };
+    finder.search(media, run, &mut |_| {}, &mut |_| is_zero = false).is_ok() && is_zero
 }
 
 /// Returns true if no volume except a thin one can have a hidden gap. A lost record could own any

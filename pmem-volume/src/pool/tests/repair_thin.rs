@@ -1,9 +1,11 @@
 //! Tests of repairs in pools with thin volumes. A chunk with data may belong to a hole.
 
+use super::hooked::{self, Hooked};
 use super::repair::entry;
 use super::*;
 use crate::media::MediaError;
 use crate::pool::format::table::{Owner, encode_owner};
+use crate::pool::maintenance::repair::fix_tables;
 
 /// Pool with a thin raw volume `thin` of 5 chunks, which has data at the indexes 1 and 3, in chunks
 /// 2 and 3, and with a thick volume `full` in chunk 4.
@@ -144,4 +146,48 @@ fn thin_volume_of_an_intact_pool_is_not_given_up() {
         assert!(matches!(error, PoolError::VolumeComplete { .. }), "{error}");
     }
     assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+}
+
+/// Pool with a raw volume `v` of 3 chunks, all with data, on media with unreadable ranges. Returns
+/// the volume's chunks.
+fn with_unreadable_media(thin: bool) -> (Hooked, Superblock, Vec<ChunkId>) {
+    let media = Hooked::new(16 * CHUNK_BYTES, || Ok(()));
+    let pool = hooked::open(media.clone());
+    let options =
+        VolumeOptions { size: VolumeSize::Bytes(6 * MIB), format: VolumeFormat::Raw, thin };
+    pool.create_volume_with("v", options).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    let stored = if thin { 0..2 } else { 0..3 };
+    stored.for_each(|index| volume.store_word(index * CHUNK_BYTES, 7).unwrap());
+    let chunks = volume.allocated_extents().iter().flat_map(|e| e.run.ids()).collect();
+    (media, pool.superblock.clone(), chunks)
+}
+
+#[test]
+fn unreadable_chunk_does_not_prevent_other_repairs() {
+    let (media, superblock, chunks) = with_unreadable_media(true);
+    media.store_word(entry(chunks[1].0), 0).unwrap();
+    media.store_word(entry(1), 0).unwrap();
+    media.set_bad(Some(chunks[1].offset_bytes()..chunks[1].offset_bytes() + CHUNK_BYTES));
+    let mut mended = vec![];
+    fix_tables(&media, &superblock, None, false, &mut mended).unwrap();
+    assert_eq!(mended.len(), 1, "{mended:?}");
+    assert!(mended[0].contains("according to the superblock"), "{mended:?}");
+    assert_eq!(media.load_word(entry(chunks[1].0)).unwrap(), 0, "the chunk may have data");
+    // The chunk is a reason to give up the volume.
+    fix_tables(&media, &superblock, Some("v"), false, &mut mended).unwrap();
+    assert!(mended[1].contains("volume \"v\", which may lack its 3 chunks"), "{mended:?}");
+}
+
+#[test]
+fn unreadable_free_chunk_is_a_reason_to_give_up_a_thin_volume() {
+    for thin in [false, true] {
+        let (media, superblock, chunks) = with_unreadable_media(thin);
+        let lost = encode_owner(chunks[1], Owner::Free);
+        media.store_word(entry(chunks[1].0), lost).unwrap();
+        media.set_bad(Some(chunks[1].offset_bytes()..chunks[1].offset_bytes() + CHUNK_BYTES));
+        let mut mended = vec![];
+        fix_tables(&media, &superblock, Some("v"), false, &mut mended).unwrap();
+        assert!(mended[0].contains("volume \"v\", which"), "{mended:?}");
+    }
 }
