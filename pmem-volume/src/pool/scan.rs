@@ -294,7 +294,7 @@ impl Scan {
 }
 
 /// Finds the chunks that the new BTT of a thin part lacks. A split adds them before it begins.
-fn missing_metadata(volume: &VolumeEntry) -> Option<Finding> {
+pub(in crate::pool) fn missing_metadata(volume: &VolumeEntry) -> Option<Finding> {
     let record = &volume.record;
     if !record.thin || record.part.is_none_or(|part| !part.is_unformatted) {
         return None;

@@ -14,7 +14,7 @@ use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot, encode_owner};
 use crate::pool::format::volume_record::empty_record;
 use crate::pool::redo_log::{self, LogState, Redone};
-use crate::pool::scan::{Scan, VolumeEntry, scan};
+use crate::pool::scan::{Scan, VolumeEntry, missing_metadata, scan};
 use crate::pool::{PoolError, Run};
 
 /// Deletes a volume with missing chunks. A dry run only returns the change, and treats `planned`
@@ -76,8 +76,9 @@ pub(in crate::pool) fn discard_damaged(
     Ok(Some(Fix { description, words: changed }))
 }
 
-/// Finds the volume with this name and missing chunks. A hole of a thin volume may be a missing
-/// chunk if a chunk has no known owner but contains data.
+/// Finds the volume with this name and missing chunks. A hole of a thin volume is a missing chunk
+/// if the BTT of an unfinished part needs it. It may be one if a chunk has no known owner but
+/// contains data.
 fn incomplete_volume<'a>(
     media: &dyn Media,
     scan: &'a Scan,
@@ -92,9 +93,11 @@ fn incomplete_volume<'a>(
     let lacks_chunks = |volume: &VolumeEntry| volume.allocated() < volume.record.chunks;
     let mut lacking = named.into_iter().filter(|(_, volume)| lacks_chunks(volume)).peekable();
     let first = lacking.peek().copied();
+    let certainly_lacks =
+        |volume: &VolumeEntry| !volume.record.thin || missing_metadata(volume).is_some();
     // The check for unknown chunks reads all free space, so it comes last.
     let found = lacking
-        .find(|(_, volume)| !volume.record.thin)
+        .find(|(_, volume)| certainly_lacks(volume))
         .or_else(|| first.filter(|_| has_unknown_chunk(media, scan)));
     let found = found.map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeComplete { name: name.to_owned() })

@@ -1,10 +1,11 @@
 //! Tests of repairs in pools with thin volumes. A chunk with data may belong to a hole.
 
+use super::crash::{Volumes, new_pool_of, open, volumes_of};
 use super::hooked::{self, Hooked};
 use super::repair::entry;
 use super::*;
 use crate::media::MediaError;
-use crate::pool::format::table::{Owner, encode_owner};
+use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::maintenance::repair::fix_tables;
 
 /// Pool with a thin raw volume `thin` of 5 chunks, which has data at the indexes 1 and 3, in chunks
@@ -190,4 +191,36 @@ fn unreadable_free_chunk_is_a_reason_to_give_up_a_thin_volume() {
         fix_tables(&media, &superblock, Some("v"), false, &mut mended).unwrap();
         assert!(mended[0].contains("volume \"v\", which"), "{mended:?}");
     }
+}
+
+/// The first chunk of a part was just allocated for its BTT and reads as zeros, so a damaged owner
+/// word becomes *scrub*. No chunk is unknown then, but the part can never be finished.
+#[test]
+fn part_without_a_chunk_for_its_metadata_can_be_given_up() {
+    let (media, pool) = new_pool_of(28, |_| {});
+    let size = VolumeSize::Bytes(18 * CHUNK_BYTES);
+    let options = VolumeOptions { size, format: VolumeFormat::Btt, thin: true };
+    pool.create_volume_with("v", options).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    volume.provision(8 * CHUNK_BYTES..10 * CHUNK_BYTES).unwrap();
+    let extents = volume.allocated_extents();
+    let extent = extents.iter().find(|e| (e.index..e.index + e.run.chunks).contains(&9)).unwrap();
+    let chunk = extent.run.start.plus(9 - extent.index);
+    drop(volume);
+    let parts =
+        [("v", 9), ("w", 9)].map(|(n, c)| (n.to_owned(), VolumeSize::Bytes(c * CHUNK_BYTES)));
+    let records = pool.plan_parts(&pool.lock_state(), Slot(0), &parts, &[9, 9]).unwrap();
+    let words = pool.split_words(&records).unwrap();
+    redo_log::commit(&media, &pool.superblock, &words).unwrap();
+    let superblock = pool.superblock.clone();
+    drop(pool);
+    media.store_word(entry(chunk.0), 0).unwrap();
+    let fix = |give_up| fix_tables(&media, &superblock, give_up, false, &mut vec![]).map(drop);
+    fix(None).unwrap();
+    let error = open(&media).unwrap_err();
+    assert!(error.to_string().contains("\"w\" lacks 1 of its 9 chunks"), "{error}");
+    let error = fix(Some("v")).unwrap_err();
+    assert!(matches!(error, PoolError::VolumeComplete { .. }), "{error}");
+    fix(Some("w")).unwrap();
+    assert_eq!(volumes_of(&open(&media).unwrap()), Volumes::from([("v".to_owned(), 9)]));
 }
