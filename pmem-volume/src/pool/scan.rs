@@ -58,6 +58,9 @@ pub(crate) struct Scan {
     /// part's first chunk there. The value contains the end index in the split volume and the slot
     /// of the part.
     parts: BTreeMap<(Slot, u32), (u32, Slot)>,
+    /// Sum of the chunks of thin parts whose BTT is not written. The parts of a split volume are
+    /// together not larger than the pool.
+    unformatted_chunks: u64,
 }
 
 /// Chunks grouped by the state of their owner words, in the order of the table.
@@ -111,19 +114,13 @@ impl Scan {
             };
             let record = match VolumeRecord::parse(slot, &bytes) {
                 Ok(None) => continue,
-                Ok(Some(record)) if record.chunks <= superblock.chunks || record.thin => record,
-                Ok(Some(record)) => {
-                    let reason =
-                        format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
+                Ok(Some(record)) => self.check_size(&record, superblock).map(|()| record),
+                Err(error) => Err(error.to_string()),
+            };
+            let record = match record {
+                Ok(record) => record,
+                Err(reason) => {
                     self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason });
-                    invalid_slots.insert(slot);
-                    continue;
-                }
-                Err(error) => {
-                    self.found.add(Finding::VolumeRecordInvalid {
-                        slot: slot.0,
-                        reason: error.to_string(),
-                    });
                     invalid_slots.insert(slot);
                     continue;
                 }
@@ -141,6 +138,25 @@ impl Scan {
             self.volumes.insert(slot, VolumeEntry { record, chunks: Vec::new() });
         }
         Ok(invalid_slots)
+    }
+
+    /// Checks that the pool can have a volume with this record. Only a thin volume may be larger
+    /// than the pool. The exception is a part whose BTT is not written, because finding its
+    /// metadata takes time in proportion to its size.
+    fn check_size(&mut self, record: &VolumeRecord, superblock: &Superblock) -> Result<(), String> {
+        let is_unformatted = record.part.is_some_and(|part| part.is_unformatted);
+        let chunks = match (record.thin, is_unformatted) {
+            (false, _) => u64::from(record.chunks),
+            (true, false) => return Ok(()),
+            (true, true) => {
+                self.unformatted_chunks += u64::from(record.chunks);
+                self.unformatted_chunks
+            }
+        };
+        if chunks <= u64::from(superblock.chunks) {
+            return Ok(());
+        }
+        Err(format!("{chunks} chunks in a pool of {}", superblock.chunks))
     }
 
     fn read_chunks(

@@ -96,7 +96,9 @@ impl<'a> CheckProgress<'a> {
         volumes: &[VolumeInfo],
         progress: OnProgress<'a>,
     ) -> Self {
-        let total_bytes = free_bytes + volumes.iter().map(|volume| volume.size_bytes).sum::<u64>();
+        // The sizes of thin volumes are untrusted, so the sums may not fit.
+        let sizes = volumes.iter().map(|volume| volume.size_bytes);
+        let total_bytes = sizes.fold(free_bytes, u64::saturating_add);
         Self { done_bytes: 0, total_bytes, progress }
     }
 
@@ -117,13 +119,13 @@ impl<'a> CheckProgress<'a> {
     ) -> T {
         self.report(0);
         let checked = check(&mut |position| self.report(position.min(size_bytes)));
-        self.done_bytes += size_bytes;
+        self.done_bytes = self.done_bytes.saturating_add(size_bytes);
         self.report(0);
         checked
     }
 
     fn report(&mut self, more_bytes: u64) {
-        let done_bytes = self.done_bytes + more_bytes;
+        let done_bytes = self.done_bytes.saturating_add(more_bytes);
         (self.progress)(Progress { task: Task::Check, done_bytes, total_bytes: self.total_bytes });
     }
 }
@@ -317,5 +319,35 @@ impl Serialize for Finding {
         fields.serialize_field("severity", &self.severity())?;
         fields.serialize_field("text", &self.to_string())?;
         fields.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::pool::format::layout::MAX_CHUNKS;
+
+    #[test]
+    fn progress_of_a_crafted_pool_does_not_overflow() {
+        let largest = VolumeInfo {
+            name: "v".to_owned(),
+            uuid: Uuid::nil(),
+            format: VolumeFormat::Btt,
+            size_bytes: MAX_CHUNKS * crate::CHUNK_BYTES,
+            allocated_bytes: 0,
+            extents: 0,
+            thin: true,
+        };
+        let volumes = vec![largest; (1 << 15) + 1];
+        let mut reported = Vec::new();
+        let mut progress = |progress: Progress| reported.push(progress.done_bytes);
+        let mut check_progress = CheckProgress::new(crate::CHUNK_BYTES, &volumes, &mut progress);
+        check_progress.part(crate::CHUNK_BYTES, |_| {});
+        for info in &volumes {
+            check_progress.volume(info, |on_checked| on_checked(info.size_bytes));
+        }
+        assert!(reported.is_sorted() && reported.last() == Some(&u64::MAX));
     }
 }

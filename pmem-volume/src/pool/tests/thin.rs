@@ -8,7 +8,7 @@ use crate::media::simulator::{Random, Simulator};
 use crate::media::{MediaError, Pending};
 use crate::pool::format::superblock::{allow_thin_volumes, rewrite};
 use crate::pool::format::table::Slot;
-use crate::pool::format::volume_record::VolumeRecord;
+use crate::pool::format::volume_record::{Part, VolumeRecord};
 use crate::pool::layout::{FEATURE_THIN_VOLUMES, SUPERBLOCK_OFFSETS};
 
 fn new_pool() -> (Simulator, Arc<OtherPool>) {
@@ -106,6 +106,30 @@ fn missing_feature_bit_of_a_thin_volume_is_set_by_the_next_open() {
     assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
     let pool = open(&media).unwrap();
     assert_eq!((pool.findings_at_open(), pool.check().unwrap().pool), (vec![], vec![]));
+}
+
+/// The search for the metadata of a part takes time in proportion to its size.
+#[test]
+fn unformatted_parts_larger_than_the_pool_are_invalid() {
+    for (chunks, first) in [([9, 9], 1), ([1 << 28, 9], 0)] {
+        let (media, pool) = new_pool();
+        for (slot, (chunks, name)) in (0..).zip(chunks.into_iter().zip(["a", "b"])) {
+            let part = Part { origin: Slot(0), index: 9 * slot, is_unformatted: true };
+            let record = VolumeRecord {
+                slot: Slot(slot as u16),
+                name: name.parse().unwrap(),
+                format: VolumeFormat::Btt,
+                part: Some(part),
+                ..record(chunks)
+            };
+            let offsets = pool.superblock.volume_record_offsets(record.slot);
+            mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
+        }
+        let findings = open_for(&media, OpenMode::Peek).unwrap().findings_at_open();
+        let invalid = |slot| move |finding: &Finding| matches!(finding, Finding::VolumeRecordInvalid { slot: s, .. } if *s == slot);
+        assert!(findings.iter().any(invalid(first)), "{findings:?}");
+        assert_eq!(findings.iter().any(invalid(0)), first == 0, "{findings:?}");
+    }
 }
 
 /// Programs without the feature see an unknown bit, as this version does with other bits.
