@@ -124,9 +124,9 @@ impl Pool {
             Err(PoolError::Damaged { .. }) => {
                 let pool = Self::open(path, OpenMode::ReadOnly)?;
                 let found = pool.check()?;
-                report.add_suspects(&pool);
                 let left = found.pool.iter().filter(|finding| !is_fixed_at_open(finding));
                 left.for_each(|finding| report.add_remaining(finding));
+                report.add_suspects(&pool);
             }
             Err(error) => return Err(error),
         }
@@ -456,7 +456,8 @@ pub(in crate::pool) fn fix_owners(
                 }
             }
         }
-        (true, 1) => {
+        // The chunk of a damaged word could also belong to a hole.
+        (true, 1) if holes.count() == 0 => {
             let (slot, index) = gaps.first().expect("the count is 1");
             if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
                 let owner = Owner::Volume { slot, index };

@@ -107,6 +107,21 @@ fn holes_of_a_thin_volume_in_an_intact_pool_are_zeros_for_a_rescue() {
     assert_eq!(data.start / CHUNK_BYTES, 1);
 }
 
+/// The damaged word may be that of a thin chunk, while the word of the missing chunk was lost to a
+/// valid one.
+#[test]
+fn only_gap_is_not_filled_while_a_thin_volume_has_a_hole() {
+    let fixture = with_thin_volume();
+    let lost = encode_owner(ChunkId(4), Owner::Free);
+    fixture.overwrite(entry(4), &lost.to_le_bytes());
+    destroy_owner(&fixture, 3);
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!((report.mended.len(), report.left.len()), (0, 2), "{report:?}");
+    assert_eq!(report.incomplete_volumes, ["full", "thin"]);
+    assert!(damaged == fixture.image());
+}
+
 #[test]
 fn chunk_of_zeros_with_a_damaged_owner_word_is_erased() {
     let fixture = with_thin_volume();
