@@ -298,3 +298,66 @@ fn threads_that_fill_the_same_holes_allocate_them_once() {
     }
     assert_eq!(pool.check().unwrap().pool, []);
 }
+
+/// Changes the parent UUID of an info block so that its checksum is zero.
+fn seal_with_zero(info: &mut [u8; 4096]) {
+    info[32..48].fill(0);
+    info[4088..].fill(0);
+    let (mut low, mut high) = (0u32, 0u32);
+    for word in info.as_chunks::<4>().0 {
+        low = low.wrapping_add(u32::from_le_bytes(*word));
+        high = high.wrapping_add(low);
+    }
+    // Of the 1024 words, the sum of sums has word 8 1016 times and word 9 1015 times.
+    let first = low.wrapping_mul(1015).wrapping_sub(high);
+    info[32..36].copy_from_slice(&first.to_le_bytes());
+    info[36..40].copy_from_slice(&low.wrapping_add(first).wrapping_neg().to_le_bytes());
+}
+
+/// Another program may place an arena so that its info block spans two chunks. If the second half
+/// contains only zeros, its chunk may be a hole.
+#[test]
+fn growth_allocates_a_chunk_for_a_checksum_in_a_hole() {
+    let (_media, pool) = new_pool_of(44, |superblock| superblock.volume_slots = 4);
+    let size = |chunks| VolumeSize::Bytes(chunks * CHUNK_BYTES);
+    let options = VolumeOptions { size: size(9), format: VolumeFormat::Btt, thin: true };
+    pool.create_volume_with("v", options).unwrap();
+    for chunks in [18, 27] {
+        pool.resize_volume("v", size(chunks), Shrink::Refuse).unwrap();
+    }
+    let volume = pool.open_volume("v").unwrap();
+    let read = |at| {
+        let mut info = [0; 4096];
+        volume.read(at, &mut info).unwrap();
+        info
+    };
+    let field = |info: &[u8], at| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
+    const NEXT: usize = 80;
+    const COPY: usize = 112;
+    let moved_start = 10 * CHUNK_BYTES - 2048;
+    let mut first = read(4096);
+    let mut moved = read(4096 + field(&first, NEXT));
+    first[NEXT..NEXT + 8].copy_from_slice(&(moved_start - 4096).to_le_bytes());
+    moved[NEXT..NEXT + 8].fill(0);
+    for (start, info) in [(4096, &mut first), (moved_start, &mut moved)] {
+        seal_with_zero(info);
+        for at in [start, start + field(info, COPY)] {
+            volume.store(at, info).unwrap();
+            volume.persist_range(at..at + 4096).unwrap();
+        }
+    }
+    let checksum_at = moved_start + 4088;
+    let is_hole = |volume: &OtherVolume| {
+        let index = (checksum_at / CHUNK_BYTES) as u32;
+        !volume
+            .allocated_extents()
+            .iter()
+            .any(|e| (e.index..e.index + e.run.chunks).contains(&index))
+    };
+    assert!(is_hole(&volume));
+    drop(volume);
+    pool.resize_volume("v", size(36), Shrink::Refuse).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    assert_ne!(volume.load_word(moved_start + NEXT as u64).unwrap(), 0, "no arena was added");
+    assert!(!is_hole(&volume) && volume.load_word(checksum_at).unwrap() != 0);
+}

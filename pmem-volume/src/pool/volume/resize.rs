@@ -134,7 +134,13 @@ impl<M: Media> Pool<M> {
         }
         let indexes = match &extension {
             Some(extension) if record.thin => {
-                let stored = stored_indexes(record.size_bytes(), |media| extension.format(media));
+                let stored = stored_indexes(record.size_bytes(), |media| {
+                    extension.format(media)?;
+                    // An info block of another program may span two chunks, of which the second is
+                    // a hole. A link word in a hole was zero, and is not zero now.
+                    let mut links = extension.link_words().into_iter();
+                    links.try_for_each(|(at, word)| media.store_word(at, word))
+                });
                 let is_hole = |index: &u32| entry.chunk_at(*index).is_none();
                 stored.into_iter().filter(is_hole).collect()
             }
@@ -145,7 +151,8 @@ impl<M: Media> Pool<M> {
     }
 
     /// 1. Store the owner words of the new chunks and persist them. Until the record is written,
-    ///    these chunks are leftovers.
+    ///    chunks after the old end are leftovers. Chunks in holes before it belong to the volume,
+    ///    whose BTT does not use the bytes that step 2 writes there.
     /// 2. Write the additional arenas of a BTT and make them durable. No info block refers to them
     ///    yet.
     /// 3. Write the volume record and the words that link the arenas in one transaction.
