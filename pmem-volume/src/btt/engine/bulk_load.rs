@@ -32,7 +32,8 @@ use crate::btt::content::holds_data;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
 use crate::media::{Media, MediaError, Pending};
 
-/// Size of a window in bytes. On a disk, each window costs two barriers.
+/// Size of a window in bytes. On a disk, each window costs two barriers. In a thin volume, each
+/// chunk that it allocates costs another one.
 const WINDOW_BYTES: u64 = 64 << 20;
 
 /// BTT that is being filled. It owns the engine, so that no sector is read or written concurrently.
@@ -40,6 +41,8 @@ pub struct BulkLoad<S> {
     engine: Engine<S>,
     window_sectors: u32,
     window: Option<Window>,
+    /// Arena and map words of the last window that was left, until the words are durable.
+    left: Option<(usize, Range<u64>)>,
     /// Arena and first sector of the last window. Entering a window erases it, so no window is
     /// entered twice.
     last_entered: Option<(usize, u32)>,
@@ -73,7 +76,7 @@ impl<S: Media> Engine<S> {
             return Err(Box::new(self));
         }
         let window_sectors = (WINDOW_BYTES / u64::from(self.sector_bytes)) as u32;
-        Ok(BulkLoad { engine: self, window_sectors, window: None, last_entered: None })
+        Ok(BulkLoad { engine: self, window_sectors, window: None, left: None, last_entered: None })
     }
 }
 
@@ -110,7 +113,8 @@ impl<S: Media> BulkLoad<S> {
 
     /// Performs steps 2 and 3 for the last window, and returns the engine.
     pub fn finish(mut self) -> Result<Engine<S>, BttError> {
-        if let Some((arena, words)) = self.leave_window()? {
+        self.leave_window()?;
+        if let Some((arena, words)) = self.left.take() {
             let arena = self.engine.arena_slots[arena].arena()?;
             arena.latch(self.engine.common.space.persist_range(words))?;
         }
@@ -126,19 +130,22 @@ impl<S: Media> BulkLoad<S> {
         {
             return Ok(window.sectors.end);
         }
-        let left = self.leave_window()?;
+        self.leave_window()?;
         let Engine { arena_slots, common, .. } = &self.engine;
         let window_arena = arena_slots[arena].arena()?;
         let start = sector / self.window_sectors * self.window_sectors;
-        let previous = self.last_entered.replace((arena, start));
-        assert!(previous < Some((arena, start)), "windows are stored in ascending order");
+        let is_later = self.last_entered < Some((arena, start));
+        assert!(is_later, "windows are stored in ascending order");
         let end = start.saturating_add(self.window_sectors).min(window_arena.info.sectors);
         let words = window_arena.map.word_range(&(start..end));
+        // Fails without an effect if the pool is full.
         let failed = window_arena.mark_as_zeros(common, start..end)?;
+        self.last_entered = Some((arena, start));
         assert!(failed.is_empty(), "sectors in error are data, and an empty BTT has none");
         let words: Vec<_> =
-            [Some(words), left.map(|(_, words)| words)].into_iter().flatten().collect();
+            self.left.iter().map(|(_, words)| words.clone()).chain([words]).collect();
         window_arena.latch(common.space.persist(&words))?;
+        self.left = None;
         let (stored, data) = (Vec::new(), Pending::default());
         self.window = Some(Window { arena, sectors: start..end, stored, data });
         Ok(end)
@@ -171,10 +178,9 @@ impl<S: Media> BulkLoad<S> {
         Ok(())
     }
 
-    /// Performs the second half of step 2, and step 3 without its persist. Returns the arena and
-    /// the map words that must be persisted.
-    fn leave_window(&mut self) -> Result<Option<(usize, Range<u64>)>, BttError> {
-        let Some(window) = self.window.take() else { return Ok(None) };
+    /// Performs the second half of step 2, and step 3 without its persist.
+    fn leave_window(&mut self) -> Result<(), BttError> {
+        let Some(window) = self.window.take() else { return Ok(()) };
         let common = &self.engine.common;
         let arena = self.engine.arena_slots[window.arena].arena()?;
         arena.check_writable()?;
@@ -182,7 +188,8 @@ impl<S: Media> BulkLoad<S> {
         for sectors in window.stored {
             arena.latch(publish(common, arena, sectors))?;
         }
-        Ok(Some((window.arena, arena.map.word_range(&window.sectors))))
+        self.left = Some((window.arena, arena.map.word_range(&window.sectors)));
+        Ok(())
     }
 }
 

@@ -9,7 +9,8 @@ use super::script::{InjectedBug, Oracle, Recorded, SECTORS, new_media, sparse_co
 use super::*;
 use crate::btt::holds_data;
 use crate::btt::layout::{MAP_BLOCK, MAP_ZERO};
-use crate::media::simulator::Random;
+use crate::media::simulator::{Random, Simulator};
+use crate::media::thin::ThinMedia;
 use crate::pool::tests::campaign::{Replay, seeds};
 
 /// Maximum number of images per crash point.
@@ -103,6 +104,43 @@ fn window_that_was_left_is_not_entered_again() {
     let mut load = engine.into_bulk_load().unwrap().with_window_sectors(64);
     for sector in [0, 64, 1] {
         load.write(sector, &content(sector, 1, 4096)).unwrap();
+    }
+}
+
+/// The map words of a window that was left become durable although the next window has no space.
+#[test]
+fn load_that_ran_out_of_space_is_durable_and_continues() {
+    // Each window has its map words in a chunk of its own.
+    const CHUNK_BYTES: u64 = 4 * WINDOW as u64;
+    for later_chunks in [0, u64::MAX] {
+        let media =
+            Simulator::new(ThinMedia::<Simulator>::wrapped_bytes(VOLUME_BYTES, CHUNK_BYTES));
+        let thin = || ThinMedia::new(&media, VOLUME_BYTES, CHUNK_BYTES);
+        format_small(&thin(), SECTORS, 4);
+        let thin_media = thin();
+        let mut load = Engine::open(&thin_media)
+            .unwrap()
+            .into_bulk_load()
+            .unwrap()
+            .with_window_sectors(WINDOW);
+        let (first, second) = (0, u64::from(WINDOW));
+        load.write(first, &content(first, 1, 4096)).unwrap();
+        thin_media.set_available_chunks(0);
+        for _ in 0..2 {
+            let error = load.write(second, &content(second, 1, 4096)).unwrap_err();
+            assert!(matches!(error, BttError::Full(_)), "{error}");
+        }
+        thin_media.set_available_chunks(later_chunks);
+        let is_written = load.write(second, &content(second, 1, 4096)).is_ok();
+        assert_eq!(is_written, later_chunks > 0);
+        load.finish().unwrap();
+        media.record();
+        // The image contains only durable words.
+        let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
+        let engine = Engine::open(ThinMedia::new(&image, VOLUME_BYTES, CHUNK_BYTES)).unwrap();
+        assert!(read(&engine, first) == content(first, 1, 4096));
+        let expected = if is_written { content(second, 1, 4096) } else { vec![0; 4096] };
+        assert!(read(&engine, second) == expected);
     }
 }
 
