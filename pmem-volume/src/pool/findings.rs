@@ -85,7 +85,7 @@ pub enum Finding {
     )]
     IndexMissing { name: String, missing: u32, chunks: u32, first_index: u32 },
     #[error(
-        "free chunk {chunk} holds data of an earlier owner, which the next owner could read; a repair erases it unless a volume may lack it"
+        "free chunk {chunk} holds data of an earlier owner, which the next owner could read; a repair erases it, or puts it out of use if a thin volume may lack it"
     )]
     NotErased { chunk: ChunkId },
     /// The file has fewer blocks than its size requires. Opening the pool for writing allocates the

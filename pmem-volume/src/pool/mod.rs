@@ -243,7 +243,8 @@ pub struct PoolInfo {
     pub scrubbing_bytes: u64,
     /// Bytes whose owner is unknown because of damage. The bytes are neither used nor erased.
     pub damaged_bytes: u64,
-    /// Bytes that are permanently unused because of bad media.
+    /// Bytes that are permanently unused because of bad media, or because a thin volume may have
+    /// lost them.
     pub retired_bytes: u64,
     /// Free bytes.
     pub free_bytes: u64,
@@ -273,7 +274,7 @@ impl PoolInfo {
         self.free_bytes - self.free_storage_bytes()
     }
 
-    /// Bytes that are neither metadata nor bad media.
+    /// Bytes that are neither metadata nor permanently unused.
     pub fn usable_bytes(&self) -> u64 {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }

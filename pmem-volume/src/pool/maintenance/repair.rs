@@ -106,12 +106,12 @@ impl Pool {
             report.mended.push(fix.description);
         }
         let mut planned = fix_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
-        let (erasure, not_erased) = fix_free_chunks(&media, &superblock, &planned, progress)?;
-        if let Some(erasure) = erasure {
-            report.mended.push(erasure.description.clone());
+        let (fix, not_erased) = fix_free_chunks(&media, &superblock, &planned, progress)?;
+        if let Some(fix) = fix {
+            report.mended.push(fix.description.clone());
             match dry_run {
-                true => planned.extend(erasure.words),
-                false => erasure.store(&media)?,
+                true => planned.extend(fix.words),
+                false => fix.store(&media)?,
             }
         }
         let opened =
@@ -585,8 +585,9 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     ranges
 }
 
-/// Marks free chunks that contain data for erasing. Chunks that may belong to a volume with a gap
-/// or a hole are not changed, and are returned as findings.
+/// Marks free chunks that contain data for erasing. If a hole may have lost them, they are retired
+/// instead, because opening accepts holes, and the chunks would be handed out. If a gap may have
+/// lost them, they are not changed, and are returned as findings: opening refuses the pool.
 pub(in crate::pool) fn fix_free_chunks(
     media: &dyn Media,
     superblock: &Superblock,
@@ -607,21 +608,21 @@ pub(in crate::pool) fn fix_free_chunks(
         })?;
     }
     let Some(first) = chunks.first() else { return Ok((None, vec![])) };
-    let is_sure = !matches!(log, LogState::Damaged(_))
+    let has_no_gap = !matches!(log, LogState::Damaged(_))
         && has_no_hidden_gap(&scan)
         && Gaps::of(&scan).count() == 0
-        && Gaps::holes_of(&scan).count() == 0
         && scan.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
-    if !is_sure {
+    if !has_no_gap {
         let mut left = Findings::default();
         chunks.into_iter().for_each(|chunk| left.add(Finding::NotErased { chunk }));
         return Ok((None, left.into_list()));
     }
-    let description = format!(
-        "{} free chunk(s) hold old content and are erased; the first is {first}",
-        chunks.len()
-    );
-    let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();
+    let (owner, result) = match Gaps::holes_of(&scan).count() {
+        0 => (Owner::Scrub, "old content and are erased"),
+        _ => (Owner::Retired, "data that a thin volume may have lost, and are put out of use"),
+    };
+    let description = format!("{} free chunk(s) hold {result}; the first is {first}", chunks.len());
+    let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, owner)).collect();
     Ok((Some(Fix { description, words }), vec![]))
 }
 
