@@ -455,6 +455,13 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
+    /// Returns the superblock with the feature bit for thin volumes as it is now. If both copies on
+    /// the media have been damaged since the pool was opened, they are rewritten from it.
+    fn current_superblock(&self) -> Superblock {
+        let has_thin_volumes = self.lock_state().allows_thin_volumes;
+        Superblock { has_thin_volumes, ..self.superblock.clone() }
+    }
+
     /// Latches the pool read-only at the first media failure, because the durability of writes is
     /// unknown from then on. Also returns an error if another change has failed in the meantime, so
     /// that every change in progress stops before its next step.

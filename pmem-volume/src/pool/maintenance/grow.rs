@@ -36,10 +36,10 @@ impl Pool {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         let media = pool.media();
         let size_bytes = pool.target_bytes(size_bytes)?;
-        let new = plan(&pool.superblock, size_bytes)?;
-        let old_bytes = pool.superblock.size_bytes();
-        let own_bytes =
-            new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
+        let old = pool.current_superblock();
+        let new = plan(&old, size_bytes)?;
+        let old_bytes = old.size_bytes();
+        let own_bytes = new_table(&old, &new).map_or(0, |range| range.end - range.start);
         let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
         if media.media_kind().is_device() {
             check_device(path, size_bytes, pool.device_bytes()?)?;
@@ -51,23 +51,20 @@ impl Pool {
         }
         let extend = |media: &FileMedia| {
             let grown = media.grown(size_bytes, progress)?;
-            new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
+            new_table(&old, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
             Ok(grown)
         };
         // The lock is kept, because both media use the same open file.
-        let grown =
-            grow_media(media, &pool.superblock, &new, extend).map_err(|failure| match failure {
-                Failure::NoSpace(source) if media.media_kind().is_device() => PoolError::File {
-                    path: path.to_owned(),
-                    action: "erase the added part of",
-                    source,
-                },
-                Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
-                    file_too_large(size_bytes)
-                }
-                Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
-                Failure::Media(error) => error.into(),
-            })?;
+        let grown = grow_media(media, &old, &new, extend).map_err(|failure| match failure {
+            Failure::NoSpace(source) if media.media_kind().is_device() => {
+                PoolError::File { path: path.to_owned(), action: "erase the added part of", source }
+            }
+            Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                file_too_large(size_bytes)
+            }
+            Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
+            Failure::Media(error) => error.into(),
+        })?;
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 

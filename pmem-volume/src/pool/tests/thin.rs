@@ -90,6 +90,20 @@ fn superblock_is_updated_after_the_feature_bit_was_set() {
     assert_eq!(open(&media).unwrap().superblock.strg_bytes, CHUNK_BYTES);
 }
 
+/// Both copies are damaged after the pool was opened, and the first thin volume is younger too.
+#[test]
+fn feature_bit_is_kept_if_both_copies_are_damaged() {
+    let (media, pool) = new_pool();
+    let size = VolumeSize::Bytes(CHUNK_BYTES);
+    let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true };
+    pool.create_volume_with("thin", options).unwrap();
+    SUPERBLOCK_OFFSETS.iter().for_each(|at| media.store_word(at + 80, 9).unwrap());
+    let old = pool.current_superblock();
+    let new = grow::plan(&old, 16 * CHUNK_BYTES).unwrap();
+    grow::announce_growth(&media, &old, &new).unwrap();
+    assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
+}
+
 #[test]
 fn missing_feature_bit_of_a_thin_volume_is_set_by_the_next_open() {
     let (media, pool) = new_pool();
