@@ -32,6 +32,9 @@ pub(crate) struct Buddy {
     by_wear: [BTreeSet<u64>; ORDERS],
     wear: Wear,
     free_chunks: u32,
+    /// Number of searches through all free extents.
+    #[cfg(test)]
+    searches: std::cell::Cell<u32>,
 }
 
 /// Combines a wear level and a start into one number, which sorts by level first. A level is at
@@ -119,7 +122,15 @@ impl Buddy {
         (0..=MAX_ORDER).rev().find(|order| !self.by_wear[usize::from(*order)].is_empty())
     }
 
+    /// Returns the number of searches through all free extents.
+    #[cfg(test)]
+    pub(crate) fn searches(&self) -> u32 {
+        self.searches.get()
+    }
+
     fn free_extents(&self) -> impl Iterator<Item = Extent> {
+        #[cfg(test)]
+        self.searches.update(|searches| searches + 1);
         let mut at = 0;
         std::iter::from_fn(move || {
             at += self.heads.get(at..)?.iter().position(|head| *head != 0)?;
@@ -160,6 +171,11 @@ impl Buddy {
             self.take_run(run);
             return Some(vec![run]);
         }
+        self.allocate_sorted(chunks)
+    }
+
+    /// Allocates `chunks` chunks in as few extents as possible, sorted by their position.
+    fn allocate_sorted(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let mut extents = self.allocate(chunks, Placement::Low)?;
         extents.sort_unstable();
         Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
@@ -179,6 +195,23 @@ impl Buddy {
             return Some(vec![wanted]);
         }
         self.allocate_long_term(chunks)
+    }
+
+    /// Allocates at `start` if the chunks there are free, or otherwise in as few extents as
+    /// possible. Unlike the other allocations for a long time, it does not search all free runs,
+    /// which takes milliseconds in a large pool.
+    pub(crate) fn allocate_near(
+        &mut self,
+        start: Option<ChunkId>,
+        chunks: u32,
+    ) -> Option<Vec<Run>> {
+        match start.map(|start| Run { start, chunks }) {
+            Some(wanted) if self.is_free(wanted) => {
+                self.take_run(wanted);
+                Some(vec![wanted])
+            }
+            _ => self.allocate_sorted(chunks),
+        }
     }
 
     fn is_free(&self, run: Run) -> bool {
@@ -352,6 +385,10 @@ mod tests {
         AllocateLongTerm {
             chunks: u32,
         },
+        AllocateNear {
+            start: Option<u32>,
+            chunks: u32,
+        },
         Allocate {
             chunks: u32,
             low: bool,
@@ -371,6 +408,8 @@ mod tests {
             4 => (1..200u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
             1 => (200..2500u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
             2 => (1..700u32).prop_map(|chunks| Operation::AllocateLongTerm { chunks }),
+            2 => (prop::option::of(0..CHUNKS + 9), 1..700u32)
+                .prop_map(|(start, chunks)| Operation::AllocateNear { start, chunks }),
             3 => any::<prop::sample::Index>().prop_map(|pick| Operation::Free { pick }),
             2 => any::<(prop::sample::Index, prop::sample::Index)>()
                 .prop_map(|(pick, chunk)| Operation::FreePart { pick, chunk }),
@@ -407,6 +446,24 @@ mod tests {
                     chunks <= model.longest_run(),
                     "one extent if available"
                 );
+                let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
+                extents.iter().for_each(|e| model.set(*e, false));
+                held.extend(extents);
+            }
+            Operation::AllocateNear { start, chunks } => {
+                let wanted = start.map(|start| Run { start: ChunkId(start), chunks });
+                let is_free = |run: &Run| {
+                    run.ids().all(|id| model.free.get(id.0 as usize).is_some_and(|free| *free))
+                };
+                let Some(runs) = buddy.allocate_near(start.map(ChunkId), chunks) else {
+                    assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
+                    return;
+                };
+                assert_eq!(runs.iter().map(|r| r.chunks).sum::<u32>(), chunks);
+                assert!(runs.is_sorted());
+                if let Some(wanted) = wanted.filter(is_free) {
+                    assert_eq!(runs, [wanted]);
+                }
                 let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
                 extents.iter().for_each(|e| model.set(*e, false));
                 held.extend(extents);

@@ -269,6 +269,48 @@ fn full_pool_refuses_a_store_into_a_hole_but_no_other_store() {
     assert!(pool.is_writable());
 }
 
+#[test]
+fn added_chunks_are_inserted_by_index() {
+    let mut random = Random::new(1);
+    for _ in 0..200 {
+        let [mut chunks, mut added] = [vec![], vec![]];
+        for index in 0..random.below(40) as u32 {
+            let chunk = (index, ChunkId(random.below(1000) as u32));
+            match random.below(3) {
+                0 => chunks.push(chunk),
+                1 => added.push(chunk),
+                _ => {}
+            }
+        }
+        let mut expected = [&chunks[..], &added].concat();
+        expected.sort_unstable();
+        let mut entry = scan::VolumeEntry { record: record(40), chunks };
+        entry.insert_chunks(&added);
+        assert_eq!(entry.chunks, expected);
+    }
+}
+
+/// The search takes time in proportion to the pool, and locks the state of a volume in use.
+#[test]
+fn store_into_a_hole_does_not_search_all_free_chunks() {
+    let (_media, pool, volume) = open_thin(8);
+    // Each chunk has another index than its place, so that the next place is never free.
+    // The state is unlocked again before an assertion fails.
+    let searches = || pool.lock_state().buddy.searches();
+    for index in [4, 2, 6, 1, 7, 3] {
+        let before = searches();
+        volume.store_word(index * CHUNK_BYTES, index).unwrap();
+        let after = searches();
+        assert_eq!(after, before);
+    }
+    let extents = volume.allocated_extents();
+    assert!(extents.len() > 2, "{extents:?}");
+    for index in [0, 4, 2, 6, 1, 7, 3] {
+        assert_eq!(volume.load_word(index * CHUNK_BYTES).unwrap(), index);
+    }
+    assert_eq!(pool.check().unwrap().pool, []);
+}
+
 /// Chunks that wait to be erased are erased on demand, each hole gets a single chunk, and no other
 /// thread waits for the erasure.
 #[test]

@@ -1,6 +1,6 @@
 //! Conversion of volumes between thin and thick.
 
-use super::{VolumeInfo, volume_info};
+use super::{Search, VolumeInfo, volume_info};
 use crate::media::Media;
 use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::format::chunk::{ChunkId, Run, runs};
@@ -54,7 +54,7 @@ impl<M: Media> Pool<M> {
                 missing => state = self.erase_some(state, missing)?,
             }
         };
-        self.add_chunks(&mut state, slot, &holes)?;
+        self.add_chunks(&mut state, slot, &holes, Search::Best)?;
         self.set_thin(&mut state, slot, false)?;
         Ok(volume_info(&state.volumes[&slot]))
     }

@@ -60,6 +60,15 @@ impl VolumeOptions {
     }
 }
 
+/// Search for free chunks of a volume. Chunks after the volume's previous one are preferred.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Search {
+    /// Finds the shortest sufficient run, which takes time in proportion to the size of the pool.
+    Best,
+    /// Finds few extents quickly, for a volume in use.
+    Quick,
+}
+
 /// Properties of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct VolumeInfo {
@@ -184,7 +193,7 @@ impl<M: Media> Pool<M> {
             }
         };
         self.check_format_space(chunks)?;
-        let taken = self.take_chunks(&mut state, slot, &indexes, None)?;
+        let taken = self.take_chunks(&mut state, slot, &indexes, None, Search::Best)?;
         if let Some(layout) = layout {
             let extents = extents_of(taken.iter().copied());
             let space = Space::with_holes(self.media(), &extents, bytes(chunks));
@@ -226,14 +235,17 @@ impl<M: Media> Pool<M> {
         slot: Slot,
         indexes: &[u32],
         after: Option<ChunkId>,
+        search: Search,
     ) -> Result<Vec<(u32, ChunkId)>, PoolError> {
         let chunks = indexes.len() as u32;
         if chunks == 0 {
             return Ok(vec![]);
         }
-        let taken = match after {
-            Some(after) => state.buddy.allocate_long_term_at(after.plus(1), chunks),
-            None => state.buddy.allocate_long_term(chunks),
+        let next = after.map(|after| after.plus(1));
+        let taken = match (search, next) {
+            (Search::Best, Some(next)) => state.buddy.allocate_long_term_at(next, chunks),
+            (Search::Best, None) => state.buddy.allocate_long_term(chunks),
+            (Search::Quick, next) => state.buddy.allocate_near(next, chunks),
         };
         let taken = taken.expect("checked to be free");
         state.counts.scrubbing += chunks;
@@ -422,6 +434,20 @@ impl VolumeEntry {
     fn chunk_at(&self, index: u32) -> Option<ChunkId> {
         let number = self.chunks.binary_search_by_key(&index, |(index, _)| *index).ok()?;
         Some(self.chunks[number].1)
+    }
+
+    /// Adds chunks, which are sorted by index.
+    pub(in crate::pool) fn insert_chunks(&mut self, added: &[(u32, ChunkId)]) {
+        assert!(added.is_sorted());
+        let mut end = self.chunks.len();
+        self.chunks.extend(added);
+        // From the last chunk to the first, so that each chunk is moved at most once.
+        for (count, new) in added.iter().enumerate().rev() {
+            let at = self.chunks[..end].partition_point(|chunk| chunk < new);
+            self.chunks.copy_within(at..end, at + count + 1);
+            self.chunks[at + count] = *new;
+            end = at;
+        }
     }
 
     /// Returns the chunk with the largest index below `index`.

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::Volume;
 use super::chunk_map::ChunkMap;
+use super::{Search, Volume};
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError, is_zero};
 use crate::pool::format::chunk::ChunkId;
@@ -68,27 +68,26 @@ impl<M: Media> Pool<M> {
                 missing => state = self.erase_some(state, missing)?,
             }
         }
-        let added = self.add_chunks(&mut state, slot, &holes)?;
+        let added = self.add_chunks(&mut state, slot, &holes, Search::Quick)?;
         added.into_iter().for_each(|(index, chunk)| map.publish(index, chunk));
         Ok(())
     }
 
-    /// Adds clean chunks at `holes` to a volume.
+    /// Adds clean chunks at `holes`, which are sorted, to a volume.
     pub(super) fn add_chunks(
         &self,
         state: &mut State,
         slot: Slot,
         holes: &[u32],
+        search: Search,
     ) -> Result<Vec<(u32, ChunkId)>, PoolError> {
         let before = state.volumes[&slot].last_chunk_before(holes.first().copied().unwrap_or(0));
-        let added = self.take_chunks(state, slot, holes, before)?;
+        let added = self.take_chunks(state, slot, holes, before, search)?;
         let chunks = added.len() as u32;
         state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
         let entry = state.volumes.get_mut(&slot).expect("an open volume exists");
-        entry.chunks.extend(&added);
-        // A stable sort merges the two sorted parts in linear time.
-        entry.chunks.sort();
+        entry.insert_chunks(&added);
         Ok(added)
     }
 }

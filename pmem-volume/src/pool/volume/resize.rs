@@ -1,6 +1,6 @@
 //! Growth of volumes, and shrinking of raw volumes.
 
-use super::{Space, VolumeInfo, VolumeSize, extents_of, volume_info};
+use super::{Search, Space, VolumeInfo, VolumeSize, extents_of, volume_info};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, BttError};
 use crate::media::Media;
@@ -167,7 +167,7 @@ impl<M: Media> Pool<M> {
         let old_chunks = entry.record.chunks;
         let after = indexes.first().and_then(|first| entry.last_chunk_before(*first));
         let mut chunks = entry.chunks.clone();
-        chunks.extend(self.take_chunks(state, slot, &indexes, after)?);
+        chunks.extend(self.take_chunks(state, slot, &indexes, after, Search::Best)?);
         // A new arena may begin in a hole before the old end.
         chunks.sort();
         let offsets = self.superblock.volume_record_offsets(slot);

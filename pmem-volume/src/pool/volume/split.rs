@@ -19,7 +19,7 @@ use std::ops::Range;
 use foreshore_types::VolumeFormat;
 use uuid::Uuid;
 
-use super::{Space, VolumeInfo, VolumeSize, volume_info};
+use super::{Search, Space, VolumeInfo, VolumeSize, volume_info};
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
@@ -82,7 +82,7 @@ impl<M: Media> Pool<M> {
             }
         };
         // The volume is still whole, so a crash only leaves it with fewer holes.
-        self.add_chunks(&mut state, slot, &holes)?;
+        self.add_chunks(&mut state, slot, &holes, Search::Best)?;
         let slots = self.split(&mut state, slot, records)?;
         drop(state);
         let erased = self.erase_parts(&slots, progress);
