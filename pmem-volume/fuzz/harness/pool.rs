@@ -5,17 +5,18 @@ use std::mem::{offset_of, size_of};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+use pmem_volume::media::{Media, MediaError};
 use pmem_volume::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_COMMITTED, LOG_MAGIC, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_TABLE_OFFSETS,
 };
 use pmem_volume::pool::{PoolInfo, RepairReport};
-use pmem_volume::{OpenMode, Pool, PoolError, Shrink, VolumeFormat, VolumeSize};
+use pmem_volume::{OpenMode, Pool, PoolError, Shrink, VolumeFormat, VolumeOptions, VolumeSize};
 
 use super::cursor::Cursor;
 use super::image::{CHUNK_BYTES, Image};
 
-const CHUNKS: u64 = 20;
+const CHUNKS: u64 = 30;
 const METADATA_BYTES: u64 = 2 * CHUNK_BYTES;
 /// Number of slots, which is small so that a pool opens quickly.
 const SLOTS: u32 = 8;
@@ -39,7 +40,7 @@ impl TestPool {
         TEST_POOL.with(|test_pool| run(test_pool.get_or_init(TestPool::new)))
     }
 
-    /// Creates a pool with volumes of both formats and lent memory.
+    /// Creates a pool with volumes of both formats, a thin volume and lent memory.
     fn new() -> Self {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
@@ -48,6 +49,9 @@ impl TestPool {
         {
             pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format).unwrap();
         }
+        let size = VolumeSize::Bytes(10 * CHUNK_BYTES);
+        let thin = VolumeOptions { size, format: VolumeFormat::Btt, thin: true };
+        pool.create_volume_with("thin", thin).unwrap();
         pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
         let place = pool.open_volume("btt").unwrap().extents()[0];
         drop(pool);
@@ -282,10 +286,15 @@ fn use_pool(test_pool: &TestPool, before: &Image, pool: &std::sync::Arc<Pool>) {
     let waiting_bytes = pool.info().scrubbing_bytes;
     assert_eq!(pool.scrub_some(CHUNK_BYTES).unwrap(), waiting_bytes.min(CHUNK_BYTES));
     for volume in pool.volumes() {
+        store_in_each_chunk(pool, &volume.name);
         let _ = pool.rename_volume(&volume.name, "renamed");
         let _ = pool.rename_volume("renamed", &volume.name);
         for size in [VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeSize::Remaining] {
             let _ = pool.resize_volume(&volume.name, size, Shrink::Allow);
+            assert_adds_up(&pool.info());
+        }
+        for thin in [true, false] {
+            let _ = pool.convert_volume(&volume.name, thin);
             assert_adds_up(&pool.info());
         }
         if pool.open_volume(&volume.name).is_ok() {
@@ -294,6 +303,20 @@ fn use_pool(test_pool: &TestPool, before: &Image, pool: &std::sync::Arc<Pool>) {
     }
     assert_adds_up(&pool.info());
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
+}
+
+/// Stores a word into each chunk of a volume, which fills the holes of a thin volume.
+fn store_in_each_chunk(pool: &std::sync::Arc<Pool>, name: &str) {
+    let Ok(volume) = pool.open_volume(name) else { return };
+    let chunks = volume.size_bytes() / CHUNK_BYTES;
+    for chunk in 0..chunks.min(2 * CHUNKS) {
+        match volume.store_word(chunk * CHUNK_BYTES, 7) {
+            Ok(()) => assert_eq!(volume.load_word(chunk * CHUNK_BYTES).unwrap(), 7),
+            Err(MediaError::Full { .. }) => assert!(volume.info().thin),
+            Err(error) => panic!("the media is tmpfs: {error}"),
+        }
+    }
+    assert_adds_up(&pool.info());
 }
 
 /// Repairs arbitrary bytes as a pool. A dry run should change nothing, and should report the same
