@@ -21,12 +21,6 @@ use crate::runner::this_tests_dir;
 use crate::table::{is_in_this_tests_row, this_tests_kernel, this_tests_vcpus};
 
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
-/// Kernel parameters of all guests. Only warnings are printed on the console, because each byte is
-/// an exit and takes time. The kernel's tests of its cryptography are disabled, because they take a
-/// fifth of a boot in the emulated host (crypto/testmgr.c). The two blacklisted functions
-/// have tests of their own (crypto/kdf_sp800108.c and crypto/jitterentropy-kcapi.c).
-const CMDLINE: &str = "console=ttyS0 loglevel=5 cryptomgr.notests \
-                       initcall_blacklist=crypto_kdf108_init,jent_mod_init";
 /// Parts of error messages about problems of the host. In these cases, the command line is valid
 /// and the exit code is 1. All other errors are about the command line.
 const CANNOT: [&str; 4] =
@@ -137,7 +131,8 @@ impl GuestBuilder {
             cpus: this_tests_vcpus(),
             max_cpus: None,
             memory: "size=512M".to_owned(),
-            cmdline: CMDLINE.to_owned(),
+            // Only warnings are printed on the console. Each byte is an exit and takes time.
+            cmdline: "console=ttyS0 loglevel=5".to_owned(),
             pressure: None,
             metrics: None,
             arguments: Vec::new(),
