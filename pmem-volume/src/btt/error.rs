@@ -74,7 +74,7 @@ pub enum BttError {
     },
     /// The failed operation has changed nothing in the sectors that need space. The engine stays
     /// writable.
-    #[error("there is no space for a write")]
+    #[error("the pool has no space for the write")]
     Full(#[source] MediaError),
     #[error("the media failed")]
     Media(#[source] MediaError),

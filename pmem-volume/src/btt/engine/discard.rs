@@ -19,15 +19,15 @@ use crate::media::{Media, is_zero};
 
 impl Arena {
     /// Makes sectors read as zeros, durably. At any time, each of them reads as before or as zeros.
-    /// Sectors whose blocks are on failed media are returned, and must be written instead. A
-    /// discard would keep such a block without a mark.
+    /// Returns sectors whose blocks are on failed media. The caller must write these instead,
+    /// because a discarded entry has no error flag.
     pub(super) fn discard(
         &self,
         common: &Common<impl Media>,
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, BttError> {
         let failed = self.store_discarded(common, sectors.clone());
-        // If there is no space for a part, the other parts are still discarded.
+        // If the pool was full, the entries that were changed before must be durable too.
         if matches!(failed, Ok(_) | Err(BttError::Full(_))) {
             self.persist_discarded(&common.space, &sectors)?;
         }

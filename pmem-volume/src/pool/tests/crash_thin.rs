@@ -82,7 +82,7 @@ fn every_operation_on_thin_volumes_survives_a_crash_at_every_persist() {
 
 const VALUE: u64 = 0x5eed;
 
-/// Pool with a thin volume `v` of 4 chunks, of which only the first exists and contains a word.
+/// Pool with a thin volume `v` of 4 chunks. Only the first is allocated, and contains a word.
 fn with_thin_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(12, |superblock| superblock.volume_slots = 2);
     let options = VolumeOptions { size: bytes(4), format: VolumeFormat::Raw, thin: true };
@@ -136,7 +136,7 @@ fn store_into_a_hole_survives_a_crash_once_it_is_durable() {
 }
 
 #[test]
-fn store_into_a_chunk_whose_owner_word_is_not_durable_is_detected() {
+fn store_before_a_durable_owner_word_is_detected() {
     const AT: u64 = CHUNK_BYTES + 64;
     let (media, pool) = with_thin_volume();
     media.record();

@@ -364,7 +364,7 @@ fn seal_with_zero(info: &mut [u8; 4096]) {
         low = low.wrapping_add(u32::from_le_bytes(*word));
         high = high.wrapping_add(low);
     }
-    // Of the 1024 words, the sum of sums has word 8 1016 times and word 9 1015 times.
+    // The sum of sums contains word 8 of the 1024 words 1016 times, and word 9 1015 times.
     let first = low.wrapping_mul(1015).wrapping_sub(high);
     info[32..36].copy_from_slice(&first.to_le_bytes());
     info[36..40].copy_from_slice(&low.wrapping_add(first).wrapping_neg().to_le_bytes());

@@ -23,7 +23,7 @@ pub(super) struct ChunkMap {
 }
 
 impl ChunkMap {
-    /// Returns the map of a volume of `chunks` chunks, of which only `present` exist.
+    /// Returns the map of a volume of `chunks` chunks. Only those in `present` are allocated.
     pub(super) fn new(chunks: u32, present: &[(u32, ChunkId)]) -> Self {
         let parts = (0..chunks.div_ceil(PART)).map(|_| OnceLock::new()).collect();
         let map = Self { chunks, allocated: AtomicU32::new(0), parts };

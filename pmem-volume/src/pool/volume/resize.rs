@@ -136,8 +136,8 @@ impl<M: Media> Pool<M> {
             Some(extension) if record.thin => {
                 let stored = stored_indexes(record.size_bytes(), |media| {
                     extension.format(media)?;
-                    // An info block of another program may span two chunks, of which the second is
-                    // a hole. A link word in a hole was zero, and is not zero now.
+                    // An info block of another program may span two chunks, and the second may be a
+                    // hole. Growth then stores a nonzero link word into this hole.
                     let mut links = extension.link_words().into_iter();
                     links.try_for_each(|(at, word)| media.store_word(at, word))
                 });

@@ -130,10 +130,9 @@ fn write_into_a_full_pool_changes_nothing_and_the_engine_stays_writable() {
     assert_eq!(write_with_little_space(1024, false), 4 * 4);
 }
 
-/// A write does not fail because a lane has received a block without space, if another lane can
-/// perform the write.
+/// If the block of a lane is in a hole, a write uses another lane.
 #[test]
-fn full_pool_is_written_through_lanes_whose_blocks_have_space() {
+fn write_to_full_pool_uses_lanes_with_allocated_blocks() {
     let media = new_media(4096);
     let thin = thin(&media, 4096);
     let engine = Engine::open(&thin).unwrap();
@@ -170,7 +169,7 @@ fn entry(thin: &ThinMedia<&MemoryMedia>, sector: u64) -> u32 {
 }
 
 #[test]
-fn discard_changes_no_unwritten_sector_whose_block_is_a_hole() {
+fn discard_leaves_unwritten_sectors_in_holes_unchanged() {
     let media = new_media(4096);
     let thin = thin(&media, 4096);
     let engine = Engine::open(&thin).unwrap();
@@ -209,7 +208,7 @@ fn discard_hides_old_data_in_blocks_of_unwritten_sectors() {
     thin.set_available_chunks(1);
     engine.discard(0..48).unwrap();
     assert_eq!(read(&engine, 6), [0; 4096]);
-    // A block with zeros is no reason to allocate space for the map, which was a hole.
+    // The map was a hole, and no space was allocated for the entry of a block with zeros.
     assert_eq!([5, 6, 7].map(|sector| entry(&thin, sector) == 0), [true, false, true]);
     // From here on, blocks are not read, because a change of the map needs no space.
     engine.discard(0..48).unwrap();
@@ -218,7 +217,7 @@ fn discard_hides_old_data_in_blocks_of_unwritten_sectors() {
 }
 
 #[test]
-fn bulk_load_stores_only_what_has_space() {
+fn bulk_load_in_a_full_pool_stores_whole_windows() {
     for available in 0.. {
         let media = new_media(4096);
         let thin = thin(&media, 4096);
