@@ -76,7 +76,6 @@ fn boot_memory(zones: &[ZoneSpec]) -> BootMemory {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use foreshore_devices::memory::zone::HostMemory;
 
     use super::*;
 
@@ -84,14 +83,9 @@ pub(super) mod tests {
         ZoneSpec {
             id: String::new(),
             tier,
-            guest_node: 0,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes: boot_mib * MIB,
             hotplug_bytes: hotplug_mib * MIB,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         }
     }
 

@@ -197,7 +197,7 @@ impl Handover<'_> {
 #[cfg(test)]
 mod tests {
     use foreshore_devices::memory::layout::{GIB, LOW_RAM_END, MIB};
-    use foreshore_devices::memory::zone::{HostMemory, HostPages, Tier, ZoneSpec};
+    use foreshore_devices::memory::zone::{HostMemory, HostPages, ZoneSpec};
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
@@ -231,15 +231,9 @@ mod tests {
         ] {
             let zone = |boot_bytes, pages| ZoneSpec {
                 id: "zone".to_owned(),
-                tier: Tier::Dram,
-                guest_node: 0,
                 host: HostMemory { pages, ..HostMemory::default() },
-                growth: Default::default(),
-                host_node: None,
                 boot_bytes,
-                hotplug_bytes: 0,
-                hotplugged_bytes: 0,
-                plug_bytes_per_s: None,
+                ..ZoneSpec::default()
             };
             let zones = [zone(first, HostPages::Transparent), zone(second, HostPages::Huge(page))];
             let map = memory_map(BootMemory::of(&zones));

@@ -160,15 +160,12 @@ fn zone_keys_are_in_the_zone_specification() {
     ]);
     let expected = ZoneSpec {
         id: "a".to_owned(),
-        tier: Tier::Dram,
-        guest_node: 0,
-        host: HostMemory::default(),
-        growth: Growth::VirtioMem,
         host_node: Some(1),
         boot_bytes: GIB,
         hotplug_bytes: 2 * GIB,
         hotplugged_bytes: GIB / 2,
         plug_bytes_per_s: NonZeroU64::new(GIB),
+        ..ZoneSpec::default()
     };
     assert_eq!(topology.zones(), [expected]);
 }

@@ -5,10 +5,13 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// Source of a zone's memory. DRAM is plugged first and unplugged last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Tier {
     /// DRAM of the host.
+    #[default]
     Dram,
     /// Chunks of a PM pool.
     Pm,

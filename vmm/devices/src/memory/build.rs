@@ -449,15 +449,9 @@ mod tests {
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
             id: "dram".into(),
-            tier: Tier::Dram,
-            guest_node: 0,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes,
             hotplug_bytes,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         }
     }
 
@@ -514,13 +508,9 @@ mod tests {
             id: "pm".into(),
             tier: Tier::Pm,
             guest_node: 1,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes,
             hotplug_bytes: GIB,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         };
         let err = build(vec![dram_zone(GIB, 0), pm(0)], None, table(), OPTIONS).err().unwrap();
         assert!(matches!(err, MemoryError::NoPool { zone } if zone == "pm"));

@@ -208,7 +208,7 @@ mod tests {
     use super::super::layout::{GIB, LINUX_MEMORY_BLOCK_BYTES, MIB};
     use super::super::slots::SlotTable;
     use super::super::slots::fake::FakeSlots;
-    use super::super::zone::{Growth, HostMemory, Tier};
+    use super::super::zone::Growth;
     use super::super::{MemoryOptions, build};
     use super::*;
 
@@ -265,15 +265,10 @@ mod tests {
     fn dimms() -> (Dimms, Arc<FakeSlots>) {
         let spec = ZoneSpec {
             id: "dram".to_owned(),
-            tier: Tier::Dram,
-            guest_node: 0,
-            host: HostMemory::default(),
             growth: Growth::Dimms,
-            host_node: None,
             boot_bytes: GIB,
             hotplug_bytes: GIB,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         };
         let table = Arc::new(FakeSlots::default());
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };

@@ -412,14 +412,9 @@ mod tests {
         ZoneSpec {
             id: id.into(),
             tier,
-            guest_node: 0,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes,
             hotplug_bytes,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         }
     }
 

@@ -61,7 +61,7 @@ pub fn device_id(zone_id: &str) -> String {
 }
 
 /// Configuration of a zone.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ZoneSpec {
     /// Name in metrics and API calls.
     pub id: String,

@@ -126,7 +126,7 @@ mod tests {
     use foreshore_devices::events::WatcherItem;
     use foreshore_devices::memory::slots::SlotTable;
     use foreshore_devices::memory::slots::fake::FakeSlots;
-    use foreshore_devices::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
+    use foreshore_devices::memory::zone::{Growth, ZoneSpec};
     use foreshore_devices::memory::{MemoryOptions, build};
 
     use super::*;
@@ -140,15 +140,10 @@ mod tests {
     fn growing(hotplug_bytes: u64) -> (KvmMachine, Arc<FakeSlots>) {
         let spec = ZoneSpec {
             id: crate::config::DRAM_ZONE.to_owned(),
-            tier: Tier::Dram,
-            guest_node: 0,
-            host: HostMemory::default(),
             growth: Growth::Dimms,
-            host_node: None,
             boot_bytes: 65 * MIB,
             hotplug_bytes,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         };
         let table = Arc::new(FakeSlots::default());
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };

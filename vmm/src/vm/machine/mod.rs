@@ -252,7 +252,7 @@ pub(in crate::vm) mod tests {
     use std::time::{Duration, Instant};
 
     use foreshore_devices::device::testing::FakeMachine;
-    use foreshore_devices::memory::zone::{Growth, Tier};
+    use foreshore_devices::memory::zone::Tier;
     use foreshore_devices::memory::{MemoryOptions, build};
     use foreshore_devices::volume::guest_btt::GuestBtt;
 
@@ -269,15 +269,9 @@ pub(in crate::vm) mod tests {
     fn spec(hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
             id: DRAM_ZONE.to_owned(),
-            tier: Tier::Dram,
-            guest_node: 0,
-            host: foreshore_devices::memory::zone::HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes: 64 << 20,
             hotplug_bytes,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         }
     }
 

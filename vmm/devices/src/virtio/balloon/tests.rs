@@ -13,7 +13,7 @@ use super::*;
 use crate::event_loop::EventLoop;
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
-use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
+use crate::memory::zone::{Tier, ZoneSpec};
 use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, build};
 use crate::pool::PmPool;
 use crate::pool::fake::FakePool;
@@ -60,13 +60,9 @@ impl Rig {
             id: id.to_owned(),
             tier,
             guest_node,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes,
             hotplug_bytes: 128 * MIB,
-            hotplugged_bytes: 0,
-            plug_bytes_per_s: None,
+            ..ZoneSpec::default()
         };
         let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));

@@ -119,7 +119,7 @@ mod tests {
 
     use super::*;
     use crate::memory::layout::{GIB, MIB};
-    use crate::memory::zone::{Growth, HostMemory, Tier};
+    use crate::memory::zone::Tier;
     use crate::throttle::NANOS_PER_S;
 
     fn zone(hotplug_bytes: u64, plug_bytes_per_s: u64) -> ZoneSpec {
@@ -127,13 +127,9 @@ mod tests {
             id: "pm".to_owned(),
             tier: Tier::Pm,
             guest_node: 1,
-            host: HostMemory::default(),
-            host_node: None,
-            boot_bytes: 0,
-            growth: Growth::VirtioMem,
             hotplug_bytes,
-            hotplugged_bytes: 0,
             plug_bytes_per_s: NonZeroU64::new(plug_bytes_per_s),
+            ..ZoneSpec::default()
         }
     }
 

@@ -33,7 +33,7 @@ use crate::memory::backing::{Backing, BackingError};
 use crate::memory::layout::{GIB, MIB};
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
-use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
+use crate::memory::zone::{Tier, ZoneSpec};
 use crate::memory::{BLOCK_BYTES, Memory, MemoryOptions, build};
 use crate::pool::fake::FakePool;
 use crate::pool::{PmPool, PoolInfo};
@@ -142,13 +142,10 @@ impl Guest {
             id: id.into(),
             tier,
             guest_node: 1,
-            host: HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
             boot_bytes,
             hotplug_bytes,
-            hotplugged_bytes: 0,
             plug_bytes_per_s,
+            ..ZoneSpec::default()
         };
         let hotplug_bytes = blocks * BLOCK_BYTES;
         let zones = match chunks {
