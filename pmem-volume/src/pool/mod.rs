@@ -42,6 +42,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use uuid::Uuid;
 
+pub use alloc::recall::STOCK_BYTES;
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::{CreateOptions, check_pool_sizes};
 pub use error::{PoolError, SplitError};
@@ -63,6 +64,7 @@ pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeOptions, VolumeSize, ch
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
 use alloc::buddy::Buddy;
+use alloc::recall::{Recall, withheld_bytes};
 use alloc::scrub_queue::ScrubQueue;
 use alloc::scrubber::ScrubWake;
 use format::superblock::{self, Superblock};
@@ -107,8 +109,11 @@ pub struct Pool<M: Media = FileMedia> {
     /// Copy of the levels from the last unlock of the state. Readers of this copy need not wait
     /// while a change waits for the media.
     totals: Mutex<Totals>,
-    /// Signals that chunks have become clean, or that erasing has failed.
+    /// Signals that chunks have become clean or wait to be erased, or that erasing or a recall has
+    /// failed.
     scrubbed: Condvar,
+    /// Signals that thin volumes may need lent chunks.
+    recalled: Condvar,
     /// Number of chunks erased since the pool was opened.
     scrubbed_chunks: AtomicU64,
     /// Number of chunks that were erased on demand and that the scrubber has not counted yet.
@@ -129,6 +134,7 @@ struct State {
     /// some are missing. Records are untrusted, so the sum may exceed the pool.
     promised_chunks: u64,
     counts: Counts,
+    recall: Recall,
     /// Chunks to erase. A pool that is open for reading erases none.
     scrub: ScrubQueue,
     /// Findings at open, for reports. A pool that is open for writing has already corrected them.
@@ -188,15 +194,20 @@ struct Totals {
     pending: u32,
     volumes: u32,
     promised_chunks: u64,
+    borrowable_bytes: u64,
 }
 
 impl Totals {
-    /// Returns the number of chunks that volumes need so that they have `chunks` in total, but at
-    /// most those that are clean or waiting to be erased.
-    fn available_up_to(&self, chunks: u64) -> u32 {
-        let available = self.free + self.pending;
-        let missing = chunks.saturating_sub(u64::from(self.counts.volume));
-        u32::try_from(missing).map_or(available, |missing| missing.min(available))
+    /// Returns the bytes that are free or waiting to be erased.
+    fn available_bytes(&self) -> u64 {
+        bytes(self.free + self.pending)
+    }
+
+    /// Returns the bytes that thin volumes were promised but do not have yet, and the bytes that
+    /// volumes lack because of damage.
+    fn unallocated_bytes(&self) -> u64 {
+        let chunks = self.promised_chunks.saturating_sub(u64::from(self.counts.volume));
+        chunks.saturating_mul(CHUNK_BYTES)
     }
 }
 
@@ -249,8 +260,10 @@ pub struct PoolInfo {
     /// Free bytes.
     pub free_bytes: u64,
     /// Bytes that can be lent as memory. Bytes that must be erased first are included, but not the
-    /// bytes that are reserved for volumes (STRG) or promised to them.
+    /// bytes that are withheld for volumes.
     pub lendable_bytes: u64,
+    /// Part of the promised bytes that memory may borrow while no volume uses them.
+    pub borrowable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
     /// Reason why the pool is read-only, if a write to it failed.
@@ -265,8 +278,9 @@ impl PoolInfo {
 
     /// Part of `available_bytes` that is withheld for volumes and never lent as memory.
     pub fn withheld_of(&self, available_bytes: u64) -> u64 {
-        let kept_bytes = self.reserve_bytes.max(self.promised_bytes);
-        kept_bytes.saturating_sub(self.volume_bytes).min(available_bytes)
+        let [reserve_bytes, promised_bytes] = [self.reserve_bytes, self.promised_bytes]
+            .map(|size_bytes| size_bytes.saturating_sub(self.volume_bytes));
+        withheld_bytes(available_bytes, reserve_bytes, promised_bytes, self.borrowable_bytes)
     }
 
     /// Free bytes that may become storage or memory.
@@ -353,7 +367,7 @@ impl<M: Media> Pool<M> {
             thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
-            reserved_bytes: bytes(counts.volume + self.withheld_chunks(totals)),
+            reserved_bytes: bytes(counts.volume) + self.withheld_bytes(totals),
             promised_bytes: promised_chunks.saturating_mul(CHUNK_BYTES),
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
@@ -363,6 +377,7 @@ impl<M: Media> Pool<M> {
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
             lendable_bytes: self.lendable_bytes(totals),
+            borrowable_bytes: totals.borrowable_bytes,
             volumes,
             latched: self.latched.get().cloned(),
         }
@@ -378,7 +393,7 @@ impl<M: Media> Pool<M> {
     }
 
     fn lendable_bytes(&self, totals: Totals) -> u64 {
-        bytes(totals.free + totals.pending - self.withheld_chunks(totals))
+        totals.available_bytes() - self.withheld_bytes(totals)
     }
 
     /// Returns the contiguity of the free space. Waits for changes in progress.
@@ -399,12 +414,15 @@ impl<M: Media> Pool<M> {
         self.lock_state().findings.clone()
     }
 
-    /// Number of chunks to set aside for volumes: the STRG size or the sizes of all volumes,
-    /// whichever is larger, minus the chunks that volumes already own. Chunks that must be erased
-    /// first are included.
-    fn withheld_chunks(&self, totals: Totals) -> u32 {
-        let strg_chunks = self.superblock.strg_bytes / CHUNK_BYTES;
-        totals.available_up_to(strg_chunks.max(totals.promised_chunks))
+    /// Returns the available bytes that memory does not get ([`withheld_bytes`]).
+    fn withheld_bytes(&self, totals: Totals) -> u64 {
+        let volume_bytes = bytes(totals.counts.volume);
+        withheld_bytes(
+            totals.available_bytes(),
+            self.superblock.strg_bytes.saturating_sub(volume_bytes),
+            totals.unallocated_bytes(),
+            totals.borrowable_bytes,
+        )
     }
 
     #[inline]
@@ -508,6 +526,7 @@ impl State {
             pending: self.scrub.pending(),
             volumes: self.volumes.len() as u32,
             promised_chunks: self.promised_chunks,
+            borrowable_bytes: self.recall.borrowable_bytes,
         }
     }
 }

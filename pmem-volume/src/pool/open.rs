@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::alloc::buddy::Buddy;
+use super::alloc::recall::Recall;
 use super::alloc::scrub_queue::ScrubQueue;
 use super::file::blocks;
 use super::file::mark::Mark;
@@ -166,6 +167,7 @@ impl<M: Media> Pool<M> {
             state: Mutex::new(state),
             totals,
             scrubbed: Condvar::new(),
+            recalled: Condvar::new(),
             scrubbed_chunks: AtomicU64::new(0),
             on_demand_chunks: AtomicU64::new(0),
             scrub_wake: Arc::default(),
@@ -198,6 +200,7 @@ impl State {
             open_volumes: vec![],
             promised_chunks,
             counts,
+            recall: Recall::default(),
             scrub,
             findings,
         }

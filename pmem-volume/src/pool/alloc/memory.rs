@@ -10,7 +10,7 @@ use crate::pool::{Pool, PoolError};
 impl<M: Media> Pool<M> {
     /// Lends `size_bytes`, a multiple of 2 MiB, as memory. The returned extents are as large as
     /// possible, largest first, and contain exactly `size_bytes` in total. All bytes read as zeros.
-    /// Chunks reserved for volumes (STRG) are never lent.
+    /// Chunks that are withheld for volumes are never lent.
     ///
     /// When the call returns, the chunks are durably marked as *memory*. They are erased before any
     /// later use, even after a crash.
@@ -21,13 +21,13 @@ impl<M: Media> Pool<M> {
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_for_change()?;
         let extents = loop {
-            let withheld = self.withheld_chunks(state.totals());
-            let lendable = state.available_chunks() - withheld;
+            let totals = state.totals();
+            let lendable = (self.lendable_bytes(totals) / CHUNK_BYTES) as u32;
             let Some(chunks) = chunks.filter(|chunks| *chunks <= lendable) else {
                 return Err(PoolError::PoolFull {
                     requested_bytes: size_bytes,
                     free_bytes: state.available_bytes(),
-                    withheld_bytes: u64::from(withheld) * CHUNK_BYTES,
+                    withheld_bytes: self.withheld_bytes(totals),
                 });
             };
             // Use clean chunks first, even if they are fragmented. Waiting chunks are never erased
@@ -70,6 +70,9 @@ impl<M: Media> Pool<M> {
         state.counts.memory -= chunks;
         state.counts.scrubbing += chunks;
         self.queue_scrub(&mut state, &runs);
+        drop(state);
+        // A write to a thin volume may be waiting for these chunks, and erases them itself.
+        self.scrubbed.notify_all();
         Ok(())
     }
 

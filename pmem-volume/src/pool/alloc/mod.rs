@@ -4,6 +4,7 @@ pub(super) mod buddy;
 pub(super) mod free_content;
 pub(super) mod memory;
 pub(super) mod pacer;
+pub(super) mod recall;
 pub(super) mod scrub;
 pub(super) mod scrub_queue;
 pub(super) mod scrubber;

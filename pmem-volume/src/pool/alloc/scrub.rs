@@ -164,7 +164,8 @@ impl State {
 
     /// Returns the number of available chunks that are promised to thin volumes but not allocated.
     pub(in crate::pool) fn promised_holes(&self) -> u32 {
-        self.totals().available_up_to(self.promised_chunks)
+        let promised_bytes = self.totals().unallocated_bytes().min(self.available_bytes());
+        (promised_bytes / CHUNK_BYTES) as u32
     }
 
     /// Returns the number of available chunks that can be promised to a new or growing volume.

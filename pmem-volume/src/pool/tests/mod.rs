@@ -28,6 +28,7 @@ mod latch;
 mod model;
 mod persisted_ranges;
 mod progress;
+mod recall;
 mod repair;
 mod repair_thin;
 mod scrub;

@@ -8,7 +8,7 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError, is_zero};
 use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::table::Slot;
-use crate::pool::{Pool, PoolError, State, bytes};
+use crate::pool::{Pool, PoolError, State};
 
 impl<M: Media> Volume<M> {
     /// Allocates chunks for the holes of a range, durably.
@@ -48,7 +48,8 @@ fn indexes(range: &Range<u64>) -> Range<u32> {
 impl<M: Media> Pool<M> {
     /// Allocates chunks for the `holes` of an open volume, all of them or none.
     ///
-    /// 1. Take clean chunks. If too few are clean, erase waiting ones first.
+    /// 1. Take clean chunks. If too few are clean, erase waiting ones first. If too few are waiting,
+    ///    wait until lent ones are returned ([`Pool::next_recall`]).
     /// 2. Store their owner words and persist them. After a crash, they belong to the volume and
     ///    read as zeros, like the holes.
     /// 3. Publish the chunks in the map. From here on, other threads may store to them.
@@ -63,13 +64,14 @@ impl<M: Media> Pool<M> {
             match state.missing_clean(holes.len() as u32) {
                 0 => break,
                 missing if missing > state.scrub.pending() => {
-                    return Err(state.pool_full(bytes(holes.len() as u32)));
+                    state = self.wait_for_recall(state, holes.len() as u32)?;
                 }
                 missing => state = self.erase_some(state, missing)?,
             }
         }
         let added = self.add_chunks(&mut state, slot, &holes, Search::Quick)?;
         added.into_iter().for_each(|(index, chunk)| map.publish(index, chunk));
+        self.notify_shortage(&mut state);
         Ok(())
     }
 

@@ -183,6 +183,7 @@ pub fn empty_info() -> PoolInfo {
         retired_bytes: 0,
         free_bytes: 0,
         lendable_bytes: 0,
+        borrowable_bytes: 0,
         volumes: 0,
         latched: None,
     }
