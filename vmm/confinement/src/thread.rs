@@ -21,7 +21,7 @@ pub enum ThreadKind {
     Vsock,
     /// Serves queues of disks, network interfaces and persistent memory.
     Queue,
-    /// Changes guest memory: serves virtio-mem, and detects lost memory.
+    /// Changes guest memory: serves virtio-mem, detects lost memory, and moves memory to DRAM.
     Memory,
     /// Decides about guest memory, and reads the reports of agents.
     Governor,
@@ -56,7 +56,7 @@ impl ThreadKind {
             "_device" | "_console" => Self::Device,
             "_vsock" => Self::Vsock,
             "_pmem" => Self::Queue,
-            "_mem" | "_lost" => Self::Memory,
+            "_mem" | "_lost" | "_spill" => Self::Memory,
             "_agent" | "_pressure" => Self::Governor,
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,

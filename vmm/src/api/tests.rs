@@ -165,18 +165,12 @@ fn zone() -> ZoneInfo {
         id: "pm".to_owned(),
         tier: "pm".to_owned(),
         guest_numa_node: 1,
-        boot_bytes: 0,
         hotplug_bytes: 4 << 30,
         requested_bytes: 2 << 20,
-        held_bytes: 0,
-        plugged_bytes: 0,
-        descriptor_bytes: 0,
         saved_descriptor_bytes: 64 << 20,
-        recallable_bytes: 0,
-        online_bytes: None,
-        resident_bytes: 0,
         driver: Some(DriverState::Ready),
         status: ResizeStatus::Stuck("busy pages".to_owned()),
+        ..ZoneInfo::default()
     }
 }
 
@@ -211,6 +205,7 @@ fn pool() -> PoolInfo {
         reserved_bytes: 256 << 20,
         promised_bytes: 96 << 20,
         lendable_bytes: 508 << 20,
+        borrowable_bytes: 0,
         volumes: 1,
         status: PoolStatus::ReadOnly("no room".to_owned()),
     }

@@ -238,6 +238,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
             hotplug_bytes: zone.hotplug_size.unwrap_or(0),
             hotplugged_bytes: zone.hotplugged_size.unwrap_or(0),
             plug_bytes_per_s: plug_bandwidth::bytes_per_s(zone.plug_bandwidth),
+            spill_bytes: 0,
         })
     };
     zones.into_iter().map(in_node).collect()
@@ -335,6 +336,7 @@ fn pm_zones(
             hotplug_bytes: pm.size,
             hotplugged_bytes: 0,
             plug_bytes_per_s: plug_bandwidth::bytes_per_s(Some(pm.plug_bandwidth)),
+            spill_bytes: pm.spill,
         })
     };
     config.pm_memory.iter().enumerate().map(&mut place).collect()

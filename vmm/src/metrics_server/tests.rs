@@ -168,11 +168,9 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
     ZoneInfo {
         id: id.to_owned(),
         tier: id.to_owned(),
-        guest_numa_node: 0,
         boot_bytes: 384 << 20,
         hotplug_bytes: 128 << 20,
         requested_bytes: 64 << 20,
-        held_bytes: 0,
         plugged_bytes: 32 << 20,
         descriptor_bytes: 512 << 10,
         saved_descriptor_bytes: 1536 << 10,
@@ -181,6 +179,7 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
         resident_bytes: 100 << 20,
         driver: Some(DriverState::Unsupported),
         status: ResizeStatus::Pending,
+        ..ZoneInfo::default()
     }
 }
 

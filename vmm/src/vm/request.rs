@@ -329,7 +329,7 @@ section! {
 }
 
 /// `vm.memory`: sizes of a zone in bytes, and the progress of its last resize.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ZoneInfo {
     /// `dram`, `pm`, or the ID from the zone's flag.
     pub id: String,
@@ -352,6 +352,8 @@ pub struct ZoneInfo {
     pub saved_descriptor_bytes: u64,
     /// Plugged PM above the floor and outside pinned zones, whatever the policy.
     pub recallable_bytes: u64,
+    /// Plugged PM that was moved from the pool to DRAM.
+    pub spilled_bytes: u64,
     /// Online memory according to the agent; `None` without an agent.
     pub online_bytes: Option<u64>,
     /// Host memory that backs the zone.
@@ -422,6 +424,8 @@ pub struct PoolInfo {
     pub promised_bytes: u64,
     /// Bytes that could be lent as memory now, whether erased or not.
     pub lendable_bytes: u64,
+    /// Part of the promised bytes that memory may borrow while no volume uses them.
+    pub borrowable_bytes: u64,
     /// Number of volumes in the pool, including volumes of other VMs.
     pub volumes: u32,
     pub status: PoolStatus,

@@ -40,10 +40,11 @@ pub(super) struct Resize {
 }
 
 /// State of a resize.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum ResizeStatus {
     /// The plugged size equals the requested size.
+    #[default]
     Reached,
     /// The guest is following the request.
     Pending,

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use foreshore_types::size::Size;
 use thiserror::Error;
@@ -17,7 +17,7 @@ use vm_memory::{
 use super::backing::resident::resident_bytes;
 use super::backing::{
     Access, Backing, BackingError, DramBacking, DramError, DramSource, HostNode, HostNodeError,
-    MappingBudget, PmBacking, Reservation, ZoneFile, ZoneFileError,
+    MappingBudget, Reservation, SpillPlan, Spiller, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
 use super::file_ranges::{FileRanges, MappedRange};
@@ -92,6 +92,10 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    #[error(
+        "spill: memory of the pool cannot be moved to DRAM; a devdax device does not support this"
+    )]
+    Spill(#[source] io::Error),
     #[error("cannot reserve or map {len} bytes of guest memory")]
     Map {
         len: u64,
@@ -142,6 +146,9 @@ pub struct Memory {
     hotplug: Vec<HotplugPart>,
     dimms: Option<Dimms>,
     files: Arc<FileRanges>,
+    /// Bytes of each zone that were moved to DRAM.
+    spilled_bytes: Vec<Arc<AtomicU64>>,
+    _spiller: Option<Spiller>,
 }
 
 /// Builds the memory of `zones`. Boot memory is mapped and gets KVM slots. For hotplug parts, only
@@ -168,6 +175,9 @@ pub fn build(
     let host_nodes = zones.iter().map(host_node).collect::<Result<Vec<_>, _>>()?;
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
+    let limit_bytes = zones.iter().map(|zone| zone.spill_bytes).sum();
+    let mut spill = SpillPlan::new(pool, limit_bytes).map_err(MemoryError::Spill)?;
+    let mut spilled_bytes = vec![Arc::default(); zones.len()];
     let mut host_ranges = vec![Vec::new(); zones.len()];
     let mut boot = Vec::new();
     let (mut hotplug, mut dimms, mut parts) = (Vec::new(), None, Vec::new());
@@ -232,11 +242,11 @@ pub fn build(
             continue;
         }
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
-            (Tier::Pm, Some(pool)) => Box::new(PmBacking::new(
-                Arc::clone(pool),
-                Arc::clone(&reservation),
-                Arc::clone(&budget),
-            )),
+            (Tier::Pm, Some(pool)) => {
+                let (backing, bytes) = spill.add_zone(pool, &reservation, &budget);
+                spilled_bytes[index] = bytes;
+                Box::new(backing)
+            }
             _ => {
                 let source = DramSource::of_hotplug(&spec.host, range.len, BLOCK_BYTES)
                     .map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
@@ -249,7 +259,22 @@ pub fn build(
     }
     let files = FileRanges::new(view.clone(), Arc::clone(&slots));
     let boot = boot_regions;
-    Ok(Memory { map, zones, host_ranges, parts, boot, view, slots, budget, hotplug, dimms, files })
+    let spiller = spill.start().map_err(MemoryError::Spill)?;
+    Ok(Memory {
+        _spiller: spiller,
+        spilled_bytes,
+        map,
+        zones,
+        host_ranges,
+        parts,
+        boot,
+        view,
+        slots,
+        budget,
+        hotplug,
+        dimms,
+        files,
+    })
 }
 
 impl Memory {
@@ -260,6 +285,11 @@ impl Memory {
     /// The zones, in the order of [`MemoryMap::zones`].
     pub fn zones(&self) -> &[ZoneSpec] {
         &self.zones
+    }
+
+    /// Bytes of the zone with index `nth` that were moved from the pool to DRAM.
+    pub fn spilled_bytes(&self, nth: usize) -> u64 {
+        self.spilled_bytes[nth].load(Ordering::Relaxed)
     }
 
     /// Checks that the VM could reboot with `boot_bytes` of boot memory in the zone with index
@@ -447,12 +477,7 @@ mod tests {
         MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
-        ZoneSpec {
-            id: "dram".into(),
-            boot_bytes,
-            hotplug_bytes,
-            ..ZoneSpec::default()
-        }
+        ZoneSpec { id: "dram".into(), boot_bytes, hotplug_bytes, ..ZoneSpec::default() }
     }
 
     #[test]

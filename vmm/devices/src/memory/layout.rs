@@ -409,13 +409,7 @@ mod tests {
     use crate::memory::zone::{HostMemory, HostPages, Tier};
 
     fn zone(id: &str, tier: Tier, boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
-        ZoneSpec {
-            id: id.into(),
-            tier,
-            boot_bytes,
-            hotplug_bytes,
-            ..ZoneSpec::default()
-        }
+        ZoneSpec { id: id.into(), tier, boot_bytes, hotplug_bytes, ..ZoneSpec::default() }
     }
 
     #[test]

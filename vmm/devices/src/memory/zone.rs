@@ -80,6 +80,8 @@ pub struct ZoneSpec {
     /// Maximum rate in bytes per second at which the guest may plug memory again after unplugging
     /// it. `None` means no limit.
     pub plug_bytes_per_s: Option<NonZeroU64>,
+    /// DRAM to which plugged PM may be moved if volumes need it. 0 except for PM zones.
+    pub spill_bytes: u64,
 }
 
 impl ZoneSpec {

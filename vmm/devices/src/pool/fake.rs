@@ -111,6 +111,18 @@ impl PmPool for FakePool {
         Ok(())
     }
 
+    fn set_borrowable_bytes(&self, _: u64) {}
+
+    fn start_recalls(&self) {}
+
+    fn next_recall(&self) -> Option<u64> {
+        None
+    }
+
+    fn refuse_recall(&self) {}
+
+    fn end_recalls(&self) {}
+
     fn volumes(&self) -> Vec<VolumeInfo> {
         Vec::new()
     }

@@ -89,6 +89,26 @@ impl PmPool for LocalPool {
         self.pool.free_memory(&aligned)
     }
 
+    fn set_borrowable_bytes(&self, borrowable_bytes: u64) {
+        self.pool.set_borrowable_bytes(borrowable_bytes);
+    }
+
+    fn start_recalls(&self) {
+        self.pool.start_recalls();
+    }
+
+    fn next_recall(&self) -> Option<u64> {
+        self.pool.next_recall()
+    }
+
+    fn refuse_recall(&self) {
+        self.pool.refuse_recall();
+    }
+
+    fn end_recalls(&self) {
+        self.pool.end_recalls();
+    }
+
     fn volumes(&self) -> Vec<VolumeInfo> {
         self.pool.volumes()
     }

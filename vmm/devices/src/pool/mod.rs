@@ -72,6 +72,24 @@ pub trait PmPool: Debug + Send + Sync {
     /// this after a failed write, and erases the memory when it is opened again.
     fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError>;
 
+    /// Sets the number of bytes promised to thin volumes that memory may borrow. The borrower must
+    /// be able to return them at any time.
+    fn set_borrowable_bytes(&self, borrowable_bytes: u64);
+
+    /// Announces a thread that calls [`PmPool::next_recall`]. From now on, a write to a thin volume
+    /// that finds no free chunk waits for this thread.
+    fn start_recalls(&self);
+
+    /// Waits until volumes need lent memory back, and returns its size. The caller returns that
+    /// much, or a part, by [`PmPool::free_memory`]. Returns `None` after [`PmPool::end_recalls`].
+    fn next_recall(&self) -> Option<u64>;
+
+    /// Reports that no memory can be returned. Writes that wait for it fail.
+    fn refuse_recall(&self);
+
+    /// Ends [`PmPool::next_recall`].
+    fn end_recalls(&self);
+
     /// All volumes in the pool, sorted by name.
     fn volumes(&self) -> Vec<VolumeInfo>;
 

@@ -178,19 +178,16 @@ mod tests {
         ZoneInfo {
             id: "dram".to_owned(),
             tier: "dram".to_owned(),
-            guest_numa_node: 0,
             boot_bytes: 384 << 20,
             hotplug_bytes: 128 << 20,
             requested_bytes: 128 << 20,
-            held_bytes: 0,
             plugged_bytes: 64 << 20,
             descriptor_bytes: 1 << 20,
             saved_descriptor_bytes: 1 << 20,
-            recallable_bytes: 0,
-            online_bytes: None,
             resident_bytes: 5 << 20,
             driver: Some(DriverState::Unsupported),
             status: ResizeStatus::Stuck("busy pages".to_owned()),
+            ..ZoneInfo::default()
         }
     }
 
@@ -220,6 +217,7 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported 
             reserved_bytes: 256 << 20,
             promised_bytes: 104 << 20,
             lendable_bytes: 508 << 20,
+            borrowable_bytes: 0,
             volumes: 2,
             status,
         };

@@ -52,6 +52,8 @@ section! {
             => "Upper limit of bytes per second erased after a return to the pool; 0 for no limit",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
             => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
+        spill: u64 = 0
+            => "DRAM to which plugged memory may be moved if thin volumes need it; the zone may borrow as much of the space that they were promised",
     }
     strict true;
 }
@@ -68,7 +70,23 @@ impl PmMemoryConfig {
         NonZeroU64::new(self.scrub_bandwidth)
     }
 
-    /// Checks the size, latencies, bandwidths, node number and ID.
+    fn check_spill(&self) -> Result<(), ConfigError> {
+        if self.spill.is_multiple_of(UNIT_BYTES) && self.spill <= self.size {
+            return Ok(());
+        }
+        Err(ConfigError::BadValue {
+            flag: Self::FLAG,
+            key: "spill".to_owned(),
+            value: self.spill.to_string(),
+            expected: format!(
+                "a multiple of {} up to the size of the zone, {}",
+                Size(UNIT_BYTES),
+                Size(self.size)
+            ),
+        })
+    }
+
+    /// Checks the size, latencies, bandwidths, node number, spill and ID.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         size::check(flag, "size", self.size)?;
@@ -85,6 +103,7 @@ impl PmMemoryConfig {
             });
         }
         plug_bandwidth::check(flag, Some(self.plug_bandwidth))?;
+        self.check_spill()?;
         self.check_ranges()
     }
 }
@@ -133,6 +152,7 @@ mod tests {
             bandwidth: 6600 << 20,
             scrub_bandwidth: 1 << 30,
             plug_bandwidth: 1 << 30,
+            spill: 0,
         };
         assert_eq!(pm, expected);
         assert!(pm.validate().is_ok());
@@ -187,6 +207,19 @@ mod tests {
         let pm: PmMemoryConfig =
             serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.scrub_bandwidth, 1 << 30);
+    }
+
+    #[test]
+    fn spill_is_limited_by_the_size_of_the_zone() {
+        let pm = PmMemoryConfig::parse("pool=/p,size=4M,spill=4M").unwrap();
+        assert_eq!((pm.spill, pm.validate()), (4 << 20, Ok(())));
+        let expected = |value| {
+            format!(
+                "--pm-memory: spill=\"{value}\" is not a multiple of 2 MiB up to the size of the zone, 4 MiB"
+            )
+        };
+        assert_eq!(error("pool=/p,size=4M,spill=6M"), expected(6 << 20));
+        assert_eq!(error("pool=/p,size=4M,spill=3M"), expected(3 << 20));
     }
 
     #[test]

@@ -97,25 +97,13 @@ mod tests {
     use tokio::sync::oneshot;
 
     use super::*;
-    use crate::vm::request::ResizeStatus;
 
     fn zone() -> ZoneInfo {
         ZoneInfo {
             id: "dram".to_owned(),
             tier: "dram".to_owned(),
-            guest_numa_node: 0,
             boot_bytes: 1 << 30,
-            hotplug_bytes: 0,
-            requested_bytes: 0,
-            held_bytes: 0,
-            plugged_bytes: 0,
-            descriptor_bytes: 0,
-            saved_descriptor_bytes: 0,
-            recallable_bytes: 0,
-            online_bytes: None,
-            resident_bytes: 0,
-            driver: None,
-            status: ResizeStatus::Reached,
+            ..ZoneInfo::default()
         }
     }
 

@@ -18,7 +18,7 @@ impl Expose for ZoneMetrics {
 
 fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
-    let sizes: [(&str, &str, SizeOf); 10] = [
+    let sizes: [(&str, &str, SizeOf); 11] = [
         ("memory_boot", "Memory of the zone at boot.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "Upper limit of the plugged size.", |zone| Some(zone.hotplug_bytes)),
         ("memory_requested", "Plugged size requested from the guest.", |zone| {
@@ -45,6 +45,9 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
             "Plugged PM above the floor and outside pinned zones, whatever the policy.",
             |zone| Some(zone.recallable_bytes),
         ),
+        ("memory_spilled", "Plugged PM that was moved from the pool to DRAM.", |zone| {
+            Some(zone.spilled_bytes)
+        }),
         (
             "memory_online",
             "Online memory in the zone's address range, as reported by the agent.",

@@ -38,6 +38,7 @@ impl OpenPool {
             reserved_bytes: info.reserved_bytes,
             promised_bytes: info.promised_bytes,
             lendable_bytes: info.lendable_bytes,
+            borrowable_bytes: info.borrowable_bytes,
             volumes: info.volumes,
             status: info.latched.map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
         }

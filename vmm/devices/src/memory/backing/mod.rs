@@ -7,6 +7,7 @@ mod reservation;
 pub mod resident;
 mod segments;
 mod source;
+mod spill;
 mod zone_file;
 
 use std::fmt::Debug;
@@ -24,6 +25,7 @@ pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::MappingBudget;
 pub use source::{DramError, DramSource};
+pub use spill::{SpillPlan, Spiller};
 pub use zone_file::{ZoneFile, ZoneFileError};
 
 use crate::pool::PoolError;

@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tracing::error;
 
-use super::segments::{Ledger, Source};
+use super::segments::{Ledger, Segment, Source};
+use super::spill::{STEP_BYTES, SpillError, SpilledMemory};
 use super::{Access, Backing, BackingError, MappingBudget, Reservation};
 use crate::pool::{CHUNK_BYTES, PmPool, PoolError};
 
@@ -24,6 +26,8 @@ pub struct PmBacking {
     ledger: Ledger,
     /// Extents that are unmapped, but not yet returned to the pool.
     detached: Vec<Range<u64>>,
+    /// Memory that was moved to DRAM. `None` if it must not be moved.
+    spilled: Option<SpilledMemory>,
 }
 
 impl PmBacking {
@@ -32,9 +36,10 @@ impl PmBacking {
         pool: Arc<dyn PmPool>,
         reservation: Arc<Reservation>,
         budget: Arc<MappingBudget>,
+        spilled: Option<SpilledMemory>,
     ) -> Self {
         let ledger = Ledger::new(reservation.len_bytes(), budget);
-        Self { pool, reservation, ledger, detached: Vec::new() }
+        Self { pool, reservation, ledger, detached: Vec::new(), spilled }
     }
 
     /// Allocates chunks for `offset..offset + len`. Extents are as large as the pool and their
@@ -123,6 +128,82 @@ impl PmBacking {
         Ok(())
     }
 
+    /// Moves up to `max_bytes` of plugged memory to DRAM ([`super::spill`]), but at most
+    /// [`STEP_BYTES`], from the end of the zone. Returns the number of bytes that the pool got back,
+    /// which is 0 if no memory can be moved. If pages cannot be copied, the next call continues.
+    pub(super) fn spill(&mut self, max_bytes: u64) -> Result<u64, SpillError> {
+        let Some(Segment { start: offset, len, source }) = self.next_to_spill(max_bytes) else {
+            return Ok(0);
+        };
+        let in_file = match source {
+            Source::Copying { offset } => offset,
+            Source::File { offset: in_file } => {
+                self.map_privately(offset, len, in_file)?;
+                in_file
+            }
+            source => unreachable!("{source:?} is not memory of the pool"),
+        };
+        self.reservation.populate(offset, len).map_err(|source| SpillError::Copy {
+            offset,
+            len,
+            source,
+        })?;
+        self.ledger.unmap(|segments| {
+            segments.set(offset, len, Source::Copied { offset: in_file });
+            Ok(())
+        })?;
+        self.detached.push(in_file..in_file + len);
+        self.free_detached()?;
+        Ok(len)
+    }
+
+    /// Returns the part of the zone to move next: pages that are not copied yet, or else the last
+    /// chunks of the pool, which the guest would unplug first.
+    fn next_to_spill(&self, max_bytes: u64) -> Option<Segment> {
+        let spilled = self.spilled.as_ref()?;
+        let segments = self.ledger.segments().in_range(0, self.reservation.len_bytes());
+        let is_copying = |segment: &&Segment| matches!(segment.source, Source::Copying { .. });
+        if let Some(segment) = segments.iter().find(is_copying) {
+            return Some(*segment);
+        }
+        let is_lent = |segment: &&Segment| matches!(segment.source, Source::File { .. });
+        let segment = segments.iter().rfind(is_lent)?;
+        let max_bytes = max_bytes.min(STEP_BYTES).min(spilled.unused_bytes());
+        let len = segment.len.min(max_bytes - max_bytes % CHUNK_BYTES);
+        let before = segment.len - len;
+        let (start, source) = (segment.start + before, segment.source.at(before));
+        (len > 0).then_some(Segment { start, len, source })
+    }
+
+    #[cfg(test)]
+    pub(super) fn offset_in_file(&self, offset: u64) -> u64 {
+        match self.ledger.segments().in_range(offset, CHUNK_BYTES)[..] {
+            [Segment { source: Source::File { offset }, .. }] => offset,
+            ref other => panic!("{other:?}"),
+        }
+    }
+
+    /// Replaces the shared mapping of a part by a private one with the same content.
+    fn map_privately(&mut self, offset: u64, len: u64, in_file: u64) -> Result<(), BackingError> {
+        let (pool, reservation) = (&self.pool, &self.reservation);
+        self.ledger.map(1, |segments| {
+            let map = |access| reservation.map_file(offset, len, pool.file(), in_file, access);
+            map(Access::ReadWritePrivate).map_err(|source| {
+                // A failed mmap may already have removed the old mapping.
+                if let Err(err) = map(Access::ReadWrite) {
+                    error!(offset, len, %err, "Cannot map memory of the guest again");
+                }
+                BackingError::Map { offset, len, source }
+            })?;
+            segments.set(offset, len, Source::Copying { offset: in_file });
+            Ok(())
+        })?;
+        if let Some(spilled) = &self.spilled {
+            spilled.add(len);
+        }
+        Ok(())
+    }
+
     /// Returns chunks to the pool after a failed plug. Chunks that the pool refuses remain
     /// detached.
     fn give_back(&mut self, extents: Vec<Range<u64>>) {
@@ -160,10 +241,16 @@ impl Backing for PmBacking {
             segments.set(offset, len, Source::Nothing);
             Ok(())
         })?;
-        self.detached.extend(before.into_iter().filter_map(|segment| match segment.source {
-            Source::File { offset } => Some(offset..offset + segment.len),
-            Source::Nothing | Source::Anonymous => None,
-        }));
+        for Segment { len, source, .. } in before {
+            if let Source::File { offset } | Source::Copying { offset } = source {
+                self.detached.push(offset..offset + len);
+            }
+            if let (Source::Copying { .. } | Source::Copied { .. }, Some(spilled)) =
+                (source, &self.spilled)
+            {
+                spilled.remove(len);
+            }
+        }
         Ok(())
     }
 
@@ -190,6 +277,21 @@ impl Drop for PmBacking {
     }
 }
 
+/// The device of the zone and the thread that moves memory share a backing.
+impl Backing for Arc<Mutex<PmBacking>> {
+    fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        self.lock().plug(offset, len)
+    }
+
+    fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        self.lock().detach(offset, len)
+    }
+
+    fn free_detached(&mut self) -> Result<(), BackingError> {
+        self.lock().free_detached()
+    }
+}
+
 /// Largest power of two that divides `at` and exceeds neither `left` nor [`MAX_EXTENT_BYTES`].
 fn largest_aligned(at: u64, left: u64) -> u64 {
     let aligned = if at == 0 { MAX_EXTENT_BYTES } else { 1 << at.trailing_zeros() };
@@ -213,7 +315,7 @@ mod tests {
         let reservation = Arc::new(Reservation::new(zone_chunks * CHUNK_BYTES, 1 << 30).unwrap());
         let budget = Arc::new(MappingBudget::new(1000));
         let dyn_pool: Arc<dyn PmPool> = pool.clone();
-        (PmBacking::new(dyn_pool, Arc::clone(&reservation), budget), pool, reservation)
+        (PmBacking::new(dyn_pool, Arc::clone(&reservation), budget, None), pool, reservation)
     }
 
     fn fill(reservation: &Reservation, offset: u64, len: u64) {
@@ -264,7 +366,7 @@ mod tests {
         let range = (reservation.addr(), reservation.len_bytes());
         let dyn_pool: Arc<dyn PmPool> = pool.clone();
         let budget = Arc::new(MappingBudget::new(1000));
-        let mut backing = PmBacking::new(dyn_pool, Arc::clone(&reservation), budget);
+        let mut backing = PmBacking::new(dyn_pool, Arc::clone(&reservation), budget, None);
         for _ in 0..2 {
             backing.plug(0, 32 * MIB).unwrap();
             for offset in (0..32 * MIB).step_by(4096) {

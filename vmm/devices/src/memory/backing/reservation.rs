@@ -29,6 +29,9 @@ pub struct Reservation {
     /// Scripted results of the next calls that map or unmap. Later calls succeed.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
+    /// Makes the next call of `populate` fail.
+    #[cfg(test)]
+    populate_fails: std::sync::atomic::AtomicBool,
 }
 
 /// Access rights of the process to mapped pages.
@@ -82,6 +85,8 @@ impl Reservation {
             huge_page_bytes: OnceLock::new(),
             #[cfg(test)]
             script: parking_lot::Mutex::default(),
+            #[cfg(test)]
+            populate_fails: Default::default(),
         })
     }
 
@@ -218,6 +223,11 @@ impl Reservation {
         *self.script.lock() = works.into();
     }
 
+    #[cfg(test)]
+    pub(crate) fn fail_next_populate(&self) {
+        self.populate_fails.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
+
     /// Advises the kernel to use huge pages at `offset`. A failure is harmless, because not every
     /// kernel supports huge pages.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
@@ -254,10 +264,14 @@ impl Reservation {
         }
     }
 
-    /// Allocates pages for the mapping at `offset` now, as a store would. Existing contents are
-    /// preserved. Requires Linux 5.14.
+    /// Allocates pages for the mapping at `offset` now, as a store would, and thus copies all pages
+    /// of a private mapping. Existing contents are preserved. Requires Linux 5.14.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
+        #[cfg(test)]
+        if self.populate_fails.swap(false, std::sync::atomic::Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         // SAFETY: a range inside the reservation (checked above). Faults are handled, and contents
         // do not change.
         match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_POPULATE_WRITE) } {

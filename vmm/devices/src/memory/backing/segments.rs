@@ -21,14 +21,24 @@ pub(super) enum Source {
     File {
         offset: u64,
     },
+    /// A private mapping of a file, starting at this offset. Some pages may not be copied yet.
+    Copying {
+        offset: u64,
+    },
+    /// A private mapping of a file, starting at this offset. All pages are copies in DRAM.
+    Copied {
+        offset: u64,
+    },
 }
 
 impl Source {
     /// Source of the memory that begins `bytes` after the start of a segment with this source.
-    fn at(self, bytes: u64) -> Self {
+    pub(super) fn at(self, bytes: u64) -> Self {
         match self {
             Self::File { offset } => Self::File { offset: offset + bytes },
-            other => other,
+            Self::Copying { offset } => Self::Copying { offset: offset + bytes },
+            Self::Copied { offset } => Self::Copied { offset: offset + bytes },
+            Self::Nothing | Self::Anonymous => self,
         }
     }
 }

@@ -1,0 +1,373 @@
+//! Moves lent memory from a pool to DRAM if a volume needs the chunks before the guest unplugs them.
+//!
+//! Memory is moved while the guest uses it, without a pause ([`PmBacking::spill`]):
+//! 1. Map the same part of the pool's file again, privately. Stores no longer reach the chunk. A
+//!    page is copied to DRAM by the first store to it.
+//! 2. Copy the remaining pages (MADV_POPULATE_WRITE).
+//! 3. Return the chunk to the pool.
+//!
+//! The kernel carries out each step for all threads and vCPUs at once: it removes the pages of the
+//! old mapping from KVM's page tables before it installs the new mapping, and faults wait for both
+//! (mm/mmap.c, mmap_region). From step 2 on, no page of the file is mapped. When the chunk is then
+//! erased, the copies stay, even if its blocks are removed from the file (mm/memory.c,
+//! unmap_mapping_pages with `even_cows` unset). Only MADV_DONTNEED would remove them, but the
+//! balloon leaves PM alone.
+//!
+//! Moved memory remains in DRAM until the guest unplugs it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::{fmt, io};
+
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use super::pm::PmBacking;
+use super::{Access, BackingError, MappingBudget, Reservation};
+use crate::log::rate_limited;
+use crate::pool::{CHUNK_BYTES, PmPool};
+
+/// Maximum number of bytes that are moved in one step. Plugs and unplugs of the zone wait for the
+/// end of the step.
+pub(super) const STEP_BYTES: u64 = 4 * CHUNK_BYTES;
+
+/// Failure to move memory, which then remains where it is.
+#[derive(Debug, Error)]
+pub(super) enum SpillError {
+    #[error(transparent)]
+    Backing(#[from] BackingError),
+    #[error("cannot copy {len:#x} bytes at offset {offset:#x} of the zone")]
+    Copy {
+        offset: u64,
+        len: u64,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// DRAM that the zones of a VM may use for moved memory. The pool lends promised bytes only up to
+/// the unused part of this limit, so that all of them can be returned.
+struct SpillBudget {
+    pool: Arc<dyn PmPool>,
+    limit_bytes: u64,
+    /// The lock also orders the updates of the pool.
+    used_bytes: Mutex<u64>,
+}
+
+impl SpillBudget {
+    /// Creates the budget, and allows the pool to lend that many promised bytes.
+    fn new(pool: Arc<dyn PmPool>, limit_bytes: u64) -> Self {
+        pool.set_borrowable_bytes(limit_bytes);
+        Self { pool, limit_bytes, used_bytes: Mutex::new(0) }
+    }
+
+    fn unused_bytes(&self) -> u64 {
+        self.limit_bytes - *self.used_bytes.lock()
+    }
+
+    fn change(&self, change: impl FnOnce(u64) -> u64) {
+        let mut used_bytes = self.used_bytes.lock();
+        *used_bytes = change(*used_bytes);
+        self.pool.set_borrowable_bytes(self.limit_bytes.saturating_sub(*used_bytes));
+    }
+}
+
+impl fmt::Debug for SpillBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SpillBudget")
+            .field("limit_bytes", &self.limit_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Part of a budget that a zone uses.
+#[derive(Debug)]
+pub struct SpilledMemory {
+    budget: Arc<SpillBudget>,
+    bytes: Arc<AtomicU64>,
+}
+
+impl SpilledMemory {
+    pub(super) fn unused_bytes(&self) -> u64 {
+        self.budget.unused_bytes()
+    }
+
+    pub(super) fn add(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.budget.change(|used_bytes| used_bytes + bytes);
+    }
+
+    pub(super) fn remove(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.budget.change(|used_bytes| used_bytes - bytes);
+    }
+}
+
+/// Zones of a VM whose memory may be moved, while they are built.
+pub struct SpillPlan {
+    budget: Option<Arc<SpillBudget>>,
+    zones: Vec<Weak<Mutex<PmBacking>>>,
+}
+
+impl SpillPlan {
+    /// Checks that memory of the pool can be moved, and allows the pool to lend up to `limit_bytes`
+    /// of promised bytes. devdax devices refuse private mappings (drivers/dax/device.c, check_vma).
+    pub fn new(pool: Option<&Arc<dyn PmPool>>, limit_bytes: u64) -> io::Result<Self> {
+        let budget = match pool.filter(|_| limit_bytes > 0) {
+            Some(pool) => {
+                let reservation = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
+                reservation.map_file(0, CHUNK_BYTES, pool.file(), 0, Access::ReadWritePrivate)?;
+                Some(Arc::new(SpillBudget::new(Arc::clone(pool), limit_bytes)))
+            }
+            None => None,
+        };
+        Ok(Self { budget, zones: Vec::new() })
+    }
+
+    /// Creates the backing of a zone. Also returns the number of its moved bytes.
+    pub fn add_zone(
+        &mut self,
+        pool: &Arc<dyn PmPool>,
+        reservation: &Arc<Reservation>,
+        mappings: &Arc<MappingBudget>,
+    ) -> (Arc<Mutex<PmBacking>>, Arc<AtomicU64>) {
+        let bytes = Arc::default();
+        let spilled = self
+            .budget
+            .as_ref()
+            .map(|budget| SpilledMemory { budget: Arc::clone(budget), bytes: Arc::clone(&bytes) });
+        let (pool, reservation) = (Arc::clone(pool), Arc::clone(reservation));
+        let backing = PmBacking::new(pool, reservation, Arc::clone(mappings), spilled);
+        let backing = Arc::new(Mutex::new(backing));
+        self.zones.push(Arc::downgrade(&backing));
+        (backing, bytes)
+    }
+
+    /// Starts the thread that moves memory, if any memory may be moved.
+    pub fn start(self) -> io::Result<Option<Spiller>> {
+        let Some(budget) = self.budget else { return Ok(None) };
+        Spiller::start(Arc::clone(&budget.pool), self.zones).map(Some)
+    }
+}
+
+/// Thread that moves memory when the pool recalls it. It ends when the value is dropped.
+pub struct Spiller {
+    pool: Arc<dyn PmPool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Spiller {
+    fn start(pool: Arc<dyn PmPool>, zones: Vec<Weak<Mutex<PmBacking>>>) -> io::Result<Self> {
+        pool.start_recalls();
+        let of_thread = Arc::clone(&pool);
+        let serve = move || serve(&*of_thread, &zones);
+        match spawn_confined(ThreadKind::Memory, "_spill", serve) {
+            Ok(thread) => Ok(Self { pool, thread: Some(thread) }),
+            Err(error) => {
+                pool.end_recalls();
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for Spiller {
+    fn drop(&mut self) {
+        self.pool.end_recalls();
+        self.pool.set_borrowable_bytes(0);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve(pool: &dyn PmPool, zones: &[Weak<Mutex<PmBacking>>]) {
+    while let Some(wanted_bytes) = pool.next_recall() {
+        if spill_from(zones, wanted_bytes) == 0 {
+            pool.refuse_recall();
+        }
+    }
+}
+
+/// Moves up to `wanted_bytes`, and returns the number of bytes that the pool got back.
+fn spill_from(zones: &[Weak<Mutex<PmBacking>>], wanted_bytes: u64) -> u64 {
+    let mut spilled_bytes = 0;
+    for zone in zones.iter().filter_map(Weak::upgrade) {
+        while spilled_bytes < wanted_bytes {
+            // Locked for one step only, so that the guest's requests do not wait longer.
+            match zone.lock().spill(wanted_bytes - spilled_bytes) {
+                Ok(0) => break,
+                Ok(bytes) => spilled_bytes += bytes,
+                Err(err) => {
+                    let error = foreshore_types::chain(&err);
+                    rate_limited!(warn, error, "Cannot move memory that a volume needs to DRAM");
+                    break;
+                }
+            }
+        }
+    }
+    spilled_bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc;
+    use std::thread;
+
+    use tempfile::TempDir;
+
+    use super::super::{Backing, MappingBudget};
+    use super::*;
+    use crate::pool::{LocalPool, VolumeFormat, VolumeOptions, VolumeSize};
+
+    const MIB: u64 = 1 << 20;
+    /// Usable bytes of the pool, size of its thin volume, and bytes that memory may borrow.
+    const POOL: u64 = 92 * MIB;
+    const VOLUME: u64 = 80 * MIB;
+    const LIMIT: u64 = 40 * MIB;
+
+    struct Fixture {
+        pool: Arc<LocalPool>,
+        zone: Arc<Reservation>,
+        backing: Arc<Mutex<PmBacking>>,
+        bytes: Arc<AtomicU64>,
+        spiller: Option<Spiller>,
+        _folder: TempDir,
+    }
+
+    /// Plugs all memory that the pool lends: 52 MiB.
+    fn fixture() -> Option<Fixture> {
+        let folder = TempDir::new_in("/dev/shm").ok()?;
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, POOL + 4 * MIB, 0).unwrap());
+        let local = LocalPool::open(&path, None).unwrap();
+        let size = VolumeSize::Bytes(VOLUME);
+        let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true };
+        local.create_volume("thin", options).unwrap();
+        let pool: Arc<dyn PmPool> = local.clone();
+        let mut plan = SpillPlan::new(Some(&pool), LIMIT).unwrap();
+        let zone = Arc::new(Reservation::new(POOL, 1 << 30).unwrap());
+        let mappings = Arc::new(MappingBudget::new(1000));
+        let (mut backing, bytes) = plan.add_zone(&pool, &zone, &mappings);
+        assert_eq!(local.offered_bytes(), POOL - VOLUME + LIMIT);
+        backing.plug(0, POOL - VOLUME + LIMIT).unwrap();
+        assert_eq!(local.offered_bytes(), 0);
+        let spiller = plan.start().unwrap();
+        Some(Fixture { pool: local, zone, backing, bytes, spiller, _folder: folder })
+    }
+
+    impl Fixture {
+        fn word(&self, offset: u64) -> &AtomicU64 {
+            assert!(offset < POOL - VOLUME + LIMIT);
+            // SAFETY: the test has plugged this part of the zone, and accesses it only as atomic
+            // words.
+            unsafe { AtomicU64::from_ptr((self.zone.addr() + offset) as *mut u64) }
+        }
+
+        /// Writes to each chunk of the volume. It returns when all writes have their chunks.
+        fn fill_volume(&self) {
+            use pmem_volume::media::Media;
+            let volume = self.pool.pool().open_volume("thin").unwrap();
+            for offset in (0..VOLUME).step_by(CHUNK_BYTES as usize) {
+                volume.store(offset, &[0xff; 64]).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn content_stays_while_volumes_take_the_chunks() {
+        let Some(fixture) = fixture() else { return };
+        let words = || (0..POOL - VOLUME + LIMIT).step_by(4096);
+        words().for_each(|at| fixture.word(at).store(at, Ordering::Relaxed));
+        let ends = AtomicBool::new(false);
+        let (started, starts) = mpsc::channel();
+        // One thread increments a word of each page while the pages are moved, as a vCPU does.
+        let rounds = thread::scope(|scope| {
+            let stores = scope.spawn(|| {
+                let mut rounds = 0;
+                while !ends.load(Ordering::Relaxed) {
+                    words().for_each(|at| {
+                        fixture.word(at + 8).fetch_add(1, Ordering::Relaxed);
+                    });
+                    rounds += 1;
+                    let _ = started.send(());
+                }
+                rounds
+            });
+            starts.recv().unwrap();
+            fixture.fill_volume();
+            ends.store(true, Ordering::Relaxed);
+            stores.join().unwrap()
+        });
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), LIMIT);
+        assert_eq!(fixture.pool.info().memory_bytes, POOL - VOLUME);
+        for at in words() {
+            let values = [0, 8].map(|word| fixture.word(at + word).load(Ordering::Relaxed));
+            assert_eq!(values, [at, rounds], "at {at:#x}");
+        }
+    }
+
+    /// The test above relies on this: without the copies, erasure shows in the guest.
+    #[test]
+    fn pages_that_were_not_copied_are_lost_with_the_chunk() {
+        let Some(fixture) = fixture() else { return };
+        fixture.word(0).store(7, Ordering::Relaxed);
+        let source = fixture.backing.lock().offset_in_file(0);
+        fixture
+            .zone
+            .map_file(0, CHUNK_BYTES, fixture.pool.file(), source, Access::ReadWritePrivate)
+            .unwrap();
+        assert_eq!(fixture.word(0).load(Ordering::Relaxed), 7);
+        fixture.word(8).store(8, Ordering::Relaxed);
+        fixture.word(8192).store(9, Ordering::Relaxed);
+        fixture.pool.free_memory(std::slice::from_ref(&(source..source + CHUNK_BYTES))).unwrap();
+        fixture.pool.pool().scrub_all().unwrap();
+        let values = [8, 8192].map(|at| fixture.word(at).load(Ordering::Relaxed));
+        assert_eq!(values, [8, 9], "pages that were copied");
+        assert_eq!(fixture.word(4096).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn unplugged_memory_may_be_borrowed_again() {
+        let Some(mut fixture) = fixture() else { return };
+        fixture.fill_volume();
+        assert_eq!(fixture.pool.info().borrowable_bytes, 0);
+        // The end of the zone was moved.
+        fixture.backing.detach(POOL - VOLUME, 10 * MIB).unwrap();
+        fixture.backing.free_detached().unwrap();
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), LIMIT - 10 * MIB);
+        let info = fixture.pool.info();
+        assert_eq!((info.borrowable_bytes, info.memory_bytes), (10 * MIB, POOL - VOLUME));
+        fixture.backing.detach(0, 6 * MIB).unwrap();
+        fixture.backing.free_detached().unwrap();
+        assert_eq!(fixture.pool.info().memory_bytes, POOL - VOLUME - 6 * MIB);
+        // Without a thread that moves memory, nothing may be borrowed.
+        drop(fixture.spiller.take());
+        assert_eq!(fixture.pool.info().borrowable_bytes, 0);
+    }
+
+    #[test]
+    fn interrupted_move_is_continued() {
+        let Some(mut fixture) = fixture() else { return };
+        drop(fixture.spiller.take());
+        let end = POOL - VOLUME + LIMIT;
+        fixture.word(end - 4096).store(5, Ordering::Relaxed);
+        // The private mapping fails, and the old mapping is restored.
+        fixture.zone.script([false, true]);
+        assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
+        let before = fixture.pool.info().memory_bytes;
+        fixture.zone.fail_next_populate();
+        assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
+        assert_eq!(fixture.pool.info().memory_bytes, before, "a chunk was returned too early");
+        fixture.word(end - 8192).store(6, Ordering::Relaxed);
+        assert_eq!(fixture.backing.lock().spill(CHUNK_BYTES).unwrap(), CHUNK_BYTES);
+        fixture.pool.pool().scrub_all().unwrap();
+        let values = [4096, 8192].map(|at| fixture.word(end - at).load(Ordering::Relaxed));
+        assert_eq!(values, [5, 6]);
+        assert_eq!(fixture.pool.info().memory_bytes, before - CHUNK_BYTES);
+    }
+}
