@@ -56,6 +56,7 @@ mod volume_flush_scope;
 mod volume_grow;
 mod volume_kernel;
 mod volume_remaining;
+mod volume_spill;
 mod volume_thin;
 mod volume_tool;
 mod zones;
@@ -103,6 +104,7 @@ fn main() {
         volume_grow::TESTS,
         volume_kernel::TESTS,
         volume_remaining::TESTS,
+        volume_spill::TESTS,
         volume_thin::TESTS,
         volume_tool::TESTS,
         pool_media::TESTS,

@@ -1,0 +1,74 @@
+//! Tests of memory that borrows the space of a thin volume, and is moved when the guest writes.
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::{Guest, Pool};
+use serde_json::json;
+
+use crate::volume::IO_LIMIT;
+use crate::zones::{MIB, wait_until_plugged, zone};
+
+guest_tests::tests![
+    writes_get_borrowed_memory_although_the_guest_keeps_it: 400 x 2,
+    writes_get_borrowed_memory_on_6_1: 400 (long) on [V6_1] =>
+        writes_get_borrowed_memory_although_the_guest_keeps_it(),
+];
+
+const VOLUME_MIB: u64 = 240;
+/// The pool has 380 MiB, so 180 MiB of this memory belong to the volume.
+const ZONE_MIB: u64 = 320;
+const SPILL_MIB: u64 = 192;
+
+/// Moved bytes of the zone. Checks that the API and the metrics report the same.
+fn spilled_bytes(guest: &Guest) -> Result<u64> {
+    let memory = guest.get("vm.memory")?;
+    let zones = memory["zones"].as_array().context("vm.memory has no zones")?;
+    let pm = zones.iter().find(|zone| zone["id"] == "pm").context("No zone of PM")?;
+    let bytes = pm["spilled_bytes"].as_u64().with_context(|| format!("No spilled_bytes: {pm}"))?;
+    let metric = guest.metric("foreshore_memory_spilled_bytes", &[("zone", "pm")])?;
+    ensure!(metric == bytes as f64, "The metric is {metric}, but the API reports {bytes}");
+    Ok(bytes)
+}
+
+fn resize(guest: &Guest, mib: u64) -> Result<()> {
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": mib * MIB }))?;
+    wait_until_plugged(guest, "pm", mib * MIB, IO_LIMIT)
+}
+
+/// Nothing asks the guest to unplug memory, so it keeps all of it.
+fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
+    let pool = Pool::create("384M")?;
+    let name = pool.name();
+    let guest = Guest::builder()
+        .memory("size=384M")
+        .pressure("off")
+        .pm_memory(&format!("pool={name},size={ZONE_MIB}M,spill={SPILL_MIB}M"))
+        .pm_volume(&format!("pool={name},name=data,size={VOLUME_MIB}M,create=on,thin=on"))
+        .boot()?;
+    guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/vda")?;
+    resize(&guest, ZONE_MIB)?;
+    guest.run("mkdir -p /mnt/full && mount -t tmpfs -o size=480M none /mnt/full")?;
+    let count = guest.run_within(IO_LIMIT, "guest-tool fill-files /mnt/full 7")?;
+    let count = count.trim();
+    ensure!(spilled_bytes(&guest)? == 0, "Memory was moved before a write needed it");
+
+    let bytes = "blockdev --getsize64 /dev/vda";
+    let source = format!("cat /mnt/full/d*/f* | head -c $({bytes})");
+    let write = "dd of=/dev/vda bs=1M iflag=fullblock oflag=direct";
+    guest.run_within(IO_LIMIT, &format!("{source} | {write}"))?;
+    let allocated = guest.metric("foreshore_volume_allocated_bytes", &[("volume", "data")])?;
+    ensure!(allocated as u64 >= (VOLUME_MIB - 8) * MIB, "Only {allocated} bytes are allocated");
+    let spilled = spilled_bytes(&guest)?;
+    ensure!((140 * MIB..=SPILL_MIB * MIB).contains(&spilled), "{spilled} bytes were moved");
+    ensure!(zone(&guest, "pm")?.plugged_bytes == ZONE_MIB * MIB, "The guest has lost memory");
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run_within(IO_LIMIT, &format!("{source} | cmp -n $({bytes}) - /dev/vda"))?;
+    guest.run_within(IO_LIMIT, &format!("guest-tool check-filled /mnt/full 7 {count}"))?;
+
+    // Unplugged memory may be borrowed again.
+    guest.run("umount /mnt/full")?;
+    resize(&guest, 0)?;
+    ensure!(spilled_bytes(&guest)? == 0, "Unplugged memory counts as moved");
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check().map(drop)
+}
