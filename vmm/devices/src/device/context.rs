@@ -14,6 +14,7 @@ use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost_memory::LostMemory;
+use crate::memory::slots::Slots;
 use crate::memory::view::GuestView;
 use crate::metrics::Metrics;
 use crate::pci::RootBus;
@@ -29,6 +30,8 @@ pub struct MachineParts {
     /// Maximum number of vCPUs.
     pub max_vcpus: u8,
     pub view: GuestView,
+    /// Slots of guest memory, for devices with pages that the guest reads.
+    pub slots: Arc<Slots>,
     /// Event loop for devices that have no threads of their own.
     pub event_loop: EventLoopHandle,
     pub events: Events,

@@ -12,6 +12,7 @@ use crate::bus::IoEvents;
 use crate::event_loop::EventLoopHandle;
 use crate::events::Events;
 use crate::interrupt::testing::FakeController;
+use crate::memory::slots::Slots;
 use crate::memory::slots::fake::FakeSlots;
 use crate::memory::view::GuestView;
 use crate::metrics::Metrics;
@@ -64,6 +65,7 @@ impl FakeMachine {
             interrupts: self.interrupts.clone(),
             max_vcpus: 0,
             view,
+            slots: Arc::new(Slots::new(self.slots.clone(), 64)),
             event_loop,
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),

@@ -28,6 +28,8 @@ struct State {
     calls: Vec<Call>,
     irqfds: HashMap<u32, EventFd>,
     refuse: bool,
+    /// Called before each call is recorded.
+    observer: Option<Box<dyn Fn() + Send>>,
 }
 
 #[derive(Default)]
@@ -59,8 +61,16 @@ impl FakeController {
         self.0.lock().refuse = refuse;
     }
 
+    /// Calls `observer` before each later call is recorded.
+    pub fn observe(&self, observer: impl Fn() + Send + 'static) {
+        self.0.lock().observer = Some(Box::new(observer));
+    }
+
     fn record(&self, call: Call) -> io::Result<()> {
         let mut state = self.0.lock();
+        if let Some(observer) = &state.observer {
+            observer();
+        }
         if state.refuse {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }

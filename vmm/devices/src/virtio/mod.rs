@@ -131,6 +131,13 @@ pub trait VirtioDevice: Send {
     /// Handles a notification of a synchronous queue on the vCPU's thread. When it returns, all
     /// requests are completed, the used ring is written and the interrupt is pending.
     fn notify_synchronous(&mut self, _queue: u16) {}
+
+    /// Returns true if an active driver reads the device status so often that the reads must not
+    /// cause exits. The configuration of such a device must be constant, because only exits detect
+    /// its changes.
+    fn has_mapped_registers(&self) -> bool {
+        false
+    }
 }
 
 /// Copies `config` from `offset` to `data`, and fills the bytes beyond its end with zeros.

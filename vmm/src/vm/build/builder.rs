@@ -220,6 +220,7 @@ fn machine_parts(
         interrupts: Arc::clone(&hypervisor.vm) as _,
         max_vcpus: config.cpus.max_vcpus,
         view: memory.view().clone(),
+        slots: Arc::clone(memory.slots()),
         event_loop: device_loop.handle(),
         events: resources.events().clone(),
         metrics: Arc::clone(resources.metrics()),

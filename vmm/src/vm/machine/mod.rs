@@ -293,7 +293,8 @@ pub(in crate::vm) mod tests {
         let memory = build(vec![spec], None, fake.slots.clone(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(ThreadKind::Device, name).unwrap());
         let core = fixture("psi", true).core;
-        let context = fake.context(memory.view().clone(), loops[0].handle());
+        let mut context = fake.context(memory.view().clone(), loops[0].handle());
+        context.machine.slots = Arc::clone(memory.slots());
         context.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
             vcpus: Vcpus::none(),

@@ -14,6 +14,7 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 use super::interrupt::{PciInterrupt, VectorMap};
 use super::layout::{self, Capabilities};
 use super::notify::Notifications;
+use super::register_page::{PageSlot, RegisterPage};
 use super::registers::{self, CommonRegisters, QueueRegisters};
 use crate::device::{DeviceContext, EventEmitter};
 use crate::events::Event;
@@ -44,6 +45,12 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
+    #[error("cannot allocate the page with the registers of device {name}")]
+    RegisterPage {
+        name: String,
+        #[source]
+        source: io::Error,
+    },
 }
 
 /// The device and its connections to the VM, behind the registers.
@@ -54,6 +61,8 @@ struct Backend {
     emitter: EventEmitter,
     interrupt: Arc<PciInterrupt>,
     notifications: Notifications,
+    /// Slot of the page with the registers.
+    page_slot: Option<PageSlot>,
     active: bool,
     /// Configuration at the time when the driver last read the generation.
     config_seen: [u8; CONFIG_LEN_MAX],
@@ -64,6 +73,8 @@ struct Inner {
     config: ConfigSpace,
     capabilities: Capabilities,
     registers: CommonRegisters,
+    /// Page from which the guest reads the registers, if the device has one.
+    page: Option<Arc<RegisterPage>>,
     backend: Backend,
 }
 
@@ -97,8 +108,19 @@ impl VirtioPciDevice {
             }
         }
         let vectors = Arc::new(VectorMap::new(queues));
-        let interrupt =
-            Arc::new(PciInterrupt::new(name(), Arc::clone(&vectors), Arc::clone(&context.router)));
+        let slots = &context.machine.slots;
+        let page_slot =
+            device.has_mapped_registers().then(|| PageSlot::new(name(), Arc::clone(slots)));
+        let page_slot = page_slot
+            .transpose()
+            .map_err(|source| TransportError::RegisterPage { name: name(), source })?;
+        let page = page_slot.as_ref().map(PageSlot::page);
+        let interrupt = Arc::new(PciInterrupt::new(
+            name(),
+            Arc::clone(&vectors),
+            Arc::clone(&context.router),
+            page.clone(),
+        ));
         let registers = CommonRegisters::new(device.features(), sizes, vectors);
         let io_events = Arc::clone(&context.machine.io_events);
         let synchronous = device.synchronous_queues();
@@ -112,11 +134,12 @@ impl VirtioPciDevice {
             emitter: context.emitter.clone(),
             interrupt: Arc::clone(&interrupt),
             notifications,
+            page_slot,
             active: false,
             config_seen: [0; CONFIG_LEN_MAX],
             config_generation: 0,
         };
-        let inner = Mutex::new(Inner { config, capabilities, registers, backend });
+        let inner = Mutex::new(Inner { config, capabilities, registers, page, backend });
         Ok(Arc::new(Self { interrupt, inner }))
     }
 }
@@ -173,7 +196,9 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn bar_moved(&self, _bar: u8, base: Option<u64>) {
-        self.inner.lock().backend.notifications.set_bar_base(base);
+        let backend = &mut self.inner.lock().backend;
+        backend.notifications.set_bar_base(base);
+        backend.map_page();
     }
 
     /// Stops the device in the same way as a reset by its driver.
@@ -224,6 +249,7 @@ impl VirtioPciDevice {
             Structure::Common => {
                 inner.registers.write(offset, data, &mut inner.backend);
                 self.interrupt.vectors_changed();
+                inner.update_page();
             }
             Structure::Device => inner.backend.device.write_config(offset, data),
             Structure::Notify => {
@@ -274,6 +300,15 @@ struct WindowedAccess {
 }
 
 impl Inner {
+    /// Copies the registers to the page from which the guest reads them, after the driver has
+    /// written a register. [`PciInterrupt`] copies its own changes, and all other changes remove
+    /// the page from the guest.
+    fn update_page(&mut self) {
+        if let Some(page) = &self.page {
+            page.change(|image| self.registers.read(0, image, &mut self.backend));
+        }
+    }
+
     /// Parses an access to the data field of the access capability. Returns `None` for all other
     /// accesses.
     fn windowed_access(&self, offset: u16, len: usize) -> Option<WindowedAccess> {
@@ -291,6 +326,14 @@ impl Inner {
 }
 
 impl Backend {
+    /// Maps the page with the registers while the device is active, and removes it otherwise. As
+    /// with ioeventfds, each change waits for all vCPUs.
+    fn map_page(&mut self) {
+        if let Some(slot) = &mut self.page_slot {
+            slot.follow(self.notifications.active_bar_base());
+        }
+    }
+
     fn notify(&mut self, queue: u16) {
         if self.notifications.notify(queue) {
             self.device.notify_synchronous(queue);
@@ -369,6 +412,7 @@ impl registers::Device for Backend {
             Ok(()) => {
                 self.active = true;
                 self.notifications.start();
+                self.map_page();
                 debug!(device = self.device.name(), features, "Virtio device activated");
                 self.emitter.emit(Event::DeviceActivated { id: &self.id });
                 true
@@ -400,10 +444,11 @@ impl registers::Device for Backend {
     }
 
     fn reset(&mut self) {
-        // 1. Stop notifications.
+        // 1. Stop notifications, and remove the page with the registers.
         // 2. Stop the worker.
         // 3. Discard pending notifications and interrupts, so that none reaches the next driver.
         self.notifications.stop();
+        self.map_page();
         if std::mem::take(&mut self.active) {
             self.device.reset();
             debug!(device = self.device.name(), "Virtio device reset");

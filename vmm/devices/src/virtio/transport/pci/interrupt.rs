@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering};
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::register_page::RegisterPage;
+use super::registers::{self, Image};
 use crate::interrupt::router::MsiLine;
 use crate::interrupt::{MsiRouter, VirtioInterrupt};
 use crate::log::rate_limited;
@@ -101,15 +103,22 @@ pub(super) struct PciInterrupt {
     needs_reset: AtomicBool,
     msix: Mutex<Msix>,
     router: Arc<MsiRouter>,
+    /// Page from which the guest reads registers, if the device has one.
+    page: Option<Arc<RegisterPage>>,
 }
 
 impl PciInterrupt {
-    pub(super) fn new(device: String, vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
+    pub(super) fn new(
+        device: String,
+        vectors: Arc<VectorMap>,
+        router: Arc<MsiRouter>,
+        page: Option<Arc<RegisterPage>>,
+    ) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
         let msix =
             Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
         let (isr, config_changes, needs_reset) = Default::default();
-        Self { device, vectors, isr, config_changes, needs_reset, msix, router }
+        Self { device, vectors, isr, config_changes, needs_reset, msix, router, page }
     }
 
     pub(super) fn is_reset_needed(&self) -> bool {
@@ -176,6 +185,16 @@ impl PciInterrupt {
                 rate_limited!(warn, device = self.device, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
             }
         }
+    }
+
+    /// Changes registers together with their copies in the page. The copies change before an
+    /// interrupt is sent, so that a driver that handles the interrupt reads the new values.
+    fn change_registers(&self, change: impl FnOnce(), change_copies: impl FnOnce(&mut Image)) {
+        let Some(page) = &self.page else { return change() };
+        page.change(|image| {
+            change();
+            change_copies(image);
+        });
     }
 
     fn change(&self, change: impl FnOnce(&mut MsixTable)) {
@@ -250,12 +269,20 @@ impl VirtioInterrupt for PciInterrupt {
     }
 
     fn signal_config(&self) -> io::Result<()> {
-        self.config_changes.fetch_add(1, Ordering::AcqRel);
+        self.change_registers(
+            || {
+                self.config_changes.fetch_add(1, Ordering::AcqRel);
+            },
+            registers::advance_generation,
+        );
         self.signal(self.vectors.config(), ISR_CONFIG, Delivery::Irqfd)
     }
 
     fn needs_reset(&self) -> io::Result<()> {
-        self.needs_reset.store(true, Ordering::Release);
+        self.change_registers(
+            || self.needs_reset.store(true, Ordering::Release),
+            registers::set_needs_reset,
+        );
         self.signal_config()
     }
 }
@@ -279,8 +306,12 @@ mod tests {
             let controller = FakeController::new();
             let vectors = Arc::new(VectorMap::new(2));
             vectors.set_queue(0, 1);
-            let interrupt =
-                PciInterrupt::new("test".to_owned(), vectors, MsiRouter::new(controller.clone()));
+            let interrupt = PciInterrupt::new(
+                "test".to_owned(),
+                vectors,
+                MsiRouter::new(controller.clone()),
+                None,
+            );
             interrupt.set_bus_master(true);
             interrupt.write_table(16, &MESSAGE.address.to_le_bytes());
             interrupt.write_table(24, &MESSAGE.data.to_le_bytes());

@@ -61,6 +61,11 @@ impl Notifications {
         self.update();
     }
 
+    /// Base of the BAR while the device is active and the guest can access the BAR.
+    pub(super) fn active_bar_base(&self) -> Option<u64> {
+        self.bar_base.filter(|_| self.running)
+    }
+
     pub(super) fn start(&mut self) {
         self.running = true;
         self.update();
@@ -89,10 +94,10 @@ impl Notifications {
 
     /// Registers and unregisters ioeventfds with KVM to match the current state.
     fn update(&mut self) {
+        let base = self.active_bar_base();
         for (queue, index) in self.queues.iter_mut().zip(0u64..) {
             let offset = u64::from(NOTIFY_OFFSET) + index * u64::from(NOTIFY_MULTIPLIER);
-            let usable = self.bar_base.filter(|_| self.running && !queue.synchronous);
-            let wanted = usable.map(|base| base + offset);
+            let wanted = base.filter(|_| !queue.synchronous).map(|base| base + offset);
             if queue.registered_at == wanted {
                 continue;
             }

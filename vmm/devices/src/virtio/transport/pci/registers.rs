@@ -16,6 +16,9 @@ use crate::virtio::read_config_bytes;
 /// Length of the structure in bytes.
 pub(super) const LEN: usize = 0x40;
 
+/// The structure as a driver reads it.
+pub(super) type Image = [u8; LEN];
+
 const ACKNOWLEDGE: u8 = VIRTIO_CONFIG_S_ACKNOWLEDGE as u8;
 const DRIVER: u8 = VIRTIO_CONFIG_S_DRIVER as u8;
 const DRIVER_OK: u8 = VIRTIO_CONFIG_S_DRIVER_OK as u8;
@@ -79,13 +82,14 @@ pub(super) struct CommonRegisters {
     vectors: Arc<VectorMap>,
 }
 
-/// Offsets of writable fields.
+/// Offsets of fields.
 mod field {
     pub(super) const DEVICE_FEATURE_SELECT: u64 = 0x00;
     pub(super) const DRIVER_FEATURE_SELECT: u64 = 0x08;
     pub(super) const DRIVER_FEATURE: u64 = 0x0c;
     pub(super) const CONFIG_MSIX_VECTOR: u64 = 0x10;
     pub(super) const DEVICE_STATUS: u64 = 0x14;
+    pub(super) const CONFIG_GENERATION: u64 = 0x15;
     pub(super) const QUEUE_SELECT: u64 = 0x16;
     pub(super) const QUEUE_SIZE: u64 = 0x18;
     pub(super) const QUEUE_MSIX_VECTOR: u64 = 0x1a;
@@ -120,13 +124,7 @@ impl CommonRegisters {
         read_config_bytes(&image, offset, data);
     }
 
-    fn image(
-        &self,
-        status: u8,
-        generation: impl FnOnce() -> u8,
-        offset: u64,
-        len: usize,
-    ) -> [u8; LEN] {
+    fn image(&self, status: u8, generation: impl FnOnce() -> u8, offset: u64, len: usize) -> Image {
         let mut image = [0; LEN];
         let mut put = |at: usize, value: &[u8]| image[at..at + value.len()].copy_from_slice(value);
         put(0x00, &self.device_feature_select.to_le_bytes());
@@ -137,8 +135,9 @@ impl CommonRegisters {
         put(0x12, &(self.queues.len() as u16).to_le_bytes());
         put(0x14, &[status]);
         // Computing the generation is expensive, so it is computed only if the driver reads it.
-        if offset <= 0x15 && offset.saturating_add(len as u64) > 0x15 {
-            put(0x15, &[generation()]);
+        let at = field::CONFIG_GENERATION;
+        if offset <= at && offset.saturating_add(len as u64) > at {
+            put(at as usize, &[generation()]);
         }
         put(0x16, &self.queue_select.to_le_bytes());
         // A queue that does not exist reads as size 0 (4.1.4.3.1).
@@ -283,6 +282,17 @@ impl CommonRegisters {
             self.status = self.status & !DRIVER_OK | NEEDS_RESET;
         }
     }
+}
+
+/// Changes `image` as DEVICE_NEEDS_RESET changes the registers.
+pub(super) fn set_needs_reset(image: &mut Image) {
+    image[field::DEVICE_STATUS as usize] |= NEEDS_RESET;
+}
+
+/// Changes `image` as a signaled change of the configuration changes the registers.
+pub(super) fn advance_generation(image: &mut Image) {
+    let generation = &mut image[field::CONFIG_GENERATION as usize];
+    *generation = generation.wrapping_add(1);
 }
 
 /// Returns the half of a 64-bit value that a select register selects. Returns 0 if it selects

@@ -1,6 +1,8 @@
 //! Tests of the transport. A simulated driver accesses it through the root bus, as a guest does,
 //! and a fake device records the calls.
 
+mod register_page;
+
 use std::sync::Arc;
 
 use foreshore_confinement::thread::ThreadKind;
@@ -34,6 +36,7 @@ struct Log {
     resets: usize,
     synchronous: Vec<u16>,
     config: [u8; 8],
+    has_mapped_registers: bool,
 }
 
 /// Queue 0 has a worker, queue 1 is synchronous.
@@ -82,6 +85,9 @@ impl VirtioDevice for FakeDevice {
         log.synchronous.push(queue);
         log.active.as_ref().expect("an active device").interrupt.signal_queue_now(queue).unwrap();
     }
+    fn has_mapped_registers(&self) -> bool {
+        self.0.lock().has_mapped_registers
+    }
 }
 
 struct Rig {
@@ -94,11 +100,15 @@ struct Rig {
 
 impl Rig {
     fn new() -> Self {
+        Self::with_log(Log::default())
+    }
+
+    fn with_log(log: Log) -> Self {
         let (fake, event_loop) =
             (FakeMachine::default(), EventLoop::spawn(ThreadKind::Device, "test").unwrap());
         let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
         let context = fake.context(GuestView::new(ram), event_loop.handle());
-        let log = Arc::<Mutex<Log>>::default();
+        let log = Arc::new(Mutex::new(log));
         let mut rig = Self { fake, context, event_loop, log, bar: 0 };
         rig.add_device();
         rig.bar = rig.config_u32(0x10).into();
