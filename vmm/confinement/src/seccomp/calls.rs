@@ -212,6 +212,8 @@ fn vcpu() -> Vec<Allowed> {
             request::KVM_SET_MSRS,
             request::KVM_SET_REGS,
             request::KVM_SET_SREGS,
+            // Maps the registers of an active device.
+            request::KVM_SET_USER_MEMORY_REGION,
             request::KVM_SET_VCPU_EVENTS,
             request::TIOCGWINSZ,
             request::TUNSETOFFLOAD,

@@ -120,6 +120,7 @@ mod tests {
     fn slow_flush_delays_neither_vcpus_nor_plugs() {
         let mut f = fixture();
         assert!(f.device.synchronous_queues().is_empty(), "a vCPU could block in a notification");
+        assert!(!f.device.has_mapped_registers());
         let first = flush(&mut f, 0);
         f.begun.recv().unwrap();
         // Memory can be plugged during the flush, because the device holds no guard of guest
