@@ -48,7 +48,8 @@ pub(crate) fn wait_until_plugged(
     })
 }
 
-fn pool_info(guest: &Guest) -> Result<Value> {
+/// Returns the guest's only pool as `pool.info` describes it.
+pub(crate) fn pool_info(guest: &Guest) -> Result<Value> {
     let answer = guest.get("pool.info")?;
     let pools =
         answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
