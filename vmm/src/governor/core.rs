@@ -42,6 +42,7 @@ pub struct Core {
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
     on_hello: Option<OnHello>,
+    on_tick: Option<OnTick>,
     /// Software of the guest, according to the hellos of its agent.
     guest: GuestSoftwareHistory,
     recorder: Option<Recorder>,
@@ -62,6 +63,9 @@ fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZo
 
 /// Callback for each hello message of an agent.
 pub type OnHello = Box<dyn Fn(&Hello) + Send>;
+
+/// Callback for each tick. It must not block, because the guest waits for this thread.
+pub type OnTick = Box<dyn Fn(TimeMs) + Send>;
 
 impl Core {
     /// Creates a governor for a guest that has just started. `config` must be valid.
@@ -92,6 +96,7 @@ impl Core {
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
             on_hello: None,
+            on_tick: None,
             guest: GuestSoftwareHistory::default(),
             recorder: None,
         })
@@ -110,6 +115,11 @@ impl Core {
 
     pub fn on_hello(mut self, listener: OnHello) -> Self {
         self.on_hello = Some(listener);
+        self
+    }
+
+    pub fn on_tick(mut self, listener: OnTick) -> Self {
+        self.on_tick = Some(listener);
         self
     }
 
@@ -175,6 +185,9 @@ impl Core {
     /// Handles a tick: the time that has passed, and changes of plugged sizes and statistics.
     pub fn tick(&mut self, now: TimeMs) {
         self.step(Event::Tick, now);
+        if let Some(listener) = &self.on_tick {
+            listener(now);
+        }
     }
 
     /// Zones that the governor sizes. The zones also validate targets for [`Core::resize`] and

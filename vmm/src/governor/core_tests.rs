@@ -421,3 +421,15 @@ fn view_shares_decisions_and_keeps_their_state() {
     assert!(matches!(reached, Outcome::Reached { after_ms: 10 }), "{reached:?}");
     assert_eq!(outcome(view.info()), Outcome::Pending { moved_bytes: 0 });
 }
+
+#[test]
+fn tick_calls_its_listener_with_the_time() {
+    let mut f = fixture("off", true);
+    let times = Arc::<Mutex<Vec<TimeMs>>>::default();
+    let heard = Arc::clone(&times);
+    f.core = f.core.on_tick(Box::new(move |now| heard.lock().push(now)));
+    f.core.tick(TimeMs(500));
+    f.greet();
+    f.core.tick(TimeMs(1_000));
+    assert_eq!(*times.lock(), [TimeMs(500), TimeMs(1_000)]);
+}

@@ -31,7 +31,7 @@ use foreshore_devices::metrics::Registration;
 use foreshore_devices::nvdimm::FlushHintMetrics;
 use foreshore_devices::pool::btt_loss::BttLoss;
 use foreshore_devices::pool::fake::FakePool;
-use foreshore_devices::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
+use foreshore_devices::pool::{CHUNK_BYTES, PmPool, PoolMetrics, UsageMonitor};
 use foreshore_devices::serial::SerialMetrics;
 use foreshore_devices::virtio::balloon::BalloonMetrics;
 use foreshore_devices::virtio::block::{BlockMetrics, DiskMetrics, Kind};
@@ -232,6 +232,18 @@ fn calls() -> Arc<CallMetrics> {
     calls
 }
 
+/// Monitor of a pool whose volume has grown from 1 to 2 of 8 chunks in 30 s.
+fn pool_usage() -> UsageMonitor {
+    let fake = Arc::new(FakePool::new(8));
+    let pool: Arc<dyn PmPool> = fake.clone();
+    let monitor = UsageMonitor::new("/pm/pool".to_owned(), &pool, Events::start());
+    for (chunks, second) in [(1, 0), (2, 30)] {
+        fake.volume_bytes.store(chunks * CHUNK_BYTES, Ordering::Relaxed);
+        monitor.step(Duration::from_secs(second));
+    }
+    monitor
+}
+
 fn everything() -> Everything {
     let metrics = Arc::new(Metrics::new("vm \"1\""));
     metrics.add(event_counters());
@@ -247,6 +259,7 @@ fn everything() -> Everything {
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
     pool.free_memory(&again).unwrap();
+    let usage = pool_usage();
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
@@ -302,6 +315,7 @@ fn everything() -> Everything {
     let sources: Vec<Arc<dyn Expose>> = vec![
         Arc::new(PressureMetrics(Arc::downgrade(&governor))),
         Arc::new(PoolMetrics::new("/pm/pool".to_owned(), &pool)),
+        Arc::new(usage),
         Arc::new(volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem)))),
         Arc::new(volume("c", on_disk(BttLoss::Replaced { reason: String::new() }))),
         Arc::new(volume("d", on_disk(BttLoss::Damaged { reason: String::new() }))),
@@ -476,6 +490,8 @@ fn scrape_shows_the_values_of_all_sources() {
         format!(r#"foreshore_pool_lendable_bytes{{{vm},pool="/pm/pool"}} 12582912"#),
         format!(r#"foreshore_pool_scrubbed_bytes_total{{{vm},pool="/pm/pool"}} 2097152"#),
         format!(r#"foreshore_pool_failed{{{vm},pool="/pm/pool"}} 0.0"#),
+        // Half of the growth is smoothed away.
+        format!(r#"foreshore_pool_time_to_full_seconds{{{vm},pool="/pm/pool"}} 360.0"#),
         format!(
             r#"foreshore_volume_flushes_total{{{vm},pool="/pm/pool",volume="a",interface="virtio-pmem",result="ok"}} 5"#
         ),

@@ -7,6 +7,9 @@ use super::limiter::Source;
 /// Maximum length of a text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
+/// Source and name of [`Event::PoolUsage`].
+const POOL_USAGE: (&str, &str) = ("foreshore", "pool-usage");
+
 /// Event that a device defines in its own module.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceEvent {
@@ -85,6 +88,15 @@ pub enum Event<'a> {
         /// Damaged arena, and the kind of the damage.
         reason: &'a str,
     },
+    /// Volumes use a large part of a pool.
+    PoolUsage {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Highest threshold that the used part has reached, in percent.
+        threshold_percent: u8,
+        /// Seconds until the pool is full at the present growth. `None` if it does not grow.
+        time_to_full_s: Option<u64>,
+    },
     /// A device was added to the running guest.
     DeviceAdded {
         id: &'a str,
@@ -151,6 +163,7 @@ impl Event<'_> {
             Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
             Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
             Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
+            Self::PoolUsage { .. } => POOL_USAGE,
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
@@ -171,6 +184,7 @@ impl Event<'_> {
             | Self::MemoryRefused { zone, .. }
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
             Self::OfDevice { event, .. } => Source::Kind(event.source, event.name),
+            Self::PoolUsage { .. } => Source::Kind(POOL_USAGE.0, POOL_USAGE.1),
             _ => Source::Vm,
         }
     }
@@ -198,6 +212,15 @@ impl Event<'_> {
                 ("volume", without_braces(volume)),
                 ("reason", without_braces(reason)),
             ],
+            Self::PoolUsage { pool, threshold_percent, time_to_full_s } => {
+                let time = time_to_full_s.map(|time| ("time_to_full_seconds", time.to_string()));
+                let mut properties = vec![
+                    ("pool", without_braces(pool)),
+                    ("threshold_percent", threshold_percent.to_string()),
+                ];
+                properties.extend(time);
+                properties
+            }
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } | Self::BootFailed { reason } => {
                 vec![("reason", without_braces(reason))]

@@ -24,6 +24,8 @@ pub struct FakePool {
     /// True for each chunk that is lent as memory.
     used: Mutex<Vec<bool>>,
     erased_bytes: AtomicU64,
+    /// Bytes that `info` reports as allocated to a thin volume as large as the pool.
+    pub volume_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
     pub fail_free: AtomicBool,
 }
@@ -33,7 +35,13 @@ impl FakePool {
         let file = tempfile::tempfile().unwrap();
         file.set_len(chunks * CHUNK_BYTES).unwrap();
         let used = Mutex::new(vec![false; chunks as usize]);
-        Self { file, used, erased_bytes: AtomicU64::new(0), fail_free: AtomicBool::new(false) }
+        Self {
+            file,
+            used,
+            erased_bytes: AtomicU64::new(0),
+            volume_bytes: AtomicU64::new(0),
+            fail_free: AtomicBool::new(false),
+        }
     }
 
     /// Bytes that the file occupies in its file system.
@@ -147,9 +155,12 @@ impl PmPool for FakePool {
         let used = self.used.lock();
         let memory_bytes = used.iter().filter(|used| **used).count() as u64 * CHUNK_BYTES;
         let total_bytes = used.len() as u64 * CHUNK_BYTES;
-        let free_bytes = total_bytes - memory_bytes;
+        let volume_bytes = self.volume_bytes.load(Ordering::Relaxed);
+        let free_bytes = total_bytes - memory_bytes - volume_bytes;
         PoolInfo {
             total_bytes,
+            promised_bytes: if volume_bytes > 0 { total_bytes } else { 0 },
+            volume_bytes,
             free_bytes,
             memory_bytes,
             lendable_bytes: free_bytes,

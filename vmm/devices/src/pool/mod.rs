@@ -8,6 +8,7 @@ pub mod fake;
 mod local;
 mod lost_btt;
 mod metrics;
+mod usage;
 
 use std::fmt::Debug;
 use std::num::NonZeroU64;
@@ -22,6 +23,7 @@ pub use pmem_volume::{
     CHUNK_BYTES, Durability, PoolError, PoolInfo, VolumeFormat, VolumeInfo, VolumeOptions,
     VolumeSize,
 };
+pub use usage::UsageMonitor;
 
 use crate::disk::BlockDevice;
 use crate::persist::Persist;

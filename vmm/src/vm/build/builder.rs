@@ -154,12 +154,14 @@ pub(crate) fn build(
     };
     let zones: Vec<_> = devices.handles::<MemHandle>().cloned().collect();
     let balloon = devices.handles::<BalloonHandle>().next();
+    let pool_usage: Vec<_> = resources.usage_monitors().map(Arc::new).collect();
     let governor = governing::start(
         config,
         resources,
         Governed { handles: &zones, balloon, unmanaged, plugged },
         connections,
         &volumes.guest_btt,
+        pool_usage.clone(),
     )?;
     // 8. Console files of an earlier VM are truncated only now, because no later step can fail for
     //    lack of a resource.
@@ -177,6 +179,7 @@ pub(crate) fn build(
         Arc::clone(&volumes.guest_btt) as _,
         Arc::clone(memory.mapping_budget()) as _,
     ];
+    sources.extend(pool_usage.into_iter().map(|usage| usage as _));
     sources.extend(resources.pool_metrics().map(|pool| Arc::new(pool) as _));
     sources.extend(console_files.into_iter().map(|file| Arc::new(file) as _));
     sources.extend(spaces.map(|space| Arc::new(space) as _));

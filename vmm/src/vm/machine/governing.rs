@@ -2,12 +2,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use balloon::Distances;
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
 use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::zone::Tier;
+use foreshore_devices::pool::UsageMonitor;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::volume::guest_btt::GuestBtt;
@@ -70,6 +72,7 @@ pub(in crate::vm) fn start(
     governed: Governed<'_>,
     agents: Connections,
     guest_btt: &Arc<GuestBtt>,
+    usage: Vec<Arc<UsageMonitor>>,
 ) -> Result<GovernorHandle, BuildError> {
     let Governed { handles, balloon, unmanaged, plugged } = governed;
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
@@ -131,6 +134,10 @@ pub(in crate::vm) fn start(
     let guest_btt = Arc::clone(guest_btt);
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
+    }));
+    // The governor's clock stops in a pause, during which no volume grows.
+    let core = core.on_tick(Box::new(move |now| {
+        usage.iter().for_each(|monitor| monitor.step(Duration::from_millis(now.0)));
     }));
     GovernorHandle::spawn(core, clock, plugged, Some(agents))
         .map_err(BuildError::device("the governor"))

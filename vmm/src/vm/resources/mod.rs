@@ -17,8 +17,7 @@ use foreshore_devices::file_id::{FileId, is_same};
 use foreshore_devices::host_console::{FileStart, Lines};
 use foreshore_devices::memory::lost_memory::cut_to_bytes;
 use foreshore_devices::metrics::Metrics;
-use foreshore_devices::pool::PoolMetrics;
-use foreshore_devices::pool::{LocalPool, PmPool};
+use foreshore_devices::pool::{LocalPool, PmPool, PoolMetrics, UsageMonitor};
 use foreshore_devices::virtio::mem::PlugBudgets;
 use foreshore_devices::virtio::net::VhostFiles;
 use foreshore_devices::volume::file::PmemFile;
@@ -222,6 +221,12 @@ impl Resources {
 
     pub(crate) fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
         self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool))
+    }
+
+    pub(crate) fn usage_monitors(&self) -> impl Iterator<Item = UsageMonitor> {
+        self.pools.iter().map(|(path, pool)| {
+            UsageMonitor::new(path.display().to_string(), pool, self.events.clone())
+        })
     }
 
     pub(crate) fn metrics(&self) -> &Arc<Metrics> {
