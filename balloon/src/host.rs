@@ -195,6 +195,38 @@ impl Distances {
     }
 }
 
+/// Free space of a pool that volumes share with lent memory, and the watermarks of the free space.
+///
+/// A watermark counts only up to `needed_bytes`, because volumes cannot use more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct StorageSpace {
+    /// Bytes that volumes could allocate now, some of them only after erasing.
+    pub free_bytes: u64,
+    /// Bytes that volumes may still allocate: their sizes without their allocated bytes.
+    pub needed_bytes: u64,
+    /// With less free space, memory is recalled. No policy grows memory below this watermark.
+    pub low_bytes: u64,
+    /// Recall ends when this much space is free.
+    pub high_bytes: u64,
+}
+
+impl StorageSpace {
+    /// Returns true if the free space is below the watermark `low`.
+    pub fn is_low(&self) -> bool {
+        self.free_bytes < self.low_bytes.min(self.needed_bytes)
+    }
+
+    /// Returns the free space above the watermark `low`.
+    pub fn above_low_bytes(&self) -> u64 {
+        self.free_bytes.saturating_sub(self.low_bytes.min(self.needed_bytes))
+    }
+
+    /// Returns the space that is missing up to the watermark `high`.
+    pub fn below_high_bytes(&self) -> u64 {
+        self.high_bytes.min(self.needed_bytes).saturating_sub(self.free_bytes)
+    }
+}
+
 /// A VM's memory at one point in time, as the host observes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostView {
@@ -206,6 +238,9 @@ pub struct HostView {
     pub mapped_bytes: u64,
     /// Free memory in the pool for zones of tier `pm`.
     pub pool_free_bytes: u64,
+    /// Free space of the pool for volumes. `None` if the VM has no watermarks for it.
+    #[serde(skip)]
+    pub storage: Option<StorageSpace>,
     /// Distances between the guest's nodes.
     pub distances: Distances,
     /// Zone that is a balloon in boot memory, if any. It already belongs to the guest, so growing

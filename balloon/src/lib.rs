@@ -36,8 +36,8 @@ pub mod trace;
 
 pub use foreshore_proto as proto;
 pub use host::{
-    Distances, DriverState, HostView, NodeDistance, Shortfall, Tier, UNSUPPORTED_DRIVER,
-    UNSUPPORTED_DRIVER_REASON, ZoneId, ZoneSizes,
+    Distances, DriverState, HostView, NodeDistance, Shortfall, StorageSpace, Tier,
+    UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneId, ZoneSizes,
 };
 pub use params::ParamError;
 pub use report::{Intake, parse_line};

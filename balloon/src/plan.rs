@@ -96,6 +96,8 @@ reasons! {
     Calm => "calm",
     /// The pool's free space does not exceed `storage_floor`.
     StorageShort => "storage_short",
+    /// The pool has less free space for volumes than its watermarks require.
+    StorageLow => "storage_low",
     /// Requested memory is below `floor`.
     BelowFloor => "below_floor",
     /// Requested memory is above `ceiling`.

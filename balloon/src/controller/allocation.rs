@@ -34,12 +34,34 @@ pub(super) struct Share {
 #[derive(Clone, Debug)]
 pub(super) struct Allocation {
     shares: Vec<Share>,
-    /// Free memory in the pool, minus the requested memory that is not plugged yet.
-    pool_bytes: u64,
+    /// Memory with which PM may grow. Requested memory that is not plugged yet is subtracted.
+    pm_room: PmRoom,
     /// Memory that can be added before the guest has no more DRAM for page descriptors.
     descriptor_bytes: u64,
     /// Memory that can be added to all zones in total.
     room_bytes: u64,
+}
+
+/// Memory of the pool with which PM may grow.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PmRoom {
+    pub bytes: u64,
+    /// Reason why there is no more.
+    pub reason: Reason,
+    /// Rule 9: true while PM is recalled. Blocks that are about to be unplugged then stay requested
+    /// to be unplugged.
+    pub is_recalled: bool,
+}
+
+impl PmRoom {
+    /// Returns the free memory of the pool.
+    pub(super) fn of_pool(host: &HostView) -> Self {
+        PmRoom { bytes: host.pool_free_bytes, reason: Reason::PoolEmpty, is_recalled: false }
+    }
+
+    fn without(self, bytes: u64) -> Self {
+        PmRoom { bytes: self.bytes.saturating_sub(bytes), ..self }
+    }
 }
 
 /// Limits of an allocation, except the sizes of the zones.
@@ -55,6 +77,7 @@ pub(super) struct Limits {
     pub unmovable_permille: Option<u64>,
     /// True if zones without a driver are used last. [`can_grow_with_driver`] decides this.
     pub driverless_zones_last: bool,
+    pub pm_room: PmRoom,
 }
 
 /// Returns true if some zone has no driver and another zone with a ready driver can grow now. The
@@ -64,6 +87,7 @@ pub(super) fn can_grow_with_driver(
     host: &HostView,
     zones: &[ZoneTracker],
     unmovable_permille: Option<u64>,
+    pm_room: PmRoom,
     now: TimeMs,
 ) -> bool {
     if host.zones.iter().all(|zone| zone.driver != DriverState::Absent) {
@@ -72,7 +96,7 @@ pub(super) fn can_grow_with_driver(
     let pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm);
     let outstanding_bytes =
         pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
-    let pool_bytes = host.pool_free_bytes.saturating_sub(outstanding_bytes);
+    let pool_bytes = pm_room.without(outstanding_bytes).bytes;
     host.zones.iter().zip(zones).any(|(zone, tracker)| {
         let unmovable_permille = unmovable_permille.filter(|_| host.balloon != Some(zone.id));
         let (ceiling_bytes, _) = ceiling(zone, tracker, unmovable_permille, now);
@@ -163,7 +187,7 @@ impl Allocation {
             awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
         Allocation {
             shares,
-            pool_bytes: host.pool_free_bytes.saturating_sub(outstanding_pm),
+            pm_room: limits.pm_room.without(outstanding_pm),
             descriptor_bytes: limits.descriptor_bytes,
             room_bytes: limits.room_bytes,
         }
@@ -172,7 +196,7 @@ impl Allocation {
     /// Reserves memory in the pool that is requested but no longer awaited. The guest may still
     /// plug it.
     pub(super) fn reserve_pool(mut self, pm_bytes: u64) -> Self {
-        self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
+        self.pm_room = self.pm_room.without(pm_bytes);
         self
     }
 
@@ -181,7 +205,8 @@ impl Allocation {
     pub(super) fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         // 1. Blocks that should be unplugged but are still plugged are available immediately.
-        for share in self.shares.iter_mut().filter(|share| !share.pinned) {
+        let is_recalled = |share: &Share| share.tier == Tier::Pm && self.pm_room.is_recalled;
+        for share in self.shares.iter_mut().filter(|share| !share.pinned && !is_recalled(share)) {
             let still_plugged =
                 share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
             let before = share.requested_bytes;
@@ -196,7 +221,7 @@ impl Allocation {
         let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.grows_last);
         for share in first.into_iter().chain(last) {
             let room = share.ceiling_bytes.saturating_sub(share.requested_bytes);
-            let pool = if share.tier == Tier::Pm { self.pool_bytes } else { u64::MAX };
+            let pool = if share.tier == Tier::Pm { self.pm_room.bytes } else { u64::MAX };
             let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
             let allowed = room.min(pool).min(descriptors).min(self.room_bytes);
             let (before, requested) = (bytes, share.requested_bytes);
@@ -207,13 +232,13 @@ impl Allocation {
                 self.descriptor_bytes -= added.min(self.descriptor_bytes);
             }
             if share.tier == Tier::Pm {
-                self.pool_bytes -= added.min(self.pool_bytes);
+                self.pm_room = self.pm_room.without(added);
             }
             if added < before {
                 let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
                 limit = Some(match self.room_bytes < share.block_bytes {
                     true => Reason::AtCeiling,
-                    false => share.limit(room, pool, descriptors),
+                    false => share.limit(room, pool, self.pm_room.reason, descriptors),
                 });
             }
         }
@@ -225,7 +250,12 @@ impl Allocation {
 
     /// Removes `bytes`. Returns the number of bytes removed, and the obstacle if fewer than `bytes`
     /// were removed.
-    pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
+    pub(super) fn shrink(&mut self, bytes: u64) -> (u64, Option<Reason>) {
+        self.shrink_tiers(bytes, &[Tier::Dram, Tier::Pm])
+    }
+
+    /// Removes `bytes`, but only from zones of these tiers. Returns the same as [`Self::shrink`].
+    pub(super) fn shrink_tiers(&mut self, mut bytes: u64, tiers: &[Tier]) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
         let mut shrunk_tier = None;
@@ -233,7 +263,8 @@ impl Allocation {
         // PM is removed first. DRAM is removed only if no removable PM is left. Each step removes
         // memory from a single tier. Otherwise, the guest would unplug DRAM while it still has PM,
         // because it handles requests of all devices in parallel.
-        for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
+        let may_shrink = |share: &&mut Share| !share.pinned && tiers.contains(&share.tier);
+        for share in self.shares.iter_mut().rev().filter(may_shrink) {
             if blocked_tier.is_some_and(|tier| tier != share.tier) {
                 break;
             }
@@ -260,7 +291,9 @@ impl Allocation {
             return (wanted - bytes, None);
         }
         // If a pinned zone could shrink, its pin is the obstacle to report, and not the floors.
-        let is_held = |share: &Share| share.pinned && share.requested_bytes > share.floor_bytes;
+        let is_held = |share: &Share| {
+            share.pinned && tiers.contains(&share.tier) && share.requested_bytes > share.floor_bytes
+        };
         if limit.is_none_or(|limit| limit == Reason::AtFloor) && self.shares.iter().any(is_held) {
             limit = Some(Reason::Pinned);
         }
@@ -304,13 +337,13 @@ impl Share {
         added.min(wanted)
     }
 
-    fn limit(&self, room: u64, pool: u64, descriptors: u64) -> Reason {
+    fn limit(&self, room: u64, pool: u64, of_pool: Reason, descriptors: u64) -> Reason {
         if self.ceiling_reason == Reason::UnsupportedDriver {
             self.ceiling_reason
         } else if descriptors < self.block_bytes {
             Reason::Descriptors
         } else if pool < room {
-            Reason::PoolEmpty
+            of_pool
         } else {
             self.ceiling_reason
         }
@@ -363,6 +396,7 @@ mod tests {
             room_bytes: u64::MAX,
             unmovable_permille: None,
             driverless_zones_last: false,
+            pm_room: PmRoom::of_pool(host),
         };
         Allocation::new(host, host, &zones, near, None, limits, TimeMs(0))
     }
@@ -439,6 +473,7 @@ mod tests {
                 room_bytes: u64::MAX,
                 unmovable_permille: None,
                 driverless_zones_last: false,
+                pm_room: PmRoom::of_pool(&host),
             };
             let mut allocation =
                 Allocation::new(&host, &host, &zones, None, Some(from), limits, TimeMs(0));
@@ -500,6 +535,7 @@ mod tests {
             room_bytes: u64::MAX,
             unmovable_permille: Some(500),
             driverless_zones_last: false,
+            pm_room: PmRoom::of_pool(&host),
         };
         let mut allocation = Allocation::new(&host, &host, &zones, None, None, limits, TimeMs(0));
         assert_eq!(allocation.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));

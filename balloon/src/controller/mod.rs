@@ -18,7 +18,7 @@ pub(crate) use goal::GoalStep;
 pub use rules::Rules;
 use serde::Serialize;
 
-use self::allocation::{Allocation, Limits};
+use self::allocation::{Allocation, Limits, PmRoom};
 use self::descriptors::DescriptorLimit;
 use self::rule::{HostShortfall, LostReports};
 pub use self::zone_tracker::{Reminder, ResizeStatus, ZoneChanges, ZoneTracker};
@@ -56,6 +56,8 @@ pub struct Controller {
     descriptors: DescriptorLimit,
     /// True if a dry run has already reported the plan of rule 3 for the present requests.
     are_bounds_reported: bool,
+    /// Rule 9: true from the time when the pool's free space is below `low` until it is at `high`.
+    is_recalling: bool,
 }
 
 /// Values from the last report that later decisions need.
@@ -107,6 +109,7 @@ impl Controller {
             host_shortfall: HostShortfall::default(),
             descriptors: DescriptorLimit::default(),
             are_bounds_reported: false,
+            is_recalling: false,
         })
     }
 
@@ -337,8 +340,23 @@ impl Controller {
             host,
             trackers,
             self.unmovable_permille(online_policy),
+            self.pm_room(host),
             now,
         )
+    }
+
+    /// Returns the memory of the pool with which PM may grow.
+    fn pm_room(&self, host: &HostView) -> PmRoom {
+        let of_pool = PmRoom::of_pool(host);
+        let above_low_bytes = host.storage.map_or(u64::MAX, |storage| storage.above_low_bytes());
+        let reason = Reason::StorageLow;
+        match () {
+            () if self.is_recalling => PmRoom { bytes: 0, reason, is_recalled: true },
+            () if above_low_bytes < of_pool.bytes => {
+                PmRoom { bytes: above_low_bytes, reason, is_recalled: false }
+            }
+            () => of_pool,
+        }
     }
 
     /// Share of each zone that may be lent to a guest with this online policy. `None` means no
@@ -400,6 +418,7 @@ impl Controller {
             room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
             unmovable_permille: self.unmovable_permille(last.online_policy),
             driverless_zones_last: self.prefers_driver(trackers, host, now),
+            pm_room: self.pm_room(host),
         };
         let is_retained_pm = |(zone, tracker): &(&ZoneSizes, &ZoneTracker)| {
             zone.tier == Tier::Pm && !tracker.pinned && tracker.is_retained()

@@ -42,7 +42,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use uuid::Uuid;
 
-pub use alloc::recall::STOCK_BYTES;
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::{CreateOptions, check_pool_sizes};
 pub use error::{PoolError, SplitError};
@@ -64,7 +63,7 @@ pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeOptions, VolumeSize, ch
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
 use alloc::buddy::Buddy;
-use alloc::recall::{Recall, withheld_bytes};
+use alloc::recall::{Loan, Recall};
 use alloc::scrub_queue::ScrubQueue;
 use alloc::scrubber::ScrubWake;
 use format::superblock::{self, Superblock};
@@ -194,7 +193,7 @@ struct Totals {
     pending: u32,
     volumes: u32,
     promised_chunks: u64,
-    borrowable_bytes: u64,
+    loan: Loan,
 }
 
 impl Totals {
@@ -264,6 +263,9 @@ pub struct PoolInfo {
     pub lendable_bytes: u64,
     /// Part of the promised bytes that memory may borrow while no volume uses them.
     pub borrowable_bytes: u64,
+    /// Free bytes that memory leaves to volumes if it borrows promised bytes ([`Pool::lend_promised`]).
+    #[serde(skip)]
+    pub min_free_bytes: Option<u64>,
     /// Number of volumes.
     pub volumes: u32,
     /// Reason why the pool is read-only, if a write to it failed.
@@ -280,7 +282,16 @@ impl PoolInfo {
     pub fn withheld_of(&self, available_bytes: u64) -> u64 {
         let [reserve_bytes, promised_bytes] = [self.reserve_bytes, self.promised_bytes]
             .map(|size_bytes| size_bytes.saturating_sub(self.volume_bytes));
-        withheld_bytes(available_bytes, reserve_bytes, promised_bytes, self.borrowable_bytes)
+        self.loan().withheld_bytes(available_bytes, reserve_bytes, promised_bytes)
+    }
+
+    /// Returns true if promised bytes may be lent as memory.
+    pub fn lends_promised(&self) -> bool {
+        self.min_free_bytes.is_some()
+    }
+
+    fn loan(&self) -> Loan {
+        Loan { borrowable_bytes: self.borrowable_bytes, min_free_bytes: self.min_free_bytes }
     }
 
     /// Free bytes that may become storage or memory.
@@ -296,8 +307,12 @@ impl PoolInfo {
     /// Bytes available for new and growing volumes, including chunks that must be erased first, but
     /// not the bytes that existing volumes were promised.
     pub fn available_bytes(&self) -> u64 {
-        let promised_bytes = self.promised_bytes.saturating_sub(self.volume_bytes);
-        (self.free_bytes + self.scrubbing_bytes).saturating_sub(promised_bytes)
+        (self.free_bytes + self.scrubbing_bytes).saturating_sub(self.needed_bytes())
+    }
+
+    /// Bytes that existing volumes were promised, but have not allocated.
+    pub fn needed_bytes(&self) -> u64 {
+        self.promised_bytes.saturating_sub(self.volume_bytes)
     }
 }
 
@@ -377,7 +392,8 @@ impl<M: Media> Pool<M> {
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
             lendable_bytes: self.lendable_bytes(totals),
-            borrowable_bytes: totals.borrowable_bytes,
+            borrowable_bytes: totals.loan.borrowable_bytes,
+            min_free_bytes: totals.loan.min_free_bytes,
             volumes,
             latched: self.latched.get().cloned(),
         }
@@ -414,14 +430,13 @@ impl<M: Media> Pool<M> {
         self.lock_state().findings.clone()
     }
 
-    /// Returns the available bytes that memory does not get ([`withheld_bytes`]).
+    /// Returns the available bytes that memory does not get ([`Loan::withheld_bytes`]).
     fn withheld_bytes(&self, totals: Totals) -> u64 {
         let volume_bytes = bytes(totals.counts.volume);
-        withheld_bytes(
+        totals.loan.withheld_bytes(
             totals.available_bytes(),
             self.superblock.strg_bytes.saturating_sub(volume_bytes),
             totals.unallocated_bytes(),
-            totals.borrowable_bytes,
         )
     }
 
@@ -526,7 +541,7 @@ impl State {
             pending: self.scrub.pending(),
             volumes: self.volumes.len() as u32,
             promised_chunks: self.promised_chunks,
-            borrowable_bytes: self.recall.borrowable_bytes,
+            loan: self.recall.loan,
         }
     }
 }

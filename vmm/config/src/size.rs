@@ -31,13 +31,31 @@ pub fn check_in(
     if bytes == 0 {
         return Err(ConfigError::TooSmall { flag, key, value, least: Size(unit_bytes) });
     }
-    if bytes > MAX_BYTES {
-        return Err(ConfigError::TooLarge { flag, key, value, most: Size(MAX_BYTES), because: "" });
-    }
+    check_most(flag, key, bytes, MAX_BYTES, "")?;
     if !bytes.is_multiple_of(unit_bytes) {
         return Err(ConfigError::NotMultiple { flag, key, value, unit: Size(unit_bytes) });
     }
     Ok(())
+}
+
+/// Checks that a size is at most `most_bytes`. `because` explains this limit.
+pub fn check_most(
+    flag: &'static str,
+    key: &'static str,
+    bytes: u64,
+    most_bytes: u64,
+    because: &'static str,
+) -> Result<(), ConfigError> {
+    match bytes <= most_bytes {
+        true => Ok(()),
+        false => Err(ConfigError::TooLarge {
+            flag,
+            key,
+            value: Size(bytes),
+            most: Size(most_bytes),
+            because,
+        }),
+    }
 }
 
 #[cfg(test)]

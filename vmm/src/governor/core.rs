@@ -28,7 +28,7 @@ use super::GovernorError;
 use super::error::{AboveZones, DescriptorLack};
 use super::metrics::GuestSoftwareHistory;
 use super::record::{Recorder, Target};
-use super::{BalloonSource, GovernedZone, GovernedZones, PoolFree, UnmanagedMemory};
+use super::{BalloonSource, GovernedZone, GovernedZones, PoolFree, StorageSource, UnmanagedMemory};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 
 /// Name of the call in error messages.
@@ -84,6 +84,7 @@ impl Core {
             boot_bytes,
             unmanaged: UnmanagedMemory::default(),
             pool_free,
+            storage: None,
             distances: Distances::default(),
         };
         let host = devices.view();
@@ -104,6 +105,12 @@ impl Core {
 
     pub fn with_distances(mut self, distances: Distances) -> Self {
         self.devices.distances = distances;
+        self
+    }
+
+    /// Sets the source of the pool's free space for volumes.
+    pub fn with_storage(mut self, storage: Option<StorageSource>) -> Self {
+        self.devices.storage = storage;
         self
     }
 
@@ -265,6 +272,7 @@ struct GovernedDevices {
     boot_bytes: u64,
     unmanaged: UnmanagedMemory,
     pool_free: PoolFree,
+    storage: Option<StorageSource>,
     distances: Distances,
 }
 
@@ -277,6 +285,7 @@ impl GovernedDevices {
             boot_bytes: self.boot_bytes.saturating_add(self.unmanaged.dimm_bytes()),
             mapped_bytes: self.unmanaged.mapped_bytes(),
             pool_free_bytes: (self.pool_free)(),
+            storage: self.storage.as_ref().map(|storage| storage()),
             distances: self.distances.clone(),
             balloon: balloon.map(|at| ZoneId(at as u32)),
             balloon_state: self.balloon.as_ref().map(|balloon| balloon.state()),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use balloon::controller::ResizeStatus;
 use balloon::governor::AgentState;
 use balloon::statistics::{BalloonState, Sample, Statistics, Tag};
-use balloon::{DriverState, UNSUPPORTED_DRIVER};
+use balloon::{DriverState, StorageSpace, UNSUPPORTED_DRIVER};
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -432,4 +432,28 @@ fn tick_calls_its_listener_with_the_time() {
     f.greet();
     f.core.tick(TimeMs(1_000));
     assert_eq!(*times.lock(), [TimeMs(500), TimeMs(1_000)]);
+}
+
+#[test]
+fn low_space_for_volumes_shrinks_pm() {
+    let mut f = fixture("psi", true);
+    let free_bytes = Arc::new(Mutex::new(256 * MIB));
+    let free = Arc::clone(&free_bytes);
+    f.core = f.core.with_storage(Some(Arc::new(move || StorageSpace {
+        free_bytes: *free.lock(),
+        needed_bytes: 1024 * MIB,
+        low_bytes: 64 * MIB,
+        high_bytes: 128 * MIB,
+    })));
+    {
+        let mut pm = f.pm.sizes.lock();
+        (pm.requested_bytes, pm.plugged_bytes) = (512 * MIB, 512 * MIB);
+    }
+    f.core.tick(TimeMs(500));
+    assert_eq!(f.pm.sizes().plugged_bytes, 512 * MIB);
+    *free_bytes.lock() = 28 * MIB;
+    f.core.tick(TimeMs(1_000));
+    assert_eq!(f.pm.sizes().plugged_bytes, 412 * MIB);
+    let plans = f.core.counters().plans.keys();
+    assert!(plans.into_iter().any(|plan| *plan == ("psi", "shrink", "storage_low")));
 }

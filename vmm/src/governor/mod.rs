@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::error::{DescriptorLack, GovernorError};
 use balloon::governor::ResizeTarget;
 use balloon::statistics::BalloonState;
-use balloon::{Tier, ZoneId, ZoneSizes};
+use balloon::{StorageSpace, Tier, ZoneId, ZoneSizes};
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 /// Reason for a request that is stuck because the guest has too little DRAM for page descriptors.
@@ -128,3 +128,6 @@ pub trait BalloonSource: Send + Sync {
 
 /// Returns the number of bytes that the pool can still lend.
 pub type PoolFree = Arc<dyn Fn() -> u64 + Send + Sync>;
+
+/// Returns the free space of the pool for volumes, with its watermarks.
+pub type StorageSource = Arc<dyn Fn() -> StorageSpace + Send + Sync>;

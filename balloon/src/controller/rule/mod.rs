@@ -5,6 +5,7 @@
 //! [`super::descriptors`] and [`Context::left`].
 
 mod policy;
+mod storage;
 
 use std::borrow::Cow;
 
@@ -19,9 +20,10 @@ type Rule = fn(&Context<'_>) -> Verdict;
 
 /// Rules in order of precedence. The rules precede the policy. The first plan that a rule returns
 /// is used.
-const RULES: [Rule; 5] = [
+const RULES: [Rule; 6] = [
     paused_or_off,        // 7
     no_progress,          // 5
+    storage::recall,      // 9
     bounds,               // 3
     cover_host_shortfall, // 5
     lost_reports,         // 6
@@ -58,6 +60,8 @@ enum StateUpdate {
     BoundsReported(bool),
     /// Number and time of the grows since reports were lost.
     LostReports(LostReports),
+    /// True while rule 9 recalls memory.
+    Recalling(bool),
 }
 
 impl Context<'_> {
@@ -87,6 +91,7 @@ impl Controller {
                     self.are_bounds_reported = is_reported
                 }
                 Some(StateUpdate::LostReports(lost_reports)) => self.lost_reports = lost_reports,
+                Some(StateUpdate::Recalling(is_recalling)) => self.is_recalling = is_recalling,
                 None => {}
             }
             if let Some(plan) = plan {

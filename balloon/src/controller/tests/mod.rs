@@ -10,6 +10,7 @@ mod pinned_zones;
 mod progress;
 mod recall;
 mod shrinking;
+mod storage;
 mod unsupported;
 
 use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};

@@ -5,21 +5,46 @@
 //! waits in [`Pool::next_recall`] and returns chunks by [`Pool::free_memory`]. If it cannot, it
 //! calls [`Pool::refuse_recall`], and the writes that need these chunks fail.
 //!
-//! While memory borrows, a few chunks are never lent ([`STOCK_BYTES`]). Volumes use them while the
-//! thread returns further chunks, so few writes wait.
+//! While memory borrows, it leaves a few chunks free ([`Loan::min_free_bytes`]). Volumes use them
+//! while the thread returns further chunks, so few writes wait.
 
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
 
-/// Bytes that are kept for the next writes to thin volumes while memory may borrow.
-pub const STOCK_BYTES: u64 = 16 * CHUNK_BYTES;
+/// Promised bytes that may be lent as memory. Not on the media, because no memory stays lent after a
+/// crash.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::pool) struct Loan {
+    pub(in crate::pool) borrowable_bytes: u64,
+    /// Bytes that stay free for the next writes. `None` if nothing may be borrowed.
+    pub(in crate::pool) min_free_bytes: Option<u64>,
+}
 
-/// Borrowing of promised bytes, and requests to return them.
+impl Loan {
+    /// Returns the part of `available_bytes` that is withheld from memory: the unallocated part of
+    /// the reserve, or of the promised bytes without those that memory may borrow, whichever is
+    /// larger.
+    pub(in crate::pool) fn withheld_bytes(
+        self,
+        available_bytes: u64,
+        reserve_bytes: u64,
+        promised_bytes: u64,
+    ) -> u64 {
+        let kept_bytes = match self.min_free_bytes {
+            Some(min_free_bytes) => promised_bytes
+                .saturating_sub(self.borrowable_bytes)
+                .max(min_free_bytes.next_multiple_of(CHUNK_BYTES).min(promised_bytes)),
+            None => promised_bytes,
+        };
+        kept_bytes.max(reserve_bytes).min(available_bytes)
+    }
+}
+
+/// Requests to return lent chunks.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Recall {
-    /// Promised bytes that may be lent.
-    pub(in crate::pool) borrowable_bytes: u64,
+    pub(in crate::pool) loan: Loan,
     /// A thread returns chunks on request.
     is_served: bool,
     /// Largest number of available chunks that a waiting write needs.
@@ -29,24 +54,22 @@ pub(in crate::pool) struct Recall {
     refusals: u64,
 }
 
-/// Returns the part of `available_bytes` that is withheld from memory: the unallocated part of the
-/// reserve, or of the promised bytes that memory must not borrow, whichever is larger.
-pub(in crate::pool) fn withheld_bytes(
-    available_bytes: u64,
-    reserve_bytes: u64,
-    promised_bytes: u64,
-    borrowable_bytes: u64,
-) -> u64 {
-    let stock_bytes = if borrowable_bytes == 0 { 0 } else { STOCK_BYTES.min(promised_bytes) };
-    let promised_bytes = promised_bytes.saturating_sub(borrowable_bytes).max(stock_bytes);
-    promised_bytes.max(reserve_bytes).min(available_bytes)
-}
-
 impl<M: Media> Pool<M> {
+    /// Allows memory to borrow promised bytes ([`Pool::set_borrowable_bytes`]), as long as volumes
+    /// can still allocate `min_free_bytes`, or all that they need. With `None`, which is the
+    /// default, promised bytes are not lent. Lent chunks stay lent.
+    pub fn lend_promised(&self, min_free_bytes: Option<u64>) {
+        self.change_loan(|loan| loan.min_free_bytes = min_free_bytes);
+    }
+
     /// Sets the number of promised bytes that memory may borrow.
     pub fn set_borrowable_bytes(&self, borrowable_bytes: u64) {
+        self.change_loan(|loan| loan.borrowable_bytes = borrowable_bytes);
+    }
+
+    fn change_loan(&self, change: impl FnOnce(&mut Loan)) {
         let mut state = self.lock_state();
-        state.recall.borrowable_bytes = borrowable_bytes;
+        change(&mut state.recall.loan);
         state.recall.is_refused = false;
         self.recalled.notify_all();
     }
@@ -123,15 +146,17 @@ impl<M: Media> Pool<M> {
 
 impl State {
     /// Returns the number of lent chunks that must be returned, so that waiting writes can continue
-    /// and the stock is full.
+    /// and enough chunks are free for the next ones.
     pub(in crate::pool) fn shortage_chunks(&mut self) -> u32 {
         let available = self.available_chunks();
         if self.recall.awaited_chunks <= available {
             self.recall.awaited_chunks = 0;
         }
-        let stock_bytes = STOCK_BYTES.min(self.totals().unallocated_bytes());
-        let stock = if self.recall.is_served { (stock_bytes / CHUNK_BYTES) as u32 } else { 0 };
-        stock.max(self.recall.awaited_chunks).saturating_sub(available).min(self.counts.memory)
+        let min_free_bytes = self.recall.loan.min_free_bytes.filter(|_| self.recall.is_served);
+        let unallocated_bytes = self.totals().unallocated_bytes();
+        let kept_bytes = min_free_bytes.unwrap_or(0).min(unallocated_bytes);
+        let kept = u32::try_from(kept_bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
+        kept.max(self.recall.awaited_chunks).saturating_sub(available).min(self.counts.memory)
     }
 }
 
@@ -142,16 +167,18 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn borrowing_leaves_the_stock_and_the_reserve() {
-        // All promised bytes are withheld unless memory may borrow some.
-        assert_eq!(withheld_bytes(800 * MIB, 0, 500 * MIB, 0), 500 * MIB);
-        assert_eq!(withheld_bytes(800 * MIB, 0, 500 * MIB, 200 * MIB), 300 * MIB);
-        assert_eq!(withheld_bytes(800 * MIB, 0, 500 * MIB, 490 * MIB), STOCK_BYTES);
-        assert_eq!(withheld_bytes(800 * MIB, 0, 500 * MIB, 900 * MIB), STOCK_BYTES);
-        assert_eq!(withheld_bytes(800 * MIB, 0, 4 * MIB, 900 * MIB), 4 * MIB);
-        // The reserve is never lent.
-        assert_eq!(withheld_bytes(800 * MIB, 400 * MIB, 500 * MIB, 300 * MIB), 400 * MIB);
-        // No more is withheld than there is.
-        assert_eq!(withheld_bytes(100 * MIB, 400 * MIB, 500 * MIB, 0), 100 * MIB);
+    fn borrowing_leaves_the_minimum_and_the_reserve() {
+        let withheld = |borrowable, min_free: Option<u64>, reserve, promised| {
+            let min_free_bytes = min_free.map(|mib| mib * MIB);
+            let loan = Loan { borrowable_bytes: borrowable * MIB, min_free_bytes };
+            loan.withheld_bytes(800 * MIB, reserve * MIB, promised * MIB) / MIB
+        };
+        assert_eq!(withheld(200, None, 0, 500), 500, "nothing may be borrowed");
+        assert_eq!(withheld(0, Some(32), 0, 500), 500);
+        assert_eq!(withheld(200, Some(32), 0, 500), 300);
+        assert_eq!(withheld(490, Some(31), 0, 500), 32, "whole chunks");
+        assert_eq!(withheld(900, Some(32), 0, 4), 4, "no more than volumes need");
+        assert_eq!(withheld(300, Some(32), 400, 500), 400, "the reserve is never lent");
+        assert_eq!(withheld(0, Some(32), 0, 900), 800, "no more than is available");
     }
 }

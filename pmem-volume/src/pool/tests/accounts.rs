@@ -100,3 +100,37 @@ fn holes_of_a_thin_volume_are_promised_but_not_allocated() {
         assert!(matches!(error, PoolError::PoolFull { .. }), "{error}");
     }
 }
+
+#[test]
+fn promised_chunks_are_lent_down_to_the_minimum() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let options = VolumeOptions { thin: true, ..VolumeOptions::thick(40 * MIB, VolumeFormat::Raw) };
+    pool.create_volume_with("thin", options).unwrap();
+    assert_eq!(accounts(&pool.info()), [40, 40, 0, 0]);
+    pool.lend_promised(Some(7 * MIB));
+    pool.set_borrowable_bytes(u64::MAX);
+    let info = pool.info();
+    assert_eq!((info.lendable_bytes, pool.offered_bytes()), (52 * MIB, 52 * MIB), "whole chunks");
+    assert_eq!((info.needed_bytes(), info.available_bytes()), (40 * MIB, 20 * MIB));
+    let memory = pool.alloc_memory(52 * MIB).unwrap();
+    let error = pool.alloc_memory(2 * MIB).unwrap_err();
+    assert!(
+        matches!(error, PoolError::PoolFull { withheld_bytes, .. } if withheld_bytes == 8 * MIB)
+    );
+    // Volumes can use the minimum, but then memory must be returned first.
+    let volume = pool.open_volume("thin").unwrap();
+    volume.provision(0..8 * MIB).unwrap();
+    let error = volume.provision(8 * MIB..10 * MIB).unwrap_err();
+    assert!(matches!(error, MediaError::Full { .. }), "{error}");
+    pool.free_memory(&memory).unwrap();
+    volume.provision(8 * MIB..36 * MIB).unwrap();
+    // Only 4 MiB are still needed, so no more are withheld.
+    assert_eq!(pool.info().lendable_bytes, 20 * MIB);
+    assert_accounts_add_up(&pool.info());
+    // The setting ends. Lent chunks stay lent.
+    pool.alloc_memory(20 * MIB).unwrap();
+    pool.lend_promised(None);
+    assert_eq!(accounts(&pool.info()), [40, 40, 36, 20]);
+    assert_eq!(pool.info().lendable_bytes, 0);
+}

@@ -30,6 +30,7 @@ enum Operation {
     Convert { name: u8, thin: bool },
     FillHoles { name: u8, start: u32, chunks: u32 },
     Scrub { chunks: u32 },
+    LendPromised { min_free_chunks: Option<u32> },
     Reopen,
     Grow,
 }
@@ -55,6 +56,8 @@ fn operation() -> impl Strategy<Value = Operation> {
         4 => (name, 1..24u32, any::<bool>())
             .prop_map(|(name, chunks, shrink)| Operation::Resize { name, chunks, shrink }),
         3 => (1..12u32).prop_map(|chunks| Operation::Scrub { chunks }),
+        2 => prop::option::of(0..12u32)
+            .prop_map(|min_free_chunks| Operation::LendPromised { min_free_chunks }),
         1 => Just(Operation::Reopen),
         1 => Just(Operation::Grow),
     ]
@@ -92,6 +95,8 @@ struct Model {
     chunks: u32,
     volumes: BTreeMap<String, ModelVolume>,
     lent: Vec<Extent>,
+    /// Chunks that stay free for volumes while promised chunks are lent. `None` if none are lent.
+    min_free_chunks: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
@@ -142,7 +147,12 @@ impl Model {
 
     /// Chunks that can be promised to a new or growing volume.
     fn unpromised(&self) -> u32 {
-        self.free() + self.in_volumes() - self.promised()
+        self.free().saturating_sub(self.holes())
+    }
+
+    /// Chunks that were promised, but are not allocated.
+    fn holes(&self) -> u32 {
+        self.promised() - self.in_volumes()
     }
 
     fn in_memory(&self) -> u32 {
@@ -154,10 +164,11 @@ impl Model {
     }
 
     /// Lending memory leaves free the part of STRG that volumes do not use yet, or their holes,
-    /// whichever is larger.
+    /// whichever is larger. If holes are lent, only the minimum of them counts.
     fn lendable(&self) -> u32 {
-        let kept = STRG.max(self.promised());
-        self.free() - kept.saturating_sub(self.in_volumes()).min(self.free())
+        let holes = self.holes().min(self.min_free_chunks.unwrap_or(u32::MAX));
+        let kept = STRG.saturating_sub(self.in_volumes()).max(holes);
+        self.free() - kept.min(self.free())
     }
 
     fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> Outcome {
@@ -259,8 +270,12 @@ impl World {
             }
             Operation::Convert { name: number, thin } => {
                 let end = outcome_of(&self.pool.convert_volume(&name(number), thin));
+                let free = model.free();
                 match model.volumes.get_mut(&name(number)) {
                     None => (end, Outcome::NoSuchVolume),
+                    Some(volume) if !thin && volume.chunks - volume.present.len() as u32 > free => {
+                        (end, Outcome::Full)
+                    }
                     Some(volume) => {
                         volume.convert(thin);
                         (end, Outcome::Done)
@@ -268,13 +283,30 @@ impl World {
                 }
             }
             Operation::FillHoles { name: number, start, chunks } => {
-                if let Some(volume) = model.volumes.get_mut(&name(number)) {
-                    let start = start.min(volume.chunks - 1);
-                    let end = (start + chunks).min(volume.chunks);
-                    volume.present.extend(start..end);
-                    let opened = self.pool.open_volume(&name(number)).unwrap();
-                    opened.provision(bytes(start)..bytes(end)).unwrap();
+                let free = model.free();
+                let Some(volume) = model.volumes.get_mut(&name(number)) else {
+                    return (Outcome::Done, Outcome::Done);
+                };
+                let start = start.min(volume.chunks - 1);
+                let end = (start + chunks).min(volume.chunks);
+                let holes = (start..end).filter(|index| !volume.present.contains(index)).count();
+                let opened = self.pool.open_volume(&name(number)).unwrap();
+                match opened.provision(bytes(start)..bytes(end)) {
+                    Ok(()) => {
+                        volume.present.extend(start..end);
+                        (Outcome::Done, Outcome::Done)
+                    }
+                    // Only lent chunks can be missing.
+                    Err(MediaError::Full { .. }) if holes as u32 > free => {
+                        (Outcome::Full, Outcome::Full)
+                    }
+                    Err(error) => panic!("{holes} of {free} free chunks: {error}"),
                 }
+            }
+            Operation::LendPromised { min_free_chunks } => {
+                self.pool.lend_promised(min_free_chunks.map(bytes));
+                self.pool.set_borrowable_bytes(u64::MAX);
+                model.min_free_chunks = min_free_chunks;
                 (Outcome::Done, Outcome::Done)
             }
             Operation::CreateRemaining { name: number } => {
@@ -359,6 +391,7 @@ impl World {
     /// Opens the pool again without returning lent memory, as when a process exits.
     fn reopen(&mut self) {
         self.model.lent.clear();
+        self.model.min_free_chunks = None;
         self.pool = open(&self.media).unwrap();
     }
 

@@ -10,6 +10,7 @@ use crate::media::MediaError;
 const POOL: u64 = 124 * MIB;
 const VOLUME: u64 = 100 * MIB;
 const BORROWABLE: u64 = 60 * MIB;
+const MIN_FREE: u64 = 32 * MIB;
 
 /// Creates a pool with an empty thin volume, and lends all that memory can get.
 fn pool_with_lent_memory() -> (Fixture, Arc<Pool>, Volume, Vec<Extent>) {
@@ -21,8 +22,9 @@ fn pool_with_lent_memory() -> (Fixture, Arc<Pool>, Volume, Vec<Extent>) {
         .unwrap();
     let lendable_bytes = || pool.info().lendable_bytes;
     assert_eq!(lendable_bytes(), POOL - VOLUME);
+    pool.lend_promised(Some(MIN_FREE));
     pool.set_borrowable_bytes(VOLUME);
-    assert_eq!(lendable_bytes(), POOL - STOCK_BYTES);
+    assert_eq!(lendable_bytes(), POOL - MIN_FREE);
     pool.set_borrowable_bytes(BORROWABLE);
     assert_eq!(lendable_bytes(), POOL - VOLUME + BORROWABLE);
     let lent = pool.alloc_memory(lendable_bytes()).unwrap();
@@ -86,15 +88,15 @@ fn writes_get_all_promised_bytes_back() {
 }
 
 #[test]
-fn stock_is_refilled_before_a_write_waits() {
+fn chunks_are_recalled_before_a_write_waits() {
     let (_fixture, pool, volume, lent) = pool_with_lent_memory();
     let free_bytes = pool.info().free_bytes;
     assert_eq!(free_bytes, VOLUME - BORROWABLE);
-    // No chunk is recalled while the stock is full.
-    volume.provision(0..free_bytes - STOCK_BYTES).unwrap();
+    // No chunk is recalled while enough are free.
+    volume.provision(0..free_bytes - MIN_FREE).unwrap();
     pool.start_recalls();
     assert_eq!(pool.lock_state().shortage_chunks(), 0);
-    volume.provision(0..free_bytes - STOCK_BYTES + 1).unwrap();
+    volume.provision(0..free_bytes - MIN_FREE + 1).unwrap();
     assert_eq!(pool.next_recall(), Some(CHUNK_BYTES));
     pool.free_memory(&[Extent { start: lent[0].start, order: 0 }]).unwrap();
     assert_eq!(pool.lock_state().shortage_chunks(), 0);

@@ -182,6 +182,8 @@ impl PmPool for FakePool {
 
     fn set_scrub_bandwidth(&self, _: Option<NonZeroU64>) {}
 
+    fn lend_promised(&self, _: Option<u64>) {}
+
     fn durability(&self) -> Durability {
         Durability::Volatile
     }
@@ -207,6 +209,7 @@ pub fn empty_info() -> PoolInfo {
         free_bytes: 0,
         lendable_bytes: 0,
         borrowable_bytes: 0,
+        min_free_bytes: None,
         volumes: 0,
         latched: None,
     }

@@ -150,6 +150,10 @@ impl PmPool for LocalPool {
         self.scrubber.set_bytes_per_s(bytes_per_s);
     }
 
+    fn lend_promised(&self, min_free_bytes: Option<u64>) {
+        self.pool.lend_promised(min_free_bytes);
+    }
+
     fn durability(&self) -> Durability {
         self.pool.durability()
     }

@@ -110,6 +110,10 @@ pub trait PmPool: Debug + Send + Sync {
     /// limit. Punching holes, on tmpfs and in thin pools, is never limited.
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
+    /// Allows memory to borrow bytes that are promised to thin volumes, as long as volumes can still
+    /// allocate `min_free_bytes`. `None` lends none of them.
+    fn lend_promised(&self, min_free_bytes: Option<u64>);
+
     /// Size of the pool, and its bytes in each state.
     fn info(&self) -> PoolInfo;
 

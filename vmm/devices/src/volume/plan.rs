@@ -9,7 +9,8 @@
 //! ```
 //!
 //! The pool never lends its reserve for volumes (STRG) as memory, so the zones must fit into
-//! `usable - max(STRG, all volumes)`.
+//! `usable - max(STRG, all volumes)`. If the VM has watermarks for the free space, it also lends
+//! space of thin volumes, and only thick volumes count here.
 
 use foreshore_types::size::Size;
 use pmem_volume::btt::MIN_VOLUME_BYTES;
@@ -154,8 +155,13 @@ pub fn plan(
     let new_bytes = pool.available_bytes() - free_bytes;
     let volume_bytes = pool.volume_bytes.max(pool.promised_bytes) + new_bytes;
     let usable_bytes = pool.usable_bytes();
-    if memory_bytes > usable_bytes.saturating_sub(pool.reserve_bytes.max(volume_bytes)) {
+    let never_lent_bytes = match pool.lends_promised() {
+        true => thick_bytes(volumes, stored, &steps),
+        false => volume_bytes,
+    };
+    if memory_bytes > usable_bytes.saturating_sub(pool.reserve_bytes.max(never_lent_bytes)) {
         let (total_bytes, reserve_bytes) = (pool.total_bytes, pool.reserve_bytes);
+        let volume_bytes = never_lent_bytes;
         return Err(PlanError::Promise {
             memory_bytes,
             total_bytes,
@@ -173,6 +179,16 @@ pub fn plan(
         *slot = Some(rest.step(volume, stored)?);
     }
     Ok(steps.into_iter().flatten().collect())
+}
+
+/// Sizes of all thick volumes, including those that would be created.
+fn thick_bytes(volumes: &[&PmVolumeConfig], stored: &[VolumeInfo], steps: &[Option<Step>]) -> u64 {
+    let stored = stored.iter().filter(|stored| !stored.thin).map(|stored| stored.size_bytes);
+    let new = volumes.iter().zip(steps).filter_map(|(volume, step)| match step {
+        Some(Step::Create(size_bytes)) if !volume.thin => Some(*size_bytes),
+        _ => None,
+    });
+    stored.chain(new).fold(0, u64::saturating_add)
 }
 
 fn check_one_remaining(volumes: &[&PmVolumeConfig]) -> Result<(), PlanError> {
@@ -301,6 +317,24 @@ mod tests {
         for rest in [rest, "name=rest,size=remaining"] {
             assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Open]));
         }
+    }
+
+    #[test]
+    fn zones_may_overlap_thin_volumes_if_their_space_is_lent() {
+        let thin = VolumeInfo { thin: true, ..stored("thin", VolumeFormat::Btt, 500 * MIB) };
+        let stored = [thin, stored("thick", VolumeFormat::Btt, 200 * MIB)];
+        let volumes = ["name=thin", "name=new,size=100M,create=on,thin=on"].map(volume);
+        let volumes: Vec<_> = volumes.iter().collect();
+        let planned = |lends_promised, memory_mib: u64| {
+            let promised_bytes = 700 * MIB;
+            let min_free_bytes = bool::then_some(lends_promised, 0);
+            let pool = PoolInfo { min_free_bytes, promised_bytes, ..pool(300 * MIB) };
+            plan(&volumes, &stored, &pool, memory_mib * MIB).map(drop)
+        };
+        assert_eq!(planned(true, 820), Ok(()));
+        assert!(matches!(planned(true, 822), Err(PlanError::Promise { .. })));
+        assert_eq!(planned(false, 220), Ok(()));
+        assert!(matches!(planned(false, 222), Err(PlanError::Promise { .. })));
     }
 
     #[test]

@@ -28,6 +28,8 @@ const READ_LATENCY_NS: u32 = 305;
 const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
 
+/// Default of `storage_min`. The VMM moves memory in the time in which the guest writes this much.
+const STORAGE_MIN_BYTES: u64 = 32 << 20;
 /// Lowest limit on erasing: one chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;
 
@@ -50,10 +52,16 @@ section! {
             => "Bandwidth from the near node in bytes per second, as reported to the guest",
         scrub_bandwidth: u64 = DEFAULT_SCRUB_BYTES_PER_S.get()
             => "Upper limit of bytes per second erased after a return to the pool; 0 for no limit",
+        storage_min: u64 = STORAGE_MIN_BYTES
+            => "Free space for thin volumes below which the pool lends no memory",
+        storage_low: u64 = 2 * STORAGE_MIN_BYTES
+            => "Free space for thin volumes below which PM is unplugged",
+        storage_high: u64 = 4 * STORAGE_MIN_BYTES
+            => "Free space for thin volumes at which the unplugging ends",
+        spill: u64 = 0
+            => "Space of thin volumes that is lent as memory, and DRAM to which this memory is moved if volumes need it; 0 for none",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
             => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
-        spill: u64 = 0
-            => "DRAM to which plugged memory may be moved if thin volumes need it; the zone may borrow as much of the space that they were promised",
     }
     strict true;
 }
@@ -104,7 +112,20 @@ impl PmMemoryConfig {
         }
         plug_bandwidth::check(flag, Some(self.plug_bandwidth))?;
         self.check_spill()?;
+        self.check_watermarks()?;
         self.check_ranges()
+    }
+
+    /// Returns true if the VM lends space of thin volumes as memory until they need it.
+    pub fn lends_promised(&self) -> bool {
+        self.spill > 0
+    }
+
+    fn check_watermarks(&self) -> Result<(), ConfigError> {
+        let Self { storage_min: min, storage_low: low, storage_high: high, .. } = *self;
+        size::check_most(Self::FLAG, "storage_high", high, size::MAX_BYTES, "")?;
+        size::check_most(Self::FLAG, "storage_low", low, high, ", the value of storage_high")?;
+        size::check_most(Self::FLAG, "storage_min", min, low, ", the value of storage_low")
     }
 }
 
@@ -120,14 +141,23 @@ pub(in crate::config) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), Co
             first.pool, other.pool
         ));
     }
-    match others.iter().find(|other| other.scrub_bandwidth != first.scrub_bandwidth) {
-        Some(other) => conflict(format!(
-            "scrub_bandwidth is {} in one zone and {} in another; it applies to the pool, and must be the same in all zones",
-            Size(first.scrub_bandwidth),
-            Size(other.scrub_bandwidth)
-        )),
-        None => Ok(()),
+    type Value = fn(&PmMemoryConfig) -> u64;
+    let of_pool: [(&str, Value); 4] = [
+        ("scrub_bandwidth", |zone| zone.scrub_bandwidth),
+        ("storage_min", |zone| zone.storage_min),
+        ("storage_low", |zone| zone.storage_low),
+        ("storage_high", |zone| zone.storage_high),
+    ];
+    for (key, value) in of_pool {
+        if let Some(other) = others.iter().find(|other| value(other) != value(first)) {
+            return conflict(format!(
+                "{key} is {} in one zone and {} in another; it applies to the pool, and must be the same in all zones",
+                Size(value(first)),
+                Size(value(other))
+            ));
+        }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -151,8 +181,11 @@ mod tests {
             write_latency: 90,
             bandwidth: 6600 << 20,
             scrub_bandwidth: 1 << 30,
-            plug_bandwidth: 1 << 30,
+            storage_min: 32 << 20,
+            storage_low: 64 << 20,
+            storage_high: 128 << 20,
             spill: 0,
+            plug_bandwidth: 1 << 30,
         };
         assert_eq!(pm, expected);
         assert!(pm.validate().is_ok());
@@ -220,6 +253,32 @@ mod tests {
         };
         assert_eq!(error("pool=/p,size=4M,spill=6M"), expected(6 << 20));
         assert_eq!(error("pool=/p,size=4M,spill=3M"), expected(3 << 20));
+    }
+
+    #[test]
+    fn watermarks_are_ordered_and_equal_in_all_zones() {
+        let pm = |text: &str| PmMemoryConfig::parse(&format!("pool=/p,size=2M{text}")).unwrap();
+        let marks = ",storage_min=64M,storage_low=128M,storage_high=256M";
+        assert!(pm(marks).validate().is_ok() && !pm(marks).lends_promised());
+        assert!(pm(",spill=2M").validate().is_ok() && pm(",spill=2M").lends_promised());
+        for (text, expected) in [
+            (
+                "storage_low=129M",
+                "storage_low is 129 MiB, and must be at most 128 MiB, the value of storage_high",
+            ),
+            (
+                "storage_min=3M,storage_low=2M,storage_high=2M",
+                "storage_min is 3 MiB, and must be at most 2 MiB, the value of storage_low",
+            ),
+            ("storage_high=8192T", "storage_high is 8192 TiB, and must be at most 4096 TiB"),
+        ] {
+            let text = format!("pool=/p,size=2M,{text}");
+            assert_eq!(error(&text), format!("--pm-memory: {expected}"));
+        }
+        assert_eq!(
+            validate_all(&[pm(marks), pm("")]).unwrap_err().to_string(),
+            "--pm-memory: storage_min is 64 MiB in one zone and 32 MiB in another; it applies to the pool, and must be the same in all zones"
+        );
     }
 
     #[test]

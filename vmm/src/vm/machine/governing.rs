@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use balloon::Distances;
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
+use balloon::{Distances, StorageSpace};
 use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::zone::Tier;
 use foreshore_devices::pool::UsageMonitor;
@@ -21,7 +21,7 @@ use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
-use crate::governor::{BalloonSource, GovernedZone, PoolFree, UnmanagedMemory};
+use crate::governor::{BalloonSource, GovernedZone, PoolFree, StorageSource, UnmanagedMemory};
 use crate::vm::error::BuildError;
 use crate::vm::resources::Resources;
 
@@ -126,7 +126,10 @@ pub(in crate::vm) fn start(
         let target = core.zones().target(&zone.id, zone.hotplugged_bytes);
         core.boot_with(target.map_err(BuildError::Pressure)?, clock.now());
     }
-    let core = core.with_distances(distances(&topology)).with_unmanaged(unmanaged);
+    let core = core
+        .with_distances(distances(&topology))
+        .with_unmanaged(unmanaged)
+        .with_storage(storage(config, resources));
     let core = match &pressure.record {
         Some(path) => record(core, path, pressure.record_size, resources, &clock)?,
         None => core,
@@ -141,6 +144,21 @@ pub(in crate::vm) fn start(
     }));
     GovernorHandle::spawn(core, clock, plugged, Some(agents))
         .map_err(BuildError::device("the governor"))
+}
+
+/// Returns the free space of the pool for volumes. `None` if memory borrows no space of
+/// volumes.
+fn storage(config: &VmConfig, resources: &Resources) -> Option<StorageSource> {
+    let pm = config.pm_memory.iter().find(|pm| pm.lends_promised())?;
+    let pool = Arc::downgrade(resources.pool(&pm.pool));
+    let (low_bytes, high_bytes) = (pm.storage_low, pm.storage_high);
+    Some(Arc::new(move || {
+        // A pool that has failed serves no volume, and takes no memory back.
+        let info = pool.upgrade().map(|pool| pool.info()).filter(|info| info.latched.is_none());
+        let (free_bytes, needed_bytes) = info
+            .map_or((0, 0), |info| (info.free_bytes + info.scrubbing_bytes, info.needed_bytes()));
+        StorageSpace { free_bytes, needed_bytes, low_bytes, high_bytes }
+    }))
 }
 
 /// Starts recording the input of the governor. If the recording cannot be opened after a reboot, it

@@ -172,6 +172,8 @@ impl Resources {
                     .map_err(BuildError::pool(format!("{flag} pool={}", path.display())))?;
                 self.pools.insert(path.clone(), pool);
             }
+            let pm = config.pm_memory.iter().find(|pm| pm.pool == *path && pm.lends_promised());
+            self.pool(path).lend_promised(pm.map(|pm| pm.storage_min));
         }
         self.plan_volumes(config)
     }
@@ -456,6 +458,28 @@ mod tests {
         for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");
         }
+    }
+
+    #[test]
+    fn pool_lends_space_of_thin_volumes_only_with_spill() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
+        let mut config = test_config();
+        config.pm_memory = vec![pm_zone(&path, 48 * MIB)];
+        let thin = format!("pool={},name=thin,size=40M,create=on,thin=on", path.display());
+        config.pm_volumes = vec![PmVolumeConfig::parse(&thin).unwrap()];
+        let mut resources = resources();
+        let message = foreshore_types::chain(&resources.open_pools(&config).unwrap_err());
+        assert!(message.contains("--pm-memory") && message.contains("40 MiB"), "{message}");
+        let zone = &mut config.pm_memory[0];
+        zone.spill = 20 * MIB;
+        resources.open_pools(&config).unwrap();
+        assert!(resources.pool(&path).info().lends_promised());
+        // The pool stays open until the VMM exits, but the next VM may borrow nothing.
+        config.pm_memory.clear();
+        resources.open_pools(&config).unwrap();
+        assert!(!resources.pool(&path).info().lends_promised());
     }
 
     #[test]

@@ -14,8 +14,8 @@ guest_tests::tests![
 ];
 
 const VOLUME_MIB: u64 = 240;
-/// The pool has 380 MiB, so 180 MiB of this memory belong to the volume.
-const ZONE_MIB: u64 = 320;
+/// The pool has 444 MiB, so 180 MiB of this memory belong to the volume.
+const ZONE_MIB: u64 = 384;
 const SPILL_MIB: u64 = 192;
 
 /// Moved bytes of the zone. Checks that the API and the metrics report the same.
@@ -36,7 +36,7 @@ fn resize(guest: &Guest, mib: u64) -> Result<()> {
 
 /// Nothing asks the guest to unplug memory, so it keeps all of it.
 fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
-    let pool = Pool::create("384M")?;
+    let pool = Pool::create("448M")?;
     let name = pool.name();
     let guest = Guest::builder()
         .memory("size=384M")

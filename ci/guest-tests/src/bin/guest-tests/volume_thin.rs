@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::pressure::GROW_LIMIT;
 use crate::volume::{IO_LIMIT, guest_with};
-use crate::zones::{MIB, pool_info, wait_until_plugged};
+use crate::zones::{MIB, pool_info, wait_until_plugged, zone};
 use crate::{blocks, raw_volume};
 
 guest_tests::tests![
@@ -16,6 +16,7 @@ guest_tests::tests![
         only_writes_allocate_chunks_of_a_thin_volume(),
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     writes_erase_chunks_that_a_thin_volume_needs: 300 (long) x 2,
+    thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
@@ -118,6 +119,60 @@ fn writes_erase_chunks_that_a_thin_volume_needs() -> Result<()> {
     guest.run_within(IO_LIMIT, &write)?;
     let after = allocated_bytes(&guest)?;
     ensure!(after - before >= WRITTEN_MIB / 2 * MIB, "{before} bytes grew only to {after}");
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check().map(drop)
+}
+
+/// Free bytes of the pool, including those that must be erased first.
+fn free_bytes(guest: &Guest) -> Result<u64> {
+    let pool = pool_info(guest)?;
+    let number = |key: &str| pool[key].as_u64().with_context(|| format!("No {key}: {pool}"));
+    Ok(number("free_bytes")? + number("scrubbing_bytes")?)
+}
+
+/// The memory holds the whole pool above the watermark `low`. Then the volume is written, so the
+/// governor should unplug memory. No step of the writes exceeds the watermark.
+fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
+    const PM_MIB: u64 = 448;
+    const LOW_MIB: u64 = 48;
+    const STEP_MIB: u64 = 16;
+    let pool = Pool::create("512M")?;
+    let marks = format!("storage_min=16M,storage_low={LOW_MIB}M,storage_high=96M,spill=256M");
+    let guest = guest_with(&pool, "size=256M,create=on,thin=on")
+        .pm_memory(&format!("pool={},size={PM_MIB}M,{marks}", pool.name()))
+        .pressure(&format!("fixed,size={PM_MIB}M"));
+    let guest = boot(guest, "/dev/vda")?;
+    wait_until_plugged(&guest, "pm", PM_MIB * MIB, IO_LIMIT)?;
+    ensure!(free_bytes(&guest)? < 2 * LOW_MIB * MIB, "{}", guest.get("pool.info")?);
+
+    for offset_mib in (0..192).step_by(STEP_MIB as usize) {
+        guest.wait_until("the space of the next writes is free", IO_LIMIT, || {
+            Ok(free_bytes(&guest)? >= LOW_MIB * MIB)
+        })?;
+        let write = format!(
+            "dd if=/dev/urandom of=/tmp/data bs=1M count={STEP_MIB} && \
+             dd if=/tmp/data of=/dev/vda bs=1M seek={offset_mib} oflag=direct && \
+             dd if=/dev/vda bs=1M skip={offset_mib} count={STEP_MIB} iflag=direct | cmp - /tmp/data"
+        );
+        guest.run_within(IO_LIMIT, &write)?;
+    }
+    let (pm, written) = (zone(&guest, "pm")?, allocated_bytes(&guest)?);
+    ensure!(written >= 192 * MIB, "Only {written} bytes are allocated");
+    ensure!(pm.plugged_bytes <= (PM_MIB - 128) * MIB, "{} bytes are plugged", pm.plugged_bytes);
+    let labels = [("policy", "fixed"), ("direction", "shrink"), ("reason", "storage_low")];
+    ensure!(guest.metric("foreshore_pressure_plans_total", &labels)? > 0.0, "No recall");
+
+    // A client does not get the space either that volumes still need.
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": PM_MIB * MIB }))?;
+    guest.wait_until("the pool refuses the rest", IO_LIMIT, || {
+        let answer = guest.get("vm.memory")?;
+        let zones = answer["zones"].as_array().context("No zones")?;
+        let reason =
+            |zone: &serde_json::Value| zone["status"]["reason"].as_str().map(str::to_owned);
+        Ok(zones.iter().filter_map(reason).any(|reason| reason.starts_with("storage")))
+    })?;
+    ensure!(free_bytes(&guest)? >= 16 * MIB, "{}", guest.get("pool.info")?);
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check().map(drop)

@@ -62,6 +62,15 @@ pub enum BackingError {
         wanted_bytes: u64,
         available_bytes: u64,
     },
+    #[error(
+        "pool keeps its free space for thin volumes and lends only {} more; {} are needed",
+        Size(*available_bytes), Size(*wanted_bytes)
+    )]
+    Storage {
+        /// Requested bytes.
+        wanted_bytes: u64,
+        available_bytes: u64,
+    },
     #[error("pool failed")]
     Pool(#[from] PoolError),
 }

@@ -56,10 +56,9 @@ impl PmBacking {
                 Err(err) => {
                     self.give_back(extents);
                     return Err(match err {
-                        PoolError::PoolFull { .. } => BackingError::PoolFull {
-                            wanted_bytes: len,
-                            available_bytes: self.pool.info().lendable_bytes,
-                        },
+                        PoolError::PoolFull { free_bytes, .. } => {
+                            self.pool_full(len, free_bytes >= piece)
+                        }
                         err => err.into(),
                     });
                 }
@@ -67,6 +66,16 @@ impl PmBacking {
             at += piece;
         }
         Ok(extents)
+    }
+
+    /// Error for a plug of `wanted_bytes`. `is_withheld` is true if enough chunks are free.
+    fn pool_full(&self, wanted_bytes: u64, is_withheld: bool) -> BackingError {
+        let info = self.pool.info();
+        let available_bytes = info.lendable_bytes;
+        match info.lends_promised() && is_withheld {
+            true => BackingError::Storage { wanted_bytes, available_bytes },
+            false => BackingError::PoolFull { wanted_bytes, available_bytes },
+        }
     }
 
     /// Maps `extents` next to each other at `offset`. On an error, extents that may still be mapped
@@ -305,8 +314,8 @@ mod tests {
 
     use super::super::resident::resident_bytes;
     use super::*;
-    use crate::pool::LocalPool;
     use crate::pool::fake::FakePool;
+    use crate::pool::{LocalPool, VolumeFormat, VolumeOptions};
 
     const MIB: u64 = 1 << 20;
 
@@ -406,6 +415,35 @@ mod tests {
         ));
         assert_eq!(pool.info().memory_bytes, 0);
         backing.plug(0, 6 * CHUNK_BYTES).unwrap();
+    }
+
+    #[test]
+    fn plug_of_space_withheld_for_volumes_has_its_own_reason() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
+        let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
+        let thick = VolumeOptions::thick(40 * MIB, VolumeFormat::Btt);
+        pool.create_volume("thin", VolumeOptions { thin: true, ..thick }).unwrap();
+        pool.lend_promised(Some(20 * MIB));
+        pool.set_borrowable_bytes(40 * MIB);
+        let most = pool.info().lendable_bytes;
+        assert!(most + 20 * MIB == pool.info().free_bytes, "{:?}", pool.info());
+        let reservation = Arc::new(Reservation::new(128 * MIB, 1 << 30).unwrap());
+        let budget = Arc::new(MappingBudget::new(1000));
+        let mut backing = PmBacking::new(Arc::clone(&pool), reservation, budget, None);
+        let is_lowered = |bytes: u64| bytes == most;
+        let err = backing.plug(0, most + 2 * MIB).unwrap_err();
+        assert!(
+            matches!(err, BackingError::Storage { available_bytes, .. } if is_lowered(available_bytes)),
+            "{err}"
+        );
+        let err = backing.plug(0, 64 * MIB).unwrap_err();
+        assert!(
+            matches!(err, BackingError::PoolFull { available_bytes, .. } if is_lowered(available_bytes)),
+            "{err}"
+        );
+        backing.plug(0, most).unwrap();
     }
 
     #[test]

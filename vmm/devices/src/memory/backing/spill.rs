@@ -247,6 +247,7 @@ mod tests {
         let size = VolumeSize::Bytes(VOLUME);
         let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true };
         local.create_volume("thin", options).unwrap();
+        local.lend_promised(Some(32 * MIB));
         let pool: Arc<dyn PmPool> = local.clone();
         let mut plan = SpillPlan::new(Some(&pool), LIMIT).unwrap();
         let zone = Arc::new(Reservation::new(POOL, 1 << 30).unwrap());

@@ -45,14 +45,23 @@ pub enum FailureReason {
     HugePages,
     /// The pool has too little free memory.
     PoolFull,
+    /// The pool keeps its free space for thin volumes.
+    Storage,
     Pool,
     /// KVM refused a memory slot.
     Slot,
 }
 
 impl FailureReason {
-    pub const ALL: [Self; 6] =
-        [Self::MappingBudget, Self::Map, Self::HugePages, Self::PoolFull, Self::Pool, Self::Slot];
+    pub const ALL: [Self; 7] = [
+        Self::MappingBudget,
+        Self::Map,
+        Self::HugePages,
+        Self::PoolFull,
+        Self::Storage,
+        Self::Pool,
+        Self::Slot,
+    ];
 
     /// Value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
@@ -61,6 +70,7 @@ impl FailureReason {
             Self::Map => "map",
             Self::HugePages => "huge-pages",
             Self::PoolFull => "pool-full",
+            Self::Storage => "storage",
             Self::Pool => "pool",
             Self::Slot => "slot",
         }
@@ -74,6 +84,7 @@ impl From<&BackingError> for FailureReason {
             BackingError::Map { .. } => Self::Map,
             BackingError::HugePages { .. } => Self::HugePages,
             BackingError::PoolFull { .. } => Self::PoolFull,
+            BackingError::Storage { .. } => Self::Storage,
             BackingError::Pool(_) => Self::Pool,
         }
     }
@@ -211,6 +222,6 @@ mod tests {
         for (index, reason) in FailureReason::ALL.into_iter().enumerate() {
             (0..=index).for_each(|_| metrics.failed(reason));
         }
-        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5, 6, 7]);
     }
 }

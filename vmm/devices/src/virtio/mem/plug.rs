@@ -186,6 +186,7 @@ impl Executor {
                 let left = match &err {
                     HostError::Backing(
                         BackingError::PoolFull { available_bytes, .. }
+                        | BackingError::Storage { available_bytes, .. }
                         | BackingError::HugePages { available_bytes, .. },
                     ) => *available_bytes,
                     _ => 0,
