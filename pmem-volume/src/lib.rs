@@ -15,6 +15,7 @@ pub mod file_mode;
 pub mod media;
 pub mod pool;
 pub mod progress;
+mod sparse_table;
 #[cfg(test)]
 mod test_image;
 pub mod unnamed_file;

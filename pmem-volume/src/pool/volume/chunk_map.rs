@@ -1,14 +1,11 @@
 //! Chunk of each index of an open thin volume.
 
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::CHUNK_BYTES;
 use crate::pool::format::chunk::ChunkId;
-
-/// Number of indexes in a part of the map.
-const PART: u32 = 1024;
+use crate::sparse_table::SparseTable;
 
 /// Value of an index without a chunk. Chunk numbers have 28 bits.
 const HOLE: u32 = u32::MAX;
@@ -17,22 +14,21 @@ const HOLE: u32 = u32::MAX;
 ///
 /// Parts without chunks are not in memory, because the size of a volume is untrusted.
 pub(super) struct ChunkMap {
-    chunks: u32,
     allocated: AtomicU32,
-    parts: Box<[OnceLock<Box<[AtomicU32]>>]>,
+    chunks: SparseTable<AtomicU32>,
 }
 
 impl ChunkMap {
     /// Returns the map of a volume of `chunks` chunks. Only those in `present` are allocated.
     pub(super) fn new(chunks: u32, present: &[(u32, ChunkId)]) -> Self {
-        let parts = (0..chunks.div_ceil(PART)).map(|_| OnceLock::new()).collect();
-        let map = Self { chunks, allocated: AtomicU32::new(0), parts };
+        let chunks = SparseTable::new(chunks, || AtomicU32::new(HOLE));
+        let map = Self { allocated: AtomicU32::new(0), chunks };
         present.iter().for_each(|(index, chunk)| map.publish(*index, *chunk));
         map
     }
 
     pub(super) fn len_bytes(&self) -> u64 {
-        u64::from(self.chunks) * CHUNK_BYTES
+        u64::from(self.chunks.len()) * CHUNK_BYTES
     }
 
     /// Returns the chunk at an index.
@@ -41,10 +37,8 @@ impl ChunkMap {
     /// Panics if the index is not inside the volume.
     #[inline]
     pub(super) fn get(&self, index: u32) -> Option<ChunkId> {
-        assert!(index < self.chunks, "index {index} is not inside the volume");
-        let part = self.parts[(index / PART) as usize].get()?;
         // Pairs with the store in publish(): stores to the chunk's owner word happened before.
-        match part[(index % PART) as usize].load(Ordering::Acquire) {
+        match self.chunks.get(index)?.load(Ordering::Acquire) {
             HOLE => None,
             chunk => Some(ChunkId(chunk)),
         }
@@ -52,20 +46,13 @@ impl ChunkMap {
 
     /// Returns the chunks by index.
     pub(super) fn chunks(&self) -> impl Iterator<Item = (u32, ChunkId)> {
-        let parts = (0..).zip(&self.parts).filter_map(|(number, part)| Some((number, part.get()?)));
-        let indexes =
-            parts.flat_map(|(number, part)| number * PART..number * PART + part.len() as u32);
-        let inside = indexes.take_while(|index| *index < self.chunks);
-        inside.filter_map(|index| Some((index, self.get(index)?)))
+        self.chunks.used_indexes().filter_map(|index| Some((index, self.get(index)?)))
     }
 
     /// Returns the end of a hole that contains the index, which has no chunk. The result may be
     /// smaller than the end of the whole hole.
     pub(super) fn hole_end(&self, index: u32) -> u32 {
-        match self.parts[(index / PART) as usize].get() {
-            Some(_) => index + 1,
-            None => ((index / PART + 1) * PART).min(self.chunks),
-        }
+        self.chunks.unused_end(index).unwrap_or(index + 1)
     }
 
     /// Returns the indexes without a chunk in a range.
@@ -75,9 +62,7 @@ impl ChunkMap {
 
     /// Adds a chunk, whose owner word must be durable.
     pub(super) fn publish(&self, index: u32, chunk: ChunkId) {
-        let new_part = || (0..PART).map(|_| AtomicU32::new(HOLE)).collect();
-        let part = self.parts[(index / PART) as usize].get_or_init(new_part);
-        let before = part[(index % PART) as usize].swap(chunk.0, Ordering::AcqRel);
+        let before = self.chunks.get_or_create(index).swap(chunk.0, Ordering::AcqRel);
         assert_eq!(before, HOLE, "index {index} already has a chunk");
         self.allocated.fetch_add(1, Ordering::Relaxed);
     }
@@ -94,21 +79,14 @@ mod tests {
 
     #[test]
     fn chunks_are_found_at_their_indexes() {
-        let map = ChunkMap::new(3 * PART - 1, &[(0, ChunkId(5)), (PART, ChunkId(2))]);
-        map.publish(PART - 1, ChunkId(9));
-        let present: Vec<_> =
-            (0..3 * PART - 1).filter_map(|index| Some((index, map.get(index)?))).collect();
-        assert_eq!(present, [(0, 5), (PART - 1, 9), (PART, 2)].map(|(at, id)| (at, ChunkId(id))));
+        const LEN: u32 = 3000;
+        let map = ChunkMap::new(LEN, &[(0, ChunkId(5)), (1024, ChunkId(2))]);
+        map.publish(1023, ChunkId(9));
+        let present: Vec<_> = (0..LEN).filter_map(|index| Some((index, map.get(index)?))).collect();
+        assert_eq!(present, [(0, 5), (1023, 9), (1024, 2)].map(|(at, id)| (at, ChunkId(id))));
         assert!(map.chunks().eq(present));
         assert_eq!(map.allocated(), 3);
-        assert_eq!((map.hole_end(1), map.hole_end(2 * PART)), (2, 3 * PART - 1));
-    }
-
-    #[test]
-    fn map_of_the_largest_volume_needs_little_memory() {
-        let map = ChunkMap::new(1 << 28, &[((1 << 28) - 1, ChunkId(4))]);
-        assert_eq!((map.get(0), map.get((1 << 28) - 1)), (None, Some(ChunkId(4))));
-        assert!(size_of_val(&*map.parts) <= 8 << 20);
+        assert_eq!((map.hole_end(1), map.hole_end(2048)), (2, LEN));
     }
 
     #[test]
