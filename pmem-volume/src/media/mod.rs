@@ -243,6 +243,26 @@ pub trait Media: Send + Sync {
         Err(MediaError::ReadOnly)
     }
 
+    /// Returns the size of the units that [`Media::release`] releases, a power of two. `None` if the
+    /// media never gets holes.
+    fn release_unit_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Turns units into holes, durably. Their space goes to other users of the pool. Units that are
+    /// holes are unchanged. The caller must prevent stores to the units during the call.
+    ///
+    /// When `is_read` is called, the unit is a hole for every read that begins later. While it
+    /// returns true, an earlier read may still access the old space. If such a read does not end
+    /// soon, the unit keeps its space. Returns the units that were not released.
+    fn release(
+        &self,
+        _units: &[Range<u64>],
+        _is_read: &dyn Fn(&Range<u64>) -> bool,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        Err(MediaError::ReadOnly)
+    }
+
     /// Truncates a file to the length of the media, durably. A device is not changed, because the
     /// space after the media does not belong to it.
     fn truncate_tail(&self) -> Result<(), MediaError> {
@@ -336,6 +356,18 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
         (**self).erase(ranges)
     }
 
+    fn release_unit_bytes(&self) -> Option<u64> {
+        (**self).release_unit_bytes()
+    }
+
+    fn release(
+        &self,
+        units: &[Range<u64>],
+        is_read: &dyn Fn(&Range<u64>) -> bool,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        (**self).release(units, is_read)
+    }
+
     #[inline]
     fn truncate_tail(&self) -> Result<(), MediaError> {
         (**self).truncate_tail()
@@ -355,6 +387,25 @@ pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
         }
     }
     joined
+}
+
+/// Maximum number of times that a release checks for reads of a unit, and the number of checks after
+/// which it yields the CPU. A read of memory ends within microseconds.
+const READ_CHECKS: u32 = 1000;
+const CHECKS_WITHOUT_YIELD: u32 = 100;
+
+/// Waits until `is_read` returns false, but not for long. Returns true if it did.
+pub(crate) fn wait_for_reads(is_read: impl Fn() -> bool) -> bool {
+    for check in 0..READ_CHECKS {
+        if !is_read() {
+            return true;
+        }
+        match check < CHECKS_WITHOUT_YIELD {
+            true => std::hint::spin_loop(),
+            false => std::thread::yield_now(),
+        }
+    }
+    false
 }
 
 /// Panics unless `offset..offset + length` is inside the media.

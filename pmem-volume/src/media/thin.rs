@@ -9,7 +9,10 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use super::{Durability, Media, MediaError, Pending, assert_inside};
+use super::{Durability, Media, MediaError, Pending, assert_inside, wait_for_reads};
+
+/// Word of another owner in a released chunk.
+const REUSED: u64 = 0xa5a5_a5a5_a5a5_a5a5;
 
 /// Media with holes. Unless it is strict, a store into a hole allocates space.
 pub(crate) struct ThinMedia<M> {
@@ -22,6 +25,8 @@ pub(crate) struct ThinMedia<M> {
     available_chunks: Mutex<u64>,
     /// Panics at a store into a hole.
     is_strict: bool,
+    /// Stores data of another owner in released chunks.
+    reuses_chunks: bool,
     accesses: Mutex<Accesses>,
     /// Number of calls of [`Media::provision`].
     provisions: AtomicU64,
@@ -51,6 +56,7 @@ impl<M: Media> ThinMedia<M> {
             chunks: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
             available_chunks: Mutex::new(u64::MAX),
             is_strict: false,
+            reuses_chunks: false,
             accesses: Mutex::default(),
             provisions: AtomicU64::new(0),
         };
@@ -69,6 +75,11 @@ impl<M: Media> ThinMedia<M> {
     /// Makes a store into a hole panic, because the caller should have provisioned the hole.
     pub(crate) fn strict(self) -> Self {
         Self { is_strict: true, ..self }
+    }
+
+    /// Makes released chunks contain data of another owner, durably.
+    pub(crate) fn with_reuse(self) -> Self {
+        Self { reuses_chunks: true, ..self }
     }
 
     /// Limits the number of chunks that can still get space.
@@ -112,6 +123,47 @@ impl<M: Media> ThinMedia<M> {
         self.chunks[chunk as usize].load(Ordering::Acquire)
     }
 
+    /// Erases what a released chunk or a crash left in holes, because new space reads as zeros.
+    fn erase(&self, holes: &[u64]) -> Result<(), MediaError> {
+        for chunk in holes {
+            let range =
+                chunk * self.chunk_bytes..((chunk + 1) * self.chunk_bytes).min(self.len_bytes);
+            // Zeros may be visible but not durable after a kill.
+            if self.reuses_chunks || self.media.next_data(range.clone())?.is_some() {
+                self.media.store(range.start, &vec![0; (range.end - range.start) as usize])?;
+                self.media.persist_range(range)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Turns a chunk into a hole unless it is still being read. Its space then contains data of
+    /// another owner. Returns true if it is a hole.
+    fn release_chunk(&self, unit: &Range<u64>, is_read: &dyn Fn(&Range<u64>) -> bool) -> bool {
+        let chunk = unit.start / self.chunk_bytes;
+        let whole = chunk * self.chunk_bytes..((chunk + 1) * self.chunk_bytes);
+        assert_eq!(*unit, whole, "a unit is a chunk");
+        let mut available = self.available();
+        if !self.chunks[chunk as usize].swap(false, Ordering::SeqCst) {
+            return true;
+        }
+        if !wait_for_reads(|| is_read(unit)) {
+            self.chunks[chunk as usize].store(true, Ordering::SeqCst);
+            return false;
+        }
+        let word = self.table_at(chunk);
+        self.media.store_word(word, 0).unwrap();
+        self.media.persist_range(word..word + 8).unwrap();
+        if self.reuses_chunks {
+            for at in unit.clone().step_by(512) {
+                self.media.store_word(at, REUSED).unwrap();
+            }
+            self.media.persist_range(unit.clone()).unwrap();
+        }
+        *available = available.saturating_add(1);
+        true
+    }
+
     /// Allocates space for all holes of a range, or for none of them.
     fn allocate(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let mut available = self.available();
@@ -127,6 +179,7 @@ impl<M: Media> ThinMedia<M> {
             return Ok(());
         }
         *available = left;
+        self.erase(&holes)?;
         holes.iter().try_for_each(|chunk| self.media.store_word(self.table_at(*chunk), 1))?;
         let words: Vec<_> =
             holes.iter().map(|chunk| self.table_at(*chunk)..self.table_at(chunk + 1)).collect();
@@ -168,10 +221,12 @@ impl<M: Media> Media for ThinMedia<M> {
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
         self.record_read(offset_bytes, into.len() as u64);
-        self.media.read(offset_bytes, into)?;
         let range = offset_bytes..offset_bytes + into.len() as u64;
-        for chunk in self.chunks_of(&range).filter(|chunk| !self.has_space(*chunk)) {
-            // In a crash image, a hole may contain bytes that were stored there.
+        let holes = self.chunks_of(&range).filter(|chunk| !self.has_space(*chunk));
+        let holes: Vec<u64> = holes.collect();
+        self.media.read(offset_bytes, into)?;
+        for chunk in holes {
+            // A hole may contain bytes of another owner, or bytes that were stored before a crash.
             let start = range.start.max(chunk * self.chunk_bytes) - offset_bytes;
             let end = range.end.min((chunk + 1) * self.chunk_bytes) - offset_bytes;
             into[start as usize..end as usize].fill(0);
@@ -200,6 +255,18 @@ impl<M: Media> Media for ThinMedia<M> {
     fn provision(&self, range: Range<u64>) -> Result<(), MediaError> {
         self.provisions.fetch_add(1, Ordering::Relaxed);
         self.allocate(&range)
+    }
+
+    fn release_unit_bytes(&self) -> Option<u64> {
+        Some(self.chunk_bytes)
+    }
+
+    fn release(
+        &self,
+        units: &[Range<u64>],
+        is_read: &dyn Fn(&Range<u64>) -> bool,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        Ok(units.iter().filter(|unit| !self.release_chunk(unit, is_read)).cloned().collect())
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
@@ -294,6 +361,21 @@ mod tests {
         thin.store_word(CHUNK, 1).unwrap();
         thin.provision(CHUNK..3 * CHUNK).unwrap();
         assert_eq!(thin.provisions(), 3);
+    }
+
+    #[test]
+    fn released_chunk_is_a_hole_that_gets_zeroed_space_again() {
+        let media = wrapped();
+        let thin = ThinMedia::new(&media, LEN, CHUNK).with_reuse();
+        thin.store(CHUNK, &[7; 2 * CHUNK as usize]).unwrap();
+        let unit = CHUNK..2 * CHUNK;
+        let release = |is_read| thin.release(slice::from_ref(&unit), &|_| is_read).unwrap();
+        assert_eq!((release(true), thin.allocated()), (vec![unit.clone()], vec![1, 2]));
+        assert_eq!((release(false), thin.allocated()), (vec![], vec![2]));
+        assert_eq!((thin.load_word(CHUNK).unwrap(), media.load_word(CHUNK).unwrap()), (0, REUSED));
+        assert_eq!(ThinMedia::new(&media, LEN, CHUNK).allocated(), [2]);
+        thin.provision(unit).unwrap();
+        assert_eq!([CHUNK, 2 * CHUNK].map(|at| thin.load_word(at).unwrap() == 0), [true, false]);
     }
 
     #[test]

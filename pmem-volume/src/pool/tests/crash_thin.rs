@@ -14,7 +14,7 @@ use crate::pool::format::volume_record::VolumeRecord;
 type Case = (&'static str, fn() -> Start, Operation, usize);
 
 /// Operations, each with its minimum number of distinct images.
-const OPERATIONS: [Case; 16] = [
+const OPERATIONS: [Case; 18] = [
     ("make the first thin raw volume", Start::new, |s| make(s, 3, VolumeFormat::Raw), 3050),
     ("make a thin BTT volume", Start::new, |s| make(s, 9, VolumeFormat::Btt), 6610),
     ("make another thin BTT volume", Start::thin, |s| make(s, 9, VolumeFormat::Btt), 3980),
@@ -22,6 +22,8 @@ const OPERATIONS: [Case; 16] = [
     ("fill holes", Start::thin, |s| fill_holes(s, "v"), 280),
     ("fill holes of a BTT volume", Start::thin, |s| fill_holes(s, "b"), 870),
     ("fill holes with waiting chunks", Start::thin, fill_holes_with_waiting_chunks, 5710),
+    ("release chunks", Start::thin, |s| release(s, "v", [1, 3]), 100),
+    ("release chunks of a BTT volume", Start::thin, |s| release(s, "b", [3, 4]), 100),
     ("make a raw volume thick", Start::thin, |s| convert(s, "v", false), 520),
     ("make a BTT volume thick", Start::thin, |s| convert(s, "b", false), 1110),
     ("make a raw volume thin", Start::thin, |s| convert(s, "w", true), 280),
@@ -46,6 +48,21 @@ fn make(start: &Start, chunks: u64, format: VolumeFormat) {
 fn fill_holes(start: &Start, name: &str) {
     let volume = start.pool.open_volume(name).unwrap();
     volume.provision(0..volume.size_bytes()).unwrap();
+}
+
+/// Releases chunks without data, erases one of them, and lends all memory.
+fn release(start: &Start, name: &str, indexes: [u64; 2]) {
+    let volume = start.pool.open_volume(name).unwrap();
+    let units = indexes.map(|index| index * CHUNK_BYTES..(index + 1) * CHUNK_BYTES);
+    units.iter().for_each(|unit| volume.provision(unit.clone()).unwrap());
+    // The preparation is not part of the crash.
+    start.media.take_points();
+    start.media.record();
+    assert_eq!(volume.release(&units, &|_| false).unwrap(), []);
+    start.pool.scrub_some(CHUNK_BYTES).unwrap();
+    let lendable_bytes = start.pool.info().lendable_bytes;
+    crash::fill_memory(&start.media, &start.pool.alloc_memory(lendable_bytes).unwrap());
+    volume.provision(units[0].clone()).unwrap();
 }
 
 /// All chunks that are left were used as memory before.
@@ -183,6 +200,21 @@ fn release_of_a_chunk_that_was_not_read_is_detected() {
         pool.persist_entries(&[Run { start: run, chunks: 1 }]).unwrap();
     });
     assert!(error.contains("the word at 0x8 is 0x0"), "{error}");
+}
+
+#[test]
+fn other_owner_before_the_release_is_durable_is_detected() {
+    let error = must_be_detected_on_thin(|media, pool| {
+        let volume = pool.open_volume("v").unwrap();
+        volume.provision(CHUNK_BYTES..2 * CHUNK_BYTES).unwrap();
+        let chunk = crash::places(&volume)[1].1;
+        pool.table.set_owner(media, chunk, Owner::Scrub).unwrap();
+        // Omitted: the persist of the owner word, before another owner stores to the chunk.
+        let at = chunk.offset_bytes() + 64;
+        media.store_word(at, VALUE).unwrap();
+        media.persist_range(at..at + 8).unwrap();
+    });
+    assert!(error.contains("the volume contains 2 words"), "{error}");
 }
 
 #[test]

@@ -29,6 +29,7 @@ enum Operation {
     Resize { name: u8, chunks: u32, shrink: bool },
     Convert { name: u8, thin: bool },
     FillHoles { name: u8, start: u32, chunks: u32 },
+    Release { name: u8, start: u32, chunks: u32 },
     Scrub { chunks: u32 },
     LendPromised { min_free_chunks: Option<u32> },
     Reopen,
@@ -50,6 +51,8 @@ fn operation() -> impl Strategy<Value = Operation> {
             .prop_map(|(name, thin)| Operation::Convert { name, thin }),
         4 => (name.clone(), 0..14u32, 1..4u32)
             .prop_map(|(name, start, chunks)| Operation::FillHoles { name, start, chunks }),
+        4 => (name.clone(), 0..14u32, 1..8u32)
+            .prop_map(|(name, start, chunks)| Operation::Release { name, start, chunks }),
         1 => name.clone().prop_map(|name| Operation::CreateRemaining { name }),
         3 => name.clone().prop_map(|name| Operation::Delete { name }),
         2 => (name.clone(), name.clone()).prop_map(|(name, new_name)| Operation::Rename { name, new_name }),
@@ -307,6 +310,21 @@ impl World {
                 self.pool.lend_promised(min_free_chunks.map(bytes));
                 self.pool.set_borrowable_bytes(u64::MAX);
                 model.min_free_chunks = min_free_chunks;
+                (Outcome::Done, Outcome::Done)
+            }
+            Operation::Release { name: number, start, chunks } => {
+                if let Some(volume) = model.volumes.get_mut(&name(number)).filter(|v| v.thin) {
+                    // Metadata must stay.
+                    let indexes = (start..(start + chunks).min(volume.chunks))
+                        .filter(|index| !volume.metadata.contains(index));
+                    let units: Vec<_> =
+                        indexes.map(|index| bytes(index)..bytes(index + 1)).collect();
+                    let opened = self.pool.open_volume(&name(number)).unwrap();
+                    assert_eq!(opened.release(&units, &|_| false).unwrap(), []);
+                    volume
+                        .present
+                        .retain(|index| !units.contains(&(bytes(*index)..bytes(*index + 1))));
+                }
                 (Outcome::Done, Outcome::Done)
             }
             Operation::CreateRemaining { name: number } => {

@@ -270,6 +270,47 @@ fn full_pool_refuses_a_store_into_a_hole_but_no_other_store() {
 }
 
 #[test]
+fn released_chunks_are_holes_that_get_other_chunks() {
+    let (_media, pool, volume) = open_thin(5);
+    let chunk = |index: u64| index * CHUNK_BYTES..(index + 1) * CHUNK_BYTES;
+    for index in 0..4 {
+        volume.store_word(index * CHUNK_BYTES, index + 1).unwrap();
+    }
+    assert_eq!((allocated_chunks(&pool), volume.release_unit_bytes()), (4, Some(CHUNK_BYTES)));
+    let places = crash::places(&volume);
+    // While the reads are checked, the chunk is already a hole. Chunk 1 stays in use.
+    let is_read = |unit: &std::ops::Range<u64>| {
+        assert_eq!(volume.load_word(unit.start).unwrap(), 0);
+        *unit == chunk(1)
+    };
+    let kept = volume.release(&[chunk(0), chunk(1), chunk(2), chunk(4)], &is_read).unwrap();
+    assert_eq!((kept, allocated_chunks(&pool)), (vec![chunk(1)], 2));
+    assert_eq!(volume.allocated_bytes(), 2 * CHUNK_BYTES);
+    assert_eq!(volume.released_bytes(), 2 * CHUNK_BYTES);
+    let words = || [0, 1, 2, 3].map(|index| volume.load_word(index * CHUNK_BYTES).unwrap());
+    assert_eq!(words(), [0, 2, 0, 4]);
+    assert_eq!(crash::places(&volume), [places[1], places[3]]);
+    // The released chunks wait to be erased.
+    assert_eq!(pool.info().scrubbing_bytes, 2 * CHUNK_BYTES);
+    volume.provision(0..5 * CHUNK_BYTES).unwrap();
+    assert_eq!(words(), [0, 2, 0, 4]);
+    assert_eq!(pool.check().unwrap().pool, []);
+    drop(volume);
+    pool.convert_volume("thin", false).unwrap();
+    let volume = pool.open_volume("thin").unwrap();
+    assert_eq!(volume.release_unit_bytes(), None);
+    assert!(matches!(volume.release(&[chunk(0)], &|_| false), Err(MediaError::ReadOnly)));
+}
+
+#[test]
+#[should_panic(expected = "is not a chunk")]
+fn release_of_a_part_of_a_chunk_panics() {
+    let (_media, _pool, volume) = open_thin(5);
+    let unit = CHUNK_BYTES / 2..CHUNK_BYTES;
+    let _ = volume.release(std::slice::from_ref(&unit), &|_| false);
+}
+
+#[test]
 fn added_chunks_are_inserted_by_index() {
     let mut random = Random::new(1);
     for _ in 0..200 {
@@ -285,8 +326,12 @@ fn added_chunks_are_inserted_by_index() {
         let mut expected = [&chunks[..], &added].concat();
         expected.sort_unstable();
         let mut entry = scan::VolumeEntry { record: record(40), chunks };
+        let before = entry.chunks.clone();
         entry.insert_chunks(&added);
         assert_eq!(entry.chunks, expected);
+        added.sort_unstable();
+        entry.remove_chunks(&added);
+        assert_eq!(entry.chunks, before);
     }
 }
 

@@ -10,9 +10,11 @@ use crate::sparse_table::SparseTable;
 /// Value of an index without a chunk. Chunk numbers have 28 bits.
 const HOLE: u32 = u32::MAX;
 
-/// Chunk of each index of an open volume. Lookups take no lock, because a chunk is only ever added.
+/// Chunk of each index of an open volume. Lookups take no lock. Parts without chunks are not in
+/// memory, because the size of a volume is untrusted.
 ///
-/// Parts without chunks are not in memory, because the size of a volume is untrusted.
+/// A chunk may be withdrawn while the volume is in use. A thread that has looked it up earlier may
+/// still access it, so its new owner must wait for such threads ([`crate::media::Media::release`]).
 pub(super) struct ChunkMap {
     allocated: AtomicU32,
     chunks: SparseTable<AtomicU32>,
@@ -67,6 +69,17 @@ impl ChunkMap {
         self.allocated.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Makes an index a hole, and returns its chunk. Later lookups find the hole. This store is a
+    /// full barrier, so that the caller can then check for threads with an earlier lookup.
+    pub(super) fn withdraw(&self, index: u32) -> Option<ChunkId> {
+        let before = self.chunks.get(index)?.swap(HOLE, Ordering::SeqCst);
+        if before == HOLE {
+            return None;
+        }
+        self.allocated.fetch_sub(1, Ordering::Relaxed);
+        Some(ChunkId(before))
+    }
+
     /// Returns the number of indexes with a chunk.
     pub(super) fn allocated(&self) -> u32 {
         self.allocated.load(Ordering::Relaxed)
@@ -87,6 +100,15 @@ mod tests {
         assert!(map.chunks().eq(present));
         assert_eq!(map.allocated(), 3);
         assert_eq!((map.hole_end(1), map.hole_end(2048)), (2, LEN));
+    }
+
+    #[test]
+    fn withdrawn_chunk_leaves_a_hole() {
+        let map = ChunkMap::new(4, &[(1, ChunkId(5)), (2, ChunkId(8))]);
+        assert_eq!([1, 1, 0].map(|index| map.withdraw(index)), [Some(ChunkId(5)), None, None]);
+        assert_eq!((map.get(1), map.allocated()), (None, 1));
+        map.publish(1, ChunkId(6));
+        assert!(map.chunks().eq([(1, ChunkId(6)), (2, ChunkId(8))]));
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod chunk_map;
 mod convert;
 pub(super) mod damaged_volume;
 mod provision;
+mod release;
 pub(super) mod resize;
 pub(super) mod space;
 pub(super) mod split;
@@ -12,6 +13,7 @@ mod volume_media;
 use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use foreshore_types::VolumeFormat;
 use serde::Serialize;
@@ -149,6 +151,7 @@ pub struct Volume<M: Media = FileMedia> {
     extents: Vec<VolumeExtent>,
     /// Chunks of a thin volume.
     map: Option<ChunkMap>,
+    released_chunks: AtomicU64,
 }
 
 impl<M: Media> Pool<M> {
@@ -327,9 +330,9 @@ impl<M: Media> Pool<M> {
         self.release_chunks(&mut state, &runs)
     }
 
-    /// Marks chunks that no record covers any more as *scrub*, and queues them for erasing. The
-    /// mark is necessary because the slot and the indexes may be reused before all of these chunks
-    /// are free.
+    /// Marks chunks that no record covers any more, or that a thin volume does not use, as *scrub*,
+    /// and queues them for erasing. The mark is necessary because the slot and the indexes may be
+    /// reused before all of these chunks are free.
     pub(in crate::pool) fn release_chunks(
         &self,
         state: &mut State,
@@ -393,7 +396,8 @@ impl<M: Media> Pool<M> {
         drop(state);
         self.forget_clean_pages(&extents.iter().map(|extent| extent.run).collect::<Vec<_>>());
         let extents = if map.is_some() { vec![] } else { extents };
-        Ok(Volume { pool: Arc::clone(self), slot, info, extents, map })
+        let released_chunks = AtomicU64::new(0);
+        Ok(Volume { pool: Arc::clone(self), slot, info, extents, map, released_chunks })
     }
 
     /// Drops clean pages of chunks from the page cache, if this process may write to the pool.
@@ -448,6 +452,14 @@ impl VolumeEntry {
             self.chunks[at + count] = *new;
             end = at;
         }
+    }
+
+    /// Removes chunks, which are sorted by index.
+    pub(in crate::pool) fn remove_chunks(&mut self, removed: &[(u32, ChunkId)]) {
+        assert!(removed.is_sorted());
+        let before = self.chunks.len();
+        self.chunks.retain(|chunk| removed.binary_search(chunk).is_err());
+        assert_eq!(before - self.chunks.len(), removed.len(), "the volume has these chunks");
     }
 
     /// Returns the chunk with the largest index below `index`.

@@ -95,7 +95,7 @@ impl<M: Media> Pool<M> {
 }
 
 /// Converts an error of the pool to one of the volume's media.
-fn media_error(error: PoolError) -> MediaError {
+pub(super) fn media_error(error: PoolError) -> MediaError {
     match error {
         PoolError::Media(error) => error,
         PoolError::Latched { cause, .. } => MediaError::Latched { cause },
@@ -103,6 +103,6 @@ fn media_error(error: PoolError) -> MediaError {
         PoolError::PoolFull { requested_bytes, free_bytes, .. } => {
             MediaError::Full { needed_bytes: requested_bytes, available_bytes: free_bytes }
         }
-        other => unreachable!("an allocation does not fail with {other}"),
+        other => unreachable!("a change of chunks does not fail with {other}"),
     }
 }

@@ -70,7 +70,8 @@ impl<'a> Space<'a> {
         Self { media, chunks: Chunks::Extents(extents), len_bytes }
     }
 
-    /// Returns the storage of an open thin volume, whose holes other threads may fill.
+    /// Returns the storage of an open thin volume. Other threads may fill its holes and release its
+    /// chunks.
     pub(super) fn of_map(media: &'a dyn Media, map: &'a ChunkMap) -> Self {
         Self { media, chunks: Chunks::Map(map), len_bytes: map.len_bytes() }
     }

@@ -1,6 +1,7 @@
 //! Implementation of the media trait for a volume. The chunks of the volume need not be contiguous.
 //!
 //! A thin volume may have holes, which read as zeros. A store into a hole allocates a chunk first.
+//! Its user may release chunks.
 //!
 //! The first failed store or persist latches the pool read-only, because it is then unknown which
 //! writes are durable. A latched pool can still be read. A failed read affects only that read.
@@ -159,6 +160,18 @@ impl<M: Media> Media for Volume<M> {
             None => Ok(()),
             Some(map) => self.fill_holes(map, range),
         }
+    }
+
+    fn release_unit_bytes(&self) -> Option<u64> {
+        self.map.is_some().then_some(CHUNK_BYTES)
+    }
+
+    fn release(
+        &self,
+        units: &[Range<u64>],
+        is_read: &dyn Fn(&Range<u64>) -> bool,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        self.release_chunks(units, is_read)
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
